@@ -1,0 +1,137 @@
+"""Worlds for tests: real gloo ranks forked from this process, and a fake world of any size.
+
+Forking after torch is imported is far cheaper than starting interpreters. The parent hosts the store, made
+after the last fork (its server thread must not be copied into a child), so no rank has to outlive the others
+and no port is guessed.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from multiprocessing.connection import Connection
+
+T = TypeVar("T")
+
+
+class Outcome(NamedTuple):
+    """What one rank sent back: its value, or the text of its traceback."""
+
+    kind: Literal["value", "error", "lost"]
+    value: Any
+
+
+def run_ranks(
+    world_size: int,
+    function: Callable[..., T],
+    *args: Any,
+    timeout: float = 90.0,
+    backend: str = "gloo",
+    init: bool = True,
+) -> list[T]:
+    """Run ``function(*args)`` on ``world_size`` forked ranks and return every rank's result, in rank order.
+
+    Each rank is in an initialised default group (unless ``init`` is false), with the variables that torchrun
+    sets. A rank that raises, dies or does not answer within ``timeout`` seconds fails the test, with every
+    rank's story in the message.
+    """
+    context = multiprocessing.get_context("fork")
+    channels: list[Connection] = []
+    processes = []
+    for rank in range(world_size):
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=_rank_main, args=(theirs, rank, world_size, backend, init, timeout, function, args)
+        )
+        process.start()
+        theirs.close()
+        channels.append(ours)
+        processes.append(process)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for channel in channels:
+        channel.send(store.port)
+    deadline = time.monotonic() + timeout
+    outcomes = [_collect(channel, deadline) for channel in channels]
+    for process in processes:
+        process.join(timeout=5)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.kind != "value"]
+    if failed:
+        stories = "\n".join(f"--- rank {rank}: {outcome.kind}\n{outcome.value}" for rank, outcome in failed)
+        raise AssertionError(f"{len(failed)} of {world_size} ranks failed\n{stories}")
+    return [outcome.value for outcome in outcomes]
+
+
+def _collect(channel: Connection, deadline: float) -> Outcome:
+    try:
+        if channel.poll(max(0.0, deadline - time.monotonic())):
+            return Outcome(*channel.recv())
+    except EOFError:
+        return Outcome("lost", "the process ended without sending a result")
+    return Outcome("lost", "no result within the time allowed")
+
+
+def _rank_main(
+    channel: Connection,
+    rank: int,
+    world_size: int,
+    backend: str,
+    init: bool,
+    timeout: float,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    faulthandler.dump_traceback_later(max(1.0, timeout - 2), file=sys.__stderr__)
+    torch.set_num_threads(1)
+    port = channel.recv()
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the parent hosts the store, as torchrun's agent does
+    )
+    try:
+        if init:
+            store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout))
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+            )
+        outcome = Outcome("value", function(*args))
+        channel.send(tuple(outcome))
+    except BaseException:  # noqa: BLE001  every story is told, SystemExit's too
+        channel.send(("error", traceback.format_exc()))
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        channel.close()
+        # Skip the interpreter's exit: nothing of the parent's (pytest, its plugins) may run a second time.
+        os._exit(0)
+
+
+@contextmanager
+def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
+    """A default group of the fake backend: any world size, any rank, one process, nothing communicated."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
