@@ -1,0 +1,548 @@
+"""Layouts: named axes, their sizes and their order, and the ranks that follow from them.
+
+A layout is arithmetic on ints: it needs no process group and no torch, answers for any rank of any world, and
+is the one place where namedmesh computes ranks. Ranks are row-major, as in torch's ``DeviceMesh``: the first
+axis is the slowest, the last one the fastest.
+"""
+
+from __future__ import annotations
+
+import operator
+from keyword import iskeyword
+from math import prod
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+
+from namedmesh.errors import AxisError, LayoutError, did_you_mean, listing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+__all__ = ["Layout", "axis_name_problems"]
+
+# Words that `Layout(...)` and `init_mesh(...)` take beside the axes.
+RESERVED = ("layout", "options", "part", "rank_offset", "world_size")
+
+
+class Layout:
+    """Named axes over a range of ranks.
+
+    Args:
+        world_size: how many ranks the layout covers. Needed only for an axis of size -1; otherwise it is the
+            product of the sizes, and a different number is an error.
+        rank_offset: the first rank of the layout, for a layout over a part of a larger world.
+        **sizes: one keyword for each axis, slowest first: its name and its size. One size may be -1, which
+            stands for whatever is left of ``world_size``.
+
+    Raises:
+        LayoutError: names or sizes that no layout can have; all problems at once.
+
+    Example:
+        >>> layout = Layout(pp=2, dp=2, tp=2)
+        >>> layout.groups("tp")
+        ((0, 1), (2, 3), (4, 5), (6, 7))
+        >>> layout.groups("pp")
+        ((0, 4), (1, 5), (2, 6), (3, 7))
+        >>> layout.coords(5)
+        {'pp': 1, 'dp': 0, 'tp': 1}
+        >>> Layout(dp=-1, tp=2, world_size=8)
+        Layout(dp=4, tp=2)
+    """
+
+    __slots__ = ("_place", "axes", "rank_offset", "sizes", "strides", "world_size")
+
+    axes: tuple[str, ...]
+    """The names, slowest axis first."""
+    sizes: tuple[int, ...]
+    """The size of each axis, in the order of :attr:`axes`."""
+    strides: tuple[int, ...]
+    """The distance between neighbouring ranks on each axis, in the order of :attr:`axes`."""
+    world_size: int
+    """How many ranks the layout covers."""
+    rank_offset: int
+    """The first rank that the layout covers."""
+
+    def __init__(self, /, *, world_size: int | None = None, rank_offset: int = 0, **sizes: int) -> None:
+        self._fill(tuple(sizes.items()), world_size, rank_offset)
+
+    @classmethod
+    def from_shape(
+        cls,
+        axes: Iterable[str],
+        sizes: Iterable[int],
+        *,
+        world_size: int | None = None,
+        rank_offset: int = 0,
+    ) -> Layout:
+        """A layout from two sequences, the way ``init_device_mesh`` takes them.
+
+        Args:
+            axes: the names, slowest axis first.
+            sizes: one size for each name.
+            world_size: as for :class:`Layout`.
+            rank_offset: as for :class:`Layout`.
+
+        Raises:
+            LayoutError: as for :class:`Layout`; also a name given twice, or too few or too many sizes.
+
+        Example:
+            >>> Layout.from_shape(("dp", "tp"), (4, 2))
+            Layout(dp=4, tp=2)
+        """
+        axes, sizes = tuple(axes), tuple(sizes)
+        if len(axes) != len(sizes):
+            raise LayoutError(
+                f"{len(axes)} axes {axes} but {len(sizes)} sizes {sizes}; give one size for each axis"
+            )
+        layout = cls.__new__(cls)
+        layout._fill(tuple(zip(axes, sizes, strict=True)), world_size, rank_offset)
+        return layout
+
+    @classmethod
+    def from_order(
+        cls, order: str, /, *, world_size: int | None = None, rank_offset: int = 0, **sizes: int
+    ) -> Layout:
+        """A layout from Megatron's order string, in which the first axis is the *fastest*.
+
+        Args:
+            order: the names joined by ``-``, fastest first, such as ``"tp-cp-ep-dp-pp"``.
+            world_size: how many ranks there are; needed when an axis is to be inferred.
+            rank_offset: as for :class:`Layout`.
+            **sizes: a size for each axis. A single axis without a size is inferred from ``world_size``. When
+                several have none, ``dp`` is inferred and the others are 1, as Megatron does. An axis of size
+                1 need not be in the order.
+
+        Raises:
+            LayoutError: an axis with a size but no place in the order, or as for :class:`Layout`.
+
+        Example:
+            >>> Layout.from_order("tp-cp-dp-pp", tp=2, pp=2, world_size=8)
+            Layout(pp=2, dp=2, cp=1, tp=2)
+            >>> Layout.from_order("tp-pp-dp", tp=2, pp=2, world_size=8).groups("pp")
+            ((0, 2), (1, 3), (4, 6), (5, 7))
+        """
+        fastest_first = order.split("-")
+        problems = [
+            f"axis {axis!r} has size {size} but no place in the order {order!r}{did_you_mean(axis, fastest_first)}"
+            for axis, size in sizes.items()
+            if size != 1 and axis not in fastest_first
+        ]
+        open_axes = [axis for axis in dict.fromkeys(fastest_first) if axis not in sizes]
+        if -1 in sizes.values() or not open_axes:
+            inferred = None
+        elif len(open_axes) == 1 or "dp" in open_axes:
+            inferred = open_axes[0] if len(open_axes) == 1 else "dp"
+        else:
+            inferred = None
+            problems.append(
+                f"axes {listing(map(repr, open_axes))} of the order {order!r} have no size, and none of them is "
+                "'dp'; give all of them but one"
+            )
+        if problems:
+            raise LayoutError(*problems)
+        filled = [
+            (axis, sizes.get(axis, -1 if axis == inferred else 1)) for axis in reversed(fastest_first)
+        ]
+        layout = cls.__new__(cls)
+        layout._fill(tuple(filled), world_size, rank_offset)
+        return layout
+
+    def _fill(self, pairs: tuple[tuple[str, Any], ...], world_size: Any, rank_offset: Any) -> None:
+        axes = tuple(name for name, _ in pairs)
+        problems = axis_name_problems(axes)
+        sizes = tuple(_checked_size(name, size, problems) for name, size in pairs)
+        world = _checked_int("world_size", world_size, 1, problems) if world_size is not None else None
+        offset = _checked_int("rank_offset", rank_offset, 0, problems)
+        open_axes = [name for name, size in zip(axes, sizes, strict=True) if size == -1]
+        if len(open_axes) > 1:
+            problems.append(
+                f"axes {listing(map(repr, open_axes))} are all -1; only one axis can be whatever is left"
+            )
+        if open_axes and world_size is None:
+            problems.append(
+                f"axis {open_axes[0]!r} is -1, but the number of ranks is not known; give its size, or world_size"
+            )
+        if not problems:
+            sizes = _fitted(axes, sizes, world, problems)
+        if problems:
+            raise LayoutError(*problems)
+        set_once = object.__setattr__
+        set_once(self, "axes", axes)
+        set_once(self, "sizes", sizes)
+        set_once(self, "strides", tuple(prod(sizes[i + 1 :]) for i in range(len(sizes))))
+        set_once(self, "world_size", prod(sizes))
+        set_once(self, "rank_offset", offset)
+        set_once(self, "_place", {name: i for i, name in enumerate(axes)})
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"a Layout is frozen: {name!r} cannot be set; make another Layout")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"a Layout is frozen: {name!r} cannot be deleted")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.axes, self.sizes, self.rank_offset)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def _identity(self) -> tuple[object, ...]:
+        return self.axes, self.sizes, self.rank_offset
+
+    def __repr__(self) -> str:
+        parts = [f"{axis}={size}" for axis, size in self.items()]
+        if self.rank_offset:
+            parts.append(f"rank_offset={self.rank_offset}")
+        return f"Layout({', '.join(parts)})"
+
+    def __str__(self) -> str:
+        """The sizes in words, as messages show them: ``pp=2 x dp=2 x tp=2 (8 ranks)``."""
+        return f"{_product(self.axes, self.sizes)} ({self.world_size} rank{'s' * (self.world_size != 1)})"
+
+    def __contains__(self, axis: object) -> bool:
+        return axis in self._place
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.axes)
+
+    def __len__(self) -> int:
+        return len(self.axes)
+
+    def __getitem__(self, axis: str) -> int:
+        """The size of an axis: ``layout["tp"]``."""
+        return self.sizes[self._index(axis)]
+
+    def items(self) -> Iterator[tuple[str, int]]:
+        """Names and sizes, slowest axis first.
+
+        Example:
+            >>> dict(Layout(dp=4, tp=2).items())
+            {'dp': 4, 'tp': 2}
+        """
+        return zip(self.axes, self.sizes, strict=True)
+
+    @property
+    def order(self) -> str:
+        """Megatron's order string, fastest axis first.
+
+        Example:
+            >>> Layout(pp=2, dp=2, tp=2).order
+            'tp-dp-pp'
+        """
+        return "-".join(reversed(self.axes))
+
+    @property
+    def ranks(self) -> range:
+        """Every rank that the layout covers.
+
+        Example:
+            >>> Layout(tp=2, rank_offset=6).ranks
+            range(6, 8)
+        """
+        return range(self.rank_offset, self.rank_offset + self.world_size)
+
+    def size(self, *axes: str) -> int:
+        """The number of ranks in a group over ``axes``: the product of their sizes.
+
+        Example:
+            >>> Layout(pp=2, dp=3, tp=4).size("pp", "tp")
+            8
+        """
+        return prod(self.sizes[i] for i in self._chosen(axes))
+
+    def count(self, *axes: str) -> int:
+        """The number of groups over ``axes``.
+
+        Example:
+            >>> Layout(pp=2, dp=3, tp=4).count("pp", "tp")
+            3
+        """
+        return self.world_size // self.size(*axes)
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """Where a rank stands on each axis.
+
+        Raises:
+            LayoutError: the rank is not in the layout.
+
+        Example:
+            >>> Layout(pp=2, dp=2, tp=2).coords(6)
+            {'pp': 1, 'dp': 1, 'tp': 0}
+        """
+        local = self._local(rank)
+        return {
+            axis: local // stride % size
+            for axis, size, stride in zip(self.axes, self.sizes, self.strides, strict=True)
+        }
+
+    def rank(self, **coords: int) -> int:
+        """The rank at the given coordinates.
+
+        Args:
+            **coords: one coordinate for each axis; an axis of size 1 may be left out.
+
+        Raises:
+            AxisError: a name that is no axis.
+            LayoutError: a coordinate that is missing or outside its axis; all problems at once.
+
+        Example:
+            >>> Layout(pp=2, dp=2, tp=2).rank(pp=1, dp=0, tp=1)
+            5
+        """
+        self._check_coords(coords)
+        missing = [axis for axis, size in self.items() if size > 1 and axis not in coords]
+        if missing:
+            raise LayoutError(
+                f"no coordinate for {listing(map(repr, missing))} of {self}; "
+                "give one for each axis, or ask where() for all ranks that share some"
+            )
+        return self.rank_offset + sum(
+            coords.get(axis, 0) * stride for axis, stride in zip(self.axes, self.strides, strict=True)
+        )
+
+    def where(self, **coords: int) -> tuple[int, ...]:
+        """Every rank at the given coordinates, ascending.
+
+        Raises:
+            AxisError: a name that is no axis.
+            LayoutError: a coordinate outside its axis.
+
+        Example:
+            >>> Layout(pp=2, dp=2, tp=2).where(pp=1, tp=0)
+            (4, 6)
+        """
+        self._check_coords(coords)
+        first = self.rank_offset + sum(
+            at * self.strides[self._place[axis]] for axis, at in coords.items()
+        )
+        free = [i for i, axis in enumerate(self.axes) if axis not in coords]
+        return _shifted(self._offsets(free), first)
+
+    def group(self, rank: int, /, *axes: str) -> tuple[int, ...]:
+        """The ranks that a rank shares a group over ``axes`` with, itself included, ascending.
+
+        The cost is that of the group's size, whatever the size of the world.
+
+        Args:
+            rank: the rank that asks.
+            *axes: the axes that vary inside the group, in any order.
+
+        Raises:
+            AxisError: a name that is no axis.
+            LayoutError: the rank is not in the layout.
+
+        Example:
+            >>> layout = Layout(pp=2, dp=2, tp=2)
+            >>> layout.group(5, "tp"), layout.group(5, "pp", "tp")
+            ((4, 5), (0, 1, 4, 5))
+        """
+        chosen = self._chosen(axes)
+        local = self._local(rank)
+        own = sum(local // self.strides[i] % self.sizes[i] * self.strides[i] for i in chosen)
+        return _shifted(self._offsets(chosen), rank - own)
+
+    def group_rank(self, rank: int, /, *axes: str) -> int:
+        """The position of a rank inside its group over ``axes``.
+
+        Example:
+            >>> Layout(pp=2, dp=2, tp=2).group_rank(5, "pp", "tp")
+            3
+        """
+        local = self._local(rank)
+        position = 0
+        for i in self._chosen(axes):
+            position = position * self.sizes[i] + local // self.strides[i] % self.sizes[i]
+        return position
+
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """Every group over ``axes``: groups by their first rank, ranks inside a group ascending.
+
+        Args:
+            *axes: the axes that vary inside a group, in any order.
+
+        Returns:
+            A partition of :attr:`ranks`; its order is part of the contract.
+
+        Raises:
+            AxisError: a name that is no axis.
+
+        Example:
+            >>> Layout(pp=2, dp=2, tp=2).groups("pp", "tp")
+            ((0, 1, 4, 5), (2, 3, 6, 7))
+        """
+        chosen = self._chosen(axes)
+        inside = self._offsets(chosen)
+        firsts = _shifted(self._offsets([i for i in range(len(self.axes)) if i not in chosen]), self.rank_offset)
+        if len(inside) > len(firsts):
+            return tuple(_shifted(inside, first) for first in firsts)
+        # Many small groups: one column per member, and zip builds the tuples without a Python step for each.
+        return tuple(zip(*(_shifted(firsts, offset) for offset in inside), strict=True))
+
+    def neighbour(self, rank: int, axis: str, step: int = 1) -> int:
+        """The rank ``step`` places further on an axis, round the end.
+
+        Example:
+            >>> layout = Layout(pp=4, tp=2)
+            >>> layout.neighbour(1, "pp"), layout.neighbour(1, "pp", -1)
+            (3, 7)
+        """
+        i = self._index(axis)
+        at = self._local(rank) // self.strides[i] % self.sizes[i]
+        return rank + ((at + step) % self.sizes[i] - at) * self.strides[i]
+
+    def partition(self, *axes: str) -> tuple[object, ...]:
+        """A small key that two layouts share exactly if their groups over the given axes are the same.
+
+        It lists (size, stride) of the axes, with those of size 1 left out and adjoining ones merged; its
+        length depends on the number of axes only.
+
+        Example:
+            >>> dense, expert = Layout(pp=2, dp=2, tp=2), Layout(pp=2, ep=4)
+            >>> dense.partition("dp", "tp") == expert.partition("ep")
+            True
+        """
+        return (self.rank_offset, self.world_size, tuple(self._runs(self._chosen(axes))))
+
+    def _index(self, axis: str) -> int:
+        try:
+            return self._place[axis]
+        except (KeyError, TypeError):
+            raise AxisError(self._unknown(axis)) from None
+
+    def _unknown(self, axis: object) -> str:
+        return f"axis {axis!r} is not one of {self.axes}{did_you_mean(axis, self.axes)}"
+
+    def _chosen(self, axes: Sequence[str]) -> list[int]:
+        """The places of the axes in layout order; every problem with them is in one error."""
+        problems = [self._unknown(axis) for axis in axes if axis not in self]
+        if not axes:
+            problems.append(f"no axis is named; name one or more of {self.axes}")
+        if problems:
+            raise AxisError(*problems)
+        return sorted({self._place[axis] for axis in axes})
+
+    def _local(self, rank: int) -> int:
+        local = rank - self.rank_offset
+        if not 0 <= local < self.world_size:
+            ranks = self.ranks
+            raise LayoutError(
+                f"rank {rank} is outside {self}; its ranks are {ranks.start} to {ranks.stop - 1}"
+            )
+        return local
+
+    def _check_coords(self, coords: Mapping[str, int]) -> None:
+        unknown = [self._unknown(axis) for axis in coords if axis not in self]
+        if unknown:
+            raise AxisError(*unknown)
+        outside = [
+            f"coordinate {axis}={at} is outside the axis; its coordinates are 0 to {self[axis] - 1}"
+            for axis, at in coords.items()
+            if not 0 <= at < self[axis]
+        ]
+        if outside:
+            raise LayoutError(*outside)
+
+    def _runs(self, chosen: Sequence[int]) -> list[tuple[int, int]]:
+        """(size, stride) of the chosen axes, slowest first, with adjoining axes merged into one run."""
+        runs: list[tuple[int, int]] = []
+        for i in chosen:
+            size, stride = self.sizes[i], self.strides[i]
+            if size == 1:
+                continue
+            if runs and runs[-1][1] == size * stride:
+                runs[-1] = (runs[-1][0] * size, stride)
+            else:
+                runs.append((size, stride))
+        return runs
+
+    def _offsets(self, chosen: Sequence[int]) -> Sequence[int]:
+        """The distances from the first rank of a group over the chosen axes to its members, ascending."""
+        offsets: Sequence[int] = range(1)
+        for size, stride in self._runs(chosen):
+            steps = range(0, size * stride, stride)
+            offsets = steps if len(offsets) == 1 else [base + step for base in offsets for step in steps]
+        return offsets
+
+
+def axis_name_problems(axes: Sequence[object]) -> list[str]:
+    """What is wrong with the names of some axes, a sentence each; nothing if they can name a layout.
+
+    Example:
+        >>> axis_name_problems(["dp", "tp", "dp"])
+        ["axis 'dp' is named 2 times; each axis needs a name of its own"]
+    """
+    problems = [] if axes else ["no axis is named; name at least one, such as dp=-1"]
+    for name in dict.fromkeys(axes):
+        if not isinstance(name, str) or not name.isidentifier() or iskeyword(name):
+            problems.append(
+                f"axis name {name!r} is not a Python identifier; use letters, digits and underscores, such as 'dp'"
+            )
+        elif name in RESERVED:
+            problems.append(f"axis name {name!r} is taken by an argument; choose another name")
+        if axes.count(name) > 1:
+            problems.append(f"axis {name!r} is named {axes.count(name)} times; each axis needs a name of its own")
+    return problems
+
+
+def _rebuild(axes: tuple[str, ...], sizes: tuple[int, ...], rank_offset: int) -> Layout:
+    """Unpickle a layout."""
+    return Layout.from_shape(axes, sizes, rank_offset=rank_offset)
+
+
+def _product(axes: Iterable[str], sizes: Iterable[int]) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in zip(axes, sizes, strict=True))
+
+
+def _shifted(ranks: Sequence[int], by: int) -> tuple[int, ...]:
+    if isinstance(ranks, range):
+        return tuple(range(ranks.start + by, ranks.stop + by, ranks.step))
+    return tuple([rank + by for rank in ranks])  # a list is built faster than a generator is drained
+
+
+def _checked_int(what: str, value: SupportsIndex, least: int, problems: list[str]) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or number < least:
+        problems.append(f"{what} is {value!r}; it is an int of at least {least}")
+        return least
+    return number
+
+
+def _checked_size(axis: object, value: SupportsIndex, problems: list[str]) -> int:
+    try:
+        size = operator.index(value)
+    except TypeError:
+        size = 0
+    if isinstance(value, bool) or (size < 1 and size != -1):
+        problems.append(
+            f"axis {axis!r} has size {value!r}; a size is an int of at least 1, or -1 for whatever is left"
+        )
+        return 1
+    return size
+
+
+def _fitted(
+    axes: tuple[str, ...], sizes: tuple[int, ...], world_size: int | None, problems: list[str]
+) -> tuple[int, ...]:
+    """The sizes with -1 replaced; a world that they do not fit is a problem."""
+    known = prod(size for size in sizes if size != -1)
+    if world_size is None or known == world_size and -1 not in sizes:
+        return sizes
+    if -1 in sizes and world_size % known == 0:
+        return tuple(world_size // known if size == -1 else size for size in sizes)
+    if -1 in sizes:
+        fixed = [(axis, size) for axis, size in zip(axes, sizes, strict=True) if size != -1]
+        what = f"{_product(*zip(*fixed, strict=True))} = {known} does not divide the world of {world_size} ranks"
+        problems.append(f"{what}; change a size, or the number of ranks to a multiple of {known}")
+    else:
+        problems.append(
+            f"{_product(axes, sizes)} needs {known} ranks, but the world has {world_size}; change a size, or "
+            "give one axis -1 for whatever is left"
+        )
+    return sizes
