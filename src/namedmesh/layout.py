@@ -19,8 +19,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Layout", "axis_name_problems"]
 
-# Words that `Layout(...)` and `init_mesh(...)` take beside the axes.
-RESERVED = ("layout", "options", "part", "rank_offset", "world_size")
+# What `Layout` and `init_mesh` take by keyword beside the axes.
+RESERVED = (
+    "backend",
+    "device",
+    "layout",
+    "options",
+    "part",
+    "rank_offset",
+    "share_groups",
+    "timeout",
+    "world_size",
+)
 
 
 class Layout:

@@ -1,0 +1,149 @@
+"""The one file that touches private torch API, and the one that knows about torch versions.
+
+Everything here stands in for something that torch does not offer publicly; each function says what, and why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from packaging.version import Version
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from datetime import timedelta
+
+TORCH = Version(torch.__version__)
+
+# Up to 2.9 torch keeps the relations between meshes in one table beside them, later on the meshes themselves.
+_MESHES_KNOW_THEIR_ROOT = Version("2.10.0a0") <= TORCH
+
+# How many groups this process has made over each set of ranks; the same on every member of the set.
+_made_over: Counter[tuple[int, ...]] = Counter()
+
+
+def default_store() -> dist.Store:
+    """The store of the default group: torch has no public way to reach it."""
+    return c10d._get_default_store()
+
+
+def default_timeout() -> timedelta | None:
+    """The timeout of the default group, or None where its backend does not tell (the fake one)."""
+    group = dist.group.WORLD
+    if group is None:
+        return None
+    for device_type in ("cuda", "cpu", "xpu"):
+        try:
+            backend = group._get_backend(torch.device(device_type))
+        except RuntimeError:
+            continue
+        options = getattr(backend, "options", None)
+        return getattr(options, "_timeout", None)
+    return None
+
+
+def default_timeout_is_torchs() -> bool:
+    """Whether groups made without a timeout get the one that the default group has."""
+    own = default_timeout()
+    return own is None or own == c10d._get_default_timeout(c10d.Backend(dist.get_backend()))
+
+
+def bound_device() -> torch.device | None:
+    """The device that the default group is bound to, if any; a bound group makes subgroups by splitting."""
+    return getattr(dist.group.WORLD, "bound_device_id", None)
+
+
+def new_group_among_members(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
+    """``new_group`` with local synchronisation, under a name that is never used twice.
+
+    Only the members call it. Up to torch 2.13 the name of such a group is a hash of its ranks and of the
+    number of groups this process has: a group made again after the first one was destroyed gets the name of
+    the first, finds its addresses in the store and hangs; so do ranks that have different numbers of groups.
+    Later versions count calls instead, which goes wrong as soon as only some ranks call. Here the name is a
+    hash of the ranks and of how many groups were made over exactly these ranks, which only members change.
+    """
+    members = tuple(ranks)
+    _made_over[members] += 1
+    calls = c10d._world.group_count
+    with _group_named(members, _made_over[members]):
+        group = dist.new_group(list(members), use_local_synchronization=True, **options)
+    # torch counts calls to name the groups that everyone makes; a call of some ranks must not count.
+    c10d._world.group_count = calls
+    return group
+
+
+@contextmanager
+def _group_named(members: tuple[int, ...], serial: int) -> Iterator[None]:
+    text = f"namedmesh {serial} over {'_'.join(map(str, members))}"
+    name = hashlib.sha256(text.encode()).hexdigest()[:40]
+    original = c10d._hash_ranks_to_str
+    c10d._hash_ranks_to_str = lambda _: name
+    try:
+        yield
+    finally:
+        c10d._hash_ranks_to_str = original
+
+
+def flattened(root: DeviceMesh, axes: tuple[str, ...], name: str, group: dist.ProcessGroup) -> DeviceMesh:
+    """A 1-D mesh over the product of some axes of ``root``, on a group that exists, and known to its root.
+
+    ``DeviceMesh.from_group`` would make a mesh that FSDP2 refuses beside tensor parallelism on ``root``,
+    because the two have no common root; ``_flatten`` of torch would make a second group.
+
+    Args:
+        root: a mesh that is no slice.
+        axes: some of its axes, in its order.
+        name: the name of the product.
+        group: this rank's group over the product.
+    """
+    if _MESHES_KNOW_THEIR_ROOT:
+        return _flattened_on_root(root, axes, name, group)
+    return _flattened_in_table(root, axes, name, group)
+
+
+def _flattened_on_root(root: Any, axes: tuple[str, ...], name: str, group: dist.ProcessGroup) -> DeviceMesh:
+    layout = root[axes]._layout
+    mesh = DeviceMesh(
+        root.device_type,
+        _layout=type(layout)([layout.collapse()]) if _LAYOUTS_ARE_LISTS else layout.coalesce(),
+        _rank_map=root._rank_map,
+        mesh_dim_names=(name,),
+        _root_mesh=root,
+        _init_backend=False,
+    )
+    mesh._dim_group_names = [group.group_name]
+    if hasattr(root, "_pg_registry"):
+        root._pg_registry[group.group_name] = group
+    root._flatten_mapping[name] = mesh
+    return mesh
+
+
+def _flattened_in_table(root: Any, axes: tuple[str, ...], name: str, group: dist.ProcessGroup) -> DeviceMesh:
+    from torch.distributed.device_mesh import _mesh_resources
+
+    mesh = DeviceMesh.from_group(group, root.device_type, mesh_dim_names=(name,))
+    _mesh_resources.child_to_root_mapping[mesh] = root
+    _mesh_resources.root_to_flatten_mapping.setdefault(root, {})[name] = mesh
+    places = tuple(root.mesh_dim_names.index(axis) for axis in axes)
+    _mesh_resources.flatten_name_to_root_dims.setdefault(root, {})[name] = places
+    return mesh
+
+
+def forget(root: Any) -> None:
+    """Drop what torch's table of meshes keeps of a root and its slices, so that a closed mesh can go."""
+    if _MESHES_KNOW_THEIR_ROOT:
+        return
+    from torch.distributed.device_mesh import _mesh_resources
+
+    table = _mesh_resources
+    for child in [child for child, its_root in table.child_to_root_mapping.items() if its_root is root]:
+        del table.child_to_root_mapping[child]
+    table.root_to_flatten_mapping.pop(root, None)
+    table.flatten_name_to_root_dims.pop(root, None)

@@ -1,0 +1,76 @@
+"""Reading a layout off meshes and groups that somebody else made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from namedmesh.errors import LayoutError, listing
+from namedmesh.layout import Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["layout_of_groups", "layout_of_mesh"]
+
+
+def layout_of_mesh(mesh: DeviceMesh) -> Layout:
+    """The layout that a torch mesh has, its axes ordered by stride, the slowest first.
+
+    Raises:
+        LayoutError: the mesh has no names, or its ranks follow no row-major order of its axes.
+    """
+    names = mesh.mesh_dim_names
+    if not names:
+        raise LayoutError(
+            f"the DeviceMesh of shape {tuple(mesh.shape)} has no names; make it with mesh_dim_names=, one for each axis"
+        )
+    ranks = mesh.mesh
+    order = sorted(range(ranks.ndim), key=lambda dim: -_stride(ranks, dim))
+    flat = ranks.permute(order).flatten().tolist()
+    expected = list(range(min(flat), min(flat) + len(flat)))
+    if flat != expected:
+        place = next(i for i, (got, want) in enumerate(zip(flat, expected, strict=True)) if got != want)
+        raise LayoutError(
+            f"the ranks of the DeviceMesh are not a range cut along its axes: rank {flat[place]} stands where a "
+            f"row-major order of {tuple(names[dim] for dim in order)} has rank {expected[place]}; adopt the whole "
+            "mesh rather than a slice of it, or make the mesh with init_mesh"
+        )
+    return Layout.from_shape(
+        [names[dim] for dim in order], [ranks.size(dim) for dim in order], rank_offset=flat[0]
+    )
+
+
+def _stride(ranks: torch.Tensor, dim: int) -> int:
+    """The distance between neighbours on a dim; a dim of size 1 keeps its place among its neighbours."""
+    if ranks.size(dim) > 1:
+        corner = [0] * ranks.ndim
+        corner[dim] = 1
+        return int(ranks[tuple(corner)] - ranks[(0,) * ranks.ndim])
+    return next((_stride(ranks, after) for after in range(dim + 1, ranks.ndim) if ranks.size(after) > 1), 0)
+
+
+def layout_of_groups(groups: Mapping[str, dist.ProcessGroup], rank: int, rank_offset: int) -> Layout:
+    """The layout that process groups by axis have, slowest axis first.
+
+    Raises:
+        LayoutError: the groups are not those of any layout with these axes in this order.
+    """
+    layout = Layout.from_shape(
+        list(groups), [group.size() for group in groups.values()], rank_offset=rank_offset
+    )
+    problems = []
+    for axis, group in groups.items():
+        got, expected = tuple(dist.get_process_group_ranks(group)), layout.group(rank, axis)
+        if got != expected:
+            problems.append(
+                f"the group of axis {axis!r} has ranks {listing(got)}, but {layout} has {listing(expected)} for rank "
+                f"{rank}; give the axes from the slowest to the fastest"
+            )
+    if problems:
+        raise LayoutError(*problems)
+    return layout

@@ -1,0 +1,73 @@
+"""Which mesh legacy code means when it names none: the one selected with ``with mesh:``, or the only one alive."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from namedmesh.errors import MeshError
+
+if TYPE_CHECKING:
+    from namedmesh.mesh import NamedMesh
+
+__all__ = ["current_mesh", "deselect", "is_selected", "register", "select", "unregister"]
+
+# Process-wide rather than per thread: autograd runs backward functions in threads of its own, and code in
+# them must see the mesh that was selected around the training step.
+_alive: weakref.WeakSet[NamedMesh] = weakref.WeakSet()
+_selected: list[NamedMesh] = []
+
+
+def current_mesh() -> NamedMesh:
+    """The mesh that code without a mesh argument works on.
+
+    Returns:
+        The innermost mesh entered with ``with mesh:``; outside of any, the only mesh that is alive.
+
+    Raises:
+        MeshError: there is no mesh, or there are several and none was selected.
+
+    Example:
+        >>> current_mesh()
+        Traceback (most recent call last):
+        namedmesh.errors.MeshError: no mesh is alive in this process; call namedmesh.init_mesh(...) first
+    """
+    if _selected:
+        return _selected[-1]
+    alive = list(_alive)
+    if len(alive) == 1:
+        return alive[0]
+    if not alive:
+        raise MeshError("no mesh is alive in this process; call namedmesh.init_mesh(...) first")
+    shown = ", ".join(sorted(str(mesh.layout) for mesh in alive))
+    raise MeshError(
+        f"{len(alive)} meshes are alive in this process and none is selected: {shown}; select one with 'with mesh:'"
+    )
+
+
+def register(mesh: NamedMesh) -> None:
+    """Note that a mesh is alive."""
+    _alive.add(mesh)
+
+
+def unregister(mesh: NamedMesh) -> None:
+    """Note that a mesh was closed."""
+    _alive.discard(mesh)
+
+
+def select(mesh: NamedMesh) -> None:
+    """Make a mesh the current one, until :func:`deselect`."""
+    _selected.append(mesh)
+
+
+def deselect(mesh: NamedMesh) -> None:
+    """Undo the last :func:`select` of this mesh."""
+    for i in reversed(range(len(_selected))):
+        if _selected[i] is mesh:
+            del _selected[i]
+            return
+
+
+def is_selected(mesh: NamedMesh) -> bool:
+    """Whether a mesh is inside a ``with`` block."""
+    return any(selected is mesh for selected in _selected)

@@ -1,0 +1,302 @@
+"""The one place that makes process groups: at most one communicator for each set of ranks and options.
+
+A pool belongs to one mesh. It makes groups a whole partition of the mesh at a time, in the order it is asked,
+which is the same on every rank; it remembers what it made, hands the same object out for the same ranks, and
+destroys exactly that when it is closed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from namedmesh._torch import (
+    bound_device,
+    default_timeout,
+    default_timeout_is_torchs,
+    new_group_among_members,
+)
+from namedmesh.errors import MeshError
+from namedmesh.options import GroupOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from datetime import timedelta
+
+    from namedmesh.layout import Layout
+
+__all__ = ["Communicator", "GroupPool"]
+
+_Key = tuple[tuple[int, ...], str, "timedelta | None", object, bool]
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """A process group of a pool: what it is for, who is in it, and whether the pool made it."""
+
+    label: str
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup
+    owned: bool
+
+
+class GroupPool:
+    """The process groups of one mesh.
+
+    Args:
+        rank: this rank.
+        defaults: options of every group, where an axis sets nothing else.
+        share: whether groups over the same ranks with the same options are one object.
+    """
+
+    def __init__(self, rank: int, *, defaults: GroupOptions | None = None, share: bool = True) -> None:
+        self.rank = rank
+        self.share = share
+        self.defaults = defaults or GroupOptions()
+        self._world_ranks = tuple(range(dist.get_world_size()))
+        self._default_backend = dist.get_backend()
+        self._default_timeout = default_timeout()
+        self._known: dict[_Key, dist.ProcessGroup] = {}
+        self._unshared: dict[tuple[str, tuple[object, ...]], dist.ProcessGroup] = {}
+        # What every rank knows to exist, also where it is no member: whole partitions, and irregular sets.
+        self._partitions: list[tuple[Layout, tuple[str, ...], GroupOptions]] = []
+        self._sets_made: set[_Key] = set()
+        self._singleton: dist.ProcessGroup | None = None
+        self.communicators: list[Communicator] = []
+        self.borrow(self._world_ranks, dist.group.WORLD, "world")
+
+    # Finding: nothing here communicates.
+
+    def find(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> dist.ProcessGroup | None:
+        """This rank's group over ``axes``, if there is one."""
+        ranks = layout.group(self.rank, *axes)
+        if len(ranks) == 1:
+            return self._singleton
+        own = self._unshared.get((_label(axes), layout.partition(*axes)))
+        if own is not None or not (self.share and options.share):
+            return own
+        return self._known.get(self._key(ranks, options))
+
+    def find_by_ranks(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """A group over exactly these ranks, whatever its options."""
+        return next((made.group for made in self.communicators if made.ranks == ranks), None)
+
+    # Making: every rank of the layout calls these, in the same order.
+
+    def primary(
+        self, layout: Layout, device_type: str, options: Mapping[str, GroupOptions]
+    ) -> DeviceMesh:
+        """The mesh over all axes of a layout; communicates.
+
+        torch's ``init_device_mesh`` makes the groups wherever it can say what is wanted: for a layout over
+        the whole world without options. Axes of size 1 are left out of it, because it would make a group of
+        one for each rank of each of them; they share one group.
+        """
+        plain = (
+            layout.world_size == len(self._world_ranks)
+            and self.share
+            and not any(options.values())
+            and self._plain(self.defaults)
+        )
+        large = tuple(axis for axis, size in layout.items() if size > 1)
+        if plain and large:
+            made = init_device_mesh(
+                device_type, tuple(layout[axis] for axis in large), mesh_dim_names=large
+            )
+            for axis in large:
+                self._adopt_made(layout, axis, made.get_group(axis))
+            if len(large) == len(layout):
+                return made
+        return self.over(layout, device_type, options)
+
+    def over(self, layout: Layout, device_type: str, options: Mapping[str, GroupOptions]) -> DeviceMesh:
+        """A mesh over all axes of a layout, on groups that exist or are made now; communicates."""
+        groups = [
+            self.make(layout, (axis,), options.get(axis, self.defaults)) for axis in layout.axes
+        ]
+        with torch.device("cpu"):
+            ranks = torch.arange(layout.world_size, dtype=torch.int).reshape(layout.sizes) + layout.rank_offset
+        return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=layout.axes)
+
+    def make(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> dist.ProcessGroup:
+        """This rank's group over ``axes``, made unless it exists; communicates."""
+        found = self.find(layout, axes, options)
+        if found is not None:
+            return found
+        ranks = layout.group(self.rank, *axes)
+        if len(ranks) == 1:
+            return self._make_singleton()
+        label = _label(axes)
+        group = self._new(layout, axes, ranks, label, options)
+        if self.share and options.share:
+            self._known[self._key(ranks, options)] = group
+            self._partitions.append((layout, tuple(axes), options))
+        else:
+            self._unshared[label, layout.partition(*axes)] = group
+        return group
+
+    def make_twin(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> dist.ProcessGroup:
+        """This rank's gloo group over ``axes``; it is the group itself where that is gloo; communicates."""
+        return self.make(layout, axes, _twin(options))
+
+    def find_twin(
+        self, layout: Layout, axes: Sequence[str], options: GroupOptions
+    ) -> dist.ProcessGroup | None:
+        """The gloo group over ``axes``, if there is one."""
+        return self.find(layout, axes, _twin(options))
+
+    def make_sets(
+        self, sets: Iterable[Sequence[int]], label: str, options: GroupOptions | None = None
+    ) -> dict[tuple[int, ...], dist.ProcessGroup]:
+        """Groups over irregular sets of ranks, such as the first and the last stage of each pipeline.
+
+        Every rank of the *world* calls this with the same sets in the same order, also those in none of them;
+        communicates. The sets of this rank are returned. A set of one rank costs no communicator.
+        """
+        options = options or self.defaults
+        mine = {}
+        for ranks in dict.fromkeys(tuple(sorted(members)) for members in sets):
+            key = self._key(ranks, options)
+            if len(ranks) == 1:
+                if self.rank in ranks:
+                    mine[ranks] = self._make_singleton()
+                continue
+            if not self._exists_for_all(key, options):
+                group = dist.new_group(list(ranks), **self._arguments(options, label))
+                self._sets_made.add(key)
+                if self.rank in ranks:
+                    self._known[key] = group
+                    self._record(label, ranks, group, owned=True)
+            if self.rank in ranks:
+                mine[ranks] = self._known[key]
+        return mine
+
+    def _exists_for_all(self, key: _Key, options: GroupOptions) -> bool:
+        """Whether the members of a set have a group already; every rank comes to the same answer."""
+        if not (self.share and options.share):
+            return False
+        ranks = key[0]
+        return key in self._sets_made or any(
+            layout.group(ranks[0], *axes) == ranks and self._key(ranks, theirs) == key
+            for layout, axes, theirs in self._partitions
+            if ranks[0] in layout.ranks
+        )
+
+    def borrow(self, ranks: tuple[int, ...], group: dist.ProcessGroup | None, label: str) -> None:
+        """Take note of a group that somebody else owns; it is shared like any other, and never destroyed."""
+        if group is None:
+            raise MeshError("there is no default process group; call namedmesh.launch.init() first")
+        backend = dist.get_backend(group)
+        timeout = self._default_timeout
+        self._known.setdefault((ranks, backend, timeout, (), False), group)
+        if len(ranks) == 1 and self._singleton is None:
+            self._singleton = group
+        self._record(label, ranks, group, owned=False)
+
+    def close(self) -> None:
+        """Destroy what this pool made, the last first; never the default group, never a borrowed one."""
+        if dist.is_initialized():
+            for made in reversed(self.communicators):
+                if made.owned:
+                    dist.destroy_process_group(made.group)
+        self.communicators.clear()
+        self._known.clear()
+        self._unshared.clear()
+        self._partitions.clear()
+        self._sets_made.clear()
+        self._singleton = None
+
+    # How a group comes about.
+
+    def _new(
+        self, layout: Layout, axes: Sequence[str], ranks: tuple[int, ...], label: str, options: GroupOptions
+    ) -> dist.ProcessGroup:
+        arguments = self._arguments(options, label)
+        if bound_device() is None:
+            group = new_group_among_members(ranks, **arguments)
+        else:
+            group = self._split(layout, axes, arguments)
+        self._record(label, ranks, group, owned=True)
+        return group
+
+    def _split(self, layout: Layout, axes: Sequence[str], arguments: dict[str, Any]) -> dist.ProcessGroup:
+        """One call for the whole partition: with a bound device a communicator is split off the default one."""
+        if layout.world_size != len(self._world_ranks):
+            raise MeshError(
+                f"{layout} is a part of the world of {len(self._world_ranks)} ranks, and the default group is bound "
+                f"to {bound_device()}: every rank would have to take part; start without bind_device (or device_id)"
+            )
+        backend = arguments.pop("backend")
+        if backend != self._default_backend:
+            # Only the default backend can be split; any other is made by everyone, group by group.
+            made = [dist.new_group(list(ranks), backend=backend, **arguments) for ranks in layout.groups(*axes)]
+            return made[layout.groups(*axes).index(layout.group(self.rank, *axes))]
+        split_ranks = [list(ranks) for ranks in layout.groups(*axes)]
+        return dist.split_group(split_ranks=split_ranks, **arguments)
+
+    def _make_singleton(self) -> dist.ProcessGroup:
+        """The group of this rank alone, one for all axes of size 1."""
+        if self._singleton is None:
+            if bound_device() is None:
+                self._singleton = new_group_among_members((self.rank,), group_desc="namedmesh:self")
+            else:
+                self._singleton = dist.split_group(
+                    split_ranks=[[rank] for rank in self._world_ranks], group_desc="namedmesh:self"
+                )
+            self._record("self", (self.rank,), self._singleton, owned=True)
+        return self._singleton
+
+    def _arguments(self, options: GroupOptions, label: str) -> dict[str, Any]:
+        backend, timeout = self._resolved(options)
+        arguments: dict[str, Any] = {
+            "backend": backend,
+            "timeout": timeout,
+            "group_desc": f"namedmesh:{label}",
+        }
+        if "nccl" in backend and (options.nccl or options.high_priority):
+            arguments["pg_options"] = _nccl_options(options, timeout)
+        return arguments
+
+    def _resolved(self, options: GroupOptions) -> tuple[str, timedelta | None]:
+        backend = options.backend or self.defaults.backend or self._default_backend
+        timeout = options.timeout or self.defaults.timeout or self._default_timeout
+        return backend, timeout
+
+    def _plain(self, options: GroupOptions) -> bool:
+        """Whether ``init_device_mesh``, which knows no options, would make the groups that are wanted."""
+        return options == GroupOptions() and default_timeout_is_torchs()
+
+    def _key(self, ranks: tuple[int, ...], options: GroupOptions) -> _Key:
+        return (ranks, *self._resolved(options), options.nccl, options.high_priority)
+
+    def _adopt_made(self, layout: Layout, axis: str, group: dist.ProcessGroup) -> None:
+        """Take over a group that ``init_device_mesh`` made for this pool."""
+        ranks = layout.group(self.rank, axis)
+        self._partitions.append((layout, (axis,), self.defaults))
+        if group is not dist.group.WORLD:
+            self._known[self._key(ranks, self.defaults)] = group
+            self._record(axis, ranks, group, owned=True)
+
+    def _record(self, label: str, ranks: tuple[int, ...], group: dist.ProcessGroup, *, owned: bool) -> None:
+        self.communicators.append(Communicator(label, ranks, group, owned))
+
+
+def _label(axes: Sequence[str]) -> str:
+    return "_".join(axes)
+
+
+def _twin(options: GroupOptions) -> GroupOptions:
+    return replace(options, backend="gloo", nccl=(), high_priority=False)
+
+
+def _nccl_options(options: GroupOptions, timeout: timedelta | None) -> object:
+    made = dist.ProcessGroupNCCL.Options(is_high_priority_stream=options.high_priority)
+    if timeout is not None:
+        made._timeout = timeout
+    for name, value in dict(options.nccl).items():
+        setattr(made.config, name, value)
+    return made

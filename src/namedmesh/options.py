@@ -1,0 +1,167 @@
+"""What a process group can be told: backend, timeout, NCCL settings, a gloo twin; per axis, or for all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from namedmesh.errors import LayoutError, NamedMeshError, did_you_mean
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["GroupOptions"]
+
+# The fields of torch's NCCL configuration that a group can set. max_ctas and the like are ints, net_name a string.
+_NCCL_FIELDS = (
+    "blocking",
+    "cga_cluster_size",
+    "collnet_enable",
+    "cta_policy",
+    "max_ctas",
+    "min_ctas",
+    "net_name",
+    "nvls_ctas",
+    "split_share",
+    "traffic_class",
+)
+# Megatron's file has one switch that is a field of the options, not of the NCCL configuration.
+_HIGH_PRIORITY = "is_high_priority_stream"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupOptions:
+    """Options of the process groups over an axis, and of every group derived from that axis.
+
+    Args:
+        backend: the backend, as ``new_group`` takes it; by default that of the default group.
+        timeout: how long a collective may take; by default that of the default group.
+        nccl: settings of the NCCL communicator by name, such as ``{"max_ctas": 32}``. Backends other than
+            NCCL have no use for them.
+        high_priority: run NCCL's kernels on a stream of high priority.
+        gloo_twin: also make a gloo group over the same ranks, for tensors on the CPU.
+        share: whether the group may be the same object as another one over the same ranks with the same
+            options. Turn it off for code that overlaps two collectives over the same ranks.
+
+    Raises:
+        LayoutError: a setting that NCCL does not have, or a timeout that is not positive.
+
+    Example:
+        >>> GroupOptions(nccl={"max_ctas": 32}, high_priority=True).nccl
+        (('max_ctas', 32),)
+    """
+
+    backend: str | None = None
+    timeout: timedelta | None = None
+    nccl: Mapping[str, int | str] | tuple[tuple[str, int | str], ...] = ()
+    high_priority: bool = False
+    gloo_twin: bool = False
+    share: bool = True
+
+    def __post_init__(self) -> None:
+        settings = dict(self.nccl)
+        problems = [
+            f"NCCL has no setting {name!r} that a group can give; the settings are {', '.join(_NCCL_FIELDS)}"
+            f"{did_you_mean(name, _NCCL_FIELDS)}"
+            for name in settings
+            if name not in _NCCL_FIELDS
+        ]
+        if self.timeout is not None and (
+            not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0)
+        ):
+            problems.append(f"timeout is {self.timeout!r}; it is a datetime.timedelta longer than nothing")
+        if problems:
+            raise LayoutError(*problems)
+        object.__setattr__(self, "nccl", tuple(sorted(settings.items())))
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> dict[str, GroupOptions]:
+        """Options by axis, from a YAML file in the format of Megatron's ``--nccl-communicator-config-path``.
+
+        The file maps the name of an axis to NCCL settings and ``is_high_priority_stream``::
+
+            tp:
+              max_ctas: 32
+              is_high_priority_stream: true
+
+        Raises:
+            NamedMeshError: PyYAML is not installed.
+            LayoutError: the file is not there or does not hold such a mapping; all problems at once.
+        """
+        return _from_text(_read(path), str(path))
+
+    def combined(self, other: GroupOptions, axes: str) -> GroupOptions:
+        """The options of a group over two axes: what either sets, provided they do not contradict.
+
+        Args:
+            other: the options of the other axis.
+            axes: the names of both, for the message.
+
+        Raises:
+            LayoutError: both set something, and differently.
+
+        Example:
+            >>> slow = GroupOptions(timeout=timedelta(hours=1))
+            >>> GroupOptions(backend="gloo").combined(slow, "dp and cp")
+            GroupOptions(backend='gloo', timeout=datetime.timedelta(seconds=3600))
+        """
+        problems = []
+        changes: dict[str, Any] = {}
+        for field in fields(self):
+            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            if theirs in (mine, field.default):
+                continue
+            if mine != field.default:
+                problems.append(
+                    f"{field.name} of axes {axes} is both {mine!r} and {theirs!r}; say which one the group over both "
+                    "should have with options="
+                )
+            changes[field.name] = theirs
+        if problems:
+            raise LayoutError(*problems)
+        return replace(self, **changes)
+
+    def __repr__(self) -> str:
+        """Only what was set: the text is compared between ranks and shown in messages."""
+        said = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        return f"GroupOptions({', '.join(said)})"
+
+
+def _read(path: str | Path) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:  # noqa: PTH123  a str is as good as a Path here
+            return file.read()
+    except OSError as error:
+        raise LayoutError(f"the options file {str(path)!r} cannot be read: {error.strerror}") from None
+
+
+def _from_text(text: str, path: str) -> dict[str, GroupOptions]:
+    try:
+        import yaml  # a file of options is rare: who has one installs the reader
+    except ImportError:
+        raise NamedMeshError("options from a YAML file need PyYAML; install it with: pip install PyYAML") from None
+    try:
+        table = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise LayoutError(f"the options file {path!r} is not YAML: {error}") from None
+    if not isinstance(table, dict) or not all(isinstance(settings, dict) for settings in table.values()):
+        raise LayoutError(
+            f"the options file {path!r} must map names of axes to settings, such as 'tp: {{max_ctas: 32}}'"
+        )
+    options = {}
+    problems: list[str] = []
+    for axis, settings in table.items():
+        nccl = {name: value for name, value in settings.items() if name != _HIGH_PRIORITY}
+        try:
+            options[axis] = GroupOptions(nccl=nccl, high_priority=bool(settings.get(_HIGH_PRIORITY, False)))
+        except LayoutError as error:
+            problems += [f"{path}, {axis}: {problem}" for problem in error.problems]
+    if problems:
+        raise LayoutError(*problems)
+    return options

@@ -1,0 +1,108 @@
+"""Sharded embeddings: DTensor weights, the lookup on this rank's plain piece."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812  torch's own spelling
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from namedmesh.tensor_parallel.collectives import Gather, SumForward, SumScatter, all_gather
+from namedmesh.tensor_parallel.setup import Setup, check_cut, is_replicated, sharded_dim
+
+
+class ColwiseEmbedding(nn.Embedding):
+    """An ``nn.Embedding`` whose vectors are cut over the ranks. Made by ``ColwiseParallel``."""
+
+    _setup: Setup
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
+        """My piece of every looked-up vector, or whole vectors if the output layout is replicated."""
+        setup = self._setup
+        ids = None if torch.compiler.is_compiling() else _whole_ids(setup, input)
+        last = input.ndim
+        whole_output = is_replicated(setup.output_layout)
+        if ids is None or not (whole_output or sharded_dim(setup.output_layout, input.ndim + 1) == last):
+            return _through_dtensor(self, input)
+        output = F.embedding(
+            ids, _plain(self.weight), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq
+        )
+        if whole_output:
+            output = Gather.apply(output, setup.peers, last)
+        return setup.hand_out(output)
+
+
+class RowwiseEmbedding(nn.Embedding):
+    """An ``nn.Embedding`` whose vocabulary is cut over the ranks. Made by ``RowwiseParallel``."""
+
+    _setup: Setup
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
+        """The sum of all ranks' lookups, of which one is not zero: whole, or cut along the output layout."""
+        setup = self._setup
+        scatter_dim = sharded_dim(setup.output_layout, input.ndim + 1)
+        ids = None if torch.compiler.is_compiling() else _whole_ids(setup, input)
+        if scatter_dim is not None:
+            looked_up = input if ids is None else ids
+            shape = torch.Size((*looked_up.shape, self.embedding_dim))
+            check_cut(self, "the output", shape, scatter_dim, setup.peers.size)
+        if ids is None or (scatter_dim is None and not is_replicated(setup.output_layout)):
+            return _through_dtensor(self, input)
+        partial = self._my_rows(ids)
+        if scatter_dim is None:
+            output = SumForward.apply(partial, setup.peers)
+        else:
+            output = SumScatter.apply(partial, setup.peers, scatter_dim)
+        return setup.hand_out(output)
+
+    def _my_rows(self, ids: Tensor) -> Tensor:
+        """The vectors of the ids that are in my piece of the vocabulary, zeros for the others."""
+        rows = self.num_embeddings // self._setup.peers.size
+        first = self._setup.peers.rank * rows
+        padding = None
+        if self.padding_idx is not None and first <= self.padding_idx < first + rows:
+            padding = self.padding_idx - first
+        self._refuse_strangers(ids)
+        elsewhere = (ids < first) | (ids >= first + rows)
+        # Row 0 stands in for the strangers; the zeros below keep its gradient clean of them.
+        mine = F.embedding((ids - first).masked_fill(elsewhere, 0), _plain(self.weight), padding)
+        return mine.masked_fill(elsewhere.unsqueeze(-1), 0)
+
+    def _refuse_strangers(self, ids: Tensor) -> None:
+        """An id outside the vocabulary belongs to no rank, and its vector would silently be zeros."""
+        if ids.device.type == "cpu" and ids.numel() and ids.dtype in {torch.int32, torch.int64}:
+            low, high = torch.aminmax(ids)
+            if low < 0 or high >= self.num_embeddings:
+                raise IndexError(
+                    f"index out of range in self: the ids run from {int(low)} to {int(high)}, "
+                    f"the vocabulary from 0 to {self.num_embeddings - 1}"
+                )
+
+
+def _plain(weight: Tensor) -> Tensor:
+    """My piece of the weight; its gradient arrives at the parameter as a DTensor of the same layout."""
+    if not isinstance(weight, DTensor):
+        return weight
+    local: Tensor = weight.to_local()
+    return local
+
+
+def _whole_ids(setup: Setup, ids: Tensor) -> Tensor | None:
+    """The ids of all ranks as a plain tensor, gathered if they are cut; None if the layout is another."""
+    local = setup.plain(ids)
+    if local is None or is_replicated(setup.input_layout):
+        return local
+    dim = sharded_dim(setup.input_layout, local.ndim)
+    return None if dim is None else all_gather(local, setup.peers, dim)
+
+
+def _through_dtensor(module: ColwiseEmbedding | RowwiseEmbedding, ids: Tensor) -> Tensor:
+    """The same lookup in DTensor arithmetic: for other layouts, and for the compiler."""
+    setup = module._setup  # noqa: SLF001  the module is one of ours
+    annotated = setup.annotated(ids)
+    if annotated.placements != (Replicate(),):
+        annotated = annotated.redistribute(placements=(Replicate(),))
+    output = F.embedding(
+        annotated, module.weight, module.padding_idx, scale_grad_by_freq=module.scale_grad_by_freq
+    )
+    return setup.finish(output)

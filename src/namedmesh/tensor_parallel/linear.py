@@ -1,0 +1,225 @@
+"""Sharded linear layers: DTensor parameters, arithmetic on this rank's plain tensors.
+
+DTensor decides anew at every operation how its operands are laid out, which on small layers costs more than
+the arithmetic. The layout of a column or row layer is known when it is made, so its forward and backward can
+be written down once, as two matrix products and a collective.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  torch's own spelling
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from namedmesh.errors import NamedMeshError
+from namedmesh.tensor_parallel._private import gradient_like, settled
+from namedmesh.tensor_parallel.collectives import (
+    Gather,
+    Split,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from namedmesh.tensor_parallel.setup import Setup, check_cut, is_replicated, sharded_dim
+
+if TYPE_CHECKING:
+    from namedmesh.tensor_parallel.collectives import Peers
+
+
+class ColwiseLinear(nn.Linear):
+    """An ``nn.Linear`` whose output features are cut over the ranks. Made by ``ColwiseParallel``."""
+
+    _setup: Setup
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
+        """This rank's output features, or what the style's output layout says."""
+        setup = self._setup
+        if torch.compiler.is_compiling():
+            return through_dtensor(self, input, Replicate())
+        local = input if type(input) is Tensor else setup.plain(input)
+        if local is None:
+            return through_dtensor(self, input, Replicate())
+        last = local.ndim - 1
+        gather_dim = sharded_dim(setup.input_layout, local.ndim)
+        whole_output = is_replicated(setup.output_layout)
+        if (
+            gather_dim == last
+            or (gather_dim is None and not is_replicated(setup.input_layout))
+            or not (whole_output or sharded_dim(setup.output_layout, local.ndim) == last)
+        ):
+            return through_dtensor(self, input, Replicate())
+        local, weight, bias = _autocast(local, self.weight, self.bias)
+        output: Tensor = _Column.apply(local, weight, bias, setup.peers, gather_dim)
+        if whole_output:
+            output = Gather.apply(output, setup.peers, last)
+        return output if setup.use_local_output else setup.hand_out(output)
+
+
+class RowwiseLinear(nn.Linear):
+    """An ``nn.Linear`` whose input features are cut over the ranks. Made by ``RowwiseParallel``."""
+
+    _setup: Setup
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
+        """The sum of all ranks' products: whole, or cut along another dim."""
+        setup = self._setup
+        local = input if type(input) is Tensor else setup.plain(input)
+        scatter_dim = sharded_dim(setup.output_layout, input.ndim)
+        if scatter_dim is not None and setup.peers.size > 1:
+            shape = _output_shape(self, input)
+            check_cut(self, "the output", shape, scatter_dim, setup.peers.size)
+        if local is None or torch.compiler.is_compiling():
+            return through_dtensor(self, input, Shard(-1))
+        whole_input = is_replicated(setup.input_layout)
+        if not (whole_input or sharded_dim(setup.input_layout, local.ndim) == local.ndim - 1) or (
+            scatter_dim is None and not is_replicated(setup.output_layout)
+        ):
+            return through_dtensor(self, input, Shard(-1))
+        if whole_input:
+            local = Split.apply(local, setup.peers, local.ndim - 1)
+        local, weight, bias = _autocast(local, self.weight, self.bias)
+        output: Tensor = _Row.apply(local, weight, bias, setup.peers, scatter_dim)
+        return output if setup.use_local_output else setup.hand_out(output)
+
+
+def through_dtensor(
+    module: ColwiseLinear | RowwiseLinear, value: Tensor, desired: Replicate | Shard
+) -> Tensor:
+    """The same layer in DTensor arithmetic: for layouts the short way does not know, and for the compiler."""
+    setup = module._setup  # noqa: SLF001  the module is one of ours
+    annotated = setup.annotated(value)
+    if annotated.placements != (desired,):
+        annotated = annotated.redistribute(placements=(desired,))
+    return setup.finish(F.linear(annotated, module.weight, module.bias))
+
+
+def _output_shape(module: RowwiseLinear, value: Tensor) -> torch.Size:
+    """The global shape of the output, which only differs from the input's in its last dim.
+
+    A plain input may be cut along its last dim only, if it is one the short way takes; if it is cut along
+    another, that dim is longer than it looks here.
+    """
+    setup = module._setup  # noqa: SLF001  the module is one of ours
+    shape = list(value.shape)
+    cut = None if isinstance(value, DTensor) else sharded_dim(setup.input_layout, value.ndim)
+    if cut is not None:
+        shape[cut] *= setup.peers.size
+    shape[-1] = module.out_features
+    return torch.Size(shape)
+
+
+def _autocast(value: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The three operands in the type that autocast would give them; outside autocast, as they are.
+
+    The backward runs outside autocast, so the casts have to be operations of their own.
+    """
+    device = value.device.type
+    if not torch.is_autocast_enabled(device) or not value.is_floating_point():
+        return value, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+    return value.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _refuse_double_backward() -> None:
+    """Say it, rather than give second derivatives that leave out the collectives."""
+    if torch.is_grad_enabled():
+        raise NamedMeshError(
+            "the fast parallel styles have no second derivative (backward was called with create_graph=True); "
+            "use torch.distributed.tensor.parallel.ColwiseParallel and RowwiseParallel in the plan instead"
+        )
+
+
+def _parameter_gradients(
+    ctx: Any, rows: Tensor, value: Tensor | None, weight: DTensor | None, bias: DTensor | None
+) -> tuple[DTensor | None, DTensor | None]:
+    """The gradients of weight and bias from the output's gradient, as DTensors laid out as their parameters."""
+    weight_gradient = bias_gradient = None
+    if value is not None and weight is not None:
+        products = rows.t() @ value.reshape(-1, value.shape[-1])
+        weight_gradient = gradient_like(weight, products)
+    if bias is not None and ctx.needs_input_grad[2]:
+        bias_gradient = gradient_like(bias, rows.sum(0))
+    return weight_gradient, bias_gradient
+
+
+class _Column(torch.autograd.Function):
+    """``gather(x) @ W.T + b`` with my rows of W; the input's gradient is summed while W's is computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, value: Tensor, weight: DTensor, bias: DTensor | None, peers: Peers, gather_dim: int | None
+    ) -> Tensor:
+        value = settled(value)
+        if gather_dim is not None:
+            value = all_gather(value, peers, gather_dim)
+        _keep(ctx, value, weight, bias)
+        ctx.peers, ctx.gather_dim = peers, gather_dim
+        # Inside forward no gradients are recorded, and to_local() is an attribute access.
+        return F.linear(value, weight.to_local(), None if bias is None else bias.to_local())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | DTensor | None, ...]:
+        _refuse_double_backward()
+        value, weight, bias = ctx.saved_tensors
+        gradient = settled(gradient)
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        pending = None
+        if ctx.needs_input_grad[0]:
+            partial = (rows @ weight.to_local()).view(*gradient.shape[:-1], -1)
+            if ctx.gather_dim is None:
+                pending = start_all_reduce(partial, ctx.peers)
+            else:
+                pending = start_reduce_scatter(partial, ctx.peers, ctx.gather_dim)
+        gradients = _parameter_gradients(ctx, rows, value, weight, bias)
+        return None if pending is None else pending.wait(), *gradients, None, None
+
+
+class _Row(torch.autograd.Function):
+    """``reduce(x @ W.T) + b`` with my columns of W and of x; the reduction is done when this returns."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, value: Tensor, weight: DTensor, bias: DTensor | None, peers: Peers, scatter_dim: int | None
+    ) -> Tensor:
+        value = settled(value)
+        _keep(ctx, value, weight, bias)
+        ctx.peers, ctx.scatter_dim = peers, scatter_dim
+        output = F.linear(value, weight.to_local())
+        if scatter_dim is None:
+            output = all_reduce(output, peers)
+        else:
+            output = reduce_scatter(output, peers, scatter_dim)
+        if bias is not None:
+            mine = bias.to_local()
+            if scatter_dim == output.ndim - 1 and peers.size > 1:
+                width = output.shape[-1]
+                mine = mine.narrow(0, peers.rank * width, width)
+            output.add_(mine)  # after the sum: the bias counts once
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | DTensor | None, ...]:
+        _refuse_double_backward()
+        value, weight, bias = ctx.saved_tensors
+        gradient = settled(gradient)
+        if ctx.scatter_dim is not None:
+            # The whole gradient also makes the bias' gradient the same, and whole, on every rank.
+            gradient = all_gather(gradient, ctx.peers, ctx.scatter_dim)
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        input_gradient = None
+        if ctx.needs_input_grad[0]:
+            input_gradient = (rows @ weight.to_local()).view(*gradient.shape[:-1], -1)
+        return input_gradient, *_parameter_gradients(ctx, rows, value, weight, bias), None, None
+
+
+def _keep(ctx: Any, value: Tensor, weight: DTensor, bias: DTensor | None) -> None:
+    """Save what the backward will need, and not the input when the weight is frozen."""
+    needs_value, needs_weight = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(
+        value if needs_weight else None, weight if needs_value or needs_weight else None, bias
+    )

@@ -1,0 +1,132 @@
+"""What a sharded module knows about its parallel style: peers, layouts, and how to name itself in an error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from namedmesh.errors import ShapeError
+from namedmesh.tensor_parallel.collectives import Peers
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+NAME = "_namedmesh_name"
+"""The attribute in which ``parallelize`` leaves a module's fully qualified name, for error messages."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The style of one sharded module, bound to a mesh.
+
+    Args:
+        mesh: the one-dimensional mesh.
+        input_layout: how a plain input tensor is laid out over the mesh.
+        output_layout: how the output is.
+        use_local_output: hand out this rank's plain tensor instead of a DTensor.
+    """
+
+    mesh: DeviceMesh
+    input_layout: Placement
+    output_layout: Placement
+    use_local_output: bool
+    peers: Peers = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Accessors of a mesh cost microseconds each: too much for every forward.
+        object.__setattr__(self, "peers", Peers.of(self.mesh))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Setup:
+        # Immutable, and a process group cannot be copied.
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Setup, (self.mesh, self.input_layout, self.output_layout, self.use_local_output)
+
+    def hand_out(self, local: Tensor) -> Tensor:
+        """The output as the style promises it: plain, or as a DTensor."""
+        if self.use_local_output:
+            return local
+        return DTensor.from_local(local, self.mesh, (self.output_layout,), run_check=False)
+
+    def plain(self, value: object) -> Tensor | None:
+        """The local tensor of an input that is laid out as annotated; None if it has another layout."""
+        if isinstance(value, DTensor):
+            if value.device_mesh != self.mesh or not same_layout(
+                value.placements[0], self.input_layout, value.ndim
+            ):
+                return None
+            local: Tensor = value.to_local()
+            return local
+        return value if isinstance(value, torch.Tensor) else None
+
+    def annotated(self, tensor: Tensor) -> DTensor:
+        """An input as a DTensor in the layout that the style declares."""
+        if isinstance(tensor, DTensor):
+            return tensor
+        return DTensor.from_local(tensor, self.mesh, (self.input_layout,), run_check=False)
+
+    def finish(self, output: Tensor) -> Tensor:
+        """The output of DTensor arithmetic in the layout that the style promises; synchronous.
+
+        An asynchronous one would be a tensor of another class, which torch.compile and FSDP2 together get
+        silently wrong.
+        """
+        if not isinstance(output, DTensor):
+            return output
+        if output.placements != (self.output_layout,):
+            output = output.redistribute(placements=(self.output_layout,))
+        if not self.use_local_output:
+            return output
+        local: Tensor = output.to_local()
+        return local
+
+
+def same_layout(one: Placement, other: Placement, ndim: int) -> bool:
+    """Whether two layouts are the same for a tensor of ``ndim`` dims, counting dims from either end."""
+    if isinstance(one, Shard) and isinstance(other, Shard):
+        return one.dim % ndim == other.dim % ndim
+    return one == other
+
+
+def sharded_dim(layout: Placement, ndim: int) -> int | None:
+    """The dim that is cut, counted from the front; None where nothing is, or where it is out of range.
+
+    Example:
+        >>> from torch.distributed.tensor import Replicate, Shard
+        >>> sharded_dim(Shard(-1), 3), sharded_dim(Replicate(), 3)
+        (2, None)
+    """
+    if not isinstance(layout, Shard) or not -ndim <= layout.dim < ndim:
+        return None
+    return layout.dim % ndim
+
+
+def is_replicated(layout: Placement) -> bool:
+    """Whether every rank has the whole tensor."""
+    return isinstance(layout, Replicate)
+
+
+def check_cut(module: torch.nn.Module, what: str, shape: torch.Size, dim: int, tp_size: int) -> None:
+    """Refuse to cut a dim into pieces of different lengths.
+
+    A collective of unequal pieces ends the process from inside the backend, with no traceback; every rank
+    sees the same global shape, so all of them raise.
+
+    Raises:
+        ShapeError: if ``dim`` has a length that ``tp_size`` does not divide.
+    """
+    length = shape[dim]
+    if length % tp_size == 0:
+        return
+    name = getattr(module, NAME, None) or type(module).__name__
+    longer = -(-length // tp_size) * tp_size
+    raise ShapeError(
+        f"{name}: dim {dim} of {what}, of shape {tuple(shape)}, has length {length}, which cannot be cut "
+        f"into {tp_size} equal pieces (the tp size); pad it to {longer}, or to any other multiple of {tp_size}"
+    )

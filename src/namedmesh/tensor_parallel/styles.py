@@ -1,0 +1,113 @@
+"""The fast column and row styles: torch's own by type and by options, with local compute inside."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwiseParallel
+from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
+
+from namedmesh.errors import PlanError
+from namedmesh.tensor_parallel.embedding import ColwiseEmbedding, RowwiseEmbedding
+from namedmesh.tensor_parallel.linear import ColwiseLinear, RowwiseLinear
+from namedmesh.tensor_parallel.placements import misfits, parameter_placements
+from namedmesh.tensor_parallel.setup import Setup
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+    from torch.distributed.tensor.placement_types import Placement
+
+
+class ColwiseParallel(TorchColwiseParallel):
+    """Cut an ``nn.Linear``'s output features, or an ``nn.Embedding``'s vectors, over the ranks.
+
+    The same options, parameters and results as torch's style of this name. The parameters are DTensors, so
+    checkpoints, FSDP2, clipping and ``full_tensor()`` see whole tensors; the arithmetic is on plain tensors,
+    with the sum of the input's gradient running while the weight's gradient is computed. A layout that this
+    short way does not know, a subclass with a forward of its own, and ``torch.compile`` take torch's way.
+
+    Args:
+        input_layouts: how a plain input is laid out: ``Replicate()`` (the default), or ``Shard(dim)`` to
+            gather it first (sequence parallelism).
+        output_layouts: ``Shard(-1)`` (the default), ``Replicate()`` to gather the features, or another.
+        use_local_output: hand out this rank's plain tensor (the default) instead of a DTensor.
+
+    Raises:
+        PlanError: when applied to another kind of module, or to one that is already parallelized.
+
+    Example:
+        On 2 ranks each gets 4 of the 8 output features, and 4 rows of the weight:
+
+        >>> import torch
+        >>> from namedmesh.tensor_parallel import ColwiseParallel, plan_report
+        >>> with torch.device("meta"):
+        ...     layer = torch.nn.Linear(6, 8)
+        >>> plan_report(layer, 2, {"": ColwiseParallel()}).rows[0].local_shape
+        (4, 6)
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return _shard(self, module, device_mesh, Replicate(), {nn.Linear: ColwiseLinear, nn.Embedding: ColwiseEmbedding})
+
+
+class RowwiseParallel(TorchRowwiseParallel):
+    """Cut an ``nn.Linear``'s input features, or an ``nn.Embedding``'s vocabulary, over the ranks.
+
+    The same options, parameters and results as torch's style of this name, except that the output is
+    synchronous: torch's asynchronous one is wrong under ``torch.compile`` together with FSDP2.
+
+    Args:
+        input_layouts: how a plain input is laid out: ``Shard(-1)`` (the default, also for the ids of an
+            embedding: say ``Replicate()`` there), or ``Replicate()`` to let each rank cut its features.
+        output_layouts: ``Replicate()`` (the default) sums over the ranks; ``Shard(dim)`` leaves each rank
+            its piece of the sum (sequence parallelism).
+        use_local_output: hand out this rank's plain tensor (the default) instead of a DTensor.
+
+    Raises:
+        PlanError: when applied to another kind of module, or to one that is already parallelized.
+        ShapeError: in the forward, on every rank, when the output cannot be cut into equal pieces.
+
+    Example:
+        On 2 ranks each gets 3 of the 6 input features, and the whole bias:
+
+        >>> import torch
+        >>> from namedmesh.tensor_parallel import RowwiseParallel, plan_report
+        >>> with torch.device("meta"):
+        ...     layer = torch.nn.Linear(6, 8)
+        >>> [row.local_shape for row in plan_report(layer, 2, {"": RowwiseParallel()}).rows]
+        [(8, 3), (8,)]
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        desired = Shard(-1) if isinstance(module, nn.Linear) else Replicate()
+        return _shard(self, module, device_mesh, desired, {nn.Linear: RowwiseLinear, nn.Embedding: RowwiseEmbedding})
+
+
+def _shard(
+    style: ColwiseParallel | RowwiseParallel,
+    module: nn.Module,
+    mesh: DeviceMesh,
+    desired: Placement,
+    local_compute: dict[type[nn.Module], type[nn.Module]],
+) -> nn.Module:
+    """Cut the parameters, then give the module the forward for them."""
+    problems = [f"{type(module).__name__}: {problem}" for problem in misfits(style, module)]
+    if problems:
+        raise PlanError(*problems)
+    setup = Setup(mesh, style.input_layouts[0], style.output_layouts[0], style.use_local_output)
+    plain_forward = next(
+        (kind for kind in local_compute if isinstance(module, kind) and _forwards_as(module, kind)), None
+    )
+    if plain_forward is None:
+        return distribute_module(
+            module, mesh, _partition(style), _prepare_input(setup, desired), _prepare_output(setup)
+        )
+    distribute_module(module, mesh, _partition(style))
+    module.__class__ = _subclass(local_compute[plain_forward], type(module))
+    module._setup = setup  # type: ignore[assignment]  # noqa: SLF001  it is one of ours now
+    return module
