@@ -57,3 +57,13 @@ def apply_style(style: ParallelStyle, module: torch.nn.Module, mesh: dist.Device
     """Apply another style from inside a style, through the extension point that torch documents."""
     applied: torch.nn.Module = style._apply(module, mesh)  # noqa: SLF001
     return applied
+
+
+def absent_children(model: torch.nn.Module) -> list[str]:
+    """The names of the submodules that were deliberately set to None, as pipeline stages do."""
+    absent = []
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        for name, child in module._modules.items():  # noqa: SLF001  named_children() leaves None out
+            if child is None:
+                absent.append(f"{fqn}.{name}" if fqn else name)
+    return absent

@@ -1,4 +1,4 @@
-"""What a sharded module knows about its parallel style: peers, layouts, and how to name itself in an error."""
+"""What a sharded module knows about its parallel style: its peers, its layouts, and its name in errors."""
 
 from __future__ import annotations
 
@@ -128,5 +128,5 @@ def check_cut(module: torch.nn.Module, what: str, shape: torch.Size, dim: int, t
     longer = -(-length // tp_size) * tp_size
     raise ShapeError(
         f"{name}: dim {dim} of {what}, of shape {tuple(shape)}, has length {length}, which cannot be cut "
-        f"into {tp_size} equal pieces (the tp size); pad it to {longer}, or to any other multiple of {tp_size}"
+        f"into {tp_size} equal pieces (the tp size); pad it to {longer}, or to another multiple of {tp_size}"
     )

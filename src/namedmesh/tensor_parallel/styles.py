@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwiseParallel
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
 
@@ -14,13 +13,17 @@ from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel.embedding import ColwiseEmbedding, RowwiseEmbedding
 from namedmesh.tensor_parallel.linear import ColwiseLinear, RowwiseLinear
 from namedmesh.tensor_parallel.placements import misfits, parameter_placements
-from namedmesh.tensor_parallel.setup import Setup
+from namedmesh.tensor_parallel.setup import Setup, check_cut, sharded_dim
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
     from torch.distributed.tensor.placement_types import Placement
+
+Kinds: TypeAlias = "dict[type[nn.Module], type[nn.Module]]"
 
 
 class ColwiseParallel(TorchColwiseParallel):
@@ -52,7 +55,8 @@ class ColwiseParallel(TorchColwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return _shard(self, module, device_mesh, Replicate(), {nn.Linear: ColwiseLinear, nn.Embedding: ColwiseEmbedding})
+        kinds: Kinds = {nn.Linear: ColwiseLinear, nn.Embedding: ColwiseEmbedding}
+        return _shard(self, module, device_mesh, Replicate(), kinds)
 
 
 class RowwiseParallel(TorchRowwiseParallel):
@@ -85,7 +89,8 @@ class RowwiseParallel(TorchRowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         desired = Shard(-1) if isinstance(module, nn.Linear) else Replicate()
-        return _shard(self, module, device_mesh, desired, {nn.Linear: RowwiseLinear, nn.Embedding: RowwiseEmbedding})
+        kinds: Kinds = {nn.Linear: RowwiseLinear, nn.Embedding: RowwiseEmbedding}
+        return _shard(self, module, device_mesh, desired, kinds)
 
 
 def _shard(
@@ -93,21 +98,56 @@ def _shard(
     module: nn.Module,
     mesh: DeviceMesh,
     desired: Placement,
-    local_compute: dict[type[nn.Module], type[nn.Module]],
+    local_compute: Kinds,
 ) -> nn.Module:
     """Cut the parameters, then give the module the forward for them."""
-    problems = [f"{type(module).__name__}: {problem}" for problem in misfits(style, module)]
+    problems = misfits(style, module)
     if problems:
-        raise PlanError(*problems)
+        raise PlanError(*(f"{type(module).__name__}: {problem}" for problem in problems))
     setup = Setup(mesh, style.input_layouts[0], style.output_layouts[0], style.use_local_output)
-    plain_forward = next(
-        (kind for kind in local_compute if isinstance(module, kind) and _forwards_as(module, kind)), None
-    )
-    if plain_forward is None:
-        return distribute_module(
-            module, mesh, _partition(style), _prepare_input(setup, desired), _prepare_output(setup)
-        )
-    distribute_module(module, mesh, _partition(style))
-    module.__class__ = _subclass(local_compute[plain_forward], type(module))
+    partition = _partition(style)
+    # A subclass may do anything in its forward, and so may a forward set on the instance.
+    ours = None if "forward" in vars(module) else local_compute.get(type(module))
+    if ours is None:
+        return distribute_module(module, mesh, partition, _input_hook(setup, desired), _output_hook(setup))
+    distribute_module(module, mesh, partition)
+    module.__class__ = ours
     module._setup = setup  # type: ignore[assignment]  # noqa: SLF001  it is one of ours now
     return module
+
+
+def _partition(style: ParallelStyle) -> Callable[[str, nn.Module, DeviceMesh], None]:
+    """For ``distribute_module``: replace the parameters with DTensors, frozen ones included."""
+
+    def partition(_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for name, placement in parameter_placements(style, module).items():
+            parameter = getattr(module, name)
+            cut = distribute_tensor(parameter, mesh, [placement], src_data_rank=style.src_data_rank)
+            module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+
+    return partition
+
+
+def _input_hook(setup: Setup, desired: Placement) -> Callable[..., tuple[Any, ...]]:
+    """For a forward that is not torch's own: its first input as a DTensor in the layout it needs."""
+
+    def prepare(_module: nn.Module, inputs: tuple[Any, ...], _mesh: DeviceMesh) -> tuple[Any, ...]:
+        annotated = setup.annotated(inputs[0])
+        if annotated.placements != (desired,):
+            annotated = annotated.redistribute(placements=(desired,))
+        return (annotated, *inputs[1:])
+
+    return prepare
+
+
+def _output_hook(setup: Setup) -> Callable[..., Tensor]:
+    """For a forward that is not torch's own: its output in the layout that the style promises."""
+
+    def finish(module: nn.Module, output: Tensor, _mesh: DeviceMesh) -> Tensor:
+        if isinstance(output, DTensor):
+            dim = sharded_dim(setup.output_layout, output.ndim)
+            if dim is not None:
+                check_cut(module, "the output", output.shape, dim, setup.peers.size)
+        return setup.finish(output)
+
+    return finish

@@ -1,0 +1,86 @@
+"""``parallelize``: torch's ``parallelize_module``, on a plan that has been checked first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.distributed.tensor.parallel import parallelize_module
+
+from namedmesh.tensor_parallel.guards import install_guards
+from namedmesh.tensor_parallel.plan import resolve
+from namedmesh.tensor_parallel.setup import NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from namedmesh.tensor_parallel.plan import Entry, Plan
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Plan,
+    *,
+    src_data_rank: int | None = 0,
+    must_divide: Mapping[str, int] | None = None,
+) -> nn.Module:
+    """Apply tensor parallelism to a model, strictly: a plan that does not fit changes nothing.
+
+    All the ranks of ``mesh`` call it with the same plan, once for a model, and before ``fully_shard``.
+
+    Args:
+        model: the model; changed in place. It may be on the meta device.
+        mesh: a one-dimensional mesh, such as ``mesh["tp"]``.
+        plan: a parallel style for the model itself, or a dict of module names to parallel styles. In a name
+            every token may be a pattern (``"layers.*.attention.wq"``); ``""`` is the model. A submodule that
+            is set to None, as on pipeline stages that do not have it, may be named all the same.
+        src_data_rank: the group rank whose values everybody gets a part of; None to let each rank cut its
+            own copy, without communication.
+        must_divide: further sizes that the number of ranks has to divide, by a name for the message, such as
+            ``{"kv heads": 2}``.
+
+    Returns:
+        The model. Its sharded parameters are DTensors; parameters that were tied are still tied.
+
+    Raises:
+        PlanError: with every problem there is: the mesh has several axes, a name matches nothing, two names
+            match one module, a style does not fit a module, features, vocabulary or heads do not divide, a
+            tie would break, or the model is already parallelized.
+
+    Example:
+        On ranks 0 and 1 of a world of 2, ``w1`` holds 8 of its 16 rows:
+
+        >>> import torch, torch.distributed as dist
+        >>> from torch.testing._internal.distributed.fake_pg import FakeStore
+        >>> from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize
+        >>> dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        >>> mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        >>> model = torch.nn.ModuleDict({"w1": torch.nn.Linear(8, 16), "w2": torch.nn.Linear(16, 8)})
+        >>> model = parallelize(model, mesh, {"w1": ColwiseParallel(), "w2": RowwiseParallel()})
+        >>> model["w1"].weight.to_local().shape, model["w1"].weight.shape
+        (torch.Size([8, 8]), torch.Size([16, 8]))
+        >>> dist.destroy_process_group()
+    """
+    resolved = resolve(model, mesh, plan, must_divide)
+    for entry in resolved.entries:
+        applied = _apply_entry(entry, mesh, src_data_rank)
+        if entry.module is model:
+            model = applied
+    for tie in resolved.ties:
+        tie.restore()
+    return model
+
+
+def _apply_entry(entry: Entry, mesh: DeviceMesh, src_data_rank: int | None) -> nn.Module:
+    """Apply one style through torch, keeping what it forgets: which parameters are frozen."""
+    trainable = {name: parameter.requires_grad for name, parameter in entry.module.named_parameters()}
+    setattr(entry.module, NAME, entry.fqn)
+    install_guards(entry.module, entry.style, mesh.size())
+    # One style at a time: with a dict, torch drops src_data_rank at the name "".
+    applied = parallelize_module(entry.module, mesh, entry.style, src_data_rank=src_data_rank)
+    for name, parameter in applied.named_parameters():
+        parameter.requires_grad_(trainable.get(name, parameter.requires_grad))
+    return applied

@@ -1,0 +1,98 @@
+"""Which parameters a style cuts, and how: arithmetic on a module's shapes, with nothing communicated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed.tensor.parallel import ParallelStyle
+    from torch.distributed.tensor.placement_types import Placement
+
+_CUTTING = (ColwiseParallel, RowwiseParallel)
+_MOVING = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
+
+
+def parameter_placements(style: ParallelStyle, module: nn.Module) -> dict[str, Placement] | None:
+    """How a style lays out each parameter of a module that it fits; None if only the style itself knows.
+
+    A style of somebody else's may answer with a method ``parameter_placements(module)``.
+    """
+    own: Callable[[nn.Module], dict[str, Placement]] | None = getattr(style, "parameter_placements", None)
+    if own is not None:
+        return own(module)
+    if isinstance(style, _CUTTING):
+        return _cut_placements(style, module)
+    if isinstance(style, SequenceParallel):
+        return {name: Replicate() for name, _ in module.named_parameters()}
+    if isinstance(style, _MOVING):
+        return {}
+    return None
+
+
+def _cut_placements(style: ParallelStyle, module: nn.Module) -> dict[str, Placement]:
+    column = isinstance(style, ColwiseParallel)
+    if isinstance(module, nn.Embedding):
+        return {"weight": Shard(1) if column else Shard(0)}
+    placements: dict[str, Placement] = {"weight": Shard(0) if column else Shard(1)}
+    if getattr(module, "bias", None) is not None:
+        placements["bias"] = Shard(0) if column else Replicate()
+    return placements
+
+
+def misfits(style: ParallelStyle, module: nn.Module) -> list[str]:
+    """Why a style cannot be applied to a module whatever the number of ranks: a sentence for each reason."""
+    name = type(style).__name__
+    already = [p_name for p_name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
+    if already and (parameter_placements(style, module) != {}):
+        return [
+            f"{name} finds a module that is already distributed ({', '.join(already)} is a DTensor); "
+            f"parallelize a model once, and before fully_shard"
+        ]
+    own: Callable[[nn.Module], list[str]] | None = getattr(style, "misfits", None)
+    if own is not None:
+        return own(module)
+    if isinstance(style, _CUTTING):
+        return _cut_misfits(style, module)
+    if isinstance(style, SequenceParallel):
+        nested = [p_name for p_name, _ in module.named_parameters() if "." in p_name]
+        if nested:
+            return [
+                f"{name} takes a module that owns its parameters itself, such as a norm, but this one has "
+                f"{nested[0]!r}; name the inner modules in the plan"
+            ]
+    return []
+
+
+def _cut_misfits(style: ParallelStyle, module: nn.Module) -> list[str]:
+    name = type(style).__name__
+    if not isinstance(module, nn.Linear | nn.Embedding):
+        return [
+            f"{name} fits nn.Linear and nn.Embedding, not {type(module).__name__}; use SequenceParallel for a "
+            f"norm, or leave this module out of the plan"
+        ]
+    if isinstance(module, nn.Linear):
+        return []
+    reasons = []
+    if module.max_norm is not None:
+        reasons.append(f"{name} cannot keep max_norm={module.max_norm} of an embedding; use max_norm=None")
+    if module.sparse:
+        reasons.append(f"{name} has no sparse gradients of an embedding; use sparse=False")
+    if module.scale_grad_by_freq and isinstance(style, RowwiseParallel):
+        reasons.append(
+            f"{name} cannot scale an embedding's gradients by frequency; use ColwiseParallel, or "
+            f"scale_grad_by_freq=False"
+        )
+    return reasons

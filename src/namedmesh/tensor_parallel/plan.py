@@ -1,0 +1,199 @@
+"""From a plan to the modules it means: strict, pure, and with every problem found before anything is changed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, TypeAlias
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from namedmesh.errors import PlanError, did_you_mean, listing
+from namedmesh.tensor_parallel._private import absent_children
+from namedmesh.tensor_parallel.heads import head_problems
+from namedmesh.tensor_parallel.placements import misfits, parameter_placements
+from namedmesh.tensor_parallel.setup import NAME
+from namedmesh.tensor_parallel.ties import find_ties
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import nn
+
+    from namedmesh.tensor_parallel.ties import Tie
+
+Plan: TypeAlias = "ParallelStyle | Mapping[str, ParallelStyle]"
+
+_SIZE_NAMES = {
+    ("Linear", 0): "out_features",
+    ("Linear", 1): "in_features",
+    ("Embedding", 0): "num_embeddings",
+    ("Embedding", 1): "embedding_dim",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One module of the model and the style that the plan gives it.
+
+    Args:
+        fqn: the module's fully qualified name; empty for the model itself.
+        module: the module.
+        style: what will be applied to it.
+        key: the key of the plan that names it.
+    """
+
+    fqn: str
+    module: nn.Module
+    style: ParallelStyle
+    key: str
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A plan that fits its model: what to apply, in order, and which parameters to tie again afterwards."""
+
+    entries: tuple[Entry, ...]
+    ties: tuple[Tie, ...]
+
+
+def resolve(
+    model: nn.Module, mesh_or_tp_size: DeviceMesh | int, plan: Plan, must_divide: Mapping[str, int] | None
+) -> Resolved:
+    """Match a plan with a model, and check everything that can be checked without communication.
+
+    Raises:
+        PlanError: with every problem there is.
+    """
+    problems, tp_size = mesh_problems(mesh_or_tp_size)
+    entries: list[Entry] = []
+    matching_problems = _match(model, plan, entries)
+    problems += matching_problems
+    fitting = []
+    for entry in entries:
+        reasons = _reasons_against(entry)
+        problems += reasons
+        if not reasons:
+            fitting.append(entry)
+    problems += _size_problems(fitting, tp_size)
+    problems += head_problems(model, fitting, tp_size)
+    problems += [
+        f"{name}: {value} is not divisible by the tp size {tp_size} (from must_divide); "
+        f"choose a tp size that divides it"
+        for name, value in (must_divide or {}).items()
+        if value % tp_size
+    ]
+    ties, tie_problems = find_ties(model, fitting)
+    problems += tie_problems
+    if problems:
+        raise PlanError(*problems)
+    return Resolved(tuple(entries), tuple(ties))
+
+
+def mesh_problems(mesh_or_tp_size: DeviceMesh | int) -> tuple[list[str], int]:
+    """What is wrong with a mesh, or with a number of ranks, and the number to go on checking with."""
+    if isinstance(mesh_or_tp_size, DeviceMesh):
+        mesh = mesh_or_tp_size
+        if mesh.ndim == 1:
+            return [], mesh.size()
+        axes = mesh.mesh_dim_names
+        named = f"axes {axes}" if axes else "unnamed axes"
+        example = "tp" if axes is None or "tp" in axes else axes[-1]
+        return [
+            f"a plan is applied along one axis, but the mesh has {mesh.ndim} ({named}); "
+            f"pass one of them, such as mesh[{example!r}]"
+        ], 1
+    if isinstance(mesh_or_tp_size, int) and not isinstance(mesh_or_tp_size, bool):
+        if mesh_or_tp_size >= 1:
+            return [], mesh_or_tp_size
+        return [f"the tp size is {mesh_or_tp_size}, but it must be at least 1"], 1
+    kind = type(mesh_or_tp_size).__name__
+    return [f"a plan needs a one-dimensional torch DeviceMesh, not a {kind}; pass mesh['tp']"], 1
+
+
+def _match(model: nn.Module, plan: Plan, entries: list[Entry]) -> list[str]:
+    """Fill ``entries`` with the modules that the plan names; return what it names wrongly."""
+    if isinstance(plan, ParallelStyle):
+        plan = {"": plan}
+    if not isinstance(plan, Mapping):
+        return [f"a plan is a dict of module names to parallel styles, not a {type(plan).__name__}"]
+    names: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
+    absent = absent_children(model)
+    problems = []
+    owners: dict[int, Entry] = {}
+    clashes: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for key, style in plan.items():
+        if not isinstance(style, ParallelStyle):
+            hint = "; plan_from_hf reads Hugging Face's names" if isinstance(style, str) else ""
+            problems.append(f"{key!r}: {style!r} is not a parallel style, such as ColwiseParallel(){hint}")
+        matched = [fqn for fqn in names if _matches(key, fqn)]
+        if not matched and not any(_covers(key, fqn) for fqn in absent):
+            near = _generic(names) if "*" in key else list(names)
+            problems.append(f"{key!r} matches no module of the model{did_you_mean(key, near)}")
+        for fqn in matched:
+            owner = owners.get(id(names[fqn]))
+            if owner is None:
+                owner = owners[id(names[fqn])] = Entry(fqn, names[fqn], style, key)
+                if isinstance(style, ParallelStyle):
+                    entries.append(owner)
+            elif owner.key != key:
+                clashes[owner.key, key].append(fqn)
+    problems += [
+        f"{first!r} and {second!r} both match {listing(fqns, 3)}; one module takes one style"
+        for (first, second), fqns in clashes.items()
+    ]
+    return problems
+
+
+def _matches(key: str, fqn: str) -> bool:
+    """Whether a key names a module, token by token; the empty key names the model itself."""
+    wanted, tokens = key.split("."), fqn.split(".")
+    return len(wanted) == len(tokens) and all(map(fnmatchcase, tokens, wanted))
+
+
+def _covers(key: str, absent: str) -> bool:
+    """Whether a key names a submodule that is set to None, or something inside it."""
+    wanted, tokens = key.split("."), absent.split(".")
+    return len(wanted) >= len(tokens) and all(map(fnmatchcase, tokens, wanted))
+
+
+def _generic(names: Iterable[str]) -> list[str]:
+    """Module names with the layer numbers as wildcards, each once."""
+    starred = (".".join("*" if token.isdigit() else token for token in fqn.split(".")) for fqn in names)
+    return list(dict.fromkeys(starred))
+
+
+def _reasons_against(entry: Entry) -> list[str]:
+    place = entry.fqn or "the model"
+    if NAME in vars(entry.module):
+        return [f"{place}: already parallelized; parallelize a model once"]
+    return [f"{place}: {reason}" for reason in misfits(entry.style, entry.module)]
+
+
+def _size_problems(entries: list[Entry], tp_size: int) -> list[str]:
+    """Sizes that do not divide, once for all the layers that one key matches."""
+    places: dict[tuple[str, str, int], list[str]] = defaultdict(list)
+    for entry in entries:
+        for name, placement in (parameter_placements(entry.style, entry.module) or {}).items():
+            if not isinstance(placement, Shard) or (name == "bias" and hasattr(entry.module, "out_features")):
+                continue  # a bias is cut as the output features are: say it once
+            shape = entry.module.get_parameter(name).shape
+            size = shape[placement.dim]
+            if size % tp_size:
+                places[entry.key, _size_name(entry.module, name, placement.dim), size].append(entry.fqn)
+    return [
+        f"{listing((fqn or 'the model' for fqn in fqns), 3)}: {what} {size} is not divisible by the tp size "
+        f"{tp_size}; pad it to {-(-size // tp_size) * tp_size}, or leave {key!r} out of the plan"
+        for (key, what, size), fqns in places.items()
+    ]
+
+
+def _size_name(module: nn.Module, parameter: str, dim: int) -> str:
+    for kind in type(module).__mro__:
+        if (kind.__name__, dim) in _SIZE_NAMES:
+            return _SIZE_NAMES[kind.__name__, dim]
+    return f"dim {dim} of {parameter}"

@@ -1,0 +1,165 @@
+"""The dry run: what a plan would do to a model, with no mesh and nothing allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from namedmesh.tensor_parallel.placements import parameter_placements
+from namedmesh.tensor_parallel.plan import resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+    from torch.distributed.tensor.placement_types import Placement
+
+    from namedmesh.tensor_parallel.plan import Entry, Plan
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter of a module in the plan, or the module itself if its style touches no parameters.
+
+    Attributes:
+        module: its fully qualified name; empty for the model.
+        style: the name of the style's class.
+        parameter: the parameter's name in the module; empty if the style has none.
+        placement: ``"Shard(0)"``, ``"Replicate()"``, ``"?"`` if only the style knows, or empty.
+        global_shape: the whole parameter.
+        local_shape: what each rank holds.
+    """
+
+    module: str
+    style: str
+    parameter: str
+    placement: str
+    global_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What a plan does: a table when printed.
+
+    Attributes:
+        tp_size: the number of ranks.
+        rows: what the plan names, in the order of the plan.
+        unsharded: the names and shapes of the parameters that every rank keeps whole, outside the plan.
+        parameters: how many numbers the model's parameters have.
+        parameters_per_rank: how many of them each rank holds under the plan.
+    """
+
+    tp_size: int
+    rows: tuple[Row, ...]
+    unsharded: tuple[tuple[str, tuple[int, ...]], ...]
+    parameters: int
+    parameters_per_rank: int
+
+    def __str__(self) -> str:
+        head = ("module", "style", "parameter", "placement", "global", "local")
+        lines = [head, *(_cells(row) for row in self.rows)]
+        lines += [
+            (name, "-", "", "not in the plan", _shape(shape), _shape(shape)) for name, shape in self.unsharded
+        ]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+        table = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in lines
+        ]
+        table.append(
+            f"{self.parameters_per_rank:,} of {self.parameters:,} parameters on each of {self.tp_size} ranks"
+        )
+        return "\n".join(table)
+
+
+def plan_report(
+    model: nn.Module,
+    mesh_or_tp_size: DeviceMesh | int,
+    plan: Plan,
+    *,
+    must_divide: Mapping[str, int] | None = None,
+) -> PlanReport:
+    """Say what ``parallelize`` would do, without doing it: no communication, and a meta model will do.
+
+    Args:
+        model: the model, not parallelized yet.
+        mesh_or_tp_size: the mesh that ``parallelize`` would get, or just the number of its ranks.
+        plan: the plan.
+        must_divide: as for ``parallelize``.
+
+    Returns:
+        The report, the same on every rank.
+
+    Raises:
+        PlanError: the one that ``parallelize`` would raise.
+
+    Example:
+        >>> import torch
+        >>> from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, plan_report
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.ModuleDict({"w1": torch.nn.Linear(8, 16), "w2": torch.nn.Linear(16, 8)})
+        >>> print(plan_report(model, 2, {"w1": ColwiseParallel(), "w2": RowwiseParallel()}))
+        module  style            parameter  placement    global  local
+        w1      ColwiseParallel  weight     Shard(0)     16x8    8x8
+        w1      ColwiseParallel  bias       Shard(0)     16      8
+        w2      RowwiseParallel  weight     Shard(1)     8x16    8x8
+        w2      RowwiseParallel  bias       Replicate()  8       8
+        144 of 280 parameters on each of 2 ranks
+    """
+    resolved = resolve(model, mesh_or_tp_size, plan, must_divide)
+    tp_size = mesh_or_tp_size.size() if isinstance(mesh_or_tp_size, DeviceMesh) else mesh_or_tp_size
+    rows = [row for entry in resolved.entries for row in _rows(entry, tp_size)]
+    local_sizes = {f"{row.module}.{row.parameter}".lstrip("."): prod(row.local_shape) for row in rows}
+    touched = {id(p) for entry in resolved.entries for p in _touched(entry)}
+    unsharded, total, per_rank = [], 0, 0
+    for fqn, parameter in model.named_parameters():
+        total += parameter.numel()
+        per_rank += local_sizes.get(fqn, parameter.numel())
+        if id(parameter) not in touched:
+            unsharded.append((fqn, tuple(parameter.shape)))
+    return PlanReport(tp_size, tuple(rows), tuple(unsharded), total, per_rank)
+
+
+def _touched(entry: Entry) -> list[nn.Parameter]:
+    placements = parameter_placements(entry.style, entry.module)
+    return [p for name, p in entry.module.named_parameters() if placements is None or name in placements]
+
+
+def _rows(entry: Entry, tp_size: int) -> list[Row]:
+    placements = parameter_placements(entry.style, entry.module)
+    style = type(entry.style).__name__
+    rows = []
+    for name, parameter in entry.module.named_parameters():
+        shape = tuple(parameter.shape)
+        if placements is None:
+            rows.append(Row(entry.fqn, style, name, "?", shape, shape))
+        elif name in placements:
+            local = _local_shape(shape, placements[name], tp_size)
+            rows.append(Row(entry.fqn, style, name, _placement(placements[name]), shape, local))
+    return rows or [Row(entry.fqn, style, "", "", (), ())]
+
+
+def _placement(placement: Placement) -> str:
+    return f"Shard({placement.dim})" if isinstance(placement, Shard) else f"{type(placement).__name__}()"
+
+
+def _local_shape(shape: tuple[int, ...], placement: Placement, tp_size: int) -> tuple[int, ...]:
+    if not isinstance(placement, Shard):
+        return shape
+    sizes = list(shape)
+    sizes[placement.dim] //= tp_size
+    return tuple(sizes)
+
+
+def _cells(row: Row) -> tuple[str, str, str, str, str, str]:
+    shapes = (_shape(row.global_shape), _shape(row.local_shape)) if row.parameter else ("", "")
+    return (row.module or "(model)", row.style, row.parameter, row.placement, *shapes)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
