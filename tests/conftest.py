@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -25,3 +26,17 @@ def _no_group_left_behind() -> Iterator[None]:
     if dist.is_initialized():
         dist.destroy_process_group()
         pytest.fail("the test left a default process group behind")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what cannot run here, and say so; with ORACLES=required a missing package fails instead."""
+    for item in items:
+        for mark in item.iter_markers("oracle"):
+            missing = [package for package in mark.args if find_spec(package) is None]
+            if missing and os.environ.get("ORACLES") == "required":
+                raise pytest.UsageError(f"{item.nodeid} needs {', '.join(missing)}: install the extra 'oracles'")
+            if missing:
+                reason = f"needs {', '.join(missing)} (extra 'oracles')"
+                item.add_marker(pytest.mark.skip(reason=reason))
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -24,6 +24,8 @@ TORCH = Version(torch.__version__)
 
 # Up to 2.9 torch keeps the relations between meshes in one table beside them, later on the meshes themselves.
 _MESHES_KNOW_THEIR_ROOT = Version("2.10.0a0") <= TORCH
+# From 2.13 on the layout of a mesh is a list of one layout for each axis; before, one nested tuple.
+_LAYOUTS_ARE_LISTS = Version("2.13.0a0") <= TORCH
 
 # How many groups this process has made over each set of ranks; the same on every member of the set.
 _made_over: Counter[tuple[int, ...]] = Counter()
@@ -109,10 +111,9 @@ def flattened(root: DeviceMesh, axes: tuple[str, ...], name: str, group: dist.Pr
 
 
 def _flattened_on_root(root: Any, axes: tuple[str, ...], name: str, group: dist.ProcessGroup) -> DeviceMesh:
-    layout = root[axes]._layout
     mesh = DeviceMesh(
         root.device_type,
-        _layout=type(layout)([layout.collapse()]) if _LAYOUTS_ARE_LISTS else layout.coalesce(),
+        _layout=_one_axis(root[axes]._layout),
         _rank_map=root._rank_map,
         mesh_dim_names=(name,),
         _root_mesh=root,
@@ -125,14 +126,26 @@ def _flattened_on_root(root: Any, axes: tuple[str, ...], name: str, group: dist.
     return mesh
 
 
+def _one_axis(layout: Any) -> Any:
+    """The layout of a mesh as that of a mesh with one axis over the same ranks."""
+    if _LAYOUTS_ARE_LISTS:
+        return type(layout)([layout.collapse()])
+    merged = layout.coalesce()
+    return merged.nest() if len(merged) > 1 else merged
+
+
 def _flattened_in_table(root: Any, axes: tuple[str, ...], name: str, group: dist.ProcessGroup) -> DeviceMesh:
     from torch.distributed.device_mesh import _mesh_resources
 
     mesh = DeviceMesh.from_group(group, root.device_type, mesh_dim_names=(name,))
     _mesh_resources.child_to_root_mapping[mesh] = root
     _mesh_resources.root_to_flatten_mapping.setdefault(root, {})[name] = mesh
-    places = tuple(root.mesh_dim_names.index(axis) for axis in axes)
-    _mesh_resources.flatten_name_to_root_dims.setdefault(root, {})[name] = places
+    places = [root.mesh_dim_names.index(axis) for axis in axes]
+    between = range(places[0], places[-1] + 1)
+    if all(i in places or root.size(i) == 1 for i in between):
+        # This torch slices adjoining axes only; those of size 1 between them change nothing.
+        places = list(between)
+    _mesh_resources.flatten_name_to_root_dims.setdefault(root, {})[name] = tuple(places)
     return mesh
 
 
