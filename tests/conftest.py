@@ -34,7 +34,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark in item.iter_markers("oracle"):
             missing = [package for package in mark.args if find_spec(package) is None]
             if missing and os.environ.get("ORACLES") == "required":
-                raise pytest.UsageError(f"{item.nodeid} needs {', '.join(missing)}: install the extra 'oracles'")
+                raise pytest.UsageError(
+                    f"{item.nodeid} needs {', '.join(missing)}: install the extra 'oracles'"
+                )
             if missing:
                 reason = f"needs {', '.join(missing)} (extra 'oracles')"
                 item.add_marker(pytest.mark.skip(reason=reason))

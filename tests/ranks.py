@@ -10,7 +10,6 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
-import sys
 import time
 import traceback
 from contextlib import contextmanager
@@ -86,7 +85,7 @@ def _collect(channel: Connection, deadline: float) -> Outcome:
     return Outcome("lost", "no result within the time allowed")
 
 
-def _rank_main(
+def _rank_main(  # noqa: PLR0917  multiprocessing passes them by position
     channel: Connection,
     rank: int,
     world_size: int,
@@ -96,7 +95,7 @@ def _rank_main(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    faulthandler.dump_traceback_later(max(1.0, timeout - 2), file=sys.__stderr__)
+    faulthandler.dump_traceback_later(max(1.0, timeout - 2), file=2)
     torch.set_num_threads(1)
     port = channel.recv()
     os.environ.update(

@@ -90,7 +90,7 @@ def _train(make: Callable[[], Where]) -> list[float]:
     data_parallel, tensor_parallel = make()
     net = tiny.model()
     plan = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
-    parallelize_module(net, tensor_parallel, plan)  # type: ignore[arg-type]
+    parallelize_module(net, tensor_parallel, plan)
     for block in net:
         fully_shard(block, mesh=data_parallel)
     fully_shard(net, mesh=data_parallel)

@@ -75,7 +75,7 @@ def new_group_among_members(ranks: Sequence[int], **options: Any) -> dist.Proces
     _made_over[members] += 1
     calls = c10d._world.group_count
     with _group_named(members, _made_over[members]):
-        group = dist.new_group(list(members), use_local_synchronization=True, **options)
+        group: dist.ProcessGroup = dist.new_group(list(members), use_local_synchronization=True, **options)
     # torch counts calls to name the groups that everyone makes; a call of some ranks must not count.
     c10d._world.group_count = calls
     return group
@@ -86,7 +86,7 @@ def _group_named(members: tuple[int, ...], serial: int) -> Iterator[None]:
     text = f"namedmesh {serial} over {'_'.join(map(str, members))}"
     name = hashlib.sha256(text.encode()).hexdigest()[:40]
     original = c10d._hash_ranks_to_str
-    c10d._hash_ranks_to_str = lambda _: name
+    c10d._hash_ranks_to_str = lambda ranks: name  # noqa: ARG005  torch passes it by position
     try:
         yield
     finally:

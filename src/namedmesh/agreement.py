@@ -76,7 +76,9 @@ def agree(
         return
     _tell(board, {"call": call, **request}, ranks, rank)
     if not _waited(board, "problems", _VERDICT_TIMEOUT):
-        raise AgreementError(f"the ranks do not agree on {call}, and some ended before they could say on what")
+        raise AgreementError(
+            f"the ranks do not agree on {call}, and some ended before they could say on what"
+        )
     problems = json.loads(board.get("problems"))
     # A rank that hosts the store takes it along when it ends: stay until all have read.
     if board.add("read", 1) == len(ranks):
@@ -131,6 +133,8 @@ def _differences(requests: Sequence[Mapping[str, str]], ranks: Sequence[int]) ->
         if len(holders) > 1:
             # The value that most ranks hold first: the others are likely the mistake.
             ordered = sorted(holders.items(), key=lambda item: -len(item[1]))
-            said = "; ".join(f"{value} on rank{'s' * (len(who) > 1)} {listing(who)}" for value, who in ordered)
+            said = "; ".join(
+                f"{value} on rank{'s' * (len(who) > 1)} {listing(who)}" for value, who in ordered
+            )
             problems.append(f"{field} differs between ranks: {said}; give every rank the same")
     return problems

@@ -83,9 +83,9 @@ def explain_mesh(
     device: torch.device,
 ) -> str:
     """The axes, this rank's place, and the communicators that it holds."""
-    owned = [communicator for communicator in communicators if communicator.owned and len(communicator.ranks) > 1]
-    held = ", ".join(
-        f"{communicator.label} ({len(communicator.ranks)} ranks)" for communicator in owned
-    )
+    owned = [
+        communicator for communicator in communicators if communicator.owned and len(communicator.ranks) > 1
+    ]
+    held = ", ".join(f"{communicator.label} ({len(communicator.ranks)} ranks)" for communicator in owned)
     count = f"{len(owned)} communicator{'s' * (len(owned) != 1)} beside the world's"
     return f"{explain_rank(layouts, rank)}\n  on {device}, with {count}{': ' + held if held else ''}"

@@ -87,9 +87,7 @@ class GroupPool:
 
     # Making: every rank of the layout calls these, in the same order.
 
-    def primary(
-        self, layout: Layout, device_type: str, options: Mapping[str, GroupOptions]
-    ) -> DeviceMesh:
+    def primary(self, layout: Layout, device_type: str, options: Mapping[str, GroupOptions]) -> DeviceMesh:
         """The mesh over all axes of a layout; communicates.
 
         torch's ``init_device_mesh`` makes the groups wherever it can say what is wanted: for a layout over
@@ -104,9 +102,7 @@ class GroupPool:
         )
         large = tuple(axis for axis, size in layout.items() if size > 1)
         if plain and large:
-            made = init_device_mesh(
-                device_type, tuple(layout[axis] for axis in large), mesh_dim_names=large
-            )
+            made = init_device_mesh(device_type, tuple(layout[axis] for axis in large), mesh_dim_names=large)
             for axis in large:
                 self._adopt_made(layout, axis, made.get_group(axis))
             if len(large) == len(layout):
@@ -115,11 +111,11 @@ class GroupPool:
 
     def over(self, layout: Layout, device_type: str, options: Mapping[str, GroupOptions]) -> DeviceMesh:
         """A mesh over all axes of a layout, on groups that exist or are made now; communicates."""
-        groups = [
-            self.make(layout, (axis,), options.get(axis, self.defaults)) for axis in layout.axes
-        ]
+        groups = [self.make(layout, (axis,), options.get(axis, self.defaults)) for axis in layout.axes]
         with torch.device("cpu"):
-            ranks = torch.arange(layout.world_size, dtype=torch.int).reshape(layout.sizes) + layout.rank_offset
+            ranks = (
+                torch.arange(layout.world_size, dtype=torch.int).reshape(layout.sizes) + layout.rank_offset
+            )
         return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=layout.axes)
 
     def make(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> dist.ProcessGroup:
@@ -158,7 +154,7 @@ class GroupPool:
         communicates. The sets of this rank are returned. A set of one rank costs no communicator.
         """
         options = options or self.defaults
-        mine = {}
+        mine: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for ranks in dict.fromkeys(tuple(sorted(members)) for members in sets):
             key = self._key(ranks, options)
             if len(ranks) == 1:
@@ -233,22 +229,30 @@ class GroupPool:
         backend = arguments.pop("backend")
         if backend != self._default_backend:
             # Only the default backend can be split; any other is made by everyone, group by group.
-            made = [dist.new_group(list(ranks), backend=backend, **arguments) for ranks in layout.groups(*axes)]
-            return made[layout.groups(*axes).index(layout.group(self.rank, *axes))]
+            groups = layout.groups(*axes)
+            made = [dist.new_group(list(ranks), backend=backend, **arguments) for ranks in groups]
+            return self._member(made[groups.index(layout.group(self.rank, *axes))])
         split_ranks = [list(ranks) for ranks in layout.groups(*axes)]
-        return dist.split_group(split_ranks=split_ranks, **arguments)
+        return self._member(dist.split_group(split_ranks=split_ranks, **arguments))
 
     def _make_singleton(self) -> dist.ProcessGroup:
         """The group of this rank alone, one for all axes of size 1."""
-        if self._singleton is None:
-            if bound_device() is None:
-                self._singleton = new_group_among_members((self.rank,), group_desc="namedmesh:self")
-            else:
-                self._singleton = dist.split_group(
-                    split_ranks=[[rank] for rank in self._world_ranks], group_desc="namedmesh:self"
-                )
-            self._record("self", (self.rank,), self._singleton, owned=True)
-        return self._singleton
+        if self._singleton is not None:
+            return self._singleton
+        if bound_device() is None:
+            group = new_group_among_members((self.rank,), group_desc="namedmesh:self")
+        else:
+            alone = [[rank] for rank in self._world_ranks]
+            group = self._member(dist.split_group(split_ranks=alone, group_desc="namedmesh:self"))
+        self._record("self", (self.rank,), group, owned=True)
+        self._singleton = group
+        return group
+
+    def _member(self, group: object) -> dist.ProcessGroup:
+        """A group that this rank is in, of a function of torch that may return something else to others."""
+        if not isinstance(group, dist.ProcessGroup):
+            raise MeshError(f"torch made no group for rank {self.rank}, which is one of its ranks")
+        return group
 
     def _arguments(self, options: GroupOptions, label: str) -> dict[str, Any]:
         backend, timeout = self._resolved(options)
@@ -296,7 +300,7 @@ def _twin(options: GroupOptions) -> GroupOptions:
 def _nccl_options(options: GroupOptions, timeout: timedelta | None) -> object:
     made = dist.ProcessGroupNCCL.Options(is_high_priority_stream=options.high_priority)
     if timeout is not None:
-        made._timeout = timeout
+        made._timeout = timeout  # noqa: SLF001  torch's own spelling, also in its documentation
     for name, value in dict(options.nccl).items():
         setattr(made.config, name, value)
     return made

@@ -81,36 +81,36 @@ def init_mesh(
         chosen = launch.init(device, backend=backend, timeout=timeout)
     rank, world = dist.get_rank(), dist.get_world_size()
     defaults = GroupOptions(backend=backend, timeout=timeout)
-    asked = _asked_layout(layout, sizes, world_size, rank_offset)
-    failure: NamedMeshError | None = None
-    resolved: Layout | None = None
+    request = {
+        "layout": _asked_layout(layout, sizes, world_size, rank_offset),
+        "options": repr(dict(sorted((options or {}).items()))),
+        "defaults": repr(defaults),
+        "share_groups": repr(share_groups),
+        "device": chosen.type,
+        "torch": str(torch.__version__),
+        "namedmesh": __version__,
+    }
     try:
         resolved = _resolve(layout, sizes, world_size, rank_offset, part=part, world=world, rank=rank)
         _check_options(options or {}, resolved)
-    except NamedMeshError as error:
-        failure = error
-        if part:  # the others of the part cannot be told: which ranks they are is what is wrong
-            raise
-    if dist.get_backend() != "fake":
-        request = {
-            "layout": repr(resolved) if resolved else asked,
-            "options": repr(dict(sorted((options or {}).items()))),
-            "defaults": repr(defaults),
-            "share_groups": repr(share_groups),
-            "device": chosen.type,
-            "torch": torch.__version__,
-            "namedmesh": __version__,
-        }
-        scope = resolved.ranks if resolved and part else range(world)
-        agree("init_mesh", request, ranks=scope, rank=rank, timeout=timeout)
-    if failure is not None:
-        raise failure
+    except NamedMeshError:
+        # The other ranks may be fine and waiting: let them know before this one gives up. Of a part there is
+        # nobody to tell, because which ranks it has is what is wrong.
+        if not part:
+            _agree(request, range(world), rank, timeout)
+        raise
+    _agree({**request, "layout": repr(resolved)}, resolved.ranks, rank, timeout)
     pool = GroupPool(rank, defaults=defaults, share=share_groups)
     root = pool.primary(resolved, chosen.type, options or {})
     for axis, said in (options or {}).items():
         if said.gloo_twin and axis in resolved:
             pool.make_twin(resolved, (axis,), said)
     return NamedMesh(resolved, root, pool, chosen, options)
+
+
+def _agree(request: Mapping[str, str], ranks: range, rank: int, timeout: timedelta | None) -> None:
+    if dist.get_backend() != "fake":  # there is nobody to ask
+        agree("init_mesh", request, ranks=ranks, rank=rank, timeout=timeout)
 
 
 def _asked_layout(

@@ -112,7 +112,9 @@ def local_device(
                 f"device {wanted} is not there: {_visible(wanted.type, count)}; name one of those, or 'cpu'"
             )
         return wanted
-    local_rank = _int_variable(environment, "LOCAL_RANK", _int_variable(environment, "RANK", 0) % max(count, 1))
+    local_rank = _int_variable(
+        environment, "LOCAL_RANK", _int_variable(environment, "RANK", 0) % max(count, 1)
+    )
     if local_rank < count:
         return torch.device(wanted.type, local_rank)
     if count == 1 and _sees_one_of_its_own(wanted.type, environment):
@@ -187,7 +189,9 @@ def _int_variable(environment: Mapping[str, str], name: str, default: int) -> in
     try:
         return int(text)
     except ValueError:
-        raise LaunchError(f"{name} is {text!r}; it is an int that the launcher sets, such as torchrun") from None
+        raise LaunchError(
+            f"{name} is {text!r}; it is an int that the launcher sets, such as torchrun"
+        ) from None
 
 
 def _check_environment(environment: Mapping[str, str]) -> None:
@@ -199,9 +203,13 @@ def _check_environment(environment: Mapping[str, str]) -> None:
             f"{listing(present)} {'is' if len(present) == 1 else 'are'} set, but not {listing(missing)}; start the "
             "script with torchrun, or unset all of them for a world of one"
         )
-    elif not 0 <= (rank := _int_variable(environment, "RANK", 0)) < (
-        world := _int_variable(environment, "WORLD_SIZE", 1)
+    elif (
+        not 0
+        <= (rank := _int_variable(environment, "RANK", 0))
+        < (world := _int_variable(environment, "WORLD_SIZE", 1))
     ):
-        problems.append(f"RANK is {rank} and WORLD_SIZE is {world}; a rank is at least 0 and below the world size")
+        problems.append(
+            f"RANK is {rank} and WORLD_SIZE is {world}; a rank is at least 0 and below the world size"
+        )
     if problems:
         raise LaunchError(*problems)

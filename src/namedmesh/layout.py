@@ -70,6 +70,7 @@ class Layout:
     """How many ranks the layout covers."""
     rank_offset: int
     """The first rank that the layout covers."""
+    _place: dict[str, int]
 
     def __init__(self, /, *, world_size: int | None = None, rank_offset: int = 0, **sizes: int) -> None:
         self._fill(tuple(sizes.items()), world_size, rank_offset)
@@ -149,9 +150,7 @@ class Layout:
             )
         if problems:
             raise LayoutError(*problems)
-        filled = [
-            (axis, sizes.get(axis, -1 if axis == inferred else 1)) for axis in reversed(fastest_first)
-        ]
+        filled = [(axis, sizes.get(axis, -1 if axis == inferred else 1)) for axis in reversed(fastest_first)]
         layout = cls.__new__(cls)
         layout._fill(tuple(filled), world_size, rank_offset)
         return layout
@@ -326,9 +325,7 @@ class Layout:
             (4, 6)
         """
         self._check_coords(coords)
-        first = self.rank_offset + sum(
-            at * self.strides[self._place[axis]] for axis, at in coords.items()
-        )
+        first = self.rank_offset + sum(at * self.strides[self._place[axis]] for axis, at in coords.items())
         free = [i for i, axis in enumerate(self.axes) if axis not in coords]
         return _shifted(self._offsets(free), first)
 
@@ -386,7 +383,9 @@ class Layout:
         """
         chosen = self._chosen(axes)
         inside = self._offsets(chosen)
-        firsts = _shifted(self._offsets([i for i in range(len(self.axes)) if i not in chosen]), self.rank_offset)
+        firsts = _shifted(
+            self._offsets([i for i in range(len(self.axes)) if i not in chosen]), self.rank_offset
+        )
         if len(inside) > len(firsts):
             return tuple(_shifted(inside, first) for first in firsts)
         # Many small groups: one column per member, and zip builds the tuples without a Python step for each.
@@ -494,7 +493,9 @@ def axis_name_problems(axes: Sequence[object]) -> list[str]:
         elif name in RESERVED:
             problems.append(f"axis name {name!r} is taken by an argument; choose another name")
         if axes.count(name) > 1:
-            problems.append(f"axis {name!r} is named {axes.count(name)} times; each axis needs a name of its own")
+            problems.append(
+                f"axis {name!r} is named {axes.count(name)} times; each axis needs a name of its own"
+            )
     return problems
 
 
@@ -542,13 +543,15 @@ def _fitted(
 ) -> tuple[int, ...]:
     """The sizes with -1 replaced; a world that they do not fit is a problem."""
     known = prod(size for size in sizes if size != -1)
-    if world_size is None or known == world_size and -1 not in sizes:
+    if world_size is None or (known == world_size and -1 not in sizes):
         return sizes
     if -1 in sizes and world_size % known == 0:
         return tuple(world_size // known if size == -1 else size for size in sizes)
     if -1 in sizes:
         fixed = [(axis, size) for axis, size in zip(axes, sizes, strict=True) if size != -1]
-        what = f"{_product(*zip(*fixed, strict=True))} = {known} does not divide the world of {world_size} ranks"
+        what = (
+            f"{_product(*zip(*fixed, strict=True))} = {known} does not divide the world of {world_size} ranks"
+        )
         problems.append(f"{what}; change a size, or the number of ranks to a multiple of {known}")
     else:
         problems.append(

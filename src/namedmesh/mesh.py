@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh import current
 from namedmesh._torch import flattened, forget
-from namedmesh._version import __version__
 from namedmesh.adopt import layout_of_groups, layout_of_mesh
 from namedmesh.agreement import agree
 from namedmesh.errors import AxisError, LayoutError, MeshError, did_you_mean
@@ -23,6 +22,8 @@ from namedmesh.options import GroupOptions
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import TracebackType
+
+    from typing_extensions import Self
 
 __all__ = ["NamedMesh"]
 
@@ -115,7 +116,9 @@ class NamedMesh:
         for axis, group in groups.items():
             pool.borrow(layout.group(pool.rank, axis), group, axis)
         chosen = default_group_device(device)
-        ranks = torch.arange(layout.world_size, dtype=torch.int, device="cpu").reshape(layout.sizes) + rank_offset
+        ranks = (
+            torch.arange(layout.world_size, dtype=torch.int, device="cpu").reshape(layout.sizes) + rank_offset
+        )
         root = DeviceMesh.from_group(
             list(groups.values()), chosen.type, mesh=ranks, mesh_dim_names=layout.axes
         )
@@ -237,9 +240,7 @@ class NamedMesh:
 
     # What communicates: every rank of the mesh calls these, in the same order.
 
-    def flatten(
-        self, *axes: str, name: str | None = None, options: GroupOptions | None = None
-    ) -> DeviceMesh:
+    def flatten(self, *axes: str, name: str | None = None, options: GroupOptions | None = None) -> DeviceMesh:
         """A 1-D mesh over the product of some axes, on one group; communicates the first time.
 
         Args:
@@ -249,7 +250,8 @@ class NamedMesh:
 
         Returns:
             A torch mesh that goes together with the slices of this mesh: FSDP2 takes it for parameters that
-            are tensor-parallel on ``mesh["tp"]``. The same object each time.
+            are tensor-parallel on ``mesh["tp"]``. The same object each time. With torch up to 2.9 that needs
+            axes that adjoin in the layout (others of size 1 between them do not matter).
 
         Raises:
             AxisError: a name that is no axis, or axes of two views at once.
@@ -323,7 +325,7 @@ class NamedMesh:
 
     # Selecting a mesh for code that names none.
 
-    def __enter__(self) -> NamedMesh:
+    def __enter__(self) -> Self:
         """Make this the current mesh, for :func:`namedmesh.current_mesh` and the dialects."""
         self._open_views()
         current.select(self)
@@ -369,7 +371,8 @@ class NamedMesh:
                 )
             )
         homes = " and ".join(
-            f"{axis!r} {'in view ' + repr(names[axis]) if names[axis] != 'mesh' else 'in the mesh'}" for axis in axes
+            f"{axis!r} {'in view ' + repr(names[axis]) if names[axis] != 'mesh' else 'in the mesh'}"
+            for axis in axes
         )
         raise AxisError(
             f"axes {_named(axes)} are not together in one view ({homes}); combine axes of one view only"
@@ -421,18 +424,16 @@ class NamedMesh:
         return combined
 
     def _check_view(self, name: str, layout: Layout) -> None:
-        problems = []
+        problems = [
+            f"axis {axis!r} groups rank {self.global_rank} with {layout.group(self.global_rank, axis)} in view "
+            f"{name!r}, but with {other.layout.group(self.global_rank, axis)} in {other.layout}; an axis that views "
+            "share must be the same ranks in both: change sizes or order, or give it a name of its own"
+            for other in self._views.values()
+            for axis in layout
+            if axis in other.layout and layout.partition(axis) != other.layout.partition(axis)
+        ]
         if name in self._views:
             problems.append(f"the name {name!r} is taken by another view; choose another")
-        for other in self._views.values():
-            for axis in layout:
-                if axis in other.layout and layout.partition(axis) != other.layout.partition(axis):
-                    problems.append(
-                        f"axis {axis!r} groups rank {self.global_rank} with "
-                        f"{layout.group(self.global_rank, axis)} in view {name!r}, but with "
-                        f"{other.layout.group(self.global_rank, axis)} in {other.layout}; an axis that views share "
-                        "must be the same ranks in both: change sizes or order, or give it a name of its own"
-                    )
         problems += [
             f"axis {axis!r} has the name of a flattened product; choose another name"
             for axis in layout
@@ -443,7 +444,13 @@ class NamedMesh:
 
     def _agree(self, call: str, request: Mapping[str, str]) -> None:
         if dist.get_backend() != "fake":
-            agree(call, request, ranks=self.layout.ranks, rank=self.global_rank, timeout=self.pool.defaults.timeout)
+            agree(
+                call,
+                request,
+                ranks=self.layout.ranks,
+                rank=self.global_rank,
+                timeout=self.pool.defaults.timeout,
+            )
 
 
 def _named(axes: Sequence[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from namedmesh.errors import LayoutError, NamedMeshError, did_you_mean
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 __all__ = ["GroupOptions"]
@@ -145,7 +145,9 @@ def _from_text(text: str, path: str) -> dict[str, GroupOptions]:
     try:
         import yaml  # a file of options is rare: who has one installs the reader
     except ImportError:
-        raise NamedMeshError("options from a YAML file need PyYAML; install it with: pip install PyYAML") from None
+        raise NamedMeshError(
+            "options from a YAML file need PyYAML; install it with: pip install PyYAML"
+        ) from None
     try:
         table = yaml.safe_load(text)
     except yaml.YAMLError as error:
