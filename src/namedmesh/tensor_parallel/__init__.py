@@ -8,17 +8,25 @@ from torch.distributed.tensor.parallel import (
 )
 
 from namedmesh.tensor_parallel.apply import parallelize
+from namedmesh.tensor_parallel.hf import plan_from_hf
+from namedmesh.tensor_parallel.local import LocalParameters, SumOutput, SumTailGradient
+from namedmesh.tensor_parallel.presets import llama_plan
 from namedmesh.tensor_parallel.report import PlanReport, plan_report
 from namedmesh.tensor_parallel.styles import ColwiseParallel, RowwiseParallel
 
 __all__ = [
     "ColwiseParallel",
+    "LocalParameters",
     "PlanReport",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "SumOutput",
+    "SumTailGradient",
+    "llama_plan",
     "parallelize",
+    "plan_from_hf",
     "plan_report",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -10,8 +11,9 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     import torch
-    from torch.distributed.tensor.parallel import ParallelStyle
 
 # torch 2.13 renamed both and warns at the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -45,18 +47,19 @@ def gradient_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
     """
     # A copy, because torch may write into the specification of a tensor that it dispatches on.
     spec = copy.copy(parameter._spec)  # noqa: SLF001
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg,arg-type]
+    return DTensor(local, spec, requires_grad=False)
 
 
-def rank_in_mesh(tensor: DTensor) -> int:
-    """This rank's place on a one-dimensional mesh."""
-    return tensor.device_mesh.get_local_rank()
-
-
-def apply_style(style: ParallelStyle, module: torch.nn.Module, mesh: dist.DeviceMesh) -> torch.nn.Module:
-    """Apply another style from inside a style, through the extension point that torch documents."""
-    applied: torch.nn.Module = style._apply(module, mesh)  # noqa: SLF001
-    return applied
+@contextmanager
+def replaced_parameters(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Let a module see other tensors in place of some of its own parameters, for one forward."""
+    parameters: dict[str, Any] = module._parameters  # noqa: SLF001  no public way to put a plain tensor here
+    own = {name: parameters[name] for name in values}
+    parameters.update(values)
+    try:
+        yield
+    finally:
+        parameters.update(own)
 
 
 def absent_children(model: torch.nn.Module) -> list[str]:

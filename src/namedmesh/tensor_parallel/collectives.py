@@ -6,7 +6,7 @@ everybody on the way back, what is gathered is cut, and so on.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,22 +15,37 @@ import torch.distributed as dist
 from namedmesh.tensor_parallel._private import all_gather_single, reduce_scatter_single, settled
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
 class Peers:
-    """The ranks that share a tensor-parallel module: their process group, how many, and which one is mine."""
+    """The ranks that share a tensor-parallel module: their process group, how many, and which one is mine.
 
-    group: dist.ProcessGroup
-    size: int
-    rank: int
+    Args:
+        mesh: the one-dimensional mesh of those ranks.
+    """
 
-    @classmethod
-    def of(cls, mesh: DeviceMesh) -> Peers:
-        """The peers along a one-dimensional mesh."""
-        return cls(mesh.get_group(), mesh.size(), mesh.get_local_rank())
+    mesh: DeviceMesh
+    group: dist.ProcessGroup = field(init=False, repr=False, compare=False)
+    size: int = field(init=False)
+    rank: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Accessors of a mesh cost microseconds each: too much for every forward.
+        object.__setattr__(self, "group", self.mesh.get_group())
+        object.__setattr__(self, "size", self.mesh.size())
+        object.__setattr__(self, "rank", self.mesh.get_local_rank())
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Peers:
+        # Immutable, and a process group cannot be copied.
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Peers, (self.mesh,)
 
 
 @dataclass(frozen=True)
@@ -93,7 +108,7 @@ def my_piece(full: Tensor, peers: Peers, dim: int) -> Tensor:
     return full.narrow(dim, peers.rank * width, width).contiguous()
 
 
-class SumForward(torch.autograd.Function):
+class _SumForward(torch.autograd.Function):
     """Sum over the peers; the gradient, the same on every peer, passes through."""
 
     @staticmethod
@@ -107,7 +122,7 @@ class SumForward(torch.autograd.Function):
         return gradient, None
 
 
-class SumBackward(torch.autograd.Function):
+class _SumBackward(torch.autograd.Function):
     """Pass a tensor that every peer has; sum its gradient, of which each peer makes a part."""
 
     @staticmethod
@@ -123,7 +138,7 @@ class SumBackward(torch.autograd.Function):
         return all_reduce(gradient.clone(memory_format=torch.contiguous_format), ctx.peers), None
 
 
-class Gather(torch.autograd.Function):
+class _Gather(torch.autograd.Function):
     """Join the peers' pieces along a dim; each gets back the gradient of its own piece."""
 
     @staticmethod
@@ -138,7 +153,7 @@ class Gather(torch.autograd.Function):
         return my_piece(gradient, ctx.peers, ctx.dim), None, None
 
 
-class Split(torch.autograd.Function):
+class _Split(torch.autograd.Function):
     """Keep my piece of a tensor that every peer has; the gradient is joined again."""
 
     @staticmethod
@@ -153,7 +168,7 @@ class Split(torch.autograd.Function):
         return all_gather(gradient, ctx.peers, ctx.dim), None, None
 
 
-class SumScatter(torch.autograd.Function):
+class _SumScatter(torch.autograd.Function):
     """Sum over the peers, each keeping its piece of a dim; the gradient is gathered."""
 
     @staticmethod
@@ -166,3 +181,11 @@ class SumScatter(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         """Each part counts once in each piece of the sum."""
         return all_gather(gradient, ctx.peers, ctx.dim), None, None
+
+
+# The functions to call: torch leaves ``apply`` without types.
+sum_forward: Callable[[Tensor, Peers], Tensor] = _SumForward.apply
+sum_backward: Callable[[Tensor, Peers], Tensor] = _SumBackward.apply
+gather: Callable[[Tensor, Peers, int], Tensor] = _Gather.apply
+split: Callable[[Tensor, Peers, int], Tensor] = _Split.apply
+sum_scatter: Callable[[Tensor, Peers, int], Tensor] = _SumScatter.apply

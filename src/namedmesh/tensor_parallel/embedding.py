@@ -7,7 +7,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from namedmesh.tensor_parallel.collectives import Gather, SumForward, SumScatter, all_gather
+from namedmesh.tensor_parallel.collectives import all_gather, gather, sum_forward, sum_scatter
 from namedmesh.tensor_parallel.setup import Setup, check_cut, is_replicated, sharded_dim
 
 
@@ -28,7 +28,7 @@ class ColwiseEmbedding(nn.Embedding):
             ids, _plain(self.weight), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq
         )
         if whole_output:
-            output = Gather.apply(output, setup.peers, last)
+            output = gather(output, setup.peers, last)
         return setup.hand_out(output)
 
 
@@ -50,9 +50,9 @@ class RowwiseEmbedding(nn.Embedding):
             return _through_dtensor(self, input)
         partial = self._my_rows(ids)
         if scatter_dim is None:
-            output = SumForward.apply(partial, setup.peers)
+            output = sum_forward(partial, setup.peers)
         else:
-            output = SumScatter.apply(partial, setup.peers, scatter_dim)
+            output = sum_scatter(partial, setup.peers, scatter_dim)
         return setup.hand_out(output)
 
     def _my_rows(self, ids: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ def _guard_sequence(module: nn.Module, style: SequenceParallel, tp_size: int) ->
     module.register_forward_pre_hook(check)
 
 
-def _check_move(
+def _check_move(  # noqa: PLR0917  one line at each call
     module: nn.Module,
     what: str,
     value: object,

@@ -66,13 +66,13 @@ def head_problems(model: nn.Module, entries: list[Entry], tp_size: int) -> list[
         where.update(dict.fromkeys(found))
     return [
         f"{listing(where, 3)}: {count} heads are not divisible by the tp size {tp_size}, and "
-        f"{listing(keys, 4)} would cut them; choose a tp size that divides {count}, or leave the attention out"
+        f"{listing(keys, 4)} would cut them; choose a tp size that divides {count}, or leave those out"
         for (_, count), (keys, where) in merged.items()
     ]
 
 
 def _cut_features(entry: Entry) -> int | None:
-    """The features that a rank sees only a piece of at the attention's side of a linear; None if it sees all."""
+    """The features of a linear that each rank gets a piece of, and so of the heads; None if there are none."""
     if not isinstance(entry.module, nn.Linear):
         return None
     # Features are the last dim of any activation: its number does not matter.

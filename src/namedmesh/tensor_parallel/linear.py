@@ -17,17 +17,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from namedmesh.errors import NamedMeshError
 from namedmesh.tensor_parallel._private import gradient_like, settled
 from namedmesh.tensor_parallel.collectives import (
-    Gather,
-    Split,
     all_gather,
     all_reduce,
+    gather,
     reduce_scatter,
+    split,
     start_all_reduce,
     start_reduce_scatter,
 )
 from namedmesh.tensor_parallel.setup import Setup, check_cut, is_replicated, sharded_dim
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from namedmesh.tensor_parallel.collectives import Peers
 
 
@@ -54,9 +56,9 @@ class ColwiseLinear(nn.Linear):
         ):
             return through_dtensor(self, input, Replicate())
         local, weight, bias = _autocast(local, self.weight, self.bias)
-        output: Tensor = _Column.apply(local, weight, bias, setup.peers, gather_dim)
+        output = _column(local, weight, bias, setup.peers, gather_dim)
         if whole_output:
-            output = Gather.apply(output, setup.peers, last)
+            output = gather(output, setup.peers, last)
         return output if setup.use_local_output else setup.hand_out(output)
 
 
@@ -81,9 +83,9 @@ class RowwiseLinear(nn.Linear):
         ):
             return through_dtensor(self, input, Shard(-1))
         if whole_input:
-            local = Split.apply(local, setup.peers, local.ndim - 1)
+            local = split(local, setup.peers, local.ndim - 1)
         local, weight, bias = _autocast(local, self.weight, self.bias)
-        output: Tensor = _Row.apply(local, weight, bias, setup.peers, scatter_dim)
+        output = _row(local, weight, bias, setup.peers, scatter_dim)
         return output if setup.use_local_output else setup.hand_out(output)
 
 
@@ -129,15 +131,15 @@ def _refuse_double_backward() -> None:
     """Say it, rather than give second derivatives that leave out the collectives."""
     if torch.is_grad_enabled():
         raise NamedMeshError(
-            "the fast parallel styles have no second derivative (backward was called with create_graph=True); "
-            "use torch.distributed.tensor.parallel.ColwiseParallel and RowwiseParallel in the plan instead"
+            "the fast parallel styles have no second derivative, and backward was called with "
+            "create_graph=True; put torch's own ColwiseParallel and RowwiseParallel in the plan instead"
         )
 
 
 def _parameter_gradients(
     ctx: Any, rows: Tensor, value: Tensor | None, weight: DTensor | None, bias: DTensor | None
 ) -> tuple[DTensor | None, DTensor | None]:
-    """The gradients of weight and bias from the output's gradient, as DTensors laid out as their parameters."""
+    """The gradients of weight and bias, from the output's, as DTensors laid out as the parameters are."""
     weight_gradient = bias_gradient = None
     if value is not None and weight is not None:
         products = rows.t() @ value.reshape(-1, value.shape[-1])
@@ -151,7 +153,7 @@ class _Column(torch.autograd.Function):
     """``gather(x) @ W.T + b`` with my rows of W; the input's gradient is summed while W's is computed."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0917  autograd passes them by position
         ctx: Any, value: Tensor, weight: DTensor, bias: DTensor | None, peers: Peers, gather_dim: int | None
     ) -> Tensor:
         value = settled(value)
@@ -183,7 +185,7 @@ class _Row(torch.autograd.Function):
     """``reduce(x @ W.T) + b`` with my columns of W and of x; the reduction is done when this returns."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0917  autograd passes them by position
         ctx: Any, value: Tensor, weight: DTensor, bias: DTensor | None, peers: Peers, scatter_dim: int | None
     ) -> Tensor:
         value = settled(value)
@@ -223,3 +225,8 @@ def _keep(ctx: Any, value: Tensor, weight: DTensor, bias: DTensor | None) -> Non
     ctx.save_for_backward(
         value if needs_weight else None, weight if needs_value or needs_weight else None, bias
     )
+
+
+# The functions to call: torch leaves ``apply`` without types.
+_column: Callable[[Tensor, Tensor, Tensor | None, Peers, int | None], Tensor] = _Column.apply
+_row: Callable[[Tensor, Tensor, Tensor | None, Peers, int | None], Tensor] = _Row.apply

@@ -53,43 +53,54 @@ def _cut_placements(style: ParallelStyle, module: nn.Module) -> dict[str, Placem
 
 
 def misfits(style: ParallelStyle, module: nn.Module) -> list[str]:
-    """Why a style cannot be applied to a module whatever the number of ranks: a sentence for each reason."""
+    """Why a style cannot be applied to a module whatever the number of ranks: a sentence for each reason.
+
+    A style of somebody else's may answer with a method ``misfits(module)``.
+    """
     name = type(style).__name__
     already = [p_name for p_name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
-    if already and (parameter_placements(style, module) != {}):
-        return [
+    if already and parameter_placements(style, module) != {}:
+        reason = (
             f"{name} finds a module that is already distributed ({', '.join(already)} is a DTensor); "
             f"parallelize a model once, and before fully_shard"
-        ]
+        )
+        return [reason]
     own: Callable[[nn.Module], list[str]] | None = getattr(style, "misfits", None)
     if own is not None:
         return own(module)
     if isinstance(style, _CUTTING):
         return _cut_misfits(style, module)
     if isinstance(style, SequenceParallel):
-        nested = [p_name for p_name, _ in module.named_parameters() if "." in p_name]
-        if nested:
-            return [
-                f"{name} takes a module that owns its parameters itself, such as a norm, but this one has "
-                f"{nested[0]!r}; name the inner modules in the plan"
-            ]
+        return _nested_misfits(style, module)
     return []
+
+
+def _nested_misfits(style: ParallelStyle, module: nn.Module) -> list[str]:
+    nested = next((name for name, _ in module.named_parameters() if "." in name), None)
+    if nested is None:
+        return []
+    reason = (
+        f"{type(style).__name__} takes a module that owns its parameters itself, such as a norm, but this "
+        f"one has {nested!r}; name the inner modules in the plan"
+    )
+    return [reason]
 
 
 def _cut_misfits(style: ParallelStyle, module: nn.Module) -> list[str]:
     name = type(style).__name__
     if not isinstance(module, nn.Linear | nn.Embedding):
-        return [
-            f"{name} fits nn.Linear and nn.Embedding, not {type(module).__name__}; use SequenceParallel for a "
-            f"norm, or leave this module out of the plan"
-        ]
+        reason = (
+            f"{name} fits nn.Linear and nn.Embedding, not {type(module).__name__}; use SequenceParallel for "
+            f"a norm, or leave this module out of the plan"
+        )
+        return [reason]
     if isinstance(module, nn.Linear):
         return []
     reasons = []
     if module.max_norm is not None:
         reasons.append(f"{name} cannot keep max_norm={module.max_norm} of an embedding; use max_norm=None")
     if module.sparse:
-        reasons.append(f"{name} has no sparse gradients of an embedding; use sparse=False")
+        reasons.append(f"{name} has no sparse gradients for an embedding; use sparse=False")
     if module.scale_grad_by_freq and isinstance(style, RowwiseParallel):
         reasons.append(
             f"{name} cannot scale an embedding's gradients by frequency; use ColwiseParallel, or "

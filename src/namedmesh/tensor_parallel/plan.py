@@ -1,4 +1,4 @@
-"""From a plan to the modules it means: strict, pure, and with every problem found before anything is changed."""
+"""From a plan to the modules it means: strict and pure, with every problem found before anything changes."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def resolve(
     return Resolved(tuple(entries), tuple(ties))
 
 
-def mesh_problems(mesh_or_tp_size: DeviceMesh | int) -> tuple[list[str], int]:
+def mesh_problems(mesh_or_tp_size: object) -> tuple[list[str], int]:
     """What is wrong with a mesh, or with a number of ranks, and the number to go on checking with."""
     if isinstance(mesh_or_tp_size, DeviceMesh):
         mesh = mesh_or_tp_size
@@ -103,10 +103,11 @@ def mesh_problems(mesh_or_tp_size: DeviceMesh | int) -> tuple[list[str], int]:
         axes = mesh.mesh_dim_names
         named = f"axes {axes}" if axes else "unnamed axes"
         example = "tp" if axes is None or "tp" in axes else axes[-1]
-        return [
+        problem = (
             f"a plan is applied along one axis, but the mesh has {mesh.ndim} ({named}); "
             f"pass one of them, such as mesh[{example!r}]"
-        ], 1
+        )
+        return [problem], 1
     if isinstance(mesh_or_tp_size, int) and not isinstance(mesh_or_tp_size, bool):
         if mesh_or_tp_size >= 1:
             return [], mesh_or_tp_size
@@ -115,7 +116,7 @@ def mesh_problems(mesh_or_tp_size: DeviceMesh | int) -> tuple[list[str], int]:
     return [f"a plan needs a one-dimensional torch DeviceMesh, not a {kind}; pass mesh['tp']"], 1
 
 
-def _match(model: nn.Module, plan: Plan, entries: list[Entry]) -> list[str]:
+def _match(model: nn.Module, plan: object, entries: list[Entry]) -> list[str]:
     """Fill ``entries`` with the modules that the plan names; return what it names wrongly."""
     if isinstance(plan, ParallelStyle):
         plan = {"": plan}

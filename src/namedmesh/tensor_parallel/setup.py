@@ -38,8 +38,7 @@ class Setup:
     peers: Peers = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Accessors of a mesh cost microseconds each: too much for every forward.
-        object.__setattr__(self, "peers", Peers.of(self.mesh))
+        object.__setattr__(self, "peers", Peers(self.mesh))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Setup:
         # Immutable, and a process group cannot be copied.

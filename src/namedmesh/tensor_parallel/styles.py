@@ -105,7 +105,7 @@ def _shard(
     if problems:
         raise PlanError(*(f"{type(module).__name__}: {problem}" for problem in problems))
     setup = Setup(mesh, style.input_layouts[0], style.output_layouts[0], style.use_local_output)
-    partition = _partition(style)
+    partition = cut_parameters(style)
     # A subclass may do anything in its forward, and so may a forward set on the instance.
     ours = None if "forward" in vars(module) else local_compute.get(type(module))
     if ours is None:
@@ -116,11 +116,11 @@ def _shard(
     return module
 
 
-def _partition(style: ParallelStyle) -> Callable[[str, nn.Module, DeviceMesh], None]:
+def cut_parameters(style: ParallelStyle) -> Callable[[str, nn.Module, DeviceMesh], None]:
     """For ``distribute_module``: replace the parameters with DTensors, frozen ones included."""
 
     def partition(_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        for name, placement in parameter_placements(style, module).items():
+        for name, placement in (parameter_placements(style, module) or {}).items():
             parameter = getattr(module, name)
             cut = distribute_tensor(parameter, mesh, [placement], src_data_rank=style.src_data_rank)
             module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
@@ -128,7 +128,7 @@ def _partition(style: ParallelStyle) -> Callable[[str, nn.Module, DeviceMesh], N
     return partition
 
 
-def _input_hook(setup: Setup, desired: Placement) -> Callable[..., tuple[Any, ...]]:
+def _input_hook(setup: Setup, desired: Placement) -> Callable[..., Any]:
     """For a forward that is not torch's own: its first input as a DTensor in the layout it needs."""
 
     def prepare(_module: nn.Module, inputs: tuple[Any, ...], _mesh: DeviceMesh) -> tuple[Any, ...]:
@@ -140,7 +140,7 @@ def _input_hook(setup: Setup, desired: Placement) -> Callable[..., tuple[Any, ..
     return prepare
 
 
-def _output_hook(setup: Setup) -> Callable[..., Tensor]:
+def _output_hook(setup: Setup) -> Callable[..., Any]:
     """For a forward that is not torch's own: its output in the layout that the style promises."""
 
     def finish(module: nn.Module, output: Tensor, _mesh: DeviceMesh) -> Tensor:

@@ -69,6 +69,6 @@ def _broken(cuts: list[tuple[str, str | None]]) -> str:
     layouts = listing((f"{fqn}: {layout or 'not sharded'}" for fqn, layout in cuts), 4)
     return (
         f"{names} are one parameter (tied), but the plan lays them out differently ({layouts}); give them "
-        f"the same layout, such as RowwiseParallel for an embedding with ColwiseParallel for the output head, or "
-        f"untie them first"
+        f"the same layout, such as RowwiseParallel for an embedding and ColwiseParallel for the output head, "
+        f"or untie them first"
     )

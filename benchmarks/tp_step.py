@@ -1,0 +1,202 @@
+"""A training step of 8 MLP blocks under tensor parallelism of 2: explicit layers, torch's styles, and ours.
+
+    python benchmarks/tp_step.py [--rounds FACTOR] [--size 0|1|2]
+
+Three models with the same weights live in the same two processes (gloo, one thread each). Every round takes
+one step of each, in an order that rotates, so that all of them meet the same disturbances; a ratio is the
+median over the rounds of the quotient of the two steps of one round. The explicit layers are fairscale's
+ColumnParallelLinear and RowParallelLinear, as published; without fairscale they are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
+from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
+from torch.distributed.tensor.parallel import parallelize_module
+
+import namedmesh.tensor_parallel as ours
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from ranks import run_ranks
+
+TP_SIZE = 2
+BLOCKS = 8
+# hidden, feed-forward, batch, sequence, rounds
+SIZES = ((64, 256, 1, 16, 300), (256, 1024, 2, 64, 120), (1024, 4096, 4, 128, 16))
+
+
+class Block(nn.Module):
+    """A feed-forward network with a residual connection."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, sequence, hidden), in and out."""
+        out: torch.Tensor = x + self.second(nn.functional.gelu(self.first(x)))
+        return out
+
+
+def reference(hidden: int, wide: int) -> nn.Sequential:
+    """The unsharded model, the same on every rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(nn.Linear(hidden, wide), nn.Linear(wide, hidden)) for _ in range(BLOCKS)))
+
+
+def explicit(hidden: int, wide: int) -> nn.Module:
+    """Fairscale's layers, filled with the reference's weights."""
+    from fairscale.nn.model_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    model = nn.Sequential(
+        *(
+            Block(
+                ColumnParallelLinear(hidden, wide, gather_output=False),
+                RowParallelLinear(wide, hidden, input_is_parallel=True),
+            )
+            for _ in range(BLOCKS)
+        )
+    )
+    rank = dist.get_rank()
+    with torch.no_grad():
+        for mine, whole in zip(model.parameters(), reference(hidden, wide).parameters(), strict=True):
+            for dim in range(mine.ndim):
+                if mine.shape[dim] != whole.shape[dim]:
+                    whole = whole.chunk(TP_SIZE, dim)[rank]  # noqa: PLW2901  the piece takes its place
+            mine.copy_(whole)
+    return model
+
+
+def contestants(hidden: int, wide: int, mesh: Any) -> dict[str, nn.Module]:
+    """The models by name; ours last."""
+    models: dict[str, nn.Module] = {}
+    if has_fairscale():
+        models["explicit"] = explicit(hidden, wide)
+    models["stock"] = parallelize_module(
+        reference(hidden, wide), mesh, {"*.first": TorchColwise(), "*.second": TorchRowwise()}
+    )
+    models["ours"] = ours.parallelize(
+        reference(hidden, wide), mesh, {"*.first": ours.ColwiseParallel(), "*.second": ours.RowwiseParallel()}
+    )
+    return models
+
+
+def has_fairscale() -> bool:
+    """Whether fairscale can be imported."""
+    try:
+        import fairscale.nn.model_parallel  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Forward and backward; returns the gradient of the input."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    batch.grad = None
+    model(batch).square().mean().backward()
+    if batch.grad is None:
+        raise RuntimeError("no gradient arrived at the input")
+    return batch.grad
+
+
+def measure(sizes: tuple[tuple[int, int, int, int, int], ...]) -> list[dict[str, list[float]]]:
+    """One rank's seconds of every step, by contestant, for each size."""
+    mesh = init_device_mesh("cpu", (TP_SIZE,), mesh_dim_names=("tp",))
+    if has_fairscale():
+        from fairscale.nn.model_parallel import initialize_model_parallel
+
+        initialize_model_parallel(TP_SIZE)
+    return [_measure_size(mesh, size) for size in sizes]
+
+
+def _measure_size(mesh: Any, size: tuple[int, int, int, int, int]) -> dict[str, list[float]]:
+    hidden, wide, batch, sequence, rounds = size
+    models = contestants(hidden, wide, mesh)
+    torch.manual_seed(1)
+    inputs = torch.randn(batch, sequence, hidden, requires_grad=True)
+    _check_agreement(models, inputs)
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    names = list(models)
+    for name in names * 3:
+        step(models[name], inputs)
+    for turn in range(rounds):
+        shift = turn % len(names)
+        order = names[shift:] + names[:shift]
+        for name in order if turn // len(names) % 2 else reversed(order):
+            dist.barrier()
+            start = time.perf_counter()
+            step(models[name], inputs)
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def _check_agreement(models: dict[str, nn.Module], inputs: torch.Tensor) -> None:
+    """The contestants do the same work, or the figures mean nothing."""
+    results = {name: step(model, inputs).clone() for name, model in models.items()}
+    weights = {name: _local_gradients(model) for name, model in models.items()}
+    for name in models:
+        torch.testing.assert_close(results[name], results["ours"], rtol=1e-4, atol=1e-7)
+        for one, other in zip(weights[name], weights["ours"], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
+
+
+def _local_gradients(model: nn.Module) -> list[torch.Tensor]:
+    gradients = []
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        assert gradient is not None
+        gradients.append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+    return gradients
+
+
+def main() -> None:
+    """Print one line for each size."""
+    parser = argparse.ArgumentParser(description="A training step under tensor parallelism of 2, on gloo.")
+    parser.add_argument("--rounds", type=float, default=1.0, help="multiply the number of rounds")
+    parser.add_argument("--size", type=int, choices=range(len(SIZES)), help="only this size, counted from 0")
+    arguments = parser.parse_args()
+    chosen = SIZES if arguments.size is None else (SIZES[arguments.size],)
+    sizes = tuple((*size[:4], max(3, int(size[4] * arguments.rounds))) for size in chosen)
+    work: Callable[..., list[dict[str, list[float]]]] = measure
+    results = run_ranks(TP_SIZE, work, sizes, timeout=1800)
+    print(f"torch {torch.__version__}, {TP_SIZE} ranks, gloo, one thread each, {BLOCKS} blocks")
+    print("median milliseconds of a step, and median ratio of ours to the others within a round")
+    print(
+        f"{'size':>10} {'rounds':>6} {'explicit':>9} {'stock':>9} {'ours':>9} {'/explicit':>9} {'/stock':>7}"
+    )
+    for size, first, second in zip(sizes, *results, strict=True):
+        # A step is over when both ranks are done with it.
+        seconds = {name: list(map(max, first[name], second[name])) for name in first}
+        cells = [f"{size[0]}x{size[1]}".rjust(10), f"{size[4]:6d}"]
+        for name in ("explicit", "stock", "ours"):
+            cells.append(
+                f"{statistics.median(seconds[name]) * 1e3:9.2f}" if name in seconds else "-".rjust(9)
+            )
+        for name, width in (("explicit", 9), ("stock", 7)):
+            if name in seconds:
+                pairs = zip(seconds["ours"], seconds[name], strict=True)
+                cells.append(f"{statistics.median(a / b for a, b in pairs):{width}.2f}")
+            else:
+                cells.append("-".rjust(width))
+        print(" ".join(cells))
+
+
+if __name__ == "__main__":
+    main()

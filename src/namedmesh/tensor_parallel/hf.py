@@ -1,0 +1,211 @@
+"""Hugging Face's tensor-parallel plans: names of styles, read into the styles themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import SequenceParallel
+
+from namedmesh.errors import PlanError, did_you_mean
+from namedmesh.tensor_parallel.local import LocalParameters, SumOutput, SumTailGradient
+from namedmesh.tensor_parallel.styles import ColwiseParallel, RowwiseParallel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed.tensor.parallel import ParallelStyle
+    from torch.distributed.tensor.placement_types import Placement
+
+
+def _gathered_columns() -> ParallelStyle:
+    return ColwiseParallel(output_layouts=Replicate())
+
+
+def _whole_input_rows() -> ParallelStyle:
+    return RowwiseParallel(input_layouts=Replicate())
+
+
+_STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_gather_output": _gathered_columns,
+    "colwise_rep": _gathered_columns,
+    "rowwise_split_input": _whole_input_rows,
+    "rowwise_rep": _whole_input_rows,
+    "embedding_rowwise": _whole_input_rows,
+    "embedding_colwise": _gathered_columns,
+    "sequence_parallel": lambda: SequenceParallel(use_local_output=True),
+    "replicated_with_grad_allreduce": LocalParameters,
+    "all_reduce": SumOutput,
+}
+_PACKED = "a fused weight has to be cut inside each of its parts, which no Shard placement can say"
+_EXPERTS = (
+    "it cuts the weights of mixture-of-experts layers, which a tensor-parallel plan here does not cover"
+)
+_UNSUPPORTED = {
+    "packed_colwise": _PACKED,
+    "packed_rowwise": _PACKED,
+    "moe_tp_experts": _EXPERTS,
+    "moe_identity_expert": _EXPERTS,
+    "grouped_gemm": _EXPERTS,
+    "ep_dispatch_experts": _EXPERTS,
+}
+# How a bare parameter, one that is no module's weight or bias, is cut.
+_BARE: dict[str, Placement] = {"colwise": Shard(0), "rowwise": Shard(-1)}
+# Handled one by one, with a look at the model or at the rest of the plan.
+_SPECIAL = ("replicate", "local_params", "mla_kv_a_proj")
+
+
+def plan_from_hf(model_or_plan: nn.Module | Mapping[str, str]) -> dict[str, ParallelStyle]:
+    """Read a Hugging Face tensor-parallel plan into one for ``parallelize``.
+
+    From a model, the plan is its configuration's ``base_model_tp_plan`` (with the base model's prefix) and
+    its own ``_tp_plan``. Such a plan is written for all variants of an architecture, so what it says about
+    modules that this model does not have is left out; and if the output head of the model is tied to its
+    input embedding, the embedding is cut along the vocabulary too, as the head is.
+
+    Args:
+        model_or_plan: a ``PreTrainedModel``, or a plan: a dict of module names to style names.
+
+    Returns:
+        A dict of module names to styles. A module that every rank keeps whole (``"replicate"``) is not in it.
+
+    Raises:
+        PlanError: if the model has no plan; or with every style that is unknown or not supported.
+
+    Example:
+        >>> from namedmesh.tensor_parallel import plan_from_hf
+        >>> plan = plan_from_hf({"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"})
+        >>> for name, style in plan.items():
+        ...     print(name, type(style).__name__)
+        layers.*.mlp.up_proj ColwiseParallel
+        layers.*.mlp.down_proj RowwiseParallel
+    """
+    model = None
+    if isinstance(model_or_plan, Mapping):
+        names = dict(model_or_plan)
+    else:
+        model = model_or_plan
+        names = _names_of(model)
+    bare = _bare_parameters(model, names)
+    plan: dict[str, ParallelStyle] = {}
+    problems = []
+    for key, name in names.items():
+        if name == "replicate" or key in bare:
+            continue
+        style = _STYLES[name]() if name in _STYLES else _special_style(model, key, name, bare)
+        if style is None:
+            problems.append(f"{key!r}: {_reason(model, name)}; change or remove this entry")
+        else:
+            plan[key] = style
+    problems += [
+        f"{key!r}: {name!r} cuts a bare parameter, which needs 'local_params' at its module; "
+        f"change or remove this entry"
+        for key, (owner, name) in bare.items()
+        if names.get(owner) != "local_params" or name not in _BARE
+    ]
+    if problems:
+        raise PlanError(*problems)
+    if model is not None:
+        _cut_tied_embedding(model, plan)
+    return plan
+
+
+def _names_of(model: nn.Module) -> dict[str, str]:
+    """The style names that a model states, by names of modules and parameters that it has."""
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"plan_from_hf reads a model or a dict of style names, not a {type(model).__name__}")
+    stated: dict[str, str] = {}
+    prefix = _base_prefix(model)
+    for plan in (
+        getattr(getattr(model, "config", None), "base_model_tp_plan", None),
+        getattr(getattr(model, "base_model", None), "_tp_plan", None),
+    ):
+        stated.update({prefix + key: name for key, name in (plan or {}).items()})
+    stated.update(getattr(model, "_tp_plan", None) or {})
+    if not stated:
+        raise PlanError(
+            f"{type(model).__name__} states no tensor-parallel plan, neither in its configuration's "
+            f"base_model_tp_plan nor in its _tp_plan; write a plan for it, a dict of names to styles"
+        )
+    there = [fqn for fqn, _ in model.named_modules(remove_duplicate=False)]
+    there += [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
+    return {key: name for key, name in stated.items() if any(_matches(key, fqn) for fqn in there)}
+
+
+def _base_prefix(model: nn.Module) -> str:
+    """What the base model's names start with in this model: ``"model."``, or nothing for the base model."""
+    base = getattr(model, "base_model", model)
+    return next((f"{fqn}." for fqn, module in model.named_modules() if module is base and fqn), "")
+
+
+def _matches(key: str, fqn: str) -> bool:
+    wanted, tokens = key.split("."), fqn.split(".")
+    return len(wanted) == len(tokens) and all(map(fnmatchcase, tokens, wanted))
+
+
+def _bare_parameters(model: nn.Module | None, names: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """The keys that name parameters instead of modules, with their owners' keys and their styles."""
+    if model is None:
+        return {}
+    parameters = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
+    modules = [fqn for fqn, _ in model.named_modules(remove_duplicate=False)]
+    return {
+        key: (key.rpartition(".")[0], name)
+        for key, name in names.items()
+        if name not in _UNSUPPORTED
+        and not any(_matches(key, fqn) for fqn in modules)
+        and any(_matches(key, fqn) for fqn in parameters)
+    }
+
+
+def _special_style(
+    model: nn.Module | None, key: str, name: str, bare: Mapping[str, tuple[str, str]]
+) -> ParallelStyle | None:
+    """The styles whose meaning depends on the model; None if it cannot be told, or for any other name."""
+    if model is None:
+        return None
+    if name == "local_params":
+        return LocalParameters(
+            {param.rpartition(".")[2]: _BARE[style] for param, (owner, style) in bare.items() if owner == key}
+        )
+    width = getattr(_text_config(model), "qk_rope_head_dim", None)
+    if name == "mla_kv_a_proj" and isinstance(width, int):
+        return SumTailGradient(width)
+    return None
+
+
+def _text_config(model: nn.Module) -> Any:
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _reason(model: nn.Module | None, name: object) -> str:
+    """Why a style name has no answer."""
+    if name in _UNSUPPORTED:
+        return f"{name!r} is not supported: {_UNSUPPORTED[str(name)]}"
+    if name in _SPECIAL:
+        missing = (
+            "pass the model instead of a dict" if model is None else "its config has no qk_rope_head_dim"
+        )
+        return f"{name!r} depends on the model: {missing}"
+    known = (*_STYLES, *_UNSUPPORTED, *_SPECIAL)
+    return f"{name!r} is not a style that transformers has{did_you_mean(name, known)}"
+
+
+def _cut_tied_embedding(model: nn.Module, plan: dict[str, ParallelStyle]) -> None:
+    """Cut the input embedding as the tied output head is cut; older plans name only the head."""
+    modules = dict(model.named_modules())
+    heads = [fqn for fqn, m in modules.items() if isinstance(m, nn.Linear) and _style_for(plan, fqn)]
+    tied = {id(modules[fqn].weight) for fqn in heads}
+    for fqn, module in modules.items():
+        if isinstance(module, nn.Embedding) and id(module.weight) in tied and not _style_for(plan, fqn):
+            plan[fqn] = _whole_input_rows()
+
+
+def _style_for(plan: Mapping[str, ParallelStyle], fqn: str) -> ParallelStyle | None:
+    return next((style for key, style in plan.items() if _matches(key, fqn)), None)

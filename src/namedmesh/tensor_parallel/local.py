@@ -1,0 +1,177 @@
+"""Styles for modules that are not cut themselves but work beside cut ones: a norm of heads, a sum of parts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from namedmesh.errors import PlanError
+from namedmesh.tensor_parallel._private import gradient_like, replaced_parameters
+from namedmesh.tensor_parallel.collectives import Peers, all_reduce, sum_backward, sum_forward
+from namedmesh.tensor_parallel.styles import cut_parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+
+class LocalParameters(ParallelStyle):
+    """Run a module's forward on this rank's pieces of its own parameters, as plain tensors.
+
+    For a norm over each head's features (the heads are cut, the weight is not), or for a bare parameter with
+    one number a head. The parameters become DTensors. A replicated one takes part on every rank with other
+    data, so its gradient is summed over the ranks; a sharded one's gradient is this rank's own.
+
+    Args:
+        placements: the layout of each parameter by name; by default all of the module's own are replicated.
+
+    Raises:
+        PlanError: when applied to a module that does not own a parameter of such a name.
+
+    Example:
+        >>> import torch
+        >>> from torch.distributed.tensor import Shard
+        >>> from namedmesh.tensor_parallel import LocalParameters, plan_report
+        >>> norm = torch.nn.LayerNorm(8, bias=False, device="meta")
+        >>> plan_report(norm, 2, LocalParameters()).rows[0].placement
+        'Replicate()'
+    """
+
+    def __init__(self, placements: Mapping[str, Placement] | None = None) -> None:
+        super().__init__()
+        self.placements = None if placements is None else dict(placements)
+
+    def __repr__(self) -> str:
+        return f"LocalParameters({self.placements or ''})"
+
+    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
+        """The layout of every parameter that this style touches."""
+        if self.placements is not None:
+            return self.placements
+        return {name: Replicate() for name, _ in module.named_parameters(recurse=False)}
+
+    def misfits(self, module: nn.Module) -> list[str]:
+        """A sentence for each parameter that the module does not own."""
+        own = [name for name, _ in module.named_parameters(recurse=False)]
+        return [
+            f"LocalParameters names {name!r}, but {type(module).__name__} owns {tuple(own)}"
+            for name in self.placements or ()
+            if name not in own
+        ]
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        problems = self.misfits(module)
+        if problems:
+            raise PlanError(*problems)
+        cut_parameters(self)("", module, device_mesh)
+        names = tuple(self.parameter_placements(module))
+        # Inside all hooks, where FSDP2 has put the whole parameters already. An object, and no closure,
+        # because a deep copy of the module must not call the forward of the original.
+        module.forward = _LocalForward(module, module.forward, names, Peers(device_mesh))
+        return module
+
+
+class _LocalForward:
+    """A module's own forward, with plain tensors where its parameters are."""
+
+    def __init__(
+        self, module: nn.Module, original: Callable[..., Any], names: tuple[str, ...], peers: Peers
+    ) -> None:
+        self.module, self.original, self.names, self.peers = module, original, names, peers
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        values = {name: self._piece(getattr(self.module, name)) for name in self.names}
+        with replaced_parameters(self.module, values):
+            return self.original(*args, **kwargs)
+
+    def _piece(self, parameter: Tensor) -> Tensor:
+        if not isinstance(parameter, DTensor):
+            return parameter
+        if parameter.placements == (Replicate(),):
+            return _shared_parameter(parameter, self.peers)
+        piece: Tensor = parameter.to_local()
+        return piece
+
+
+class _SharedParameter(torch.autograd.Function):
+    """A replicated parameter as a plain tensor, whose gradient is summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor, peers: Peers) -> Tensor:
+        ctx.save_for_backward(parameter)
+        ctx.peers = peers
+        local = parameter.to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[DTensor, None]:
+        (parameter,) = ctx.saved_tensors
+        return gradient_like(parameter, all_reduce(gradient.clone(), ctx.peers)), None
+
+
+_shared_parameter: Callable[[DTensor, Peers], Tensor] = _SharedParameter.apply
+
+
+class SumOutput(ParallelStyle):
+    """Sum a module's output over the ranks, each of which computed a part of it.
+
+    Example:
+        >>> from namedmesh.tensor_parallel import SumOutput
+        >>> SumOutput()
+        SumOutput()
+    """
+
+    def __repr__(self) -> str:
+        return "SumOutput()"
+
+    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:  # noqa: ARG002  none, for any
+        """It touches no parameters."""
+        return {}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        peers = Peers(device_mesh)
+        module.register_forward_hook(lambda _module, _args, output: sum_forward(output, peers))
+        return module
+
+
+class SumTailGradient(ParallelStyle):
+    """Sum the gradient of the last features of a module's output over the ranks.
+
+    For a projection that every rank computes whole, of which each rank's heads use the tail directly, while
+    the rest passes through a column style, which sums its gradient already (multi-head latent attention).
+
+    Args:
+        width: how many of the last features.
+
+    Example:
+        >>> from namedmesh.tensor_parallel import SumTailGradient
+        >>> SumTailGradient(64)
+        SumTailGradient(64)
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def __repr__(self) -> str:
+        return f"SumTailGradient({self.width})"
+
+    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:  # noqa: ARG002  none, for any
+        """It touches no parameters."""
+        return {}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        peers, width = Peers(device_mesh), self.width
+
+        def sum_tail(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+            rest, tail = output.split([output.shape[-1] - width, width], dim=-1)
+            return torch.cat([rest, sum_backward(tail, peers)], dim=-1)
+
+        module.register_forward_hook(sum_tail)
+        return module

@@ -1,0 +1,58 @@
+"""Ready plans for models with well-known module names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import SequenceParallel
+
+from namedmesh.tensor_parallel.styles import ColwiseParallel, RowwiseParallel
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+
+def llama_plan(
+    *, sequence_parallel: bool = False, loss_parallel: bool = False, sequence_dim: int = 1
+) -> dict[str, ParallelStyle]:
+    """The plan of a Llama-style decoder.
+
+    The names are ``tok_embeddings``, ``layers.*.attention_norm``, ``layers.*.attention.{wq,wk,wv,wo}``,
+    ``layers.*.ffn_norm``, ``layers.*.feed_forward.{w1,w2,w3}``, ``norm`` and ``output``. The model's
+    attention works on the heads it finds, ``view(batch, sequence, -1, head_dim)``.
+
+    Args:
+        sequence_parallel: between the sharded parts each rank keeps its piece of the sequence; the norms run
+            on it, and every length must be a multiple of the tp size.
+        loss_parallel: leave the logits sharded over the vocabulary, as a DTensor, for
+            ``torch.distributed.tensor.parallel.loss_parallel``; otherwise every rank gets all logits.
+        sequence_dim: the dim of the sequence in the activations.
+
+    Returns:
+        A dict for ``parallelize``: a fresh one, to change as needed.
+
+    Example:
+        >>> from namedmesh.tensor_parallel import llama_plan
+        >>> sorted(llama_plan())[-3:]
+        ['layers.*.feed_forward.w3', 'output', 'tok_embeddings']
+        >>> llama_plan(sequence_parallel=True)["norm"]
+        SequenceParallel(sequence_dim=1, use_local_output=True)
+    """
+    between = Shard(sequence_dim) if sequence_parallel else Replicate()
+    plan: dict[str, ParallelStyle] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "output": ColwiseParallel(
+            input_layouts=between,
+            output_layouts=Shard(-1) if loss_parallel else Replicate(),
+            use_local_output=not loss_parallel,
+        ),
+    }
+    for name in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"):
+        plan[f"layers.*.{name}"] = ColwiseParallel(input_layouts=between)
+    for name in ("attention.wo", "feed_forward.w2"):
+        plan[f"layers.*.{name}"] = RowwiseParallel(output_layouts=between)
+    if sequence_parallel:
+        for name in ("layers.*.attention_norm", "layers.*.ffn_norm", "norm"):
+            plan[name] = SequenceParallel(sequence_dim=sequence_dim, use_local_output=True)
+    return plan
