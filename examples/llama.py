@@ -1,0 +1,187 @@
+"""A small Llama-style language model over bytes, in plain torch: nothing here knows about ranks.
+
+It is written so that it can be cut: a part of the model holds any run of the layers, with or without the
+embedding in front and the head behind, and every parameter has the same name whichever part holds it. Attention
+reads its number of heads from the tensors it is given, so a tensor-parallel rank may own a few of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F  # noqa: N812  the name everyone knows it by
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["Llama", "ModelSizes", "init_weights"]
+
+VOCABULARY = 256  # one token for each value of a byte
+ROTARY_BASE = 10_000.0
+FEED_FORWARD_MULTIPLE = 16  # so that any tensor-parallel size up to 16 divides it
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Everything that decides the shapes of the parameters."""
+
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int = VOCABULARY
+
+    @property
+    def head_dim(self) -> int:
+        """The width of one attention head."""
+        return self.dim // self.heads
+
+    @property
+    def feed_forward(self) -> int:
+        """The inner width of the feed-forward network: 8/3 of ``dim``, rounded up to a handy multiple."""
+        return -(-8 * self.dim // (3 * FEED_FORWARD_MULTIPLE)) * FEED_FORWARD_MULTIPLE
+
+    def problems(self) -> list[str]:
+        """What keeps these sizes from being a model, one sentence each."""
+        found = [
+            f"{name} must be at least 1, not {size}"
+            for name, size in vars(self).items()
+            if size < 1  # the checks below divide by them
+        ]
+        if found:
+            return found
+        if self.dim % self.heads:
+            found.append(f"dim {self.dim} is not divisible by {self.heads} heads")
+        elif self.head_dim % 2:
+            found.append(f"dim / heads must be even for rotary embeddings, not {self.head_dim}")
+        if self.heads % self.kv_heads:
+            found.append(f"{self.heads} heads cannot share {self.kv_heads} kv heads evenly")
+        return found
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions; several query heads share one key and value head."""
+
+    def __init__(self, sizes: ModelSizes) -> None:
+        super().__init__()
+        self.head_dim = sizes.head_dim
+        self.query = nn.Linear(sizes.dim, sizes.heads * sizes.head_dim, bias=False)
+        self.key = nn.Linear(sizes.dim, sizes.kv_heads * sizes.head_dim, bias=False)
+        self.value = nn.Linear(sizes.dim, sizes.kv_heads * sizes.head_dim, bias=False)
+        self.out = nn.Linear(sizes.heads * sizes.head_dim, sizes.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mix the positions of ``x``, of shape (batch, sequence, dim)."""
+        query, key, value = (self._split_heads(project(x)) for project in (self.query, self.key, self.value))
+        mixed = F.scaled_dot_product_attention(
+            rotate(query), rotate(key), value, is_causal=True, enable_gqa=True
+        )
+        joined: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return joined
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        # -1: under tensor parallelism this rank has only some of the heads.
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: a gated feed-forward network."""
+
+    def __init__(self, sizes: ModelSizes) -> None:
+        super().__init__()
+        self.gate = nn.Linear(sizes.dim, sizes.feed_forward, bias=False)
+        self.up = nn.Linear(sizes.dim, sizes.feed_forward, bias=False)
+        self.down = nn.Linear(sizes.feed_forward, sizes.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform each position of ``x`` on its own."""
+        transformed: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return transformed
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward network, each behind a norm and beside a residual path."""
+
+    def __init__(self, sizes: ModelSizes) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(sizes.dim, eps=1e-5)
+        self.attention = Attention(sizes)
+        self.feed_forward_norm = nn.RMSNorm(sizes.dim, eps=1e-5)
+        self.feed_forward = FeedForward(sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One step of refinement of ``x``, of shape (batch, sequence, dim)."""
+        x = x + self.attention(self.attention_norm(x))
+        refined: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        return refined
+
+
+class Llama(nn.Module):
+    """The whole model, or the part of it that one pipeline stage runs.
+
+    Args:
+        sizes: the sizes of the *whole* model.
+        layers: which layers this part has; all of them by default. The part with the first layer has the
+            embedding, the part with the last one has the final norm and the head.
+    """
+
+    def __init__(self, sizes: ModelSizes, layers: Iterable[int] | None = None) -> None:
+        super().__init__()
+        here = list(range(sizes.layers) if layers is None else layers)
+        first, last = here[0] == 0, here[-1] == sizes.layers - 1
+        self.embedding = nn.Embedding(sizes.vocabulary, sizes.dim) if first else None
+        # A dict keyed by the layer's number, not a list: "layers.3" is the same layer in every part.
+        self.layers = nn.ModuleDict({str(index): Block(sizes) for index in here})
+        self.norm = nn.RMSNorm(sizes.dim, eps=1e-5) if last else None
+        self.head = nn.Linear(sizes.dim, sizes.vocabulary, bias=False) if last else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From tokens (or what the part before returned) to logits (or what the part behind expects)."""
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for layer in self.layers.values():
+            x = layer(x)
+        if self.norm is not None and self.head is not None:
+            x = self.head(self.norm(x))
+        return x
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Rotary positions: turn each pair of features of ``x`` by an angle that grows with the position."""
+    sequence, head_dim = x.shape[-2:]
+    speeds = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, device=x.device) / head_dim)
+    angles = torch.arange(sequence, device=x.device)[:, None] * speeds
+    cos, sin = angles.cos(), angles.sin()
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, left * sin + right * cos), dim=-1)
+
+
+@torch.no_grad()
+def init_weights(model: Llama, sizes: ModelSizes, seed: int) -> None:
+    """Fill the parameters of ``model`` with numbers that depend on ``seed`` and on each one's name only.
+
+    So a parameter starts the same in every layout, whichever rank holds it, and no rank has to make the whole
+    model. Call it before the model is sharded: afterwards the ranks would draw the same numbers for different
+    shards.
+    """
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.fill_(1.0)
+            continue
+        deviation = 0.02
+        if name.endswith(("out.weight", "down.weight")):
+            # These add to the residual path, twice a layer: keep its size independent of the depth.
+            deviation /= (2 * sizes.layers) ** 0.5
+        generator = torch.Generator().manual_seed(_seed_for(seed, name))
+        # Always drawn on the CPU: a GPU's generator gives other numbers.
+        drawn = torch.empty(parameter.shape).normal_(0.0, deviation, generator=generator)
+        parameter.copy_(drawn)
+
+
+def _seed_for(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

@@ -1,0 +1,86 @@
+"""Bytes of real text, in an order that is a function of the seed and the step and nothing else.
+
+Nothing is loaded up front and nothing is remembered between steps: a run that continues at step 100 on another
+number of ranks draws the windows that an uninterrupted run would have drawn.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Corpus", "find_corpus"]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Files read as if they were one after the other.
+
+    Attributes:
+        files: the files, in a fixed order.
+        ends: where each file ends, counted in bytes from the start of the first.
+    """
+
+    files: tuple[Path, ...]
+    ends: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of bytes in all files."""
+        return self.ends[-1] if self.ends else 0
+
+    def batch(self, *, seed: int, step: int, batch: int, seq: int, part: slice) -> tuple[Tensor, Tensor]:
+        """The inputs and targets of one step, of shape (sequences, seq): target i is the byte after input i.
+
+        Args:
+            seed: chooses the order of the data.
+            step: the number of the step, from 0.
+            batch: sequences in the whole batch, over all ranks.
+            seq: the length of a sequence.
+            part: the sequences wanted here. Only their bytes are read.
+        """
+        digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+        # Every rank draws the starts of the whole batch, so that the batch is the same however it is divided.
+        starts = torch.randint(self.size - seq, (batch,), generator=generator)[part]
+        windows = torch.stack([self._window(start, seq + 1) for start in starts.tolist()])
+        return windows[:, :-1], windows[:, 1:]
+
+    def _window(self, start: int, length: int) -> Tensor:
+        found = bytearray()
+        index = bisect.bisect_right(self.ends, start)
+        while len(found) < length:
+            begin = self.ends[index - 1] if index else 0
+            with self.files[index].open("rb") as file:
+                file.seek(start + len(found) - begin)
+                found += file.read(min(length - len(found), self.ends[index] - start - len(found)))
+            index += 1
+        return torch.frombuffer(found, dtype=torch.uint8).long()
+
+
+def find_corpus(path: str | None) -> Corpus:
+    """The text under ``path``, a file or a directory; without one, the running Python's standard library."""
+    if path is None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        found = (file for file in root.rglob("*.py") if _is_library(file.relative_to(root)))
+    elif Path(path).is_dir():
+        found = (file for file in Path(path).rglob("*") if file.is_file())
+    else:
+        found = (file for file in [Path(path)] if file.exists())
+    files = sorted(found)
+    return Corpus(tuple(files), tuple(itertools.accumulate(file.stat().st_size for file in files)))
+
+
+def _is_library(file: Path) -> bool:
+    # Installed packages differ between machines; tests are as large as all the rest, and duller.
+    return not {"site-packages", "dist-packages", "test", "tests", "idlelib"} & set(file.parts)

@@ -1,0 +1,153 @@
+"""Train a small Llama-style language model on bytes, over pipeline x data x tensor parallel ranks.
+
+    torchrun --nproc-per-node 8 examples/train.py --pp 2 --tp 2
+    torchrun --nproc-per-node 4 examples/train.py --tp 4 --resume checkpoints --steps 200
+    python examples/train.py --steps 20
+
+The batch and the order of the data do not depend on the layout, so neither does the loss; ``--verify`` shows it.
+"""
+
+from __future__ import annotations
+
+import no_numpy  # noqa: F401, I001  before torch
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import namedmesh
+import saving
+import torch
+import torch.distributed as dist
+from optim import clip_gradients, make_optimizer, set_learning_rate
+from parallel import Step, make_model
+from progress import Progress, picture
+from settings import Settings, parse
+from text import Corpus, find_corpus
+from verify import largest_difference, reference_losses
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+TOLERANCE = 1e-4  # nats; the order in which the ranks add up makes a difference of about a tenth of it
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train as the command line says; the exit status."""
+    settings = parse(arguments)
+    share_cores()
+    try:
+        device = namedmesh.launch.init(settings.device)
+    except namedmesh.LaunchError as error:
+        refuse(error.problems, rank=int(os.environ.get("RANK", "0")))
+    corpus = find_corpus(settings.data)
+    refuse_together(check(settings, corpus), device)
+    mesh = namedmesh.init_mesh(pp=settings.pp, dp=settings.dp, tp=settings.tp, device=device)
+    losses = train(settings, corpus, mesh)
+    agree = not settings.verify or verify(settings, corpus, mesh, losses)
+    # Together: a rank that left early would take the store with it that the others still talk to.
+    dist.barrier()
+    mesh.close()
+    dist.destroy_process_group()
+    return 0 if agree else 1
+
+
+def share_cores() -> None:
+    """One thread a rank where there are more ranks than cores; more would stand in each other's way."""
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > (os.cpu_count() or 1):
+        torch.set_num_threads(1)
+
+
+def check(settings: Settings, corpus: Corpus) -> list[str]:
+    """Everything that is wrong with the job as this rank sees it."""
+    found = settings.problems(dist.get_world_size())
+    if not corpus.files:
+        found.append(f"--data {settings.data}: there is no such file or directory, or no file in it")
+    elif corpus.size <= settings.seq:
+        found.append(f"--data {settings.data}: {corpus.size} bytes are too few for sequences of {settings.seq}")
+    return found + saving.resume_problems(settings)
+
+
+def refuse_together(problems: Sequence[str], device: torch.device) -> None:
+    """End the job if any rank has problems, in the words of the first that has; communicates."""
+    troubled = torch.zeros(dist.get_world_size(), device=device)
+    troubled[dist.get_rank()] = len(problems)
+    dist.all_reduce(troubled)
+    if not troubled.any():
+        return
+    first = int(troubled.gt(0).int().argmax())
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    refuse(problems, rank=rank, speaker=first)
+
+
+def refuse(problems: Sequence[str], *, rank: int, speaker: int = 0) -> NoReturn:
+    """Tell the problems and fail, on one rank: torchrun stops the others, and shows one failure."""
+    if rank != speaker:
+        raise SystemExit(0)
+    lines = "\n".join(f"  - {problem}" for problem in problems)
+    print(f"cannot train (rank {rank}):\n{lines}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+def train(settings: Settings, corpus: Corpus, mesh: namedmesh.NamedMesh) -> list[float]:
+    """Train from the start or a checkpoint, save what was asked for, and return the loss of every step."""
+    model = make_model(settings, mesh)
+    optimizer = make_optimizer(model)
+    start = resume(settings, corpus, model, optimizer)
+    run_step = Step(model, mesh, settings.pieces)
+    progress = Progress(start, settings.steps, settings.batch * settings.seq, shown=dist.get_rank() == 0)
+    progress.tell(f"{mesh.layout} on {mesh.device.type}\n{picture(mesh.layout, settings.layers)}")
+    share = settings.batch // mesh.size("dp")
+    part = slice(mesh.rank("dp") * share, (mesh.rank("dp") + 1) * share)
+    losses = []
+    for step in range(start, settings.steps):
+        inputs, targets = corpus.batch(
+            seed=settings.seed, step=step, batch=settings.batch, seq=settings.seq, part=part
+        )
+        optimizer.zero_grad()
+        loss = run_step(inputs.to(mesh.device), targets.to(mesh.device))
+        clip_gradients(model.parameters(), settings.clip, mesh.group("pp"))
+        set_learning_rate(optimizer, step=step, steps=settings.steps, highest=settings.lr)
+        optimizer.step()
+        losses.append(loss.item())
+        progress.update(step, losses[-1])
+        if settings.saves_after(step):
+            about = saving.about_run(settings, corpus, step + 1)
+            path = saving.save(Path(settings.checkpoint), model, optimizer, about)
+            progress.tell(f"saved {path}")
+    progress.tell(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {progress.seconds:.0f} s")
+    return losses
+
+
+def resume(settings: Settings, corpus: Corpus, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Load the checkpoint, if one is asked for, and return the step to begin with."""
+    checkpoint = saving.find_checkpoint(settings.resume) if settings.resume else None
+    if checkpoint is None:
+        return 0
+    saving.load(checkpoint, model, optimizer)
+    before = saving.read_about(checkpoint)
+    step: int = before["step"]
+    if dist.get_rank() == 0:
+        notes = saving.resume_notes(before, saving.about_run(settings, corpus, step))
+        print("\n".join([f"continuing {checkpoint} after {step} steps", *notes]))
+    return step
+
+
+def verify(
+    settings: Settings, corpus: Corpus, mesh: namedmesh.NamedMesh, losses: Sequence[float]
+) -> bool:
+    """Repeat the run on rank 0 alone, without any of the parallel machinery; the others wait at the end."""
+    if dist.get_rank() != 0:
+        return True
+    print("verifying in one process ...", flush=True)
+    torch.set_num_threads(os.cpu_count() or 1)
+    difference = largest_difference(losses, reference_losses(settings, corpus, mesh.device))
+    agree = difference <= TOLERANCE
+    words = "is within" if agree else "IS NOT WITHIN"
+    print(f"largest difference of the loss over {len(losses)} steps: {difference:.1e}, {words} {TOLERANCE:.0e}")
+    return agree
+
+
+if __name__ == "__main__":
+    sys.exit(main())
