@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from namedmesh.errors import NamedMeshError
+from namedmesh.errors import MeshError
 from namedmesh.tensor_parallel._private import gradient_like, settled
 from namedmesh.tensor_parallel.collectives import (
     all_gather,
@@ -130,7 +130,7 @@ def _autocast(value: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tenso
 def _refuse_double_backward() -> None:
     """Say it, rather than give second derivatives that leave out the collectives."""
     if torch.is_grad_enabled():
-        raise NamedMeshError(
+        raise MeshError(
             "the fast parallel styles have no second derivative, and backward was called with "
             "create_graph=True; put torch's own ColwiseParallel and RowwiseParallel in the plan instead"
         )

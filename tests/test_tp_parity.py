@@ -1,0 +1,454 @@
+"""The sharded model computes what the whole one does: outputs, gradients, and losses over several steps."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
+from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils.checkpoint import checkpoint
+from tp_models import Llama, Mlp
+
+from namedmesh.tensor_parallel import (
+    ColwiseParallel,
+    LocalParameters,
+    PrepareModuleInput,
+    RowwiseParallel,
+    llama_plan,
+    parallelize,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a plan for it, and how closely the two must agree."""
+
+    plan: dict[str, Any]
+    model: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float64
+    loss_parallel: bool = False
+    ours: bool = True  # torch's own styles may leave a gradient in another layout than the parameter
+
+
+COLUMN_EMBEDDING = ColwiseParallel(output_layouts=Replicate())
+LLAMAS = {
+    "plain": Case(llama_plan()),
+    "plain, float32": Case(llama_plan(), dtype=torch.float32),
+    "sequence": Case(llama_plan(sequence_parallel=True)),
+    "sequence, float32": Case(llama_plan(sequence_parallel=True), dtype=torch.float32),
+    "loss": Case(llama_plan(loss_parallel=True), loss_parallel=True),
+    "sequence, loss": Case(llama_plan(sequence_parallel=True, loss_parallel=True), loss_parallel=True),
+    "tied": Case(llama_plan(), {"tied": True}),
+    "tied, sequence": Case(llama_plan(sequence_parallel=True), {"tied": True}),
+    "column embedding": Case(llama_plan() | {"tok_embeddings": COLUMN_EMBEDDING}),
+    "torch's styles inside": Case(
+        llama_plan(sequence_parallel=True)
+        | {
+            "layers.*.attention.wo": TorchRowwise(output_layouts=Shard(1)),
+            "layers.*.feed_forward.w1": TorchColwise(input_layouts=Shard(1)),
+            "tok_embeddings": TorchRowwise(input_layouts=Replicate(), output_layouts=Shard(1)),
+        },
+        ours=False,
+    ),
+    "input prepared once": Case(
+        llama_plan(sequence_parallel=True)
+        | {f"layers.*.feed_forward.{name}": ColwiseParallel() for name in ("w1", "w3")}
+        | {
+            "layers.*.feed_forward": PrepareModuleInput(
+                input_layouts=Shard(1), desired_input_layouts=Replicate()
+            )
+        }
+    ),
+    "local norms": Case(
+        llama_plan(sequence_parallel=True)
+        | dict.fromkeys(("layers.*.attention_norm", "layers.*.ffn_norm", "norm"), LocalParameters())
+    ),
+}
+
+
+def loss_of(model: nn.Module, ids: Tensor, case: Case) -> Tensor:
+    logits = model(ids)
+    return F.cross_entropy(logits.flatten(0, 1).to(case.dtype), ids.roll(-1, 1).flatten())
+
+
+def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def largest(one: Tensor, other: Tensor) -> float:
+    return (whole(one.detach()) - whole(other.detach())).abs().max().item()
+
+
+def gradient_difference(mine: nn.Parameter, reference: nn.Parameter, *, locally: bool) -> float:
+    """How far a gradient is from the reference's: as a whole, and as the piece that this rank holds."""
+    grad, wanted = mine.grad, reference.grad
+    assert grad is not None
+    assert wanted is not None
+    difference = largest(grad, wanted)
+    if isinstance(mine, DTensor) and locally:
+        assert isinstance(grad, DTensor)
+        # On one rank every placement is the same, and torch is free to name another.
+        assert grad.placements == mine.placements or mine.device_mesh.size() == 1
+        piece = distribute_tensor(wanted, mine.device_mesh, mine.placements, src_data_rank=None)
+        difference = max(difference, (grad.to_local() - piece.to_local()).abs().max().item())
+    return difference
+
+
+def llama_differences(mesh: DeviceMesh, case: Case) -> dict[str, float]:
+    torch.manual_seed(0)
+    reference = Llama(**case.model).to(case.dtype)
+    model = parallelize(copy.deepcopy(reference), mesh, case.plan)
+    assert isinstance(model, Llama)
+    if case.model.get("tied"):
+        assert model.output.weight is model.tok_embeddings.weight
+    ids = torch.randint(0, 32, (2, 8))
+    found = {"loss": 0.0, "gradient": 0.0, "parameter": 0.0}
+    optimizers = optimizer(reference), optimizer(model)
+    for step in range(STEPS):
+        wanted = loss_of(reference, ids, case)
+        wanted.backward()
+        with loss_parallel() if case.loss_parallel else nullcontext():
+            loss = loss_of(model, ids, case)
+            loss.backward()
+        found["loss"] = max(found["loss"], largest(loss, wanted))
+        if step == 0:
+            for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+                # torch's SequenceParallel leaves the gradients of norms as partial sums.
+                difference = gradient_difference(mine, theirs, locally="norm" not in name and case.ours)
+                found["gradient"] = max(found["gradient"], difference)
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+    found["parameter"] = max(map(largest, model.parameters(), reference.parameters()))
+    return found
+
+
+def all_llamas() -> dict[str, dict[str, float]]:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    return {name: llama_differences(mesh, case) for name, case in LLAMAS.items()}
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_a_sharded_llama_trains_as_the_whole_one(tp_size: int) -> None:
+    for rank, results in enumerate(run_ranks(tp_size, all_llamas)):
+        assert list(results) == list(LLAMAS)
+        for name, found in results.items():
+            bound = 1e-6 if LLAMAS[name].dtype is torch.float32 else 1e-12
+            assert max(found.values()) < bound, (rank, name, found)
+
+
+# --- one pair of linears, in every layout -------------------------------------------------------------------
+
+WHOLE, SEQUENCE, LAST = Replicate(), Shard(1), Shard(-1)
+
+
+class OwnForward(nn.Linear):
+    """A linear that does something of its own, which the styles must not replace."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+# (style of `up`, style of `down`, layout of the input, layout of the output)
+PAIRS: dict[str, tuple[Any, Any, Any, Any]] = {
+    "default": (ColwiseParallel(), RowwiseParallel(), WHOLE, WHOLE),
+    "sequence": (
+        ColwiseParallel(input_layouts=SEQUENCE),
+        RowwiseParallel(output_layouts=SEQUENCE),
+        SEQUENCE,
+        SEQUENCE,
+    ),
+    "dim 0": (
+        ColwiseParallel(input_layouts=Shard(0)),
+        RowwiseParallel(output_layouts=Shard(-3)),
+        Shard(0),
+        Shard(0),
+    ),
+    "gathered between": (
+        ColwiseParallel(output_layouts=WHOLE),
+        RowwiseParallel(input_layouts=WHOLE),
+        WHOLE,
+        WHOLE,
+    ),
+    "DTensor between": (ColwiseParallel(use_local_output=False), RowwiseParallel(), WHOLE, WHOLE),
+    "DTensor out": (
+        ColwiseParallel(),
+        RowwiseParallel(output_layouts=SEQUENCE, use_local_output=False),
+        WHOLE,
+        SEQUENCE,
+    ),
+    "output features cut": (ColwiseParallel(), RowwiseParallel(output_layouts=LAST), WHOLE, Shard(2)),
+    "positive dims": (
+        ColwiseParallel(output_layouts=Shard(2)),
+        RowwiseParallel(input_layouts=Shard(2)),
+        WHOLE,
+        WHOLE,
+    ),
+    "unknown to the short way": (
+        ColwiseParallel(input_layouts=LAST, output_layouts=SEQUENCE),
+        RowwiseParallel(input_layouts=SEQUENCE),
+        LAST,
+        WHOLE,
+    ),
+    "torch's": (TorchColwise(), TorchRowwise(), WHOLE, WHOLE),
+}
+
+
+def pair_differences(
+    mesh: DeviceMesh,
+    name: str,
+    *,
+    linear: type[nn.Linear] = nn.Linear,
+    frozen: tuple[str, ...] = (),
+    as_dtensor: bool = False,
+) -> float:
+    up, down, input_layout, output_layout = PAIRS[name]
+    torch.manual_seed(1)
+    reference = Mlp().double()
+    if linear is not nn.Linear:
+        reference.up.__class__ = reference.down.__class__ = linear
+    for parameter in frozen:
+        reference.get_parameter(parameter).requires_grad_(requires_grad=False)
+    model = parallelize(copy.deepcopy(reference), mesh, {"up": up, "down": down})
+    x = torch.randn(4, 8, 8, dtype=torch.float64, requires_grad=True)
+    piece = distribute_tensor(x.detach(), mesh, [input_layout], src_data_rank=None)
+    piece = (piece if as_dtensor else piece.to_local()).requires_grad_()
+    wanted = reference(x)
+    wanted.square().sum().backward()
+    got = model(piece)
+    if not isinstance(got, DTensor):
+        assert type(got) is torch.Tensor or name == "torch's"
+        got = DTensor.from_local(got, mesh, [output_layout])
+    got.full_tensor().square().sum().backward()
+    assert piece.grad is not None
+    grad = piece.grad if as_dtensor else DTensor.from_local(piece.grad, mesh, [input_layout])
+    found = [largest(got, wanted), largest(grad, x.grad)]  # type: ignore[arg-type]
+    for (fqn, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert mine.requires_grad == theirs.requires_grad == (fqn not in frozen)
+        if mine.requires_grad:
+            found.append(gradient_difference(mine, theirs, locally=name != "torch's"))
+        else:
+            assert mine.grad is None
+    return max(found)
+
+
+def all_pairs() -> dict[str, float]:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    found = {name: pair_differences(mesh, name) for name in PAIRS}
+    for name in ("default", "sequence", "unknown to the short way"):
+        found[f"{name}, DTensor in"] = pair_differences(mesh, name, as_dtensor=True)
+        found[f"{name}, own forward"] = pair_differences(mesh, name, linear=OwnForward)
+        for frozen in (("up.weight",), ("down.weight", "up.bias"), ("down.bias", "up.bias", "up.weight")):
+            found[f"{name}, {frozen} frozen"] = pair_differences(mesh, name, frozen=frozen)
+    return found
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_every_layout_gives_the_whole_models_gradients(tp_size: int) -> None:
+    for rank, found in enumerate(run_ranks(tp_size, all_pairs)):
+        assert len(found) == len(PAIRS) + 3 * 5
+        assert max(found.values()) < 1e-12, (rank, found)
+
+
+# --- embeddings ---------------------------------------------------------------------------------------------
+
+
+def embedding_difference(mesh: DeviceMesh, style: Any, output_layout: Any, **options: Any) -> float:
+    torch.manual_seed(2)
+    reference = nn.Embedding(16, 8, dtype=torch.float64, **options)
+    model = parallelize(copy.deepcopy(reference), mesh, style)
+    ids = torch.randint(0, 16, (4, 8))
+    ids[0, :4] = 5  # a frequent one
+    if style.input_layouts != (Replicate(),):
+        mine = distribute_tensor(ids, mesh, style.input_layouts, src_data_rank=None).to_local()
+    else:
+        mine = ids
+    weights = torch.randn(4, 8, 8, dtype=torch.float64)
+    wanted = reference(ids)
+    (wanted * weights).sum().backward()
+    got = model(mine)
+    if not isinstance(got, DTensor):
+        got = DTensor.from_local(got, mesh, [output_layout])
+    (got.full_tensor() * weights).sum().backward()
+    assert isinstance(model, nn.Embedding)
+    return max(largest(got, wanted), gradient_difference(model.weight, reference.weight, locally=True))
+
+
+def all_embeddings() -> dict[str, float]:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    rows, columns = RowwiseParallel, ColwiseParallel
+    found = {}
+    for padding in (None, 0, 5, -1):
+        found[f"rows, padding {padding}"] = embedding_difference(
+            mesh, rows(input_layouts=WHOLE), WHOLE, padding_idx=padding
+        )
+        found[f"columns, padding {padding}"] = embedding_difference(
+            mesh, columns(), LAST, padding_idx=padding
+        )
+    found["rows, sequence"] = embedding_difference(
+        mesh, rows(input_layouts=WHOLE, output_layouts=SEQUENCE), SEQUENCE
+    )
+    found["rows, ids cut"] = embedding_difference(mesh, rows(input_layouts=SEQUENCE), WHOLE)
+    found["rows, DTensor out"] = embedding_difference(
+        mesh, rows(input_layouts=WHOLE, use_local_output=False), WHOLE
+    )
+    found["columns, gathered"] = embedding_difference(mesh, columns(output_layouts=WHOLE), WHOLE)
+    found["columns, sequence"] = embedding_difference(mesh, columns(output_layouts=SEQUENCE), SEQUENCE)
+    found["columns, by frequency"] = embedding_difference(
+        mesh, columns(output_layouts=WHOLE), WHOLE, scale_grad_by_freq=True
+    )
+    return found
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_embeddings_of_rows_and_columns(tp_size: int) -> None:
+    for rank, found in enumerate(run_ranks(tp_size, all_embeddings)):
+        assert len(found) == 14
+        assert max(found.values()) < 1e-12, (rank, found)
+
+
+def stranger() -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = parallelize(nn.Embedding(16, 8), mesh, RowwiseParallel(input_layouts=Replicate()))
+    with pytest.raises(IndexError) as caught:
+        model(torch.tensor([[3, 16]]))
+    return str(caught.value)
+
+
+def test_an_id_outside_the_vocabulary_is_refused_on_every_rank() -> None:
+    text = "index out of range in self: the ids run from 3 to 16, the vocabulary from 0 to 15"
+    assert run_ranks(2, stranger) == [text] * 2
+
+
+# --- what surrounds a training step -------------------------------------------------------------------------
+
+
+def surroundings() -> dict[str, float]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(3)
+    reference = Llama().double()
+    model = parallelize(copy.deepcopy(reference), mesh, llama_plan(sequence_parallel=True))
+    ids = torch.randint(0, 32, (2, 8))
+    found = {}
+    wanted = reference(ids)
+    with torch.no_grad():
+        found["no_grad"] = largest(model(ids), wanted)
+    with torch.inference_mode():
+        found["inference"] = largest(model(ids), wanted)
+    wanted.square().mean().backward()
+    for reentrant in (False, True):
+        model.zero_grad()
+        x = torch.zeros((), requires_grad=True)  # the reentrant kind wants an input with a gradient
+        checkpoint(lambda ids, _x: model(ids), ids, x, use_reentrant=reentrant).square().mean().backward()
+        found[f"checkpoint {reentrant}"] = max(
+            gradient_difference(mine, theirs, locally="norm" not in name)
+            for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True)
+        )
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    found["deep copy"] = largest(twin(ids), wanted)
+    model(ids).sum().backward()
+    return found
+
+
+def test_no_grad_checkpointing_and_deep_copies() -> None:
+    for found in run_ranks(2, surroundings):
+        assert max(found.values()) < 1e-12, found
+
+
+def autocast_differences() -> dict[str, float]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(4)
+    reference = Mlp(64, 128)
+    model = parallelize(copy.deepcopy(reference), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    x = torch.randn(2, 8, 64)
+    results = []
+    for one in (reference, model):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = one(x)
+        assert out.dtype is torch.bfloat16
+        out.float().square().sum().backward()
+        results.append(out)
+    found = {"output": largest(results[0].float(), results[1].float())}
+    for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert mine.grad.dtype is torch.float32
+        found[name] = largest(mine.grad, theirs.grad) / theirs.grad.abs().max().item()
+    return found
+
+
+def test_autocast_gives_the_types_and_about_the_numbers_of_the_whole_model() -> None:
+    for found in run_ranks(2, autocast_differences):
+        assert max(found.values()) < 0.03, found
+
+
+def compiled_differences() -> dict[str, float]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(5)
+    reference = Mlp().double()
+    found = {}
+    for name in ("default", "sequence"):
+        up, down, layout, _ = PAIRS[name]
+        model = parallelize(copy.deepcopy(reference), mesh, {"up": up, "down": down})
+        x = torch.randn(4, 8, 8, dtype=torch.float64)
+        reference.zero_grad()
+        wanted = reference(x)
+        wanted.square().sum().backward()
+        piece = distribute_tensor(x, mesh, [layout], src_data_rank=None).to_local()
+        got = torch.compile(model, backend="aot_eager", fullgraph=True)(piece)
+        got = DTensor.from_local(got, mesh, [layout])
+        got.full_tensor().square().sum().backward()
+        found[name] = max(
+            largest(got, wanted),
+            *(
+                gradient_difference(mine, theirs, locally=False)
+                for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True)
+            ),
+        )
+    return found
+
+
+@pytest.mark.filterwarnings("default")  # torch.compile's own
+def test_the_compiler_takes_the_whole_model_in_one_graph() -> None:
+    for found in run_ranks(2, compiled_differences):
+        assert max(found.values()) < 1e-12, found
+
+
+def no_second_derivative() -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = parallelize(Mlp(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    x = torch.randn(2, 8, requires_grad=True)
+    with pytest.raises(RuntimeError) as caught:
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return str(caught.value)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    text = (
+        "the fast parallel styles have no second derivative, and backward was called with create_graph=True; "
+        "put torch's own ColwiseParallel and RowwiseParallel in the plan instead"
+    )
+    assert run_ranks(2, no_second_derivative) == [text] * 2
