@@ -12,9 +12,14 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+# Machines are busy: how long an example takes says nothing.
+settings.register_profile("namedmesh", deadline=None)
+settings.load_profile("namedmesh")
 
 # A forked child deadlocks in an OpenMP pool that its parent has started.
 torch.set_num_threads(1)
@@ -32,6 +37,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what cannot run here, and say so; with ORACLES=required a missing package fails instead."""
     for item in items:
         for mark in item.iter_markers("oracle"):
+            # Published packages warn as they please, while they are imported and later.
+            item.add_marker(pytest.mark.filterwarnings("ignore"))
             missing = [package for package in mark.args if find_spec(package) is None]
             if missing and os.environ.get("ORACLES") == "required":
                 raise pytest.UsageError(

@@ -48,13 +48,17 @@ class GroupPool:
     """The process groups of one mesh.
 
     Args:
-        rank: this rank.
         defaults: options of every group, where an axis sets nothing else.
         share: whether groups over the same ranks with the same options are one object.
+
+    Raises:
+        MeshError: there is no default process group yet.
     """
 
-    def __init__(self, rank: int, *, defaults: GroupOptions | None = None, share: bool = True) -> None:
-        self.rank = rank
+    def __init__(self, *, defaults: GroupOptions | None = None, share: bool = True) -> None:
+        if not dist.is_initialized():
+            raise MeshError("there is no default process group; call namedmesh.launch.init() first")
+        self.rank = dist.get_rank()
         self.share = share
         self.defaults = defaults or GroupOptions()
         self._world_ranks = tuple(range(dist.get_world_size()))
@@ -67,7 +71,7 @@ class GroupPool:
         self._sets_made: set[_Key] = set()
         self._singleton: dist.ProcessGroup | None = None
         self.communicators: list[Communicator] = []
-        self.borrow(self._world_ranks, dist.group.WORLD, "world")
+        self.borrow(self._world_ranks, self._member(dist.group.WORLD), "world")
 
     # Finding: nothing here communicates.
 
@@ -182,10 +186,8 @@ class GroupPool:
             if ranks[0] in layout.ranks
         )
 
-    def borrow(self, ranks: tuple[int, ...], group: dist.ProcessGroup | None, label: str) -> None:
+    def borrow(self, ranks: tuple[int, ...], group: dist.ProcessGroup, label: str) -> None:
         """Take note of a group that somebody else owns; it is shared like any other, and never destroyed."""
-        if group is None:
-            raise MeshError("there is no default process group; call namedmesh.launch.init() first")
         backend = dist.get_backend(group)
         timeout = self._default_timeout
         self._known.setdefault((ranks, backend, timeout, (), False), group)

@@ -100,7 +100,7 @@ def init_mesh(
             _agree(request, range(world), rank, timeout)
         raise
     _agree({**request, "layout": repr(resolved)}, resolved.ranks, rank, timeout)
-    pool = GroupPool(rank, defaults=defaults, share=share_groups)
+    pool = GroupPool(defaults=defaults, share=share_groups)
     root = pool.primary(resolved, chosen.type, options or {})
     for axis, said in (options or {}).items():
         if said.gloo_twin and axis in resolved:

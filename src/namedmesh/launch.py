@@ -106,7 +106,7 @@ def local_device(
     if wanted.type == "cpu":
         return torch.device("cpu")
     count = _device_count(wanted.type)
-    if wanted.index is not None:
+    if ":" in str(wanted):  # one device, by its number
         if wanted.index >= count:
             raise LaunchError(
                 f"device {wanted} is not there: {_visible(wanted.type, count)}; name one of those, or 'cpu'"

@@ -88,7 +88,7 @@ class NamedMesh:
             LayoutError: the mesh has no names, or its ranks follow no such order.
         """
         layout = layout_of_mesh(mesh)
-        pool = GroupPool(dist.get_rank())
+        pool = GroupPool()
         for axis in layout.axes:
             pool.borrow(layout.group(pool.rank, axis), mesh.get_group(axis), axis)
         return cls(layout, mesh, pool, default_group_device(mesh.device_type))
@@ -111,7 +111,7 @@ class NamedMesh:
         Raises:
             LayoutError: the groups are not those of any layout with these axes in this order.
         """
-        pool = GroupPool(dist.get_rank())
+        pool = GroupPool()
         layout = layout_of_groups(groups, pool.rank, rank_offset)
         for axis, group in groups.items():
             pool.borrow(layout.group(pool.rank, axis), group, axis)
@@ -424,14 +424,15 @@ class NamedMesh:
         return combined
 
     def _check_view(self, name: str, layout: Layout) -> None:
-        problems = [
-            f"axis {axis!r} groups rank {self.global_rank} with {layout.group(self.global_rank, axis)} in view "
-            f"{name!r}, but with {other.layout.group(self.global_rank, axis)} in {other.layout}; an axis that views "
-            "share must be the same ranks in both: change sizes or order, or give it a name of its own"
-            for other in self._views.values()
-            for axis in layout
-            if axis in other.layout and layout.partition(axis) != other.layout.partition(axis)
-        ]
+        problems = []
+        for axis, home in self._names().items():
+            other = self._views[home].layout
+            if axis in layout and layout.partition(axis) != other.partition(axis):
+                problems.append(
+                    f"axis {axis!r} groups rank {self.global_rank} with {layout.group(self.global_rank, axis)} in view "
+                    f"{name!r}, but with {other.group(self.global_rank, axis)} in {other}; an axis that views share "
+                    "must be the same ranks in both: change sizes or order, or give it a name of its own"
+                )
         if name in self._views:
             problems.append(f"the name {name!r} is taken by another view; choose another")
         problems += [

@@ -1,0 +1,167 @@
+"""Ranks that were asked for different things all get an error that names the ranks and the field."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch.distributed import distributed_c10d as c10d
+
+import namedmesh
+from namedmesh import AgreementError, GroupOptions, Layout, NamedMeshError, agreement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WRONG = 2
+
+
+def _told(make: Callable[[], object]) -> tuple[str, str, int]:
+    before = len(c10d._world.pg_map)
+    try:
+        make()
+    except NamedMeshError as error:
+        return type(error).__name__, str(error), len(c10d._world.pg_map) - before
+    return "", "", 0
+
+
+def _one_is_wrong(right: Callable[[], object], wrong: Callable[[], object]) -> tuple[str, str, int]:
+    return _told(wrong if dist.get_rank() == WRONG else right)
+
+
+def _right() -> object:
+    return namedmesh.init_mesh(dp=2, tp=2)
+
+
+def _newer_torch() -> object:
+    setattr(torch, "__version__", "9.9.9")  # noqa: B010  mypy takes it for a constant
+    return _right()
+
+
+CASES: dict[str, tuple[Callable[[], object], str]] = {
+    "sizes": (
+        lambda: namedmesh.init_mesh(dp=4, tp=1),
+        "layout differs between ranks: Layout(dp=2, tp=2) on ranks 0, 1, 3; Layout(dp=4, tp=1) on rank 2; give every "
+        "rank the same",
+    ),
+    "order": (
+        lambda: namedmesh.init_mesh(tp=2, dp=2),
+        "layout differs between ranks: Layout(dp=2, tp=2) on ranks 0, 1, 3; Layout(tp=2, dp=2) on rank 2; give every "
+        "rank the same",
+    ),
+    "number of ranks": (
+        lambda: namedmesh.init_mesh(dp=1, tp=2),
+        "layout differs between ranks: Layout(dp=2, tp=2) on ranks 0, 1, 3; Layout(dp=1, tp=2) on rank 2; give every "
+        "rank the same",
+    ),
+    "no layout at all": (
+        lambda: namedmesh.init_mesh(dp=-1, tp=-1),
+        "layout differs between ranks: Layout(dp=2, tp=2) on ranks 0, 1, 3; Layout(dp=-1, tp=-1) on rank 2; give every "
+        "rank the same",
+    ),
+    "options and sharing": (
+        lambda: namedmesh.init_mesh(
+            dp=2, tp=2, share_groups=False, options={"tp": GroupOptions(timeout=timedelta(seconds=9))}
+        ),
+        "2 problems:\n"
+        "  - options differs between ranks: {} on ranks 0, 1, 3; {'tp': "
+        "GroupOptions(timeout=datetime.timedelta(seconds=9))} on rank 2; give every rank the same\n"
+        "  - share_groups differs between ranks: True on ranks 0, 1, 3; False on rank 2; give every rank the same",
+    ),
+    "timeout": (
+        lambda: namedmesh.init_mesh(dp=2, tp=2, timeout=timedelta(seconds=50)),
+        "defaults differs between ranks: GroupOptions() on ranks 0, 1, 3; "
+        "GroupOptions(timeout=datetime.timedelta(seconds=50)) on rank 2; give every rank the same",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_rank_is_told_what_differs(case: str) -> None:
+    wrong, text = CASES[case]
+    assert run_ranks(4, _one_is_wrong, _right, wrong) == [("AgreementError", text, 0)] * 4
+
+
+def test_another_torch_version_is_told() -> None:
+    for kind, text, made in run_ranks(4, _one_is_wrong, _right, _newer_torch):
+        assert kind == "AgreementError"
+        assert text.startswith("torch differs between ranks: ")
+        assert text.endswith("on ranks 0, 1, 3; 9.9.9 on rank 2; give every rank the same")
+        assert made == 0
+
+
+def test_all_ranks_wrong_in_the_same_way_get_the_mistake_itself() -> None:
+    text = "dp=3 needs 3 ranks, but the world has 4; change a size, or give one axis -1 for whatever is left"
+    outcome = run_ranks(4, _told, lambda: namedmesh.init_mesh(dp=3))
+    assert outcome == [("LayoutError", text, 0)] * 4
+
+
+def _absent(call: Callable[[], object]) -> tuple[str, str, int] | None:
+    return None if dist.get_rank() == WRONG else _told(call)
+
+
+def test_a_rank_that_does_not_come_is_named_within_the_timeout() -> None:
+    def call() -> object:
+        return namedmesh.init_mesh(dp=2, tp=2, timeout=timedelta(seconds=1))
+
+    outcomes = run_ranks(4, _absent, call)
+    text = (
+        "rank 2 of 0 to 3 did not call init_mesh within 1 s; every rank of the mesh must call it, so look at what "
+        "those ranks did instead"
+    )
+    expected = ("AgreementError", text, 0)
+    assert outcomes == [expected, expected, None, expected]
+
+
+def _later_calls() -> list[str]:
+    mesh = namedmesh.init_mesh(dp=2, tp=2)
+    mine = dist.get_rank() == WRONG
+    told = [
+        _told(lambda: mesh.flatten("dp", "tp", name="all" if mine else None))[1],
+        _told(lambda: mesh.add_view("expert", ep=4) if mine else mesh.add_view("expert", edp=2, ep=2))[1],
+        _told(lambda: mesh.add_view("expert", ep=4) if mine else mesh.flatten("dp", "tp"))[1].splitlines()[1],
+    ]
+    mesh.close()
+    # Afterwards nothing is out of step.
+    again = namedmesh.init_mesh(dp=2, tp=2)
+    again.flatten("dp", "tp")
+    again.close()
+    return told
+
+
+def test_flatten_and_add_view_agree_too() -> None:
+    expected = [
+        "name differs between ranks: dp_tp on ranks 0, 1, 3; all on rank 2; give every rank the same",
+        "layout differs between ranks: Layout(edp=2, ep=2) on ranks 0, 1, 3; Layout(ep=4) on rank 2; give every rank "
+        "the same",
+        "  - call differs between ranks: mesh.flatten on ranks 0, 1, 3; mesh.add_view('expert') on rank 2; give every "
+        "rank the same",
+    ]
+    assert run_ranks(4, _later_calls) == [expected] * 4
+
+
+def test_agreeing_ranks_exchange_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("the details were exchanged although the hashes agree")
+
+    monkeypatch.setattr(agreement, "_tell", never)
+    assert run_ranks(4, lambda: repr(_right())) == [
+        f"<NamedMesh dp=2 x tp=2 (4 ranks), rank {rank} on cpu>" for rank in range(4)
+    ]
+
+
+def test_layouts_given_as_objects_are_compared_by_value() -> None:
+    def call() -> str:
+        if dist.get_rank() == WRONG:
+            return repr(namedmesh.init_mesh(Layout.from_order("tp-dp", tp=2, dp=2)).layout)
+        return repr(namedmesh.init_mesh(dp=-1, tp=2).layout)
+
+    assert run_ranks(4, call) == ["Layout(dp=2, tp=2)"] * 4
+
+
+def test_agreement_errors_are_runtime_errors() -> None:
+    assert issubclass(AgreementError, RuntimeError)

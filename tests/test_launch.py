@@ -1,0 +1,200 @@
+"""From environments, real and made up, to devices and default groups."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import fake_world, run_ranks
+
+import namedmesh
+from namedmesh import LaunchError, launch
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def see(monkeypatch: pytest.MonkeyPatch, kind: str, count: int) -> None:
+    """Let torch see some accelerators that are not here."""
+    module = SimpleNamespace(device_count=lambda: count, is_available=lambda: count > 0)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+
+
+def _plain_python() -> list[object]:
+    for name in VARIABLES:
+        os.environ.pop(name, None)
+    mesh = namedmesh.init_mesh(pp=1, dp=-1, tp=1, device="cpu")
+    total = torch.ones(3)
+    dist.all_reduce(total, group=mesh.group("pp"))
+    told = [dist.get_world_size(), dist.get_backend(), str(mesh.device), total.tolist()]
+    same = mesh.group("dp") is mesh.group("tp") is mesh.flatten("dp", "tp").get_group() is dist.group.WORLD
+    mesh.close()
+    return [*told, same, dist.is_initialized()]
+
+
+def test_plain_python_is_a_world_of_one() -> None:
+    assert run_ranks(1, _plain_python, init=False) == [[1, "gloo", "cpu", [1, 1, 1], True, True]]
+
+
+def _under_a_launcher() -> tuple[str, int, timedelta]:
+    mesh = namedmesh.init_mesh(dp=-1, tp=2, device="cpu", timeout=timedelta(seconds=44))
+    group = mesh.group("tp")
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    return dist.get_backend(), int(total), group._get_backend(torch.device("cpu")).options._timeout
+
+
+def test_the_launchers_environment_is_understood() -> None:
+    assert run_ranks(4, _under_a_launcher, init=False) == [("gloo", 2, timedelta(seconds=44))] * 4
+
+
+def test_each_local_rank_gets_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    see(monkeypatch, "cuda", 8)
+    for local in range(8):
+        environment = {"RANK": str(8 + local), "LOCAL_RANK": str(local)}
+        assert launch.local_device(None, environment) == torch.device("cuda", local)
+    assert launch.local_device("cpu", {"LOCAL_RANK": "3"}) == torch.device("cpu")
+    assert launch.local_device("cuda:5", {"LOCAL_RANK": "3"}) == torch.device("cuda", 5)
+    assert launch.local_device("cuda", {}) == torch.device("cuda", 0)
+
+
+def test_a_launcher_that_shows_each_rank_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    see(monkeypatch, "cuda", 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6")
+    environment = {"LOCAL_RANK": "6", "CUDA_VISIBLE_DEVICES": "6"}
+    assert launch.local_device(None, environment) == torch.device("cuda", 0)
+
+
+MESSAGES: list[tuple[int, dict[str, str], Any, str]] = [
+    (
+        2,
+        {"LOCAL_RANK": "3"},
+        None,
+        "local rank 3 has no cuda device: 2 cuda devices are visible to this process; start at most 2 processes on "
+        "this machine, make more devices visible, or use device='cpu'",
+    ),
+    (
+        1,
+        {"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "0,1"},
+        "cuda",
+        "local rank 1 has no cuda device: 1 cuda device is visible to this process; start at most 1 processes on "
+        "this machine, make more devices visible, or use device='cpu'",
+    ),
+    (
+        0,
+        {},
+        "cuda:1",
+        "device cuda:1 is not there: 0 cuda devices are visible to this process; name one of those, or 'cpu'",
+    ),
+    (
+        1,
+        {},
+        "gpu",
+        "device 'gpu' is none that torch knows; use 'cpu', 'cuda', or one device such as 'cuda:0'",
+    ),
+    (
+        1,
+        {"LOCAL_RANK": "first"},
+        None,
+        "LOCAL_RANK is 'first'; it is an int that the launcher sets, such as torchrun",
+    ),
+]
+
+
+@pytest.mark.parametrize(("count", "environment", "device", "text"), MESSAGES)
+def test_wrong_devices_are_refused(
+    monkeypatch: pytest.MonkeyPatch, count: int, environment: dict[str, str], device: Any, text: str
+) -> None:
+    see(monkeypatch, "cuda", count)
+    with pytest.raises(LaunchError) as caught:
+        launch.local_device(device, environment)
+    assert str(caught.value) == text
+
+
+ENVIRONMENTS: list[tuple[dict[str, str], str]] = [
+    (
+        {"RANK": "0"},
+        "RANK is set, but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT; start the script with torchrun, or unset all of "
+        "them for a world of one",
+    ),
+    (
+        {"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+        "RANK is 4 and WORLD_SIZE is 4; a rank is at least 0 and below the world size",
+    ),
+]
+
+
+@pytest.mark.usefixtures("no_launcher")
+@pytest.mark.parametrize(("environment", "text"), ENVIRONMENTS)
+def test_incomplete_environments_are_refused(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], text: str
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError) as caught:
+        namedmesh.init_mesh(dp=-1, device="cpu")
+    assert str(caught.value) == text
+    assert not dist.is_initialized()
+
+
+def test_a_second_default_group_is_refused() -> None:
+    with fake_world(4):
+        with pytest.raises(LaunchError) as caught:
+            launch.init("cpu")
+        assert str(caught.value) == (
+            "the default process group exists already (backend fake, 4 ranks); call launch.init() once, or leave it "
+            "to init_mesh()"
+        )
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_adopting_before_any_group_says_what_to_call() -> None:
+    with pytest.raises(namedmesh.MeshError) as caught:
+        namedmesh.NamedMesh.from_groups({})
+    assert str(caught.value) == "there is no default process group; call namedmesh.launch.init() first"
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("no_launcher")
+def test_a_world_of_one_on_a_gpu() -> None:
+    mesh = namedmesh.init_mesh(dp=-1, tp=1)
+    assert (dist.get_backend(), str(mesh.device)) == ("nccl", "cuda:0")
+    total = torch.ones(3, device=mesh.device)
+    dist.all_reduce(total, group=mesh.group("dp"))
+    assert total.tolist() == [1, 1, 1]
+    mesh.close()
+    dist.destroy_process_group()
+
+
+def test_a_script_ends_without_noise() -> None:
+    code = (
+        "import namedmesh, torch.distributed as dist\n"
+        "mesh = namedmesh.init_mesh(dp=-1, device='cpu')\n"
+        "print(mesh.explain())\n"
+        "mesh.close()\n"
+        "dist.destroy_process_group()\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    run = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning:namedmesh", "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "rank 0 of dp=1 (1 rank)\n  dp: 0 of 1, alone\n" in run.stdout

@@ -1,0 +1,141 @@
+"""The package as such: what it exports, what importing it costs, and that its rules hold."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import namedmesh
+from namedmesh import NamedMeshError, errors
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "namedmesh"
+
+# What each room may import; a room is a module or a package of namedmesh, listed from the top down.
+ROOMS = (
+    "_version",
+    "errors",
+    "layout",
+    "options",
+    "_torch",
+    "launch",
+    "groups",
+    "agreement",
+    "current",
+    "adopt",
+    "explain",
+    "mesh",
+    "init",
+    "tensor_parallel",
+)
+
+
+def test_everything_exported_is_there_and_nothing_else() -> None:
+    assert sorted(namedmesh.__all__) == dir(namedmesh)
+    for name in namedmesh.__all__:
+        assert getattr(namedmesh, name) is not None
+    with pytest.raises(AttributeError, match="module 'namedmesh' has no attribute 'int_mesh'"):
+        namedmesh.int_mesh  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "module", ["tensor_parallel", "launch", "options", "layout", "errors", "groups", "mesh"]
+)
+def test_all_lists_what_can_be_imported(module: str) -> None:
+    loaded = importlib.import_module(f"namedmesh.{module}")
+    assert sorted(loaded.__all__) == sorted(set(loaded.__all__))
+    for name in loaded.__all__:
+        assert hasattr(loaded, name)
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    code = (
+        "import sys, namedmesh; namedmesh.Layout; namedmesh.NamedMeshError; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_error_is_a_named_mesh_error_over_a_builtin() -> None:
+    kinds = [
+        kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, NamedMeshError)
+    ]
+    assert len(kinds) == 8
+    for kind in kinds:
+        if kind is not NamedMeshError:
+            assert issubclass(kind, (KeyError, ValueError, RuntimeError))
+        assert str(kind("one thing")) == "one thing"
+        assert str(kind("one", "two")) == "2 problems:\n  - one\n  - two"
+
+
+def _imports(path: Path) -> set[str]:
+    """The rooms of namedmesh that a file imports when it runs, type checking aside."""
+    found: set[str] = set()
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in tree.body:
+        found |= _rooms_of(node)
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef):
+            for inner in ast.walk(function):
+                found |= _rooms_of(inner)
+    return found
+
+
+def _rooms_of(node: ast.AST) -> set[str]:
+    if isinstance(node, ast.Import):
+        return {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("namedmesh.")}
+    if isinstance(node, ast.ImportFrom) and node.module == "namedmesh":
+        return {alias.name for alias in node.names}
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("namedmesh."):
+        return {str(node.module).split(".")[1]}
+    return set()
+
+
+def test_rooms_import_only_from_rooms_above() -> None:
+    for path in sorted(SOURCE.rglob("*.py")):
+        room = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        if room == "__init__":
+            continue
+        assert room in ROOMS, f"{path} belongs to no room"
+        allowed = set(ROOMS[: ROOMS.index(room) + 1])
+        assert _imports(path) <= allowed, f"{path} imports from below"
+
+
+def test_only_one_file_touches_private_torch() -> None:
+    private = re.compile(r"torch(?:\.\w+)*\._[a-z]\w*|from torch\S* import [^\n]*\b_[a-z]\w*")
+    guilty = [
+        f"{path.name}: {match.group()}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        if path.name != "_torch.py"
+        for match in private.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert guilty == []
+
+
+def test_pre_commit_uses_the_versions_of_the_test_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    pinned = dict(
+        requirement.split("==")
+        for requirement in project["project"]["optional-dependencies"]["test"]
+        if "==" in requirement
+    )
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    used = re.findall(r'"(ruff|mypy)==([\d.]+)"', hooks)
+    assert set(used) == set(pinned.items())
+    assert len(used) == 3
+
+
+def test_the_run_time_needs_torch_and_packaging_only() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = [re.split(r"[<>=!~ ]", requirement)[0] for requirement in project["dependencies"]]
+    assert names == ["torch", "packaging"]
