@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -12,6 +11,7 @@ from torch.distributed.tensor.parallel import SequenceParallel
 
 from namedmesh.errors import PlanError, did_you_mean
 from namedmesh.tensor_parallel.local import LocalParameters, SumOutput, SumTailGradient
+from namedmesh.tensor_parallel.plan import matches
 from namedmesh.tensor_parallel.styles import ColwiseParallel, RowwiseParallel
 
 if TYPE_CHECKING:
@@ -134,18 +134,13 @@ def _names_of(model: nn.Module) -> dict[str, str]:
         )
     there = [fqn for fqn, _ in model.named_modules(remove_duplicate=False)]
     there += [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
-    return {key: name for key, name in stated.items() if any(_matches(key, fqn) for fqn in there)}
+    return {key: name for key, name in stated.items() if any(matches(key, fqn) for fqn in there)}
 
 
 def _base_prefix(model: nn.Module) -> str:
     """What the base model's names start with in this model: ``"model."``, or nothing for the base model."""
     base = getattr(model, "base_model", model)
     return next((f"{fqn}." for fqn, module in model.named_modules() if module is base and fqn), "")
-
-
-def _matches(key: str, fqn: str) -> bool:
-    wanted, tokens = key.split("."), fqn.split(".")
-    return len(wanted) == len(tokens) and all(map(fnmatchcase, tokens, wanted))
 
 
 def _bare_parameters(model: nn.Module | None, names: Mapping[str, str]) -> dict[str, tuple[str, str]]:
@@ -158,8 +153,8 @@ def _bare_parameters(model: nn.Module | None, names: Mapping[str, str]) -> dict[
         key: (key.rpartition(".")[0], name)
         for key, name in names.items()
         if name not in _UNSUPPORTED
-        and not any(_matches(key, fqn) for fqn in modules)
-        and any(_matches(key, fqn) for fqn in parameters)
+        and not any(matches(key, fqn) for fqn in modules)
+        and any(matches(key, fqn) for fqn in parameters)
     }
 
 
@@ -208,4 +203,4 @@ def _cut_tied_embedding(model: nn.Module, plan: dict[str, ParallelStyle]) -> Non
 
 
 def _style_for(plan: Mapping[str, ParallelStyle], fqn: str) -> ParallelStyle | None:
-    return next((style for key, style in plan.items() if _matches(key, fqn)), None)
+    return next((style for key, style in plan.items() if matches(key, fqn)), None)

@@ -107,3 +107,13 @@ def _cut_misfits(style: ParallelStyle, module: nn.Module) -> list[str]:
             f"scale_grad_by_freq=False"
         )
     return reasons
+
+
+def placement_name(placement: Placement) -> str:
+    """A placement in words that mean the same on every version of torch.
+
+    Example:
+        >>> placement_name(Shard(0)), placement_name(Replicate())
+        ('Shard(0)', 'Replicate()')
+    """
+    return f"Shard({placement.dim})" if isinstance(placement, Shard) else f"{type(placement).__name__}()"

@@ -131,7 +131,7 @@ def _match(model: nn.Module, plan: object, entries: list[Entry]) -> list[str]:
         if not isinstance(style, ParallelStyle):
             hint = "; plan_from_hf reads Hugging Face's names" if isinstance(style, str) else ""
             problems.append(f"{key!r}: {style!r} is not a parallel style, such as ColwiseParallel(){hint}")
-        matched = [fqn for fqn in names if _matches(key, fqn)]
+        matched = [fqn for fqn in names if matches(key, fqn)]
         if not matched and not any(_covers(key, fqn) for fqn in absent):
             near = _generic(names) if "*" in key else list(names)
             problems.append(f"{key!r} matches no module of the model{did_you_mean(key, near)}")
@@ -150,8 +150,10 @@ def _match(model: nn.Module, plan: object, entries: list[Entry]) -> list[str]:
     return problems
 
 
-def _matches(key: str, fqn: str) -> bool:
-    """Whether a key names a module, token by token; the empty key names the model itself."""
+def matches(key: str, fqn: str) -> bool:
+    """Whether a key names a module, token by token; only the empty key names the model itself."""
+    if not key or not fqn:
+        return key == fqn
     wanted, tokens = key.split("."), fqn.split(".")
     return len(wanted) == len(tokens) and all(map(fnmatchcase, tokens, wanted))
 

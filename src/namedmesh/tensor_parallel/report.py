@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from namedmesh.tensor_parallel.placements import parameter_placements
+from namedmesh.tensor_parallel.placements import parameter_placements, placement_name
 from namedmesh.tensor_parallel.plan import resolve
 
 if TYPE_CHECKING:
@@ -140,12 +140,8 @@ def _rows(entry: Entry, tp_size: int) -> list[Row]:
             rows.append(Row(entry.fqn, style, name, "?", shape, shape))
         elif name in placements:
             local = _local_shape(shape, placements[name], tp_size)
-            rows.append(Row(entry.fqn, style, name, _placement(placements[name]), shape, local))
+            rows.append(Row(entry.fqn, style, name, placement_name(placements[name]), shape, local))
     return rows or [Row(entry.fqn, style, "", "", (), ())]
-
-
-def _placement(placement: Placement) -> str:
-    return f"Shard({placement.dim})" if isinstance(placement, Shard) else f"{type(placement).__name__}()"
 
 
 def _local_shape(shape: tuple[int, ...], placement: Placement, tp_size: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from namedmesh.errors import listing
-from namedmesh.tensor_parallel.placements import parameter_placements
+from namedmesh.tensor_parallel.placements import parameter_placements, placement_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,7 +38,7 @@ def find_ties(model: nn.Module, entries: list[Entry]) -> tuple[list[Tie], list[s
             if placements is None:
                 layouts[id(entry.module), name] = f"as {type(entry.style).__name__} decides"
             elif name in placements:
-                layouts[id(entry.module), name] = str(placements[name])
+                layouts[id(entry.module), name] = placement_name(placements[name])
     ties, problems = [], []
     for names in _shared(model).values():
         cuts = [(fqn, layouts.get((id(module), name))) for fqn, module, name in names]
