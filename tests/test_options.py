@@ -1,0 +1,137 @@
+"""Options of groups: what they accept, how they combine, and Megatron's file format."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import fake_world
+
+import namedmesh
+from namedmesh import GroupOptions, LayoutError, groups
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FILE = """
+tp:
+  max_ctas: 32
+  min_ctas: 8
+  is_high_priority_stream: true
+dp_cp:
+  cga_cluster_size: 2
+  net_name: IB
+"""
+
+
+def test_the_file_of_megatron_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "nccl.yaml"
+    path.write_text(FILE, encoding="utf-8")
+    assert GroupOptions.from_yaml(path) == {
+        "tp": GroupOptions(nccl={"max_ctas": 32, "min_ctas": 8}, high_priority=True),
+        "dp_cp": GroupOptions(nccl={"cga_cluster_size": 2, "net_name": "IB"}),
+    }
+
+
+@pytest.mark.oracle("megatron.core")
+def test_the_file_is_the_one_that_megatron_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron turns the same file into NCCL options; ours must come to the same settings."""
+    import yaml
+    from megatron.core import parallel_state
+
+    class Options:
+        """Stands for torch's, which a build without NCCL does not have."""
+
+        def __init__(self, *, is_high_priority_stream: bool = False) -> None:
+            self.is_high_priority_stream = is_high_priority_stream
+            self.config = type("Config", (), {})()
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", type("NCCL", (), {"Options": Options}), raising=False)
+    path = tmp_path / "nccl.yaml"
+    path.write_text(FILE, encoding="utf-8")
+    theirs = parallel_state.get_nccl_options("tp", yaml.safe_load(FILE))
+    ours: Any = groups._nccl_options(GroupOptions.from_yaml(path)["tp"], timedelta(seconds=1))
+    assert ours.is_high_priority_stream == theirs.is_high_priority_stream is True
+    for name in ("max_ctas", "min_ctas"):
+        assert getattr(ours.config, name) == getattr(theirs.config, name)
+
+
+def test_options_that_reach_a_group_over_two_axes() -> None:
+    with fake_world(8):
+        options = {
+            "dp": GroupOptions(timeout=timedelta(seconds=3), nccl={"max_ctas": 4}),
+            "cp": GroupOptions(high_priority=True),
+            "cp_tp": GroupOptions(timeout=timedelta(seconds=9)),
+        }
+        mesh = namedmesh.init_mesh(dp=2, cp=2, tp=2, options=options)
+        view = mesh._views["mesh"]
+        assert mesh._options_of(view, ("dp", "cp")) == GroupOptions(
+            timeout=timedelta(seconds=3), nccl={"max_ctas": 4}, high_priority=True
+        )
+        assert mesh._options_of(view, ("tp", "cp")) == GroupOptions(timeout=timedelta(seconds=9))
+        mesh.close()
+
+
+@pytest.mark.gpu
+def test_nccl_settings_reach_the_communicator() -> None:
+    options = GroupOptions(nccl={"max_ctas": 4}, high_priority=True)
+    made: Any = groups._nccl_options(options, timedelta(seconds=7))
+    assert (made.config.max_ctas, made.is_high_priority_stream) == (4, True)
+    assert made._timeout == timedelta(seconds=7)
+    assert torch.cuda.is_available()
+
+
+MESSAGES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"nccl": {"max_cta": 4}},
+        "NCCL has no setting 'max_cta' that a group can give; the settings are blocking, cga_cluster_size, "
+        "collnet_enable, cta_policy, max_ctas, min_ctas, net_name, nvls_ctas, split_share, traffic_class; did you "
+        "mean 'max_ctas'?",
+    ),
+    ({"timeout": 30}, "timeout is 30; it is a datetime.timedelta longer than nothing"),
+    (
+        {"timeout": timedelta(0)},
+        "timeout is datetime.timedelta(0); it is a datetime.timedelta longer than nothing",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "text"), MESSAGES)
+def test_messages(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        GroupOptions(**arguments)
+    assert str(caught.value) == text
+
+
+FILES: list[tuple[str | None, str]] = [
+    (None, "the options file 'nccl.yaml' cannot be read: No such file or directory"),
+    (
+        "- tp\n",
+        "the options file 'nccl.yaml' must map names of axes to settings, such as 'tp: {max_ctas: 32}'",
+    ),
+    (
+        "tp: {maxctas: 1}\ndp: {min_cats: 1}\n",
+        "2 problems:\n"
+        "  - nccl.yaml, tp: NCCL has no setting 'maxctas' that a group can give; the settings are blocking, "
+        "cga_cluster_size, collnet_enable, cta_policy, max_ctas, min_ctas, net_name, nvls_ctas, split_share, "
+        "traffic_class; did you mean 'max_ctas'?\n"
+        "  - nccl.yaml, dp: NCCL has no setting 'min_cats' that a group can give; the settings are blocking, "
+        "cga_cluster_size, collnet_enable, cta_policy, max_ctas, min_ctas, net_name, nvls_ctas, split_share, "
+        "traffic_class; did you mean 'min_ctas'?",
+    ),
+]
+
+
+@pytest.mark.parametrize(("content", "text"), FILES)
+def test_messages_about_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None, text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        (tmp_path / "nccl.yaml").write_text(content, encoding="utf-8")
+    with pytest.raises(LayoutError) as caught:
+        GroupOptions.from_yaml("nccl.yaml")
+    assert str(caught.value) == text

@@ -1,0 +1,65 @@
+"""What the README shows runs as it stands there."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from ranks import run_ranks
+
+import namedmesh
+
+TEXT = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
+
+
+def _run_code(sources: list[str]) -> list[str]:
+    names: dict[str, Any] = {}
+    for source in sources:
+        exec(compile(source, "README.md", "exec"), names)  # noqa: S102  the README is ours
+        names["mesh"].close()
+    weight = names["model"][0].weight
+    return [repr(weight.placements), repr(tuple(weight.to_local().shape)), repr(weight.grad is not None)]
+
+
+def test_python_blocks_run_on_eight_ranks() -> None:
+    sources = blocks("python")
+    assert len(sources) == 2
+    told = run_ranks(8, _run_code, sources)
+    # 256 rows over tp=2, then over dp=4; torch has several spellings of the two cuts on one dim.
+    assert {tuple(lines[1:]) for lines in told} == {("(32, 64)", "True")}
+
+
+def test_sessions_show_what_python_answers() -> None:
+    sessions = "\n".join(blocks("pycon"))
+    test = doctest.DocTestParser().get_doctest(sessions, {}, "README.md", "README.md", 0)
+    assert len(test.examples) > 8
+    result = doctest.DocTestRunner().run(test)
+    assert result.failed == 0
+
+
+def test_the_shown_disagreement_is_the_real_one() -> None:
+    def call() -> str:
+        try:
+            namedmesh.init_mesh(dp=4 if dist.get_rank() == 2 else 2, tp=-1)
+        except namedmesh.AgreementError as error:
+            return f"namedmesh.errors.{type(error).__name__}: {error}\n"
+        return ""
+
+    assert run_ranks(4, call) == [blocks("text")[0]] * 4
+
+
+def test_the_example_is_at_most_ten_lines() -> None:
+    assert len([line for line in blocks("python")[0].splitlines() if line.strip()]) <= 10
+
+
+def test_there_are_two_commands() -> None:
+    commands = re.findall(r"^<!-- command: (\w+) -->\n```bash\n([^\n]+)\n```$", TEXT, flags=re.MULTILINE)
+    assert [name for name, _ in commands] == ["train", "test"]
+    assert len(blocks("bash")) == 2
