@@ -22,9 +22,9 @@ from tp_models import Llama, Mlp
 
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
-    LocalParameters,
     PrepareModuleInput,
     RowwiseParallel,
+    SequenceParallel,
     llama_plan,
     parallelize,
 )
@@ -75,9 +75,11 @@ LLAMAS = {
             )
         }
     ),
-    "local norms": Case(
+    "torch's norms": Case(
         llama_plan(sequence_parallel=True)
-        | dict.fromkeys(("layers.*.attention_norm", "layers.*.ffn_norm", "norm"), LocalParameters())
+        | dict.fromkeys(
+            ("layers.*.attention_norm", "layers.*.ffn_norm", "norm"), SequenceParallel(use_local_output=True)
+        )
     ),
 }
 
@@ -132,9 +134,8 @@ def llama_differences(mesh: DeviceMesh, case: Case) -> dict[str, float]:
             loss.backward()
         found["loss"] = max(found["loss"], largest(loss, wanted))
         if step == 0:
-            for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-                # torch's SequenceParallel leaves the gradients of norms as partial sums.
-                difference = gradient_difference(mine, theirs, locally="norm" not in name and case.ours)
+            for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+                difference = gradient_difference(mine, theirs, locally=case.ours)
                 found["gradient"] = max(found["gradient"], difference)
         for one in optimizers:
             one.step()
@@ -361,8 +362,8 @@ def surroundings() -> dict[str, float]:
         x = torch.zeros((), requires_grad=True)  # the reentrant kind wants an input with a gradient
         checkpoint(lambda ids, _x: model(ids), ids, x, use_reentrant=reentrant).square().mean().backward()
         found[f"checkpoint {reentrant}"] = max(
-            gradient_difference(mine, theirs, locally="norm" not in name)
-            for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True)
+            gradient_difference(mine, theirs, locally=True)
+            for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True)
         )
     twin = copy.deepcopy(model)
     with torch.no_grad():

@@ -290,10 +290,10 @@ def test_a_frozen_norm_stays_frozen() -> None:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         model = Llama()
         model.norm.weight.requires_grad_(requires_grad=False)
-        parallelize(model, mesh, llama_plan(sequence_parallel=True))
+        parallelize(model, mesh, {"norm": SequenceParallel(), "layers.*.ffn_norm": SequenceParallel()})
         assert isinstance(model.norm.weight, DTensor)
         assert not model.norm.weight.requires_grad
-        assert model.layers[0].attention_norm.weight.requires_grad  # type: ignore[union-attr]
+        assert model.layers[0].ffn_norm.weight.requires_grad  # type: ignore[union-attr]
 
 
 # --- the dry run --------------------------------------------------------------------------------------------

@@ -42,16 +42,13 @@ class RowwiseEmbedding(nn.Embedding):
         setup = self._setup
         scatter_dim = sharded_dim(setup.output_layout, input.ndim + 1)
         ids = None if torch.compiler.is_compiling() else _whole_ids(setup, input)
-        if scatter_dim is not None:
-            looked_up = input if ids is None else ids
-            shape = torch.Size((*looked_up.shape, self.embedding_dim))
-            check_cut(self, "the output", shape, scatter_dim, setup.peers.size)
         if ids is None or (scatter_dim is None and not is_replicated(setup.output_layout)):
             return _through_dtensor(self, input)
         partial = self._my_rows(ids)
         if scatter_dim is None:
             output = sum_forward(partial, setup.peers)
         else:
+            check_cut(self, "the output", partial.shape, scatter_dim, setup.peers.size)
             output = sum_scatter(partial, setup.peers, scatter_dim)
         return setup.hand_out(output)
 
@@ -105,4 +102,4 @@ def _through_dtensor(module: ColwiseEmbedding | RowwiseEmbedding, ids: Tensor) -
     output = F.embedding(
         annotated, module.weight, module.padding_idx, scale_grad_by_freq=module.scale_grad_by_freq
     )
-    return setup.finish(output)
+    return setup.finish(module, output)

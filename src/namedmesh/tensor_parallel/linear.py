@@ -70,20 +70,23 @@ class RowwiseLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
         """The sum of all ranks' products: whole, or cut along another dim."""
         setup = self._setup
-        local = input if type(input) is Tensor else setup.plain(input)
-        scatter_dim = sharded_dim(setup.output_layout, input.ndim)
-        if scatter_dim is not None and setup.peers.size > 1:
-            shape = _output_shape(self, input)
-            check_cut(self, "the output", shape, scatter_dim, setup.peers.size)
-        if local is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return through_dtensor(self, input, Shard(-1))
+        local = input if type(input) is Tensor else setup.plain(input)
+        if local is None:
+            return through_dtensor(self, input, Shard(-1))
+        last = local.ndim - 1
+        scatter_dim = sharded_dim(setup.output_layout, local.ndim)
         whole_input = is_replicated(setup.input_layout)
-        if not (whole_input or sharded_dim(setup.input_layout, local.ndim) == local.ndim - 1) or (
+        if not (whole_input or sharded_dim(setup.input_layout, local.ndim) == last) or (
             scatter_dim is None and not is_replicated(setup.output_layout)
         ):
             return through_dtensor(self, input, Shard(-1))
+        if scatter_dim is not None:
+            shape = torch.Size((*local.shape[:-1], self.out_features))
+            check_cut(self, "the output", shape, scatter_dim, setup.peers.size)
         if whole_input:
-            local = split(local, setup.peers, local.ndim - 1)
+            local = split(local, setup.peers, last)
         local, weight, bias = _autocast(local, self.weight, self.bias)
         output = _row(local, weight, bias, setup.peers, scatter_dim)
         return output if setup.use_local_output else setup.hand_out(output)
@@ -97,22 +100,7 @@ def through_dtensor(
     annotated = setup.annotated(value)
     if annotated.placements != (desired,):
         annotated = annotated.redistribute(placements=(desired,))
-    return setup.finish(F.linear(annotated, module.weight, module.bias))
-
-
-def _output_shape(module: RowwiseLinear, value: Tensor) -> torch.Size:
-    """The global shape of the output, which only differs from the input's in its last dim.
-
-    A plain input may be cut along its last dim only, if it is one the short way takes; if it is cut along
-    another, that dim is longer than it looks here.
-    """
-    setup = module._setup  # noqa: SLF001  the module is one of ours
-    shape = list(value.shape)
-    cut = None if isinstance(value, DTensor) else sharded_dim(setup.input_layout, value.ndim)
-    if cut is not None:
-        shape[cut] *= setup.peers.size
-    shape[-1] = module.out_features
-    return torch.Size(shape)
+    return setup.finish(module, F.linear(annotated, module.weight, module.bias))
 
 
 def _autocast(value: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

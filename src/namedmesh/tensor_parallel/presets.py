@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import SequenceParallel
 
+from namedmesh.tensor_parallel.local import LocalParameters
 from namedmesh.tensor_parallel.styles import ColwiseParallel, RowwiseParallel
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ def llama_plan(
         >>> from namedmesh.tensor_parallel import llama_plan
         >>> sorted(llama_plan())[-3:]
         ['layers.*.feed_forward.w3', 'output', 'tok_embeddings']
-        >>> llama_plan(sequence_parallel=True)["norm"]
-        SequenceParallel(sequence_dim=1, use_local_output=True)
+        >>> llama_plan(sequence_parallel=True)["layers.*.feed_forward.w2"].output_layouts
+        (Shard(dim=1),)
     """
     between = Shard(sequence_dim) if sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {
@@ -54,5 +54,6 @@ def llama_plan(
         plan[f"layers.*.{name}"] = RowwiseParallel(output_layouts=between)
     if sequence_parallel:
         for name in ("layers.*.attention_norm", "layers.*.ffn_norm", "norm"):
-            plan[name] = SequenceParallel(sequence_dim=sequence_dim, use_local_output=True)
+            # As torch's SequenceParallel on plain tensors, without the cost of DTensor arithmetic.
+            plan[name] = LocalParameters()
     return plan

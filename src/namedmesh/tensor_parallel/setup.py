@@ -70,7 +70,7 @@ class Setup:
             return tensor
         return DTensor.from_local(tensor, self.mesh, (self.input_layout,), run_check=False)
 
-    def finish(self, output: Tensor) -> Tensor:
+    def finish(self, module: torch.nn.Module, output: Tensor) -> Tensor:
         """The output of DTensor arithmetic in the layout that the style promises; synchronous.
 
         An asynchronous one would be a tensor of another class, which torch.compile and FSDP2 together get
@@ -78,7 +78,10 @@ class Setup:
         """
         if not isinstance(output, DTensor):
             return output
-        if output.placements != (self.output_layout,):
+        if not same_layout(output.placements[0], self.output_layout, output.ndim):
+            dim = sharded_dim(self.output_layout, output.ndim)
+            if dim is not None:
+                check_cut(module, "the output", output.shape, dim, self.peers.size)
             output = output.redistribute(placements=(self.output_layout,))
         if not self.use_local_output:
             return output

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwiseParallel
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
 
@@ -13,7 +13,7 @@ from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel.embedding import ColwiseEmbedding, RowwiseEmbedding
 from namedmesh.tensor_parallel.linear import ColwiseLinear, RowwiseLinear
 from namedmesh.tensor_parallel.placements import misfits, parameter_placements
-from namedmesh.tensor_parallel.setup import Setup, check_cut, sharded_dim
+from namedmesh.tensor_parallel.setup import Setup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -144,10 +144,6 @@ def _output_hook(setup: Setup) -> Callable[..., Any]:
     """For a forward that is not torch's own: its output in the layout that the style promises."""
 
     def finish(module: nn.Module, output: Tensor, _mesh: DeviceMesh) -> Tensor:
-        if isinstance(output, DTensor):
-            dim = sharded_dim(setup.output_layout, output.ndim)
-            if dim is not None:
-                check_cut(module, "the output", output.shape, dim, setup.peers.size)
-        return setup.finish(output)
+        return setup.finish(module, output)
 
     return finish

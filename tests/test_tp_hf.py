@@ -1,0 +1,285 @@
+"""Hugging Face's plans: what each style name means, and random small models against their whole selves."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from namedmesh.errors import PlanError
+from namedmesh.tensor_parallel import LocalParameters, parallelize, plan_from_hf, plan_report
+
+WHOLE, LAST = "Replicate(),", "Shard(dim=-1),"
+
+
+def column(inputs: str, outputs: str) -> str:
+    return f"ColwiseParallel(input_layouts=({inputs}), output_layouts=({outputs}), use_local_output=True)"
+
+
+def row(inputs: str, outputs: str) -> str:
+    return f"RowwiseParallel(input_layouts=({inputs}), output_layouts=({outputs}), use_local_output=True)"
+
+
+@pytest.mark.parametrize(
+    ("name", "style"),
+    [
+        ("colwise", column(WHOLE, LAST)),
+        ("colwise_gather_output", column(WHOLE, WHOLE)),
+        ("colwise_rep", column(WHOLE, WHOLE)),
+        ("rowwise", row(LAST, WHOLE)),
+        ("rowwise_split_input", row(WHOLE, WHOLE)),
+        ("rowwise_rep", row(WHOLE, WHOLE)),
+        ("embedding_rowwise", row(WHOLE, WHOLE)),
+        ("embedding_colwise", column(WHOLE, WHOLE)),
+        ("sequence_parallel", "SequenceParallel(sequence_dim=1, use_local_output=True)"),
+        ("replicated_with_grad_allreduce", "LocalParameters()"),
+        ("all_reduce", "SumOutput()"),
+    ],
+)
+def test_what_a_name_means(name: str, style: str) -> None:
+    assert repr(plan_from_hf({"layers.*.x": name})["layers.*.x"]) == style
+
+
+def test_a_replicated_module_is_left_out() -> None:
+    assert plan_from_hf({"embed_tokens": "replicate"}) == {}
+
+
+def test_every_name_without_an_answer_is_told_at_once() -> None:
+    plan = {
+        "a": "packed_colwise",
+        "b": "moe_tp_experts",
+        "c": "colwize",
+        "d": "colwise",
+        "e": "local_params",
+        "f": "mla_kv_a_proj",
+    }
+    with pytest.raises(PlanError) as caught:
+        plan_from_hf(plan)
+    assert str(caught.value) == (
+        "5 problems:\n"
+        "  - 'a': 'packed_colwise' is not supported: a fused weight has to be cut inside each of its parts, which "
+        "no Shard placement can say; change or remove this entry\n"
+        "  - 'b': 'moe_tp_experts' is not supported: it cuts the weights of mixture-of-experts layers, which a "
+        "tensor-parallel plan here does not cover; change or remove this entry\n"
+        "  - 'c': 'colwize' is not a style that transformers has; did you mean 'colwise'?; change or remove this "
+        "entry\n"
+        "  - 'e': 'local_params' depends on the model: pass the model instead of a dict; change or remove this "
+        "entry\n"
+        "  - 'f': 'mla_kv_a_proj' depends on the model: pass the model instead of a dict; change or remove this "
+        "entry"
+    )
+    for name in ("packed_rowwise", "moe_identity_expert", "grouped_gemm", "ep_dispatch_experts"):
+        with pytest.raises(PlanError, match=f"'x': '{name}' is not supported"):
+            plan_from_hf({"x": name})
+
+
+def test_a_model_without_a_plan() -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_from_hf(nn.Linear(2, 2))
+    assert str(caught.value) == (
+        "Linear states no tensor-parallel plan, neither in its configuration's base_model_tp_plan nor in its "
+        "_tp_plan; write a plan for it, a dict of names to styles"
+    )
+    with pytest.raises(PlanError, match="^plan_from_hf reads a model or a dict of style names, not a list$"):
+        plan_from_hf([])  # type: ignore[arg-type]
+
+
+# --- styles that only such plans use, on a model that states one itself -------------------------------------
+
+
+class Sinks(nn.Module):
+    """Attention in small: each head has a number of its own, and a latent whose tail every head uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.randn(4))
+        self.q_proj, self.o_proj = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.kv_a_proj, self.kv_b_proj = nn.Linear(8, 6), nn.Linear(4, 16)
+        self.q_norm = nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, 4)))
+        latent, tail = self.kv_a_proj(x).split([4, 2], dim=-1)
+        k = self.kv_b_proj(latent).unflatten(-1, (-1, 4)) + tail.sum(-1)[..., None, None]
+        heads = torch.tanh(q * k) * self.sinks.unsqueeze(-1)
+        out: torch.Tensor = self.o_proj(heads.flatten(-2))
+        return out
+
+
+class Config:
+    qk_rope_head_dim = 2
+    base_model_tp_plan = {  # noqa: RUF012  as transformers writes it
+        "attn.q_proj": "colwise",
+        "attn.q_norm": "replicated_with_grad_allreduce",
+        "attn.kv_a_proj": "mla_kv_a_proj",
+        "attn.kv_b_proj": "colwise",
+        "attn.o_proj": "rowwise",
+        "attn.sinks": "colwise",
+        "attn": "local_params",
+        "experts.*": "moe_tp_experts",  # of another variant: this model has none
+    }
+
+
+class Stated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Config()
+        self.attn = Sinks()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.attn(x)
+        return out
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def largest_difference(model: nn.Module, reference: nn.Module, x: torch.Tensor, pick: str = "") -> float:
+    """Of the outputs, and of the gradients: whole, and as this rank's pieces."""
+    wanted, got = reference(x), model(x)
+    if pick:
+        wanted, got = getattr(wanted, pick), getattr(got, pick)
+    wanted.square().sum().backward()
+    got.square().sum().backward()
+    worst = (got - wanted).abs().max().item()
+    for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert mine.grad is not None, name
+        assert theirs.grad is not None, name
+        worst = max(worst, (whole(mine.grad) - theirs.grad).abs().max().item())
+        if isinstance(mine, DTensor):
+            assert isinstance(mine.grad, DTensor)
+            piece = distribute_tensor(theirs.grad, mine.device_mesh, mine.placements, src_data_rank=None)
+            worst = max(worst, (mine.grad.to_local() - piece.to_local()).abs().max().item())
+    return worst
+
+
+def stated_difference() -> float:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    reference = Stated().double()
+    model = copy.deepcopy(reference)
+    plan = plan_from_hf(model)
+    assert isinstance(plan["attn"], LocalParameters)
+    assert plan["attn"].placements == {"sinks": Shard(0)}
+    return largest_difference(
+        parallelize(model, mesh, plan), reference, torch.randn(3, 5, 8, dtype=torch.float64)
+    )
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_local_parameters_shared_norms_and_latent_attention(tp_size: int) -> None:
+    assert max(run_ranks(tp_size, stated_difference)) < 1e-12
+
+
+def test_a_bare_parameter_needs_its_module_in_the_plan() -> None:
+    model = Stated()
+    model.config.base_model_tp_plan = {"attn.sinks": "colwise"}
+    with pytest.raises(PlanError) as caught:
+        plan_from_hf(model)
+    assert str(caught.value) == (
+        "'attn.sinks': 'colwise' cuts a bare parameter, which needs 'local_params' at its module; change or remove "
+        "this entry"
+    )
+
+
+class Parts(nn.Module):
+    """Two branches, summed by hand over the ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x).sum(-1, keepdim=True)
+        return out
+
+
+def parts_difference() -> float:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    reference = Parts().double()
+    plan = plan_from_hf({"": "all_reduce", "inner.0": "colwise"})
+    model = parallelize(copy.deepcopy(reference), mesh, plan)
+    return largest_difference(model, reference, torch.randn(3, 4, dtype=torch.float64))
+
+
+def test_an_output_of_parts_is_summed() -> None:
+    assert max(run_ranks(2, parts_difference)) < 1e-12
+
+
+# --- transformers itself ------------------------------------------------------------------------------------
+
+
+def small_model(kind: str, *, tied: bool) -> Any:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import transformers
+
+    options: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": tied,
+        "pad_token_id": 0,
+    }
+    if kind != "Phi3":
+        options["head_dim"] = 8
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**options)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).double()
+
+
+def model_difference(kind: str, tied: bool) -> float:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    reference = small_model(kind, tied=tied)
+    model = copy.deepcopy(reference)
+    parallelize(model, mesh, plan_from_hf(model))
+    if tied:
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+    ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
+    return largest_difference(model, reference, ids, "logits")
+
+
+@pytest.mark.oracle("transformers")
+@pytest.mark.parametrize("tp_size", [2, 4])
+@pytest.mark.parametrize(
+    ("kind", "tied"), [("Llama", False), ("Llama", True), ("Qwen3", True), ("Phi3", False)]
+)
+def test_a_random_model_gives_the_logits_and_gradients_of_the_whole_one(
+    kind: str, tied: bool, tp_size: int
+) -> None:
+    small_model(kind, tied=tied)  # imported once, before the ranks are forked
+    assert max(run_ranks(tp_size, model_difference, kind, tied)) < 1e-10
+
+
+@pytest.mark.oracle("transformers")
+def test_kv_heads_of_a_configuration_are_checked() -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_report(model := small_model("Llama", tied=False), 8, plan_from_hf(model))
+    assert str(caught.value) == (
+        "model.layers.0.self_attn.config.num_key_value_heads, "
+        "model.layers.1.self_attn.config.num_key_value_heads: 4 heads are not divisible by the tp size 8, and "
+        "'model.layers.*.self_attn.k_proj', 'model.layers.*.self_attn.v_proj' would cut them; choose a tp size that "
+        "divides 4, or leave those out"
+    )
+
+
+@pytest.mark.oracle("transformers")
+def test_every_style_name_of_transformers_has_an_answer() -> None:
+    from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
+
+    for name in ALL_PARALLEL_STYLES.keys():  # noqa: SIM118  it is no mapping
+        try:
+            plan_from_hf({"x": name})
+        except PlanError as error:
+            assert "is not a style that transformers has" not in str(error)  # noqa: PT017  both ways are right

@@ -1,0 +1,151 @@
+"""A sequence that cannot be cut is refused on every rank, before gloo ends the process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
+from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
+from tp_models import Llama
+
+from namedmesh.errors import ShapeError
+from namedmesh.tensor_parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    llama_plan,
+    parallelize,
+)
+
+SEQUENCE, WHOLE = Shard(1), Replicate()
+
+
+class OwnForward(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  the name nn.Linear gives it
+        return super().forward(input) + 1
+
+
+class Named(nn.Module):
+    """Passes what it gets, by position or by name, and a second output."""
+
+    def forward(self, x: Any, *, memory: Any = None) -> Any:
+        return x if memory is None else (x, memory)
+
+
+def refusal(module: nn.Module, style: Any, *args: Any, **kwargs: Any) -> str:
+    """The message of the ShapeError that the forward raises; then a collective, to see that all are alive."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    model = parallelize(nn.ModuleDict({"part": module}), mesh, {"part": style})
+    with pytest.raises(ShapeError) as caught:
+        model["part"](*args, **kwargs)  # type: ignore[index]
+    torch.distributed.barrier()
+    return str(caught.value)
+
+
+def refusals() -> dict[str, str]:
+    tp = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",))
+    half, odd = torch.zeros(2, 17, 16 // tp), torch.zeros(2, 17, 16)
+    ids = torch.zeros(2, 17, dtype=torch.long)
+    rows = RowwiseParallel(output_layouts=SEQUENCE)
+    embedding = RowwiseParallel(input_layouts=WHOLE, output_layouts=SEQUENCE)
+    cut = PrepareModuleInput(input_layouts=WHOLE, desired_input_layouts=SEQUENCE)
+    cut_kwarg = PrepareModuleInput(
+        input_kwarg_layouts={"memory": WHOLE}, desired_input_kwarg_layouts={"memory": SEQUENCE}
+    )
+    cut_out = PrepareModuleOutput(output_layouts=(WHOLE, WHOLE), desired_output_layouts=(WHOLE, SEQUENCE))
+    cut_both = PrepareModuleInputOutput(
+        input_layouts=WHOLE,
+        desired_input_layouts=WHOLE,
+        output_layouts=WHOLE,
+        desired_output_layouts=SEQUENCE,
+    )
+    replicated = DTensor.from_local(odd, mesh, [WHOLE], run_check=False)
+    return {
+        "rows": refusal(nn.Linear(16, 8), rows, half),
+        "torch's rows": refusal(nn.Linear(16, 8), TorchRowwise(output_layouts=SEQUENCE), half),
+        "own forward": refusal(OwnForward(16, 8), rows, half),
+        "dim 0": refusal(nn.Linear(16, 8), RowwiseParallel(output_layouts=Shard(0)), half[0]),
+        "torch's columns": refusal(nn.Linear(16, 8), TorchColwise(output_layouts=SEQUENCE), odd),
+        "columns": refusal(nn.Linear(16, 8), ColwiseParallel(output_layouts=SEQUENCE), odd),
+        "embedding": refusal(nn.Embedding(32, 16), embedding, ids),
+        "torch's embedding": refusal(
+            nn.Embedding(32, 16), TorchRowwise(input_layouts=WHOLE, output_layouts=SEQUENCE), ids
+        ),
+        "column embedding": refusal(nn.Embedding(32, 16), ColwiseParallel(output_layouts=SEQUENCE), ids),
+        "input": refusal(Named(), cut, odd),
+        "input by name": refusal(Named(), cut_kwarg, odd, memory=odd),
+        "output": refusal(Named(), cut_out, odd, memory=odd),
+        "input and output": refusal(Named(), cut_both, odd),
+        "norm": refusal(nn.LayerNorm(16), SequenceParallel(), replicated),
+    }
+
+
+def text(what: str, shape: tuple[int, ...], dim: int, tp: int) -> str:
+    longer = 17 + (-17 % tp)
+    return (
+        f"part: dim {dim} of {what}, of shape {shape}, has length 17, which cannot be cut into {tp} equal pieces "
+        f"(the tp size); pad it to {longer}, or to another multiple of {tp}"
+    )
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_every_style_that_cuts_refuses_what_it_cannot_cut(tp: int) -> None:
+    out8, out16 = text("the output", (2, 17, 8), 1, tp), text("the output", (2, 17, 16), 1, tp)
+    expected = {
+        "rows": out8,
+        "torch's rows": out8,
+        "own forward": out8,
+        "dim 0": text("the output", (17, 8), 0, tp),
+        "torch's columns": out8,
+        "columns": out8,
+        "embedding": out16,
+        "torch's embedding": out16,
+        "column embedding": out16,
+        "input": text("input 0", (2, 17, 16), 1, tp),
+        "input by name": text("input 'memory'", (2, 17, 16), 1, tp),
+        "output": out16,
+        "input and output": out16,
+        "norm": text("input 0", (2, 17, 16), 1, tp),
+    }
+    for rank, found in enumerate(run_ranks(tp, refusals)):
+        assert found == expected, rank
+
+
+def llama_refusal() -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = parallelize(Llama(), mesh, llama_plan(sequence_parallel=True))
+    assert model(torch.zeros(1, 16, dtype=torch.long)).shape == (1, 16, 32)
+    with pytest.raises(ShapeError) as caught:
+        model(torch.zeros(1, 17, dtype=torch.long))
+    return str(caught.value)
+
+
+def test_a_model_names_the_module_that_cuts_first() -> None:
+    assert (
+        run_ranks(2, llama_refusal)
+        == [
+            "tok_embeddings: dim 1 of the output, of shape (1, 17, 32), has length 17, which cannot be cut into 2 "
+            "equal pieces (the tp size); pad it to 18, or to another multiple of 2"
+        ]
+        * 2
+    )
+
+
+def one_rank() -> tuple[int, ...]:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    model = parallelize(Llama(), mesh, llama_plan(sequence_parallel=True))
+    return tuple(model(torch.zeros(1, 17, dtype=torch.long)).shape)
+
+
+def test_one_rank_takes_any_length() -> None:
+    assert run_ranks(1, one_rank) == [(1, 17, 32)]

@@ -1,0 +1,223 @@
+"""Tensor parallelism beside the rest of a training job: FSDP2, checkpoints, the meta device, pickling."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from ranks import run_ranks
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from tp_models import Llama
+
+from namedmesh.tensor_parallel import SequenceParallel, llama_plan, parallelize
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+STEPS = 3
+
+
+def tp_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def batch(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, 32, (4, 8), generator=generator)
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    return F.cross_entropy(model(ids).flatten(0, 1), ids.roll(-1, 1).flatten())
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+
+
+def reference_run(*, tied: bool = False) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of the whole model in one process, and its parameters afterwards."""
+    torch.manual_seed(0)
+    model = Llama(tied=tied).double()
+    optimizer = adam(model)
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(model, batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def full(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
+
+
+def farthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max((one[key] - other[key]).abs().max().item() for key in one)
+
+
+TORCH_NORMS = dict.fromkeys(
+    ("layers.*.attention_norm", "layers.*.ffn_norm", "norm"), SequenceParallel(use_local_output=True)
+)
+PLANS = {
+    "plain": llama_plan(),
+    "sequence": llama_plan(sequence_parallel=True),
+    "torch's norms": llama_plan(sequence_parallel=True) | TORCH_NORMS,
+}
+
+
+def fsdp_differences(plan: str, tied: bool) -> tuple[float, float]:
+    """Two data-parallel halves of two tensor-parallel ranks each, against one process."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = parallelize(Llama(tied=tied).double(), mesh["tp"], PLANS[plan])
+    assert isinstance(model, Llama)
+    for layer in model.layers:
+        assert isinstance(layer, torch.nn.Module)
+        if plan == "sequence":
+            fully_shard(layer.attention_norm, mesh=mesh["dp"])
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = adam(model)
+    wanted_losses, wanted = reference_run(tied=tied)
+    worst = 0.0
+    for step in range(STEPS):
+        mine = batch(step).chunk(2)[mesh["dp"].get_local_rank()]
+        loss = loss_of(model, mine)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=mesh["dp"].get_group())
+        worst = max(worst, abs(total.item() / 2 - wanted_losses[step]))
+    return worst, farthest(full(model.state_dict()), wanted)
+
+
+@pytest.mark.parametrize(
+    ("plan", "tied"), [("plain", False), ("plain", True), ("sequence", False), ("torch's norms", False)]
+)
+def test_fsdp_over_tensor_parallel_trains_as_one_process(plan: str, tied: bool) -> None:
+    for found in run_ranks(4, fsdp_differences, plan, tied):
+        assert max(found) < 1e-9, found
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------
+
+
+def numbers(model: nn.Module) -> list[float]:
+    """All parameters in a row: tensors do not outlive the rank that sends them."""
+    return torch.cat([value.flatten() for value in full(model.state_dict()).values()]).tolist()
+
+
+def apart(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def save(path: str, plan: str) -> list[float]:
+    torch.manual_seed(0)
+    model = parallelize(Llama().double(), tp_mesh(), PLANS[plan])
+    optimizer = adam(model)
+    loss_of(model, batch(0)).backward()
+    optimizer.step()
+    state, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": state, "optimizer": moments}, checkpoint_id=path)
+    return numbers(model)
+
+
+def load(path: str, plan: str) -> tuple[list[float], list[float]]:
+    """Into a model with other values, on this world's size; then one more step."""
+    torch.manual_seed(1)
+    model = parallelize(Llama().double(), tp_mesh(), PLANS[plan])
+    optimizer = adam(model)
+    state, moments = get_state_dict(model, optimizer)
+    dcp.load({"model": state, "optimizer": moments}, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=moments)
+    loaded = numbers(model)
+    loss_of(model, batch(1)).backward()
+    optimizer.step()
+    return loaded, numbers(model)
+
+
+@pytest.mark.filterwarnings("default")  # torch's own, from its checkpoint code
+def test_a_checkpoint_is_read_by_another_number_of_ranks(tmp_path: Path) -> None:
+    saved = run_ranks(2, save, str(tmp_path), "sequence")
+    assert apart(saved[0], saved[1]) == 0
+    continued = []
+    for size, plan in ((4, "sequence"), (1, "plain"), (2, "plain")):
+        for loaded, after in run_ranks(size, load, str(tmp_path), plan):
+            assert apart(loaded, saved[0]) == 0
+            continued.append(after)
+    assert max(apart(continued[0], other) for other in continued) < 1e-12
+    assert apart(continued[0], saved[0]) > 1e-3
+
+
+def meta_differences() -> float:
+    """Parallelized on the meta device, given memory, and filled from a whole model's values."""
+    torch.manual_seed(0)
+    whole = Llama().double()
+    with torch.device("meta"):
+        model = Llama().double()
+    model = parallelize(model, tp_mesh(), PLANS["sequence"], src_data_rank=None)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+            assert isinstance(mine, DTensor)
+            placed = torch.distributed.tensor.distribute_tensor(
+                theirs.detach(), mine.device_mesh, mine.placements
+            )
+            mine.copy_(placed)
+    difference: Tensor = (model(batch(0)) - whole(batch(0))).abs().max()
+    difference.backward()
+    return difference.item()
+
+
+def test_a_model_from_the_meta_device() -> None:
+    assert max(run_ranks(2, meta_differences)) < 1e-12
+
+
+def source_values() -> list[float]:
+    """What the ranks hold when each starts from its own values: rank 0's, rank 1's, or their own."""
+    found = []
+    for source in (0, 1, None):
+        model = torch.nn.Linear(2, 4, bias=False)
+        torch.nn.init.constant_(model.weight, float(dist.get_rank()))
+        parallelize(model, tp_mesh(), {"": llama_plan()["layers.*.attention.wq"]}, src_data_rank=source)
+        assert isinstance(model.weight, DTensor)
+        assert model.weight.placements == (Shard(0),)
+        (value,) = model.weight.to_local().unique().tolist()
+        found.append(value)
+    return found
+
+
+def test_the_values_come_from_the_source_rank() -> None:
+    assert run_ranks(2, source_values) == [[0.0, 1.0, 0.0], [0.0, 1.0, 1.0]]
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_pickled_model_computes_the_same() -> None:
+    assert max(run_ranks(2, pickled_difference)) == 0
+
+
+def pickled_difference() -> float:
+    model = parallelize(Llama().double(), tp_mesh(), PLANS["sequence"])
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    twin = torch.load(buffer, weights_only=False)
+    copied = copy.deepcopy(twin)
+    difference: Tensor = (copied(batch(0)) - model(batch(0))).abs().max()
+    return difference.item()
