@@ -87,7 +87,7 @@ def test_a_model_without_a_plan() -> None:
         "Linear states no tensor-parallel plan, neither in its configuration's base_model_tp_plan nor in its "
         "_tp_plan; write a plan for it, a dict of names to styles"
     )
-    with pytest.raises(PlanError, match="^plan_from_hf reads a model or a dict of style names, not a list$"):
+    with pytest.raises(PlanError, match=r"^plan_from_hf reads a model or a dict of style names, not a list$"):
         plan_from_hf([])  # type: ignore[arg-type]
 
 
@@ -158,7 +158,7 @@ def largest_difference(model: nn.Module, reference: nn.Module, x: torch.Tensor, 
             assert isinstance(mine.grad, DTensor)
             piece = distribute_tensor(theirs.grad, mine.device_mesh, mine.placements, src_data_rank=None)
             worst = max(worst, (mine.grad.to_local() - piece.to_local()).abs().max().item())
-    return worst
+    return float(worst)
 
 
 def stated_difference() -> float:
@@ -281,5 +281,5 @@ def test_every_style_name_of_transformers_has_an_answer() -> None:
     for name in ALL_PARALLEL_STYLES.keys():  # noqa: SIM118  it is no mapping
         try:
             plan_from_hf({"x": name})
-        except PlanError as error:
+        except PlanError as error:  # noqa: PERF203  a few names
             assert "is not a style that transformers has" not in str(error)  # noqa: PT017  both ways are right

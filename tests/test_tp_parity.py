@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -101,7 +101,7 @@ def largest(one: Tensor, other: Tensor) -> float:
     return (whole(one.detach()) - whole(other.detach())).abs().max().item()
 
 
-def gradient_difference(mine: nn.Parameter, reference: nn.Parameter, *, locally: bool) -> float:
+def gradient_difference(mine: Tensor, reference: Tensor, *, locally: bool) -> float:
     """How far a gradient is from the reference's: as a whole, and as the piece that this rank holds."""
     grad, wanted = mine.grad, reference.grad
     assert grad is not None
@@ -166,7 +166,7 @@ WHOLE, SEQUENCE, LAST = Replicate(), Shard(1), Shard(-1)
 class OwnForward(nn.Linear):
     """A linear that does something of its own, which the styles must not replace."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
         return 2 * super().forward(input)
 
 
@@ -229,11 +229,11 @@ def pair_differences(
     if linear is not nn.Linear:
         reference.up.__class__ = reference.down.__class__ = linear
     for parameter in frozen:
-        reference.get_parameter(parameter).requires_grad_(requires_grad=False)
+        reference.get_parameter(parameter).requires_grad_(False)
     model = parallelize(copy.deepcopy(reference), mesh, {"up": up, "down": down})
     x = torch.randn(4, 8, 8, dtype=torch.float64, requires_grad=True)
-    piece = distribute_tensor(x.detach(), mesh, [input_layout], src_data_rank=None)
-    piece = (piece if as_dtensor else piece.to_local()).requires_grad_()
+    placed = distribute_tensor(x.detach(), mesh, [input_layout], src_data_rank=None)
+    piece = (placed if as_dtensor else placed.to_local()).requires_grad_()
     wanted = reference(x)
     wanted.square().sum().backward()
     got = model(piece)

@@ -289,7 +289,7 @@ def test_a_frozen_norm_stays_frozen() -> None:
     with fake_world(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         model = Llama()
-        model.norm.weight.requires_grad_(requires_grad=False)
+        model.norm.weight.requires_grad_(False)
         parallelize(model, mesh, {"norm": SequenceParallel(), "layers.*.ffn_norm": SequenceParallel()})
         assert isinstance(model.norm.weight, DTensor)
         assert not model.norm.weight.requires_grad

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from ranks import run_ranks
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -88,6 +88,7 @@ def fsdp_differences(plan: str, tied: bool) -> tuple[float, float]:
     for layer in model.layers:
         assert isinstance(layer, torch.nn.Module)
         if plan == "sequence":
+            assert isinstance(layer.attention_norm, torch.nn.Module)
             fully_shard(layer.attention_norm, mesh=mesh["dp"])
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
@@ -170,7 +171,7 @@ def meta_differences() -> float:
     whole = Llama().double()
     with torch.device("meta"):
         model = Llama().double()
-    model = parallelize(model, tp_mesh(), PLANS["sequence"], src_data_rank=None)
+    parallelize(model, tp_mesh(), PLANS["sequence"], src_data_rank=None)
     assert all(parameter.is_meta for parameter in model.parameters())
     model.to_empty(device="cpu")
     with torch.no_grad():

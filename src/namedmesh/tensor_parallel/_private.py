@@ -6,14 +6,13 @@ import copy
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-
-    import torch
 
 # torch 2.13 renamed both and warns at the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -45,6 +44,16 @@ def gradient_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
     The public ``DTensor.from_local`` works out the global shape again and passes through autograd: ten times
     the cost, once per parameter and step.
     """
+    if not parameter.is_contiguous():  # a gradient is: the strides are not the parameter's
+        strides = torch.empty(parameter.shape, device="meta").stride()
+        return DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=strides,
+        )
     # A copy, because torch may write into the specification of a tensor that it dispatches on.
     spec = copy.copy(parameter._spec)  # noqa: SLF001
     return DTensor(local, spec, requires_grad=False)
