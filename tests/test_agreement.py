@@ -124,6 +124,8 @@ def _later_calls() -> list[str]:
         _told(lambda: mesh.flatten("dp", "tp", name="all" if mine else None))[1],
         _told(lambda: mesh.add_view("expert", ep=4) if mine else mesh.add_view("expert", edp=2, ep=2))[1],
         _told(lambda: mesh.add_view("expert", ep=4) if mine else mesh.flatten("dp", "tp"))[1].splitlines()[1],
+        _told(lambda: mesh.flatten("dp", "tq" if mine else "tp"))[1],
+        _told(lambda: mesh.add_view("expert", ep=3 if mine else 4))[1],
     ]
     mesh.close()
     # Afterwards nothing is out of step.
@@ -140,6 +142,9 @@ def test_flatten_and_add_view_agree_too() -> None:
         "the same",
         "  - call differs between ranks: mesh.flatten on ranks 0, 1, 3; mesh.add_view('expert') on rank 2; give every "
         "rank the same",
+        "rank 2 gave up on mesh.flatten: axis 'tq' is not one of ('dp', 'tp'); did you mean 'tp'?",
+        "rank 2 gave up on mesh.add_view('expert'): ep=3 needs 3 ranks, but the world has 4; change a size, or give "
+        "one axis -1 for whatever is left",
     ]
     assert run_ranks(4, _later_calls) == [expected] * 4
 

@@ -293,6 +293,8 @@ def test_sub_meshes_are_the_same_objects_and_share_groups() -> None:
         flat = mesh.flatten("cp", "dp")
         assert flat is mesh.flatten("dp", "cp") is mesh["dp_cp"]
         assert flat.mesh_dim_names == ("dp_cp",)
+        assert mesh.group("dp_cp") is flat.get_group()
+        assert (mesh.size("dp_cp"), mesh.rank("dp_cp"), mesh.ranks("dp_cp", "tp")) == (2, 1, tuple(range(8)))
         assert mesh.group("dp", "cp") is mesh.group("cp", "dp") is flat.get_group() is mesh.group("dp")
         mesh.close()
 

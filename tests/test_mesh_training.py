@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
+NEEDS_2_10 = pytest.mark.skipif(
+    TORCH.release < (2, 10), reason="torch up to 2.9 combines only meshes of one root, and adjoining axes"
+)
+
 Where = tuple["DeviceMesh", "DeviceMesh"]  # data parallel, tensor parallel
 
 
@@ -75,6 +79,13 @@ def _flat_in_view() -> Where:
     return mesh.flatten("edp_outer", "edp_inner"), mesh["ep"]
 
 
+def _beside_a_view() -> Where:
+    """Hybrid sharding over a view that joins two axes, tensor parallel on the mesh's own axis."""
+    mesh = namedmesh.init_mesh(dp_replicate=2, dp_shard=2, cp=1, tp=2)
+    mesh.add_view("fsdp", dp_replicate=2, dp_shard_cp=2, tp=2)
+    return mesh["dp_replicate", "dp_shard_cp"], mesh["tp"]
+
+
 def _adopted() -> Where:
     torch_mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     mesh = namedmesh.NamedMesh.from_device_mesh(torch_mesh)
@@ -124,10 +135,9 @@ def _mean_over(ranks: int, told: list[list[float]]) -> list[float]:
         pytest.param(
             _flat_far_apart,
             16,
-            marks=pytest.mark.skipif(
-                TORCH.release < (2, 10), reason="torch up to 2.9 slices only adjoining axes beside others"
-            ),
+            marks=NEEDS_2_10,
         ),
+        pytest.param(_beside_a_view, 8, marks=NEEDS_2_10),
         (_view, 4),
         (_flat_in_view, 8),
         (_adopted, 4),

@@ -67,11 +67,10 @@ def test_options_that_reach_a_group_over_two_axes() -> None:
             "cp_tp": GroupOptions(timeout=timedelta(seconds=9)),
         }
         mesh = namedmesh.init_mesh(dp=2, cp=2, tp=2, options=options)
-        view = mesh._views["mesh"]
-        assert mesh._options_of(view, ("dp", "cp")) == GroupOptions(
+        assert mesh._options_of(("dp", "cp")) == GroupOptions(
             timeout=timedelta(seconds=3), nccl={"max_ctas": 4}, high_priority=True
         )
-        assert mesh._options_of(view, ("tp", "cp")) == GroupOptions(timeout=timedelta(seconds=9))
+        assert mesh._options_of(("cp", "tp")) == GroupOptions(timeout=timedelta(seconds=9))
         mesh.close()
 
 

@@ -35,6 +35,7 @@ ROOMS = (
     "current",
     "adopt",
     "explain",
+    "views",
     "mesh",
     "init",
     "tensor_parallel",

@@ -21,7 +21,10 @@ from namedmesh.errors import AgreementError, listing
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["agree"]
+__all__ = ["MISTAKE", "agree"]
+
+MISTAKE = "mistake"
+"""The field of a request in which a rank says why it gives up; the others then need no comparison."""
 
 # Serial number of the next comparison among the same ranks, so that no two share their keys in the store.
 _serials: Counter[tuple[int, int]] = Counter()
@@ -125,6 +128,13 @@ def _differences(requests: Sequence[Mapping[str, str]], ranks: Sequence[int]) ->
         >>> _differences([{"layout": "tp=2"}, {"layout": "tp=2"}, {"layout": "tp=1"}], [0, 1, 2])
         ['layout differs between ranks: tp=2 on ranks 0, 1; tp=1 on rank 2; give every rank the same']
     """
+    gave_up = [
+        f"rank {rank} gave up on {request['call']}: {request[MISTAKE]}"
+        for rank, request in zip(ranks, requests, strict=True)
+        if MISTAKE in request
+    ]
+    if gave_up:
+        return gave_up
     problems = []
     for field in dict.fromkeys(field for request in requests for field in request):
         holders: dict[str, list[int]] = defaultdict(list)

@@ -10,7 +10,7 @@ from namedmesh.errors import MeshError
 if TYPE_CHECKING:
     from namedmesh.mesh import NamedMesh
 
-__all__ = ["current_mesh", "deselect", "is_selected", "register", "select", "unregister"]
+__all__ = ["current_mesh", "deselect", "register", "select", "unregister"]
 
 # Process-wide rather than per thread: autograd runs backward functions in threads of its own, and code in
 # them must see the mesh that was selected around the training step.
@@ -66,8 +66,3 @@ def deselect(mesh: NamedMesh) -> None:
         if _selected[i] is mesh:
             del _selected[i]
             return
-
-
-def is_selected(mesh: NamedMesh) -> bool:
-    """Whether a mesh is inside a ``with`` block."""
-    return any(selected is mesh for selected in _selected)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,28 +12,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from namedmesh import current
 from namedmesh._torch import flattened, forget
 from namedmesh.adopt import layout_of_groups, layout_of_mesh
-from namedmesh.agreement import agree
-from namedmesh.errors import AxisError, LayoutError, MeshError, did_you_mean
+from namedmesh.agreement import MISTAKE, agree
+from namedmesh.errors import AxisError, LayoutError, MeshError, NamedMeshError
 from namedmesh.explain import explain_group, explain_mesh, explain_rank
 from namedmesh.groups import Communicator, GroupPool
 from namedmesh.launch import default_group_device
 from namedmesh.layout import Layout
 from namedmesh.options import GroupOptions
+from namedmesh.views import DENSE, View, Views, named, quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from types import TracebackType
 
     from typing_extensions import Self
 
 __all__ = ["NamedMesh"]
-
-
-class View(NamedTuple):
-    """One factoring of the ranks: a layout and the torch mesh over it."""
-
-    layout: Layout
-    root: DeviceMesh
 
 
 class NamedMesh:
@@ -66,7 +61,7 @@ class NamedMesh:
         self.global_rank = pool.rank
         self.closed = False
         self._options = dict(options or {})
-        self._views = {"mesh": View(layout, root)}
+        self._all_views = Views(View(layout, root))
         self._flat: dict[tuple[str, ...], DeviceMesh] = {}
         # Answers already given, by the names they were asked with: an accessor is a look-up.
         self._meshes: dict[str | tuple[str, ...], DeviceMesh] = {}
@@ -156,7 +151,8 @@ class NamedMesh:
         try:
             return self._sizes[axes]
         except KeyError:
-            size = self._sizes[axes] = self._view(axes).layout.size(*axes or self.layout.axes)
+            view, chosen = self._place(axes)
+            size = self._sizes[axes] = view.layout.size(*chosen)
             return size
 
     def rank(self, *axes: str) -> int:
@@ -164,19 +160,20 @@ class NamedMesh:
         try:
             return self._ranks[axes]
         except KeyError:
-            layout = self._view(axes).layout
-            rank = self._ranks[axes] = layout.group_rank(self.global_rank, *axes or self.layout.axes)
+            view, chosen = self._place(axes)
+            rank = self._ranks[axes] = view.layout.group_rank(self.global_rank, *chosen)
             return rank
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
         """The global ranks in this rank's group over ``axes``, ascending; without axes, of the whole mesh."""
-        return self._view(axes).layout.group(self.global_rank, *axes or self.layout.axes)
+        view, chosen = self._place(axes)
+        return view.layout.group(self.global_rank, *chosen)
 
     @property
     def coords(self) -> dict[str, int]:
         """This rank's coordinate on each axis; those of a view come after the mesh's own."""
         coords: dict[str, int] = {}
-        for view in self._open_views().values():
+        for view in self._views:
             coords |= {
                 axis: at for axis, at in view.layout.coords(self.global_rank).items() if axis not in coords
             }
@@ -185,17 +182,17 @@ class NamedMesh:
     @property
     def device_mesh(self) -> DeviceMesh:
         """The torch mesh over all axes of the layout."""
-        return self._open_views()["mesh"].root
+        return self._views.first.root
 
     @property
     def views(self) -> dict[str, Layout]:
         """The layouts of the views that were added, by name."""
-        return {name: view.layout for name, view in self._open_views().items() if name != "mesh"}
+        return {name: layout for name, layout in self._views.layouts().items() if name != DENSE}
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
         """The process groups that this rank holds through this mesh, in the order they came."""
-        self._open_views()
+        self._check_open()
         return tuple(self.pool.communicators)
 
     def is_first(self, axis: str) -> bool:
@@ -208,11 +205,11 @@ class NamedMesh:
 
     def next(self, axis: str) -> int:
         """The global rank after this one on an axis; after the last comes the first."""
-        return self._view((axis,)).layout.neighbour(self.global_rank, axis, 1)
+        return self._views.of((axis,)).layout.neighbour(self.global_rank, axis, 1)
 
     def prev(self, axis: str) -> int:
         """The global rank before this one on an axis; before the first comes the last."""
-        return self._view((axis,)).layout.neighbour(self.global_rank, axis, -1)
+        return self._views.of((axis,)).layout.neighbour(self.global_rank, axis, -1)
 
     def gloo_group(self, *axes: str) -> dist.ProcessGroup:
         """The gloo group over the same ranks as :meth:`group`, for tensors on the CPU.
@@ -220,18 +217,18 @@ class NamedMesh:
         Raises:
             MeshError: the axes have no gloo group; it is made where their options say ``gloo_twin``.
         """
-        view = self._view(axes)
-        twin = self.pool.find_twin(view.layout, self._ordered(view, axes), self._options_of(view, axes))
+        view, ordered = self._place(axes)
+        twin = self.pool.find_twin(view.layout, ordered, self._options_of(ordered))
         if twin is None:
             raise MeshError(
-                f"there is no gloo group over {_named(axes)}; ask for one when the group is made, with "
+                f"there is no gloo group over {named(axes)}; ask for one when the group is made, with "
                 "options=GroupOptions(gloo_twin=True)"
             )
         return twin
 
     def explain(self, group: dist.ProcessGroup | None = None, *, rank: int | None = None) -> str:
         """In words: what a process group is, where a rank stands, or, without either, the whole mesh."""
-        layouts = {name: view.layout for name, view in self._open_views().items()}
+        layouts = self._views.layouts()
         if group is not None:
             return explain_group(layouts, self.communicators, group)
         if rank is not None:
@@ -258,22 +255,23 @@ class NamedMesh:
             LayoutError: the name is taken, or the axes set options that contradict each other.
             AgreementError: the other ranks did not call this, or not with the same arguments.
         """
-        view = self._view(axes)
-        ordered = self._ordered(view, axes)
-        if len(ordered) == 1:
-            return self[ordered[0]]
-        if ordered in self._flat:
-            return self._flat[ordered]
-        name = name or "_".join(ordered)
-        if name in view.layout or name in self._names():
-            raise LayoutError(f"the name {name!r} is taken by an axis; give the product another with name=")
-        options = options or self._options_of(view, ordered)
+        with self._telling("mesh.flatten"):
+            view = self._views.of(self._views.expand(axes))
+            ordered = view.ordered(self._views.expand(axes))
+            if len(ordered) == 1:
+                return self[ordered[0]]
+            if ordered in self._flat:
+                return self._flat[ordered]
+            name = name or "_".join(ordered)
+            self._views.check_product(name, ordered)
+            options = options or self._options_of(ordered)
         self._agree("mesh.flatten", {"axes": "-".join(ordered), "name": name, "options": repr(options)})
         group = self.pool.make(view.layout, ordered, options)
         if options.gloo_twin:
             self.pool.make_twin(view.layout, ordered, options)
         self._options["_".join(ordered)] = options
         mesh = self._flat[ordered] = flattened(view.root, ordered, name, group)
+        self._views.add_product(name, ordered)
         self._meshes[name] = mesh
         return mesh
 
@@ -295,17 +293,18 @@ class NamedMesh:
             LayoutError: sizes that do not fit, a name that is taken, or an axis that is not the same ranks.
             AgreementError: the other ranks did not call this, or not with the same arguments.
         """
-        views = self._open_views()
-        layout = Layout(**sizes, world_size=self.layout.world_size, rank_offset=self.layout.rank_offset)
-        self._check_view(name, layout)
-        said = {**self._options, **(options or {})}
-        self._agree(f"mesh.add_view({name!r})", {"layout": repr(layout), "options": repr(options or {})})
+        call = f"mesh.add_view({name!r})"
+        with self._telling(call):
+            layout = Layout(**sizes, world_size=self.layout.world_size, rank_offset=self.layout.rank_offset)
+            self._views.check(name, layout, self.global_rank)
+            said = {**self._options, **(options or {})}
+        self._agree(call, {"layout": repr(layout), "options": repr(options or {})})
         root = self.pool.over(layout, self.device.type, said)
         for axis in layout.axes:
             if axis in said and said[axis].gloo_twin:
                 self.pool.make_twin(layout, (axis,), said[axis])
         self._options = said
-        views[name] = View(layout, root)
+        self._views.add(name, View(layout, root))
         return root
 
     def close(self) -> None:
@@ -316,10 +315,10 @@ class NamedMesh:
         if self.closed:
             return
         self.closed = True
-        for view in self._views.values():
+        for view in self._all_views:
             forget(view.root)
-        for answers in (self._meshes, self._groups, self._sizes, self._ranks, self._flat, self._views):
-            answers.clear()
+        for answers in (self._meshes, self._groups, self._sizes, self._ranks, self._flat):
+            answers.clear()  # what a closed mesh is asked for, it has to look up, and finds that it is closed
         self.pool.close()
         current.unregister(self)
 
@@ -327,7 +326,7 @@ class NamedMesh:
 
     def __enter__(self) -> Self:
         """Make this the current mesh, for :func:`namedmesh.current_mesh` and the dialects."""
-        self._open_views()
+        self._check_open()
         current.select(self)
         return self
 
@@ -342,56 +341,31 @@ class NamedMesh:
 
     # Behind the accessors.
 
-    def _open_views(self) -> dict[str, View]:
+    def _check_open(self) -> None:
         if self.closed:
             raise MeshError(f"the mesh over {self.layout} was closed; make another with init_mesh()")
-        return self._views
 
-    def _names(self) -> dict[str, str]:
-        """Every axis of every view, and the view it is in."""
-        names: dict[str, str] = {}
-        for view_name, view in self._open_views().items():
-            for axis in view.layout:
-                names.setdefault(axis, view_name)
-        return names
+    @property
+    def _views(self) -> Views:
+        """The views of an open mesh: every answer that is not known yet goes through here."""
+        self._check_open()
+        return self._all_views
 
-    def _view(self, axes: Sequence[str]) -> View:
-        """The first view that has all these axes."""
-        views = self._open_views()
-        for view in views.values():
-            if all(axis in view.layout for axis in axes):
-                return view
-        names = self._names()
-        unknown = [axis for axis in axes if axis not in names]
-        if unknown:
-            raise AxisError(
-                *(
-                    f"axis {axis!r} is not one of {tuple(names)}{did_you_mean(axis, names)}"
-                    for axis in unknown
-                )
-            )
-        homes = " and ".join(
-            f"{axis!r} {'in view ' + repr(names[axis]) if names[axis] != 'mesh' else 'in the mesh'}"
-            for axis in axes
-        )
-        raise AxisError(
-            f"axes {_named(axes)} are not together in one view ({homes}); combine axes of one view only"
-        )
-
-    def _ordered(self, view: View, axes: Sequence[str]) -> tuple[str, ...]:
-        if not axes:
-            raise AxisError(f"no axis is named; name one or more of {view.layout.axes}")
-        return tuple(axis for axis in view.layout.axes if axis in axes)
+    def _place(self, axes: Sequence[str]) -> tuple[View, tuple[str, ...]]:
+        """The view that has the axes, and the axes in its order; without axes, the whole mesh."""
+        chosen = self._views.expand(axes) or self.layout.axes
+        view = self._views.of(chosen)
+        return view, view.ordered(chosen)
 
     def _slice(self, axes: tuple[str, ...]) -> DeviceMesh:
-        view = self._view(axes)
+        view = self._views.of(axes)
         if len(set(axes)) != len(axes) or not axes:
             raise AxisError(f"axes {axes} are not a selection of {view.layout.axes}; name each axis once")
         in_order = tuple(axis for axis in view.root.mesh_dim_names or () if axis in axes)
         if axes != in_order:
             raise LayoutError(
-                f"mesh[{_quoted(axes)}] is out of order; torch slices in the order of the mesh: "
-                f"mesh[{_quoted(in_order)}]"
+                f"mesh[{quoted(axes)}] is out of order; torch slices in the order of the mesh: "
+                f"mesh[{quoted(in_order)}]"
             )
         mesh = self._meshes[axes] = self._meshes.get(axes) or view.root[axes]
         if len(axes) == 1:
@@ -399,49 +373,39 @@ class NamedMesh:
         return mesh
 
     def _learn_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
-        view = self._view(axes)
-        ordered = self._ordered(view, axes)
+        view = self._views.of(self._views.expand(axes))
+        ordered = view.ordered(self._views.expand(axes))
         if len(ordered) == 1:
             group: dist.ProcessGroup | None = view.root.get_group(ordered[0])
         else:
-            group = self.pool.find(view.layout, ordered, self._options_of(view, ordered))
+            group = self.pool.find(view.layout, ordered, self._options_of(ordered))
         if group is None:
             raise MeshError(
-                f"there is no group over {_named(ordered)} yet; call mesh.flatten({_quoted(ordered)}) once, on every "
+                f"there is no group over {named(ordered)} yet; call mesh.flatten({quoted(ordered)}) once, on every "
                 "rank, before it is asked for"
             )
         self._groups[axes] = group
         return group
 
-    def _options_of(self, view: View, axes: Sequence[str]) -> GroupOptions:
-        ordered = self._ordered(view, axes)
+    def _options_of(self, ordered: tuple[str, ...]) -> GroupOptions:
+        """The options of a group over axes of one view: what was said of all together, or of each."""
         said = self._options.get("_".join(ordered))
         if said is not None:
             return said
         combined = GroupOptions()
         for axis in ordered:
-            combined = combined.combined(self._options.get(axis, GroupOptions()), _named(ordered))
+            combined = combined.combined(self._options.get(axis, GroupOptions()), named(ordered))
         return combined
 
-    def _check_view(self, name: str, layout: Layout) -> None:
-        problems = []
-        for axis, home in self._names().items():
-            other = self._views[home].layout
-            if axis in layout and layout.partition(axis) != other.partition(axis):
-                problems.append(
-                    f"axis {axis!r} groups rank {self.global_rank} with {layout.group(self.global_rank, axis)} in view "
-                    f"{name!r}, but with {other.group(self.global_rank, axis)} in {other}; an axis that views share "
-                    "must be the same ranks in both: change sizes or order, or give it a name of its own"
-                )
-        if name in self._views:
-            problems.append(f"the name {name!r} is taken by another view; choose another")
-        problems += [
-            f"axis {axis!r} has the name of a flattened product; choose another name"
-            for axis in layout
-            if axis in self._meshes and axis not in self._names()
-        ]
-        if problems:
-            raise LayoutError(*problems)
+    @contextmanager
+    def _telling(self, call: str) -> Iterator[None]:
+        """Let the other ranks, which may be fine and waiting, know that this one gives up."""
+        try:
+            yield
+        except NamedMeshError as error:
+            if not self.closed:
+                self._agree(call, {MISTAKE: str(error)})
+            raise
 
     def _agree(self, call: str, request: Mapping[str, str]) -> None:
         if dist.get_backend() != "fake":
@@ -452,11 +416,3 @@ class NamedMesh:
                 rank=self.global_rank,
                 timeout=self.pool.defaults.timeout,
             )
-
-
-def _named(axes: Sequence[str]) -> str:
-    return " and ".join(repr(axis) for axis in axes)
-
-
-def _quoted(axes: Sequence[str]) -> str:
-    return ", ".join(f'"{axis}"' for axis in axes)

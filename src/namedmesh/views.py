@@ -1,0 +1,164 @@
+"""The factorings of one mesh: which view has which axes, and whether views agree on the axes they share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from namedmesh.errors import AxisError, LayoutError, did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from namedmesh.layout import Layout
+
+__all__ = ["DENSE", "View", "Views", "named", "quoted"]
+
+DENSE = "mesh"
+"""The name of the view that the mesh was made with."""
+
+
+class View(NamedTuple):
+    """One factoring of the ranks: a layout and the torch mesh over it."""
+
+    layout: Layout
+    root: DeviceMesh
+
+    def ordered(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """The given axes in the order of the layout.
+
+        Raises:
+            AxisError: there are none.
+        """
+        if not axes:
+            raise AxisError(f"no axis is named; name one or more of {self.layout.axes}")
+        return tuple(axis for axis in self.layout.axes if axis in axes)
+
+
+class Views:
+    """The views of a mesh, in the order they were added; the first is the mesh's own.
+
+    Args:
+        first: the mesh's own view.
+    """
+
+    def __init__(self, first: View) -> None:
+        self._views = {DENSE: first}
+        self._products: dict[str, tuple[str, ...]] = {}
+
+    def __iter__(self) -> Iterator[View]:
+        return iter(self._views.values())
+
+    @property
+    def first(self) -> View:
+        """The view that the mesh was made with."""
+        return self._views[DENSE]
+
+    def layouts(self) -> dict[str, Layout]:
+        """The layouts by the names of the views."""
+        return {name: view.layout for name, view in self._views.items()}
+
+    def homes(self) -> dict[str, str]:
+        """Every axis, and the first view that has it."""
+        homes: dict[str, str] = {}
+        for name, view in self._views.items():
+            for axis in view.layout:
+                homes.setdefault(axis, name)
+        return homes
+
+    def of(self, axes: Sequence[str]) -> View:
+        """The first view that has all the given axes.
+
+        Raises:
+            AxisError: a name that is no axis, or axes that are not together in one view.
+        """
+        for view in self:
+            if all(axis in view.layout for axis in axes):
+                return view
+        homes = self.homes()
+        unknown = [
+            f"axis {axis!r} is not one of {tuple(homes)}{did_you_mean(axis, homes)}"
+            for axis in axes
+            if axis not in homes
+        ]
+        if unknown:
+            raise AxisError(*unknown)
+        where = " and ".join(
+            f"{axis!r} {'in the mesh' if homes[axis] == DENSE else f'in view {homes[axis]!r}'}"
+            for axis in axes
+        )
+        raise AxisError(
+            f"axes {named(axes)} are not together in one view ({where}); combine axes of one view only"
+        )
+
+    def expand(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Axes as they are, and the axes of flattened products in place of the products' names."""
+        return tuple(axis for name in names for axis in self._products.get(name, (name,)))
+
+    def add(self, name: str, view: View) -> None:
+        """Add a view that :meth:`check` had nothing against."""
+        self._views[name] = view
+
+    def add_product(self, name: str, axes: tuple[str, ...]) -> None:
+        """Give some axes, taken together, a name of their own."""
+        self._products[name] = axes
+
+    def check(self, name: str, layout: Layout, rank: int) -> None:
+        """Refuse a new view that contradicts the others.
+
+        Raises:
+            LayoutError: a name that is taken, or a shared axis that is not the same ranks; all problems.
+        """
+        problems = []
+        for axis, home in self.homes().items():
+            other = self._views[home].layout
+            if axis in layout and layout.partition(axis) != other.partition(axis):
+                problems.append(
+                    f"axis {axis!r} groups rank {rank} with {layout.group(rank, axis)} in view {name!r}, but with "
+                    f"{other.group(rank, axis)} in {other}; an axis that views share must be the same ranks in both: "
+                    "change sizes or order, or give it a name of its own"
+                )
+        if name in self._views:
+            problems.append(f"the name {name!r} is taken by another view; choose another")
+        problems += [
+            f"axis {axis!r} has the name of a flattened product; choose another name"
+            for axis in layout
+            if axis in self._products
+        ]
+        if problems:
+            raise LayoutError(*problems)
+
+    def check_product(self, name: str, axes: tuple[str, ...]) -> None:
+        """Refuse a name for a product that means something else already.
+
+        Raises:
+            LayoutError: an axis or another product has the name.
+        """
+        if name in self.homes():
+            raise LayoutError(f"the name {name!r} is taken by an axis; give the product another with name=")
+        if self._products.get(name, axes) != axes:
+            raise LayoutError(
+                f"the name {name!r} is taken by the product of {named(self._products[name])}; give this one another "
+                "with name="
+            )
+
+
+def named(axes: Sequence[str]) -> str:
+    """Axes in a sentence.
+
+    Example:
+        >>> named(("dp", "tp"))
+        "'dp' and 'tp'"
+    """
+    return " and ".join(repr(axis) for axis in axes)
+
+
+def quoted(axes: Sequence[str]) -> str:
+    """Axes as they stand in code.
+
+    Example:
+        >>> quoted(("dp", "tp"))
+        '"dp", "tp"'
+    """
+    return ", ".join(f'"{axis}"' for axis in axes)
