@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 import namedmesh
+from namedmesh import launch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -75,7 +76,7 @@ def take_turns(layout: namedmesh.Layout, rounds: int) -> dict[str, list[Turn]]:
 
 def on_rank(layout: namedmesh.Layout, rounds: int) -> dict[str, list[Turn]]:
     """What a forked rank does: a default group as most jobs make it, then all rounds."""
-    namedmesh.launch.init("cpu")
+    launch.init("cpu")
     return take_turns(layout, rounds)
 
 
@@ -165,7 +166,6 @@ def main() -> None:
     print(paired.machine())
     # Whatever is imported at the first call is imported before the fork.
     with fake_world(4):
-        assert namedmesh.launch
         take_turns(namedmesh.Layout(dp=2, cp=1, tp=2), 1)
     # What is alive now stays: collecting garbage need not look at it again, 64 times over.
     gc.collect()

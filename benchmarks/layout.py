@@ -13,9 +13,11 @@ import argparse
 import statistics
 import timeit
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING
 
 import paired
+
 from namedmesh import Layout
 
 if TYPE_CHECKING:
@@ -82,9 +84,8 @@ def one_group(rounds: int) -> None:
         rank = layout.ranks[-1]
         return timeit.timeit(lambda: layout.group(rank, "pp", "tp"), number=number) / number
 
-    seconds = paired.interleaved(
-        {name: lambda layout=layout: asked(layout) for name, layout in worlds.items()}, rounds
-    )
+    contestants = {name: partial(asked, layout) for name, layout in worlds.items()}
+    seconds = paired.interleaved(contestants, rounds)
     print(f"layout.group(rank, 'pp', 'tp'), 4 ranks; medians of {rounds} rounds of {number:,}")
     print(paired.row(["world", "us", "ratio"], [16, 8, 8]))
     for name, measured in seconds.items():
