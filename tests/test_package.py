@@ -26,6 +26,7 @@ SOURCE = ROOT / "src" / "namedmesh"
 ROOMS = (
     "_version",
     "errors",
+    "sizes",
     "layout",
     "options",
     "_torch",

@@ -7,30 +7,16 @@ axis is the slowest, the last one the fastest.
 
 from __future__ import annotations
 
-import operator
-from keyword import iskeyword
 from math import prod
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from namedmesh.errors import AxisError, LayoutError, did_you_mean, listing
+from namedmesh.sizes import axis_name_problems, checked_int, checked_size, fitted, product
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["Layout", "axis_name_problems"]
-
-# What `Layout` and `init_mesh` take by keyword beside the axes.
-RESERVED = (
-    "backend",
-    "device",
-    "layout",
-    "options",
-    "part",
-    "rank_offset",
-    "share_groups",
-    "timeout",
-    "world_size",
-)
+__all__ = ["Layout"]
 
 
 class Layout:
@@ -158,9 +144,9 @@ class Layout:
     def _fill(self, pairs: tuple[tuple[str, Any], ...], world_size: Any, rank_offset: Any) -> None:
         axes = tuple(name for name, _ in pairs)
         problems = axis_name_problems(axes)
-        sizes = tuple(_checked_size(name, size, problems) for name, size in pairs)
-        world = _checked_int("world_size", world_size, 1, problems) if world_size is not None else None
-        offset = _checked_int("rank_offset", rank_offset, 0, problems)
+        sizes = tuple(checked_size(name, size, problems) for name, size in pairs)
+        world = checked_int("world_size", world_size, 1, problems) if world_size is not None else None
+        offset = checked_int("rank_offset", rank_offset, 0, problems)
         open_axes = [name for name, size in zip(axes, sizes, strict=True) if size == -1]
         if len(open_axes) > 1:
             problems.append(
@@ -171,7 +157,7 @@ class Layout:
                 f"axis {open_axes[0]!r} is -1, but the number of ranks is not known; give its size, or world_size"
             )
         if not problems:
-            sizes = _fitted(axes, sizes, world, problems)
+            sizes = fitted(axes, sizes, world, problems)
         if problems:
             raise LayoutError(*problems)
         set_once = object.__setattr__
@@ -210,7 +196,7 @@ class Layout:
 
     def __str__(self) -> str:
         """The sizes in words, as messages show them: ``pp=2 x dp=2 x tp=2 (8 ranks)``."""
-        return f"{_product(self.axes, self.sizes)} ({self.world_size} rank{'s' * (self.world_size != 1)})"
+        return f"{product(self.axes, self.sizes)} ({self.world_size} rank{'s' * (self.world_size != 1)})"
 
     def __contains__(self, axis: object) -> bool:
         return axis in self._place
@@ -477,85 +463,12 @@ class Layout:
         return offsets
 
 
-def axis_name_problems(axes: Sequence[object]) -> list[str]:
-    """What is wrong with the names of some axes, a sentence each; nothing if they can name a layout.
-
-    Example:
-        >>> axis_name_problems(["dp", "tp", "dp"])
-        ["axis 'dp' is named 2 times; each axis needs a name of its own"]
-    """
-    problems = [] if axes else ["no axis is named; name at least one, such as dp=-1"]
-    for name in dict.fromkeys(axes):
-        if not isinstance(name, str) or not name.isidentifier() or iskeyword(name):
-            problems.append(
-                f"axis name {name!r} is not a Python identifier; use letters, digits and underscores, such as 'dp'"
-            )
-        elif name in RESERVED:
-            problems.append(f"axis name {name!r} is taken by an argument; choose another name")
-        if axes.count(name) > 1:
-            problems.append(
-                f"axis {name!r} is named {axes.count(name)} times; each axis needs a name of its own"
-            )
-    return problems
-
-
 def _rebuild(axes: tuple[str, ...], sizes: tuple[int, ...], rank_offset: int) -> Layout:
     """Unpickle a layout."""
     return Layout.from_shape(axes, sizes, rank_offset=rank_offset)
-
-
-def _product(axes: Iterable[str], sizes: Iterable[int]) -> str:
-    return " x ".join(f"{axis}={size}" for axis, size in zip(axes, sizes, strict=True))
 
 
 def _shifted(ranks: Sequence[int], by: int) -> tuple[int, ...]:
     if isinstance(ranks, range):
         return tuple(range(ranks.start + by, ranks.stop + by, ranks.step))
     return tuple([rank + by for rank in ranks])  # a list is built faster than a generator is drained
-
-
-def _checked_int(what: str, value: SupportsIndex, least: int, problems: list[str]) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if isinstance(value, bool) or number < least:
-        problems.append(f"{what} is {value!r}; it is an int of at least {least}")
-        return least
-    return number
-
-
-def _checked_size(axis: object, value: SupportsIndex, problems: list[str]) -> int:
-    try:
-        size = operator.index(value)
-    except TypeError:
-        size = 0
-    if isinstance(value, bool) or (size < 1 and size != -1):
-        problems.append(
-            f"axis {axis!r} has size {value!r}; a size is an int of at least 1, or -1 for whatever is left"
-        )
-        return 1
-    return size
-
-
-def _fitted(
-    axes: tuple[str, ...], sizes: tuple[int, ...], world_size: int | None, problems: list[str]
-) -> tuple[int, ...]:
-    """The sizes with -1 replaced; a world that they do not fit is a problem."""
-    known = prod(size for size in sizes if size != -1)
-    if world_size is None or (known == world_size and -1 not in sizes):
-        return sizes
-    if -1 in sizes and world_size % known == 0:
-        return tuple(world_size // known if size == -1 else size for size in sizes)
-    if -1 in sizes:
-        fixed = [(axis, size) for axis, size in zip(axes, sizes, strict=True) if size != -1]
-        what = (
-            f"{_product(*zip(*fixed, strict=True))} = {known} does not divide the world of {world_size} ranks"
-        )
-        problems.append(f"{what}; change a size, or the number of ranks to a multiple of {known}")
-    else:
-        problems.append(
-            f"{_product(axes, sizes)} needs {known} ranks, but the world has {world_size}; change a size, or "
-            "give one axis -1 for whatever is left"
-        )
-    return sizes

@@ -44,6 +44,8 @@ def gradient_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
     The public ``DTensor.from_local`` works out the global shape again and passes through autograd: ten times
     the cost, once per parameter and step.
     """
+    if local.dtype != parameter.dtype:  # a backward under autocast that the forward was not under
+        local = local.to(parameter.dtype)
     if not parameter.is_contiguous():  # a gradient is: the strides are not the parameter's
         strides = torch.empty(parameter.shape, device="meta").stride()
         return DTensor.from_local(
