@@ -143,6 +143,9 @@ class Llama(nn.Module):
         """From tokens (or what the part before returned) to logits (or what the part behind expects)."""
         if self.embedding is not None:
             x = self.embedding(x)
+        elif x.requires_grad:
+            # The gradient goes back to the part before, and what is sent has to be contiguous.
+            x.register_hook(Tensor.contiguous)
         for layer in self.layers.values():
             x = layer(x)
         if self.norm is not None and self.head is not None:
@@ -173,7 +176,10 @@ def init_weights(model: Llama, sizes: ModelSizes, seed: int) -> None:
             parameter.fill_(1.0)
             continue
         deviation = 0.02
-        if name.endswith(("out.weight", "down.weight")):
+        if name == "embedding.weight":
+            # Not smaller than what the first layers add to it, or the start is rough.
+            deviation = 0.5
+        elif name.endswith(("out.weight", "down.weight")):
             # These add to the residual path, twice a layer: keep its size independent of the depth.
             deviation /= (2 * sizes.layers) ** 0.5
         generator = torch.Generator().manual_seed(_seed_for(seed, name))

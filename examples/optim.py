@@ -31,6 +31,8 @@ def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
             {"params": [each for each in parameters if each.ndim == 1], "weight_decay": 0.0},
         ],
         betas=(0.9, 0.95),
+        # Large: a gradient as small as its own rounding error should not make a full step.
+        eps=1e-5,
     )
 
 

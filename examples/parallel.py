@@ -12,6 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F  # noqa: N812  the name everyone knows it by
 from llama import Llama, init_weights
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel
+
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -19,17 +25,13 @@ from namedmesh.tensor_parallel import (
     SequenceParallel,
     parallelize,
 )
-from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from namedmesh import NamedMesh
     from settings import Settings
+
+    from namedmesh import NamedMesh
 
     LossFunction = Callable[[Tensor, Tensor], Tensor]
     BatchFunction = Callable[[Tensor, Tensor], list[Tensor]]
@@ -52,7 +54,7 @@ def make_model(settings: Settings, mesh: NamedMesh) -> Llama:
     layers = stage_layers(settings.layers, mesh.size("pp"), mesh.rank("pp"))
     model = Llama(settings.sizes, layers)
     init_weights(model, settings.sizes, settings.seed)
-    model.to(mesh.device)
+    model.to(mesh.device, settings.precision)
     if mesh.size("tp") > 1:
         parallelize(model, mesh["tp"], tensor_parallel_plan(model))
     if mesh.size("dp") > 1:
@@ -61,6 +63,9 @@ def make_model(settings: Settings, mesh: NamedMesh) -> Llama:
         for layer in model.layers.values():
             fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=regather)
         fully_shard(model, mesh=mesh["dp"], reshard_after_forward=regather)
+    if mesh.size("dp") > 1 and mesh.size("tp") > 1:
+        # Where DTensor sums over both axes, as for the gradient norm, it finds this and sums once.
+        mesh.flatten("dp", "tp")
     return model
 
 
@@ -125,7 +130,8 @@ class Step:
         self._mesh = mesh
         self._pieces = pieces
         self._loss = parallel_loss(mesh)
-        mesh.flatten("pp", "dp")  # makes the group for the mean loss; from here on mesh.group() knows it
+        # Makes the group for the mean loss, all ranks together; from here on mesh.group() knows it.
+        mesh.flatten("pp", "dp")
         self._run = self._pipelined() if mesh.size("pp") > 1 else self._in_turn
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -135,7 +141,7 @@ class Step:
             losses = self._run(inputs, targets)
         # Only the last stages know a loss, and the ranks of a tp group know the same one.
         mesh = self._mesh
-        total = torch.zeros((), device=mesh.device)
+        total = torch.zeros((), device=mesh.device, dtype=torch.float64)
         for loss in losses:
             local = loss.to_local() if isinstance(loss, DTensor) else loss
             total += local.detach() / (self._pieces * mesh.size("dp"))

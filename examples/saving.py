@@ -34,7 +34,8 @@ def about_run(settings: Settings, corpus: Corpus, step: int) -> dict[str, Any]:
     """What a checkpoint tells about the run it is from, after ``step`` steps."""
     run = {name: getattr(settings, name) for name in ("steps", "batch", "seq", "lr", "seed")}
     # The next batch is a function of the seed and the step, so these two are the position in the data.
-    return {"step": step, "sizes": vars(settings.sizes), "run": run | {"data_bytes": corpus.size}}
+    run |= {"dtype": str(settings.precision), "data_bytes": corpus.size}
+    return {"step": step, "sizes": vars(settings.sizes), "run": run}
 
 
 def save(directory: Path, model: nn.Module, optimizer: Optimizer, about: dict[str, Any]) -> Path:

@@ -9,13 +9,14 @@ The batch and the order of the data do not depend on the layout, so neither does
 
 from __future__ import annotations
 
-import no_numpy  # noqa: F401, I001  before torch
+import no_numpy  # noqa: F401  it has to come before torch
+
+# isort: split
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-import namedmesh
 import saving
 import torch
 import torch.distributed as dist
@@ -26,10 +27,12 @@ from settings import Settings, parse
 from text import Corpus, find_corpus
 from verify import largest_difference, reference_losses
 
+import namedmesh
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-TOLERANCE = 1e-4  # nats; the order in which the ranks add up makes a difference of about a tenth of it
+TOLERANCE = 1e-4  # nats
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,7 +67,9 @@ def check(settings: Settings, corpus: Corpus) -> list[str]:
     if not corpus.files:
         found.append(f"--data {settings.data}: there is no such file or directory, or no file in it")
     elif corpus.size <= settings.seq:
-        found.append(f"--data {settings.data}: {corpus.size} bytes are too few for sequences of {settings.seq}")
+        found.append(
+            f"--data {settings.data}: {corpus.size} bytes are too few for sequences of {settings.seq}"
+        )
     return found + saving.resume_problems(settings)
 
 
@@ -97,7 +102,9 @@ def train(settings: Settings, corpus: Corpus, mesh: namedmesh.NamedMesh) -> list
     start = resume(settings, corpus, model, optimizer)
     run_step = Step(model, mesh, settings.pieces)
     progress = Progress(start, settings.steps, settings.batch * settings.seq, shown=dist.get_rank() == 0)
-    progress.tell(f"{mesh.layout} on {mesh.device.type}\n{picture(mesh.layout, settings.layers)}")
+    progress.tell(
+        f"{mesh.layout} on {mesh.device.type}, {settings.precision}\n{picture(mesh.layout, settings.layers)}"
+    )
     share = settings.batch // mesh.size("dp")
     part = slice(mesh.rank("dp") * share, (mesh.rank("dp") + 1) * share)
     losses = []
@@ -120,7 +127,9 @@ def train(settings: Settings, corpus: Corpus, mesh: namedmesh.NamedMesh) -> list
     return losses
 
 
-def resume(settings: Settings, corpus: Corpus, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def resume(
+    settings: Settings, corpus: Corpus, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> int:
     """Load the checkpoint, if one is asked for, and return the step to begin with."""
     checkpoint = saving.find_checkpoint(settings.resume) if settings.resume else None
     if checkpoint is None:
@@ -134,18 +143,18 @@ def resume(settings: Settings, corpus: Corpus, model: torch.nn.Module, optimizer
     return step
 
 
-def verify(
-    settings: Settings, corpus: Corpus, mesh: namedmesh.NamedMesh, losses: Sequence[float]
-) -> bool:
+def verify(settings: Settings, corpus: Corpus, mesh: namedmesh.NamedMesh, losses: Sequence[float]) -> bool:
     """Repeat the run on rank 0 alone, without any of the parallel machinery; the others wait at the end."""
     if dist.get_rank() != 0:
         return True
     print("verifying in one process ...", flush=True)
-    torch.set_num_threads(os.cpu_count() or 1)
     difference = largest_difference(losses, reference_losses(settings, corpus, mesh.device))
     agree = difference <= TOLERANCE
     words = "is within" if agree else "IS NOT WITHIN"
-    print(f"largest difference of the loss over {len(losses)} steps: {difference:.1e}, {words} {TOLERANCE:.0e}")
+    print(
+        f"largest difference of the loss over {len(losses)} steps in {settings.precision}: {difference:.1e}, "
+        f"{words} {TOLERANCE:.0e}"
+    )
     return agree
 
 

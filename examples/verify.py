@@ -23,7 +23,7 @@ def reference_losses(settings: Settings, corpus: Corpus, device: torch.device) -
     """The loss of every step, from the first one on, of an unsharded model on whole batches."""
     model = Llama(settings.sizes)
     init_weights(model, settings.sizes, settings.seed)
-    model.to(device)
+    model.to(device, settings.precision)
     optimizer = make_optimizer(model)
     losses = []
     for step in range(settings.steps):

@@ -1,0 +1,265 @@
+"""The training script: every layout gives the losses of one process, and checkpoints fit all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import saving
+import torch
+import train
+from llama import Llama, ModelSizes, init_weights
+from parallel import stage_layers
+from progress import picture
+from ranks import run_ranks
+from settings import Settings, parse
+from text import Corpus, find_corpus
+from verify import largest_difference, reference_losses
+
+import namedmesh
+
+EXAMPLES = Path(train.__file__).parent
+# verify=True makes everything double precision, so that only real differences are seen.
+TINY = Settings(
+    steps=4,
+    batch=8,
+    seq=16,
+    dim=32,
+    layers=4,
+    heads=8,
+    kv_heads=8,
+    data=str(EXAMPLES),
+    checkpoint="",
+    verify=True,
+    device="cpu",
+)
+
+
+def losses_of(settings: Settings) -> list[float]:
+    mesh = namedmesh.init_mesh(pp=settings.pp, dp=settings.dp, tp=settings.tp, device=settings.device)
+    losses = train.train(settings, find_corpus(settings.data), mesh)
+    mesh.close()
+    return losses
+
+
+def one_process(settings: Settings) -> list[float]:
+    return reference_losses(settings, find_corpus(settings.data), torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[float]:
+    # In a process of its own: one that has run a backward has threads, and should not be forked any more.
+    return run_ranks(1, one_process, TINY)[0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size"),
+    [
+        ({"pp": 2, "tp": 2}, 8),
+        ({"pp": 4, "tp": 2, "microbatches": 8}, 8),
+        ({"tp": 2, "microbatches": 2}, 4),
+        ({"pp": 2}, 4),
+    ],
+)
+def test_losses_are_those_of_one_process(
+    layout: dict[str, int], world_size: int, reference: list[float]
+) -> None:
+    settings = dataclasses.replace(TINY, **layout)
+    by_rank = run_ranks(world_size, losses_of, settings)
+    assert all(losses == by_rank[0] for losses in by_rank)
+    assert reference[-1] < reference[0] - 0.01
+    assert by_rank[0] == pytest.approx(reference, abs=1e-9)
+
+
+def test_a_run_continues_on_another_layout(tmp_path: Path, reference: list[float]) -> None:
+    saving_run = dataclasses.replace(TINY, pp=2, tp=2, checkpoint=str(tmp_path), save_every=2)
+    run_ranks(8, losses_of, saving_run)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000004"]
+    first = str(tmp_path / "step-000002")
+    on_four = run_ranks(4, losses_of, dataclasses.replace(TINY, tp=4, resume=first))
+    assert on_four[0] == pytest.approx(reference[2:], abs=1e-9)
+    on_eight = run_ranks(8, losses_of, dataclasses.replace(TINY, pp=4, dp=2, resume=first))
+    assert on_eight[0] == pytest.approx(reference[2:], abs=1e-9)
+    alone = run_ranks(1, losses_of, dataclasses.replace(TINY, resume=first))
+    assert alone[0] == pytest.approx(reference[2:], abs=1e-9)
+
+
+def save_twice_interrupted(settings: Settings) -> None:
+    losses_of(settings)
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    saving.dcp.save = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        losses_of(settings)
+
+
+def test_an_interrupted_save_keeps_the_one_before(tmp_path: Path) -> None:
+    settings = dataclasses.replace(TINY, steps=1, checkpoint=str(tmp_path))
+    run_ranks(1, save_twice_interrupted, settings)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-000001", "step-000001.unfinished"}
+    assert saving.find_checkpoint(str(tmp_path)) == tmp_path / "step-000001"
+    reference = run_ranks(1, one_process, dataclasses.replace(TINY, steps=2))[0]
+    # The rate of a step depends on where training ends, but the first step's weights are what was saved.
+    resumed = run_ranks(1, losses_of, dataclasses.replace(TINY, steps=2, resume=str(tmp_path)))
+    assert len(resumed[0]) == 1
+    assert resumed[0][0] == pytest.approx(reference[1], abs=1e-2)
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    settings = Settings(pp=8, layers=4, tp=3, dp=1, batch=30, microbatches=4)
+    assert settings.problems(24) == [
+        "4 layers cannot fill pp=8 stages; give at least one a stage",
+        "--microbatches 4 is too few for pp=8; give one a stage",
+        "--batch 30 is not divisible by dp=1 times 4 microbatches; the next that is: 32",
+        "--seq 64 is not divisible by tp=3",
+        "--heads 16 is not divisible by tp=3",
+        "--kv-heads 8 is not divisible by tp=3",
+        "the vocabulary 256 is not divisible by tp=3",
+        "the feed-forward width 352 is not divisible by tp=3",
+    ]
+
+
+def test_sizes_that_are_no_model() -> None:
+    assert Settings(dim=100, heads=16, kv_heads=3, steps=0, dtype="int8").problems(1) == [
+        "--steps must be at least 1, not 0",
+        "--dtype must be one of float32, float64, bfloat16, not int8",
+        "dim 100 is not divisible by 16 heads",
+        "16 heads cannot share 3 kv heads evenly",
+    ]
+    assert Settings(layers=0).problems(1) == ["layers must be at least 1, not 0"]
+    assert Settings(dim=16, heads=16).problems(1) == ["dim / heads must be even for rotary embeddings, not 1"]
+
+
+def test_a_layout_that_does_not_fit_is_told_with_the_rest() -> None:
+    first, second = Settings(seq=0, tp=3).problems(8)
+    assert first == "--seq must be at least 1, not 0"
+    assert "tp=3" in second
+    assert "8 ranks" in second
+
+
+def test_the_script_refuses_on_one_screen(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "train.py"), "--device", "cpu", "--seq", "0"]
+    command += ["--data", str(tmp_path), "--resume", str(tmp_path)]
+    paths = [str(Path(namedmesh.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    told = [line for line in done.stderr.splitlines() if not line.startswith("[Gloo]")]
+    assert told == [
+        "cannot train (rank 0):",
+        "  - --seq must be at least 1, not 0",
+        f"  - --data {tmp_path}: there is no such file or directory, or no file in it",
+        f"  - --resume {tmp_path}: there is no finished checkpoint",
+    ]
+
+
+def test_only_rank_0_speaks_about_options(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as stopped:
+        parse(["--stepz", "3"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as stopped:
+        parse(["--stepz", "3"])
+    assert stopped.value.code == 2
+    assert "unrecognized arguments: --stepz 3" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    corpus = find_corpus(str(EXAMPLES))
+    step = tmp_path / "step-000004"
+    step.mkdir()
+    about = saving.about_run(TINY, corpus, 4)
+    (step / saving.ABOUT).write_text(json.dumps(about), encoding="utf-8")
+    wider = dataclasses.replace(TINY, dim=64, layers=2, resume=str(tmp_path))
+    assert saving.resume_problems(wider) == [
+        f"{step} is of a model with dim 32, not 64",
+        f"{step} is of a model with layers 4, not 2",
+        f"{step} has done 4 steps already; ask for more with --steps",
+    ]
+    faster = saving.about_run(dataclasses.replace(TINY, lr=0.5), corpus, 4)
+    assert saving.resume_notes(about, faster) == ["note: lr was 0.008 in the checkpoint's run and is 0.5 now"]
+
+
+def test_windows_cross_files_and_ranks_share_a_batch(tmp_path: Path) -> None:
+    for name, text in (("a", "abc"), ("b", ""), ("c", "defgh"), ("d", "i")):
+        (tmp_path / name).write_text(text)
+    corpus = find_corpus(str(tmp_path))
+    assert corpus.size == 9
+
+    def batch(part: slice, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        return corpus.batch(seed=1, step=step, batch=16, seq=5, part=part)
+
+    inputs, targets = batch(slice(None))
+    assert inputs.shape == targets.shape == (16, 5)
+    windows = {bytes(window.tolist()) for window in inputs}
+    assert windows == {b"abcde", b"bcdef", b"cdefg", b"defgh"}
+    assert torch.equal(targets, inputs + 1)
+    halves = [batch(slice(0, 8)), batch(slice(8, 16))]
+    assert torch.equal(torch.cat([half[0] for half in halves]), inputs)
+    assert not torch.equal(batch(slice(None), step=1)[0], inputs)
+
+
+def test_the_default_text_is_the_library() -> None:
+    corpus = find_corpus(None)
+    assert isinstance(corpus, Corpus)
+    assert corpus.size > 1_000_000
+    assert "argparse.py" in {path.name for path in corpus.files}
+    assert find_corpus("no-such-file").size == 0
+
+
+def test_parts_of_the_model_are_the_whole() -> None:
+    sizes = ModelSizes(dim=16, layers=5, heads=4, kv_heads=2)
+    whole = Llama(sizes)
+    init_weights(whole, sizes, seed=3)
+    parts = [Llama(sizes, stage_layers(5, 3, stage)) for stage in range(3)]
+    found: dict[str, torch.Tensor] = {}
+    for part in parts:
+        init_weights(part, sizes, seed=3)
+        assert not found.keys() & part.state_dict().keys()
+        found |= part.state_dict()
+    assert found.keys() == whole.state_dict().keys()
+    assert all(torch.equal(found[name], value) for name, value in whole.state_dict().items())
+    tokens = torch.randint(256, (2, 6))
+    through = tokens
+    for part in parts:
+        through = part(through)
+    assert torch.equal(through, whole(tokens))
+
+
+def test_positions_see_only_what_is_before_them() -> None:
+    sizes = ModelSizes(dim=16, layers=2, heads=4, kv_heads=2)
+    model = Llama(sizes)
+    init_weights(model, sizes, seed=0)
+    tokens = torch.randint(256, (1, 8))
+    changed = tokens.clone()
+    changed[0, 5] = (changed[0, 5] + 1) % 256
+    differs = (model(tokens) != model(changed)).any(dim=-1)[0].tolist()
+    assert differs == [False] * 5 + [True] * 3
+
+
+def test_picture_of_the_mesh() -> None:
+    assert picture(namedmesh.Layout(pp=2, dp=2, tp=2), layers=3).splitlines() == [
+        "        pp 0     pp 1",
+        "        layer 0  layers 1-2",
+        "  dp 0  [0 1]    [4 5]",
+        "  dp 1  [2 3]    [6 7]",
+        "In brackets: the ranks that share each layer by tensor parallelism.",
+    ]
+
+
+def test_a_loss_that_is_no_number_is_no_agreement() -> None:
+    assert largest_difference([2.0, 1.0], [3.0, 2.0, 1.5]) == 0.5
+    assert largest_difference([1.0, math.nan], [1.0, 1.0]) == math.inf
