@@ -103,7 +103,10 @@ def test_heads_that_do_not_divide() -> None:
     assert plan_report(model, 4, whole).tp_size == 4
     # A model that states heads can have its feed-forward cut into any number of pieces.
     feed_forward = {key: style for key, style in llama_plan().items() if "feed_forward" in key}
-    assert plan_report(Llama(n_heads=2, n_kv_heads=2), 4, feed_forward).tp_size == 4
+    few: Any = Llama(n_heads=2, n_kv_heads=2)
+    for stating in (few, *few.layers):
+        stating.n_heads = 2
+    assert plan_report(few, 4, feed_forward).tp_size == 4
 
 
 class Config:
