@@ -283,3 +283,32 @@ def test_every_style_name_of_transformers_has_an_answer() -> None:
             plan_from_hf({"x": name})
         except PlanError as error:  # noqa: PERF203  a few names
             assert "is not a style that transformers has" not in str(error)  # noqa: PT017  both ways are right
+
+
+class Tied(nn.Module):
+    """A head tied to the embedding, of which the plan names the head only."""
+
+    _tp_plan = {"lm_head": "colwise_rep"}  # noqa: RUF012  as transformers writes it
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lm_head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+        self.lm_head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.lm_head(self.embed(ids))
+        return logits
+
+
+def tied_difference() -> float:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    reference = Tied().double()
+    model = copy.deepcopy(reference)
+    parallelize(model, mesh, plan_from_hf(model))
+    assert model.lm_head.weight is model.embed.weight
+    return largest_difference(model, reference, torch.arange(16).view(2, 8))
+
+
+def test_the_embedding_of_a_tied_head_is_cut_as_the_head() -> None:
+    assert max(run_ranks(2, tied_difference)) < 1e-12
