@@ -85,7 +85,8 @@ class Attention(nn.Module):
 
     def _split_heads(self, x: Tensor) -> Tensor:
         # -1: under tensor parallelism this rank has only some of the heads.
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        heads: Tensor = x.unflatten(-1, (-1, self.head_dim))
+        return heads.transpose(1, 2)
 
 
 class FeedForward(nn.Module):

@@ -31,15 +31,12 @@ def manage_without_numpy() -> None:
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     import torch
 
-    class ByteView(torch.Tensor):
-        pass
-
     def numpy(tensor: torch.Tensor, **_: Any) -> _Bytes:
         if tensor.dtype != torch.uint8:
             raise RuntimeError("this needs numpy: pip install numpy")
         return _Bytes(tensor.tolist())
 
-    torch.Tensor.numpy = numpy
+    setattr(torch.Tensor, "numpy", numpy)  # noqa: B010  a plain assignment would need two type ignores
 
 
 manage_without_numpy()

@@ -76,16 +76,16 @@ def tensor_parallel_plan(model: Llama) -> dict[str, ParallelStyle]:
     Attention and feed-forward network gather the sequence, work on some of their *features*, and scatter the
     sum over the sequence again.
     """
-    gather = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+    gather = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
     plan: dict[str, ParallelStyle] = {
         "layers.*.attention_norm": SequenceParallel(),
-        "layers.*.attention": PrepareModuleInput(**gather),
+        "layers.*.attention": gather,
         "layers.*.attention.query": ColwiseParallel(),
         "layers.*.attention.key": ColwiseParallel(),
         "layers.*.attention.value": ColwiseParallel(),
         "layers.*.attention.out": RowwiseParallel(output_layouts=Shard(1)),
         "layers.*.feed_forward_norm": SequenceParallel(),
-        "layers.*.feed_forward": PrepareModuleInput(**gather),
+        "layers.*.feed_forward": gather,
         "layers.*.feed_forward.gate": ColwiseParallel(),
         "layers.*.feed_forward.up": ColwiseParallel(),
         "layers.*.feed_forward.down": RowwiseParallel(output_layouts=Shard(1)),

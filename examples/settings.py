@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Settings", "parse"]
 
-DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16")}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16")}
 
 
 def option(default: object, words: str, **more: Any) -> Any:

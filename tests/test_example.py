@@ -9,6 +9,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import saving
@@ -68,7 +70,7 @@ def reference() -> list[float]:
     ],
 )
 def test_losses_are_those_of_one_process(
-    layout: dict[str, int], world_size: int, reference: list[float]
+    layout: dict[str, Any], world_size: int, reference: list[float]
 ) -> None:
     settings = dataclasses.replace(TINY, **layout)
     by_rank = run_ranks(world_size, losses_of, settings)
@@ -93,11 +95,8 @@ def test_a_run_continues_on_another_layout(tmp_path: Path, reference: list[float
 def save_twice_interrupted(settings: Settings) -> None:
     losses_of(settings)
 
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    saving.dcp.save = interrupted
-    with pytest.raises(KeyboardInterrupt):
+    broken = mock.patch("torch.distributed.checkpoint.save", side_effect=KeyboardInterrupt)
+    with broken, pytest.raises(KeyboardInterrupt):
         losses_of(settings)
 
 
