@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,10 @@ def save(directory: Path, model: nn.Module, optimizer: Optimizer, about: dict[st
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
     dist.barrier()
-    dcp.save(_state(model, optimizer), checkpoint_id=unfinished)
+    with warnings.catch_warnings():
+        # torch 2.8 to itself.
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
+        dcp.save(_state(model, optimizer), checkpoint_id=unfinished)
     if first:
         (unfinished / ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         # The name that readers look for appears only now, when everything is there.

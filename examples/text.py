@@ -54,7 +54,8 @@ class Corpus:
         # Every rank draws the starts of the whole batch, so that the batch is the same however it is divided.
         starts = torch.randint(self.size - seq, (batch,), generator=generator)[part]
         windows = torch.stack([self._window(start, seq + 1) for start in starts.tolist()])
-        return windows[:, :-1], windows[:, 1:]
+        # Contiguous, as a pipeline of torch 2.8 wants them.
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
     def _window(self, start: int, length: int) -> Tensor:
         found = bytearray()
