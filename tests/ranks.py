@@ -59,11 +59,7 @@ def run_ranks(
         theirs.close()
         channels.append(ours)
         processes.append(process)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for channel in channels:
-        channel.send(store.port)
-    deadline = time.monotonic() + timeout
-    outcomes = [_collect(channel, deadline) for channel in channels]
+    outcomes = _collect_all(channels, timeout)
     for process in processes:
         process.join(timeout=5)
         if process.is_alive():
@@ -74,6 +70,19 @@ def run_ranks(
         stories = "\n".join(f"--- rank {rank}: {outcome.kind}\n{outcome.value}" for rank, outcome in failed)
         raise AssertionError(f"{len(failed)} of {world_size} ranks failed\n{stories}")
     return [outcome.value for outcome in outcomes]
+
+
+def _collect_all(channels: list[Connection], timeout: float) -> list[Outcome]:
+    """Host the store until every rank has answered; its server thread ends with this frame.
+
+    A failing test keeps the frames that it came through, and a store in one of them would be forked into the
+    ranks of later tests.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for channel in channels:
+        channel.send(store.port)
+    deadline = time.monotonic() + timeout
+    return [_collect(channel, deadline) for channel in channels]
 
 
 def _collect(channel: Connection, deadline: float) -> Outcome:

@@ -5,6 +5,7 @@ Everything here stands in for something that torch does not offer publicly; each
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections import Counter
 from contextlib import contextmanager
@@ -14,11 +15,14 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from datetime import timedelta
+
+    from torch.distributed.tensor import DTensor
 
 TORCH = Version(torch.__version__)
 
@@ -26,6 +30,10 @@ TORCH = Version(torch.__version__)
 _MESHES_KNOW_THEIR_ROOT = Version("2.10.0a0") <= TORCH
 # From 2.13 on the layout of a mesh is a list of one layout for each axis; before, one nested tuple.
 _LAYOUTS_ARE_LISTS = Version("2.13.0a0") <= TORCH
+
+# torch 2.13 renamed both and warns at the old names.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # How many groups this process has made over each set of ranks; the same on every member of the set.
 _made_over: Counter[tuple[int, ...]] = Counter()
@@ -160,3 +168,71 @@ def forget(root: Any) -> None:
         del table.child_to_root_mapping[child]
     table.root_to_flatten_mapping.pop(root, None)
     table.flatten_name_to_root_dims.pop(root, None)
+
+
+# Tensors and modules.
+
+
+def all_gather_single(out: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Every rank's ``local``, one after the other along dim 0, into ``out``."""
+    _all_gather(out, local, group=group)
+
+
+def reduce_scatter_single(out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start summing ``full`` over the ranks, each keeping its piece of dim 0 in ``out``."""
+    work: dist.Work = _reduce_scatter(out, full, group=group, async_op=True)
+    return work
+
+
+def settled(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor behind an asynchronous result, waited for; any other tensor as it is. Not differentiable."""
+    if isinstance(tensor, AsyncCollectiveTensor):
+        waited: torch.Tensor = tensor.wait()
+        return waited
+    return tensor
+
+
+def gradient_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
+    """A gradient of ``parameter``'s own layout around this rank's ``local`` piece.
+
+    The public ``DTensor.from_local`` works out the global shape again and passes through autograd: ten times
+    the cost, once per parameter and step.
+    """
+    if local.dtype != parameter.dtype:  # a backward under autocast that the forward was not under
+        local = local.to(parameter.dtype)
+    if not parameter.is_contiguous():  # a gradient is: the strides are not the parameter's
+        strides = torch.empty(parameter.shape, device="meta").stride()
+        return type(parameter).from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=strides,
+        )
+    # A copy, because torch may write into the specification of a tensor that it dispatches on.
+    spec = copy.copy(parameter._spec)
+    # The parameter's class is DTensor; importing that here would cost whoever only wants a mesh.
+    return type(parameter)(local, spec, requires_grad=False)
+
+
+@contextmanager
+def replaced_parameters(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Let a module see other tensors in place of some of its own parameters, for one forward."""
+    parameters: dict[str, Any] = module._parameters  # no public way to put a plain tensor here
+    own = {name: parameters[name] for name in values}
+    parameters.update(values)
+    try:
+        yield
+    finally:
+        parameters.update(own)
+
+
+def absent_children(model: torch.nn.Module) -> list[str]:
+    """The names of the submodules that were deliberately set to None, as pipeline stages do."""
+    absent = []
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        for name, child in module._modules.items():  # named_children() leaves None out
+            if child is None:
+                absent.append(f"{fqn}.{name}" if fqn else name)
+    return absent

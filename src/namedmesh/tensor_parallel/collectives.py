@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from namedmesh.tensor_parallel._private import all_gather_single, reduce_scatter_single, settled
+from namedmesh._torch import all_gather_single, reduce_scatter_single, settled
 
 if TYPE_CHECKING:
     from collections.abc import Callable

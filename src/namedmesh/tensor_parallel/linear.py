@@ -14,8 +14,8 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from namedmesh._torch import gradient_like, settled
 from namedmesh.errors import MeshError
-from namedmesh.tensor_parallel._private import gradient_like, settled
 from namedmesh.tensor_parallel.collectives import (
     all_gather,
     all_reduce,

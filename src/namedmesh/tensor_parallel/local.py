@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from namedmesh._torch import gradient_like, replaced_parameters
 from namedmesh.errors import PlanError
-from namedmesh.tensor_parallel._private import gradient_like, replaced_parameters
 from namedmesh.tensor_parallel.collectives import Peers, all_reduce, sum_backward, sum_forward
 from namedmesh.tensor_parallel.styles import cut_parameters
 

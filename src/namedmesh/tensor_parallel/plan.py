@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from namedmesh._torch import absent_children
 from namedmesh.errors import PlanError, did_you_mean, listing
-from namedmesh.tensor_parallel._private import absent_children
 from namedmesh.tensor_parallel.heads import head_problems
 from namedmesh.tensor_parallel.placements import misfits, parameter_placements
 from namedmesh.tensor_parallel.setup import NAME
