@@ -53,17 +53,16 @@ def parallelize(
             tie would break, or the model is already parallelized.
 
     Example:
-        On ranks 0 and 1 of a world of 2, ``w1`` holds 8 of its 16 rows:
+        Under plain python, a world of one, rank 0 has all 16 rows of ``w1``; on 2 ranks each has 8 of them:
 
-        >>> import torch, torch.distributed as dist
-        >>> from torch.testing._internal.distributed.fake_pg import FakeStore
+        >>> import namedmesh, torch, torch.distributed as dist
         >>> from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize
-        >>> dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-        >>> mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        >>> mesh = namedmesh.init_mesh(tp=-1, device="cpu")
         >>> model = torch.nn.ModuleDict({"w1": torch.nn.Linear(8, 16), "w2": torch.nn.Linear(16, 8)})
-        >>> model = parallelize(model, mesh, {"w1": ColwiseParallel(), "w2": RowwiseParallel()})
-        >>> model["w1"].weight.to_local().shape, model["w1"].weight.shape
-        (torch.Size([8, 8]), torch.Size([16, 8]))
+        >>> model = parallelize(model, mesh["tp"], {"w1": ColwiseParallel(), "w2": RowwiseParallel()})
+        >>> tuple(model["w1"].weight.to_local().shape), tuple(model["w1"].weight.shape)
+        ((16, 8), (16, 8))
+        >>> mesh.close()
         >>> dist.destroy_process_group()
     """
     resolved = resolve(model, mesh, plan, must_divide)
