@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import time
 import timeit
 import warnings
 from functools import partial
@@ -82,7 +83,10 @@ def one_group(rounds: int) -> None:
 
     def asked(layout: Layout) -> float:
         rank = layout.ranks[-1]
-        return timeit.timeit(lambda: layout.group(rank, "pp", "tp"), number=number) / number
+        return (
+            timeit.timeit(lambda: layout.group(rank, "pp", "tp"), timer=time.process_time, number=number)
+            / number
+        )
 
     contestants = {name: partial(asked, layout) for name, layout in worlds.items()}
     seconds = paired.interleaved(contestants, rounds)
