@@ -24,10 +24,10 @@ def picture(layout: Layout, layers: int) -> str:
     Example:
         >>> from namedmesh import Layout
         >>> print(picture(Layout(pp=2, dp=2, tp=2), layers=4))
-                pp 0         pp 1
-                layers 0-1   layers 2-3
-          dp 0  [0 1]        [4 5]
-          dp 1  [2 3]        [6 7]
+                pp 0        pp 1
+                layers 0-1  layers 2-3
+          dp 0  [0 1]       [4 5]
+          dp 1  [2 3]       [6 7]
         In brackets: the ranks that share each layer by tensor parallelism.
     """
     head: list[str] = []
