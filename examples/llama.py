@@ -144,9 +144,6 @@ class Llama(nn.Module):
         """From tokens (or what the part before returned) to logits (or what the part behind expects)."""
         if self.embedding is not None:
             x = self.embedding(x)
-        elif x.requires_grad:
-            # The gradient goes back to the part before, and what is sent has to be contiguous.
-            x.register_hook(Tensor.contiguous)
         for layer in self.layers.values():
             x = layer(x)
         if self.norm is not None and self.head is not None:

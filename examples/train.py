@@ -9,11 +9,9 @@ The batch and the order of the data do not depend on the layout, so neither does
 
 from __future__ import annotations
 
-import no_numpy  # noqa: F401  it has to come before torch
-
-# isort: split
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -64,6 +62,8 @@ def share_cores() -> None:
 def check(settings: Settings, corpus: Corpus) -> list[str]:
     """Everything that is wrong with the job as this rank sees it."""
     found = settings.problems(dist.get_world_size())
+    if find_spec("numpy") is None:
+        found.append("numpy is missing, and torch moves objects between ranks with it: pip install numpy")
     if not corpus.files:
         found.append(f"--data {settings.data}: there is no such file or directory, or no file in it")
     elif corpus.size <= settings.seq:

@@ -149,3 +149,27 @@ def one_rank() -> tuple[int, ...]:
 
 def test_one_rank_takes_any_length() -> None:
     assert run_ranks(1, one_rank) == [(1, 17, 32)]
+
+
+def layouts_of_what_goes_on() -> list[bool]:
+    """Whether outputs and input gradients lie in memory as a pipeline has to send them."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    told = []
+    for style, width in (
+        (ColwiseParallel(input_layouts=SEQUENCE), 8),
+        (ColwiseParallel(), 8),
+        (RowwiseParallel(output_layouts=SEQUENCE), 4),
+        (RowwiseParallel(), 4),
+    ):
+        layer = parallelize(nn.Linear(8, 8), mesh, style)
+        value = torch.ones(2, 4, width, requires_grad=True)
+        output = layer(value)
+        gradient: list[torch.Tensor] = []
+        value.register_hook(gradient.append)
+        output.sum().backward()
+        told += [output.is_contiguous(), gradient[0].is_contiguous()]
+    return told
+
+
+def test_what_a_layer_passes_on_can_be_sent_as_it_is() -> None:
+    assert run_ranks(2, layouts_of_what_goes_on) == [[True] * 8] * 2

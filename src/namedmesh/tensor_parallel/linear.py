@@ -166,7 +166,8 @@ class _Column(torch.autograd.Function):
             else:
                 pending = start_reduce_scatter(partial, ctx.peers, ctx.gather_dim)
         gradients = _parameter_gradients(ctx, rows, value, weight, bias)
-        return None if pending is None else pending.wait(), *gradients, None, None
+        # Contiguous: a pipeline sends it to the stage before as it is.
+        return None if pending is None else pending.wait().contiguous(), *gradients, None, None
 
 
 class _Row(torch.autograd.Function):
