@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from namedmesh.tensor_parallel.plan import Entry, Plan
+    from namedmesh.tensor_parallel.entry import Entry
+    from namedmesh.tensor_parallel.plan import Plan
 
 
 def parallelize(

@@ -16,7 +16,7 @@ from namedmesh.tensor_parallel.setup import is_replicated, sharded_dim
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from namedmesh.tensor_parallel.plan import Entry
+    from namedmesh.tensor_parallel.entry import Entry
 
 _QUERY_HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from namedmesh._torch import absent_children
 from namedmesh.errors import PlanError, did_you_mean, listing
+from namedmesh.tensor_parallel.entry import Entry
 from namedmesh.tensor_parallel.heads import head_problems
 from namedmesh.tensor_parallel.placements import misfits, parameter_placements
 from namedmesh.tensor_parallel.setup import NAME
@@ -34,23 +35,6 @@ _SIZE_NAMES = {
     ("Embedding", 0): "num_embeddings",
     ("Embedding", 1): "embedding_dim",
 }
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One module of the model and the style that the plan gives it.
-
-    Args:
-        fqn: the module's fully qualified name; empty for the model itself.
-        module: the module.
-        style: what will be applied to it.
-        key: the key of the plan that names it.
-    """
-
-    fqn: str
-    module: nn.Module
-    style: ParallelStyle
-    key: str
 
 
 @dataclass(frozen=True)
