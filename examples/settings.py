@@ -32,7 +32,7 @@ class Settings:
     pp: int = option(1, "pipeline stages")
     dp: int = option(-1, "data-parallel ranks; -1 for whatever is left")
     tp: int = option(1, "tensor-parallel ranks")
-    steps: int = option(120, "where training ends, counted from the very first step")
+    steps: int = option(80, "where training ends, counted from the very first step")
     batch: int = option(32, "sequences in a step, over all ranks")
     seq: int = option(64, "bytes in a sequence")
     dim: int = option(128, "width of the model")
