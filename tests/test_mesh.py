@@ -193,10 +193,31 @@ def test_sharing_can_be_turned_off() -> None:
     assert run_ranks(4, _unshared) == [[True] * 6] * 4
 
 
+def _twins() -> list[object]:
+    """Axes on a backend that is not gloo, with gloo groups beside them, shared and not."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
+
+    told: list[object] = []
+    for share in (True, False):
+        options = {"tp": GroupOptions(backend="fake", gloo_twin=True, share=share)}
+        mesh = namedmesh.init_mesh(dp=2, tp=2, options=options)
+        twin = mesh.gloo_group("tp")
+        told += [dist.get_backend(mesh.group("tp")), dist.get_backend(twin), sum_of_ranks(twin)]
+        mesh.close()
+    return told
+
+
+def test_gloo_twins_stand_beside_groups_of_another_backend() -> None:
+    for rank, told in enumerate(run_ranks(4, _twins)):
+        assert told == ["fake", "gloo", 1 if rank < 2 else 5] * 2
+
+
 def _irregular() -> list[object]:
     """First and last stage of each pipeline, made by everyone."""
     mesh = namedmesh.init_mesh(pp=4, tp=2)
     before = live_groups()
+    world = mesh.pool.make_sets([tuple(range(8))], "everyone")
+    assert list(world.values()) == [dist.group.WORLD]
     made = mesh.pool.make_sets([(0, 6), (1, 7), (4,)], "embedding")
     again = mesh.pool.make_sets([(0, 6), (1, 7), (2, 3)], "embedding")
     told = [

@@ -65,7 +65,7 @@ class GroupPool:
         self._default_backend = dist.get_backend()
         self._default_timeout = default_timeout()
         self._known: dict[_Key, dist.ProcessGroup] = {}
-        self._unshared: dict[tuple[str, tuple[object, ...]], dist.ProcessGroup] = {}
+        self._unshared: dict[tuple[str, _Key], dist.ProcessGroup] = {}
         # What every rank knows to exist, also where it is no member: whole partitions, and irregular sets.
         self._partitions: list[tuple[Layout, tuple[str, ...], GroupOptions]] = []
         self._sets_made: set[_Key] = set()
@@ -80,14 +80,8 @@ class GroupPool:
         ranks = layout.group(self.rank, *axes)
         if len(ranks) == 1:
             return self._singleton
-        own = self._unshared.get((_label(axes), layout.partition(*axes)))
-        if own is not None or not (self.share and options.share):
-            return own
-        return self._known.get(self._key(ranks, options))
-
-    def find_by_ranks(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """A group over exactly these ranks, whatever its options."""
-        return next((made.group for made in self.communicators if made.ranks == ranks), None)
+        key = self._key(ranks, options)
+        return self._known.get(key) if self._shares(options) else self._unshared.get((_label(axes), key))
 
     # Making: every rank of the layout calls these, in the same order.
 
@@ -101,7 +95,7 @@ class GroupPool:
         plain = (
             layout.world_size == len(self._world_ranks)
             and self.share
-            and not any(options.values())
+            and not any(axis in options for axis in layout)
             and self._plain(self.defaults)
         )
         large = tuple(axis for axis, size in layout.items() if size > 1)
@@ -132,11 +126,11 @@ class GroupPool:
             return self._make_singleton()
         label = _label(axes)
         group = self._new(layout, axes, ranks, label, options)
-        if self.share and options.share:
+        if self._shares(options):
             self._known[self._key(ranks, options)] = group
             self._partitions.append((layout, tuple(axes), options))
         else:
-            self._unshared[label, layout.partition(*axes)] = group
+            self._unshared[label, self._key(ranks, options)] = group
         return group
 
     def make_twin(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> dist.ProcessGroup:
@@ -165,21 +159,26 @@ class GroupPool:
                 if self.rank in ranks:
                     mine[ranks] = self._make_singleton()
                 continue
-            if not self._exists_for_all(key, options):
-                group = dist.new_group(list(ranks), **self._arguments(options, label))
-                self._sets_made.add(key)
+            if self._exists_for_all(key, options):
                 if self.rank in ranks:
-                    self._known[key] = group
-                    self._record(label, ranks, group, owned=True)
+                    mine[ranks] = self._known[key]
+                continue
+            group = dist.new_group(list(ranks), **self._arguments(options, label))
             if self.rank in ranks:
-                mine[ranks] = self._known[key]
+                mine[ranks] = self._member(group)
+                self._record(label, ranks, mine[ranks], owned=True)
+            if self._shares(options):
+                self._sets_made.add(key)
+                self._known.update({key: mine[ranks]} if self.rank in ranks else {})
         return mine
 
     def _exists_for_all(self, key: _Key, options: GroupOptions) -> bool:
         """Whether the members of a set have a group already; every rank comes to the same answer."""
-        if not (self.share and options.share):
+        if not self._shares(options):
             return False
         ranks = key[0]
+        if ranks == self._world_ranks:  # every rank is a member, and knows its own
+            return key in self._known
         return key in self._sets_made or any(
             layout.group(ranks[0], *axes) == ranks and self._key(ranks, theirs) == key
             for layout, axes, theirs in self._partitions
@@ -275,6 +274,9 @@ class GroupPool:
     def _plain(self, options: GroupOptions) -> bool:
         """Whether ``init_device_mesh``, which knows no options, would make the groups that are wanted."""
         return options == GroupOptions() and default_timeout_is_torchs()
+
+    def _shares(self, options: GroupOptions) -> bool:
+        return self.share and options.share
 
     def _key(self, ranks: tuple[int, ...], options: GroupOptions) -> _Key:
         return (ranks, *self._resolved(options), options.nccl, options.high_priority)
