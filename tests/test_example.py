@@ -25,6 +25,12 @@ from text import Corpus, find_corpus
 from verify import largest_difference, reference_losses
 
 import namedmesh
+from namedmesh._torch import TORCH
+
+# Plain torch does so too: the first exchange of a pipeline's stages has two sizes at its two ends.
+PIPELINES = pytest.mark.skipif(
+    TORCH.release[:2] == (2, 9), reason="torch 2.9's pipelines end the process on gloo"
+)
 
 EXAMPLES = Path(train.__file__).parent
 # verify=True makes everything double precision, so that only real differences are seen.
@@ -64,10 +70,10 @@ def reference() -> list[float]:
 @pytest.mark.parametrize(
     ("layout", "world_size"),
     [
-        ({"pp": 2, "tp": 2}, 8),
-        ({"pp": 4, "tp": 2, "microbatches": 8}, 8),
+        pytest.param({"pp": 2, "tp": 2}, 8, marks=PIPELINES),
+        pytest.param({"pp": 4, "tp": 2, "microbatches": 8}, 8, marks=PIPELINES),
         ({"tp": 2, "microbatches": 2}, 4),
-        ({"pp": 2}, 4),
+        pytest.param({"pp": 2}, 4, marks=PIPELINES),
     ],
 )
 def test_losses_are_those_of_one_process(
@@ -80,6 +86,7 @@ def test_losses_are_those_of_one_process(
     assert by_rank[0] == pytest.approx(reference, abs=1e-9)
 
 
+@PIPELINES
 def test_a_run_continues_on_another_layout(tmp_path: Path, reference: list[float]) -> None:
     saving_run = dataclasses.replace(TINY, pp=2, tp=2, checkpoint=str(tmp_path), save_every=2)
     run_ranks(8, losses_of, saving_run)
