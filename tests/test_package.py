@@ -40,6 +40,8 @@ ROOMS = (
     "mesh",
     "init",
     "tensor_parallel",
+    "compat",
+    "__main__",
 )
 
 
