@@ -1,0 +1,32 @@
+"""Errors that code written for a legacy API already catches: a namedmesh error by its root, the original's by type.
+
+The originals assert what their users may pass, so their callers catch ``AssertionError``. Here the check is an
+ordinary ``raise`` (it holds under ``python -O`` too) of an error that is both.
+"""
+
+from __future__ import annotations
+
+from namedmesh.errors import NamedMeshError
+
+__all__ = ["ContractError", "ContractRuntimeError"]
+
+
+class ContractError(NamedMeshError, AssertionError):
+    """A call that the legacy API forbids by an assertion.
+
+    Example:
+        >>> try:
+        ...     raise ContractError("got 3; only even numbers are allowed; pass 2 or 4")
+        ... except AssertionError as error:
+        ...     print(error)
+        got 3; only even numbers are allowed; pass 2 or 4
+    """
+
+
+class ContractRuntimeError(NamedMeshError, RuntimeError):
+    """A call that the legacy API refuses with a ``RuntimeError``.
+
+    Example:
+        >>> isinstance(ContractRuntimeError("no such extension here"), RuntimeError)
+        True
+    """
