@@ -173,12 +173,15 @@ def forget(root: Any) -> None:
 # Tensors and modules.
 
 
-def all_gather_single(out: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Every rank's ``local``, one after the other along dim 0, into ``out``."""
-    _all_gather(out, local, group=group)
+def all_gather_single(out: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+    """Start to write every rank's ``local``, one after the other along dim 0, into ``out``."""
+    work: dist.Work = _all_gather(out, local, group=group, async_op=True)
+    return work
 
 
-def reduce_scatter_single(out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+def reduce_scatter_single(
+    out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup | None
+) -> dist.Work:
     """Start summing ``full`` over the ranks, each keeping its piece of dim 0 in ``out``."""
     work: dist.Work = _reduce_scatter(out, full, group=group, async_op=True)
     return work

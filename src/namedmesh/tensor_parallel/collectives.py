@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh._torch import all_gather_single, reduce_scatter_single, settled
+from namedmesh.errors import MeshError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -26,26 +27,44 @@ class Peers:
     """The ranks that share a tensor-parallel module: their process group, how many, and which one is mine.
 
     Args:
-        mesh: the one-dimensional mesh of those ranks.
+        source: the one-dimensional mesh of those ranks, their process group, or None for this process alone,
+            whose collectives then do nothing.
+
+    Example:
+        >>> alone = Peers(None)
+        >>> alone.size, alone.rank
+        (1, 0)
     """
 
-    mesh: DeviceMesh
-    group: dist.ProcessGroup = field(init=False, repr=False, compare=False)
+    source: DeviceMesh | dist.ProcessGroup | None
+    group: dist.ProcessGroup | None = field(init=False, repr=False, compare=False)
     size: int = field(init=False)
     rank: int = field(init=False)
 
     def __post_init__(self) -> None:
         # Accessors of a mesh cost microseconds each: too much for every forward.
-        object.__setattr__(self, "group", self.mesh.get_group())
-        object.__setattr__(self, "size", self.mesh.size())
-        object.__setattr__(self, "rank", self.mesh.get_local_rank())
+        source = self.source
+        if isinstance(source, DeviceMesh):
+            group, size, rank = source.get_group(), source.size(), source.get_local_rank()
+        elif source is None:
+            group, size, rank = None, 1, 0
+        else:
+            group, size, rank = source, source.size(), source.rank()
+        object.__setattr__(self, "group", group)
+        object.__setattr__(self, "size", size)
+        object.__setattr__(self, "rank", rank)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Peers:
         # Immutable, and a process group cannot be copied.
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Peers, (self.mesh,)
+        if isinstance(self.source, dist.ProcessGroup):
+            raise MeshError(
+                f"a layer over a process group of {self.size} ranks cannot be pickled: the group lives in this "
+                "process only; save the layer's state_dict(), and load it into a layer made where it is needed"
+            )
+        return Peers, (self.source,)
 
 
 @dataclass(frozen=True)
@@ -69,22 +88,29 @@ def start_all_reduce(tensor: Tensor, peers: Peers) -> Pending:
     return Pending(tensor, dist.all_reduce(tensor, group=peers.group, async_op=True))
 
 
-def all_reduce(tensor: Tensor, peers: Peers) -> Tensor:
-    """Sum a contiguous tensor over the peers, in place."""
+def all_reduce(
+    tensor: Tensor, peers: Peers, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Tensor:
+    """Sum a contiguous tensor over the peers (or combine it otherwise), in place."""
     if peers.size > 1:
-        dist.all_reduce(tensor, group=peers.group)
+        dist.all_reduce(tensor, operation, group=peers.group)
     return tensor
+
+
+def start_all_gather(local: Tensor, peers: Peers, dim: int) -> Pending:
+    """Start joining every peer's tensor, one after the other along ``dim``."""
+    if peers.size == 1:
+        return Pending(local, None)
+    # Collectives know dim 0 only.
+    first = local.movedim(dim, 0).contiguous()
+    full = first.new_empty((first.shape[0] * peers.size, *first.shape[1:]))
+    work = all_gather_single(full, first, peers.group)
+    return Pending(full.movedim(0, dim), work)
 
 
 def all_gather(local: Tensor, peers: Peers, dim: int) -> Tensor:
     """Every peer's tensor, one after the other along ``dim``; contiguous."""
-    if peers.size == 1:
-        return local
-    # Collectives know dim 0 only.
-    first = local.movedim(dim, 0).contiguous()
-    full = first.new_empty((first.shape[0] * peers.size, *first.shape[1:]))
-    all_gather_single(full, first, peers.group)
-    return full.movedim(0, dim).contiguous()
+    return start_all_gather(local, peers, dim).wait().contiguous()
 
 
 def start_reduce_scatter(full: Tensor, peers: Peers, dim: int) -> Pending:

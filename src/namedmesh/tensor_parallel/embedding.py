@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from namedmesh.tensor_parallel.collectives import all_gather, gather, sum_forward, sum_scatter
 from namedmesh.tensor_parallel.setup import Setup, check_cut, is_replicated, sharded_dim
+from namedmesh.tensor_parallel.vocabulary import lookup
 
 
 class ColwiseEmbedding(nn.Embedding):
@@ -55,15 +56,9 @@ class RowwiseEmbedding(nn.Embedding):
     def _my_rows(self, ids: Tensor) -> Tensor:
         """The vectors of the ids that are in my piece of the vocabulary, zeros for the others."""
         rows = self.num_embeddings // self._setup.peers.size
-        first = self._setup.peers.rank * rows
-        padding = None
-        if self.padding_idx is not None and first <= self.padding_idx < first + rows:
-            padding = self.padding_idx - first
         self._refuse_strangers(ids)
-        elsewhere = (ids < first) | (ids >= first + rows)
-        # Row 0 stands in for the strangers; the zeros below keep its gradient clean of them.
-        mine = F.embedding((ids - first).masked_fill(elsewhere, 0), _plain(self.weight), padding)
-        return mine.masked_fill(elsewhere.unsqueeze(-1), 0)
+        first = self._setup.peers.rank * rows
+        return lookup(ids, _plain(self.weight), first, padding_idx=self.padding_idx)
 
     def _refuse_strangers(self, ids: Tensor) -> None:
         """An id outside the vocabulary belongs to no rank, and its vector would silently be zeros."""

@@ -1,8 +1,9 @@
-"""Sharded linear layers: DTensor parameters, arithmetic on this rank's plain tensors.
+"""Sharded linear layers: arithmetic on this rank's plain tensors, whatever the parameters are.
 
 DTensor decides anew at every operation how its operands are laid out, which on small layers costs more than
 the arithmetic. The layout of a column or row layer is known when it is made, so its forward and backward can
-be written down once, as two matrix products and a collective.
+be written down once, as two matrix products and a collective. The parameters are DTensors in the layers that
+the styles make, and plain pieces in those of legacy code.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from namedmesh.tensor_parallel.collectives import (
     gather,
     reduce_scatter,
     split,
+    start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
 )
@@ -55,8 +57,7 @@ class ColwiseLinear(nn.Linear):
             or not (whole_output or sharded_dim(setup.output_layout, local.ndim) == last)
         ):
             return through_dtensor(self, input, Replicate())
-        local, weight, bias = _autocast(local, self.weight, self.bias)
-        output = _column(local, weight, bias, setup.peers, gather_dim)
+        output = column(local, self.weight, self.bias, setup.peers, gather_dim)
         if whole_output:
             output = gather(output, setup.peers, last)
         return output if setup.use_local_output else setup.hand_out(output)
@@ -87,8 +88,7 @@ class RowwiseLinear(nn.Linear):
             check_cut(self, "the output", shape, scatter_dim, setup.peers.size)
         if whole_input:
             local = split(local, setup.peers, last)
-        local, weight, bias = _autocast(local, self.weight, self.bias)
-        output = _row(local, weight, bias, setup.peers, scatter_dim)
+        output = row(local, self.weight, self.bias, setup.peers, scatter_dim)
         return output if setup.use_local_output else setup.hand_out(output)
 
 
@@ -101,6 +101,44 @@ def through_dtensor(
     if annotated.placements != (desired,):
         annotated = annotated.redistribute(placements=(desired,))
     return setup.finish(module, F.linear(annotated, module.weight, module.bias))
+
+
+def column(
+    value: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    peers: Peers,
+    gather_dim: int | None = None,
+    *,
+    gather_again: bool = False,
+) -> Tensor:
+    """My output features: ``value @ weight.T + bias`` with my rows of the weight and of the bias.
+
+    Args:
+        value: what every peer has; or, with ``gather_dim``, my piece of it along that dim.
+        weight: a DTensor or a plain piece, ``(my outputs, inputs)``; its gradient is of the same kind.
+        bias: my part of the bias, or None.
+        peers: over whom the gradient of the input is summed.
+        gather_dim: gather the input along this dim first; its gradient is reduced and scattered.
+        gather_again: keep only the piece of the input for the backward, and gather it there once more: less
+            memory, one more collective.
+    """
+    return _column(*_autocast(value, weight, bias), peers, gather_dim, gather_again)
+
+
+def row(
+    value: Tensor, weight: Tensor, bias: Tensor | None, peers: Peers, scatter_dim: int | None = None
+) -> Tensor:
+    """The peers' sum of ``value @ weight.T``, plus the bias, with my columns of the weight.
+
+    Args:
+        value: my input features.
+        weight: a DTensor or a plain piece, ``(outputs, my inputs)``; its gradient is of the same kind.
+        bias: the whole bias, which counts once, or None. Its gradient is the whole one, on every peer.
+        peers: over whom the output is summed.
+        scatter_dim: keep only my piece of the sum, along this dim.
+    """
+    return _row(*_autocast(value, weight, bias), peers, scatter_dim)
 
 
 def _autocast(value: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -125,16 +163,29 @@ def _refuse_double_backward() -> None:
 
 
 def _parameter_gradients(
-    ctx: Any, rows: Tensor, value: Tensor | None, weight: DTensor | None, bias: DTensor | None
-) -> tuple[DTensor | None, DTensor | None]:
-    """The gradients of weight and bias, from the output's, as DTensors laid out as the parameters are."""
+    ctx: Any, rows: Tensor, value: Tensor | None, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of weight and bias, from the output's, each of the same kind as its parameter."""
     weight_gradient = bias_gradient = None
     if value is not None and weight is not None:
         products = rows.t() @ value.reshape(-1, value.shape[-1])
-        weight_gradient = gradient_like(weight, products)
+        weight_gradient = _gradient(weight, products)
     if bias is not None and ctx.needs_input_grad[2]:
-        bias_gradient = gradient_like(bias, rows.sum(0))
+        bias_gradient = _gradient(bias, rows.sum(0))
     return weight_gradient, bias_gradient
+
+
+def _piece(parameter: Tensor) -> Tensor:
+    """My plain piece of a parameter. Inside a forward or backward only, where no gradients are recorded."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    local: Tensor = parameter.to_local()  # where nothing is recorded, an attribute access
+    return local
+
+
+def _gradient(parameter: Tensor, local: Tensor) -> Tensor:
+    """A gradient of my piece of a parameter, of the same kind as the parameter."""
+    return gradient_like(parameter, local) if isinstance(parameter, DTensor) else local
 
 
 class _Column(torch.autograd.Function):
@@ -142,32 +193,42 @@ class _Column(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: PLR0917  autograd passes them by position
-        ctx: Any, value: Tensor, weight: DTensor, bias: DTensor | None, peers: Peers, gather_dim: int | None
+        ctx: Any,
+        value: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        peers: Peers,
+        gather_dim: int | None,
+        gather_again: bool,
     ) -> Tensor:
-        value = settled(value)
+        piece = value = settled(value)
         if gather_dim is not None:
-            value = all_gather(value, peers, gather_dim)
-        _keep(ctx, value, weight, bias)
-        ctx.peers, ctx.gather_dim = peers, gather_dim
-        # Inside forward no gradients are recorded, and to_local() is an attribute access.
-        return F.linear(value, weight.to_local(), None if bias is None else bias.to_local())
+            value = all_gather(piece, peers, gather_dim)
+        gather_again = gather_again and gather_dim is not None
+        _keep(ctx, piece if gather_again else value, weight, bias)
+        ctx.peers, ctx.gather_dim, ctx.gather_again = peers, gather_dim, gather_again
+        return F.linear(value, _piece(weight), None if bias is None else _piece(bias))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | DTensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_double_backward()
         value, weight, bias = ctx.saved_tensors
         gradient = settled(gradient)
         rows = gradient.reshape(-1, gradient.shape[-1])
-        pending = None
+        pending = gathering = None
+        if value is not None and ctx.gather_again:
+            gathering = start_all_gather(value, ctx.peers, ctx.gather_dim)
         if ctx.needs_input_grad[0]:
-            partial = (rows @ weight.to_local()).view(*gradient.shape[:-1], -1)
+            partial = (rows @ _piece(weight)).view(*gradient.shape[:-1], -1)
             if ctx.gather_dim is None:
                 pending = start_all_reduce(partial, ctx.peers)
             else:
                 pending = start_reduce_scatter(partial, ctx.peers, ctx.gather_dim)
+        if gathering is not None:
+            value = gathering.wait()
         gradients = _parameter_gradients(ctx, rows, value, weight, bias)
         # Contiguous: a pipeline sends it to the stage before as it is.
-        return None if pending is None else pending.wait().contiguous(), *gradients, None, None
+        return None if pending is None else pending.wait().contiguous(), *gradients, None, None, None
 
 
 class _Row(torch.autograd.Function):
@@ -175,18 +236,18 @@ class _Row(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: PLR0917  autograd passes them by position
-        ctx: Any, value: Tensor, weight: DTensor, bias: DTensor | None, peers: Peers, scatter_dim: int | None
+        ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None, peers: Peers, scatter_dim: int | None
     ) -> Tensor:
         value = settled(value)
         _keep(ctx, value, weight, bias)
         ctx.peers, ctx.scatter_dim = peers, scatter_dim
-        output = F.linear(value, weight.to_local())
+        output = F.linear(value, _piece(weight))
         if scatter_dim is None:
             output = all_reduce(output, peers)
         else:
             output = reduce_scatter(output, peers, scatter_dim)
         if bias is not None:
-            mine = bias.to_local()
+            mine = _piece(bias)
             if scatter_dim == output.ndim - 1 and peers.size > 1:
                 width = output.shape[-1]
                 mine = mine.narrow(0, peers.rank * width, width)
@@ -194,7 +255,7 @@ class _Row(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | DTensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_double_backward()
         value, weight, bias = ctx.saved_tensors
         gradient = settled(gradient)
@@ -204,11 +265,11 @@ class _Row(torch.autograd.Function):
         rows = gradient.reshape(-1, gradient.shape[-1])
         input_gradient = None
         if ctx.needs_input_grad[0]:
-            input_gradient = (rows @ weight.to_local()).view(*gradient.shape[:-1], -1)
+            input_gradient = (rows @ _piece(weight)).view(*gradient.shape[:-1], -1)
         return input_gradient, *_parameter_gradients(ctx, rows, value, weight, bias), None, None
 
 
-def _keep(ctx: Any, value: Tensor, weight: DTensor, bias: DTensor | None) -> None:
+def _keep(ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Save what the backward will need, and not the input when the weight is frozen."""
     needs_value, needs_weight = ctx.needs_input_grad[:2]
     ctx.save_for_backward(
@@ -217,5 +278,5 @@ def _keep(ctx: Any, value: Tensor, weight: DTensor, bias: DTensor | None) -> Non
 
 
 # The functions to call: torch leaves ``apply`` without types.
-_column: Callable[[Tensor, Tensor, Tensor | None, Peers, int | None], Tensor] = _Column.apply
+_column: Callable[[Tensor, Tensor, Tensor | None, Peers, int | None, bool], Tensor] = _Column.apply
 _row: Callable[[Tensor, Tensor, Tensor | None, Peers, int | None], Tensor] = _Row.apply

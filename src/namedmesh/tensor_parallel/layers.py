@@ -1,0 +1,233 @@
+"""What the layers of legacy code share: plain parameters that hold this rank's piece, and their arithmetic.
+
+Legacy code reads ``weight.shape`` as the shape of the piece, marks the piece with attributes and hands it to
+optimizers of its own, so the parameters here are no DTensors. A dialect's layer makes them with a
+:class:`Recipe`, keeps them under the names that its API promises, and calls one function in its forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import nn
+
+from namedmesh.errors import ShapeError
+from namedmesh.tensor_parallel.collectives import gather, split, sum_forward, sum_scatter
+from namedmesh.tensor_parallel.linear import column, row
+from namedmesh.tensor_parallel.vocabulary import lookup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from namedmesh.tensor_parallel.collectives import Peers
+
+Initialiser: TypeAlias = "Callable[[Tensor], Any]"
+"""Fills a tensor in place, as the functions of ``torch.nn.init`` do."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a layer makes its parameters.
+
+    Args:
+        initialise: fills a weight.
+        dtype: of the parameters.
+        drawn_in: the dtype in which the whole weight is drawn before it is cut; ``dtype`` by default.
+        device: None draws the whole weight on every rank (where torch puts new tensors), from the generator
+            that all ranks have seeded alike, and cuts it: the pieces do not depend on the number of ranks.
+            A device draws only the piece, there.
+        stride: how many blocks the weight is made of, each of which is cut over the ranks on its own.
+        fill: without it, the parameters are left as the allocator hands them out.
+    """
+
+    initialise: Initialiser
+    dtype: torch.dtype
+    drawn_in: torch.dtype | None = None
+    device: torch.device | None = None
+    stride: int = 1
+    fill: bool = True
+
+    def weight(self, rows: int, columns: int, dim: int, peers: Peers) -> tuple[nn.Parameter, Tensor | None]:
+        """My piece of a ``(rows, columns)`` weight that is cut along ``dim``, and the whole one if it was drawn.
+
+        Raises:
+            ShapeError: the ranks, times the stride, do not divide the length of ``dim``.
+        """
+        check_blocks((rows, columns)[dim], peers.size, self.stride)
+        shape = [rows, columns]
+        shape[dim] //= peers.size
+        piece = torch.empty(shape, dtype=self.dtype, device=self.device)
+        whole = None
+        if self.fill and self.device is not None:
+            fill_piece(piece, self.initialise, peers)
+        elif self.fill:
+            whole = torch.empty(rows, columns, dtype=self.drawn_in or self.dtype)
+            self.initialise(whole)
+            piece.copy_(block_piece(whole, peers, dim, self.stride))
+        return nn.Parameter(piece), whole
+
+    def bias(self, length: int) -> nn.Parameter:
+        """A bias of zeros."""
+        make = torch.zeros if self.fill else torch.empty
+        return nn.Parameter(make(length, dtype=self.dtype, device=self.device))
+
+
+def check_blocks(length: int, ranks: int, stride: int) -> None:
+    """Refuse a length that cannot be cut into ``stride`` blocks of ``ranks`` equal pieces.
+
+    Raises:
+        ShapeError: it cannot.
+
+    Example:
+        >>> check_blocks(10, ranks=2, stride=2)
+        Traceback (most recent call last):
+        ...
+        namedmesh.errors.ShapeError: a length of 10 cannot be cut into 2 equal pieces for each of 2 blocks (the \
+stride); use 8 or 12, or another multiple of 4
+    """
+    pieces = ranks * stride
+    if stride < 1:
+        raise ShapeError(f"the stride is {stride}; it is a number of blocks, 1 or more")
+    if length % pieces:
+        below = length // pieces * pieces
+        nearest = f"{below} or {below + pieces}" if below else f"{pieces}"
+        blocks = "" if stride == 1 else f" for each of {stride} blocks (the stride)"
+        raise ShapeError(
+            f"a length of {length} cannot be cut into {ranks} equal pieces{blocks}; use {nearest}, or another "
+            f"multiple of {pieces}"
+        )
+
+
+def block_piece(whole: Tensor, peers: Peers, dim: int, stride: int = 1) -> Tensor:
+    """My piece of each of ``stride`` blocks of a weight, joined.
+
+    The projections of queries, keys and values in one weight are three blocks: cut as one, the first rank
+    would get the queries and the last the values.
+
+    Example:
+        Rank 1 of 2 gets the second half of each of the two blocks:
+
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> whole = torch.tensor([0, 1, 2, 3, 10, 11, 12, 13])
+        >>> block_piece(whole, SimpleNamespace(size=2, rank=1), 0, stride=2).tolist()
+        [2, 3, 12, 13]
+    """
+    blocks: Tensor = whole.unflatten(dim, (stride, peers.size, -1))
+    return blocks.select(dim + 1, peers.rank).flatten(dim, dim + 1)
+
+
+def fill_piece(piece: Tensor, initialise: Initialiser, peers: Peers) -> None:
+    """Fill my piece with numbers of its own, on its device.
+
+    Ranks that are seeded alike would draw the same numbers. So one number is drawn as the seed of the piece,
+    the same on all of them, and the rank is added to it; a rank's next layer starts from another one.
+    """
+    device = piece.device
+    seed = int(torch.randint(2**62, (), device=device)) + peers.rank
+    others = [device] if device.type not in {"cpu", "meta"} else []
+    with torch.random.fork_rng(devices=others, device_type=device.type if others else "cuda"):
+        torch.manual_seed(seed)
+        initialise(piece)
+
+
+def column_linear(
+    value: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    peers: Peers,
+    *,
+    gather_dim: int | None = None,
+    gather_output: bool = False,
+) -> Tensor:
+    """A linear layer whose output features are cut over the peers.
+
+    Args:
+        value: ``(..., inputs)``, the same on every peer; or a piece of it along ``gather_dim``.
+        weight: my rows, ``(my outputs, inputs)``.
+        bias: my part of it, or None.
+        peers: the ranks, over whom the gradient of the input is summed.
+        gather_dim: the dim along which the input is cut (0 for Megatron's sequence parallelism).
+        gather_output: join the output features of all peers.
+
+    Returns:
+        ``(..., my outputs)``, or ``(..., outputs)`` where they are gathered.
+
+    Example:
+        >>> import torch
+        >>> from namedmesh.tensor_parallel.collectives import Peers
+        >>> column_linear(torch.ones(1, 3), torch.ones(2, 3), torch.zeros(2), Peers(None))
+        tensor([[3., 3.]])
+    """
+    output = column(value, weight, bias, peers, gather_dim, gather_again=True)
+    return gather(output, peers, output.ndim - 1) if gather_output else output
+
+
+def row_linear(
+    value: Tensor,
+    weight: Tensor,
+    peers: Peers,
+    *,
+    input_is_parallel: bool = True,
+    scatter_dim: int | None = None,
+) -> Tensor:
+    """A linear layer whose input features are cut over the peers, without its bias.
+
+    The bias is the caller's to add: where the output is cut (``scatter_dim``), legacy code expects each rank's
+    bias gradient to be of its own piece only, and sums it later.
+
+    Args:
+        value: ``(..., my inputs)``; or ``(..., inputs)``, of which each peer takes its own.
+        weight: my columns, ``(outputs, my inputs)``.
+        peers: the ranks, over whom the output is summed.
+        input_is_parallel: the input is cut already.
+        scatter_dim: leave each peer its piece of the sum along this dim.
+
+    Returns:
+        ``(..., outputs)``, the same on every peer or cut.
+
+    Example:
+        >>> import torch
+        >>> from namedmesh.tensor_parallel.collectives import Peers
+        >>> row_linear(torch.ones(1, 3), torch.ones(2, 3), Peers(None))
+        tensor([[3., 3.]])
+    """
+    if not input_is_parallel:
+        value = split(value, peers, value.ndim - 1)
+    return row(value, weight, None, peers, scatter_dim)
+
+
+def vocabulary_embedding(
+    ids: Tensor,
+    weight: Tensor,
+    peers: Peers,
+    *,
+    padding_idx: int | None = None,
+    by_index: bool = False,
+    scatter_swapped: bool = False,
+) -> Tensor:
+    """An embedding whose vocabulary is cut over the peers.
+
+    Args:
+        ids: the same on every peer; one that is outside of the vocabulary gets zeros.
+        weight: my rows, ``(my part of the vocabulary, features)``.
+        peers: the ranks.
+        padding_idx: the id whose vector gets no gradient.
+        by_index: as :func:`~namedmesh.tensor_parallel.vocabulary.lookup` has it.
+        scatter_swapped: swap the first two dims, and leave each peer its piece of the first.
+
+    Example:
+        >>> import torch
+        >>> from namedmesh.tensor_parallel.collectives import Peers
+        >>> vocabulary_embedding(torch.tensor([1, 0]), torch.tensor([[1.0], [2.0]]), Peers(None)).tolist()
+        [[2.0], [1.0]]
+    """
+    first = peers.rank * weight.shape[0]
+    partial = lookup(ids, weight, first, padding_idx=padding_idx, by_index=by_index)
+    if scatter_swapped:
+        return sum_scatter(partial.transpose(0, 1), peers, 0)
+    return sum_forward(partial, peers)
