@@ -239,3 +239,27 @@ def absent_children(model: torch.nn.Module) -> list[str]:
             if child is None:
                 absent.append(f"{fqn}.{name}" if fqn else name)
     return absent
+
+
+# For the dialects.
+
+
+def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
+    """Change the timeout of a group that exists; None is the default group."""
+    c10d._set_pg_timeout(timeout, group)
+
+
+def symmetric_memory(size: int, group: dist.ProcessGroup) -> tuple[torch.Tensor | None, Any]:
+    """A buffer of bytes that the ranks of a group map into each other's memory, and its handle.
+
+    Both are None where it cannot be: without CUDA, or where the ranks do not reach each other's memory.
+    """
+    if not torch.cuda.is_available():
+        return None, None
+    import torch.distributed._symmetric_memory as symmetric
+
+    try:
+        buffer = symmetric.empty(size, dtype=torch.uint8, device="cuda")
+        return buffer, symmetric.rendezvous(buffer, group)
+    except RuntimeError:
+        return None, None

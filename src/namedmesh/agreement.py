@@ -56,8 +56,8 @@ def agree(
         AgreementError: on every rank, naming each field that differs and the ranks that differ in it; or,
             after ``timeout``, naming the ranks that did not call.
     """
-    if len(ranks) == 1:
-        return
+    if len(ranks) == 1 or (store is None and dist.get_backend() == "fake"):
+        return  # there is nobody to ask
     timeout = timeout or default_timeout() or timedelta(minutes=30)
     scope = (ranks.start, ranks.stop)
     _serials[scope] += 1

@@ -8,14 +8,18 @@ from typing import TYPE_CHECKING
 from namedmesh.errors import MeshError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from namedmesh.mesh import NamedMesh
 
-__all__ = ["current_mesh", "deselect", "register", "select", "unregister"]
+__all__ = ["current_mesh", "deselect", "register", "select", "selected_mesh", "unregister", "watch"]
 
 # Process-wide rather than per thread: autograd runs backward functions in threads of its own, and code in
 # them must see the mesh that was selected around the training step.
 _alive: weakref.WeakSet[NamedMesh] = weakref.WeakSet()
 _selected: list[NamedMesh] = []
+# The dialects: their accessors are too fast to ask here each time, so they are told of every change.
+_watchers: list[Callable[[NamedMesh | None], None]] = []
 
 
 def current_mesh() -> NamedMesh:
@@ -45,6 +49,16 @@ def current_mesh() -> NamedMesh:
     )
 
 
+def selected_mesh() -> NamedMesh | None:
+    """The innermost mesh entered with ``with mesh:``, if there is one."""
+    return _selected[-1] if _selected else None
+
+
+def watch(changed: Callable[[NamedMesh | None], None]) -> None:
+    """Have a dialect told whenever a mesh is selected, deselected or closed; with the mesh if it was closed."""
+    _watchers.append(changed)
+
+
 def register(mesh: NamedMesh) -> None:
     """Note that a mesh is alive."""
     _alive.add(mesh)
@@ -53,11 +67,13 @@ def register(mesh: NamedMesh) -> None:
 def unregister(mesh: NamedMesh) -> None:
     """Note that a mesh was closed."""
     _alive.discard(mesh)
+    _tell(closed=mesh)
 
 
 def select(mesh: NamedMesh) -> None:
     """Make a mesh the current one, until :func:`deselect`."""
     _selected.append(mesh)
+    _tell()
 
 
 def deselect(mesh: NamedMesh) -> None:
@@ -65,4 +81,10 @@ def deselect(mesh: NamedMesh) -> None:
     for i in reversed(range(len(_selected))):
         if _selected[i] is mesh:
             del _selected[i]
+            _tell()
             return
+
+
+def _tell(closed: NamedMesh | None = None) -> None:
+    for changed in _watchers:
+        changed(closed)

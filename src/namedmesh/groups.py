@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from namedmesh.layout import Layout
 
-__all__ = ["Communicator", "GroupPool"]
+__all__ = ["Communicator", "GroupPool", "nccl_options", "new_group_by_everyone"]
 
 _Key = tuple[tuple[int, ...], str, "timedelta | None", object, bool]
 
@@ -148,42 +148,57 @@ class GroupPool:
     ) -> dict[tuple[int, ...], dist.ProcessGroup]:
         """Groups over irregular sets of ranks, such as the first and the last stage of each pipeline.
 
-        Every rank of the *world* calls this with the same sets in the same order, also those in none of them;
-        communicates. The sets of this rank are returned. A set of one rank costs no communicator.
+        Every rank of the mesh calls this with the same sets in the same order, also those in none of them (of
+        the *world*, where the default group is bound to a device); communicates. The sets of this rank are
+        returned. A set of one rank costs no communicator.
         """
         options = options or self.defaults
-        mine: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for ranks in dict.fromkeys(tuple(sorted(members)) for members in sets):
+        wanted = list(dict.fromkeys(tuple(sorted(members)) for members in sets))
+        if bound_device() is not None:
+            return self._make_sets_together(wanted, label, options)
+        # The members of a set know the same groups over it, so they agree on whether it has to be made.
+        mine = {}
+        for ranks in wanted:
+            if self.rank not in ranks:
+                continue
             key = self._key(ranks, options)
             if len(ranks) == 1:
-                if self.rank in ranks:
-                    mine[ranks] = self._make_singleton()
+                mine[ranks] = self._make_singleton()
+            elif self._shares(options) and key in self._known:
+                mine[ranks] = self._known[key]
+            else:
+                mine[ranks] = new_group_among_members(ranks, **self._arguments(options, label))
+                self._note_set(key, mine[ranks], label, options)
+        return mine
+
+    def _make_sets_together(
+        self, wanted: Sequence[tuple[int, ...]], label: str, options: GroupOptions
+    ) -> dict[tuple[int, ...], dist.ProcessGroup]:
+        """Every rank of the world makes every set, as a bound default group needs it."""
+        mine = {}
+        if any(len(ranks) == 1 for ranks in wanted):
+            alone = self._make_singleton()
+            mine = {ranks: alone for ranks in wanted if ranks == (self.rank,)}
+        for ranks in wanted:
+            key = self._key(ranks, options)
+            if len(ranks) == 1:
                 continue
             if self._exists_for_all(key, options):
                 if self.rank in ranks:
                     mine[ranks] = self._known[key]
                 continue
             group = dist.new_group(list(ranks), **self._arguments(options, label))
-            if self.rank in ranks:
-                mine[ranks] = self._member(group)
-                self._record(label, ranks, mine[ranks], owned=True)
             if self._shares(options):
                 self._sets_made.add(key)
-                self._known.update({key: mine[ranks]} if self.rank in ranks else {})
+            if self.rank in ranks:
+                mine[ranks] = self._member(group)
+                self._note_set(key, mine[ranks], label, options)
         return mine
 
-    def _exists_for_all(self, key: _Key, options: GroupOptions) -> bool:
-        """Whether the members of a set have a group already; every rank comes to the same answer."""
-        if not self._shares(options):
-            return False
-        ranks = key[0]
-        if ranks == self._world_ranks:  # every rank is a member, and knows its own
-            return key in self._known
-        return key in self._sets_made or any(
-            layout.group(ranks[0], *axes) == ranks and self._key(ranks, theirs) == key
-            for layout, axes, theirs in self._partitions
-            if ranks[0] in layout.ranks
-        )
+    def _note_set(self, key: _Key, group: dist.ProcessGroup, label: str, options: GroupOptions) -> None:
+        self._record(label, key[0], group, owned=True)
+        if self._shares(options):
+            self._known[key] = group
 
     def borrow(self, ranks: tuple[int, ...], group: dist.ProcessGroup, label: str) -> None:
         """Take note of a group that somebody else owns; it is shared like any other, and never destroyed."""
@@ -263,12 +278,14 @@ class GroupPool:
             "group_desc": f"namedmesh:{label}",
         }
         if "nccl" in backend and (options.nccl or options.high_priority):
-            arguments["pg_options"] = _nccl_options(options, timeout)
+            arguments["pg_options"] = nccl_options(options, timeout)
         return arguments
 
     def _resolved(self, options: GroupOptions) -> tuple[str, timedelta | None]:
         backend = options.backend or self.defaults.backend or self._default_backend
         timeout = options.timeout or self.defaults.timeout or self._default_timeout
+        if self._default_backend == "fake":
+            timeout = None  # nothing waits there, and its groups do not tell one
         return backend, timeout
 
     def _plain(self, options: GroupOptions) -> bool:
@@ -301,7 +318,16 @@ def _twin(options: GroupOptions) -> GroupOptions:
     return replace(options, backend="gloo", nccl=(), high_priority=False)
 
 
-def _nccl_options(options: GroupOptions, timeout: timedelta | None) -> object:
+def new_group_by_everyone(ranks: Sequence[int] | None, **options: Any) -> Any:
+    """A group that belongs to who asks for it; every rank of the world calls this, with the same ranks.
+
+    Only for dialects whose contract it is; a mesh makes its groups through its pool.
+    """
+    return dist.new_group(None if ranks is None else list(ranks), **options)
+
+
+def nccl_options(options: GroupOptions, timeout: timedelta | None = None) -> object:
+    """What ``new_group`` takes as ``pg_options`` for NCCL."""
     made = dist.ProcessGroupNCCL.Options(is_high_priority_stream=options.high_priority)
     if timeout is not None:
         made._timeout = timeout  # noqa: SLF001  torch's own spelling, also in its documentation

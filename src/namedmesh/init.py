@@ -109,8 +109,7 @@ def init_mesh(
 
 
 def _agree(request: Mapping[str, str], ranks: range, rank: int, timeout: timedelta | None) -> None:
-    if dist.get_backend() != "fake":  # there is nobody to ask
-        agree("init_mesh", request, ranks=ranks, rank=rank, timeout=timeout)
+    agree("init_mesh", request, ranks=ranks, rank=rank, timeout=timeout)
 
 
 def _asked_layout(

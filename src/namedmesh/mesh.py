@@ -218,13 +218,30 @@ class NamedMesh:
             MeshError: the axes have no gloo group; it is made where their options say ``gloo_twin``.
         """
         view, ordered = self._place(axes)
-        twin = self.pool.find_twin(view.layout, ordered, self._options_of(ordered))
+        twin = self.pool.find_twin(view.layout, ordered, self.options_of(ordered))
         if twin is None:
             raise MeshError(
                 f"there is no gloo group over {named(axes)}; ask for one when the group is made, with "
                 "options=GroupOptions(gloo_twin=True)"
             )
         return twin
+
+    def options_of(self, ordered: tuple[str, ...]) -> GroupOptions:
+        """The options of a group over axes of one view: what was said of all together, or of each.
+
+        Args:
+            ordered: the axes, in the order of their layout.
+
+        Raises:
+            LayoutError: the axes set options that contradict each other.
+        """
+        said = self._options.get("_".join(ordered))
+        if said is not None:
+            return said
+        combined = GroupOptions()
+        for axis in ordered:
+            combined = combined.combined(self._options.get(axis, GroupOptions()), named(ordered))
+        return combined
 
     def explain(self, group: dist.ProcessGroup | None = None, *, rank: int | None = None) -> str:
         """In words: what a process group is, where a rank stands, or, without either, the whole mesh."""
@@ -264,7 +281,7 @@ class NamedMesh:
                 return self._flat[ordered]
             name = name or "_".join(ordered)
             self._views.check_product(name, ordered)
-            options = options or self._options_of(ordered)
+            options = options or self.options_of(ordered)
         self._agree("mesh.flatten", {"axes": "-".join(ordered), "name": name, "options": repr(options)})
         group = self.pool.make(view.layout, ordered, options)
         if options.gloo_twin:
@@ -378,7 +395,7 @@ class NamedMesh:
         if len(ordered) == 1:
             group: dist.ProcessGroup | None = view.root.get_group(ordered[0])
         else:
-            group = self.pool.find(view.layout, ordered, self._options_of(ordered))
+            group = self.pool.find(view.layout, ordered, self.options_of(ordered))
         if group is None:
             raise MeshError(
                 f"there is no group over {named(ordered)} yet; call mesh.flatten({quoted(ordered)}) once, on every "
@@ -386,16 +403,6 @@ class NamedMesh:
             )
         self._groups[axes] = group
         return group
-
-    def _options_of(self, ordered: tuple[str, ...]) -> GroupOptions:
-        """The options of a group over axes of one view: what was said of all together, or of each."""
-        said = self._options.get("_".join(ordered))
-        if said is not None:
-            return said
-        combined = GroupOptions()
-        for axis in ordered:
-            combined = combined.combined(self._options.get(axis, GroupOptions()), named(ordered))
-        return combined
 
     @contextmanager
     def _telling(self, call: str) -> Iterator[None]:
@@ -408,11 +415,6 @@ class NamedMesh:
             raise
 
     def _agree(self, call: str, request: Mapping[str, str]) -> None:
-        if dist.get_backend() != "fake":
-            agree(
-                call,
-                request,
-                ranks=self.layout.ranks,
-                rank=self.global_rank,
-                timeout=self.pool.defaults.timeout,
-            )
+        agree(
+            call, request, ranks=self.layout.ranks, rank=self.global_rank, timeout=self.pool.defaults.timeout
+        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from namedmesh.errors import NamedMeshError
 
-__all__ = ["ContractError", "ContractRuntimeError"]
+__all__ = ["ContractError", "ContractFileNotFoundError", "ContractKeyError", "ContractRuntimeError"]
 
 
 class ContractError(NamedMeshError, AssertionError):
@@ -30,3 +30,11 @@ class ContractRuntimeError(NamedMeshError, RuntimeError):
         >>> isinstance(ContractRuntimeError("no such extension here"), RuntimeError)
         True
     """
+
+
+class ContractKeyError(NamedMeshError, KeyError):
+    """A name that the legacy API looks up and does not find."""
+
+
+class ContractFileNotFoundError(NamedMeshError, FileNotFoundError):
+    """A file that the legacy API opens and does not find."""

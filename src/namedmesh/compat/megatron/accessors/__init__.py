@@ -1,0 +1,1 @@
+"""Megatron's accessors: what they answer is in the state, and each reads one slot of it."""

@@ -1,0 +1,193 @@
+"""The experts' groups, and the groups of the instances of a distributed optimizer."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+from namedmesh.compat.megatron.state import STATE, missing, unknown_size
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+__all__ = [
+    "get_data_modulo_expert_parallel_group",
+    "get_expert_data_parallel_group",
+    "get_expert_data_parallel_group_gloo",
+    "get_expert_data_parallel_rank",
+    "get_expert_data_parallel_world_size",
+    "get_expert_model_parallel_group",
+    "get_expert_model_parallel_rank",
+    "get_expert_model_parallel_src_rank",
+    "get_expert_model_parallel_world_size",
+    "get_expert_tensor_and_model_parallel_group",
+    "get_expert_tensor_and_model_parallel_rank",
+    "get_expert_tensor_and_model_parallel_world_size",
+    "get_expert_tensor_model_pipeline_parallel_group",
+    "get_expert_tensor_parallel_group",
+    "get_expert_tensor_parallel_rank",
+    "get_expert_tensor_parallel_world_size",
+    "get_inter_distributed_optimizer_instance_group",
+    "get_intra_distributed_optimizer_instance_group",
+    "set_expert_model_parallel_rank",
+    "set_expert_model_parallel_world_size",
+    "set_expert_tensor_parallel_rank",
+    "set_expert_tensor_parallel_world_size",
+]
+
+_INSTANCES = "make the groups with num_distributed_optimizer_instances above 1"
+
+
+def get_expert_model_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
+    """The ranks that share out the experts: ``mesh.group("ep")``."""
+    group: dist.ProcessGroup = STATE.ep_group
+    if group is None and check_initialized:
+        raise missing("the expert-parallel group")
+    return group
+
+
+def get_expert_model_parallel_src_rank() -> int:
+    """The first global rank of the expert-parallel group."""
+    ranks: list[int] = STATE.ep_ranks
+    if ranks is None:
+        raise missing("the expert-parallel group")
+    return ranks[0]
+
+
+def get_expert_model_parallel_world_size() -> int:
+    """Over how many ranks the experts are shared out; what was set wins; 0 without ``torch.distributed``."""
+    size: int = STATE.ep_size
+    return unknown_size("the expert-parallel group") if size is None else size
+
+
+def get_expert_model_parallel_rank() -> int:
+    """This rank's place among them; what was set wins; 0 without ``torch.distributed``."""
+    rank: int = STATE.ep_rank
+    return unknown_size("the expert-parallel group") if rank is None else rank
+
+
+def set_expert_model_parallel_world_size(world_size: int | None) -> None:
+    """Let the expert-parallel size be this, whatever the mesh says; None undoes it."""
+    STATE.put("set_ep_size", world_size)
+
+
+def set_expert_model_parallel_rank(rank: int | None) -> None:
+    """Let the expert-parallel rank be this, whatever the mesh says; None undoes it."""
+    STATE.put("set_ep_rank", rank)
+
+
+def get_expert_tensor_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
+    """The ranks that share each expert: ``mesh.group("etp")``."""
+    group: dist.ProcessGroup = STATE.etp_group
+    if group is None and check_initialized:
+        raise missing("the expert-tensor-parallel group")
+    return group
+
+
+def get_expert_tensor_parallel_world_size() -> int | None:
+    """How many ranks share each expert; what was set wins, for tp where there are no groups."""
+    size: int | None = STATE.etp_size
+    return size
+
+
+def get_expert_tensor_parallel_rank() -> int | None:
+    """This rank's place among those that share each expert; what was set wins, for tp where there are no groups."""
+    rank: int | None = STATE.etp_rank
+    return rank
+
+
+def set_expert_tensor_parallel_world_size(world_size: int | None) -> None:
+    """Let the experts' tensor-parallel size be this, whatever the mesh says; None undoes it."""
+    STATE.put("set_etp_size", world_size)
+
+
+def set_expert_tensor_parallel_rank(rank: int | None) -> None:
+    """Let the experts' tensor-parallel rank be this, whatever the mesh says; None undoes it."""
+    STATE.put("set_etp_rank", rank)
+
+
+def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
+    """The ranks of etp and ep together: one full set of a layer's experts."""
+    group: dist.ProcessGroup = STATE.etp_ep_group
+    if group is None and check_initialized:
+        raise missing("the expert-tensor- and expert-parallel group")
+    return group
+
+
+def get_expert_tensor_and_model_parallel_world_size() -> int:
+    """The number of ranks of etp and ep together; 0 without ``torch.distributed``."""
+    size: int = STATE.etp_ep_size
+    return unknown_size("the expert-tensor- and expert-parallel group") if size is None else size
+
+
+def get_expert_tensor_and_model_parallel_rank() -> int:
+    """This rank's place in etp and ep together; 0 without ``torch.distributed``."""
+    rank: int = STATE.etp_ep_rank
+    return unknown_size("the expert-tensor- and expert-parallel group") if rank is None else rank
+
+
+def get_expert_tensor_model_pipeline_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
+    """The ranks of etp, ep and pp together: one full set of the model's experts."""
+    group: dist.ProcessGroup = STATE.etp_ep_pp_group
+    if group is None and check_initialized:
+        raise missing("the expert-tensor-, expert- and pipeline-parallel group")
+    return group
+
+
+def get_expert_data_parallel_group(
+    check_initialized: bool = True, partial_expert_data_parallel: bool = False
+) -> dist.ProcessGroup:
+    """The replicas of this rank's experts: ``mesh.group("edp")``, or the part in its optimizer instance."""
+    group: dist.ProcessGroup = STATE.intra_edp_group if partial_expert_data_parallel else STATE.edp_group
+    if group is None and check_initialized:
+        raise missing("the expert-data-parallel group")
+    return group
+
+
+def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> dist.ProcessGroup:
+    """The old name of :func:`get_expert_data_parallel_group`; deprecated."""
+    warnings.warn(
+        "get_data_modulo_expert_parallel_group is deprecated; call get_expert_data_parallel_group instead",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return get_expert_data_parallel_group(partial_expert_data_parallel=partial_expert_data_parallel)
+
+
+def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> dist.ProcessGroup:
+    """The gloo twin of :func:`get_expert_data_parallel_group`."""
+    group: dist.ProcessGroup = STATE.intra_edp_gloo if partial_expert_data_parallel else STATE.edp_gloo
+    if group is None:
+        raise missing(
+            "the gloo twin of the expert-data-parallel group",
+            "make the groups with create_gloo_process_groups=True",
+        )
+    return group
+
+
+def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
+    """How many replicas of this rank's experts there are; 0 without ``torch.distributed``."""
+    size: int = STATE.intra_edp_size if partial_expert_data_parallel else STATE.edp_size
+    return unknown_size("the expert-data-parallel group") if size is None else size
+
+
+def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
+    """This rank's place among the replicas of its experts; 0 without ``torch.distributed``."""
+    rank: int = STATE.intra_edp_rank if partial_expert_data_parallel else STATE.edp_rank
+    return unknown_size("the expert-data-parallel group") if rank is None else rank
+
+
+def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> dist.ProcessGroup:
+    """Every rank of this rank's optimizer instance; the world, where there is one instance."""
+    group: dist.ProcessGroup = STATE.optimizer_group
+    if group is None and check_initialized:
+        raise missing("the group of an optimizer instance")
+    return group
+
+
+def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> dist.ProcessGroup:
+    """The ranks that hold the same part of the state in each optimizer instance."""
+    group: dist.ProcessGroup = STATE.inter_edp_group
+    if group is None and check_initialized:
+        raise missing("the group across optimizer instances", _INSTANCES)
+    return group

@@ -1,0 +1,94 @@
+"""Memory that is allocated once and handed out again: the original's global buffers."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from namedmesh._torch import symmetric_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    import torch.distributed as dist
+
+__all__ = ["GlobalMemoryBuffer", "GlobalSymmetricMemoryBuffer"]
+
+
+class GlobalMemoryBuffer:
+    """Named buffers that grow to the largest size asked for; whoever shares a name must not use it at once.
+
+    Args:
+        device: where the buffers are; by default the current CUDA device, or the CPU where there is none.
+
+    Example:
+        >>> buffer = GlobalMemoryBuffer("cpu")
+        >>> first = buffer.get_tensor((2, 3), torch.float32, "mpu")
+        >>> first.data_ptr() == buffer.get_tensor((6,), torch.float32, "mpu").data_ptr()
+        True
+    """
+
+    def __init__(self, device: str | torch.device | None = None) -> None:
+        self.buffer: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+    def get_tensor(
+        self,
+        tensor_shape: Sequence[int],
+        dtype: torch.dtype,
+        name: str,
+        mem_alloc_context: Callable[[], AbstractContextManager[Any]] | None = None,
+    ) -> torch.Tensor:
+        """A tensor of a shape, uninitialised, on the buffer of this name and type.
+
+        Args:
+            tensor_shape: its shape.
+            dtype: its type.
+            name: the name of the buffer.
+            mem_alloc_context: made and entered around an allocation, should there be one.
+        """
+        length = prod(tensor_shape)
+        held = self.buffer.get((name, dtype))
+        if held is None or held.numel() < length:
+            with (mem_alloc_context or nullcontext)():
+                held = torch.empty(length, dtype=dtype, device=self._device, requires_grad=False)
+            self.buffer[name, dtype] = held
+        return held[:length].view(*tensor_shape)
+
+
+class GlobalSymmetricMemoryBuffer:
+    """One buffer that the ranks of a group can reach in each other's memory, where torch and the device can.
+
+    Args:
+        size_in_mb: its size in MiB.
+        process_group: the ranks that share it; all of them make it.
+
+    Example:
+        >>> import namedmesh, torch.distributed as dist
+        >>> mesh = namedmesh.init_mesh(tp=-1, device="cpu")
+        >>> GlobalSymmetricMemoryBuffer(1, mesh.group("tp")).maybe_get_tensor((2,), torch.float32)
+        {'tensor': None, 'handle': None}
+        >>> mesh.close()
+        >>> dist.destroy_process_group()
+    """
+
+    def __init__(self, size_in_mb: float, process_group: dist.ProcessGroup) -> None:
+        self.symm_buffer, self.symm_mem_hdl = symmetric_memory(int(size_in_mb * 2**20), process_group)
+
+    def maybe_get_tensor(self, tensor_shape: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
+        """A tensor at the start of the buffer and the handle to the peers' memory; None where it cannot be.
+
+        Args:
+            tensor_shape: its shape.
+            dtype: its type.
+        """
+        length = prod(tensor_shape)
+        needed = length * dtype.itemsize
+        if self.symm_mem_hdl is None or self.symm_buffer is None or needed > self.symm_buffer.numel():
+            return {"tensor": None, "handle": None}
+        tensor = self.symm_buffer[:needed].view(dtype).view(*tensor_shape)
+        return {"tensor": tensor, "handle": self.symm_mem_hdl}

@@ -1,0 +1,360 @@
+"""Binding the dialect to a mesh, making one for it, and letting go of it."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from namedmesh import current
+from namedmesh.agreement import MISTAKE, agree
+from namedmesh.compat.errors import ContractError
+from namedmesh.compat.megatron.groups import make_answers, product_options
+from namedmesh.compat.megatron.ranks import default_embedding_ranks, default_position_embedding_ranks
+from namedmesh.compat.megatron.request import Request
+from namedmesh.compat.megatron.shape import shape_of
+from namedmesh.compat.megatron.state import STATE
+from namedmesh.compat.megatron.wish import Wish
+from namedmesh.errors import MeshError, NamedMeshError
+from namedmesh.init import init_mesh
+from namedmesh.mesh import NamedMesh
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from types import TracebackType
+
+
+__all__ = ["Bound", "bind", "current_mesh", "destroy_model_parallel", "initialize_model_parallel", "unbind"]
+
+_UCC_ENVIRONMENT = {
+    "TORCH_UCC_BLOCKING_WAIT": "none",
+    "UCC_EC_CUDA_STREAM_TASK_MODE": "driver",
+    "UCX_TLS": "ib,cuda_copy",
+}
+_UCC_FIXED = {
+    "NSYS_UCP_COMM_PARAMS": "1",
+    "UCX_RNDV_THRESH": "0",
+    "UCX_NET_DEVICES": "all",
+    "UCC_CL_BASIC_TLS": "^sharp,nccl",
+}
+
+
+class _Bindings:
+    """Which mesh the state shows: the one entered with ``with mesh:``, or else the one that was bound last.
+
+    The answers of the others are kept aside, together with what was patched into them.
+    """
+
+    def __init__(self) -> None:
+        self.base: NamedMesh | None = None
+        self.shown: NamedMesh | None = None
+        self.wishes: WeakKeyDictionary[NamedMesh, Wish] = WeakKeyDictionary()
+        self._aside: WeakKeyDictionary[NamedMesh, tuple[Any, ...]] = WeakKeyDictionary()
+        current.watch(self.changed)
+
+    def changed(self, closed: NamedMesh | None) -> None:
+        """Follow what was selected, deselected or closed."""
+        if closed is not None:
+            self.drop(closed)
+        self.show(current.selected_mesh() or self.base)
+
+    def show(self, mesh: NamedMesh | None) -> None:
+        """Let the state answer for a mesh, which need not be bound."""
+        if mesh is self.shown:
+            return
+        if self.shown is not None:
+            self._aside[self.shown] = STATE.saved()
+        aside = None if mesh is None else self._aside.pop(mesh, None)
+        if aside is None:
+            STATE.clear()
+        else:
+            STATE.load(aside)
+        self.shown = mesh
+
+    def fill(self, mesh: NamedMesh, wish: Wish, answers: Mapping[str, Any], *, owned: bool) -> None:
+        """Take the answers of a mesh that is bound now."""
+        if self.shown is not None:  # what was set by hand before any mesh stays
+            self.show(mesh)
+        self.shown = mesh
+        STATE.fill(mesh, answers, owned=owned)
+        self.wishes[mesh] = wish
+        self.base = mesh
+        self.changed(None)
+
+    def drop(self, mesh: NamedMesh) -> None:
+        """Forget a mesh."""
+        self.wishes.pop(mesh, None)
+        self._aside.pop(mesh, None)
+        if self.base is mesh:
+            self.base = None
+        if self.shown is mesh:
+            STATE.clear()
+            self.shown = None
+
+
+_BINDINGS = _Bindings()
+
+
+class Bound:
+    """A mesh that the dialect is bound to; leaving a ``with`` block goes back to the one before.
+
+    Args:
+        mesh: the mesh.
+        before: the mesh that the dialect was bound to before, if any.
+    """
+
+    def __init__(self, mesh: NamedMesh, before: NamedMesh | None) -> None:
+        self.mesh = mesh
+        self._before = before
+
+    def __enter__(self) -> NamedMesh:
+        return self.mesh
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        before = self._before
+        _BINDINGS.base = None if before is not None and before.closed else before
+        _BINDINGS.changed(None)
+
+
+def bind(
+    mesh: NamedMesh,
+    *,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    hierarchical_context_parallel_sizes: Sequence[int] | None = None,
+    hybrid_context_parallel: bool = False,
+    num_distributed_optimizer_instances: int = 1,
+    get_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
+    get_position_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
+    create_gloo_process_groups: bool = True,
+    create_all_gather_group: bool = False,
+) -> Bound:
+    """Let the accessors answer from a mesh that exists; communicates the first time.
+
+    Every rank of the mesh calls it. Groups that the mesh has are used, the others that Megatron knows are made,
+    and belong to the mesh. The mesh has axes ``tp``, ``cp``, ``dp`` (or ``dp_replicate`` and ``dp_shard``) and
+    ``pp``, in any order; one that it lacks is of size 1. The experts' are in a view with ``etp``, ``ep`` and
+    ``edp``.
+
+    Args:
+        mesh: the mesh.
+        virtual_pipeline_model_parallel_size: how many virtual stages each rank has.
+        hierarchical_context_parallel_sizes: the sizes of the levels of the context-parallel group.
+        hybrid_context_parallel: whether there is a group for each power of two inside dp and cp.
+        num_distributed_optimizer_instances: how many optimizer instances share the replicas.
+        get_embedding_ranks: which ranks of a pipeline hold word embeddings; by default the first and the last.
+        get_position_embedding_ranks: which hold position embeddings; by default the first.
+        create_gloo_process_groups: whether the data-parallel groups have gloo twins.
+        create_all_gather_group: whether there is a second communicator over dp and cp, for all-gathers.
+
+    Returns:
+        A handle: in ``with bind(mesh):`` the binding ends with the block. Otherwise it lasts until the next
+        one, :func:`unbind`, or the mesh's end.
+
+    Raises:
+        LayoutError: the mesh has axes that Megatron does not know.
+        MeshError: what was given is no open mesh.
+        ContractError: sizes that do not divide, or ranks outside a pipeline from a callback.
+        AgreementError: the other ranks did not call this, or not with the same arguments.
+
+    Example:
+        >>> import namedmesh, torch.distributed as dist
+        >>> from namedmesh.compat.megatron import bind, parallel_state
+        >>> mesh = namedmesh.init_mesh(pp=1, dp=-1, tp=1, device="cpu")
+        >>> with bind(mesh):
+        ...     parallel_state.get_tensor_model_parallel_group() is mesh.group("tp")
+        True
+        >>> mesh.close()
+        >>> dist.destroy_process_group()
+    """
+    if not isinstance(mesh, NamedMesh):
+        raise MeshError(
+            f"bind() got a {type(mesh).__name__}; give it a NamedMesh, such as NamedMesh.from_device_mesh(...)"
+        )
+    if mesh.closed:
+        raise MeshError(f"the mesh over {mesh.layout} was closed; bind another one")
+    before = _BINDINGS.base
+    wish = Wish(
+        gloo=create_gloo_process_groups,
+        instances=num_distributed_optimizer_instances,
+        levels=tuple(hierarchical_context_parallel_sizes or ()),
+        hybrid=hybrid_context_parallel,
+        gather_group=create_all_gather_group,
+        virtual_size=virtual_pipeline_model_parallel_size,
+        embedding_ranks=get_embedding_ranks or default_embedding_ranks,
+        position_embedding_ranks=get_position_embedding_ranks or default_position_embedding_ranks,
+    )
+    if _BINDINGS.wishes.get(mesh) == wish:
+        _BINDINGS.base = mesh
+        _BINDINGS.changed(None)
+        return Bound(mesh, before)
+    call = "megatron.bind"
+    with _telling(call, mesh.layout.ranks):
+        shape = shape_of(mesh)
+        wish.check(shape)
+        words = wish.words(shape) | {"views": repr(mesh.views)}
+    agree(call, words, ranks=mesh.layout.ranks, rank=mesh.global_rank)
+    _BINDINGS.fill(mesh, wish, make_answers(mesh, shape, wish), owned=False)
+    return Bound(mesh, before)
+
+
+def unbind() -> None:
+    """Let go of the mesh that is bound; it stays as it is, with its groups."""
+    if _BINDINGS.base is not None:
+        _BINDINGS.drop(_BINDINGS.base)
+        _BINDINGS.changed(None)
+
+
+def current_mesh() -> NamedMesh:
+    """The mesh that the accessors answer from at this moment.
+
+    Raises:
+        MeshError: they answer from none.
+    """
+    mesh: NamedMesh | None = STATE.mesh
+    if mesh is None:
+        raise MeshError(
+            "Megatron's parallel state is not bound to a mesh; call initialize_model_parallel(...) or bind(mesh) first"
+        )
+    return mesh
+
+
+def initialize_model_parallel(  # noqa: PLR0917  the original's signature
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    pipeline_model_parallel_comm_backend: str | None = None,
+    use_sharp: bool = False,
+    context_parallel_size: int = 1,
+    hierarchical_context_parallel_sizes: list[int] | None = None,
+    hybrid_context_parallel: bool = False,
+    expert_model_parallel_size: int = 1,
+    num_distributed_optimizer_instances: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+    nccl_communicator_config_path: str | None = None,
+    distributed_timeout_minutes: int = 30,
+    order: str = "tp-cp-ep-dp-pp",
+    get_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
+    get_position_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
+    create_gloo_process_groups: bool = True,
+    high_priority_stream_groups: list[str] | None = None,
+    sharp_enabled_group: str | None = None,
+    create_all_gather_group: bool | None = False,
+) -> None:
+    """Make a mesh of Megatron's sizes, with a view of the experts', and bind the accessors to it; communicates.
+
+    Every rank of the world calls it with the same arguments. :func:`current_mesh` returns the mesh. The order
+    of arguments is the original's; they are used by name.
+
+    Args:
+        tensor_model_parallel_size: how many ranks share each layer (tp).
+        pipeline_model_parallel_size: how many stages the layers are in (pp).
+        virtual_pipeline_model_parallel_size: how many virtual stages each rank has; needs pp above 1.
+        pipeline_model_parallel_comm_backend: the backend of the pipeline groups: None, "nccl" or "ucc".
+        use_sharp: let the switches reduce in the data-parallel groups (SHARP).
+        context_parallel_size: how many ranks share each sequence (cp).
+        hierarchical_context_parallel_sizes: the sizes of the levels of cp, innermost first.
+        hybrid_context_parallel: make a group for each power of two inside dp and cp.
+        expert_model_parallel_size: over how many ranks the experts are shared out (ep).
+        num_distributed_optimizer_instances: how many optimizer instances share the replicas.
+        expert_tensor_parallel_size: how many ranks share each expert (etp); by default tp.
+        nccl_communicator_config_path: a YAML file of NCCL settings by the names of groups.
+        distributed_timeout_minutes: the timeout of the groups, in minutes.
+        order: the parallelisms, the one whose ranks are neighbours first.
+        get_embedding_ranks: which ranks of a pipeline hold word embeddings; by default the first and the last.
+        get_position_embedding_ranks: which hold position embeddings; by default the first.
+        create_gloo_process_groups: make gloo twins of the data-parallel groups.
+        high_priority_stream_groups: names of groups, such as "dp_cp", whose NCCL streams go first.
+        sharp_enabled_group: "dp" (the default with ``use_sharp``) or "dp_replica".
+        create_all_gather_group: make a second communicator over dp and cp, for all-gathers.
+
+    Raises:
+        ContractError: what the original asserts: no default group, a second initialisation, what does not divide.
+        ContractRuntimeError: sizes that do not fit the world, or an order without a place for one of them.
+        ContractKeyError: the order names something unknown.
+        ContractFileNotFoundError: there is no file at the path.
+        AgreementError: the other ranks did not call this, or not with the same arguments.
+
+        After an error the state is as before, and no group is left over.
+
+    Example:
+        >>> import namedmesh, torch.distributed as dist
+        >>> from namedmesh.compat.megatron import current_mesh, parallel_state
+        >>> _ = namedmesh.launch.init("cpu")
+        >>> parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
+        >>> parallel_state.get_data_parallel_world_size(), current_mesh().layout
+        (1, Layout(pp=1, dp=1, cp=1, tp=1))
+        >>> parallel_state.destroy_model_parallel()
+        >>> dist.destroy_process_group()
+    """
+    request = Request(**locals())
+    if not dist.is_initialized():
+        raise ContractError(
+            "torch.distributed has no default group; call namedmesh.launch.init() or "
+            "torch.distributed.init_process_group() before initialize_model_parallel()"
+        )
+    world, rank = dist.get_world_size(), dist.get_rank()
+    call = "megatron.initialize_model_parallel"
+    with _telling(call, range(world)):
+        if STATE.dp_group is not None:
+            raise ContractError(
+                f"the parallel state is initialised already, for {_described()}; call destroy_model_parallel() first, "
+                "or bind another mesh beside it with namedmesh.compat.megatron.bind(mesh)"
+            )
+        shape, wish = request.resolved(world)
+        words = request.words() | wish.words(shape)
+    agree(call, words, ranks=range(world), rank=rank)
+    if wish.pp_backend == "ucc":
+        _prepare_ucc()
+    options = product_options(shape, wish)
+    timeout = timedelta(minutes=distributed_timeout_minutes)
+    dense = {name: said for name, said in options.items() if set(name.split("_")) <= set(shape.dense)}
+    mesh = init_mesh(shape.dense, timeout=timeout, options=dense)
+    try:
+        mesh.add_view("expert", options=options, **dict(shape.expert.items()))
+        answers = make_answers(mesh, shape, wish)
+    except BaseException:
+        mesh.close()
+        raise
+    _BINDINGS.fill(mesh, wish, answers, owned=True)
+
+
+def destroy_model_parallel() -> None:
+    """Forget every answer and whatever was set; the groups that ``initialize_model_parallel`` made are destroyed.
+
+    A mesh that was bound with :func:`bind` stays, with its groups. Without a state nothing happens.
+    """
+    mesh, owned = _BINDINGS.shown, STATE.owned
+    if mesh is not None and owned:
+        mesh.close()  # tells the bindings
+    elif mesh is not None:
+        _BINDINGS.drop(mesh)
+        _BINDINGS.changed(None)
+    else:
+        STATE.clear()
+
+
+def _described() -> str:
+    return "groups that were assigned by hand" if STATE.mesh is None else str(STATE.mesh.layout)
+
+
+def _prepare_ucc() -> None:
+    """What the original sets for the UCC backend, where the user has not."""
+    for name, value in _UCC_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ.update(_UCC_FIXED)
+
+
+@contextmanager
+def _telling(call: str, ranks: range) -> Iterator[None]:
+    """Let the other ranks, which may be fine and waiting, know that this one gives up."""
+    try:
+        yield
+    except NamedMeshError as error:
+        agree(call, {MISTAKE: str(error)}, ranks=ranks, rank=dist.get_rank())
+        raise

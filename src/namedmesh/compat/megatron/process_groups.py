@@ -1,0 +1,201 @@
+"""Making single groups the original's way: every rank calls, also for groups it is not in."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from namedmesh._torch import set_group_timeout
+from namedmesh.compat.errors import ContractRuntimeError
+from namedmesh.compat.megatron.ranks import chunks, level_groups
+from namedmesh.compat.megatron.request import NET_NAMES
+from namedmesh.compat.megatron.state import STATE, missing
+from namedmesh.errors import LayoutError
+from namedmesh.groups import nccl_options, new_group_by_everyone
+from namedmesh.options import GroupOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from datetime import timedelta
+
+__all__ = [
+    "create_group",
+    "create_hierarchical_groups",
+    "create_hybrid_dp_cp_groups",
+    "get_nccl_options",
+    "logger",
+    "overwrite_nccl_comm_cfgs",
+    "update_pg_timeout",
+]
+
+logger = logging.getLogger(__name__)
+
+
+def create_group(  # noqa: PLR0917  the original's signature
+    ranks: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+) -> Any:
+    """A process group beside those of the mesh; communicates, and belongs to the caller.
+
+    The arguments are those of ``torch.distributed.new_group``. The group is on the list that
+    :func:`update_pg_timeout` goes through; ``destroy_model_parallel`` does not destroy it.
+
+    Returns:
+        The group; on a rank outside it, what torch returns to those.
+    """
+    group = new_group_by_everyone(
+        ranks,
+        timeout=timeout,
+        backend=backend,
+        pg_options=pg_options,
+        use_local_synchronization=use_local_synchronization,
+        group_desc=group_desc,
+    )
+    if STATE.group_list is None:
+        STATE.group_list = [None]  # the default group
+    if ranks is None or dist.get_rank() in ranks:
+        STATE.group_list.append(group)
+    return group
+
+
+def create_hierarchical_groups(  # noqa: PLR0917  the original's signature
+    rank: int,
+    ranks: Sequence[int],
+    hierarchical_group_sizes: Sequence[int],
+    create_gloo_process_groups: bool = False,
+    pg_options: Any = None,
+    timeout: timedelta | None = None,
+    group_desc: str | None = None,
+) -> tuple[list[Any], list[Any]]:
+    """Groups at each level of a hierarchy over some ranks; communicates.
+
+    With sizes ``[2, 4]`` over 8 ranks, the groups of level 0 join neighbours, (0, 1) (2, 3) (4, 5) (6, 7), and
+    those of level 1 join one rank of each: (0, 2, 4, 6) and (1, 3, 5, 7).
+
+    Args:
+        rank: this rank.
+        ranks: the ranks.
+        hierarchical_group_sizes: the size of each level, which multiply to the number of ranks.
+        create_gloo_process_groups: whether there are gloo groups too.
+        pg_options: options of the groups, for all levels or a list of one for each.
+        timeout: the timeout of the groups.
+        group_desc: a description, for torch's messages.
+
+    Returns:
+        This rank's groups, one for each level, and the gloo groups (None where there are none); empty on a rank
+        that is not in ``ranks``.
+
+    Raises:
+        ContractError: the sizes do not multiply to the number of ranks.
+    """
+    options = pg_options if isinstance(pg_options, list) else [pg_options] * len(hierarchical_group_sizes)
+    groups: list[Any] = []
+    twins: list[Any] = []
+    for level, chosen in enumerate(options):
+        for members in level_groups(ranks, hierarchical_group_sizes, level):
+            name = f"HIERARCHICAL_{group_desc}"
+            group = create_group(
+                members, timeout=timeout, pg_options=chosen, group_desc=f"{name}_L{level}"
+            )
+            twin = None
+            if create_gloo_process_groups:
+                twin = create_group(
+                    members, timeout=timeout, backend="gloo", group_desc=f"{name}_GLOO_L{level}"
+                )
+            if rank in members:
+                groups.append(group)
+                twins.append(twin)
+    return groups, twins
+
+
+def create_hybrid_dp_cp_groups(rank: int, ranks: Sequence[int], pg_options: Any) -> dict[int, Any]:
+    """Groups of neighbours, for each power of two from 2 to below the number of ranks; communicates.
+
+    Args:
+        rank: this rank.
+        ranks: the ranks of a data- and context-parallel group.
+        pg_options: options of the groups.
+
+    Returns:
+        This rank's group for each size.
+    """
+    groups: dict[int, Any] = {}
+    for power in range(1, len(ranks).bit_length() - 1):
+        for members in chunks(ranks, 2**power):
+            group = create_group(members, pg_options=pg_options, group_desc=f"HYBRID_DP_CP_GROUP_{2**power}")
+            if rank in members:
+                groups[2**power] = group
+    return groups
+
+
+def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]) -> Any:
+    """NCCL options of a group, from settings by the names of groups; None where there are none for it.
+
+    Args:
+        pg_name: the name, such as ``"dp_cp"``.
+        nccl_comm_cfgs: settings by name, as in the file of ``nccl_communicator_config_path``.
+
+    Raises:
+        ContractRuntimeError: a setting that NCCL does not have, or a ``net_name`` other than IB or socket.
+        MeshError: this torch was built without NCCL.
+    """
+    settings = nccl_comm_cfgs.get(pg_name)
+    if settings is None:
+        return None
+    return nccl_options(options_from_settings(pg_name, settings))
+
+
+def options_from_settings(pg_name: str, settings: Mapping[str, Any]) -> GroupOptions:
+    """The options that settings in the original's spelling stand for."""
+    net = settings.get("net_name")
+    if net is not None and str(net).lower() not in NET_NAMES:
+        raise ContractRuntimeError(f"net_name of {pg_name!r} is {net!r}; it is 'IB' or 'socket'")
+    nccl = {name: value for name, value in settings.items() if name != "is_high_priority_stream"}
+    try:
+        return GroupOptions(nccl=nccl, high_priority=bool(settings.get("is_high_priority_stream", False)))
+    except LayoutError as error:
+        raise ContractRuntimeError(*(f"{pg_name}: {problem}" for problem in error.problems)) from None
+
+
+def overwrite_nccl_comm_cfgs(
+    nccl_comm_cfgs: dict[str, dict[str, Any]], pg_name: str, key_value_pair: tuple[str, Any]
+) -> None:
+    """Set one setting of one group in settings by the names of groups.
+
+    Example:
+        >>> settings = {}
+        >>> overwrite_nccl_comm_cfgs(settings, "dp_cp", ("max_ctas", 8))
+        >>> settings
+        {'dp_cp': {'max_ctas': 8}}
+    """
+    name, value = key_value_pair
+    nccl_comm_cfgs.setdefault(pg_name, {})[name] = value
+
+
+def update_pg_timeout(timeout: timedelta, pg: dist.ProcessGroup | None = None) -> None:
+    """Change the timeout of a group, or of all groups of the mesh and the default one; communicates.
+
+    The ranks of the group (of the world, for all groups) wait for each other first, so that no collective is
+    under way with the old one.
+
+    Args:
+        timeout: the new timeout.
+        pg: the group; by default all of them.
+
+    Raises:
+        ContractError: there are no groups yet.
+    """
+    if pg is None and STATE.group_list is None:
+        raise missing("the list of groups")
+    dist.barrier(pg)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    for group in STATE.group_list if pg is None else [pg]:
+        set_group_timeout(timeout, group)

@@ -1,0 +1,245 @@
+"""Megatron's rank arithmetic, on :class:`namedmesh.Layout`: order strings, masks, embedding stages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from namedmesh.compat.errors import ContractError, ContractKeyError, ContractRuntimeError
+from namedmesh.errors import LayoutError, did_you_mean
+from namedmesh.layout import Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+__all__ = [
+    "RankGenerator",
+    "chunks",
+    "default_embedding_ranks",
+    "default_position_embedding_ranks",
+    "generate_masked_orthogonal_rank_groups",
+    "level_groups",
+    "ordered_layout",
+    "ordered_tokens",
+]
+
+TOKENS = ("tp", "pp", "dp", "ep", "cp")
+"""What an order string can name; one that it leaves out comes after the others, in this order."""
+
+
+def ordered_tokens(order: str, sizes: Mapping[str, int]) -> list[str]:
+    """The tokens of an order string, fastest first, with those that it leaves out at the end.
+
+    Args:
+        order: such as ``"tp-cp-ep-dp-pp"``; upper case is as good.
+        sizes: the size of each token.
+
+    Raises:
+        ContractRuntimeError: a token of a size other than 1 has no place in the order.
+        ContractKeyError: the order names something else.
+
+    Example:
+        >>> ordered_tokens("tp-pp-dp", {"tp": 2, "pp": 2, "dp": 2, "ep": 1, "cp": 1})
+        ['tp', 'pp', 'dp', 'ep', 'cp']
+    """
+    tokens = order.lower().split("-")
+    homeless = [token for token in sizes if token not in tokens and sizes[token] != 1]
+    if homeless:
+        raise ContractRuntimeError(
+            *(
+                f"the size of {token} is {sizes[token]}, but the order {order!r} has no place for it; add {token!r}"
+                for token in homeless
+            )
+        )
+    unknown = [token for token in tokens if token not in sizes]
+    if unknown:
+        raise ContractKeyError(
+            *(
+                f"{token!r} in the order {order!r} is not one of {', '.join(sizes)}{did_you_mean(token, sizes)}"
+                for token in unknown
+            )
+        )
+    return tokens + [token for token in sizes if token not in tokens]
+
+
+def ordered_layout(order: str, sizes: Mapping[str, int], names: Mapping[str, str]) -> Layout:
+    """The layout that an order string and sizes describe.
+
+    Args:
+        order: as for :func:`ordered_tokens`.
+        sizes: the size of each token.
+        names: the axis that each token becomes; tokens that are not in it, of size 1, are left out.
+
+    Example:
+        >>> sizes = {"tp": 2, "pp": 2, "dp": 2, "ep": 1, "cp": 1}
+        >>> ordered_layout("tp-cp-ep-dp-pp", sizes, {"tp": "tp", "dp": "dp", "pp": "pp"})
+        Layout(pp=2, dp=2, tp=2)
+    """
+    slowest_first = [token for token in reversed(ordered_tokens(order, sizes)) if token in names]
+    return Layout.from_shape(
+        [names[token] for token in slowest_first], [sizes[token] for token in slowest_first]
+    )
+
+
+class RankGenerator:
+    """The groups of every kind of parallelism, as lists of ranks.
+
+    Args:
+        tp: the tensor-parallel size.
+        ep: the expert-parallel size; a generator has ``ep`` or ``cp``, not both.
+        dp: the data-parallel size.
+        pp: the pipeline-parallel size.
+        cp: the context-parallel size.
+        order: the tokens, fastest first.
+        rank_offset: the first rank.
+
+    Raises:
+        ContractError: both ``ep`` and ``cp`` are larger than 1.
+        ContractRuntimeError: a token of a size other than 1 has no place in the order.
+        ContractKeyError: the order names something else.
+
+    Example:
+        >>> ranks = RankGenerator(tp=2, ep=1, dp=2, pp=4, cp=1, order="tp-dp-pp")
+        >>> ranks.get_ranks("pp")
+        [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]
+        >>> ranks.get_ranks("tp-pp")
+        [[0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]]
+    """
+
+    def __init__(  # noqa: PLR0917  the original's signature
+        self, tp: int, ep: int, dp: int, pp: int, cp: int, order: str, rank_offset: int = 0
+    ) -> None:
+        if ep != 1 and cp != 1:
+            raise ContractError(
+                f"ep is {ep} and cp is {cp}: one generator has one of them; cp is for the dense ranks, ep for the experts'"
+            )
+        self.tp, self.ep, self.dp, self.pp, self.cp = tp, ep, dp, pp, cp
+        self.rank_offset = rank_offset
+        self.name_to_size = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp}
+        tokens = ordered_tokens(order, self.name_to_size)
+        self.order = "-".join(tokens)
+        self.ordered_size = [self.name_to_size[token] for token in tokens]
+        self._layout = _row_major(tokens, self.ordered_size, rank_offset)
+        self.world_size = self._layout.world_size
+
+    def get_mask(self, order: str, token: str) -> list[bool]:
+        """Which tokens of ``order`` are in ``token``, such as ``"tp-dp"``.
+
+        Raises:
+            LayoutError: a part of ``token`` is not in the order.
+
+        Example:
+            >>> RankGenerator(2, 1, 2, 2, 1, "tp-dp-pp").get_mask("tp-dp-pp", "tp-pp")
+            [True, False, True]
+        """
+        ordered, asked = order.split("-"), token.split("-")
+        unknown = [part for part in asked if part not in ordered]
+        if unknown:
+            raise LayoutError(
+                *(
+                    f"{part!r} of {token!r} is not in the order {order!r}{did_you_mean(part, ordered)}"
+                    for part in unknown
+                )
+            )
+        return [part in asked for part in ordered]
+
+    def get_ranks(self, token: str) -> list[list[int]]:
+        """Every group over the parallelisms that ``token`` names, such as ``"tp"`` or ``"tp-dp"``.
+
+        Raises:
+            LayoutError: a part of ``token`` is not in the order.
+        """
+        self.get_mask(self.order, token)
+        return [list(ranks) for ranks in self._layout.groups(*token.split("-"))]
+
+
+def generate_masked_orthogonal_rank_groups(
+    world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]
+) -> list[list[int]]:
+    """The groups over some of the parallelisms that factor a world.
+
+    Args:
+        world_size: how many ranks there are.
+        parallel_size: the size of each parallelism, fastest first.
+        mask: which of them vary inside a group.
+
+    Raises:
+        ContractError: there are more ranks than the sizes multiply to.
+
+    Example:
+        >>> generate_masked_orthogonal_rank_groups(8, [2, 2, 2], [False, False, True])
+        [[0, 4], [1, 5], [2, 6], [3, 7]]
+    """
+    pairs = list(zip(parallel_size, mask, strict=False))
+    names = [f"axis{i}" for i in range(len(pairs))]
+    layout = _row_major(names, [size for size, _ in pairs])
+    if world_size > layout.world_size:
+        raise ContractError(
+            f"the world has {world_size} ranks, but the sizes {list(parallel_size)} multiply to {layout.world_size}; "
+            "change a size"
+        )
+    chosen = [name for name, (_, masked) in zip(names, pairs, strict=True) if masked]
+    groups = [list(ranks) for ranks in layout.groups(*chosen)] if chosen else [[rank] for rank in layout.ranks]
+    # A smaller world has that many groups fewer: what the original answers.
+    return groups[: world_size // (layout.size(*chosen) if chosen else 1)]
+
+
+def _row_major(fastest_first: Sequence[str], sizes: Sequence[int], rank_offset: int = 0) -> Layout:
+    return Layout.from_shape(reversed(fastest_first), reversed(sizes), rank_offset=rank_offset)
+
+
+def level_groups(ranks: Sequence[int], sizes: Sequence[int], level: int) -> list[list[int]]:
+    """The groups of one level of a hierarchy inside a group.
+
+    Args:
+        ranks: the ranks of the group.
+        sizes: the size of each level; level 0 joins neighbours.
+        level: which level.
+
+    Raises:
+        ContractError: the sizes do not multiply to the number of ranks.
+
+    Example:
+        >>> level_groups(range(8), [2, 4], 0)
+        [[0, 1], [2, 3], [4, 5], [6, 7]]
+        >>> level_groups(range(8), [2, 4], 1)
+        [[0, 2, 4, 6], [1, 3, 5, 7]]
+    """
+    names = [f"level{i}" for i in range(len(sizes))]
+    positions = _row_major(names, sizes)
+    if positions.world_size != len(ranks):
+        raise ContractError(
+            f"the hierarchical sizes {list(sizes)} multiply to {positions.world_size}, but the group has {len(ranks)} "
+            "ranks; change a size"
+        )
+    return [[ranks[i] for i in group] for group in positions.groups(names[level])]
+
+
+def chunks(ranks: Sequence[int], size: int) -> list[list[int]]:
+    """Contiguous pieces of a group.
+
+    Example:
+        >>> chunks((0, 2, 4, 6), 2)
+        [[0, 2], [4, 6]]
+    """
+    return [list(ranks[i : i + size]) for i in range(0, len(ranks), size)]
+
+
+def default_embedding_ranks(pp_ranks: Iterable[int]) -> list[int]:
+    """The ranks of a pipeline that hold the word embeddings: the first and the last stage.
+
+    Example:
+        >>> default_embedding_ranks([0, 4, 8, 12]), default_embedding_ranks([3])
+        ([0, 12], [3])
+    """
+    ranks = list(pp_ranks)
+    return ranks if len(ranks) == 1 else [ranks[0], ranks[-1]]
+
+
+def default_position_embedding_ranks(pp_ranks: Iterable[int]) -> list[int]:
+    """The ranks of a pipeline that hold the position embeddings: the first stage.
+
+    Example:
+        >>> default_position_embedding_ranks([0, 4, 8, 12])
+        [0]
+    """
+    return [next(iter(pp_ranks))]
