@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from namedmesh.errors import ShapeError
-from namedmesh.tensor_parallel.collectives import gather, split, sum_forward, sum_scatter
+from namedmesh.tensor_parallel.collectives import Peers, gather, split, sum_forward, sum_scatter
 from namedmesh.tensor_parallel.linear import column, row
 from namedmesh.tensor_parallel.vocabulary import lookup
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
-
-    from namedmesh.tensor_parallel.collectives import Peers
 
 Initialiser: TypeAlias = "Callable[[Tensor], Any]"
 """Fills a tensor in place, as the functions of ``torch.nn.init`` do."""
@@ -76,17 +74,20 @@ class Recipe:
         return nn.Parameter(make(length, dtype=self.dtype, device=self.device))
 
 
-def check_blocks(length: int, ranks: int, stride: int) -> None:
+def check_blocks(length: int, ranks: int, stride: int = 1, *, what: str = "the length") -> None:
     """Refuse a length that cannot be cut into ``stride`` blocks of ``ranks`` equal pieces.
+
+    A collective of unequal pieces ends the process from inside the backend, and cutting for oneself would
+    silently leave the rest out.
 
     Raises:
         ShapeError: it cannot.
 
     Example:
-        >>> check_blocks(10, ranks=2, stride=2)
+        >>> check_blocks(10, ranks=2, stride=2, what="output_size")
         Traceback (most recent call last):
         ...
-        namedmesh.errors.ShapeError: a length of 10 cannot be cut into 2 equal pieces for each of 2 blocks (the \
+        namedmesh.errors.ShapeError: output_size 10 cannot be cut into 2 equal pieces for each of 2 blocks (the \
 stride); use 8 or 12, or another multiple of 4
     """
     pieces = ranks * stride
@@ -97,7 +98,7 @@ stride); use 8 or 12, or another multiple of 4
         nearest = f"{below} or {below + pieces}" if below else f"{pieces}"
         blocks = "" if stride == 1 else f" for each of {stride} blocks (the stride)"
         raise ShapeError(
-            f"a length of {length} cannot be cut into {ranks} equal pieces{blocks}; use {nearest}, or another "
+            f"{what} {length} cannot be cut into {ranks} equal pieces{blocks}; use {nearest}, or another "
             f"multiple of {pieces}"
         )
 
@@ -143,6 +144,7 @@ def column_linear(
     *,
     gather_dim: int | None = None,
     gather_output: bool = False,
+    sum_gradient: bool = True,
 ) -> Tensor:
     """A linear layer whose output features are cut over the peers.
 
@@ -153,6 +155,8 @@ def column_linear(
         peers: the ranks, over whom the gradient of the input is summed.
         gather_dim: the dim along which the input is cut (0 for Megatron's sequence parallelism).
         gather_output: join the output features of all peers.
+        sum_gradient: without it, a whole input gets this rank's part of its gradient only, for the caller to
+            sum later.
 
     Returns:
         ``(..., my outputs)``, or ``(..., outputs)`` where they are gathered.
@@ -163,7 +167,8 @@ def column_linear(
         >>> column_linear(torch.ones(1, 3), torch.ones(2, 3), torch.zeros(2), Peers(None))
         tensor([[3., 3.]])
     """
-    output = column(value, weight, bias, peers, gather_dim, gather_again=True)
+    over = peers if sum_gradient or gather_dim is not None else Peers(None)
+    output = column(value, weight, bias, over, gather_dim, gather_again=True)
     return gather(output, peers, output.ndim - 1) if gather_output else output
 
 
@@ -174,6 +179,7 @@ def row_linear(
     *,
     input_is_parallel: bool = True,
     scatter_dim: int | None = None,
+    sum_output: bool = True,
 ) -> Tensor:
     """A linear layer whose input features are cut over the peers, without its bias.
 
@@ -186,9 +192,13 @@ def row_linear(
         peers: the ranks, over whom the output is summed.
         input_is_parallel: the input is cut already.
         scatter_dim: leave each peer its piece of the sum along this dim.
+        sum_output: without it, this rank's part of the sum comes out, for the caller to sum later.
 
     Returns:
         ``(..., outputs)``, the same on every peer or cut.
+
+    Raises:
+        ShapeError: an input that is not cut yet, or an output that is to be, cannot be cut into equal pieces.
 
     Example:
         >>> import torch
@@ -197,7 +207,12 @@ def row_linear(
         tensor([[3., 3.]])
     """
     if not input_is_parallel:
+        check_blocks(value.shape[-1], peers.size, what="the last dim of the input, of length")
         value = split(value, peers, value.ndim - 1)
+    if not sum_output:
+        return row(value, weight, None, Peers(None))
+    if scatter_dim is not None:
+        check_blocks(value.shape[scatter_dim], peers.size, what=f"dim {scatter_dim} of the output, of length")
     return row(value, weight, None, peers, scatter_dim)
 
 
@@ -220,6 +235,9 @@ def vocabulary_embedding(
         by_index: as :func:`~namedmesh.tensor_parallel.vocabulary.lookup` has it.
         scatter_swapped: swap the first two dims, and leave each peer its piece of the first.
 
+    Raises:
+        ShapeError: the dim that is to be scattered cannot be cut into equal pieces.
+
     Example:
         >>> import torch
         >>> from namedmesh.tensor_parallel.collectives import Peers
@@ -229,5 +247,6 @@ def vocabulary_embedding(
     first = peers.rank * weight.shape[0]
     partial = lookup(ids, weight, first, padding_idx=padding_idx, by_index=by_index)
     if scatter_swapped:
+        check_blocks(partial.shape[1], peers.size, what="dim 1 of the ids, of length")
         return sum_scatter(partial.transpose(0, 1), peers, 0)
     return sum_forward(partial, peers)

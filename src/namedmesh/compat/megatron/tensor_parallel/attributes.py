@@ -1,0 +1,112 @@
+"""The attributes by which Megatron's optimizers and checkpoints know a piece of a parameter from a copy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from namedmesh.compat.errors import ContractError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "copy_tensor_model_parallel_attributes",
+    "param_is_not_tensor_parallel_duplicate",
+    "set_defaults_if_not_set_tensor_model_parallel_attributes",
+    "set_tensor_model_parallel_attributes",
+]
+
+_DEFAULTS: dict[str, Any] = {
+    "expert_tp": False,
+    "is_qkv": False,
+    "tensor_model_parallel": False,
+    "partition_dim": -1,
+    "partition_stride": 1,
+}
+
+
+def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
+    """Mark a tensor as a piece of a larger one.
+
+    Args:
+        tensor: a parameter that is not marked yet.
+        is_parallel: whether it is a piece: each rank has another one.
+        dim: the dim along which the whole was cut.
+        stride: the number of blocks, each of which was cut on its own.
+
+    Raises:
+        ContractError: the tensor is marked already.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.zeros(2, 3)
+        >>> set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
+        >>> weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride
+        (True, 0, 1)
+    """
+    present = [name for name in _DEFAULTS if hasattr(tensor, name)]
+    if present:
+        raise ContractError(
+            f"the tensor of shape {tuple(tensor.shape)} has {', '.join(present)} already; mark a tensor once, or "
+            "delete the attributes first"
+        )
+    marks = {"tensor_model_parallel": is_parallel, "partition_dim": dim, "partition_stride": stride}
+    for name, value in marks.items():
+        setattr(tensor, name, value)
+
+
+def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
+    """Mark a tensor as whole on every rank, as far as it is not marked as something else.
+
+    Example:
+        >>> import torch
+        >>> norm = torch.ones(2)
+        >>> set_defaults_if_not_set_tensor_model_parallel_attributes(norm)
+        >>> norm.tensor_model_parallel, norm.partition_dim
+        (False, -1)
+    """
+    for name, value in _DEFAULTS.items():
+        if not hasattr(tensor, name):
+            setattr(tensor, name, value)
+
+
+def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
+    """Mark a tensor as another one is marked, such as a master copy of a parameter.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.zeros(2, 3)
+        >>> set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=1, stride=1)
+        >>> master = weight.double()
+        >>> copy_tensor_model_parallel_attributes(master, weight)
+        >>> master.partition_dim
+        1
+    """
+    for name in _DEFAULTS:
+        if hasattr(source_tensor, name):
+            setattr(destination_tensor, name, getattr(source_tensor, name))
+
+
+def param_is_not_tensor_parallel_duplicate(param: Tensor, tp_group: ProcessGroup | None = None) -> bool:
+    """Whether this rank is the one that counts a parameter, in a norm over all ranks for example.
+
+    Args:
+        param: a piece counts on every rank, a copy on the first only.
+        tp_group: the ranks; left out, the tensor-model-parallel group.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.zeros(2, 3)
+        >>> set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
+        >>> param_is_not_tensor_parallel_duplicate(weight)
+        True
+    """
+    if getattr(param, "tensor_model_parallel", False):
+        return True
+    if tp_group is not None:
+        return tp_group.rank() == 0
+    from namedmesh.compat.megatron import parallel_state
+
+    # By the accessor and not by the group: a rank that was set by hand counts here.
+    return bool(parallel_state.get_tensor_model_parallel_rank() == 0)

@@ -1,0 +1,48 @@
+"""Megatron's loss for logits whose vocabulary is cut over the tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from namedmesh.compat.megatron.tensor_parallel.peers import peers_of
+from namedmesh.compat.partition import shapes_as_contract
+from namedmesh.tensor_parallel.vocabulary import cross_entropy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+__all__ = ["vocab_parallel_cross_entropy"]
+
+
+@shapes_as_contract()
+def vocab_parallel_cross_entropy(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    tp_group: ProcessGroup | None = None,
+) -> Tensor:
+    """The cross entropy of each token, from logits of which each rank has its part of the vocabulary.
+
+    Args:
+        vocab_parallel_logits: ``(s, b, v / t)``, this rank's part; left as it is.
+        target: ``(s, b)``, ids in the whole vocabulary, the same on every rank. The loss of an id outside of
+            it means nothing, and the loss mask has to leave it out.
+        label_smoothing: from 0 up to, and without, 1. What is taken off the target is spread over **this
+            rank's part** of the vocabulary, as Megatron has it: with smoothing, ranks get different losses.
+        tp_group: the ranks; left out, the tensor-model-parallel group.
+
+    Returns:
+        ``(s, b)``, in float32 whatever the logits are.
+
+    Raises:
+        ContractError: the shapes do not go together, or the smoothing is out of range.
+
+    Example:
+        >>> import torch
+        >>> logits, target = torch.zeros(2, 1, 4), torch.tensor([[0], [3]])
+        >>> vocab_parallel_cross_entropy(logits, target)    # plain python: one rank
+        tensor([[1.3863],
+                [1.3863]])
+    """
+    return cross_entropy(vocab_parallel_logits, target, peers_of(tp_group), label_smoothing)
