@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import os
+import tokenize
 import warnings
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -103,11 +105,20 @@ def read(path: Path) -> Source:
     if path.suffix == _NOTEBOOK:
         code, cells = _code_of(content)
         return Source(str(path), _parsed(code), code, cells)
-    # Bytes, so that Python itself finds out about the encoding.
-    return Source(str(path), _parsed(content), content.decode("utf-8", errors="replace"))
+    text = _decoded(content)
+    return Source(str(path), _parsed(text), text)
 
 
-def _parsed(code: str | bytes) -> ast.Module:
+def _decoded(content: bytes) -> str:
+    """The text of a module, by its mark or its coding line; UTF-8 without either."""
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+        return content.decode(encoding)
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise Unreadable(f"cannot be decoded: {error}") from None
+
+
+def _parsed(code: str) -> ast.Module:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about somebody else's escape sequences

@@ -110,7 +110,7 @@ def scan_source(source: Source) -> list[Finding]:
         >>> text = "from megatron.core import mpu; rank = mpu.get_data_parallel_rank()"
         >>> (found,) = scan_source(Source("a.py", ast.parse(text), text))
         >>> found.line, found.column, found.legacy, found.replacement
-        (1, 38, 'get_data_parallel_rank()', 'mesh.rank("dp")')
+        (1, 39, 'get_data_parallel_rank()', 'mesh.rank("dp")')
     """
     if not any(word in source.text for word in _WORDS):
         return []

@@ -1,0 +1,503 @@
+"""The migration table: complete, executed name by name, and compared with Megatron."""
+
+from __future__ import annotations
+
+import datetime as dt
+import inspect
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import fake_world, run_ranks
+
+import namedmesh
+from namedmesh import GroupOptions, Layout, NamedMesh
+from namedmesh.compat import migration
+from namedmesh.compat.migration import TABLE, advise
+from namedmesh.compat.migration.table import SECTIONS, rows
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Every public function and module-level name of Megatron's parallel_state, written out.
+_LISTED = """
+    RankGenerator _CONTEXT_PARALLEL_GLOBAL_RANKS _CONTEXT_PARALLEL_GROUP _DATA_PARALLEL_GLOBAL_RANKS
+    _DATA_PARALLEL_GLOBAL_RANKS_WITH_CP _DATA_PARALLEL_GROUP _DATA_PARALLEL_GROUP_GLOO
+    _DATA_PARALLEL_GROUP_WITH_CP _DATA_PARALLEL_GROUP_WITH_CP_AG _DATA_PARALLEL_GROUP_WITH_CP_GLOO
+    _EMBEDDING_GLOBAL_RANKS _EMBEDDING_GROUP _EXPERT_DATA_PARALLEL_GROUP
+    _EXPERT_DATA_PARALLEL_GROUP_GLOO _EXPERT_MODEL_PARALLEL_GROUP _EXPERT_MODEL_PARALLEL_RANKS
+    _EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP
+    _EXPERT_TENSOR_PARALLEL_GROUP _GLOBAL_MEMORY_BUFFER _GLOBAL_SYMMETRIC_MEMORY_BUFFER
+    _HIERARCHICAL_CONTEXT_PARALLEL_GROUPS _HYBRID_DP_CP_GROUPS _INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP
+    _INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP
+    _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP
+    _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO _MODEL_PARALLEL_GLOBAL_RANKS _MODEL_PARALLEL_GROUP
+    _MPU_DATA_PARALLEL_RANK _MPU_DATA_PARALLEL_WORLD_SIZE _MPU_EXPERT_MODEL_PARALLEL_RANK
+    _MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE _MPU_EXPERT_TENSOR_PARALLEL_RANK
+    _MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE _MPU_PIPELINE_MODEL_PARALLEL_RANK
+    _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE _MPU_TENSOR_MODEL_PARALLEL_RANK
+    _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE _PIPELINE_GLOBAL_RANKS _PIPELINE_MODEL_PARALLEL_GROUP
+    _POSITION_EMBEDDING_GLOBAL_RANKS _POSITION_EMBEDDING_GROUP _TENSOR_AND_CONTEXT_PARALLEL_GROUP
+    _TENSOR_AND_DATA_PARALLEL_GROUP _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP
+    _TENSOR_MODEL_PARALLEL_GLOBAL_RANKS _TENSOR_MODEL_PARALLEL_GROUP
+    _VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK _VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
+    _global_process_group_list _set_global_memory_buffer _set_global_symmetric_memory_buffer
+    create_group create_hierarchical_groups create_hybrid_dp_cp_groups default_embedding_ranks
+    default_position_embedding_ranks destroy_global_memory_buffer destroy_global_symmetric_memory_buffer
+    destroy_model_parallel generate_masked_orthogonal_rank_groups get_all_ranks get_amax_reduction_group
+    get_context_parallel_global_ranks get_context_parallel_group get_context_parallel_rank
+    get_context_parallel_world_size get_data_modulo_expert_parallel_group get_data_parallel_group
+    get_data_parallel_group_gloo get_data_parallel_rank get_data_parallel_src_rank
+    get_data_parallel_world_size get_embedding_group get_expert_data_parallel_group
+    get_expert_data_parallel_group_gloo get_expert_data_parallel_rank
+    get_expert_data_parallel_world_size get_expert_model_parallel_group get_expert_model_parallel_rank
+    get_expert_model_parallel_src_rank get_expert_model_parallel_world_size
+    get_expert_tensor_and_model_parallel_group get_expert_tensor_and_model_parallel_rank
+    get_expert_tensor_and_model_parallel_world_size get_expert_tensor_model_pipeline_parallel_group
+    get_expert_tensor_parallel_group get_expert_tensor_parallel_rank
+    get_expert_tensor_parallel_world_size get_global_memory_buffer get_global_symmetric_memory_buffer
+    get_hierarchical_context_parallel_groups get_hybrid_data_context_parallel_groups
+    get_inter_distributed_optimizer_instance_group get_intra_distributed_optimizer_instance_group
+    get_model_parallel_group get_model_parallel_src_rank get_nccl_options
+    get_pipeline_model_parallel_first_rank get_pipeline_model_parallel_group
+    get_pipeline_model_parallel_last_rank get_pipeline_model_parallel_next_rank
+    get_pipeline_model_parallel_prev_rank get_pipeline_model_parallel_rank
+    get_pipeline_model_parallel_world_size get_position_embedding_group
+    get_tensor_and_context_parallel_group get_tensor_and_context_parallel_rank
+    get_tensor_and_context_parallel_world_size get_tensor_and_data_parallel_group
+    get_tensor_model_parallel_group get_tensor_model_parallel_rank get_tensor_model_parallel_src_rank
+    get_tensor_model_parallel_world_size get_virtual_pipeline_model_parallel_rank
+    get_virtual_pipeline_model_parallel_world_size has_separate_all_gather_group
+    initialize_model_parallel is_initialized is_pipeline_first_stage is_pipeline_last_stage
+    is_rank_in_embedding_group is_rank_in_position_embedding_group is_unitialized logger
+    model_parallel_is_initialized overwrite_nccl_comm_cfgs set_data_parallel_rank
+    set_expert_model_parallel_rank set_expert_model_parallel_world_size set_expert_tensor_parallel_rank
+    set_expert_tensor_parallel_world_size set_pipeline_model_parallel_rank
+    set_pipeline_model_parallel_world_size set_tensor_model_parallel_rank
+    set_tensor_model_parallel_world_size set_virtual_pipeline_model_parallel_rank
+    set_virtual_pipeline_model_parallel_world_size update_pg_timeout
+"""
+NAMES = frozenset(_LISTED.split())
+
+EXAMPLES = [legacy for section in SECTIONS for legacy, _ in rows(section)]
+# Sizes, and what goes with them: two worlds, one with a data axis that is no power of two, one with tp=1.
+WORLDS = {
+    "24 ranks": {"pp": 2, "dp": 3, "cp": 2, "tp": 2},
+    "16 ranks": {"pp": 2, "dp": 2, "cp": 4, "tp": 1},
+}
+LEVELS = {"24 ranks": [2, 1], "16 ranks": [2, 2]}
+# Calls that start and end things have tests of their own, and gloo groups need a real world.
+APART = ("initialize_model_parallel", "destroy_model_parallel")
+
+
+def _name(legacy: str) -> str:
+    return legacy.split("(", maxsplit=1)[0]
+
+
+def _in_a_fake_world(legacy: str) -> bool:
+    return _name(legacy) not in APART and "gloo" not in legacy.lower()
+
+
+def _namespace(mesh: NamedMesh, tmp_path: Path, stage: int, levels: list[int]) -> dict[str, Any]:
+    """The variables that replacements and examples name."""
+    nccl = tmp_path / "nccl.yaml"
+    nccl.write_text("tp:\n  max_ctas: 8\n", encoding="utf-8")
+    return {
+        "mesh": mesh,
+        "namedmesh": namedmesh,
+        "torch": torch,
+        "logging": logging,
+        "datetime": dt,
+        "stage": stage,
+        "vp_stage": stage,
+        "virtual_stages": 2,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+        "num_distributed_optimizer_instances": 2,
+        "hierarchical_context_parallel_sizes": levels,
+        "hierarchical_group_sizes": levels,
+        "group_size": 2,
+        "nccl_communicator_config_path": nccl,
+        "nccl_comm_cfgs": {},
+        "pg_name": "tp",
+        "pg_options": None,
+        "timeout": dt.timedelta(minutes=5),
+        "pp_ranks": list(mesh.ranks("pp")),
+        "rank": mesh.global_rank,
+        "ranks": list(mesh.ranks("cp")),
+    }
+
+
+def _run(legacy: str, names: dict[str, Any], done: set[str]) -> Any:
+    """Evaluate the replacement of a call, after what it needs once."""
+    advice = advise(legacy)
+    for statement in advice.once:
+        if statement not in done:
+            done.add(statement)
+            exec(statement, names)  # noqa: S102  that the table can be executed is the point
+    return eval(advice.replacement, names)  # noqa: S307
+
+
+def _plain(answer: Any) -> Any:
+    """An answer with groups as lists of ranks and tuples as lists, so that two can be compared."""
+    if isinstance(answer, dist.ProcessGroup):
+        return {"group": dist.get_process_group_ranks(answer)}
+    if isinstance(answer, (list, tuple)):
+        return [_plain(one) for one in answer]
+    if isinstance(answer, dict):
+        return {key: _plain(value) for key, value in answer.items()}
+    return answer
+
+
+# The table.
+
+
+def test_every_name_has_an_entry() -> None:
+    assert sorted(NAMES - set(TABLE)) == []
+    assert sorted(set(TABLE) - NAMES) == []
+
+
+@pytest.mark.oracle("megatron.core")
+def test_every_name_of_the_installed_megatron_has_an_entry() -> None:
+    from megatron.core import parallel_state
+
+    own = {
+        name
+        for name, value in vars(parallel_state).items()
+        if getattr(value, "__module__", parallel_state.__name__) == parallel_state.__name__
+        and not name.startswith("__")
+        and not inspect.ismodule(value)
+        and not name.startswith("HAVE_")
+    }
+    assert own - set(TABLE) == set()
+    assert {"initialize_model_parallel", "_PIPELINE_GLOBAL_RANKS", "logger"} <= own | {"logger"}
+
+
+@pytest.mark.oracle("megatron.core")
+def test_parameters_are_those_of_megatron_in_its_order() -> None:
+    from megatron.core import parallel_state
+
+    for name, entry in TABLE.items():
+        function = getattr(parallel_state, name)
+        assert callable(function) == (entry.parameters is not None), name
+        if entry.parameters is not None and any(one.when for one in entry.variants):
+            assert tuple(inspect.signature(function).parameters) == entry.parameters, name
+    for name in ("initialize_model_parallel", "create_group", "RankGenerator", "update_pg_timeout"):
+        parameters = tuple(inspect.signature(getattr(parallel_state, name)).parameters)
+        assert parameters == TABLE[name].parameters
+
+
+@pytest.mark.parametrize(
+    ("legacy", "replacement"),
+    [
+        ("get_data_parallel_group()", 'mesh.group("dp")'),
+        ("get_data_parallel_group(with_context_parallel=True)", 'mesh.group("dp", "cp")'),
+        ("get_data_parallel_group(True)", 'mesh.group("dp", "cp")'),
+        ("get_data_parallel_group(with_context_parallel=False)", 'mesh.group("dp")'),
+        ("get_data_parallel_group(flag)", 'mesh.group("dp", "cp") if flag else mesh.group("dp")'),
+        (
+            "get_data_parallel_rank(a or b, partial_data_parallel=c)",
+            'mesh.rank("dp_shard") if (a or b) and c else (mesh.rank("dp", "cp") if (a or b) else mesh.rank("dp"))',
+        ),
+        ("get_data_parallel_group_gloo()", 'mesh.gloo_group("dp")'),
+        ("get_tensor_model_parallel_world_size()", 'mesh.size("tp")'),
+        ("get_tensor_model_parallel_src_rank()", 'mesh.ranks("tp")[0]'),
+        ("get_pipeline_model_parallel_next_rank()", 'mesh.next("pp")'),
+        ("get_expert_model_parallel_group()", 'mesh.group("ep")'),
+        ("is_pipeline_first_stage()", 'mesh.is_first("pp")'),
+        ("is_pipeline_first_stage(ignore_virtual=True)", 'mesh.is_first("pp")'),
+        ("is_pipeline_first_stage(False, self.stage)", 'mesh.is_first("pp") and self.stage == 0'),
+        (
+            "is_pipeline_last_stage(ignore_virtual=whole)",
+            'mesh.is_last("pp") and vp_stage == virtual_stages - 1 if not whole else mesh.is_last("pp")',
+        ),
+        ("set_tensor_model_parallel_rank(0)", ""),
+        ("_PIPELINE_GLOBAL_RANKS", 'list(mesh.ranks("pp"))'),
+    ],
+)
+def test_arguments_choose_the_replacement(legacy: str, replacement: str) -> None:
+    assert advise(legacy).replacement == replacement
+
+
+def test_flags_that_are_passed_on_are_listed() -> None:
+    advice = advise("get_data_parallel_rank(**more)")
+    assert advice.replacement == 'mesh.rank("dp")'
+    assert advice.notes == (
+        'the flags in **more decide: mesh.rank("dp_shard") or mesh.rank("dp", "cp") or mesh.rank("dp")',
+    )
+
+
+def test_an_unchecked_getter_is_told_apart() -> None:
+    assert advise("get_context_parallel_group()").notes == ()
+    assert advise("get_context_parallel_group(False)").notes == (
+        "check_initialized=False answered None before initialisation; a mesh that exists always has its axes, and an "
+        "unknown axis is an AxisError",
+    )
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_replacement_can_be_executed(world: str, tmp_path: Path) -> None:
+    layout = Layout(**WORLDS[world])
+    with fake_world(layout.world_size, 5):
+        mesh = namedmesh.init_mesh(layout)
+        names, done = _namespace(mesh, tmp_path, 0, LEVELS[world]), set[str]()
+        for legacy in EXAMPLES:
+            if _in_a_fake_world(legacy) and advise(legacy).replacement:
+                _run(legacy, names, done)
+        _run("destroy_model_parallel()", names, done)
+        assert mesh.closed
+
+
+# The same questions to Megatron.
+
+
+def _oracle(sizes: dict[str, int], levels: list[int], **more: Any) -> Any:
+    """Megatron's module, initialised for the default group; only what it takes gloo for is left out."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=sizes["tp"],
+        pipeline_model_parallel_size=sizes["pp"],
+        context_parallel_size=sizes["cp"],
+        virtual_pipeline_model_parallel_size=2 if sizes["pp"] > 1 else None,
+        hierarchical_context_parallel_sizes=levels,
+        expert_model_parallel_size=more.pop("ep", 2),
+        expert_tensor_parallel_size=1,
+        num_distributed_optimizer_instances=2,
+        **more,
+    )
+    return parallel_state
+
+
+def _compared(legacy: str, answer: Any, expected: Any) -> tuple[Any, Any]:
+    """Both answers, with what is known to differ made alike."""
+    name = _name(legacy)
+    if name == "RankGenerator":
+        tokens = ("tp-dp", "pp", "dp-pp")
+        return (
+            [_plain(answer.groups(*token.split("-"))) for token in tokens],
+            [expected.get_ranks(token) for token in tokens],
+        )
+    if name == "create_hierarchical_groups":
+        expected = expected[0]  # beside gloo groups
+    if name in {"create_hybrid_dp_cp_groups", "_HYBRID_DP_CP_GROUPS"}:
+        expected = {2: expected[2]}  # it makes groups of every power of two
+    if expected is None:  # a rank that is in no such group or list
+        assert name in {
+            "_POSITION_EMBEDDING_GROUP",
+            "_POSITION_EMBEDDING_GLOBAL_RANKS",
+            "get_position_embedding_group",
+        }
+        answer = None
+    return _plain(answer), _plain(expected)
+
+
+# What makes a thing of another kind than Megatron's.
+OTHER_KIND = (
+    "logger",
+    "get_nccl_options",
+    "overwrite_nccl_comm_cfgs",
+    "update_pg_timeout",
+    "_global_process_group_list",
+    "has_separate_all_gather_group",
+)
+
+
+@pytest.mark.oracle("megatron.core", "einops")
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("rank", [0, 6, 15])
+def test_every_replacement_answers_as_megatron_does(world: str, rank: int, tmp_path: Path) -> None:
+    sizes, levels = WORLDS[world], LEVELS[world]
+    layout = Layout(**sizes)
+    with fake_world(layout.world_size, rank):
+        oracle = _oracle(
+            sizes,
+            levels,
+            create_gloo_process_groups=False,
+            hybrid_context_parallel=True,
+            create_all_gather_group=True,
+        )
+        mesh = namedmesh.init_mesh(layout)
+        count = 0
+        for stage in (0, 1):
+            names, done = _namespace(mesh, tmp_path, stage, levels), {"again"} if stage else set[str]()
+            for legacy in EXAMPLES:
+                if (
+                    not _in_a_fake_world(legacy)
+                    or not advise(legacy).replacement
+                    or _name(legacy) in OTHER_KIND
+                ):
+                    continue
+                if stage and "stage=stage" not in legacy:
+                    continue
+                if _name(legacy) == "create_hybrid_dp_cp_groups":
+                    names["ranks"] = list(mesh.ranks("dp", "cp"))
+                try:
+                    expected = eval(legacy, {**names, **vars(oracle)})  # noqa: S307
+                except AssertionError:
+                    expected = None
+                answer, expected = _compared(legacy, _run(legacy, names, done), expected)
+                assert answer == expected, legacy
+                names["ranks"] = list(mesh.ranks("cp"))
+                count += 1
+        assert count > 95
+        asked = advise("has_separate_all_gather_group()").replacement
+        assert oracle.has_separate_all_gather_group() is eval(asked, names) is True  # noqa: S307
+        assert mesh.group("dp_cp_gather") is not mesh.group("dp", "cp")
+        mesh.close()
+        oracle.destroy_model_parallel()
+        oracle._HYBRID_DP_CP_GROUPS.clear()
+
+
+def _gloo_answers(tmp_path: Path) -> list[tuple[str, Any]]:
+    twin = GroupOptions(gloo_twin=True)
+    mesh = namedmesh.init_mesh(
+        pp=1, dp=2, cp=2, tp=1, device="cpu", options={"dp": twin, "dp_shard": twin, "edp": twin}
+    )
+    names, done = _namespace(mesh, tmp_path, 0, [1, 2]), set[str]()
+    names["expert_model_parallel_size"] = 1
+    answers = [
+        (legacy, _plain(_run(legacy, names, done)))
+        for legacy in EXAMPLES
+        if "gloo" in legacy.lower() and advise(legacy).replacement
+    ]
+    mesh.close()
+    return answers
+
+
+def _gloo_answers_of_megatron(legacies: list[str]) -> list[Any]:
+    oracle = _oracle({"pp": 1, "dp": 2, "cp": 2, "tp": 1}, [], ep=1)
+    answers = [_plain(eval(legacy, dict(vars(oracle)))) for legacy in legacies]  # noqa: S307
+    oracle.destroy_model_parallel()
+    return answers
+
+
+def test_gloo_groups_can_be_executed(tmp_path: Path) -> None:
+    for answers in run_ranks(4, _gloo_answers, tmp_path):
+        assert len(answers) == 10
+        assert {type(answer) for _, answer in answers} == {dict}
+
+
+@pytest.mark.oracle("megatron.core", "einops")
+def test_gloo_groups_are_those_of_megatron(tmp_path: Path) -> None:
+    by_rank = run_ranks(4, _gloo_answers, tmp_path)
+    legacies = [legacy for legacy, _ in by_rank[0]]
+    expected = run_ranks(4, _gloo_answers_of_megatron, legacies)
+    assert [[answer for _, answer in answers] for answers in by_rank] == expected
+
+
+# initialize_model_parallel, argument by argument.
+
+INITIALISATIONS = [
+    ("", ("pp=1, dp=-1, tp=1",)),
+    ("2, 4", ("pp=4, dp=-1, tp=2",)),
+    ("tensor_model_parallel_size=2, pipeline_model_parallel_size=4", ("pp=4, dp=-1, tp=2",)),
+    ("tensor_model_parallel_size=2, context_parallel_size=2", ("pp=1, dp=-1, cp=2, tp=2",)),
+    ("2, context_parallel_size=1, order='tp-pp-cp-dp'", ("dp=-1, cp=1, pp=1, tp=2",)),
+    ("2, 2, context_parallel_size=2, order='TP-DP-CP-pp'", ("pp=2, cp=2, dp=-1, tp=2",)),
+    (
+        "2, 2, expert_model_parallel_size=2",
+        ("pp=2, dp=-1, tp=2", 'mesh.add_view("expert", pp=2, edp=-1, ep=2, etp=2)'),
+    ),
+    (
+        "2, 2, expert_model_parallel_size=4, expert_tensor_parallel_size=1, context_parallel_size=2",
+        ("pp=2, dp=-1, cp=2, tp=2", 'mesh.add_view("expert", pp=2, edp=-1, ep=4, etp=1)'),
+    ),
+    (
+        "2, 2, expert_model_parallel_size=2, expert_tensor_parallel_size=1, order='tp-ep-pp-dp', "
+        "num_distributed_optimizer_instances=2",
+        (
+            "dp=-1, pp=2, tp=2",
+            'mesh.add_view("expert", edp=-1, pp=2, ep=2, etp=1)',
+            'mesh.add_view("expert_optimizer", edp_replicate=2, edp_shard=-1, pp=2, ep=2, etp=1)',
+            'mesh.add_view("optimizer", dp_replicate=2, dp_shard=-1, pp=2, tp=2)',
+        ),
+    ),
+    (
+        "2, context_parallel_size=2, num_distributed_optimizer_instances=2, expert_tensor_parallel_size=None",
+        (
+            "pp=1, dp=-1, cp=2, tp=2",
+            'mesh.add_view("optimizer", pp=1, dp_replicate=2, dp_shard=-1, tp=2)',
+        ),
+    ),
+    ("2, distributed_timeout_minutes=7", ("pp=1, dp=-1, tp=2, timeout=datetime.timedelta(minutes=7)",)),
+    (
+        "1, 2, None, 'nccl'",
+        ("pp=2, dp=-1, tp=1, options={\"pp\": namedmesh.GroupOptions(backend='nccl')}",),
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), INITIALISATIONS)
+def test_initialisation_becomes_a_mesh_and_its_views(arguments: str, expected: tuple[str, ...]) -> None:
+    advice = advise(f"initialize_model_parallel({arguments})")
+    assert (advice.replacement, *advice.once) == (f"namedmesh.init_mesh({expected[0]})", *expected[1:])
+
+
+def test_sizes_that_are_no_literals_are_put_in_as_they_stand() -> None:
+    advice = advise("initialize_model_parallel(args.tp, args.pp, order=args.order, **rest)")
+    assert advice.replacement == (
+        "namedmesh.init_mesh(namedmesh.Layout.from_order(args.order, tp=args.tp, pp=args.pp, "
+        "world_size=torch.distributed.get_world_size()))"
+    )
+    assert advice.notes == (
+        "where anything asks for 'cp', name that axis too: cp=1",
+        "the order is not a literal: layouts of the mesh have no 'ep', so leave it out of the string; views follow "
+        "the order",
+        "what **rest holds is not known here; sizes given there are missing",
+    )
+
+
+@pytest.mark.oracle("megatron.core")
+@pytest.mark.parametrize("arguments", [given for given, _ in INITIALISATIONS if "nccl" not in given])
+def test_initialisation_gives_the_groups_of_megatron(arguments: str) -> None:
+    from megatron.core import parallel_state
+
+    call = f"initialize_model_parallel({arguments}{', ' * bool(arguments)}create_gloo_process_groups=False)"
+    advice = advise(call)
+    names: dict[str, Any] = {"namedmesh": namedmesh, "datetime": dt, "torch": torch}
+    with fake_world(16, 9):
+        eval(call, dict(vars(parallel_state)))  # noqa: S307
+        mesh = names["mesh"] = eval(advice.replacement, names)  # noqa: S307
+        for statement in advice.once:
+            exec(statement, names)  # noqa: S102
+        axes = {
+            "tp": "get_tensor_model_parallel_group()",
+            "pp": "get_pipeline_model_parallel_group()",
+            "dp": "get_data_parallel_group()",
+            "cp": "get_context_parallel_group()",
+            "ep": "get_expert_model_parallel_group()",
+            "etp": "get_expert_tensor_parallel_group()",
+            "edp": "get_expert_data_parallel_group()",
+            "dp_shard": "get_data_parallel_group(True, True)",
+            "edp_shard": "get_expert_data_parallel_group(partial_expert_data_parallel=True)",
+            "edp_replicate": "get_inter_distributed_optimizer_instance_group()",
+        }
+        known = {axis: legacy for axis, legacy in axes.items() if axis in mesh.coords}
+        for axis, legacy in known.items():
+            group = eval(legacy, dict(vars(parallel_state)))  # noqa: S307
+            assert list(mesh.ranks(axis)) == dist.get_process_group_ranks(group), axis
+        assert len(known) >= 3 + 3 * ("expert_model" in arguments) + ("instances" in arguments)
+        mesh.close()
+        parallel_state.destroy_model_parallel()
+
+
+# The page.
+
+
+def test_the_page_has_every_entry_with_its_replacement() -> None:
+    text = migration.__doc__
+    assert text is not None
+    assert text.endswith(migration.page())
+    for section in SECTIONS:
+        for legacy, advice in rows(section):
+            assert f"    {legacy}" in text
+            assert (advice.replacement or "stays") in text
+
+
+def test_all_lists_what_can_be_imported() -> None:
+    assert sorted(migration.__all__) == sorted(set(migration.__all__), key=str)
+    assert [name for name in migration.__all__ if not hasattr(migration, name)] == []
