@@ -1,0 +1,936 @@
+"""Megatron's layers, mappings and loss do what megatron-core's do, rank by rank."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+from importlib import import_module
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  torch's own spelling
+from ranks import fake_world, run_ranks
+from torch import Tensor, nn
+
+from namedmesh import MeshError, NamedMeshError, ShapeError
+from namedmesh.compat.errors import ContractError, ContractRuntimeError
+from namedmesh.compat.megatron import parallel_state, tensor_parallel
+from namedmesh.compat.megatron.tensor_parallel import layers as our_layers
+from namedmesh.compat.megatron.tensor_parallel import mappings as our_mappings
+from namedmesh.compat.megatron.tensor_parallel import utils as our_utils
+from namedmesh.tensor_parallel.collectives import Peers
+from namedmesh.tensor_parallel.layers import Recipe, block_piece, check_blocks, fill_piece
+from namedmesh.tensor_parallel.regions import exchange, gather_uneven, sum_scatter_uneven
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+S, B, H, OUT = 8, 3, 12, 16  # sequence, batch, features in and out: divisible by 4 ranks and a stride of 2
+
+
+@pytest.fixture(scope="module")
+def _megatron_core() -> None:
+    """Import it before the ranks are forked, once."""
+    import_module("megatron.core.tensor_parallel")
+
+
+def original(world_size: int) -> Any:
+    """megatron-core's parallel state over this world; it allocates on CUDA whatever it is told."""
+    from megatron.core import parallel_state as state
+
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    state.initialize_model_parallel(tensor_model_parallel_size=world_size, create_gloo_process_groups=False)
+    return state.get_tensor_model_parallel_group()
+
+
+def numbers(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def apart(one: Tensor | None, other: Tensor | None) -> float:
+    """How far two tensors are from each other; infinitely, if only one is there or the shapes differ."""
+    if one is None or other is None:
+        return 0.0 if one is other else float("inf")
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return float("inf")
+    return (one - other).abs().max().item() if one.numel() else 0.0
+
+
+def results(function: Callable[[Tensor], Any], given: Tensor, others: Any = ()) -> list[Tensor | None]:
+    """The output, and the gradients of the input and of other tensors, for a gradient of this rank's own."""
+    value = given.clone().requires_grad_(given.is_floating_point())
+    output = function(value * 1 if given.is_floating_point() else value)
+    output, extra = output if isinstance(output, tuple) else (output, None)
+    loss = (output * numbers(*output.shape, seed=50 + dist.get_rank())).sum()
+    if extra is not None:
+        loss = loss + (extra * 3).sum()
+    for other in others:
+        other.grad = None
+    kept = output.detach().clone()  # megatron-core's backward may reuse the memory
+    loss.backward()
+    return [kept, value.grad, *(other.grad for other in others)]
+
+
+# --- layers -------------------------------------------------------------------------------------------------
+
+# (layer, its arguments, its configuration's, which dim of the input is cut)
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], int | None]] = {
+    "column": ("Column", {}, {}, None),
+    "column, gathered": ("Column", {"gather_output": True}, {}, None),
+    "column, no bias": ("Column", {"bias": False}, {}, None),
+    "column, bias apart": ("Column", {"skip_bias_add": True}, {}, None),
+    "column, stride": ("Column", {"stride": 2, "keep_master_weight_for_test": True}, {}, None),
+    "column, unreduced": ("Column", {"disable_grad_reduce": True}, {}, None),
+    "column, sequence": ("Column", {}, {"sequence_parallel": True}, 0),
+    "column, sequence, unreduced": ("Column", {"disable_grad_reduce": True}, {"sequence_parallel": True}, 0),
+    "column, expert": (
+        "Column",
+        {"is_expert": True},
+        {"expert_model_parallel_size": 2, "sequence_parallel": True},
+        None,
+    ),
+    "row": ("Row", {"input_is_parallel": True}, {}, -1),
+    "row, whole input": ("Row", {"input_is_parallel": False}, {}, None),
+    "row, no bias": ("Row", {"input_is_parallel": True, "bias": False}, {}, -1),
+    "row, bias apart": ("Row", {"input_is_parallel": True, "skip_bias_add": True}, {}, -1),
+    "row, stride": (
+        "Row",
+        {"input_is_parallel": True, "stride": 3, "keep_master_weight_for_test": True},
+        {},
+        -1,
+    ),
+    "row, sequence": ("Row", {"input_is_parallel": True}, {"sequence_parallel": True}, -1),
+    "row, sequence, bias apart": (
+        "Row",
+        {"input_is_parallel": True, "skip_bias_add": True},
+        {"sequence_parallel": True},
+        -1,
+    ),
+    "row, expert": (
+        "Row",
+        {"input_is_parallel": True, "skip_bias_add": True, "is_expert": True},
+        {"expert_model_parallel_size": 2, "sequence_parallel": True},
+        -1,
+    ),
+    "column, frozen": ("Column", {}, {}, None),
+    "column, sequence, frozen": ("Column", {}, {"sequence_parallel": True}, 0),
+    "row, frozen": ("Row", {"input_is_parallel": True}, {}, -1),
+    "row, bfloat16": ("Row", {"input_is_parallel": True}, {"params_dtype": torch.bfloat16}, -1),
+}
+MARKS = (
+    "tensor_model_parallel",
+    "partition_dim",
+    "partition_stride",
+    "allreduce",
+    "sequence_parallel",
+    "expert_tp",
+    "is_qkv",
+)
+
+
+def pair(name: str, group: Any) -> tuple[Any, Any]:
+    """The original's layer and ours, made from the same seed."""
+    from megatron.core import ModelParallelConfig
+    from megatron.core.tensor_parallel import layers as theirs
+
+    kind, arguments, settings, _ = CASES[name]
+    config = ModelParallelConfig(
+        **{
+            "use_cpu_initialization": True,
+            "params_dtype": torch.float64,
+            "tensor_model_parallel_size": dist.get_world_size(),
+            **settings,
+        }
+    )
+    defaults: dict[str, Any] = {"bias": True, "skip_bias_add": False, "config": config, "tp_group": group}
+    made = []
+    for module in (theirs, our_layers):
+        torch.manual_seed(7)
+        layer = getattr(module, f"{kind}ParallelLinear")(
+            H, OUT, init_method=nn.init.xavier_normal_, **{**defaults, **arguments}
+        )
+        if layer.bias is not None:
+            layer.bias.data = numbers(*layer.bias.shape, seed=9).to(layer.bias.dtype)
+        layer.requires_grad_("frozen" not in name)
+        made.append(layer)
+    return made[0], made[1]
+
+
+def piece(whole: Tensor, dim: int | None) -> Tensor:
+    return whole if dim is None else whole.chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
+
+
+def compare_layers(names: list[str]) -> dict[str, dict[str, Any]]:
+    group = original(dist.get_world_size())
+    found = {}
+    for name in names:
+        theirs, ours = pair(name, group)
+        given = piece(
+            numbers(S, B, H, seed=1).to(CASES[name][2].get("params_dtype", torch.float64)), CASES[name][3]
+        )
+        wanted, got = (results(layer, given, list(layer.parameters())) for layer in (theirs, ours))
+        found[name] = {
+            "apart": max(apart(one, other) for one, other in zip(got, wanted, strict=True)),
+            "gradients": sum(one is not None for one in got[1:]),
+            "weights": all(
+                torch.equal(one, other)
+                for one, other in zip(theirs.parameters(), ours.parameters(), strict=True)
+            ),
+            "names": [key for key, _ in ours.named_parameters()]
+            == [key for key, _ in theirs.named_parameters()],
+            "marks": [
+                [getattr(parameter, mark, "absent") for mark in MARKS] for parameter in ours.parameters()
+            ]
+            == [[getattr(parameter, mark, "absent") for mark in MARKS] for parameter in theirs.parameters()],
+            "master": apart(ours.master_weight, theirs.master_weight),
+            "state": list(ours.state_dict()) == list(theirs.state_dict()),
+        }
+    return found
+
+
+@pytest.mark.oracle("megatron.core")
+@pytest.mark.usefixtures("_megatron_core")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_linear_layers_are_the_originals(world_size: int) -> None:
+    for rank, found in enumerate(run_ranks(world_size, compare_layers, list(CASES))):
+        assert list(found) == list(CASES)
+        for name, one in found.items():
+            bound = 5e-2 if "bfloat16" in name else 1e-13
+            assert one.pop("apart") < bound, (rank, name)
+            tensors = 1 if "frozen" in name else 2 if "no bias" in name else 3  # input, weight, bias
+            expected = {
+                "gradients": tensors,
+                "weights": True,
+                "names": True,
+                "marks": True,
+                "master": 0.0,
+                "state": True,
+            }
+            assert one == expected, (rank, name)
+
+
+def compare_shared_weight() -> list[float]:
+    """A layer without a weight of its own, used with another's, gathered when it is called."""
+    from megatron.core import ModelParallelConfig
+    from megatron.core.tensor_parallel import layers as theirs
+
+    group = original(dist.get_world_size())
+    config = ModelParallelConfig(use_cpu_initialization=True, params_dtype=torch.float64)
+    weight = numbers(OUT // dist.get_world_size(), H, seed=dist.get_rank()).requires_grad_()
+    both = []
+    for module in (theirs, our_layers):
+        layer = module.ColumnParallelLinear(
+            H,
+            OUT,
+            config=config,
+            init_method=nn.init.zeros_,
+            skip_weight_param_allocation=True,
+            tp_group=group,
+        )
+        assert layer.weight is None
+
+        def call(value: Tensor, layer: Any = layer) -> Any:
+            return layer(value, weight=weight, runtime_gather_output=True)
+
+        both.append(results(call, numbers(S, B, H, seed=1), [weight]))
+    assert both[1][0] is not None
+    assert both[1][0].shape == (S, B, OUT)
+    return [apart(*two) for two in zip(*both, strict=True)]
+
+
+@pytest.mark.oracle("megatron.core")
+@pytest.mark.usefixtures("_megatron_core")
+def test_a_weight_can_be_passed_to_the_forward() -> None:
+    for found in run_ranks(2, compare_shared_weight):
+        assert len(found) == 3
+        assert max(found) < 1e-13
+
+
+def compare_embeddings() -> dict[str, list[Any]]:
+    from megatron.core import ModelParallelConfig
+    from megatron.core.tensor_parallel import layers as theirs
+
+    group = original(dist.get_world_size())
+    ids = torch.randint(0, OUT, (B, S), generator=torch.Generator().manual_seed(3))
+    ids[0, :2] = torch.tensor([-1, OUT])  # of no rank: zeros
+    found = {}
+    for deterministic in (False, True):
+        for scattered in (False, True):
+            config = ModelParallelConfig(
+                use_cpu_initialization=True, params_dtype=torch.float64, deterministic_mode=deterministic
+            )
+            made = []
+            for module in (theirs, our_layers):
+                torch.manual_seed(7)
+                layer = module.VocabParallelEmbedding(
+                    OUT,
+                    H,
+                    init_method=nn.init.normal_,
+                    reduce_scatter_embeddings=scattered,
+                    config=config,
+                    tp_group=group,
+                )
+                made.append(layer)
+            both = [results(layer, ids, [layer.weight]) for layer in made]
+            found[f"{deterministic} {scattered}"] = [
+                max(apart(*two) for two in zip(*both, strict=True)),
+                both[1][2] is not None,
+                torch.equal(made[0].weight, made[1].weight),
+                *(
+                    getattr(made[0], name) == getattr(made[1], name)
+                    for name in ("vocab_start_index", "vocab_end_index", "num_embeddings_per_partition")
+                ),
+                *(getattr(made[0].weight, m, None) == getattr(made[1].weight, m, None) for m in MARKS),
+                list(made[0].state_dict()) == list(made[1].state_dict()),
+            ]
+    return found
+
+
+@pytest.mark.oracle("megatron.core")
+@pytest.mark.usefixtures("_megatron_core")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_embedding_is_the_originals(world_size: int) -> None:
+    for found in run_ranks(world_size, compare_embeddings):
+        assert len(found) == 4
+        for name, (distance, *same) in found.items():
+            assert distance < 1e-13, name
+            assert all(same), (name, same)
+
+
+def carry_states() -> list[Any]:
+    """Each layer's state into the other's, and one without the extra entry."""
+    group = original(dist.get_world_size())
+    found: list[Any] = []
+    for name in ("column", "row"):
+        theirs, ours = pair(name, group)
+        for source, target in ((theirs, ours), (ours, theirs)):
+            with torch.no_grad():
+                for parameter in source.parameters():
+                    parameter.normal_()
+            state = source.state_dict()
+            target.load_state_dict(state)
+            found.append(all(map(torch.equal, source.parameters(), target.parameters())))
+        old = {key: value for key, value in state.items() if "extra" not in key}
+        found.append(str(ours.load_state_dict(old)))
+        parent = nn.Sequential(ours)
+        found.append(str(parent.load_state_dict({f"0.{key}": value for key, value in old.items()})))
+    return found
+
+
+@pytest.mark.oracle("megatron.core")
+@pytest.mark.usefixtures("_megatron_core")
+def test_states_go_from_one_to_the_other_and_back() -> None:
+    matched = "<All keys matched successfully>"
+    for found in run_ranks(2, carry_states):
+        assert found == [True, True, matched, matched] * 2
+
+
+# --- mappings -----------------------------------------------------------------------------------------------
+
+MAPPINGS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "copy_to_tensor_model_parallel_region": ((S, B, H), {}),
+    "reduce_from_tensor_model_parallel_region": ((S, B, H), {}),
+    "scatter_to_tensor_model_parallel_region": ((S, B, H), {}),
+    "gather_from_tensor_model_parallel_region": ((S, B, 3), {}),
+    "scatter_to_sequence_parallel_region": ((S, B, H), {}),
+    "gather_from_sequence_parallel_region": ((2, B, H), {}),
+    "gather_from_sequence_parallel_region ": ((2, B, H), {"tensor_parallel_output_grad": False}),
+    "gather_from_sequence_parallel_region  ": ((2, B, H), {"use_global_buffer": True}),
+    "reduce_scatter_to_sequence_parallel_region": ((S, B, H), {}),
+    "all_gather_last_dim_from_tensor_parallel_region": ((S, B, 3), {}),
+    "reduce_scatter_last_dim_to_tensor_parallel_region": ((S, B, H), {}),
+    "all_to_all_sp2hp": ((2, B, H), {}),
+    "all_to_all_hp2sp": ((S, B, 3), {}),
+    "all_to_all": ((S, H), {}),
+}
+
+
+def compare_mappings() -> dict[str, float]:
+    from megatron.core.tensor_parallel import mappings as theirs
+
+    group = original(dist.get_world_size())
+    found = {}
+    for name, (shape, arguments) in MAPPINGS.items():
+        given = numbers(*shape, seed=20 + dist.get_rank())
+        both = []
+        for module in (theirs, our_mappings):
+            function = getattr(module, name.strip())
+
+            def call(value: Tensor, function: Any = function, arguments: Any = arguments) -> Any:
+                if function.__name__ == "all_to_all":
+                    return function(group, value)
+                return function(value, group=group, **arguments)
+
+            both.append(results(call, given))
+        found[name] = max(apart(*two) for two in zip(*both, strict=True))
+    return found
+
+
+@pytest.mark.oracle("megatron.core")
+@pytest.mark.usefixtures("_megatron_core")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_mappings_are_the_originals(world_size: int) -> None:
+    for rank, found in enumerate(run_ranks(world_size, compare_mappings)):
+        assert list(found) == list(MAPPINGS)
+        assert max(found.values()) < 1e-13, (rank, found)
+
+
+def uneven() -> dict[str, float]:
+    """Pieces of different lengths, against all ranks' tensors put together here."""
+    ranks, me = dist.get_world_size(), dist.get_rank()
+    group, lengths = dist.group.WORLD, [3, 0, 4, 1][:ranks]
+    start, total = sum(lengths[:me]), sum(lengths)
+    mine = slice(start, start + lengths[me])
+    pieces = [numbers(length, 2, seed=rank) for rank, length in enumerate(lengths)]
+    parts = [numbers(total, 2, seed=10 + rank) for rank in range(ranks)]
+    gradients = [numbers(total, 2, seed=50 + rank) for rank in range(ranks)]  # as ``results`` draws them
+
+    def gathered(value: Tensor) -> Tensor:
+        return our_mappings.gather_from_sequence_parallel_region(
+            value, group=group, output_split_sizes=lengths
+        )
+
+    def gathered_alike(value: Tensor) -> Tensor:
+        return our_mappings.gather_from_sequence_parallel_region(value, False, group, lengths)
+
+    def scattered(value: Tensor) -> Tensor:
+        return our_mappings.reduce_scatter_to_sequence_parallel_region(value, group, lengths)
+
+    out, back = results(gathered, pieces[me])
+    found = {
+        "gathered": apart(out, torch.cat(pieces)),
+        "gradient": apart(back, torch.stack(gradients).sum(0)[mine]),
+    }
+    out, back = results(gathered_alike, pieces[me])
+    found["gathered alike"] = apart(out, torch.cat(pieces))
+    found["gradient alike"] = apart(back, gradients[me][mine])
+    out, back = results(scattered, parts[me])
+    found["scattered"] = apart(out, torch.stack(parts).sum(0)[mine])
+    cut = [numbers(length, 2, seed=50 + rank) for rank, length in enumerate(lengths)]
+    found["scattered gradient"] = apart(back, torch.cat(cut))
+
+    # Rank i sends i + j rows to rank j.
+    outgoing = [numbers(sum(i + j for j in range(ranks)), 2, seed=i) for i in range(ranks)]
+    counts = [me + j for j in range(ranks)]
+
+    def exchanged(value: Tensor) -> Tensor:
+        return our_mappings.all_to_all(group, value, counts, counts)
+
+    out, back = results(exchanged, outgoing[me])
+    from_each = [whole.split([i + j for j in range(ranks)])[me] for i, whole in enumerate(outgoing)]
+    found["exchanged"] = apart(out, torch.cat(from_each))
+    gradient = [numbers(len(one), 2, seed=50 + i) for i, one in enumerate(outgoing)]
+    returned = [whole.split([i + j for j in range(ranks)])[me] for i, whole in enumerate(gradient)]
+    found["exchanged gradient"] = apart(back, torch.cat(returned))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_pieces_of_different_lengths(world_size: int) -> None:
+    for rank, found in enumerate(run_ranks(world_size, uneven)):
+        assert max(found.values()) < 1e-13, (rank, found)
+
+
+# --- loss and helpers ---------------------------------------------------------------------------------------
+
+
+def compare_losses() -> dict[str, Any]:
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy as theirs
+
+    group = original(dist.get_world_size())
+    part = OUT // dist.get_world_size()
+    whole = numbers(S, B, OUT, seed=1).mul(4)
+    target = torch.randint(0, OUT, (S, B), generator=torch.Generator().manual_seed(2))
+    found: dict[str, Any] = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for smoothing in (0.0, 0.2):
+            logits = piece(whole, -1).to(dtype)
+            ours = partial(tensor_parallel.vocab_parallel_cross_entropy, tp_group=group)
+            both = [
+                results(partial(loss, target=target, label_smoothing=smoothing), logits)
+                for loss in (theirs, ours)
+            ]
+            found[f"{dtype} {smoothing}"] = max(apart(*two) for two in zip(*both, strict=True))
+    value = piece(whole, -1).float().requires_grad_()
+    kept = value.detach().clone()
+    loss = tensor_parallel.vocab_parallel_cross_entropy(value, target, tp_group=group)
+    loss.sum().backward(retain_graph=True)
+    assert value.grad is not None
+    once = value.grad.clone()
+    loss.sum().backward()
+    found["untouched"] = torch.equal(value, kept)
+    found["twice"] = torch.equal(value.grad, 2 * once)
+    plain = whole.float().requires_grad_()
+    wanted = F.cross_entropy(plain.flatten(0, 1), target.flatten(), reduction="none").view(S, B)
+    wanted.sum().backward()
+    found["one process"] = apart(loss, wanted)
+    assert plain.grad is not None
+    found["one process, gradient"] = apart(once, plain.grad[..., dist.get_rank() * part :][..., :part])
+    ignored = target.clone()
+    ignored[0, 0], ignored[1, 1] = -100, OUT
+    losses = [
+        theirs(value.detach().clone(), ignored),
+        tensor_parallel.vocab_parallel_cross_entropy(value, ignored, tp_group=group),
+    ]
+    found["strangers"] = apart(losses[0], losses[1].detach())
+    return found
+
+
+@pytest.mark.oracle("megatron.core")
+@pytest.mark.usefixtures("_megatron_core")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_loss_is_the_originals_on_every_rank(world_size: int) -> None:
+    for rank, found in enumerate(run_ranks(world_size, compare_losses)):
+        assert found.pop("untouched"), rank
+        assert found.pop("twice"), rank
+        assert len(found) == 9
+        assert max(found.values()) < 4e-6, (rank, found)
+
+
+def compare_helpers() -> list[bool]:
+    from megatron.core.tensor_parallel import utils as theirs
+
+    group = original(dist.get_world_size())
+    given = numbers(4, 6, seed=dist.get_rank())
+    cut = [module.split_tensor_into_1d_equal_chunks for module in (theirs, our_utils)]
+    view = cut[1](given, tp_group=group)
+    return [
+        torch.equal(cut[0](given, tp_group=group), view),
+        torch.equal(cut[0](given, new_buffer=True, tp_group=group), cut[1](given, True, group)),
+        view.untyped_storage().data_ptr() == given.untyped_storage().data_ptr(),
+        torch.equal(
+            theirs.gather_split_1d_tensor(view, tp_group=group), our_utils.gather_split_1d_tensor(view, group)
+        ),
+        *(
+            list(map(torch.Tensor.tolist, theirs.split_tensor_along_last_dim(given, 3, contiguous)))
+            == list(map(torch.Tensor.tolist, our_utils.split_tensor_along_last_dim(given, 3, contiguous)))
+            for contiguous in (False, True)
+        ),
+        our_utils.split_tensor_along_last_dim(given, 3, contiguous_split_chunks=True)[1].is_contiguous(),
+        theirs.VocabUtility.vocab_range_from_global_vocab_size(12, 1, 4)
+        == our_utils.VocabUtility.vocab_range_from_global_vocab_size(12, 1, 4),
+        tensor_parallel.param_is_not_tensor_parallel_duplicate(given, group) == (dist.get_rank() == 0),
+    ]
+
+
+@pytest.mark.oracle("megatron.core")
+@pytest.mark.usefixtures("_megatron_core")
+def test_helpers_are_the_originals() -> None:
+    assert run_ranks(2, compare_helpers) == [[True] * 9] * 2
+
+
+@pytest.mark.oracle("megatron.core")
+@pytest.mark.usefixtures("_megatron_core")
+def test_attributes_are_the_originals() -> None:
+    from megatron.core.tensor_parallel import layers as theirs
+
+    marked = []
+    for module in (theirs, our_layers):
+        one, other, plain = (torch.zeros(2) for _ in range(3))
+        module.set_tensor_model_parallel_attributes(one, True, 1, 2)
+        module.copy_tensor_model_parallel_attributes(other, one)
+        module.set_defaults_if_not_set_tensor_model_parallel_attributes(other)
+        module.set_defaults_if_not_set_tensor_model_parallel_attributes(plain)
+        marked.append([vars(tensor) for tensor in (one, other, plain)])
+    assert marked[0] == marked[1]
+    assert marked[1][0] == {"tensor_model_parallel": True, "partition_dim": 1, "partition_stride": 2}
+
+
+# --- without the original -----------------------------------------------------------------------------------
+
+
+def train_both() -> list[float]:
+    """The largest differences of loss and weights, over a few steps, from two plain linear layers."""
+    group = dist.group.WORLD
+    config = SimpleNamespace(sequence_parallel=True, params_dtype=torch.float64, use_cpu_initialization=True)
+    torch.manual_seed(5)
+    up = our_layers.ColumnParallelLinear(
+        H, OUT, config=config, keep_master_weight_for_test=True, stride=2, tp_group=group
+    )
+    down = our_layers.RowParallelLinear(
+        OUT,
+        H,
+        config=config,
+        input_is_parallel=True,
+        keep_master_weight_for_test=True,
+        stride=2,
+        tp_group=group,
+    )
+    assert up.master_weight is not None
+    assert down.master_weight is not None
+    plain: Any = nn.Sequential(nn.Linear(H, OUT), nn.GELU(), nn.Linear(OUT, H)).double()
+    with torch.no_grad():
+        for linear, master in ((plain[0], up.master_weight), (plain[2], down.master_weight)):
+            linear.weight.copy_(master)
+            linear.bias.zero_()
+    parameters = [*up.parameters(), *down.parameters()]
+    steps = [torch.optim.SGD(one, lr=0.1, momentum=0.9) for one in (parameters, plain.parameters())]
+    given, wanted = numbers(S, B, H, seed=1), numbers(S, B, H, seed=2)
+    found = []
+    for _ in range(4):
+        hidden, _ = up(our_mappings.scatter_to_sequence_parallel_region(given, group))
+        output, _ = down(F.gelu(hidden))
+        whole = our_mappings.gather_from_sequence_parallel_region(output, False, group)
+        losses = [F.mse_loss(one, wanted) for one in (whole, plain(given))]
+        for step, loss in zip(steps, losses, strict=True):
+            step.zero_grad()
+            loss.backward()
+        for parameter in parameters:
+            if getattr(parameter, "sequence_parallel", False):
+                assert parameter.grad is not None
+                dist.all_reduce(parameter.grad)
+        for step in steps:
+            step.step()
+        found.append(apart(losses[0].detach(), losses[1].detach()))
+    peers = Peers(group)
+    for mine, theirs, dim in (
+        (up.weight, plain[0].weight, 0),
+        (up.bias, plain[0].bias, 0),
+        (down.weight, plain[2].weight, 1),
+    ):
+        assert mine is not None
+        found.append(apart(mine.detach(), block_piece(theirs.detach(), peers, dim, 2)))
+    assert down.bias is not None
+    return [*found, apart(down.bias.detach(), plain[2].bias.detach())]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_two_layers_train_as_plain_ones_do(world_size: int) -> None:
+    for found in run_ranks(world_size, train_both):
+        assert len(found) == 8
+        assert max(found) < 1e-14
+
+
+def default_groups() -> list[Any]:
+    """Layers and functions without a group, over the tensor-parallel half of the world."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    group = parallel_state.get_tensor_model_parallel_group()
+    layer = our_layers.ColumnParallelLinear(4, 6)
+    expert = our_layers.ColumnParallelLinear(4, 6, is_expert=True, gather_output=False)
+    output, bias = layer(torch.ones(2, 4))
+    total = our_mappings.reduce_from_tensor_model_parallel_region(torch.tensor([float(dist.get_rank())]))
+    loss = tensor_parallel.vocab_parallel_cross_entropy(torch.zeros(1, 3), torch.tensor([4]))
+    first = tensor_parallel.param_is_not_tensor_parallel_duplicate(torch.zeros(1))
+    found = [
+        layer.tp_group is group,
+        expert.tp_group is parallel_state.get_expert_tensor_parallel_group(),
+        tuple(output.shape),
+        bias,
+        total.item(),
+        round(loss.item(), 4),
+        first,
+    ]
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def test_the_group_is_the_tensor_parallel_one_unless_named() -> None:
+    found = run_ranks(4, default_groups)
+    same = [True, True, (2, 6), None]
+    assert found == [[*same, total, 1.7918, rank % 2 == 0] for rank, total in enumerate([1.0, 1.0, 5.0, 5.0])]
+
+
+def test_the_two_generations_have_their_own_defaults() -> None:
+    """Here on one rank, without ``torch.distributed``."""
+    old = our_layers.ColumnParallelLinear(4, 6)
+    new = our_layers.ColumnParallelLinear(4, 6, config=SimpleNamespace())
+    assert (old.gather_output, new.gather_output) == (True, False)
+    assert old.tp_group is None
+    assert old.weight is not None
+    output, bias = old(torch.ones(2, 4))
+    assert bias is None
+    torch.testing.assert_close(output, F.linear(torch.ones(2, 4), old.weight, old.bias))
+    row = our_layers.RowParallelLinear(4, 6, skip_bias_add=True)
+    output, bias = row(torch.ones(2, 4))
+    assert bias is row.bias
+    torch.testing.assert_close(output, F.linear(torch.ones(2, 4), row.weight))
+    assert repr(row) == "RowParallelLinear(in_features=4, out_features=6, bias=True, TP=1)"
+    embedding = our_layers.VocabParallelEmbedding(8, 4, nn.init.zeros_)
+    assert embedding(torch.tensor([[7]])).tolist() == [[[0.0] * 4]]
+    assert repr(embedding) == "VocabParallelEmbedding(8, 4, TP=1)"
+
+
+def test_weights_can_be_left_unfilled() -> None:
+    def refuse(_weight: Tensor) -> None:
+        raise AssertionError("filled")
+
+    config = SimpleNamespace(perform_initialization=False)
+    layer = our_layers.ColumnParallelLinear(4, 6, config=config, init_method=refuse)
+    assert layer.weight is not None
+    assert vars(layer.weight)["tensor_model_parallel"]
+    assert layer.master_weight is None
+
+
+def test_a_bias_learns_beside_a_frozen_weight() -> None:
+    """In megatron-core it silently does not."""
+    layer = our_layers.ColumnParallelLinear(4, 6)
+    assert layer.weight is not None
+    assert layer.bias is not None
+    layer.weight.requires_grad_(False)
+    layer(torch.ones(2, 4))[0].sum().backward()
+    assert layer.weight.grad is None
+    assert layer.bias.grad is not None
+    assert layer.bias.grad.tolist() == [2.0] * 6
+
+
+def test_layers_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        layer = our_layers.RowParallelLinear(4, 6)
+    assert layer.weight.is_meta
+
+
+def test_sequence_parallelism_on_one_rank_goes_on_without() -> None:
+    with pytest.warns(UserWarning, match="goes on without it"):
+        layer = our_layers.ColumnParallelLinear(4, 6, config=SimpleNamespace(sequence_parallel=True))
+    assert layer.sequence_parallel is False
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_layer_can_be_copied_but_not_pickled_with_its_group(rank: int) -> None:
+    with fake_world(2, rank):
+        layer = our_layers.ColumnParallelLinear(4, 6, tp_group=dist.group.WORLD)
+        twin = copy.deepcopy(layer)
+        assert twin.tp_group is dist.group.WORLD
+        twin.load_state_dict(layer.state_dict())
+        with pytest.raises(MeshError) as caught:
+            pickle.dumps(layer)
+    assert str(caught.value) == (
+        "a layer over a process group of 2 ranks cannot be pickled: the group lives in this process only; save the "
+        "layer's state_dict(), and load it into a layer made where it is needed"
+    )
+    assert pickle.loads(pickle.dumps(Peers(None))) == Peers(None)  # noqa: S301  our own bytes
+
+
+def test_pieces_drawn_on_their_device_differ_between_ranks_and_layers() -> None:
+    drawn, after = [], []
+    for rank in range(2):
+        torch.manual_seed(11)
+        peers: Any = SimpleNamespace(size=2, rank=rank)
+        both = torch.zeros(5), torch.zeros(5)
+        for one in both:
+            fill_piece(one, nn.init.normal_, peers)
+        drawn += [tuple(one.tolist()) for one in both]
+        after.append(torch.rand(3).tolist())
+    assert len(set(drawn)) == 4
+    assert after[0] == after[1]  # what comes later is still the same on all ranks
+    recipe = Recipe(nn.init.normal_, torch.float32, device=torch.device("cpu"))
+    piece, whole = recipe.weight(4, 6, 1, peers)
+    assert piece.shape == (4, 3)
+    assert whole is None
+
+
+# --- errors -------------------------------------------------------------------------------------------------
+
+COLUMN, ROW = our_layers.ColumnParallelLinear, our_layers.RowParallelLinear
+FUSED = (
+    "{}: gradient_accumulation_fusion is set, but adding up gradients inside the matrix product needs APEX's CUDA "
+    "extension fused_weight_gradient_mlp_cuda, which namedmesh's layers do not call; set "
+    "gradient_accumulation_fusion=False"
+)
+
+
+def on_four(function: Callable[[Any], Any]) -> Callable[[], Any]:
+    def call() -> Any:
+        with fake_world(4):
+            return function(dist.group.WORLD)
+
+    return call
+
+
+# What is called, what is raised, and the whole text.
+MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (
+        on_four(lambda group: COLUMN(4, 10, tp_group=group)),
+        AssertionError,
+        "output_size 10 cannot be cut into 4 equal pieces; use 8 or 12, or another multiple of 4",
+    ),
+    (
+        on_four(lambda group: ROW(3, 4, tp_group=group)),
+        AssertionError,
+        "input_size 3 cannot be cut into 4 equal pieces; use 4, or another multiple of 4",
+    ),
+    (
+        on_four(lambda group: COLUMN(4, 12, stride=2, tp_group=group)),
+        AssertionError,
+        "output_size 12 cannot be cut into 4 equal pieces for each of 2 blocks (the stride); use 8 or 16, or "
+        "another multiple of 8",
+    ),
+    (
+        on_four(lambda group: our_layers.VocabParallelEmbedding(65, 4, tp_group=group)),
+        AssertionError,
+        "num_embeddings 65 cannot be cut into 4 equal pieces; use 64 or 68, or another multiple of 4",
+    ),
+    (
+        lambda: COLUMN(4, 4, config=SimpleNamespace(gradient_accumulation_fusion=True)),
+        RuntimeError,
+        FUSED.format("ColumnParallelLinear"),
+    ),
+    (
+        lambda: ROW(4, 4, config=SimpleNamespace(gradient_accumulation_fusion=True)),
+        RuntimeError,
+        FUSED.format("RowParallelLinear"),
+    ),
+    (
+        lambda: ROW(4, 4, config=SimpleNamespace(sequence_parallel=True)),
+        RuntimeError,
+        "RowParallelLinear got sequence_parallel with input_is_parallel=False; its input features must be cut "
+        "already, as ColumnParallelLinear leaves them: pass input_is_parallel=True",
+    ),
+    (
+        on_four(lambda group: ROW(4, 4, is_expert=True, tp_group=group)),
+        AssertionError,
+        "RowParallelLinear got is_expert with skip_bias_add=False; each rank's output is a part of a sum, in "
+        "which the bias would count several times: pass skip_bias_add=True",
+    ),
+    (
+        lambda: COLUMN(4, 6, skip_weight_param_allocation=True)(torch.zeros(1, 4)),
+        RuntimeError,
+        "ColumnParallelLinear was made with skip_weight_param_allocation=True, and its forward got no weight; "
+        "pass weight=",
+    ),
+    (
+        lambda: COLUMN(4, 6)(torch.zeros(1, 4), weight=torch.zeros(4, 6)),
+        RuntimeError,
+        "ColumnParallelLinear got a weight of shape (4, 6); pass this rank's piece, of shape (6, 4)",
+    ),
+    (
+        on_four(
+            lambda group: ROW(
+                4, 4, config=SimpleNamespace(sequence_parallel=True), input_is_parallel=True, tp_group=group
+            )(torch.zeros(6, 2, 1))
+        ),
+        AssertionError,
+        "dim 0 of the output, of length 6 cannot be cut into 4 equal pieces; use 4 or 8, or another multiple of 4",
+    ),
+    (
+        on_four(lambda group: ROW(4, 4, tp_group=group)(torch.zeros(6, 2, 5))),
+        AssertionError,
+        "the last dim of the input, of length 5 cannot be cut into 4 equal pieces; use 4 or 8, or another multiple "
+        "of 4",
+    ),
+    (
+        on_four(
+            lambda group: our_layers.VocabParallelEmbedding(
+                8, 4, reduce_scatter_embeddings=True, tp_group=group
+            )(torch.zeros(2, 5, dtype=torch.int64))
+        ),
+        AssertionError,
+        "dim 1 of the ids, of length 5 cannot be cut into 4 equal pieces; use 4 or 8, or another multiple of 4",
+    ),
+    (
+        on_four(lambda group: our_mappings.scatter_to_sequence_parallel_region(torch.zeros(6, 2), group)),
+        AssertionError,
+        "dim 0 of a tensor of shape (6, 2), of length 6 cannot be cut into 4 equal pieces; use 4 or 8, or another "
+        "multiple of 4",
+    ),
+    (
+        on_four(
+            lambda group: our_mappings.gather_from_sequence_parallel_region(
+                torch.zeros(2), True, group, [1, 2]
+            )
+        ),
+        AssertionError,
+        "the sizes are [1, 2], for 4 ranks; pass one length for each rank, none negative",
+    ),
+    (
+        on_four(
+            lambda group: our_mappings.gather_from_sequence_parallel_region(
+                torch.zeros(2), True, group, [1, 2, 3, 4]
+            )
+        ),
+        AssertionError,
+        "rank 0 has a piece of length 2 (shape (2,)), but the sizes [1, 2, 3, 4] say 1; pass the length of every "
+        "rank's piece, in rank order",
+    ),
+    (
+        on_four(
+            lambda group: our_mappings.reduce_scatter_to_sequence_parallel_region(
+                torch.zeros(9), group, [1, 2, 3, 4]
+            )
+        ),
+        AssertionError,
+        "the sizes [1, 2, 3, 4] add up to 10, but dim 0 of shape (9,) has length 9; they must add up to it",
+    ),
+    (
+        on_four(lambda group: our_mappings.all_to_all(group, torch.zeros(6))),
+        AssertionError,
+        "dim 0 of shape (6,) has length 6, which cannot be cut into 4 equal pieces; pass the length of each piece",
+    ),
+    (
+        lambda: our_mappings.all_to_all(None, torch.zeros(6)),
+        AssertionError,
+        "all_to_all was called without a group; pass the process group of its ranks",
+    ),
+    (
+        lambda: tensor_parallel.vocab_parallel_cross_entropy(torch.zeros(2, 4), torch.zeros(3), 1.0),
+        AssertionError,
+        "2 problems:\n"
+        "  - the target has shape (3,) and the logits (2, 4); pass one id for each row of logits: shape (2,)\n"
+        "  - label_smoothing is 1.0; it can be 0, or between 0 and 1",
+    ),
+    (
+        lambda: tensor_parallel.vocab_parallel_cross_entropy(torch.zeros(2, 1), torch.zeros(2), 0.5),
+        AssertionError,
+        "label_smoothing is 0.5, but a rank's part of the vocabulary has one entry only, and nothing to spread it "
+        "over; cut the vocabulary over fewer ranks, or pass 0",
+    ),
+    (
+        lambda: tensor_parallel.divide(10, 4),
+        AssertionError,
+        "10 is not divisible by 4; use 8 or 12, or another multiple of 4",
+    ),
+    (
+        lambda: tensor_parallel.split_tensor_along_last_dim(torch.zeros(2), 3),
+        AssertionError,
+        "2 is not divisible by 3; use 3, or another multiple of 3",
+    ),
+    (
+        on_four(
+            lambda group: tensor_parallel.split_tensor_into_1d_equal_chunks(torch.zeros(2, 3), tp_group=group)
+        ),
+        AssertionError,
+        "the number of elements of a tensor of shape (2, 3), 6 cannot be cut into 4 equal pieces; use 4 or 8, or "
+        "another multiple of 4",
+    ),
+    (
+        lambda: tensor_parallel.set_tensor_model_parallel_attributes(COLUMN(4, 6).bias, True, 0, 1),  # type: ignore[arg-type]
+        AssertionError,
+        "the tensor of shape (6,) has tensor_model_parallel, partition_dim, partition_stride already; mark a tensor "
+        "once, or delete the attributes first",
+    ),
+]
+
+
+@pytest.mark.parametrize("mistake", range(len(MISTAKES)))
+def test_mistakes_are_told(mistake: int) -> None:
+    call, kind, text = MISTAKES[mistake]
+    with pytest.raises(kind) as caught:
+        call()
+    assert isinstance(caught.value, NamedMeshError)
+    assert str(caught.value) == text
+
+
+def test_the_shared_code_raises_no_error_of_a_dialect() -> None:
+    peers = Peers(None)
+    for call in (
+        lambda: check_blocks(5, 2),
+        lambda: check_blocks(4, 2, 0),
+        lambda: gather_uneven(torch.zeros(2), peers, [3]),
+        lambda: sum_scatter_uneven(torch.zeros(2), peers, [3]),
+        lambda: exchange(torch.zeros(2), peers, [3]),
+    ):
+        with pytest.raises(ShapeError) as caught:
+            call()
+        assert not isinstance(caught.value, (ContractError, ContractRuntimeError))
+
+
+@pytest.mark.parametrize("name", ["", ".layers", ".mappings", ".cross_entropy", ".utils"])
+def test_every_module_exports_what_it_names(name: str) -> None:
+    module = import_module(f"namedmesh.compat.megatron.tensor_parallel{name}")
+    assert module.__all__ == sorted(set(module.__all__))
+    for one in module.__all__:
+        assert getattr(tensor_parallel, one) is getattr(module, one)
