@@ -413,18 +413,21 @@ def uneven() -> dict[str, float]:
     cut = [numbers(length, 2, seed=50 + rank) for rank, length in enumerate(lengths)]
     found["scattered gradient"] = apart(back, torch.cat(cut))
 
-    # Rank i sends i + j rows to rank j.
-    outgoing = [numbers(sum(i + j for j in range(ranks)), 2, seed=i) for i in range(ranks)]
-    counts = [me + j for j in range(ranks)]
+    # Rank i sends i + 2j rows to rank j.
+    counts = [[i + 2 * j for j in range(ranks)] for i in range(ranks)]
+    receive = [row[me] for row in counts]
+    outgoing = [numbers(sum(row), 2, seed=i) for i, row in enumerate(counts)]
 
     def exchanged(value: Tensor) -> Tensor:
-        return our_mappings.all_to_all(group, value, counts, counts)
+        return our_mappings.all_to_all(group, value, receive, counts[me])
 
     out, back = results(exchanged, outgoing[me])
-    from_each = [whole.split([i + j for j in range(ranks)])[me] for i, whole in enumerate(outgoing)]
+    from_each = [whole.split(row)[me] for whole, row in zip(outgoing, counts, strict=True)]
     found["exchanged"] = apart(out, torch.cat(from_each))
-    gradient = [numbers(len(one), 2, seed=50 + i) for i, one in enumerate(outgoing)]
-    returned = [whole.split([i + j for j in range(ranks)])[me] for i, whole in enumerate(gradient)]
+    # What a rank received, and so its gradient, has a piece from each rank.
+    received = [[row[i] for row in counts] for i in range(ranks)]
+    gradient = [numbers(sum(one), 2, seed=50 + i) for i, one in enumerate(received)]
+    returned = [whole.split(one)[me] for whole, one in zip(gradient, received, strict=True)]
     found["exchanged gradient"] = apart(back, torch.cat(returned))
     return found
 
