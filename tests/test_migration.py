@@ -437,6 +437,31 @@ def test_initialisation_becomes_a_mesh_and_its_views(arguments: str, expected: t
     assert (advice.replacement, *advice.once) == (f"namedmesh.init_mesh({expected[0]})", *expected[1:])
 
 
+def test_options_of_groups_go_along() -> None:
+    both = "pipeline_model_parallel_comm_backend='ucc', nccl_communicator_config_path=path"
+    advice = advise(
+        f"initialize_model_parallel({both}, context_parallel_size=4, order='tp-cp-pp-dp', use_sharp=True)"
+    )
+    assert advice.replacement == (
+        "namedmesh.init_mesh(dp=-1, pp=1, cp=4, tp=1, options={**namedmesh.GroupOptions.from_yaml(path), "
+        "\"pp\": namedmesh.GroupOptions(backend='ucc')})"
+    )
+    assert [note.split(":")[0] for note in advice.notes] == [
+        "SHARP is an NCCL setting of an axis",
+        "the keys of the NCCL file are names of axes",
+    ]
+
+
+def test_what_no_view_can_give_is_said() -> None:
+    cut = "context_parallel_size=2, num_distributed_optimizer_instances=2, order='tp-cp-pp-dp'"
+    advice = advise(f"initialize_model_parallel({cut})")
+    assert advice.once == ()
+    assert advice.notes == (
+        "num_distributed_optimizer_instances cuts dp and cp together, which this order keeps apart; its groups are no "
+        "view",
+    )
+
+
 def test_sizes_that_are_no_literals_are_put_in_as_they_stand() -> None:
     advice = advise("initialize_model_parallel(args.tp, args.pp, order=args.order, **rest)")
     assert advice.replacement == (

@@ -13,6 +13,7 @@ import pytest
 
 from namedmesh.__main__ import COMMANDS, main
 from namedmesh.compat.migration import Finding, scan
+from namedmesh.compat.migration.report import statements
 
 FORMS = """
 import megatron.core
@@ -263,6 +264,22 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     _write(tmp_path, train_py=CODE, utils_py=MORE)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def test_a_view_that_several_calls_need_is_made_once(tmp_path: Path) -> None:
+    _write(
+        tmp_path,
+        many_py="from megatron.core import mpu\nmpu.get_expert_data_parallel_group(partial_expert_data_parallel=True)\n"
+        "mpu.get_expert_data_parallel_group_gloo(True)\nmpu.get_expert_model_parallel_group()\n"
+        "mpu.initialize_model_parallel(2, expert_model_parallel_size=4, num_distributed_optimizer_instances=2)\n",
+    )
+    assert statements(scan([tmp_path]).findings) == [
+        'mesh.add_view("expert", pp=1, edp=-1, ep=4, etp=2)',
+        'mesh.add_view("expert_optimizer", options={"edp_shard": namedmesh.GroupOptions(gloo_twin=True)}, '
+        'pp=mesh.size("pp"), edp_replicate=num_distributed_optimizer_instances, edp_shard=-1, ep=mesh.size("ep"), '
+        'etp=mesh.size("etp"))',
+        'mesh.add_view("optimizer", pp=1, dp_replicate=2, dp_shard=-1, tp=2)',
+    ]
 
 
 @pytest.mark.usefixtures("code")
