@@ -749,23 +749,23 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         on_four(lambda group: COLUMN(4, 10, tp_group=group)),
         AssertionError,
-        "output_size 10 cannot be cut into 4 equal pieces; use 8 or 12, or another multiple of 4",
+        "output_size is 10, which cannot be cut into 4 equal pieces; use 8 or 12, or another multiple of 4",
     ),
     (
         on_four(lambda group: ROW(3, 4, tp_group=group)),
         AssertionError,
-        "input_size 3 cannot be cut into 4 equal pieces; use 4, or another multiple of 4",
+        "input_size is 3, which cannot be cut into 4 equal pieces; use 4, or another multiple of 4",
     ),
     (
         on_four(lambda group: COLUMN(4, 12, stride=2, tp_group=group)),
         AssertionError,
-        "output_size 12 cannot be cut into 4 equal pieces for each of 2 blocks (the stride); use 8 or 16, or "
+        "output_size is 12, which cannot be cut into 4 equal pieces for each of 2 blocks (the stride); use 8 or 16, or "
         "another multiple of 8",
     ),
     (
         on_four(lambda group: our_layers.VocabParallelEmbedding(65, 4, tp_group=group)),
         AssertionError,
-        "num_embeddings 65 cannot be cut into 4 equal pieces; use 64 or 68, or another multiple of 4",
+        "num_embeddings is 65, which cannot be cut into 4 equal pieces; use 64 or 68, or another multiple of 4",
     ),
     (
         lambda: COLUMN(4, 4, config=SimpleNamespace(gradient_accumulation_fusion=True)),
@@ -807,12 +807,12 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
             )(torch.zeros(6, 2, 1))
         ),
         AssertionError,
-        "dim 0 of the output, of length 6 cannot be cut into 4 equal pieces; use 4 or 8, or another multiple of 4",
+        "the length of dim 0 of the output is 6, which cannot be cut into 4 equal pieces; use 4 or 8, or another multiple of 4",
     ),
     (
         on_four(lambda group: ROW(4, 4, tp_group=group)(torch.zeros(6, 2, 5))),
         AssertionError,
-        "the last dim of the input, of length 5 cannot be cut into 4 equal pieces; use 4 or 8, or another multiple "
+        "the length of the last dim of the input is 5, which cannot be cut into 4 equal pieces; use 4 or 8, or another multiple "
         "of 4",
     ),
     (
@@ -822,12 +822,12 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
             )(torch.zeros(2, 5, dtype=torch.int64))
         ),
         AssertionError,
-        "dim 1 of the ids, of length 5 cannot be cut into 4 equal pieces; use 4 or 8, or another multiple of 4",
+        "the length of dim 1 of the ids is 5, which cannot be cut into 4 equal pieces; use 4 or 8, or another multiple of 4",
     ),
     (
         on_four(lambda group: our_mappings.scatter_to_sequence_parallel_region(torch.zeros(6, 2), group)),
         AssertionError,
-        "dim 0 of a tensor of shape (6, 2), of length 6 cannot be cut into 4 equal pieces; use 4 or 8, or another "
+        "the length of dim 0 of a tensor of shape (6, 2) is 6, which cannot be cut into 4 equal pieces; use 4 or 8, or another "
         "multiple of 4",
     ),
     (
@@ -896,7 +896,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
             lambda group: tensor_parallel.split_tensor_into_1d_equal_chunks(torch.zeros(2, 3), tp_group=group)
         ),
         AssertionError,
-        "the number of elements of a tensor of shape (2, 3), 6 cannot be cut into 4 equal pieces; use 4 or 8, or "
+        "the number of elements of a tensor of shape (2, 3) is 6, which cannot be cut into 4 equal pieces; use 4 or 8, or "
         "another multiple of 4",
     ),
     (

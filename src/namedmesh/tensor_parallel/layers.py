@@ -87,7 +87,7 @@ def check_blocks(length: int, ranks: int, stride: int = 1, *, what: str = "the l
         >>> check_blocks(10, ranks=2, stride=2, what="output_size")
         Traceback (most recent call last):
         ...
-        namedmesh.errors.ShapeError: output_size 10 cannot be cut into 2 equal pieces for each of 2 blocks (the \
+        namedmesh.errors.ShapeError: output_size is 10, which cannot be cut into 2 equal pieces for each of 2 blocks (the \
 stride); use 8 or 12, or another multiple of 4
     """
     pieces = ranks * stride
@@ -98,7 +98,7 @@ stride); use 8 or 12, or another multiple of 4
         nearest = f"{below} or {below + pieces}" if below else f"{pieces}"
         blocks = "" if stride == 1 else f" for each of {stride} blocks (the stride)"
         raise ShapeError(
-            f"{what} {length} cannot be cut into {ranks} equal pieces{blocks}; use {nearest}, or another "
+            f"{what} is {length}, which cannot be cut into {ranks} equal pieces{blocks}; use {nearest}, or another "
             f"multiple of {pieces}"
         )
 
@@ -207,12 +207,14 @@ def row_linear(
         tensor([[3., 3.]])
     """
     if not input_is_parallel:
-        check_blocks(value.shape[-1], peers.size, what="the last dim of the input, of length")
+        check_blocks(value.shape[-1], peers.size, what="the length of the last dim of the input")
         value = split(value, peers, value.ndim - 1)
     if not sum_output:
         return row(value, weight, None, Peers(None))
     if scatter_dim is not None:
-        check_blocks(value.shape[scatter_dim], peers.size, what=f"dim {scatter_dim} of the output, of length")
+        check_blocks(
+            value.shape[scatter_dim], peers.size, what=f"the length of dim {scatter_dim} of the output"
+        )
     return row(value, weight, None, peers, scatter_dim)
 
 
@@ -247,6 +249,6 @@ def vocabulary_embedding(
     first = peers.rank * weight.shape[0]
     partial = lookup(ids, weight, first, padding_idx=padding_idx, by_index=by_index)
     if scatter_swapped:
-        check_blocks(partial.shape[1], peers.size, what="dim 1 of the ids, of length")
+        check_blocks(partial.shape[1], peers.size, what="the length of dim 1 of the ids")
         return sum_scatter(partial.transpose(0, 1), peers, 0)
     return sum_forward(partial, peers)

@@ -352,6 +352,6 @@ def all_to_all_hp2sp(input_: Tensor, group: ProcessGroup | None = None) -> Tenso
 @shapes_as_contract()
 def _divisible(tensor: Tensor, dim: int, peers: Peers) -> Tensor:
     """The tensor, if a dim of it can be cut into equal pieces."""
-    what = f"dim {dim} of a tensor of shape {tuple(tensor.shape)}, of length"
+    what = f"the length of dim {dim} of a tensor of shape {tuple(tensor.shape)}"
     check_blocks(tensor.shape[dim], peers.size, what=what)
     return tensor

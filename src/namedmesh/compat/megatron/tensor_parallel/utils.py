@@ -52,7 +52,7 @@ def split_tensor_into_1d_equal_chunks(
         tensor([1, 2, 3, 4])
     """
     peers = peers_of(tp_group)
-    what = f"the number of elements of a tensor of shape {tuple(tensor.shape)},"
+    what = f"the number of elements of a tensor of shape {tuple(tensor.shape)}"
     check_blocks(tensor.numel(), peers.size, what=what)
     width = tensor.numel() // peers.size
     piece = tensor.view(-1).narrow(0, peers.rank * width, width)
