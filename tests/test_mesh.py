@@ -212,6 +212,34 @@ def test_gloo_twins_stand_beside_groups_of_another_backend() -> None:
         assert told == ["fake", "gloo", 1 if rank < 2 else 5] * 2
 
 
+def _no_twin() -> str:
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
+
+    with namedmesh.init_mesh(dp=2, tp=2, options={"dp": GroupOptions(backend="fake")}) as mesh:
+        try:
+            mesh.gloo_group("dp")
+        except MeshError as error:
+            return str(error)
+        finally:
+            mesh.close()
+    return "no error"
+
+
+def test_a_twin_that_nobody_asked_for() -> None:
+    text = (
+        "there is no gloo group over 'dp'; ask for one when the group is made, with "
+        "options=GroupOptions(gloo_twin=True)"
+    )
+    assert run_ranks(4, _no_twin) == [text] * 4
+
+
+def test_in_a_fake_world_a_group_is_its_own_twin() -> None:
+    with fake_world(8):
+        mesh = namedmesh.init_mesh(dp=-1, tp=2, device="cpu")
+        assert mesh.gloo_group("dp") is mesh.group("dp")
+        mesh.close()
+
+
 def _irregular() -> list[object]:
     """First and last stage of each pipeline, made by everyone."""
     mesh = namedmesh.init_mesh(pp=4, tp=2)
@@ -232,7 +260,7 @@ def _irregular() -> list[object]:
     return told
 
 
-def test_irregular_sets_are_made_by_everyone_and_shared() -> None:
+def test_irregular_sets_are_made_and_shared() -> None:
     ends = {0: (0, 6), 6: (0, 6), 1: (1, 7), 7: (1, 7)}
     for rank, told in enumerate(run_ranks(8, _irregular)):
         mine = [ends[rank]] if rank in ends else []
@@ -480,12 +508,6 @@ MESSAGES: list[tuple[Callable[[NamedMesh], object], type[Exception], str]] = [
         LayoutError,
         "timeout of axes 'pp' and 'tp' is both datetime.timedelta(seconds=5) and datetime.timedelta(seconds=6); say "
         "which one the group over both should have with options=",
-    ),
-    (
-        lambda mesh: mesh.gloo_group("dp"),
-        MeshError,
-        "there is no gloo group over 'dp'; ask for one when the group is made, with "
-        "options=GroupOptions(gloo_twin=True)",
     ),
     (
         lambda mesh: mesh.explain(rank=8),

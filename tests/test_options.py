@@ -53,7 +53,7 @@ def test_the_file_is_the_one_that_megatron_reads(tmp_path: Path, monkeypatch: py
     path = tmp_path / "nccl.yaml"
     path.write_text(FILE, encoding="utf-8")
     theirs = parallel_state.get_nccl_options("tp", yaml.safe_load(FILE))
-    ours: Any = groups._nccl_options(GroupOptions.from_yaml(path)["tp"], timedelta(seconds=1))
+    ours: Any = groups.nccl_options(GroupOptions.from_yaml(path)["tp"], timedelta(seconds=1))
     assert ours.is_high_priority_stream == theirs.is_high_priority_stream is True
     for name in ("max_ctas", "min_ctas"):
         assert getattr(ours.config, name) == getattr(theirs.config, name)
@@ -67,17 +67,17 @@ def test_options_that_reach_a_group_over_two_axes() -> None:
             "cp_tp": GroupOptions(timeout=timedelta(seconds=9)),
         }
         mesh = namedmesh.init_mesh(dp=2, cp=2, tp=2, options=options)
-        assert mesh._options_of(("dp", "cp")) == GroupOptions(
+        assert mesh.options_of(("dp", "cp")) == GroupOptions(
             timeout=timedelta(seconds=3), nccl={"max_ctas": 4}, high_priority=True
         )
-        assert mesh._options_of(("cp", "tp")) == GroupOptions(timeout=timedelta(seconds=9))
+        assert mesh.options_of(("cp", "tp")) == GroupOptions(timeout=timedelta(seconds=9))
         mesh.close()
 
 
 @pytest.mark.gpu
 def test_nccl_settings_reach_the_communicator() -> None:
     options = GroupOptions(nccl={"max_ctas": 4}, high_priority=True)
-    made: Any = groups._nccl_options(options, timedelta(seconds=7))
+    made: Any = groups.nccl_options(options, timedelta(seconds=7))
     assert (made.config.max_ctas, made.is_high_priority_stream) == (4, True)
     assert made._timeout == timedelta(seconds=7)
     assert torch.cuda.is_available()

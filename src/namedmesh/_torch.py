@@ -259,7 +259,7 @@ def symmetric_memory(size: int, group: dist.ProcessGroup) -> tuple[torch.Tensor 
     import torch.distributed._symmetric_memory as symmetric
 
     try:
-        buffer = symmetric.empty(size, dtype=torch.uint8, device="cuda")
+        buffer = symmetric.empty(size, dtype=torch.uint8, device=torch.device("cuda"))
         return buffer, symmetric.rendezvous(buffer, group)
     except RuntimeError:
         return None, None

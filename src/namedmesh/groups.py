@@ -135,13 +135,19 @@ class GroupPool:
 
     def make_twin(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> dist.ProcessGroup:
         """This rank's gloo group over ``axes``; it is the group itself where that is gloo; communicates."""
-        return self.make(layout, axes, _twin(options))
+        return self.make(layout, axes, self.twin_options(options))
 
     def find_twin(
         self, layout: Layout, axes: Sequence[str], options: GroupOptions
     ) -> dist.ProcessGroup | None:
         """The gloo group over ``axes``, if there is one."""
-        return self.find(layout, axes, _twin(options))
+        return self.find(layout, axes, self.twin_options(options))
+
+    def twin_options(self, options: GroupOptions) -> GroupOptions:
+        """The options of the gloo group beside one with the given options."""
+        if self._default_backend == "fake":
+            return options  # there is nobody to connect to, and nothing to send
+        return replace(options, backend="gloo", nccl=(), high_priority=False)
 
     def make_sets(
         self, sets: Iterable[Sequence[int]], label: str, options: GroupOptions | None = None
@@ -157,7 +163,7 @@ class GroupPool:
         if bound_device() is not None:
             return self._make_sets_together(wanted, label, options)
         # The members of a set know the same groups over it, so they agree on whether it has to be made.
-        mine = {}
+        mine: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for ranks in wanted:
             if self.rank not in ranks:
                 continue
@@ -175,7 +181,7 @@ class GroupPool:
         self, wanted: Sequence[tuple[int, ...]], label: str, options: GroupOptions
     ) -> dict[tuple[int, ...], dist.ProcessGroup]:
         """Every rank of the world makes every set, as a bound default group needs it."""
-        mine = {}
+        mine: dict[tuple[int, ...], dist.ProcessGroup] = {}
         if any(len(ranks) == 1 for ranks in wanted):
             alone = self._make_singleton()
             mine = {ranks: alone for ranks in wanted if ranks == (self.rank,)}
@@ -194,6 +200,19 @@ class GroupPool:
                 mine[ranks] = self._member(group)
                 self._note_set(key, mine[ranks], label, options)
         return mine
+
+    def _exists_for_all(self, key: _Key, options: GroupOptions) -> bool:
+        """Whether the members of a set have a group already; every rank comes to the same answer."""
+        if not self._shares(options):
+            return False
+        ranks = key[0]
+        if ranks == self._world_ranks:  # every rank is a member, and knows its own
+            return key in self._known
+        return key in self._sets_made or any(
+            layout.group(ranks[0], *axes) == ranks and self._key(ranks, theirs) == key
+            for layout, axes, theirs in self._partitions
+            if ranks[0] in layout.ranks
+        )
 
     def _note_set(self, key: _Key, group: dist.ProcessGroup, label: str, options: GroupOptions) -> None:
         self._record(label, key[0], group, owned=True)
@@ -312,10 +331,6 @@ class GroupPool:
 
 def _label(axes: Sequence[str]) -> str:
     return "_".join(axes)
-
-
-def _twin(options: GroupOptions) -> GroupOptions:
-    return replace(options, backend="gloo", nccl=(), high_priority=False)
 
 
 def new_group_by_everyone(ranks: Sequence[int] | None, **options: Any) -> Any:

@@ -1,1 +1,85 @@
-"""The Megatron dialect."""
+"""The Megatron dialect: ``parallel_state``, its accessors and its layers, over one NamedMesh.
+
+Three ways in, for code at different stages of a move:
+
+- *Unchanged code*: :func:`install` puts the dialect under ``megatron.core.parallel_state`` and
+  ``megatron.core.mpu``; call it before the first import of ``megatron.core``.
+- *Code that imports the dialect*: ``from namedmesh.compat.megatron import parallel_state``.
+- *Code with a mesh*: :func:`bind` lets the accessors answer from a mesh that exists, and :func:`current_mesh`
+  leads from the accessors back to the mesh; both have the same process groups.
+
+``python -m namedmesh migrate PATH`` lists the legacy calls of a code base beside the mesh calls for them.
+"""
+
+from __future__ import annotations
+
+from namedmesh.compat.megatron import parallel_state, tensor_parallel
+from namedmesh.compat.megatron.collection import ProcessGroupCollection, process_groups
+from namedmesh.compat.megatron.grid import HyperCommGrid
+from namedmesh.compat.megatron.lifecycle import (
+    Bound,
+    bind,
+    current_mesh,
+    destroy_model_parallel,
+    initialize_model_parallel,
+    unbind,
+)
+from namedmesh.compat.modules import Replacement
+
+__all__ = [
+    "Bound",
+    "HyperCommGrid",
+    "ProcessGroupCollection",
+    "bind",
+    "current_mesh",
+    "destroy_model_parallel",
+    "initialize_model_parallel",
+    "install",
+    "parallel_state",
+    "process_groups",
+    "tensor_parallel",
+    "unbind",
+    "uninstall",
+]
+
+mpu = parallel_state
+"""The short name that much code imports it by."""
+
+_REPLACEMENT = Replacement(
+    "megatron.core",
+    dict.fromkeys(("megatron.core.parallel_state", "megatron.core.mpu"), parallel_state.__name__),
+    without={
+        "megatron.core.tensor_parallel": tensor_parallel.__name__,
+        **{
+            f"megatron.core.tensor_parallel.{part}": f"{tensor_parallel.__name__}.{part}"
+            for part in ("cross_entropy", "layers", "mappings", "utils")
+        },
+        "megatron.core.process_groups_config": f"{__name__}.collection",
+        "megatron.core.hyper_comm_grid": f"{__name__}.grid",
+    },
+)
+
+
+def install() -> None:
+    """Put the dialect under ``megatron.core.parallel_state`` and ``megatron.core.mpu``.
+
+    Where megatron-core is installed, its own modules then work on our groups. Where it is not, the packages
+    ``megatron`` and ``megatron.core`` are made up, and also have ``tensor_parallel``, ``process_groups_config``
+    and ``hyper_comm_grid``. Call it before the first import of ``megatron.core``; a second call does nothing.
+
+    Warns:
+        UserWarning: modules of megatron-core were imported before, and keep the original; it names them.
+
+    Example:
+        >>> install()
+        >>> from megatron.core import mpu
+        >>> mpu.is_initialized()
+        False
+        >>> uninstall()
+    """
+    _REPLACEMENT.install()
+
+
+def uninstall() -> None:
+    """Undo :func:`install`; modules that were imported in between are forgotten, and imported anew on demand."""
+    _REPLACEMENT.uninstall()

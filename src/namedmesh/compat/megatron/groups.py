@@ -168,9 +168,7 @@ class _Maker:
                 answers[2**power] = self._sets("group", "dp_cp", sets, axes)["group"]
         return {"hybrid_groups": answers}
 
-    def embedding(
-        self, slot: str, key: str, choose: Callable[[list[int]], list[int]]
-    ) -> dict[str, Any]:
+    def embedding(self, slot: str, key: str, choose: Callable[[list[int]], list[int]]) -> dict[str, Any]:
         """The group of the stages that share an embedding; none on a rank of another stage."""
         layout, axes = self.shape.place(("pp",))
         chosen = [_checked(choose, list(ranks)) for ranks in layout.groups(*axes)]
@@ -188,9 +186,9 @@ class _Maker:
             [part for ranks in layout.groups(*axes) for part in level_groups(ranks, sizes, level)]
             for level in (0, 1)
         )
-        return self._sets(
-            "intra_edp_group", "intra_ep_dp", inside, axes, twin="intra_edp_gloo"
-        ) | self._sets("inter_edp_group", "inter_ep_dp", across, axes)
+        return self._sets("intra_edp_group", "intra_ep_dp", inside, axes, twin="intra_edp_gloo") | self._sets(
+            "inter_edp_group", "inter_ep_dp", across, axes
+        )
 
     def optimizer_instance(self) -> dict[str, Any]:
         """Every rank of one optimizer instance: the model-parallel ranks of a part of the experts' replicas."""
@@ -217,7 +215,7 @@ class _Maker:
         pool = self.mesh.pool
         answers = {slot: _last(pool.make_sets(sets, key, options))}
         if twin is not None:
-            gloo = replace(options, backend="gloo", nccl=(), high_priority=False)
+            gloo = pool.twin_options(options)
             answers[twin] = _last(pool.make_sets(sets, key, gloo)) if self.wish.gloo else None
         return answers
 
@@ -260,4 +258,3 @@ def _meet(mesh: NamedMesh, group: dist.ProcessGroup | None, wish: Wish, name: st
         torch.cuda.synchronize()
     else:
         dist.barrier(group=group)
-

@@ -22,7 +22,7 @@ from __future__ import annotations
 import sys
 import warnings
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.megatron.accessors.data import *
@@ -79,7 +79,9 @@ def is_initialized() -> bool:
 
 def is_unitialized() -> bool:
     """Whether there are no groups; deprecated, as in the original, spelling included."""
-    warnings.warn("is_unitialized is deprecated; call is_initialized instead", DeprecationWarning, stacklevel=2)
+    warnings.warn(
+        "is_unitialized is deprecated; call is_initialized instead", DeprecationWarning, stacklevel=2
+    )
     return not is_initialized()
 
 
@@ -102,7 +104,7 @@ def get_all_ranks() -> str:
 
 def get_global_memory_buffer() -> GlobalMemoryBuffer:
     """The buffer for temporary tensors, which is made with the groups."""
-    buffer: GlobalMemoryBuffer = STATE.memory_buffer
+    buffer = STATE.memory_buffer
     if buffer is None:
         raise missing("the global memory buffer", "it was destroyed")
     return buffer
@@ -110,7 +112,7 @@ def get_global_memory_buffer() -> GlobalMemoryBuffer:
 
 def get_global_symmetric_memory_buffer() -> GlobalSymmetricMemoryBuffer:
     """The buffer in symmetric memory, once ``_set_global_symmetric_memory_buffer()`` has made it."""
-    buffer: GlobalSymmetricMemoryBuffer = STATE.symmetric_buffer
+    buffer = STATE.symmetric_buffer
     if buffer is None:
         raise missing(
             "the global symmetric memory buffer", "call _set_global_symmetric_memory_buffer() on every rank"
@@ -171,3 +173,7 @@ class _Patchable(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Patchable
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...

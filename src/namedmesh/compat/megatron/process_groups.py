@@ -101,9 +101,7 @@ def create_hierarchical_groups(  # noqa: PLR0917  the original's signature
     for level, chosen in enumerate(options):
         for members in level_groups(ranks, hierarchical_group_sizes, level):
             name = f"HIERARCHICAL_{group_desc}"
-            group = create_group(
-                members, timeout=timeout, pg_options=chosen, group_desc=f"{name}_L{level}"
-            )
+            group = create_group(members, timeout=timeout, pg_options=chosen, group_desc=f"{name}_L{level}")
             twin = None
             if create_gloo_process_groups:
                 twin = create_group(

@@ -41,8 +41,10 @@ def ordered_tokens(order: str, sizes: Mapping[str, int]) -> list[str]:
         >>> ordered_tokens("tp-pp-dp", {"tp": 2, "pp": 2, "dp": 2, "ep": 1, "cp": 1})
         ['tp', 'pp', 'dp', 'ep', 'cp']
     """
-    tokens = order.lower().split("-")
-    homeless = [token for token in sizes if token not in tokens and sizes[token] != 1]
+    order = order.lower()
+    tokens = order.split("-")
+    # "tp-dpp" has a mistake rather than no place for dp: the original looks into the string, too.
+    homeless = [token for token in sizes if token not in order and sizes[token] != 1]
     if homeless:
         raise ContractRuntimeError(
             *(
@@ -172,15 +174,18 @@ def generate_masked_orthogonal_rank_groups(
     pairs = list(zip(parallel_size, mask, strict=False))
     names = [f"axis{i}" for i in range(len(pairs))]
     layout = _row_major(names, [size for size, _ in pairs])
-    if world_size > layout.world_size:
+    chosen = [name for name, (_, masked) in zip(names, pairs, strict=True) if masked]
+    groups = (
+        [list(ranks) for ranks in layout.groups(*chosen)] if chosen else [[rank] for rank in layout.ranks]
+    )
+    # As many groups as the world has room for, whatever the sizes multiply to: what the original answers.
+    count = world_size // len(groups[0])
+    if count > len(groups):
         raise ContractError(
             f"the world has {world_size} ranks, but the sizes {list(parallel_size)} multiply to {layout.world_size}; "
             "change a size"
         )
-    chosen = [name for name, (_, masked) in zip(names, pairs, strict=True) if masked]
-    groups = [list(ranks) for ranks in layout.groups(*chosen)] if chosen else [[rank] for rank in layout.ranks]
-    # A smaller world has that many groups fewer: what the original answers.
-    return groups[: world_size // (layout.size(*chosen) if chosen else 1)]
+    return groups[:count]
 
 
 def _row_major(fastest_first: Sequence[str], sizes: Sequence[int], rank_offset: int = 0) -> Layout:

@@ -142,7 +142,9 @@ class Request:
                 "stages interleave the stages of a pipeline, which needs 2 or more"
             )
         try:
-            ordered_tokens(self.order, {"tp": 1, "pp": 1, "dp": 1, "ep": 1, "cp": 1} | self._ordered_sizes(world))
+            ordered_tokens(
+                self.order, {"tp": 1, "pp": 1, "dp": 1, "ep": 1, "cp": 1} | self._ordered_sizes(world)
+            )
         except NamedMeshError as error:
             yield error
         expert = self._expert_size()

@@ -110,7 +110,10 @@ class State:
 
     __slots__ = _SLOTS
 
-    if TYPE_CHECKING:
+    if TYPE_CHECKING:  # the slots
+        made: dict[str, Any]
+        mesh: Any
+        owned: Any
 
         def __getattr__(self, name: str) -> Any: ...
         def __setattr__(self, name: str, value: Any) -> None: ...
@@ -121,8 +124,7 @@ class State:
     def clear(self) -> None:
         """Forget every answer, and what was set or patched."""
         for slot in _SLOTS:
-            setattr(self, slot, None)
-        self.made = {}
+            setattr(self, slot, {} if slot == "made" else None)
 
     def fill(self, mesh: NamedMesh, answers: Mapping[str, Any], *, owned: bool) -> None:
         """Take the answers of a mesh; what was set before by hand stays, and wins."""
@@ -157,8 +159,9 @@ class State:
                 value = getattr(self, f"set_{setter}_{answer}") if setter else None
                 setattr(self, f"{name}_{answer}", _ask(group, answer) if value is None else value)
         if self.etp_group is None:  # the original asks what was set for tp where there are no expert groups
-            self.etp_size = self.set_tp_size if self.etp_size is None else self.etp_size
-            self.etp_rank = self.set_tp_rank if self.etp_rank is None else self.etp_rank
+            for answer in ("size", "rank"):
+                if getattr(self, f"etp_{answer}") is None:
+                    setattr(self, f"etp_{answer}", getattr(self, f"set_tp_{answer}"))
 
 
 STATE = State()

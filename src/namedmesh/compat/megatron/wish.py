@@ -75,7 +75,9 @@ class Wish:
                 f"they have to multiply to the context-parallel size, which is {cp}"
             )
         if self.virtual_size is not None and pp == 1:
-            problems.append(f"there are to be {self.virtual_size} virtual stages, but pp is 1; they need 2 or more")
+            problems.append(
+                f"there are to be {self.virtual_size} virtual stages, but pp is 1; they need 2 or more"
+            )
         if problems:
             raise ContractError(*problems)
 

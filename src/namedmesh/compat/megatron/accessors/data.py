@@ -41,7 +41,7 @@ def get_data_parallel_group(
         ContractError: there are no groups yet, not this one, or a part was asked for without cp.
     """
     if not with_context_parallel:
-        group: dist.ProcessGroup = STATE.dp_group
+        group = STATE.dp_group
     elif partial_data_parallel:
         group = STATE.intra_dp_cp_group
     else:
@@ -66,7 +66,7 @@ def get_data_parallel_group_gloo(
         ContractError: there are no twins, or a part was asked for without cp.
     """
     if not with_context_parallel:
-        group: dist.ProcessGroup = STATE.dp_gloo
+        group = STATE.dp_gloo
     else:
         group = STATE.intra_dp_cp_gloo if partial_data_parallel else STATE.dp_cp_gloo
     if group is None:
@@ -93,7 +93,7 @@ def get_data_parallel_world_size(
 ) -> int:
     """How many replicas there are, as for the group; what was set wins; 0 without ``torch.distributed``."""
     if not with_context_parallel and not partial_data_parallel:
-        size: int | None = STATE.dp_size
+        size = STATE.dp_size
     elif with_context_parallel:
         size = STATE.intra_dp_cp_size if partial_data_parallel else STATE.dp_cp_size
     else:
@@ -108,7 +108,7 @@ def get_data_parallel_world_size(
 def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
     """This rank's place among the replicas, as for the group; what was set wins; 0 without ``torch.distributed``."""
     if not with_context_parallel and not partial_data_parallel:
-        rank: int | None = STATE.dp_rank
+        rank = STATE.dp_rank
     elif with_context_parallel:
         rank = STATE.intra_dp_cp_rank if partial_data_parallel else STATE.dp_cp_rank
     else:
@@ -127,7 +127,7 @@ def set_data_parallel_rank(rank: int | None) -> None:
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """The first global rank of the data-parallel group, with the context-parallel ranks if asked."""
-    ranks: list[int] = STATE.dp_cp_ranks if with_context_parallel else STATE.dp_ranks
+    ranks = STATE.dp_cp_ranks if with_context_parallel else STATE.dp_ranks
     if ranks is None:
         raise missing("the data-parallel group")
     return ranks[0]
@@ -147,11 +147,11 @@ def get_hybrid_data_context_parallel_groups(
         ContractKeyError: there is no group of this size.
     """
     if get_data_parallel_world_size(with_context_parallel=True) == group_size:
-        whole: dist.ProcessGroup = STATE.dp_cp_group
+        whole = STATE.dp_cp_group
         if whole is None and check_initialized:
             raise missing("the data- and context-parallel group")
         return whole
-    groups: dict[int | None, dist.ProcessGroup] = STATE.hybrid_groups or {}
+    groups = STATE.hybrid_groups or {}
     if group_size not in groups:
         raise ContractKeyError(
             f"there is no hybrid group of size {group_size}; there are {sorted(map(str, groups)) or 'none'}: "

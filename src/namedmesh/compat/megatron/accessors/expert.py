@@ -40,7 +40,7 @@ _INSTANCES = "make the groups with num_distributed_optimizer_instances above 1"
 
 def get_expert_model_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks that share out the experts: ``mesh.group("ep")``."""
-    group: dist.ProcessGroup = STATE.ep_group
+    group = STATE.ep_group
     if group is None and check_initialized:
         raise missing("the expert-parallel group")
     return group
@@ -48,7 +48,7 @@ def get_expert_model_parallel_group(check_initialized: bool = True) -> dist.Proc
 
 def get_expert_model_parallel_src_rank() -> int:
     """The first global rank of the expert-parallel group."""
-    ranks: list[int] = STATE.ep_ranks
+    ranks = STATE.ep_ranks
     if ranks is None:
         raise missing("the expert-parallel group")
     return ranks[0]
@@ -56,13 +56,13 @@ def get_expert_model_parallel_src_rank() -> int:
 
 def get_expert_model_parallel_world_size() -> int:
     """Over how many ranks the experts are shared out; what was set wins; 0 without ``torch.distributed``."""
-    size: int = STATE.ep_size
+    size = STATE.ep_size
     return unknown_size("the expert-parallel group") if size is None else size
 
 
 def get_expert_model_parallel_rank() -> int:
     """This rank's place among them; what was set wins; 0 without ``torch.distributed``."""
-    rank: int = STATE.ep_rank
+    rank = STATE.ep_rank
     return unknown_size("the expert-parallel group") if rank is None else rank
 
 
@@ -78,7 +78,7 @@ def set_expert_model_parallel_rank(rank: int | None) -> None:
 
 def get_expert_tensor_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks that share each expert: ``mesh.group("etp")``."""
-    group: dist.ProcessGroup = STATE.etp_group
+    group = STATE.etp_group
     if group is None and check_initialized:
         raise missing("the expert-tensor-parallel group")
     return group
@@ -86,14 +86,12 @@ def get_expert_tensor_parallel_group(check_initialized: bool = True) -> dist.Pro
 
 def get_expert_tensor_parallel_world_size() -> int | None:
     """How many ranks share each expert; what was set wins, for tp where there are no groups."""
-    size: int | None = STATE.etp_size
-    return size
+    return STATE.etp_size
 
 
 def get_expert_tensor_parallel_rank() -> int | None:
     """This rank's place among those that share each expert; what was set wins, for tp where there are no groups."""
-    rank: int | None = STATE.etp_rank
-    return rank
+    return STATE.etp_rank
 
 
 def set_expert_tensor_parallel_world_size(world_size: int | None) -> None:
@@ -108,7 +106,7 @@ def set_expert_tensor_parallel_rank(rank: int | None) -> None:
 
 def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks of etp and ep together: one full set of a layer's experts."""
-    group: dist.ProcessGroup = STATE.etp_ep_group
+    group = STATE.etp_ep_group
     if group is None and check_initialized:
         raise missing("the expert-tensor- and expert-parallel group")
     return group
@@ -116,19 +114,19 @@ def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -
 
 def get_expert_tensor_and_model_parallel_world_size() -> int:
     """The number of ranks of etp and ep together; 0 without ``torch.distributed``."""
-    size: int = STATE.etp_ep_size
+    size = STATE.etp_ep_size
     return unknown_size("the expert-tensor- and expert-parallel group") if size is None else size
 
 
 def get_expert_tensor_and_model_parallel_rank() -> int:
     """This rank's place in etp and ep together; 0 without ``torch.distributed``."""
-    rank: int = STATE.etp_ep_rank
+    rank = STATE.etp_ep_rank
     return unknown_size("the expert-tensor- and expert-parallel group") if rank is None else rank
 
 
 def get_expert_tensor_model_pipeline_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks of etp, ep and pp together: one full set of the model's experts."""
-    group: dist.ProcessGroup = STATE.etp_ep_pp_group
+    group = STATE.etp_ep_pp_group
     if group is None and check_initialized:
         raise missing("the expert-tensor-, expert- and pipeline-parallel group")
     return group
@@ -138,7 +136,7 @@ def get_expert_data_parallel_group(
     check_initialized: bool = True, partial_expert_data_parallel: bool = False
 ) -> dist.ProcessGroup:
     """The replicas of this rank's experts: ``mesh.group("edp")``, or the part in its optimizer instance."""
-    group: dist.ProcessGroup = STATE.intra_edp_group if partial_expert_data_parallel else STATE.edp_group
+    group = STATE.intra_edp_group if partial_expert_data_parallel else STATE.edp_group
     if group is None and check_initialized:
         raise missing("the expert-data-parallel group")
     return group
@@ -156,7 +154,7 @@ def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = F
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> dist.ProcessGroup:
     """The gloo twin of :func:`get_expert_data_parallel_group`."""
-    group: dist.ProcessGroup = STATE.intra_edp_gloo if partial_expert_data_parallel else STATE.edp_gloo
+    group = STATE.intra_edp_gloo if partial_expert_data_parallel else STATE.edp_gloo
     if group is None:
         raise missing(
             "the gloo twin of the expert-data-parallel group",
@@ -167,19 +165,19 @@ def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = Fal
 
 def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
     """How many replicas of this rank's experts there are; 0 without ``torch.distributed``."""
-    size: int = STATE.intra_edp_size if partial_expert_data_parallel else STATE.edp_size
+    size = STATE.intra_edp_size if partial_expert_data_parallel else STATE.edp_size
     return unknown_size("the expert-data-parallel group") if size is None else size
 
 
 def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
     """This rank's place among the replicas of its experts; 0 without ``torch.distributed``."""
-    rank: int = STATE.intra_edp_rank if partial_expert_data_parallel else STATE.edp_rank
+    rank = STATE.intra_edp_rank if partial_expert_data_parallel else STATE.edp_rank
     return unknown_size("the expert-data-parallel group") if rank is None else rank
 
 
 def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """Every rank of this rank's optimizer instance; the world, where there is one instance."""
-    group: dist.ProcessGroup = STATE.optimizer_group
+    group = STATE.optimizer_group
     if group is None and check_initialized:
         raise missing("the group of an optimizer instance")
     return group
@@ -187,7 +185,7 @@ def get_intra_distributed_optimizer_instance_group(check_initialized: bool = Tru
 
 def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks that hold the same part of the state in each optimizer instance."""
-    group: dist.ProcessGroup = STATE.inter_edp_group
+    group = STATE.inter_edp_group
     if group is None and check_initialized:
         raise missing("the group across optimizer instances", _INSTANCES)
     return group

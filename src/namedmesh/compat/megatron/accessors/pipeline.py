@@ -40,7 +40,7 @@ _NO_EMBEDDING = "this rank is in no such group: its stage holds no such embeddin
 
 def get_pipeline_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """The stages of this rank's pipeline: ``mesh.group("pp")``."""
-    group: ProcessGroup = STATE.pp_group
+    group = STATE.pp_group
     if group is None and check_initialized:
         raise missing("the pipeline-parallel group")
     return group
@@ -48,7 +48,7 @@ def get_pipeline_model_parallel_group(check_initialized: bool = True) -> Process
 
 def get_pipeline_model_parallel_world_size() -> int:
     """How many stages a pipeline has; what was set wins."""
-    size: int = STATE.pp_size
+    size = STATE.pp_size
     if size is None:
         raise missing("the pipeline-parallel group")
     return size
@@ -56,7 +56,7 @@ def get_pipeline_model_parallel_world_size() -> int:
 
 def get_pipeline_model_parallel_rank() -> int:
     """This rank's stage; what was set wins."""
-    rank: int = STATE.pp_rank
+    rank = STATE.pp_rank
     if rank is None:
         raise missing("the pipeline-parallel group")
     return rank
@@ -74,10 +74,10 @@ def set_pipeline_model_parallel_rank(rank: int | None) -> None:
 
 def _stage(step: int) -> int:
     """The global rank some stages further on, round the end."""
-    ranks: list[int] = STATE.pp_ranks
+    ranks = STATE.pp_ranks
     if ranks is None:
         raise missing("the pipeline-parallel group")
-    place: int = (STATE.pp_rank + step) % STATE.pp_size
+    place = (STATE.pp_rank + step) % STATE.pp_size
     return ranks[place]
 
 
@@ -93,7 +93,7 @@ def get_pipeline_model_parallel_prev_rank() -> int:
 
 def get_pipeline_model_parallel_first_rank() -> int:
     """The global rank of the first stage."""
-    ranks: list[int] = STATE.pp_ranks
+    ranks = STATE.pp_ranks
     if ranks is None:
         raise missing("the pipeline-parallel group")
     return ranks[0]
@@ -101,10 +101,10 @@ def get_pipeline_model_parallel_first_rank() -> int:
 
 def get_pipeline_model_parallel_last_rank() -> int:
     """The global rank of the last stage."""
-    ranks: list[int] = STATE.pp_ranks
+    ranks = STATE.pp_ranks
     if ranks is None:
         raise missing("the pipeline-parallel group")
-    last: int = STATE.pp_size - 1
+    last = STATE.pp_size - 1
     return ranks[last]
 
 
@@ -154,14 +154,12 @@ def _virtual(vp_stage: int | None) -> int:
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
     """The virtual stage that was set; None without virtual stages."""
-    rank: int | None = STATE.vpp_rank
-    return rank
+    return STATE.vpp_rank
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     """How many virtual stages each rank has; None without virtual stages."""
-    size: int | None = STATE.vpp_size
-    return size
+    return STATE.vpp_size
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
@@ -182,7 +180,7 @@ def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> No
 
 def get_embedding_group(check_initialized: bool = True) -> ProcessGroup:
     """The stages of this rank's pipeline that hold the word embeddings; only they have the group."""
-    group: ProcessGroup = STATE.embedding_group
+    group = STATE.embedding_group
     if group is None and check_initialized:
         raise missing("the embedding group", _NO_EMBEDDING)
     return group
@@ -190,7 +188,7 @@ def get_embedding_group(check_initialized: bool = True) -> ProcessGroup:
 
 def get_position_embedding_group(check_initialized: bool = True) -> ProcessGroup:
     """The stages of this rank's pipeline that hold the position embeddings; only they have the group."""
-    group: ProcessGroup = STATE.position_embedding_group
+    group = STATE.position_embedding_group
     if group is None and check_initialized:
         raise missing("the position-embedding group", _NO_EMBEDDING)
     return group
@@ -204,7 +202,7 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
             virtual stage and the last one in its last.
         vp_stage: the virtual stage that is asked about.
     """
-    ranks: list[int] | None = STATE.embedding_ranks
+    ranks = STATE.embedding_ranks
     rank = dist.get_rank()
     if ranks is None or rank not in ranks:
         return False
@@ -219,5 +217,5 @@ def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None
 
 def is_rank_in_position_embedding_group() -> bool:
     """Whether this rank holds position embeddings."""
-    ranks: list[int] | None = STATE.position_embedding_ranks
+    ranks = STATE.position_embedding_ranks
     return ranks is not None and dist.get_rank() in ranks

@@ -36,7 +36,7 @@ __all__ = [
 
 def get_model_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks that together hold one replica of the model: ``mesh.group("tp", "pp")``."""
-    group: dist.ProcessGroup = STATE.mp_group
+    group = STATE.mp_group
     if group is None and check_initialized:
         raise missing("the model-parallel group")
     return group
@@ -44,7 +44,7 @@ def get_model_parallel_group(check_initialized: bool = True) -> dist.ProcessGrou
 
 def get_model_parallel_src_rank() -> int:
     """The first global rank of the model-parallel group."""
-    ranks: list[int] = STATE.mp_ranks
+    ranks = STATE.mp_ranks
     if ranks is None:
         raise missing("the model-parallel group")
     return ranks[0]
@@ -52,7 +52,7 @@ def get_model_parallel_src_rank() -> int:
 
 def get_tensor_model_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks that share each layer: ``mesh.group("tp")``."""
-    group: dist.ProcessGroup = STATE.tp_group
+    group = STATE.tp_group
     if group is None and check_initialized:
         raise missing("the tensor-parallel group")
     return group
@@ -60,7 +60,7 @@ def get_tensor_model_parallel_group(check_initialized: bool = True) -> dist.Proc
 
 def get_tensor_model_parallel_world_size() -> int:
     """How many ranks share each layer; what was set wins."""
-    size: int = STATE.tp_size
+    size = STATE.tp_size
     if size is None:
         raise missing("the tensor-parallel group")
     return size
@@ -68,7 +68,7 @@ def get_tensor_model_parallel_world_size() -> int:
 
 def get_tensor_model_parallel_rank() -> int:
     """This rank's place among those that share each layer; what was set wins."""
-    rank: int = STATE.tp_rank
+    rank = STATE.tp_rank
     if rank is None:
         raise missing("the tensor-parallel group")
     return rank
@@ -76,7 +76,7 @@ def get_tensor_model_parallel_rank() -> int:
 
 def get_tensor_model_parallel_src_rank() -> int:
     """The first global rank of the tensor-parallel group."""
-    ranks: list[int] = STATE.tp_ranks
+    ranks = STATE.tp_ranks
     if ranks is None:
         raise missing("the tensor-parallel group")
     return ranks[0]
@@ -94,7 +94,7 @@ def set_tensor_model_parallel_rank(rank: int | None) -> None:
 
 def get_context_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks that share each sequence: ``mesh.group("cp")``."""
-    group: dist.ProcessGroup = STATE.cp_group
+    group = STATE.cp_group
     if group is None and check_initialized:
         raise missing("the context-parallel group")
     return group
@@ -102,7 +102,7 @@ def get_context_parallel_group(check_initialized: bool = True) -> dist.ProcessGr
 
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int]:
     """The global ranks of the context-parallel group, ascending."""
-    ranks: list[int] = STATE.cp_ranks
+    ranks = STATE.cp_ranks
     if ranks is None and check_initialized:
         raise missing("the context-parallel group")
     return ranks
@@ -110,19 +110,19 @@ def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[in
 
 def get_context_parallel_world_size() -> int:
     """How many ranks share each sequence; 0 without ``torch.distributed``."""
-    size: int = STATE.cp_size
+    size = STATE.cp_size
     return unknown_size("the context-parallel group") if size is None else size
 
 
 def get_context_parallel_rank() -> int:
     """This rank's place among those that share each sequence; 0 without ``torch.distributed``."""
-    rank: int = STATE.cp_rank
+    rank = STATE.cp_rank
     return unknown_size("the context-parallel group") if rank is None else rank
 
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[dist.ProcessGroup]:
     """The groups of the levels of the context-parallel group, innermost first."""
-    groups: list[dist.ProcessGroup] = STATE.cp_levels
+    groups = STATE.cp_levels
     if groups is None and check_initialized:
         raise missing(
             "the list of hierarchical context-parallel groups",
@@ -133,7 +133,7 @@ def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> 
 
 def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks of tp and cp together: ``mesh.group("tp", "cp")``."""
-    group: dist.ProcessGroup = STATE.tp_cp_group
+    group = STATE.tp_cp_group
     if group is None and check_initialized:
         raise missing("the tensor- and context-parallel group")
     return group
@@ -141,13 +141,13 @@ def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> dis
 
 def get_tensor_and_context_parallel_world_size() -> int:
     """The number of ranks of tp and cp together; 0 without ``torch.distributed``."""
-    size: int = STATE.tp_cp_size
+    size = STATE.tp_cp_size
     return unknown_size("the tensor- and context-parallel group") if size is None else size
 
 
 def get_tensor_and_context_parallel_rank() -> int:
     """This rank's place in tp and cp together; 0 without ``torch.distributed``."""
-    rank: int = STATE.tp_cp_rank
+    rank = STATE.tp_cp_rank
     return unknown_size("the tensor- and context-parallel group") if rank is None else rank
 
 
@@ -155,7 +155,7 @@ def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> dist.ProcessGroup:
     """The ranks of tp and dp together, and of cp if asked: every rank of one pipeline stage."""
-    group: dist.ProcessGroup = STATE.tp_dp_cp_group if with_context_parallel else STATE.tp_dp_group
+    group = STATE.tp_dp_cp_group if with_context_parallel else STATE.tp_dp_group
     if group is None and check_initialized:
         raise missing("the tensor- and data-parallel group")
     return group
@@ -166,7 +166,7 @@ def get_amax_reduction_group(
 ) -> dist.ProcessGroup:
     """The ranks over which FP8 scaling takes its maximum: tp, with dp unless told otherwise, with cp if asked."""
     if with_context_parallel:
-        group: dist.ProcessGroup = STATE.tp_cp_group if tp_only_amax_red else STATE.tp_dp_cp_group
+        group = STATE.tp_cp_group if tp_only_amax_red else STATE.tp_dp_cp_group
     else:
         group = STATE.tp_group if tp_only_amax_red else STATE.tp_dp_group
     if group is None:

@@ -1,0 +1,361 @@
+"""Megatron's code on our groups: putting the dialect under its import path, and training its own layers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import fake_world, run_ranks
+
+import namedmesh
+from namedmesh import LayoutError
+from namedmesh.compat import megatron
+
+NOT_INSTALLED = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "megatron":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+"""
+
+
+def run_python(code: str, *, warnings: str = "error") -> str:
+    """What a fresh interpreter prints; its errors and warnings fail the test."""
+    done = subprocess.run(
+        [sys.executable, "-W", warnings, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_without_megatron_core_the_import_paths_are_made_up() -> None:
+    code = NOT_INSTALLED + textwrap.dedent("""
+        from namedmesh.compat import megatron
+        before = set(sys.modules)
+        megatron.install()
+        megatron.install()
+        import megatron.core
+        import megatron.core.parallel_state as ps
+        from megatron.core import mpu, parallel_state, tensor_parallel
+        from megatron.core.parallel_state import get_tensor_model_parallel_group
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.hyper_comm_grid import HyperCommGrid
+        from namedmesh.compat import megatron as ours
+        assert ps is mpu is parallel_state is ours.parallel_state
+        assert tensor_parallel is ours.tensor_parallel
+        ours.uninstall()
+        ours.uninstall()
+        assert not [name for name in sys.modules if name.startswith("megatron")]
+        assert set(sys.modules) - before == set()
+        try:
+            import megatron
+        except ModuleNotFoundError:
+            print("gone")
+    """)
+    assert run_python(code) == "gone\n"
+
+
+@pytest.mark.oracle("megatron.core")
+def test_installed_before_the_first_import_every_module_of_megatron_core_uses_it() -> None:
+    code = """
+        import sys, types, warnings
+        warnings.simplefilter("ignore")
+        from namedmesh.compat import megatron as ours
+        ours.install()
+        import megatron.core
+        from megatron.core import mpu, parallel_state
+        import megatron.core.models.gpt.gpt_model
+        assert mpu is parallel_state is ours.parallel_state is megatron.core.mpu
+        held = [name for name, module in list(sys.modules.items()) if name.startswith("megatron")
+                and getattr(module, "parallel_state", None) is ours.parallel_state]
+        print(len(held) > 10)
+        ours.uninstall()
+        left = [name for name in sys.modules if name.startswith("megatron")]
+        assert not left, left
+        from megatron.core import parallel_state as real
+        assert real is not ours.parallel_state and real.__file__.endswith("core/parallel_state.py")
+        from megatron.core import mpu
+        assert mpu is real
+    """
+    assert run_python(code, warnings="ignore") == "True\n"
+
+
+@pytest.mark.oracle("megatron.core")
+def test_installed_too_late_it_says_who_keeps_the_original() -> None:
+    code = """
+        import warnings
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import megatron.core.tensor_parallel
+            real = megatron.core.parallel_state
+        from namedmesh.compat import megatron as ours
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ours.install()
+        text = str(caught[0].message)
+        assert "megatron.core.tensor_parallel.layers" in text and caught[0].filename == "<string>"
+        assert text.endswith("keep the original of megatron.core.parallel_state, megatron.core.mpu; call install() before "
+                             "the first import of megatron.core"), text
+        import megatron.core.parallel_state as state
+        from megatron.core import mpu
+        assert state is mpu is ours.parallel_state
+        ours.uninstall()
+        import megatron.core
+        assert megatron.core.parallel_state is megatron.core.mpu is real
+        import sys
+        assert sys.modules["megatron.core.parallel_state"] is real and "megatron.core.mpu" not in sys.modules
+        print("said")
+    """
+    assert run_python(code) == "said\n"
+
+
+# Training on our groups.
+
+
+def _gpt_losses(mine: bool, sizes: dict[str, int], steps: int) -> tuple[list[float], bool]:
+    """Losses of a small GPTModel, data-parallel over what is left; on our groups or on Megatron's own."""
+    import warnings
+
+    warnings.simplefilter("ignore")
+    vars(torch.cuda)["current_device"] = lambda: (
+        "cpu"
+    )  # where megatron-core's own buffers are, whatever the machine
+    if mine:
+        megatron.install()
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    # The dropout that it draws for is 0, and the tracker keeps states of CUDA devices.
+    tensor_parallel.get_cuda_rng_tracker = lambda: SimpleNamespace(fork=nullcontext)
+    parallel_state.initialize_model_parallel(**sizes)
+    assert (parallel_state is megatron.parallel_state) == mine
+    torch.manual_seed(3)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=4,
+        ffn_hidden_size=32,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=sizes["tensor_model_parallel_size"],
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+    )
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(normalization="LayerNorm"),
+        vocab_size=32,
+        max_sequence_length=8,
+        parallel_output=True,
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data_group = parallel_state.get_data_parallel_group()
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, 32, (parallel_state.get_data_parallel_world_size() * 2, 8), generator=generator)
+    rank = parallel_state.get_data_parallel_rank()
+    mine_tokens = tokens[rank * 2 : rank * 2 + 2]
+    losses = []
+    for _ in range(steps):
+        mask = torch.triu(torch.ones(1, 1, 8, 8, dtype=torch.bool), diagonal=1)
+        positions = torch.arange(8).expand(2, -1)
+        loss = model(mine_tokens, positions, mask, labels=mine_tokens).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad, group=data_group)
+            parameter.grad /= data_group.size()
+        optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=data_group)
+        losses.append(total.item() / data_group.size())
+    ours = not mine or data_group is megatron.current_mesh().group("dp")
+    parallel_state.destroy_model_parallel()
+    return losses, ours
+
+
+@pytest.mark.oracle("megatron.core")
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_gpt_model_trains_on_our_groups_as_on_megatron_s_own(tp: int) -> None:
+    sizes = {"tensor_model_parallel_size": tp}
+    theirs = run_ranks(4, _gpt_losses, False, dict(sizes), 4, timeout=240)
+    ours = run_ranks(4, _gpt_losses, True, dict(sizes), 4, timeout=240)
+    assert all(shared for _, shared in ours)
+    for (mine, _), (original, _) in zip(ours, theirs, strict=True):
+        assert mine == original
+        assert mine[-1] < mine[0]
+
+
+# Groups handed from call to call.
+
+
+def _with_a_collection() -> list[Any]:
+    """megatron-core's layers on groups of a mesh that the accessors are not bound to."""
+    import warnings
+
+    warnings.simplefilter("ignore")
+    from megatron.core import parallel_state as real
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    mesh = namedmesh.init_mesh(dp=2, tp=2)
+    groups = megatron.process_groups(mesh)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, use_cpu_initialization=True
+    )
+    torch.manual_seed(0)
+    init = torch.nn.init.xavier_normal_
+    column = ColumnParallelLinear(8, 16, config=config, init_method=init, tp_group=groups.tp, bias=False)
+    row = RowParallelLinear(
+        16,
+        8,
+        config=config,
+        init_method=init,
+        tp_group=groups.tp,
+        bias=False,
+        input_is_parallel=True,
+        skip_bias_add=True,
+    )
+    torch.manual_seed(0)
+    full = [torch.empty(16, 8), torch.empty(8, 16)]
+    for weight in full:
+        init(weight)
+    value = torch.randn(3, 2, 8)
+    expected = value @ full[0].t() @ full[1].t()
+    told = [
+        torch.allclose(row(column(value)[0])[0], expected, atol=1e-6),
+        groups.tp is mesh.group("tp"),
+        groups.dp_cp.size(),
+        repr(groups),
+        real.is_initialized() or megatron.parallel_state.is_initialized(),
+    ]
+    mesh.close()
+    return told
+
+
+@pytest.mark.oracle("megatron.core")
+def test_megatron_core_s_layers_take_a_collection_of_ours() -> None:
+    for told in run_ranks(4, _with_a_collection):
+        shown = told.pop(3)
+        assert told == [True, True, 2, False]
+        assert shown.startswith("ProcessGroupCollection(tp(2), pp(1), mp(2), embd(1), pos_embd(1), cp(1),")
+
+
+@pytest.mark.oracle("megatron.core")
+def test_the_collection_has_the_original_s_fields() -> None:
+    import dataclasses
+
+    from megatron.core.process_groups_config import ProcessGroupCollection as Original
+
+    from namedmesh.compat.megatron.collection import _FIELDS
+
+    assert [field.name for field in dataclasses.fields(Original)] == list(_FIELDS)
+
+
+def test_a_collection_of_some_groups() -> None:
+    with fake_world(8):
+        mesh = namedmesh.init_mesh(dp=-1, tp=2, device="cpu")
+        with megatron.bind(mesh):
+            some = megatron.ProcessGroupCollection.use_mpu_process_groups(["tp", "hcp"])
+        assert repr(some) == "ProcessGroupCollection(tp(2), hcp(None))"
+        assert some.tp is mesh.group("tp")
+        assert not hasattr(some, "dp")
+        with pytest.raises(LayoutError, match="'tq' is none of Megatron's groups, which are tp, pp"):
+            megatron.ProcessGroupCollection(tq=None)
+        with pytest.raises(ValueError, match="did you mean 'embd'"):
+            megatron.ProcessGroupCollection.use_mpu_process_groups(["embed"])
+        mesh.close()
+
+
+# The grid.
+
+
+@pytest.mark.oracle("megatron.core", "einops")
+@pytest.mark.parametrize("dims", ["tp", ["tp", "pp"], ["pp", "tp"], ["dp", "cp", "tp"]])
+@pytest.mark.parametrize("offset", [0, 7])
+def test_the_grid_enumerates_as_the_original(
+    dims: str | list[str], offset: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.hyper_comm_grid import HyperCommGrid as Original
+
+    monkeypatch.setenv("WORLD_SIZE", "128")
+    grids = [
+        kind([2, 3, 4, 5], ["tp", "cp", "pp", "dp"], offset) for kind in (Original, megatron.HyperCommGrid)
+    ]
+    assert grids[0].get_rank_enum(dims) == grids[1].get_rank_enum(dims)
+    assert [grids[0].size, grids[0].shape, grids[0].dim_names] == [
+        grids[1].size,
+        grids[1].shape,
+        grids[1].dim_names,
+    ]
+
+
+def _grid() -> list[Any]:
+    grid = megatron.HyperCommGrid([2, 2], ["tp", "dp"], rank_offset=1)
+    inside = dist.get_rank() >= 1
+    group = grid.create_pg(["dp", "tp"], group_desc="all of them")
+    told: list[Any] = [group is None]
+    if inside:
+        assert group is grid.get_pg(["tp", "dp"])
+        one = grid.create_pg("tp")
+        tensor = torch.tensor([float(dist.get_rank())])
+        dist.all_reduce(tensor, group=one)
+        told.append(tensor.item())
+    for method, dims in ((grid.get_pg, "dp"), (grid.create_pg, "sp")):
+        try:
+            method(dims)
+        except KeyError as error:
+            told.append(str(error))
+    grid.close()
+    return told
+
+
+def test_a_grid_over_a_part_of_the_world() -> None:
+    outside, *inside = run_ranks(5, _grid)
+    messages = [
+        "there are no groups over 'dp'; call create_pg first, on every rank",
+        "['sp'] of 'sp' is not among the dims ['tp', 'dp']; name one or more of them",
+    ]
+    assert outside == [True, *messages]
+    for rank, told in enumerate(inside, start=1):
+        assert told == [False, 3 if rank in (1, 2) else 7, *messages]
+
+
+def test_a_grid_over_a_mesh_hands_out_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(RuntimeError, match="the size of the world is not known"):
+        megatron.HyperCommGrid([2], ["tp"])
+    with fake_world(8, 3):
+        mesh = namedmesh.init_mesh(dp=-1, tp=2, device="cpu")
+        grid = megatron.HyperCommGrid.from_mesh(mesh)
+        assert grid.get_pg("tp") is mesh.group("tp")
+        assert grid.dim_names == ["tp", "dp"]
+        assert grid.create_pg(["tp", "dp"]) is mesh.group("dp", "tp")
+        with pytest.raises(KeyError, match="the groups over 'tp' exist"):
+            grid.create_pg("tp")
+        grid.close()
+        assert mesh.size("tp") == 2
+        mesh.close()
+        with pytest.raises(RuntimeError, match="needs 16 ranks, and the world has 8; change a size"):
+            megatron.HyperCommGrid([16], ["tp"])
+        with pytest.raises(LayoutError, match="pg_options is a dict"):
+            megatron.HyperCommGrid([8], ["tp"]).create_pg("tp", pg_options={})
