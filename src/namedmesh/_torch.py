@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,29 +71,62 @@ def bound_device() -> torch.device | None:
     return getattr(dist.group.WORLD, "bound_device_id", None)
 
 
-def new_group_among_members(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
-    """``new_group`` with local synchronisation, under a name that is never used twice.
+def reserved_name(ranks: Sequence[int]) -> str:
+    """The name of the next group over exactly these ranks; the members reserve names in the same order.
 
-    Only the members call it. Up to torch 2.13 the name of such a group is a hash of its ranks and of the
-    number of groups this process has: a group made again after the first one was destroyed gets the name of
-    the first, finds its addresses in the store and hangs; so do ranks that have different numbers of groups.
-    Later versions count calls instead, which goes wrong as soon as only some ranks call. Here the name is a
-    hash of the ranks and of how many groups were made over exactly these ranks, which only members change.
+    Up to torch 2.13 the name of a group with local synchronisation is a hash of its ranks and of the number of
+    groups this process has: a group made again after the first one was destroyed gets the name of the first,
+    finds its addresses in the store and hangs; so do ranks that have different numbers of groups. Later
+    versions count calls instead, which goes wrong as soon as only some ranks call. Here the name is a hash of
+    the ranks and of how many groups were made over exactly these ranks, which only members change.
     """
     members = tuple(ranks)
     _made_over[members] += 1
+    text = f"namedmesh {_made_over[members]} over {'_'.join(map(str, members))}"
+    return hashlib.sha256(text.encode()).hexdigest()[:40]
+
+
+def new_group_among_members(
+    ranks: Sequence[int], *, name: str | None = None, **options: Any
+) -> dist.ProcessGroup:
+    """``new_group`` with local synchronisation, under a name that is never used twice. Only members call it.
+
+    Args:
+        ranks: the members.
+        name: a name that was reserved for it; with one, gloo connects at the first collective, as NCCL does
+            anyway, so that the call waits for nobody.
+        **options: for ``new_group``.
+    """
     calls = c10d._world.group_count
-    with _group_named(members, _made_over[members]):
-        group: dist.ProcessGroup = dist.new_group(list(members), use_local_synchronization=True, **options)
+    with _group_named(name or reserved_name(ranks)), _gloo_connects_late() if name else nullcontext():
+        group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True, **options)
     # torch counts calls to name the groups that everyone makes; a call of some ranks must not count.
     c10d._world.group_count = calls
     return group
 
 
+def waits_for_nobody(backend: str) -> bool:
+    """Whether :func:`new_group_among_members` under a reserved name returns without the other members."""
+    made_of = {part.rpartition(":")[2] for part in backend.split(",")}
+    return made_of <= {"gloo", "nccl", "fake"} and not int(os.environ.get("TORCH_DIST_INIT_BARRIER", "0"))
+
+
 @contextmanager
-def _group_named(members: tuple[int, ...], serial: int) -> Iterator[None]:
-    text = f"namedmesh {serial} over {'_'.join(map(str, members))}"
-    name = hashlib.sha256(text.encode()).hexdigest()[:40]
+def _gloo_connects_late() -> Iterator[None]:
+    """Set what torch reads whenever it makes a gloo group, having no argument for it."""
+    before = os.environ.get("TORCH_GLOO_LAZY_INIT")
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TORCH_GLOO_LAZY_INIT"]
+        else:
+            os.environ["TORCH_GLOO_LAZY_INIT"] = before
+
+
+@contextmanager
+def _group_named(name: str) -> Iterator[None]:
     original = c10d._hash_ranks_to_str
     c10d._hash_ranks_to_str = lambda ranks: name  # noqa: ARG005  torch passes it by position
     try:

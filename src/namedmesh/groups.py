@@ -19,17 +19,19 @@ from namedmesh._torch import (
     default_timeout,
     default_timeout_is_torchs,
     new_group_among_members,
+    reserved_name,
+    waits_for_nobody,
 )
 from namedmesh.errors import MeshError
 from namedmesh.options import GroupOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from datetime import timedelta
 
     from namedmesh.layout import Layout
 
-__all__ = ["Communicator", "GroupPool", "nccl_options", "new_group_by_everyone"]
+__all__ = ["Communicator", "GroupPool", "Promise", "nccl_options", "new_group_by_everyone"]
 
 _Key = tuple[tuple[int, ...], str, "timedelta | None", object, bool]
 
@@ -42,6 +44,33 @@ class Communicator:
     ranks: tuple[int, ...]
     group: dist.ProcessGroup
     owned: bool
+
+
+class Promise:
+    """A group of a pool that is made when it is first asked for, which waits for nobody.
+
+    Args:
+        ranks: its ranks.
+        rank: this one.
+        make: makes it.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], rank: int, make: Callable[[], dist.ProcessGroup]) -> None:
+        self.ranks = ranks
+        self._rank = rank
+        self._make = make
+
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    def rank(self) -> int:
+        """This rank's place among them."""
+        return self.ranks.index(self._rank)
+
+    def group(self) -> dist.ProcessGroup:
+        """The group, made now if it was not; does not communicate."""
+        return self._make()
 
 
 class GroupPool:
@@ -66,6 +95,8 @@ class GroupPool:
         self._default_timeout = default_timeout()
         self._known: dict[_Key, dist.ProcessGroup] = {}
         self._unshared: dict[tuple[str, _Key], dist.ProcessGroup] = {}
+        # Names that are reserved for groups that nobody has asked for yet.
+        self._promised: dict[_Key, Promise] = {}
         # What every rank knows to exist, also where it is no member: whole partitions, and irregular sets.
         self._partitions: list[tuple[Layout, tuple[str, ...], GroupOptions]] = []
         self._sets_made: set[_Key] = set()
@@ -81,7 +112,10 @@ class GroupPool:
         if len(ranks) == 1:
             return self._singleton
         key = self._key(ranks, options)
-        return self._known.get(key) if self._shares(options) else self._unshared.get((_label(axes), key))
+        if not self._shares(options):
+            return self._unshared.get((_label(axes), key))
+        promise = self._promised.get(key)
+        return self._known.get(key) if promise is None else promise.group()
 
     # Making: every rank of the layout calls these, in the same order.
 
@@ -133,6 +167,54 @@ class GroupPool:
             self._unshared[label, self._key(ranks, options)] = group
         return group
 
+    def promise(
+        self, layout: Layout, axes: Sequence[str], options: GroupOptions
+    ) -> dist.ProcessGroup | Promise:
+        """This rank's group over ``axes``, or the promise of one that can be made without the other ranks.
+
+        Communicates where there is no such way: with a bound default group, or backends that connect at once.
+        """
+        ranks = layout.group(self.rank, *axes)
+        if self._has_to_make_now(ranks, options):
+            return self.make(layout, axes, options)
+        promise = self._promise(ranks, _label(axes), options)
+        self._partitions.append((layout, tuple(axes), options))
+        return promise
+
+    def promise_set(
+        self, sets: Sequence[Sequence[int]], label: str, options: GroupOptions
+    ) -> dist.ProcessGroup | Promise | None:
+        """As :meth:`make_sets`, for sets of which each rank is in one at most: its group, or the promise of it."""
+        mine = next((tuple(sorted(members)) for members in sets if self.rank in members), None)
+        # Whether it has to be made now is the same on all members, and with a bound group on all ranks.
+        if bound_device() is not None or (mine is not None and self._has_to_make_now(mine, options)):
+            return self.make_sets(sets, label, options).get(mine or ())
+        return None if mine is None else self._promise(mine, label, options)
+
+    def _has_to_make_now(self, ranks: tuple[int, ...], options: GroupOptions) -> bool:
+        return (
+            len(ranks) == 1
+            or bound_device() is not None
+            or not self._shares(options)
+            or self._key(ranks, options) in self._known
+            or not waits_for_nobody(self._resolved(options)[0])
+        )
+
+    def _promise(self, ranks: tuple[int, ...], label: str, options: GroupOptions) -> Promise:
+        key = self._key(ranks, options)
+        if key not in self._promised:
+            name = reserved_name(ranks)
+            self._promised[key] = Promise(ranks, self.rank, lambda: self._keep(key, name, label, options))
+        return self._promised[key]
+
+    def _keep(self, key: _Key, name: str, label: str, options: GroupOptions) -> dist.ProcessGroup:
+        """Keep a promise."""
+        if key not in self._known:
+            group = new_group_among_members(key[0], name=name, **self._arguments(options, label))
+            self._known[key] = group
+            self._record(label, key[0], group, owned=True)
+        return self._known[key]
+
     def make_twin(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> dist.ProcessGroup:
         """This rank's gloo group over ``axes``; it is the group itself where that is gloo; communicates."""
         return self.make(layout, axes, self.twin_options(options))
@@ -170,8 +252,8 @@ class GroupPool:
             key = self._key(ranks, options)
             if len(ranks) == 1:
                 mine[ranks] = self._make_singleton()
-            elif self._shares(options) and key in self._known:
-                mine[ranks] = self._known[key]
+            elif self._shares(options) and (key in self._known or key in self._promised):
+                mine[ranks] = self._known.get(key) or self._promised[key].group()
             else:
                 mine[ranks] = new_group_among_members(ranks, **self._arguments(options, label))
                 self._note_set(key, mine[ranks], label, options)
@@ -237,6 +319,7 @@ class GroupPool:
         self.communicators.clear()
         self._known.clear()
         self._unshared.clear()
+        self._promised.clear()
         self._partitions.clear()
         self._sets_made.clear()
         self._singleton = None

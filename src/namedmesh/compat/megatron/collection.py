@@ -80,7 +80,7 @@ class ProcessGroupCollection:
         """
         chosen = list(_FIELDS) if required_pgs is None else list(required_pgs)
         _check(chosen)
-        return cls(**{name: getattr(STATE, _FIELDS[name]) for name in chosen})
+        return cls(**{name: STATE.read(_FIELDS[name]) for name in chosen})
 
 
 def process_groups(mesh: NamedMesh) -> ProcessGroupCollection:

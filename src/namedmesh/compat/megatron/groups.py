@@ -13,6 +13,7 @@ import torch.distributed as dist
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer
 from namedmesh.compat.megatron.ranks import chunks, level_groups
+from namedmesh.groups import Promise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -76,12 +77,13 @@ def product_options(shape: Shape, wish: Wish) -> dict[str, GroupOptions]:
 
 
 def make_answers(mesh: NamedMesh, shape: Shape, wish: Wish) -> dict[str, Any]:
-    """Make the groups that the mesh does not have yet; communicates.
+    """Make the groups that the mesh does not have yet, or promise them; communicates.
 
-    Every rank of the mesh calls this with the same arguments.
+    Every rank of the mesh calls this with the same arguments. Megatron has many groups that most jobs never
+    use: a group that can be made without waiting for the other ranks is promised, and made when it is asked for.
 
     Returns:
-        For this rank, the value of every slot of the state that a mesh determines.
+        For this rank, the value of every slot of the state that a mesh determines, or the promise of it.
 
     Raises:
         ContractError: a callback names ranks that are not in the pipeline it was given.
@@ -123,15 +125,15 @@ class _Maker:
         for row in rows:
             layout, axes = self.shape.place(row.axes)
             options = self.mesh.options_of(axes)
-            answers[row.group] = pool.make(layout, axes, options)
+            answers[row.group] = pool.promise(layout, axes, options)
             if row.key == "dp_cp" and self.wish.gather_group:
                 apart = replace(options, share=False)
                 answers["dp_cp_gather_group"] = pool.make(layout, axes, apart)
             if row.ranks is not None:
                 answers[row.ranks] = list(layout.group(self.rank, *axes))
             if row.gloo is not None:
-                twin = pool.make_twin(layout, axes, options) if self.wish.gloo else None
-                answers[row.gloo] = twin
+                twin = pool.twin_options(options)
+                answers[row.gloo] = pool.promise(layout, axes, twin) if self.wish.gloo else None
         return answers
 
     def optimizer_parts(self) -> dict[str, Any]:
@@ -155,7 +157,7 @@ class _Maker:
                 for ranks in layout.groups(*axes)
                 for part in level_groups(ranks, self.wish.levels, level)
             ]
-            levels.append(self._sets("level", "hcp", sets, axes)["level"])
+            levels.append(_now(self._sets("level", "hcp", sets, axes)["level"]))
         return {"cp_levels": levels}
 
     def hybrid(self) -> dict[str, Any]:
@@ -165,7 +167,7 @@ class _Maker:
             layout, axes = self.shape.place(("dp", "cp"))
             for power in range(1, layout.size(*axes).bit_length() - 1):
                 sets = [part for ranks in layout.groups(*axes) for part in chunks(ranks, 2**power)]
-                answers[2**power] = self._sets("group", "dp_cp", sets, axes)["group"]
+                answers[2**power] = _now(self._sets("group", "dp_cp", sets, axes)["group"])
         return {"hybrid_groups": answers}
 
     def embedding(self, slot: str, key: str, choose: Callable[[list[int]], list[int]]) -> dict[str, Any]:
@@ -213,11 +215,16 @@ class _Maker:
         """Groups over parts of what the axes span: with options of their own, or else those of the axes."""
         options = self.wish.options.get(key) or self.mesh.options_of(axes)
         pool = self.mesh.pool
-        answers = {slot: _last(pool.make_sets(sets, key, options))}
+        answers = {slot: pool.promise_set(sets, key, options)}
         if twin is not None:
             gloo = pool.twin_options(options)
-            answers[twin] = _last(pool.make_sets(sets, key, gloo)) if self.wish.gloo else None
+            answers[twin] = pool.promise_set(sets, key, gloo) if self.wish.gloo else None
         return answers
+
+
+def _now(group: dist.ProcessGroup | Promise | None) -> dist.ProcessGroup | None:
+    """A group that is handed out in a container, which cannot wait until it is asked for."""
+    return group.group() if isinstance(group, Promise) else group
 
 
 def _checked(choose: Callable[[list[int]], list[int]], pipeline: list[int]) -> list[int]:
@@ -229,11 +236,6 @@ def _checked(choose: Callable[[list[int]], list[int]], pipeline: list[int]) -> l
             "it has to return one or more of these ranks, each once"
         )
     return chosen
-
-
-def _last(mine: dict[tuple[int, ...], dist.ProcessGroup]) -> dist.ProcessGroup | None:
-    """This rank's group; should sets overlap, the last one, as in the original."""
-    return next(reversed(mine.values()), None)
 
 
 @contextmanager
@@ -249,10 +251,11 @@ def _sharp(wish: Wish, group: str) -> Iterator[None]:
         os.environ.pop("NCCL_COLLNET_ENABLE", None)
 
 
-def _meet(mesh: NamedMesh, group: dist.ProcessGroup | None, wish: Wish, name: str) -> None:
+def _meet(mesh: NamedMesh, promised: dist.ProcessGroup | Promise | None, wish: Wish, name: str) -> None:
     """A first collective, so that the communicator comes about while the environment asks for SHARP."""
-    if wish.sharp != name or group is None:
+    if wish.sharp != name or promised is None:
         return
+    group = _now(promised)
     if mesh.device.type == "cuda":
         dist.barrier(group=group, device_ids=[torch.cuda.current_device()])
         torch.cuda.synchronize()

@@ -153,7 +153,7 @@ class _Patchable(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name in VARIABLES:
-            return getattr(STATE, VARIABLES[name])
+            return STATE.read(VARIABLES[name])
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:

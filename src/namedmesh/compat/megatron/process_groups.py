@@ -192,6 +192,8 @@ def update_pg_timeout(timeout: timedelta, pg: dist.ProcessGroup | None = None) -
     """
     if pg is None and STATE.group_list is None:
         raise missing("the list of groups")
+    if pg is None:
+        STATE.read_all()
     dist.barrier(pg)
     if torch.cuda.is_available():
         torch.cuda.synchronize()

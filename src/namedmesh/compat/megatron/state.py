@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from namedmesh.compat.errors import ContractError
+from namedmesh.groups import Promise
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from namedmesh.mesh import NamedMesh
 
-__all__ = ["STATE", "VARIABLES", "State", "missing"]
+__all__ = ["STATE", "VARIABLES", "State", "late", "missing", "unknown_size"]
 
 VARIABLES = {
     "_CONTEXT_PARALLEL_GLOBAL_RANKS": "cp_ranks",
@@ -97,6 +98,7 @@ _SLOTS = (
     "mesh",
     "made",
     "owned",
+    "later",
 )
 
 
@@ -105,13 +107,15 @@ class State:
 
     Attributes other than the slots of :data:`VARIABLES`: ``tp_size``, ``tp_rank`` and so on, which follow from
     groups and setters; ``mesh``, the mesh that the answers are of; ``made``, what they were before anybody
-    patched them; ``owned``, whether the dialect made the mesh and therefore closes it.
+    patched them; ``owned``, whether the dialect made the mesh and therefore closes it; ``later``, the groups that
+    are made when they are first asked for.
     """
 
     __slots__ = _SLOTS
 
     if TYPE_CHECKING:  # the slots
         made: dict[str, Any]
+        later: dict[str, Promise]
         mesh: Any
         owned: Any
 
@@ -124,17 +128,37 @@ class State:
     def clear(self) -> None:
         """Forget every answer, and what was set or patched."""
         for slot in _SLOTS:
-            setattr(self, slot, {} if slot == "made" else None)
+            setattr(self, slot, {} if slot in {"made", "later"} else None)
 
     def fill(self, mesh: NamedMesh, answers: Mapping[str, Any], *, owned: bool) -> None:
         """Take the answers of a mesh; what was set before by hand stays, and wins."""
-        self.mesh, self.owned, self.made = mesh, owned, dict(answers)
-        for slot, value in answers.items():
-            setattr(self, slot, value)
+        self.mesh, self.owned = mesh, owned
+        self.later = {slot: value for slot, value in answers.items() if isinstance(value, Promise)}
+        self.made = {slot: value for slot, value in answers.items() if slot not in self.later}
+        for slot in answers:
+            setattr(self, slot, self.made.get(slot))
         self._follow()
+
+    def read(self, slot: str) -> Any:
+        """The value of a slot; a group that is made when it is first asked for is made now."""
+        value = getattr(self, slot)
+        if value is None and slot in self.later:
+            value = self.later.pop(slot).group()
+            self.made[slot] = value
+            self.put(slot, value)
+            if value not in self.group_list:
+                self.group_list.append(value)
+        return value
+
+    def read_all(self) -> None:
+        """Make every group that nobody has asked for yet."""
+        for slot in list(self.later):
+            self.read(slot)
 
     def put(self, slot: str, value: Any) -> None:
         """Patch one of the variables; sizes and ranks follow."""
+        if slot in self.later:
+            self.read(slot)  # so that the patch can be undone, and None is not taken for a promise
         setattr(self, slot, value)
         self._follow()
 
@@ -154,11 +178,13 @@ class State:
     def _follow(self) -> None:
         """Work out the sizes and ranks again."""
         for name, setter in _ANSWERED.items():
-            group = getattr(self, f"{name}_group")
+            group = self.later.get(f"{name}_group") or getattr(self, f"{name}_group")
             for answer in ("size", "rank"):
                 value = getattr(self, f"set_{setter}_{answer}") if setter else None
                 setattr(self, f"{name}_{answer}", _ask(group, answer) if value is None else value)
-        if self.etp_group is None:  # the original asks what was set for tp where there are no expert groups
+        if (
+            self.etp_group is None and "etp_group" not in self.later
+        ):  # the original asks what was set for tp where there are no expert groups
             for answer in ("size", "rank"):
                 if getattr(self, f"etp_{answer}") is None:
                     setattr(self, f"etp_{answer}", getattr(self, f"set_tp_{answer}"))
@@ -172,6 +198,24 @@ def _ask(group: Any, answer: str) -> int | None:
     """The size or rank of a group; nothing for a stand-in that somebody patched in and that cannot say."""
     ask = getattr(group, answer, None)
     return None if ask is None else ask()
+
+
+def late(slot: str, what: str, remedy: str = "", *, check_initialized: bool = True) -> Any:
+    """What an accessor hands out whose slot is empty: a group made now, or None if that will do.
+
+    Args:
+        slot: the slot.
+        what: what was asked for, in words.
+        remedy: as for :func:`missing`.
+        check_initialized: raise where there is nothing to hand out.
+
+    Raises:
+        ContractError: there is nothing to hand out.
+    """
+    value = STATE.read(slot)
+    if value is None and check_initialized:
+        raise missing(what, remedy)
+    return value
 
 
 def missing(what: str, remedy: str = "") -> ContractError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from namedmesh.compat.errors import ContractError, ContractKeyError
-from namedmesh.compat.megatron.state import STATE, missing, unknown_size
+from namedmesh.compat.megatron.state import STATE, late, missing, unknown_size
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -47,7 +47,9 @@ def get_data_parallel_group(
     else:
         group = STATE.dp_cp_gather_group if independent_all_gather else STATE.dp_cp_group
     if group is None:
-        raise missing("the data-parallel group", _GATHER if independent_all_gather else "")
+        slot = _slot(with_context_parallel, partial_data_parallel, "group")
+        slot = "dp_cp_gather_group" if slot == "dp_cp_group" and independent_all_gather else slot
+        group = late(slot, "the data-parallel group", _GATHER if independent_all_gather else "")
     if partial_data_parallel and not with_context_parallel:
         raise _without_context()
     return group
@@ -70,10 +72,17 @@ def get_data_parallel_group_gloo(
     else:
         group = STATE.intra_dp_cp_gloo if partial_data_parallel else STATE.dp_cp_gloo
     if group is None:
-        raise missing("the gloo twin of the data-parallel group", _GLOO)
+        slot = _slot(with_context_parallel, partial_data_parallel, "gloo")
+        group = late(slot, "the gloo twin of the data-parallel group", _GLOO)
     if partial_data_parallel and not with_context_parallel:
         raise _without_context()
     return group
+
+
+def _slot(with_context_parallel: bool, partial_data_parallel: bool, kind: str) -> str:
+    if not with_context_parallel:
+        return f"dp_{kind}"
+    return f"intra_dp_cp_{kind}" if partial_data_parallel else f"dp_cp_{kind}"
 
 
 def _without_context() -> ContractError:
@@ -147,10 +156,9 @@ def get_hybrid_data_context_parallel_groups(
         ContractKeyError: there is no group of this size.
     """
     if get_data_parallel_world_size(with_context_parallel=True) == group_size:
-        whole = STATE.dp_cp_group
-        if whole is None and check_initialized:
-            raise missing("the data- and context-parallel group")
-        return whole
+        return late(
+            "dp_cp_group", "the data- and context-parallel group", check_initialized=check_initialized
+        )
     groups = STATE.hybrid_groups or {}
     if group_size not in groups:
         raise ContractKeyError(

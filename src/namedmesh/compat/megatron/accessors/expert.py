@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
-from namedmesh.compat.megatron.state import STATE, missing, unknown_size
+from namedmesh.compat.megatron.state import STATE, late, missing, unknown_size
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -41,8 +41,8 @@ _INSTANCES = "make the groups with num_distributed_optimizer_instances above 1"
 def get_expert_model_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks that share out the experts: ``mesh.group("ep")``."""
     group = STATE.ep_group
-    if group is None and check_initialized:
-        raise missing("the expert-parallel group")
+    if group is None:
+        return late("ep_group", "the expert-parallel group", check_initialized=check_initialized)
     return group
 
 
@@ -79,8 +79,8 @@ def set_expert_model_parallel_rank(rank: int | None) -> None:
 def get_expert_tensor_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks that share each expert: ``mesh.group("etp")``."""
     group = STATE.etp_group
-    if group is None and check_initialized:
-        raise missing("the expert-tensor-parallel group")
+    if group is None:
+        return late("etp_group", "the expert-tensor-parallel group", check_initialized=check_initialized)
     return group
 
 
@@ -107,8 +107,12 @@ def set_expert_tensor_parallel_rank(rank: int | None) -> None:
 def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks of etp and ep together: one full set of a layer's experts."""
     group = STATE.etp_ep_group
-    if group is None and check_initialized:
-        raise missing("the expert-tensor- and expert-parallel group")
+    if group is None:
+        return late(
+            "etp_ep_group",
+            "the expert-tensor- and expert-parallel group",
+            check_initialized=check_initialized,
+        )
     return group
 
 
@@ -127,8 +131,12 @@ def get_expert_tensor_and_model_parallel_rank() -> int:
 def get_expert_tensor_model_pipeline_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks of etp, ep and pp together: one full set of the model's experts."""
     group = STATE.etp_ep_pp_group
-    if group is None and check_initialized:
-        raise missing("the expert-tensor-, expert- and pipeline-parallel group")
+    if group is None:
+        return late(
+            "etp_ep_pp_group",
+            "the expert-tensor-, expert- and pipeline-parallel group",
+            check_initialized=check_initialized,
+        )
     return group
 
 
@@ -137,8 +145,9 @@ def get_expert_data_parallel_group(
 ) -> dist.ProcessGroup:
     """The replicas of this rank's experts: ``mesh.group("edp")``, or the part in its optimizer instance."""
     group = STATE.intra_edp_group if partial_expert_data_parallel else STATE.edp_group
-    if group is None and check_initialized:
-        raise missing("the expert-data-parallel group")
+    if group is None:
+        slot = "intra_edp_group" if partial_expert_data_parallel else "edp_group"
+        return late(slot, "the expert-data-parallel group", check_initialized=check_initialized)
     return group
 
 
@@ -156,7 +165,8 @@ def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = Fal
     """The gloo twin of :func:`get_expert_data_parallel_group`."""
     group = STATE.intra_edp_gloo if partial_expert_data_parallel else STATE.edp_gloo
     if group is None:
-        raise missing(
+        return late(
+            "intra_edp_gloo" if partial_expert_data_parallel else "edp_gloo",
             "the gloo twin of the expert-data-parallel group",
             "make the groups with create_gloo_process_groups=True",
         )
@@ -178,14 +188,21 @@ def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) ->
 def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """Every rank of this rank's optimizer instance; the world, where there is one instance."""
     group = STATE.optimizer_group
-    if group is None and check_initialized:
-        raise missing("the group of an optimizer instance")
+    if group is None:
+        return late(
+            "optimizer_group", "the group of an optimizer instance", check_initialized=check_initialized
+        )
     return group
 
 
 def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks that hold the same part of the state in each optimizer instance."""
     group = STATE.inter_edp_group
-    if group is None and check_initialized:
-        raise missing("the group across optimizer instances", _INSTANCES)
+    if group is None:
+        return late(
+            "inter_edp_group",
+            "the group across optimizer instances",
+            _INSTANCES,
+            check_initialized=check_initialized,
+        )
     return group

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from namedmesh.compat.errors import ContractError
-from namedmesh.compat.megatron.state import STATE, missing
+from namedmesh.compat.megatron.state import STATE, late, missing
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -41,8 +41,8 @@ _NO_EMBEDDING = "this rank is in no such group: its stage holds no such embeddin
 def get_pipeline_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """The stages of this rank's pipeline: ``mesh.group("pp")``."""
     group = STATE.pp_group
-    if group is None and check_initialized:
-        raise missing("the pipeline-parallel group")
+    if group is None:
+        return late("pp_group", "the pipeline-parallel group", check_initialized=check_initialized)
     return group
 
 
@@ -181,16 +181,23 @@ def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> No
 def get_embedding_group(check_initialized: bool = True) -> ProcessGroup:
     """The stages of this rank's pipeline that hold the word embeddings; only they have the group."""
     group = STATE.embedding_group
-    if group is None and check_initialized:
-        raise missing("the embedding group", _NO_EMBEDDING)
+    if group is None:
+        return late(
+            "embedding_group", "the embedding group", _NO_EMBEDDING, check_initialized=check_initialized
+        )
     return group
 
 
 def get_position_embedding_group(check_initialized: bool = True) -> ProcessGroup:
     """The stages of this rank's pipeline that hold the position embeddings; only they have the group."""
     group = STATE.position_embedding_group
-    if group is None and check_initialized:
-        raise missing("the position-embedding group", _NO_EMBEDDING)
+    if group is None:
+        return late(
+            "position_embedding_group",
+            "the position-embedding group",
+            _NO_EMBEDDING,
+            check_initialized=check_initialized,
+        )
     return group
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from namedmesh.compat.megatron.state import STATE, missing, unknown_size
+from namedmesh.compat.megatron.state import STATE, late, missing, unknown_size
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -37,8 +37,8 @@ __all__ = [
 def get_model_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks that together hold one replica of the model: ``mesh.group("tp", "pp")``."""
     group = STATE.mp_group
-    if group is None and check_initialized:
-        raise missing("the model-parallel group")
+    if group is None:
+        return late("mp_group", "the model-parallel group", check_initialized=check_initialized)
     return group
 
 
@@ -53,8 +53,8 @@ def get_model_parallel_src_rank() -> int:
 def get_tensor_model_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks that share each layer: ``mesh.group("tp")``."""
     group = STATE.tp_group
-    if group is None and check_initialized:
-        raise missing("the tensor-parallel group")
+    if group is None:
+        return late("tp_group", "the tensor-parallel group", check_initialized=check_initialized)
     return group
 
 
@@ -95,8 +95,8 @@ def set_tensor_model_parallel_rank(rank: int | None) -> None:
 def get_context_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks that share each sequence: ``mesh.group("cp")``."""
     group = STATE.cp_group
-    if group is None and check_initialized:
-        raise missing("the context-parallel group")
+    if group is None:
+        return late("cp_group", "the context-parallel group", check_initialized=check_initialized)
     return group
 
 
@@ -134,8 +134,10 @@ def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> 
 def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks of tp and cp together: ``mesh.group("tp", "cp")``."""
     group = STATE.tp_cp_group
-    if group is None and check_initialized:
-        raise missing("the tensor- and context-parallel group")
+    if group is None:
+        return late(
+            "tp_cp_group", "the tensor- and context-parallel group", check_initialized=check_initialized
+        )
     return group
 
 
@@ -156,8 +158,9 @@ def get_tensor_and_data_parallel_group(
 ) -> dist.ProcessGroup:
     """The ranks of tp and dp together, and of cp if asked: every rank of one pipeline stage."""
     group = STATE.tp_dp_cp_group if with_context_parallel else STATE.tp_dp_group
-    if group is None and check_initialized:
-        raise missing("the tensor- and data-parallel group")
+    if group is None:
+        slot = "tp_dp_cp_group" if with_context_parallel else "tp_dp_group"
+        return late(slot, "the tensor- and data-parallel group", check_initialized=check_initialized)
     return group
 
 
@@ -170,5 +173,7 @@ def get_amax_reduction_group(
     else:
         group = STATE.tp_group if tp_only_amax_red else STATE.tp_dp_group
     if group is None:
-        raise missing("the group for the reduction of FP8 maxima")
+        within = "tp" if tp_only_amax_red else "tp_dp"
+        slot = f"{within}_cp_group" if with_context_parallel else f"{within}_group"
+        return late(slot, "the group for the reduction of FP8 maxima")
     return group
