@@ -43,7 +43,7 @@ from namedmesh.compat.megatron.ranks import (
     default_position_embedding_ranks,
     generate_masked_orthogonal_rank_groups,
 )
-from namedmesh.compat.megatron.state import STATE, VARIABLES, missing
+from namedmesh.compat.megatron.state import STATE, VARIABLES, late
 
 __all__ = [  # noqa: PLE0604  lists of names, which ruff does not look into
     *_data,
@@ -74,7 +74,7 @@ _SYMMETRIC_MEGABYTES = 256
 
 def is_initialized() -> bool:
     """Whether there are groups."""
-    return STATE.dp_group is not None
+    return STATE.initialised
 
 
 def is_unitialized() -> bool:
@@ -87,7 +87,7 @@ def is_unitialized() -> bool:
 
 def model_parallel_is_initialized() -> bool:
     """Whether there are tensor-, pipeline- and data-parallel groups."""
-    return STATE.tp_group is not None and STATE.pp_group is not None and STATE.dp_group is not None
+    return STATE.model_parallel
 
 
 def get_all_ranks() -> str:
@@ -104,20 +104,16 @@ def get_all_ranks() -> str:
 
 def get_global_memory_buffer() -> GlobalMemoryBuffer:
     """The buffer for temporary tensors, which is made with the groups."""
-    buffer = STATE.memory_buffer
-    if buffer is None:
-        raise missing("the global memory buffer", "it was destroyed")
-    return buffer
+    return STATE.memory_buffer or late("memory_buffer", "the global memory buffer", "it was destroyed")
 
 
 def get_global_symmetric_memory_buffer() -> GlobalSymmetricMemoryBuffer:
     """The buffer in symmetric memory, once ``_set_global_symmetric_memory_buffer()`` has made it."""
-    buffer = STATE.symmetric_buffer
-    if buffer is None:
-        raise missing(
-            "the global symmetric memory buffer", "call _set_global_symmetric_memory_buffer() on every rank"
-        )
-    return buffer
+    return STATE.symmetric_buffer or late(
+        "symmetric_buffer",
+        "the global symmetric memory buffer",
+        "call _set_global_symmetric_memory_buffer() on every rank",
+    )
 
 
 def destroy_global_memory_buffer() -> None:

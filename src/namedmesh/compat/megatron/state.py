@@ -95,6 +95,9 @@ _ANSWERED = {
 _SLOTS = (
     *VARIABLES.values(),
     *(f"{name}_{answer}" for name in _ANSWERED for answer in ("size", "rank")),
+    "initialised",
+    "model_parallel",
+    "separate_gather",
     "mesh",
     "made",
     "owned",
@@ -105,8 +108,8 @@ _SLOTS = (
 class State:
     """Every answer of the dialect, for one mesh; all None where there is none.
 
-    Attributes other than the slots of :data:`VARIABLES`: ``tp_size``, ``tp_rank`` and so on, which follow from
-    groups and setters; ``mesh``, the mesh that the answers are of; ``made``, what they were before anybody
+    Attributes other than the slots of :data:`VARIABLES`: ``tp_size``, ``tp_rank``, ``initialised`` and so on, which
+    follow from groups and setters; ``mesh``, the mesh that the answers are of; ``made``, what they were before anybody
     patched them; ``owned``, whether the dialect made the mesh and therefore closes it; ``later``, the groups that
     are made when they are first asked for.
     """
@@ -129,6 +132,7 @@ class State:
         """Forget every answer, and what was set or patched."""
         for slot in _SLOTS:
             setattr(self, slot, {} if slot in {"made", "later"} else None)
+        self._follow()
 
     def fill(self, mesh: NamedMesh, answers: Mapping[str, Any], *, owned: bool) -> None:
         """Take the answers of a mesh; what was set before by hand stays, and wins."""
@@ -176,7 +180,10 @@ class State:
             setattr(self, slot, value)
 
     def _follow(self) -> None:
-        """Work out the sizes and ranks again."""
+        """Work out again what follows from groups and setters."""
+        self.initialised = self.dp_group is not None
+        self.model_parallel = self.initialised and self.tp_group is not None and self.pp_group is not None
+        self.separate_gather = self.dp_cp_gather_group is not None
         for name, setter in _ANSWERED.items():
             group = self.later.get(f"{name}_group") or getattr(self, f"{name}_group")
             for answer in ("size", "rank"):
@@ -190,14 +197,14 @@ class State:
                     setattr(self, f"etp_{answer}", getattr(self, f"set_tp_{answer}"))
 
 
-STATE = State()
-"""The answers of the mesh that the dialect is bound to at this moment."""
-
-
 def _ask(group: Any, answer: str) -> int | None:
     """The size or rank of a group; nothing for a stand-in that somebody patched in and that cannot say."""
     ask = getattr(group, answer, None)
     return None if ask is None else ask()
+
+
+STATE = State()
+"""The answers of the mesh that the dialect is bound to at this moment."""
 
 
 def late(slot: str, what: str, remedy: str = "", *, check_initialized: bool = True) -> Any:

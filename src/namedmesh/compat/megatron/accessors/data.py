@@ -21,6 +21,8 @@ __all__ = [
     "set_data_parallel_rank",
 ]
 
+_REPLICAS = "the data-parallel group"
+_TWIN = "the gloo twin of the data-parallel group"
 _GLOO = "make the groups with create_gloo_process_groups=True"
 _GATHER = "make the groups with create_all_gather_group=True"
 
@@ -41,18 +43,15 @@ def get_data_parallel_group(
         ContractError: there are no groups yet, not this one, or a part was asked for without cp.
     """
     if not with_context_parallel:
-        group = STATE.dp_group
-    elif partial_data_parallel:
-        group = STATE.intra_dp_cp_group
-    else:
-        group = STATE.dp_cp_gather_group if independent_all_gather else STATE.dp_cp_group
-    if group is None:
-        slot = _slot(with_context_parallel, partial_data_parallel, "group")
-        slot = "dp_cp_gather_group" if slot == "dp_cp_group" and independent_all_gather else slot
-        group = late(slot, "the data-parallel group", _GATHER if independent_all_gather else "")
-    if partial_data_parallel and not with_context_parallel:
-        raise _without_context()
-    return group
+        group = STATE.dp_group or late("dp_group", _REPLICAS)
+        if partial_data_parallel:
+            raise _without_context()
+        return group
+    if partial_data_parallel:
+        return STATE.intra_dp_cp_group or late("intra_dp_cp_group", _REPLICAS)
+    if independent_all_gather:
+        return STATE.dp_cp_gather_group or late("dp_cp_gather_group", _REPLICAS, _GATHER)
+    return STATE.dp_cp_group or late("dp_cp_group", _REPLICAS)
 
 
 def get_data_parallel_group_gloo(
@@ -68,21 +67,13 @@ def get_data_parallel_group_gloo(
         ContractError: there are no twins, or a part was asked for without cp.
     """
     if not with_context_parallel:
-        group = STATE.dp_gloo
-    else:
-        group = STATE.intra_dp_cp_gloo if partial_data_parallel else STATE.dp_cp_gloo
-    if group is None:
-        slot = _slot(with_context_parallel, partial_data_parallel, "gloo")
-        group = late(slot, "the gloo twin of the data-parallel group", _GLOO)
-    if partial_data_parallel and not with_context_parallel:
-        raise _without_context()
-    return group
-
-
-def _slot(with_context_parallel: bool, partial_data_parallel: bool, kind: str) -> str:
-    if not with_context_parallel:
-        return f"dp_{kind}"
-    return f"intra_dp_cp_{kind}" if partial_data_parallel else f"dp_cp_{kind}"
+        group = STATE.dp_gloo or late("dp_gloo", _TWIN, _GLOO)
+        if partial_data_parallel:
+            raise _without_context()
+        return group
+    if partial_data_parallel:
+        return STATE.intra_dp_cp_gloo or late("intra_dp_cp_gloo", _TWIN, _GLOO)
+    return STATE.dp_cp_gloo or late("dp_cp_gloo", _TWIN, _GLOO)
 
 
 def _without_context() -> ContractError:
@@ -94,7 +85,7 @@ def _without_context() -> ContractError:
 
 def has_separate_all_gather_group() -> bool:
     """Whether there is a second communicator over the data- and context-parallel ranks."""
-    return STATE.dp_cp_gather_group is not None
+    return STATE.separate_gather
 
 
 def get_data_parallel_world_size(
@@ -111,7 +102,7 @@ def get_data_parallel_world_size(
         return size
     if partial_data_parallel and not with_context_parallel:
         get_data_parallel_group(partial_data_parallel=True)  # raises, and says why
-    return unknown_size("the data-parallel group")
+    return unknown_size(_REPLICAS)
 
 
 def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
@@ -126,7 +117,7 @@ def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_par
         return rank
     if partial_data_parallel and not with_context_parallel:
         get_data_parallel_group(partial_data_parallel=True)  # raises, and says why
-    return unknown_size("the data-parallel group")
+    return unknown_size(_REPLICAS)
 
 
 def set_data_parallel_rank(rank: int | None) -> None:
@@ -136,10 +127,10 @@ def set_data_parallel_rank(rank: int | None) -> None:
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """The first global rank of the data-parallel group, with the context-parallel ranks if asked."""
-    ranks = STATE.dp_cp_ranks if with_context_parallel else STATE.dp_ranks
-    if ranks is None:
-        raise missing("the data-parallel group")
-    return ranks[0]
+    try:
+        return STATE.dp_cp_ranks[0] if with_context_parallel else STATE.dp_ranks[0]
+    except TypeError:  # None, for want of ranks
+        raise missing(_REPLICAS) from None
 
 
 def get_hybrid_data_context_parallel_groups(

@@ -35,23 +35,24 @@ __all__ = [
     "set_expert_tensor_parallel_world_size",
 ]
 
+_TWIN = "the gloo twin of the expert-data-parallel group"
+_GLOO = "make the groups with create_gloo_process_groups=True"
 _INSTANCES = "make the groups with num_distributed_optimizer_instances above 1"
 
 
 def get_expert_model_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks that share out the experts: ``mesh.group("ep")``."""
-    group = STATE.ep_group
-    if group is None:
-        return late("ep_group", "the expert-parallel group", check_initialized=check_initialized)
-    return group
+    return STATE.ep_group or late(
+        "ep_group", "the expert-parallel group", check_initialized=check_initialized
+    )
 
 
 def get_expert_model_parallel_src_rank() -> int:
     """The first global rank of the expert-parallel group."""
-    ranks = STATE.ep_ranks
-    if ranks is None:
-        raise missing("the expert-parallel group")
-    return ranks[0]
+    try:
+        return STATE.ep_ranks[0]
+    except TypeError:  # None, for want of ranks
+        raise missing("the expert-parallel group") from None
 
 
 def get_expert_model_parallel_world_size() -> int:
@@ -78,10 +79,9 @@ def set_expert_model_parallel_rank(rank: int | None) -> None:
 
 def get_expert_tensor_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks that share each expert: ``mesh.group("etp")``."""
-    group = STATE.etp_group
-    if group is None:
-        return late("etp_group", "the expert-tensor-parallel group", check_initialized=check_initialized)
-    return group
+    return STATE.etp_group or late(
+        "etp_group", "the expert-tensor-parallel group", check_initialized=check_initialized
+    )
 
 
 def get_expert_tensor_parallel_world_size() -> int | None:
@@ -106,14 +106,11 @@ def set_expert_tensor_parallel_rank(rank: int | None) -> None:
 
 def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks of etp and ep together: one full set of a layer's experts."""
-    group = STATE.etp_ep_group
-    if group is None:
-        return late(
-            "etp_ep_group",
-            "the expert-tensor- and expert-parallel group",
-            check_initialized=check_initialized,
-        )
-    return group
+    return STATE.etp_ep_group or late(
+        "etp_ep_group",
+        "the expert-tensor- and expert-parallel group",
+        check_initialized=check_initialized,
+    )
 
 
 def get_expert_tensor_and_model_parallel_world_size() -> int:
@@ -130,25 +127,22 @@ def get_expert_tensor_and_model_parallel_rank() -> int:
 
 def get_expert_tensor_model_pipeline_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks of etp, ep and pp together: one full set of the model's experts."""
-    group = STATE.etp_ep_pp_group
-    if group is None:
-        return late(
-            "etp_ep_pp_group",
-            "the expert-tensor-, expert- and pipeline-parallel group",
-            check_initialized=check_initialized,
-        )
-    return group
+    return STATE.etp_ep_pp_group or late(
+        "etp_ep_pp_group",
+        "the expert-tensor-, expert- and pipeline-parallel group",
+        check_initialized=check_initialized,
+    )
 
 
 def get_expert_data_parallel_group(
     check_initialized: bool = True, partial_expert_data_parallel: bool = False
 ) -> dist.ProcessGroup:
     """The replicas of this rank's experts: ``mesh.group("edp")``, or the part in its optimizer instance."""
-    group = STATE.intra_edp_group if partial_expert_data_parallel else STATE.edp_group
-    if group is None:
-        slot = "intra_edp_group" if partial_expert_data_parallel else "edp_group"
-        return late(slot, "the expert-data-parallel group", check_initialized=check_initialized)
-    return group
+    return (STATE.intra_edp_group if partial_expert_data_parallel else STATE.edp_group) or late(
+        "intra_edp_group" if partial_expert_data_parallel else "edp_group",
+        "the expert-data-parallel group",
+        check_initialized=check_initialized,
+    )
 
 
 def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> dist.ProcessGroup:
@@ -163,14 +157,9 @@ def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = F
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> dist.ProcessGroup:
     """The gloo twin of :func:`get_expert_data_parallel_group`."""
-    group = STATE.intra_edp_gloo if partial_expert_data_parallel else STATE.edp_gloo
-    if group is None:
-        return late(
-            "intra_edp_gloo" if partial_expert_data_parallel else "edp_gloo",
-            "the gloo twin of the expert-data-parallel group",
-            "make the groups with create_gloo_process_groups=True",
-        )
-    return group
+    if partial_expert_data_parallel:
+        return STATE.intra_edp_gloo or late("intra_edp_gloo", _TWIN, _GLOO)
+    return STATE.edp_gloo or late("edp_gloo", _TWIN, _GLOO)
 
 
 def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
@@ -187,22 +176,16 @@ def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) ->
 
 def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """Every rank of this rank's optimizer instance; the world, where there is one instance."""
-    group = STATE.optimizer_group
-    if group is None:
-        return late(
-            "optimizer_group", "the group of an optimizer instance", check_initialized=check_initialized
-        )
-    return group
+    return STATE.optimizer_group or late(
+        "optimizer_group", "the group of an optimizer instance", check_initialized=check_initialized
+    )
 
 
 def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks that hold the same part of the state in each optimizer instance."""
-    group = STATE.inter_edp_group
-    if group is None:
-        return late(
-            "inter_edp_group",
-            "the group across optimizer instances",
-            _INSTANCES,
-            check_initialized=check_initialized,
-        )
-    return group
+    return STATE.inter_edp_group or late(
+        "inter_edp_group",
+        "the group across optimizer instances",
+        _INSTANCES,
+        check_initialized=check_initialized,
+    )

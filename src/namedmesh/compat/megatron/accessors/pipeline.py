@@ -40,10 +40,9 @@ _NO_EMBEDDING = "this rank is in no such group: its stage holds no such embeddin
 
 def get_pipeline_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """The stages of this rank's pipeline: ``mesh.group("pp")``."""
-    group = STATE.pp_group
-    if group is None:
-        return late("pp_group", "the pipeline-parallel group", check_initialized=check_initialized)
-    return group
+    return STATE.pp_group or late(
+        "pp_group", "the pipeline-parallel group", check_initialized=check_initialized
+    )
 
 
 def get_pipeline_model_parallel_world_size() -> int:
@@ -93,10 +92,10 @@ def get_pipeline_model_parallel_prev_rank() -> int:
 
 def get_pipeline_model_parallel_first_rank() -> int:
     """The global rank of the first stage."""
-    ranks = STATE.pp_ranks
-    if ranks is None:
-        raise missing("the pipeline-parallel group")
-    return ranks[0]
+    try:
+        return STATE.pp_ranks[0]
+    except TypeError:  # None, for want of ranks
+        raise missing("the pipeline-parallel group") from None
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
@@ -180,25 +179,19 @@ def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> No
 
 def get_embedding_group(check_initialized: bool = True) -> ProcessGroup:
     """The stages of this rank's pipeline that hold the word embeddings; only they have the group."""
-    group = STATE.embedding_group
-    if group is None:
-        return late(
-            "embedding_group", "the embedding group", _NO_EMBEDDING, check_initialized=check_initialized
-        )
-    return group
+    return STATE.embedding_group or late(
+        "embedding_group", "the embedding group", _NO_EMBEDDING, check_initialized=check_initialized
+    )
 
 
 def get_position_embedding_group(check_initialized: bool = True) -> ProcessGroup:
     """The stages of this rank's pipeline that hold the position embeddings; only they have the group."""
-    group = STATE.position_embedding_group
-    if group is None:
-        return late(
-            "position_embedding_group",
-            "the position-embedding group",
-            _NO_EMBEDDING,
-            check_initialized=check_initialized,
-        )
-    return group
+    return STATE.position_embedding_group or late(
+        "position_embedding_group",
+        "the position-embedding group",
+        _NO_EMBEDDING,
+        check_initialized=check_initialized,
+    )
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:

@@ -30,32 +30,30 @@ __all__ = [
     "set_tensor_model_parallel_world_size",
 ]
 
+_MAXIMA = "the group for the reduction of FP8 maxima"
+
 # Everywhere below: `check_initialized=False` returns None instead of raising, and ContractError, which is also
 # an AssertionError, means that there are no groups yet.
 
 
 def get_model_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks that together hold one replica of the model: ``mesh.group("tp", "pp")``."""
-    group = STATE.mp_group
-    if group is None:
-        return late("mp_group", "the model-parallel group", check_initialized=check_initialized)
-    return group
+    return STATE.mp_group or late("mp_group", "the model-parallel group", check_initialized=check_initialized)
 
 
 def get_model_parallel_src_rank() -> int:
     """The first global rank of the model-parallel group."""
-    ranks = STATE.mp_ranks
-    if ranks is None:
-        raise missing("the model-parallel group")
-    return ranks[0]
+    try:
+        return STATE.mp_ranks[0]
+    except TypeError:  # None, for want of ranks
+        raise missing("the model-parallel group") from None
 
 
 def get_tensor_model_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks that share each layer: ``mesh.group("tp")``."""
-    group = STATE.tp_group
-    if group is None:
-        return late("tp_group", "the tensor-parallel group", check_initialized=check_initialized)
-    return group
+    return STATE.tp_group or late(
+        "tp_group", "the tensor-parallel group", check_initialized=check_initialized
+    )
 
 
 def get_tensor_model_parallel_world_size() -> int:
@@ -76,10 +74,10 @@ def get_tensor_model_parallel_rank() -> int:
 
 def get_tensor_model_parallel_src_rank() -> int:
     """The first global rank of the tensor-parallel group."""
-    ranks = STATE.tp_ranks
-    if ranks is None:
-        raise missing("the tensor-parallel group")
-    return ranks[0]
+    try:
+        return STATE.tp_ranks[0]
+    except TypeError:  # None, for want of ranks
+        raise missing("the tensor-parallel group") from None
 
 
 def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
@@ -94,18 +92,16 @@ def set_tensor_model_parallel_rank(rank: int | None) -> None:
 
 def get_context_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks that share each sequence: ``mesh.group("cp")``."""
-    group = STATE.cp_group
-    if group is None:
-        return late("cp_group", "the context-parallel group", check_initialized=check_initialized)
-    return group
+    return STATE.cp_group or late(
+        "cp_group", "the context-parallel group", check_initialized=check_initialized
+    )
 
 
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int]:
     """The global ranks of the context-parallel group, ascending."""
-    ranks = STATE.cp_ranks
-    if ranks is None and check_initialized:
-        raise missing("the context-parallel group")
-    return ranks
+    return STATE.cp_ranks or late(
+        "cp_ranks", "the context-parallel group", check_initialized=check_initialized
+    )
 
 
 def get_context_parallel_world_size() -> int:
@@ -122,23 +118,19 @@ def get_context_parallel_rank() -> int:
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[dist.ProcessGroup]:
     """The groups of the levels of the context-parallel group, innermost first."""
-    groups = STATE.cp_levels
-    if groups is None and check_initialized:
-        raise missing(
-            "the list of hierarchical context-parallel groups",
-            "give hierarchical_context_parallel_sizes when the groups are made",
-        )
-    return groups
+    return STATE.cp_levels or late(
+        "cp_levels",
+        "the list of hierarchical context-parallel groups",
+        "give hierarchical_context_parallel_sizes when the groups are made",
+        check_initialized=check_initialized,
+    )
 
 
 def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> dist.ProcessGroup:
     """The ranks of tp and cp together: ``mesh.group("tp", "cp")``."""
-    group = STATE.tp_cp_group
-    if group is None:
-        return late(
-            "tp_cp_group", "the tensor- and context-parallel group", check_initialized=check_initialized
-        )
-    return group
+    return STATE.tp_cp_group or late(
+        "tp_cp_group", "the tensor- and context-parallel group", check_initialized=check_initialized
+    )
 
 
 def get_tensor_and_context_parallel_world_size() -> int:
@@ -157,11 +149,11 @@ def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> dist.ProcessGroup:
     """The ranks of tp and dp together, and of cp if asked: every rank of one pipeline stage."""
-    group = STATE.tp_dp_cp_group if with_context_parallel else STATE.tp_dp_group
-    if group is None:
-        slot = "tp_dp_cp_group" if with_context_parallel else "tp_dp_group"
-        return late(slot, "the tensor- and data-parallel group", check_initialized=check_initialized)
-    return group
+    return (STATE.tp_dp_cp_group if with_context_parallel else STATE.tp_dp_group) or late(
+        "tp_dp_cp_group" if with_context_parallel else "tp_dp_group",
+        "the tensor- and data-parallel group",
+        check_initialized=check_initialized,
+    )
 
 
 def get_amax_reduction_group(
@@ -169,11 +161,9 @@ def get_amax_reduction_group(
 ) -> dist.ProcessGroup:
     """The ranks over which FP8 scaling takes its maximum: tp, with dp unless told otherwise, with cp if asked."""
     if with_context_parallel:
-        group = STATE.tp_cp_group if tp_only_amax_red else STATE.tp_dp_cp_group
-    else:
-        group = STATE.tp_group if tp_only_amax_red else STATE.tp_dp_group
-    if group is None:
-        within = "tp" if tp_only_amax_red else "tp_dp"
-        slot = f"{within}_cp_group" if with_context_parallel else f"{within}_group"
-        return late(slot, "the group for the reduction of FP8 maxima")
-    return group
+        if tp_only_amax_red:
+            return STATE.tp_cp_group or late("tp_cp_group", _MAXIMA)
+        return STATE.tp_dp_cp_group or late("tp_dp_cp_group", _MAXIMA)
+    if tp_only_amax_red:
+        return STATE.tp_group or late("tp_group", _MAXIMA)
+    return STATE.tp_dp_group or late("tp_dp_group", _MAXIMA)
