@@ -36,6 +36,9 @@ _LAYOUTS_ARE_LISTS = Version("2.13.0a0") <= TORCH
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# torch 2.15 made it public under another name and warns at the old one.
+_set_timeout: Any = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout
+
 # How many groups this process has made over each set of ranks; the same on every member of the set.
 _made_over: Counter[tuple[int, ...]] = Counter()
 
@@ -280,7 +283,7 @@ def absent_children(model: torch.nn.Module) -> list[str]:
 
 def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
     """Change the timeout of a group that exists; None is the default group."""
-    c10d._set_pg_timeout(timeout, group)
+    _set_timeout(timeout, group)
 
 
 def symmetric_memory(size: int, group: dist.ProcessGroup) -> tuple[torch.Tensor | None, Any]:

@@ -1,0 +1,122 @@
+"""Groups that are made when they are first asked for: by some ranks only, in any order, waiting for nobody."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import fake_world, run_ranks
+from torch.distributed import distributed_c10d as c10d
+
+import namedmesh
+from namedmesh import GroupOptions
+from namedmesh._torch import waits_for_nobody
+from namedmesh.compat import megatron
+from namedmesh.compat.megatron import parallel_state
+from namedmesh.groups import Promise
+
+
+def live_groups() -> int:
+    return len(c10d._world.pg_map)
+
+
+def summed(group: dist.ProcessGroup) -> float:
+    tensor = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+def _some_ask() -> list[Any]:
+    """One rank asks long before the others, and the groups over the same ranks are asked for in two orders."""
+    rank = dist.get_rank()
+    mesh = namedmesh.init_mesh(pp=2, dp=2, tp=2)
+    before = live_groups()
+    slow = GroupOptions(nccl={"max_ctas": 4})  # other options: a group of its own over the same ranks
+    first, second = (
+        mesh.pool.promise(mesh.layout, ("dp", "tp"), options) for options in (GroupOptions(), slow)
+    )
+    assert isinstance(first, Promise)
+    assert isinstance(second, Promise)
+    told: list[Any] = [live_groups() - before, first.size(), first.rank()]
+    if rank == 0:
+        assert first.group() is first.group()
+    dist.barrier()
+    told.append(live_groups() - before)
+    groups = [first.group(), second.group()] if rank % 2 else [second.group(), first.group()][::-1]
+    told += [summed(groups[0]), summed(groups[1]), groups[0] is not groups[1]]
+    told.append(mesh.group("dp", "tp") is groups[0])
+    told.append(mesh.flatten("dp", "tp").get_group() is groups[0])
+    mesh.close()
+    told.append(live_groups() - before)
+    return told
+
+
+def test_a_promise_is_kept_whoever_asks_first() -> None:
+    for rank, told in enumerate(run_ranks(8, _some_ask)):
+        total = 6.0 if rank < 4 else 22.0
+        # After close the three axes that were there before are gone, too.
+        assert told == [0, 4, rank % 4, int(rank == 0), total, total, True, True, True, -3]
+
+
+def _again_and_again() -> list[float]:
+    """The same ranks, mesh after mesh: every group has a name of its own in the store."""
+    told = []
+    for turn in range(3):
+        parallel_state.initialize_model_parallel(2)
+        if (dist.get_rank() + turn) % 2:
+            parallel_state.get_tensor_and_context_parallel_group()
+        told.append(summed(parallel_state.get_data_parallel_group_gloo(with_context_parallel=True)))
+        told.append(summed(parallel_state.get_tensor_and_data_parallel_group()))
+        parallel_state.destroy_model_parallel()
+    return told
+
+
+def test_promises_of_one_mesh_after_another() -> None:
+    for rank, told in enumerate(run_ranks(4, _again_and_again)):
+        assert told == [2.0 if rank % 2 == 0 else 4.0, 6.0] * 3
+
+
+def test_only_what_is_asked_for_is_made() -> None:
+    with fake_world(16, 5):
+        before = live_groups()
+        parallel_state.initialize_model_parallel(2, 4, create_gloo_process_groups=False)
+        made = live_groups() - before
+        assert (
+            parallel_state.get_tensor_and_data_parallel_group() is parallel_state.get_amax_reduction_group()
+        )
+        assert live_groups() - before == made + 1
+        assert len(parallel_state._global_process_group_list) == made + 2  # and the default group
+        group = parallel_state._MODEL_PARALLEL_GROUP
+        assert group is megatron.current_mesh().group("pp", "tp")
+        parallel_state._MODEL_PARALLEL_GROUP = None
+        del parallel_state._MODEL_PARALLEL_GROUP
+        assert parallel_state.get_model_parallel_group() is group
+        parallel_state.destroy_model_parallel()
+        assert live_groups() == before
+
+
+def test_backends_that_connect_when_they_are_made_get_no_promise(monkeypatch: Any) -> None:
+    assert waits_for_nobody("gloo")
+    assert waits_for_nobody("cpu:gloo,cuda:nccl")
+    assert not waits_for_nobody("ucc")
+    assert not waits_for_nobody("cpu:mpi,cuda:nccl")
+    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
+    assert not waits_for_nobody("gloo")
+
+
+def _environment() -> list[str | None]:
+    mesh = namedmesh.init_mesh(dp=2, tp=2)
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
+    mesh.group("dp")
+    promise = mesh.pool.promise(namedmesh.Layout(a=2, b=2), ("b",), GroupOptions(share=False))
+    megatron.process_groups(mesh)
+    told = [os.environ.pop("TORCH_GLOO_LAZY_INIT"), type(promise).__name__]
+    megatron.process_groups(mesh)
+    mesh.close()
+    return [*told, os.environ.get("TORCH_GLOO_LAZY_INIT")]
+
+
+def test_the_environment_is_left_as_it_was() -> None:
+    assert run_ranks(4, _environment) == [["0", "ProcessGroup", None]] * 4
