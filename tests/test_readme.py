@@ -5,12 +5,16 @@ from __future__ import annotations
 import doctest
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from ranks import run_ranks
 
 import namedmesh
+from namedmesh.__main__ import main
+
+if TYPE_CHECKING:
+    import pytest
 
 TEXT = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
@@ -30,7 +34,7 @@ def _run_code(sources: list[str]) -> list[str]:
 
 def test_python_blocks_run_on_eight_ranks() -> None:
     sources = blocks("python")
-    assert len(sources) == 2
+    assert len(sources) == 3
     told = run_ranks(8, _run_code, sources)
     # 256 rows over tp=2, then over dp=4; torch has several spellings of the two cuts on one dim.
     assert {tuple(lines[1:]) for lines in told} == {("(32, 64)", "True")}
@@ -63,3 +67,22 @@ def test_there_are_two_commands() -> None:
     commands = re.findall(r"^<!-- command: (\w+) -->\n```bash\n([^\n]+)\n```$", TEXT, flags=re.MULTILINE)
     assert [name for name, _ in commands] == ["train", "test"]
     assert len(blocks("bash")) == 2
+
+
+LEGACY = """
+mpu.initialize_model_parallel(2, 4, context_parallel_size=2)
+group = mpu.get_data_parallel_group(with_context_parallel=True)
+if mpu.is_pipeline_last_stage():
+    send_to = mpu.get_pipeline_model_parallel_next_rank()
+"""
+
+
+def test_the_shown_migration_is_the_real_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(f"from megatron.core import mpu{LEGACY}", encoding="utf-8")
+    assert main(["migrate", "train.py"]) == 0
+    command, _, shown = blocks("text")[1].partition("\n")
+    assert command == "$ python -m namedmesh migrate train.py"
+    assert capsys.readouterr().out.startswith(shown)
