@@ -485,6 +485,9 @@ def test_the_memory_buffer_is_made_and_destroyed_with_the_groups() -> None:
 
 def test_nccl_settings() -> None:
     assert parallel_state.get_nccl_options("tp", {}) is None
+    if not dist.is_nccl_available():
+        with pytest.raises(namedmesh.MeshError, match="this torch was built without NCCL"):
+            parallel_state.get_nccl_options("tp", {"tp": {"max_ctas": 8}})
     with pytest.raises(RuntimeError, match="net_name of 'tp' is 'tcp'; it is 'IB' or 'socket'"):
         parallel_state.get_nccl_options("tp", {"tp": {"net_name": "tcp"}})
     with pytest.raises(RuntimeError, match="tp: NCCL has no setting 'max_cta'"):

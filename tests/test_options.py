@@ -11,7 +11,8 @@ import torch.distributed as dist
 from ranks import fake_world
 
 import namedmesh
-from namedmesh import GroupOptions, LayoutError, groups
+from namedmesh import GroupOptions, LayoutError
+from namedmesh.options import nccl_options
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,7 +54,7 @@ def test_the_file_is_the_one_that_megatron_reads(tmp_path: Path, monkeypatch: py
     path = tmp_path / "nccl.yaml"
     path.write_text(FILE, encoding="utf-8")
     theirs = parallel_state.get_nccl_options("tp", yaml.safe_load(FILE))
-    ours: Any = groups.nccl_options(GroupOptions.from_yaml(path)["tp"], timedelta(seconds=1))
+    ours: Any = nccl_options(GroupOptions.from_yaml(path)["tp"], timedelta(seconds=1))
     assert ours.is_high_priority_stream == theirs.is_high_priority_stream is True
     for name in ("max_ctas", "min_ctas"):
         assert getattr(ours.config, name) == getattr(theirs.config, name)
@@ -77,7 +78,7 @@ def test_options_that_reach_a_group_over_two_axes() -> None:
 @pytest.mark.gpu
 def test_nccl_settings_reach_the_communicator() -> None:
     options = GroupOptions(nccl={"max_ctas": 4}, high_priority=True)
-    made: Any = groups.nccl_options(options, timedelta(seconds=7))
+    made: Any = nccl_options(options, timedelta(seconds=7))
     assert (made.config.max_ctas, made.is_high_priority_stream) == (4, True)
     assert made._timeout == timedelta(seconds=7)
     assert torch.cuda.is_available()

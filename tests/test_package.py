@@ -31,6 +31,7 @@ ROOMS = (
     "options",
     "_torch",
     "launch",
+    "promises",
     "groups",
     "agreement",
     "current",

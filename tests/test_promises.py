@@ -15,7 +15,7 @@ from namedmesh import GroupOptions
 from namedmesh._torch import waits_for_nobody
 from namedmesh.compat import megatron
 from namedmesh.compat.megatron import parallel_state
-from namedmesh.groups import Promise
+from namedmesh.promises import Promise
 
 
 def live_groups() -> int:

@@ -23,15 +23,16 @@ from namedmesh._torch import (
     waits_for_nobody,
 )
 from namedmesh.errors import MeshError
-from namedmesh.options import GroupOptions
+from namedmesh.options import GroupOptions, nccl_options
+from namedmesh.promises import Promise
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from datetime import timedelta
 
     from namedmesh.layout import Layout
 
-__all__ = ["Communicator", "GroupPool", "Promise", "nccl_options", "new_group_by_everyone"]
+__all__ = ["Communicator", "GroupPool", "new_group_by_everyone"]
 
 _Key = tuple[tuple[int, ...], str, "timedelta | None", object, bool]
 
@@ -44,33 +45,6 @@ class Communicator:
     ranks: tuple[int, ...]
     group: dist.ProcessGroup
     owned: bool
-
-
-class Promise:
-    """A group of a pool that is made when it is first asked for, which waits for nobody.
-
-    Args:
-        ranks: its ranks.
-        rank: this one.
-        make: makes it.
-    """
-
-    def __init__(self, ranks: tuple[int, ...], rank: int, make: Callable[[], dist.ProcessGroup]) -> None:
-        self.ranks = ranks
-        self._rank = rank
-        self._make = make
-
-    def size(self) -> int:
-        """The number of ranks."""
-        return len(self.ranks)
-
-    def rank(self) -> int:
-        """This rank's place among them."""
-        return self.ranks.index(self._rank)
-
-    def group(self) -> dist.ProcessGroup:
-        """The group, made now if it was not; does not communicate."""
-        return self._make()
 
 
 class GroupPool:
@@ -422,13 +396,3 @@ def new_group_by_everyone(ranks: Sequence[int] | None, **options: Any) -> Any:
     Only for dialects whose contract it is; a mesh makes its groups through its pool.
     """
     return dist.new_group(None if ranks is None else list(ranks), **options)
-
-
-def nccl_options(options: GroupOptions, timeout: timedelta | None = None) -> object:
-    """What ``new_group`` takes as ``pg_options`` for NCCL."""
-    made = dist.ProcessGroupNCCL.Options(is_high_priority_stream=options.high_priority)
-    if timeout is not None:
-        made._timeout = timeout  # noqa: SLF001  torch's own spelling, also in its documentation
-    for name, value in dict(options.nccl).items():
-        setattr(made.config, name, value)
-    return made

@@ -6,13 +6,13 @@ from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from namedmesh.errors import LayoutError, NamedMeshError, did_you_mean
+from namedmesh.errors import LayoutError, MeshError, NamedMeshError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["GroupOptions"]
+__all__ = ["GroupOptions", "nccl_options"]
 
 # The fields of torch's NCCL configuration that a group can set. max_ctas and the like are ints, net_name a string.
 _NCCL_FIELDS = (
@@ -167,3 +167,24 @@ def _from_text(text: str, path: str) -> dict[str, GroupOptions]:
     if problems:
         raise LayoutError(*problems)
     return options
+
+
+def nccl_options(options: GroupOptions, timeout: timedelta | None = None) -> object:
+    """What ``new_group`` takes as ``pg_options`` for NCCL.
+
+    Raises:
+        MeshError: this torch was built without NCCL.
+    """
+    import torch.distributed as dist  # options themselves need no torch
+
+    nccl = getattr(dist, "ProcessGroupNCCL", None)
+    if nccl is None:
+        raise MeshError(
+            "this torch was built without NCCL, so there are no NCCL options; use another backend"
+        )
+    made: Any = nccl.Options(is_high_priority_stream=options.high_priority)
+    if timeout is not None:
+        made._timeout = timeout  # noqa: SLF001  torch's own spelling, also in its documentation
+    for name, value in dict(options.nccl).items():
+        setattr(made.config, name, value)
+    return made

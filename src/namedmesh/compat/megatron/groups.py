@@ -13,7 +13,7 @@ import torch.distributed as dist
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer
 from namedmesh.compat.megatron.ranks import chunks, level_groups
-from namedmesh.groups import Promise
+from namedmesh.promises import Promise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

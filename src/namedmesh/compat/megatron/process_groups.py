@@ -14,8 +14,8 @@ from namedmesh.compat.megatron.ranks import chunks, level_groups
 from namedmesh.compat.megatron.request import NET_NAMES
 from namedmesh.compat.megatron.state import STATE, missing
 from namedmesh.errors import LayoutError
-from namedmesh.groups import nccl_options, new_group_by_everyone
-from namedmesh.options import GroupOptions
+from namedmesh.groups import new_group_by_everyone
+from namedmesh.options import GroupOptions, nccl_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

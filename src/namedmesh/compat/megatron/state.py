@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from namedmesh.compat.errors import ContractError
-from namedmesh.groups import Promise
+from namedmesh.promises import Promise
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
