@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from importlib.util import find_spec
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -57,3 +58,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let a doctest start as a program does, without published packages that other tests have imported."""
+    if isinstance(item, pytest.DoctestItem):
+        for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+            del sys.modules[name]

@@ -114,6 +114,7 @@ def _environment() -> list[str | None]:
     megatron.process_groups(mesh)
     told = [os.environ.pop("TORCH_GLOO_LAZY_INIT"), type(promise).__name__]
     megatron.process_groups(mesh)
+    dist.barrier()
     mesh.close()
     return [*told, os.environ.get("TORCH_GLOO_LAZY_INIT")]
 
