@@ -34,6 +34,14 @@ def _no_group_left_behind() -> Iterator[None]:
         pytest.fail("the test left a default process group behind")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_original_left_behind() -> Iterator[None]:
+    """Later tests and doctests start as a program does, before the first import of what a dialect replaces."""
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+        del sys.modules[name]
+
+
 def installed(package: str) -> bool:
     """Whether a package, or a module inside one, can be imported; nothing of it is loaded to find out."""
     try:
@@ -58,10 +66,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Let a doctest start as a program does, without published packages that other tests have imported."""
-    if isinstance(item, pytest.DoctestItem):
-        for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
-            del sys.modules[name]
