@@ -71,10 +71,10 @@ def install() -> None:
         UserWarning: modules of megatron-core were imported before, and keep the original; it names them.
 
     Example:
+        >>> import sys
         >>> install()
-        >>> from megatron.core import mpu
-        >>> mpu.is_initialized()
-        False
+        >>> sys.modules["megatron.core.parallel_state"] is parallel_state     # what an import finds
+        True
         >>> uninstall()
     """
     _REPLACEMENT.install()
