@@ -76,6 +76,8 @@ def test_installed_before_the_first_import_every_module_of_megatron_core_uses_it
         warnings.simplefilter("ignore")
         from namedmesh.compat import megatron as ours
         ours.install()
+        import megatron.core.parallel_state as by_its_full_name
+        assert by_its_full_name is ours.parallel_state
         import megatron.core
         from megatron.core import mpu, parallel_state
         import megatron.core.models.gpt.gpt_model
