@@ -10,7 +10,11 @@ from namedmesh.layout import Layout
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["DENSE", "dense_layout", "with_ones"]
+    from torch.distributed import ProcessGroup
+
+    from namedmesh.mesh import NamedMesh
+
+__all__ = ["DENSE", "dense_layout", "groups_over", "with_ones"]
 
 DENSE = ("pp", "dp", "cp", "tp")
 _REPLICATED = ("dp_replicate", "dp_shard")
@@ -51,6 +55,28 @@ def dense_layout(
         raise LayoutError(*problems)
     names = {axis: (axis,) for axis in DENSE} | {"dp": split or ("dp",)}
     return with_ones(layout, [axis for axis in DENSE if axis != "dp" or not split]), names
+
+
+def groups_over(mesh: NamedMesh, dialect: str) -> dict[str, tuple[ProcessGroup, list[int]]]:
+    """This rank's group over each of pp, dp, cp and tp, and the ranks in it; communicates where one is made.
+
+    They are the groups of the mesh. One has to be made for an axis that the mesh does not have (this rank alone,
+    the same for all such axes), and for a dp that it has in two parts; it belongs to the mesh, and whoever asks
+    next gets the same.
+
+    Raises:
+        LayoutError: as for :func:`dense_layout`.
+    """
+    layout, names = dense_layout(mesh.layout, dialect)
+    groups = {}
+    for axis in DENSE:
+        axes = tuple(own for own in layout.axes if own in names[axis])
+        if len(axes) == 1 and axes[0] in mesh.layout:
+            group = mesh.group(axes[0])
+        else:
+            group = mesh.pool.make(layout, axes, mesh.options_of(axes))
+        groups[axis] = group, list(layout.group(mesh.global_rank, *axes))
+    return groups
 
 
 def with_ones(layout: Layout, axes: Sequence[str]) -> Layout:
