@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -12,37 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from installing import run_python, without
 from ranks import fake_world, run_ranks
 
 import namedmesh
 from namedmesh import LayoutError
 from namedmesh.compat import megatron
 
-NOT_INSTALLED = """
-import sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "megatron":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Absent())
-"""
-
-
-def run_python(code: str, *, warnings: str = "error") -> str:
-    """What a fresh interpreter prints; its errors and warnings fail the test."""
-    done = subprocess.run(
-        [sys.executable, "-W", warnings, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
 
 def test_without_megatron_core_the_import_paths_are_made_up() -> None:
-    code = NOT_INSTALLED + textwrap.dedent("""
+    code = without("megatron") + textwrap.dedent("""
         from namedmesh.compat import megatron
         before = set(sys.modules)
         megatron.install()
