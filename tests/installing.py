@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
+
+import namedmesh
 
 NOT_INSTALLED = """
 import sys
@@ -29,6 +33,7 @@ def run_python(code: str, *, warnings: str = "error") -> str:
         text=True,
         check=False,
         timeout=120,
+        env={**os.environ, "PYTHONPATH": str(Path(namedmesh.__file__).parents[1])},  # what is tested here
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

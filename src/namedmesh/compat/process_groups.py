@@ -62,7 +62,11 @@ class ProcessGroups:
             launch.init()
         world = dist.get_world_size()
         with telling("ProcessGroups", range(world)):
-            if min(tp, pp, dp) < 1 or tp * pp * dp != world:
+            if min(tp, pp, dp) < 1:
+                raise LayoutError(
+                    f"tp={tp}, pp={pp}, dp={dp}: each of the sizes has to be 1 or more, in a world of {world}"
+                )
+            if tp * pp * dp != world:
                 raise LayoutError(
                     f"tp={tp} x pp={pp} x dp={dp} = {tp * pp * dp} is not the world of {world} ranks; change a size, or "
                     "start another number of ranks"
