@@ -51,8 +51,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         q, k, v = (one(x).unflatten(-1, (self.heads, -1)) for one in (self.wq, self.wk, self.wv))
-        heads = (one.transpose(1, 2) for one in (rotate(q), rotate(k), v))
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        q, k, v = (one.transpose(1, 2) for one in (rotate(q), rotate(k), v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.wo(mixed.transpose(1, 2).flatten(-2))
 
 

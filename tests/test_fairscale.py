@@ -238,7 +238,7 @@ BOUND: tuple[dict[str, int], ...] = (
 
 
 def bind_all(sizes: dict[str, int], order: list[int]) -> list[bool]:
-    mesh = namedmesh.init_mesh(**sizes, device="cpu")
+    mesh = namedmesh.init_mesh(namedmesh.Layout(**sizes), device="cpu")
     dialects: list[Any] = [fairscale, megatron, ezpz]
     for one in order:
         dialects[one].bind(mesh)
