@@ -100,7 +100,33 @@ class ModelParallel:
         self.bindings = Bindings(self.state)
 
     def bind(self, mesh: NamedMesh) -> Bound:
-        """Let the dialect answer for a mesh that exists; communicates the first time."""
+        """Let the accessors and layers answer from a mesh that exists; communicates the first time.
+
+        Every rank of the mesh calls it.
+
+        Args:
+            mesh: a mesh of axes ``tp``, ``cp``, ``dp`` (or ``dp_replicate`` and ``dp_shard``) and ``pp``, in any
+                order; one that it lacks is of size 1.
+
+        Returns:
+            A handle: in ``with bind(mesh):`` the binding ends with the block. Otherwise it lasts until the next
+            one, :meth:`unbind`, or the mesh's end.
+
+        Raises:
+            LayoutError: the mesh has axes that the dialect has no group for.
+            MeshError: what was given is no open mesh.
+            AgreementError: the other ranks did not call this, or not with the same mesh.
+
+        Example:
+            >>> import namedmesh, torch.distributed as dist
+            >>> from namedmesh.compat import ezpz, fairscale
+            >>> mesh = namedmesh.init_mesh(dp=-1, tp=1, device="cpu")
+            >>> with fairscale.bind(mesh), ezpz.bind(mesh):
+            ...     fairscale.get_model_parallel_group() is ezpz.tp.get_tensor_parallel_group() is mesh.group("tp")
+            True
+            >>> mesh.close()
+            >>> dist.destroy_process_group()
+        """
 
         def plan() -> tuple[Mapping[str, str], Callable[[], Mapping[str, Any]]]:
             dense_layout(mesh.layout, self.name)
@@ -108,11 +134,15 @@ class ModelParallel:
 
         return self.bindings.bind(mesh, f"{self.name}.bind", (), plan)
 
+    def unbind(self) -> None:
+        """Let go of the mesh that is bound; it stays as it is, with its groups."""
+        self.bindings.unbind()
+
     def current_mesh(self) -> NamedMesh:
-        """The mesh that the dialect answers from at this moment.
+        """The mesh that the accessors answer from at this moment.
 
         Raises:
-            MeshError: it answers from none.
+            MeshError: they answer from none.
         """
         mesh = self.state.mesh
         if mesh is None:
@@ -120,6 +150,13 @@ class ModelParallel:
                 f"{self.name}'s model parallelism is not bound to a mesh; call {self.function}(...) or bind(mesh) first"
             )
         return mesh
+
+    def destroy(self) -> None:
+        """Forget every answer and whatever was assigned; groups that were made with them are destroyed.
+
+        A mesh that was bound with :meth:`bind` stays, with its groups.
+        """
+        self.bindings.destroy()
 
     def initialize(
         self,
@@ -190,6 +227,56 @@ class ModelParallel:
                 f"{self.module}.bind(mesh) with a mesh that exists (once, on every rank)"
             )
         return value
+
+    # The accessors that every such dialect has by the same name.
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        """This rank's data-parallel group: the ranks that hold the same parameters."""
+        return self.found(self.state.dp_group, "the data-parallel group")
+
+    def get_data_parallel_ranks(self) -> list[int]:
+        """The global ranks of the data-parallel group."""
+        return self.found(self.state.dp_ranks, "the list of data-parallel ranks")
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's place in the data-parallel group."""
+        return self.found(self.state.dp_rank, "the rank in the data-parallel group")
+
+    def get_data_parallel_world_size(self) -> int:
+        """The number of data-parallel ranks."""
+        return self.found(self.state.dp_size, "the size of the data-parallel group")
+
+    def get_pipeline_parallel_group(self) -> dist.ProcessGroup:
+        """This rank's pipeline-parallel group: one rank for each stage."""
+        return self.found(self.state.pp_group, "the pipeline-parallel group")
+
+    def get_pipeline_parallel_ranks(self) -> list[int]:
+        """The global ranks of the pipeline-parallel group, the first stage first."""
+        return self.found(self.state.pp_ranks, "the list of pipeline-parallel ranks")
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """This rank's place in the pipeline-parallel group."""
+        return self.found(self.state.pp_rank, "the rank in the pipeline-parallel group")
+
+    def get_pipeline_parallel_world_size(self) -> int:
+        """The number of pipeline-parallel ranks."""
+        return self.found(self.state.pp_size, "the size of the pipeline-parallel group")
+
+    def get_context_parallel_group(self) -> dist.ProcessGroup:
+        """This rank's context-parallel group: the ranks that share each sequence."""
+        return self.found(self.state.cp_group, "the context-parallel group")
+
+    def get_context_parallel_ranks(self) -> list[int]:
+        """The global ranks of the context-parallel group."""
+        return self.found(self.state.cp_ranks, "the list of context-parallel ranks")
+
+    def get_context_parallel_rank(self) -> int:
+        """This rank's place in the context-parallel group."""
+        return self.found(self.state.cp_rank, "the rank in the context-parallel group")
+
+    def get_context_parallel_world_size(self) -> int:
+        """The number of context-parallel ranks."""
+        return self.found(self.state.cp_size, "the size of the context-parallel group")
 
     def first_rank(self) -> int:
         """The global rank of the first of the tensor-parallel ranks.

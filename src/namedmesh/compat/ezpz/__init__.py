@@ -8,15 +8,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from namedmesh.compat.ezpz import tp
 from namedmesh.compat.ezpz.dialect import DIALECT
 from namedmesh.compat.modules import Replacement
-
-if TYPE_CHECKING:
-    from namedmesh.compat.binding import Bound
-    from namedmesh.mesh import NamedMesh
 
 __all__ = ["bind", "current_mesh", "install", "tp", "unbind", "uninstall"]
 
@@ -26,48 +20,9 @@ _REPLACEMENT = Replacement(
 )
 
 
-def bind(mesh: NamedMesh) -> Bound:
-    """Let the accessors and layers answer from a mesh that exists; communicates the first time.
-
-    Every rank of the mesh calls it.
-
-    Args:
-        mesh: a mesh of axes ``tp``, ``cp``, ``dp`` (or ``dp_replicate`` and ``dp_shard``) and ``pp``, in any order;
-            one that it lacks is of size 1.
-
-    Returns:
-        A handle: in ``with bind(mesh):`` the binding ends with the block. Otherwise it lasts until the next
-        one, :func:`unbind`, or the mesh's end.
-
-    Raises:
-        LayoutError: the mesh has axes that ezpz has no group for.
-        MeshError: what was given is no open mesh.
-        AgreementError: the other ranks did not call this, or not with the same mesh.
-
-    Example:
-        >>> import namedmesh, torch.distributed as dist
-        >>> mesh = namedmesh.init_mesh(dp=-1, tp=1, device="cpu")
-        >>> with bind(mesh):
-        ...     tp.get_tensor_parallel_group() is mesh.group("tp")
-        True
-        >>> mesh.close()
-        >>> dist.destroy_process_group()
-    """
-    return DIALECT.bind(mesh)
-
-
-def unbind() -> None:
-    """Let go of the mesh that is bound; it stays as it is, with its groups."""
-    DIALECT.bindings.unbind()
-
-
-def current_mesh() -> NamedMesh:
-    """The mesh that the accessors answer from at this moment.
-
-    Raises:
-        MeshError: they answer from none.
-    """
-    return DIALECT.current_mesh()
+bind = DIALECT.bind
+unbind = DIALECT.unbind
+current_mesh = DIALECT.current_mesh
 
 
 def install() -> None:

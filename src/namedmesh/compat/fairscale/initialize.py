@@ -25,10 +25,6 @@ import torch.distributed as dist
 from namedmesh.compat.model_parallel import ModelParallel
 from namedmesh.compat.state import make_patchable
 
-if TYPE_CHECKING:
-    from namedmesh.compat.binding import Bound
-    from namedmesh.mesh import NamedMesh
-
 __all__ = [
     "bind",
     "current_mesh",
@@ -61,6 +57,20 @@ DIALECT = ModelParallel(
 )
 _STATE = DIALECT.state
 _found = DIALECT.found
+
+bind = DIALECT.bind
+unbind = DIALECT.unbind
+current_mesh = DIALECT.current_mesh
+destroy_model_parallel = DIALECT.destroy
+get_context_parallel_group = DIALECT.get_context_parallel_group
+get_context_parallel_rank = DIALECT.get_context_parallel_rank
+get_context_parallel_ranks = DIALECT.get_context_parallel_ranks
+get_context_parallel_world_size = DIALECT.get_context_parallel_world_size
+get_data_parallel_group = DIALECT.get_data_parallel_group
+get_data_parallel_rank = DIALECT.get_data_parallel_rank
+get_data_parallel_world_size = DIALECT.get_data_parallel_world_size
+get_pipeline_parallel_group = DIALECT.get_pipeline_parallel_group
+get_pipeline_parallel_ranks = DIALECT.get_pipeline_parallel_ranks
 
 VARIABLES = {
     "_CONTEXT_PARALLEL_GROUP": "cp_group",
@@ -112,58 +122,6 @@ def initialize_model_parallel(
     )
 
 
-def bind(mesh: NamedMesh) -> Bound:
-    """Let the accessors and layers answer from a mesh that exists; communicates the first time.
-
-    Every rank of the mesh calls it.
-
-    Args:
-        mesh: a mesh of axes ``tp``, ``cp``, ``dp`` (or ``dp_replicate`` and ``dp_shard``) and ``pp``, in any order;
-            one that it lacks is of size 1.
-
-    Returns:
-        A handle: in ``with bind(mesh):`` the binding ends with the block. Otherwise it lasts until the next
-        one, :func:`unbind`, or the mesh's end.
-
-    Raises:
-        LayoutError: the mesh has axes that fairscale has no group for.
-        MeshError: what was given is no open mesh.
-        AgreementError: the other ranks did not call this, or not with the same mesh.
-
-    Example:
-        >>> import namedmesh, torch.distributed as dist
-        >>> mesh = namedmesh.init_mesh(dp=-1, tp=1, device="cpu")
-        >>> with bind(mesh):
-        ...     get_model_parallel_group() is mesh.group("tp")
-        True
-        >>> mesh.close()
-        >>> dist.destroy_process_group()
-    """
-    return DIALECT.bind(mesh)
-
-
-def unbind() -> None:
-    """Let go of the mesh that is bound; it stays as it is, with its groups."""
-    DIALECT.bindings.unbind()
-
-
-def current_mesh() -> NamedMesh:
-    """The mesh that the accessors answer from at this moment.
-
-    Raises:
-        MeshError: they answer from none.
-    """
-    return DIALECT.current_mesh()
-
-
-def destroy_model_parallel() -> None:
-    """Forget every answer and whatever was assigned; the groups that were made with them are destroyed.
-
-    A mesh that was bound with :func:`bind` stays, with its groups.
-    """
-    DIALECT.bindings.destroy()
-
-
 def model_parallel_is_initialized() -> bool:
     """Whether there are model-, data- and pipeline-parallel groups."""
     return None not in {_STATE.tp_group, _STATE.dp_group, _STATE.pp_group}
@@ -198,54 +156,9 @@ def get_model_parallel_src_rank() -> int:
     return DIALECT.first_rank()
 
 
-def get_data_parallel_group() -> dist.ProcessGroup:
-    """This rank's data-parallel group: the ranks that hold the same parameters."""
-    return _found(_STATE.dp_group, "the data-parallel group")
-
-
 def get_data_parallel_ranks() -> list[int]:
-    """The global ranks of the data-parallel group."""
+    """The global ranks of the data-parallel group; the original has no variable for them."""
     return dist.get_process_group_ranks(get_data_parallel_group())
-
-
-def get_data_parallel_world_size() -> int:
-    """The number of data-parallel ranks."""
-    return _found(_STATE.dp_size, "the size of the data-parallel group")
-
-
-def get_data_parallel_rank() -> int:
-    """This rank's place in the data-parallel group."""
-    return _found(_STATE.dp_rank, "the rank in the data-parallel group")
-
-
-def get_pipeline_parallel_group() -> dist.ProcessGroup:
-    """This rank's pipeline group: one rank for each stage."""
-    return _found(_STATE.pp_group, "the pipeline-parallel group")
-
-
-def get_pipeline_parallel_ranks() -> list[int]:
-    """The global ranks of the pipeline group, the first stage first."""
-    return _found(_STATE.pp_ranks, "the list of pipeline-parallel ranks")
-
-
-def get_context_parallel_group() -> dist.ProcessGroup:
-    """This rank's context-parallel group: the ranks that share each sequence."""
-    return _found(_STATE.cp_group, "the context-parallel group")
-
-
-def get_context_parallel_ranks() -> list[int]:
-    """The global ranks of the context-parallel group."""
-    return _found(_STATE.cp_ranks, "the list of context-parallel ranks")
-
-
-def get_context_parallel_world_size() -> int:
-    """The number of context-parallel ranks."""
-    return _found(_STATE.cp_size, "the size of the context-parallel group")
-
-
-def get_context_parallel_rank() -> int:
-    """This rank's place in the context-parallel group."""
-    return _found(_STATE.cp_rank, "the rank in the context-parallel group")
 
 
 make_patchable(__name__, _STATE, VARIABLES)

@@ -65,6 +65,20 @@ __all__ = [
 _STATE = DIALECT.state
 _found = DIALECT.found
 
+destroy_tensor_parallel = DIALECT.destroy
+get_context_parallel_group = DIALECT.get_context_parallel_group
+get_context_parallel_rank = DIALECT.get_context_parallel_rank
+get_context_parallel_ranks = DIALECT.get_context_parallel_ranks
+get_context_parallel_world_size = DIALECT.get_context_parallel_world_size
+get_data_parallel_group = DIALECT.get_data_parallel_group
+get_data_parallel_rank = DIALECT.get_data_parallel_rank
+get_data_parallel_ranks = DIALECT.get_data_parallel_ranks
+get_data_parallel_world_size = DIALECT.get_data_parallel_world_size
+get_pipeline_parallel_group = DIALECT.get_pipeline_parallel_group
+get_pipeline_parallel_rank = DIALECT.get_pipeline_parallel_rank
+get_pipeline_parallel_ranks = DIALECT.get_pipeline_parallel_ranks
+get_pipeline_parallel_world_size = DIALECT.get_pipeline_parallel_world_size
+
 
 def initialize_tensor_parallel(  # noqa: PLR0917  the original's signature
     tensor_parallel_size: int = 1,
@@ -118,14 +132,6 @@ def tensor_parallel_is_initialized() -> bool:
     return None not in {_STATE.tp_group, _STATE.pp_group, _STATE.cp_group, _STATE.dp_group}
 
 
-def destroy_tensor_parallel() -> None:
-    """Forget every answer and whatever was assigned; the groups that were made with them are destroyed.
-
-    A mesh that was bound with :func:`namedmesh.compat.ezpz.bind` stays, with its groups.
-    """
-    DIALECT.bindings.destroy()
-
-
 def get_tensor_parallel_group() -> ProcessGroup:
     """This rank's tensor group: the ranks that share each layer.
 
@@ -153,66 +159,6 @@ def get_tensor_parallel_world_size() -> int:
 def get_tensor_parallel_src_rank() -> int:
     """The global rank of the first of the tensor group, from which the others get data."""
     return DIALECT.first_rank()
-
-
-def get_context_parallel_group() -> ProcessGroup:
-    """This rank's context group: the ranks that share each sequence."""
-    return _found(_STATE.cp_group, "the context-parallel group")
-
-
-def get_context_parallel_ranks() -> list[int]:
-    """The global ranks of the context group."""
-    return _found(_STATE.cp_ranks, "the list of context-parallel ranks")
-
-
-def get_context_parallel_rank() -> int:
-    """This rank's place in the context group."""
-    return _found(_STATE.cp_rank, "the rank in the context-parallel group")
-
-
-def get_context_parallel_world_size() -> int:
-    """The number of ranks in the context group."""
-    return _found(_STATE.cp_size, "the size of the context-parallel group")
-
-
-def get_pipeline_parallel_group() -> ProcessGroup:
-    """This rank's pipeline group: one rank for each stage."""
-    return _found(_STATE.pp_group, "the pipeline-parallel group")
-
-
-def get_pipeline_parallel_ranks() -> list[int]:
-    """The global ranks of the pipeline group, the first stage first."""
-    return _found(_STATE.pp_ranks, "the list of pipeline-parallel ranks")
-
-
-def get_pipeline_parallel_rank() -> int:
-    """This rank's stage."""
-    return _found(_STATE.pp_rank, "the rank in the pipeline-parallel group")
-
-
-def get_pipeline_parallel_world_size() -> int:
-    """The number of stages."""
-    return _found(_STATE.pp_size, "the size of the pipeline-parallel group")
-
-
-def get_data_parallel_group() -> ProcessGroup:
-    """This rank's data group: the ranks that hold the same parameters."""
-    return _found(_STATE.dp_group, "the data-parallel group")
-
-
-def get_data_parallel_ranks() -> list[int]:
-    """The global ranks of the data group."""
-    return _found(_STATE.dp_ranks, "the list of data-parallel ranks")
-
-
-def get_data_parallel_rank() -> int:
-    """This rank's place in the data group."""
-    return _found(_STATE.dp_rank, "the rank in the data-parallel group")
-
-
-def get_data_parallel_world_size() -> int:
-    """The number of ranks in the data group."""
-    return _found(_STATE.dp_size, "the size of the data-parallel group")
 
 
 make_patchable(__name__, _STATE, VARIABLES)
