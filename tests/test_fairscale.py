@@ -542,6 +542,48 @@ def test_layers_can_be_frozen_copied_and_pickled() -> None:
         assert max(found) < 1e-12
 
 
+def where_they_differ() -> dict[str, list[bool]]:
+    """For options of the embeddings: whether each has the gradient, or the output, of one whole embedding."""
+    torch.set_default_dtype(torch.float64)
+    ids = torch.arange(V).repeat(2)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for start in (oracle(), state):
+        start.initialize_model_parallel(size)
+    found = {}
+    for name, kind, dim, options in (
+        ("padding", "VocabParallelEmbedding", 0, {"padding_idx": 0}),
+        ("frequency", "VocabParallelEmbedding", 0, {"scale_grad_by_freq": True}),
+        ("norm", "ParallelEmbedding", 1, {"max_norm": 1.0}),
+    ):
+        whole = nn.Embedding(V, H, **options)
+        layers = [getattr(module, kind)(V, H, **options) for module in (oracle("layers"), fairscale.layers)]
+        with torch.no_grad():
+            whole.weight.copy_(numbers(V, H, seed=5))
+            for layer in layers:
+                layer.weight.copy_(whole.weight.chunk(size, dim)[rank])
+        outputs = [layer(ids) for layer in (whole, *layers)]
+        for output in outputs:
+            output.sum().backward()
+        assert whole.weight.grad is not None
+        gradient = whole.weight.grad.chunk(size, dim)[rank]
+        found[name] = [
+            max(apart(layer.weight.grad, gradient), apart(output, outputs[0])) < 1e-12
+            for layer, output in zip(layers, outputs[1:], strict=True)
+        ]
+    for start in (oracle(), state):
+        start.destroy_model_parallel()
+    return found
+
+
+@pytest.mark.oracle("fairscale")
+@pytest.mark.usefixtures("_imported")
+def test_embeddings_are_whole_ones_where_the_originals_are_not() -> None:
+    """It freezes a vector of each rank's part, counts ids that are elsewhere, and takes a norm of pieces."""
+    first, second = run_ranks(2, where_they_differ)
+    assert first == {"padding": [True, True], "frequency": [False, True], "norm": [False, True]}
+    assert second == {"padding": [False, True], "frequency": [False, True], "norm": [False, True]}
+
+
 # --- mappings and the loss ----------------------------------------------------------------------------------
 
 
