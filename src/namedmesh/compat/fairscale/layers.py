@@ -1,7 +1,8 @@
 """fairscale's parallel layers, over the model-parallel ranks of this moment; each returns a tensor.
 
-Arguments, attributes and results are the original's; where an original embedding's gradient is not that of one
-whole ``torch.nn.Embedding``, ours is.
+Arguments, attributes and results are the original's, but where its embeddings are not those of one whole
+``torch.nn.Embedding``: there ``padding_idx`` stops the gradient of one vector on every rank, ``scale_grad_by_freq``
+counts ids that other ranks hold, and ``max_norm`` of ``ParallelEmbedding`` is a limit for pieces of vectors.
 """
 
 from __future__ import annotations
