@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 from contextlib import nullcontext
@@ -12,37 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from installing import run_python, without
 from ranks import fake_world, run_ranks
 
 import namedmesh
 from namedmesh import LayoutError
 from namedmesh.compat import megatron
 
-NOT_INSTALLED = """
-import sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "megatron":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Absent())
-"""
-
-
-def run_python(code: str, *, warnings: str = "error") -> str:
-    """What a fresh interpreter prints; its errors and warnings fail the test."""
-    done = subprocess.run(
-        [sys.executable, "-W", warnings, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
 
 def test_without_megatron_core_the_import_paths_are_made_up() -> None:
-    code = NOT_INSTALLED + textwrap.dedent("""
+    code = without("megatron") + textwrap.dedent("""
         from namedmesh.compat import megatron
         before = set(sys.modules)
         megatron.install()
@@ -76,6 +54,8 @@ def test_installed_before_the_first_import_every_module_of_megatron_core_uses_it
         warnings.simplefilter("ignore")
         from namedmesh.compat import megatron as ours
         ours.install()
+        import megatron.core.parallel_state as by_its_full_name
+        assert by_its_full_name is ours.parallel_state
         import megatron.core
         from megatron.core import mpu, parallel_state
         import megatron.core.models.gpt.gpt_model

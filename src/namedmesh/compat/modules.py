@@ -49,14 +49,19 @@ class Replacement:
         if self.installed:
             return
         self._before = self._loaded()
-        present = _exists(self.package)
-        stand_ins = self.modules if present else {**self.modules, **self.without}
-        late = self._holders() if present else []
+        late = self._holders()
+        stand_ins = {name: import_module(ours) for name, ours in self.modules.items()}
         self.installed = True
+        sys.modules.update(stand_ins)
+        try:
+            present = self._import_package()
+        except BaseException:
+            self.uninstall()
+            raise
         if not present:
             self._make_packages()
-        for name, ours in stand_ins.items():
-            module = import_module(ours)
+            stand_ins = {name: import_module(ours) for name, ours in self.without.items()} | stand_ins
+        for name, module in stand_ins.items():
             sys.modules[name] = module
             self._set_on_parent(name, module)
         if late:
@@ -108,6 +113,20 @@ class Replacement:
                 for value in list(vars(module).values())
             )
         )
+
+    def _import_package(self) -> bool:
+        """Import the package, which finds the stand-ins in its place; whether it is installed.
+
+        Now and not on demand: an import of a stand-in by its full name finds it at once, and then nobody
+        imports the packages that it is in.
+        """
+        try:
+            import_module(self.package)
+        except ModuleNotFoundError as error:
+            if error.name is not None and f"{self.package}.".startswith(f"{error.name}."):
+                return False
+            raise
+        return True
 
     def _make_packages(self) -> None:
         """Empty packages on the way to the replaced modules."""

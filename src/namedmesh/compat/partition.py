@@ -7,15 +7,20 @@ from typing import TYPE_CHECKING
 
 from namedmesh.compat.errors import ContractError
 from namedmesh.errors import ShapeError
+from namedmesh.tensor_parallel.layers import check_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
+    from namedmesh.tensor_parallel.collectives import Peers
+
 __all__ = [
     "VocabUtility",
     "divide",
+    "divide_and_check_no_remainder",
+    "divisible",
     "ensure_divisibility",
     "shapes_as_contract",
     "split_tensor_along_last_dim",
@@ -72,6 +77,31 @@ def divide(numerator: int, denominator: int) -> int:
     """
     ensure_divisibility(numerator, denominator)
     return numerator // denominator
+
+
+def divide_and_check_no_remainder(numerator: int, denominator: int) -> int:
+    """The quotient of a division that leaves no rest: :func:`divide`, by the name that some APIs have for it.
+
+    Raises:
+        ContractError: it leaves one.
+
+    Example:
+        >>> divide_and_check_no_remainder(12, 4)
+        3
+    """
+    return divide(numerator, denominator)
+
+
+@shapes_as_contract()
+def divisible(tensor: Tensor, dim: int, peers: Peers) -> Tensor:
+    """The tensor, if a dim of it can be cut into equal pieces.
+
+    Raises:
+        ContractError: it cannot.
+    """
+    what = f"the length of dim {dim} of a tensor of shape {tuple(tensor.shape)}"
+    check_blocks(tensor.shape[dim], peers.size, what=what)
+    return tensor
 
 
 def split_tensor_along_last_dim(

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from namedmesh.tensor_parallel.collectives import all_gather, gather, sum_forward, sum_scatter
 from namedmesh.tensor_parallel.setup import Setup, check_cut, is_replicated, sharded_dim
-from namedmesh.tensor_parallel.vocabulary import lookup
+from namedmesh.tensor_parallel.vocabulary import Lookup, lookup
 
 
 class ColwiseEmbedding(nn.Embedding):
@@ -58,7 +58,7 @@ class RowwiseEmbedding(nn.Embedding):
         rows = self.num_embeddings // self._setup.peers.size
         self._refuse_strangers(ids)
         first = self._setup.peers.rank * rows
-        return lookup(ids, _plain(self.weight), first, padding_idx=self.padding_idx)
+        return lookup(ids, _plain(self.weight), first, Lookup(padding_idx=self.padding_idx))
 
     def _refuse_strangers(self, ids: Tensor) -> None:
         """An id outside the vocabulary belongs to no rank, and its vector would silently be zeros."""

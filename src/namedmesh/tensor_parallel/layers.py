@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import nn
 
 from namedmesh.errors import ShapeError
 from namedmesh.tensor_parallel.collectives import Peers, gather, split, sum_forward, sum_scatter
 from namedmesh.tensor_parallel.linear import column, row
-from namedmesh.tensor_parallel.vocabulary import lookup
+from namedmesh.tensor_parallel.vocabulary import Lookup, lookup, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -222,9 +223,8 @@ def vocabulary_embedding(
     ids: Tensor,
     weight: Tensor,
     peers: Peers,
+    how: Lookup | None = None,
     *,
-    padding_idx: int | None = None,
-    by_index: bool = False,
     scatter_swapped: bool = False,
 ) -> Tensor:
     """An embedding whose vocabulary is cut over the peers.
@@ -233,8 +233,7 @@ def vocabulary_embedding(
         ids: the same on every peer; one that is outside of the vocabulary gets zeros.
         weight: my rows, ``(my part of the vocabulary, features)``.
         peers: the ranks.
-        padding_idx: the id whose vector gets no gradient.
-        by_index: as :func:`~namedmesh.tensor_parallel.vocabulary.lookup` has it.
+        how: how to look up.
         scatter_swapped: swap the first two dims, and leave each peer its piece of the first.
 
     Raises:
@@ -246,9 +245,35 @@ def vocabulary_embedding(
         >>> vocabulary_embedding(torch.tensor([1, 0]), torch.tensor([[1.0], [2.0]]), Peers(None)).tolist()
         [[2.0], [1.0]]
     """
-    first = peers.rank * weight.shape[0]
-    partial = lookup(ids, weight, first, padding_idx=padding_idx, by_index=by_index)
+    partial = lookup(ids, weight, peers.rank * weight.shape[0], how)
     if scatter_swapped:
         check_blocks(partial.shape[1], peers.size, what="the length of dim 1 of the ids")
         return sum_scatter(partial.transpose(0, 1), peers, 0)
     return sum_forward(partial, peers)
+
+
+def feature_embedding(ids: Tensor, weight: Tensor, peers: Peers, how: Lookup | None = None) -> Tensor:
+    """An embedding whose features are cut over the peers.
+
+    Args:
+        ids: the same on every peer.
+        weight: my columns, ``(ids, my features)``.
+        peers: the ranks.
+        how: how to look up; with ``max_norm``, the norm is that of whole vectors.
+
+    Returns:
+        ``(..., features)``, the same on every peer.
+
+    Example:
+        >>> import torch
+        >>> from namedmesh.tensor_parallel.collectives import Peers
+        >>> feature_embedding(torch.tensor([1, 0]), torch.tensor([[1.0], [2.0]]), Peers(None)).tolist()
+        [[2.0], [1.0]]
+    """
+    how = how or Lookup()
+    if how.max_norm is not None:
+        shorten(weight, ids, how.max_norm, how.norm_type, peers)
+    mine = F.embedding(
+        ids, weight, how.padding_idx, scale_grad_by_freq=how.scale_grad_by_freq, sparse=how.sparse
+    )
+    return gather(mine, peers, mine.ndim - 1)

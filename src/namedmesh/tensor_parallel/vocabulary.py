@@ -5,6 +5,8 @@ Part number r of equal parts of n entries holds the ids from r * n up to, and wi
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,34 +25,93 @@ if TYPE_CHECKING:
     from namedmesh.tensor_parallel.collectives import Peers
 
 
-def lookup(
-    ids: Tensor, weight: Tensor, first: int, *, padding_idx: int | None = None, by_index: bool = False
-) -> Tensor:
+@dataclass(frozen=True)
+class Lookup:
+    """How vectors are looked up, in the terms of ``torch.nn.Embedding``; all of it means the whole embedding.
+
+    Args:
+        padding_idx: the id whose vector gets no gradient; not negative.
+        max_norm: shorten, in the weight itself, each vector that is looked up and is longer than this.
+        norm_type: which norm; 2 is the length.
+        scale_grad_by_freq: divide each vector's gradient by how often it was looked up.
+        sparse: make the gradient a sparse tensor.
+        by_index: index the weight instead of calling ``embedding``, whose gradient adds up in another order
+            each time on some devices.
+    """
+
+    padding_idx: int | None = None
+    max_norm: float | None = None
+    norm_type: float = 2.0
+    scale_grad_by_freq: bool = False
+    sparse: bool = False
+    by_index: bool = False
+
+
+def lookup(ids: Tensor, weight: Tensor, first: int, how: Lookup | None = None) -> Tensor:
     """The vectors of the ids that are in my part of the vocabulary, zeros for the others.
 
     Args:
         ids: any shape.
         weight: my rows, as a plain tensor.
         first: the id of the first of them.
-        padding_idx: the id, in the whole vocabulary, whose vector gets no gradient.
-        by_index: index the weight instead of calling ``embedding``, whose gradient adds up in another order
-            each time on some devices.
+        how: how to look up.
 
     Example:
-        >>> import torch
         >>> part = torch.tensor([[1.0, 2.0], [3.0, 4.0]])    # of the ids 2 and 3
         >>> lookup(torch.tensor([0, 3, 2]), part, first=2).tolist()
         [[0.0, 0.0], [3.0, 4.0], [1.0, 2.0]]
     """
-    elsewhere, mine = _in_part(ids, first, weight.shape[0])
-    if by_index:
-        vectors = weight[mine]
-    else:
-        inside = padding_idx is not None and first <= padding_idx < first + weight.shape[0]
-        vectors = F.embedding(
-            mine, weight, padding_idx - first if inside and padding_idx is not None else None
-        )
+    how = how or Lookup()
+    rows = weight.shape[0]
+    elsewhere, mine = _in_part(ids, first, rows)
+    padding = how.padding_idx
+    padding = None if padding is None or not first <= padding < first + rows else padding - first
+    if how.max_norm is not None:
+        shorten(weight, mine[~elsewhere], how.max_norm, how.norm_type)
+    if how.scale_grad_by_freq:
+        # Without the others, which would count as the id that stands in for them.
+        vectors = F.embedding(mine[~elsewhere], weight, padding, scale_grad_by_freq=True, sparse=how.sparse)
+        return vectors.new_zeros(*ids.shape, weight.shape[1]).index_put((~elsewhere,), vectors)
+    vectors = weight[mine] if how.by_index else F.embedding(mine, weight, padding, sparse=how.sparse)
     return vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
+
+
+def shorten(
+    weight: Tensor, ids: Tensor, max_norm: float, norm_type: float, peers: Peers | None = None
+) -> None:
+    """Scale down, in the weight, those of some vectors whose norm is above a limit.
+
+    Args:
+        weight: ``(ids, features)``; changed in place, without a trace in the graph.
+        ids: which vectors; one may come several times.
+        max_norm: the limit.
+        norm_type: which norm.
+        peers: the ranks that each have a part of the features, if they are cut; each shortens its own part.
+
+    Example:
+        >>> weight = torch.tensor([[3.0, 4.0], [6.0, 8.0]])
+        >>> shorten(weight, torch.tensor([1]), max_norm=1.0, norm_type=2.0)
+        >>> weight
+        tensor([[3.0000, 4.0000],
+                [0.6000, 0.8000]])
+    """
+    with torch.no_grad():
+        chosen = ids.unique()
+        vectors = weight[chosen]
+        norms = torch.linalg.vector_norm(vectors, norm_type, dim=-1, keepdim=True)
+        if peers is not None and peers.size > 1:
+            norms = _norm_of_parts(norms, norm_type, peers)
+        # The small number is that of nn.Embedding.
+        weight[chosen] = torch.where(norms > max_norm, vectors * (max_norm / (norms + 1e-7)), vectors)
+
+
+def _norm_of_parts(norms: Tensor, norm_type: float, peers: Peers) -> Tensor:
+    """The norms of whole vectors, from those of the peers' parts of them."""
+    if norm_type == math.inf:
+        return all_reduce(norms, peers, dist.ReduceOp.MAX)
+    if norm_type == 0:  # the number of features that are not zero
+        return all_reduce(norms, peers)
+    return all_reduce(norms.pow(norm_type), peers).pow(1 / norm_type)
 
 
 def _in_part(ids: Tensor, first: int, length: int) -> tuple[Tensor, Tensor]:
@@ -59,8 +120,15 @@ def _in_part(ids: Tensor, first: int, length: int) -> tuple[Tensor, Tensor]:
     return elsewhere, (ids - first).masked_fill(elsewhere, 0)
 
 
-def cross_entropy(logits: Tensor, target: Tensor, peers: Peers, label_smoothing: float = 0.0) -> Tensor:
-    """The cross entropy of logits whose vocabulary is cut over the peers, for each token; in float32.
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    peers: Peers,
+    label_smoothing: float = 0.0,
+    *,
+    dtype: torch.dtype | None = torch.float32,
+) -> Tensor:
+    """The cross entropy of logits whose vocabulary is cut over the peers, for each token.
 
     Without smoothing every peer gets the same, the loss over the whole vocabulary. With smoothing, the share
     of the probability that is taken off the target is spread over **my part** of the vocabulary: peers get
@@ -72,6 +140,7 @@ def cross_entropy(logits: Tensor, target: Tensor, peers: Peers, label_smoothing:
             loss is the logarithm of the softmax's denominator, and means nothing: mask it.
         peers: the ranks over which the vocabulary is cut.
         label_smoothing: from 0 up to, and without, 1.
+        dtype: what to compute in, and the type of the loss; None for that of the logits.
 
     Raises:
         ShapeError: the target has another shape than the logits without their last dim, the smoothing is out
@@ -99,7 +168,7 @@ def cross_entropy(logits: Tensor, target: Tensor, peers: Peers, label_smoothing:
         )
     if problems:
         raise ShapeError(*problems)
-    return _cross_entropy(logits, target, peers, label_smoothing)
+    return _cross_entropy(logits.to(dtype or logits.dtype), target, peers, label_smoothing)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -109,9 +178,8 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, target: Tensor, peers: Peers, label_smoothing: float) -> Tensor:
         part = logits.shape[-1]
         elsewhere, mine = _in_part(target, peers.rank * part, part)
-        numbers = logits.float()
-        highest = all_reduce(numbers.amax(-1), peers, dist.ReduceOp.MAX)
-        shifted = numbers - highest.unsqueeze(-1)
+        highest = all_reduce(logits.amax(-1), peers, dist.ReduceOp.MAX)
+        shifted = logits - highest.unsqueeze(-1)
         of_target = shifted.gather(-1, mine.unsqueeze(-1)).squeeze(-1).masked_fill_(elsewhere, 0)
         mean = shifted.mean(-1) if label_smoothing else None
         probabilities = shifted.exp_()  # in place: the difference is ours
@@ -126,7 +194,7 @@ class _CrossEntropy(torch.autograd.Function):
             # is too small for its type it would be minus infinity.
             loss = (1 - spread) * loss - spread * (mean - normaliser)
         ctx.save_for_backward(probabilities, elsewhere, mine)
-        ctx.spread, ctx.dtype = spread, logits.dtype
+        ctx.spread = spread
         return loss
 
     @staticmethod
@@ -139,7 +207,7 @@ class _CrossEntropy(torch.autograd.Function):
         result.scatter_add_(-1, mine.unsqueeze(-1), on_target)
         if ctx.spread:
             result.sub_(gradient * (ctx.spread / probabilities.shape[-1]))
-        return result.to(ctx.dtype), None, None, None
+        return result, None, None, None
 
 
 _cross_entropy: Callable[[Tensor, Tensor, Peers, float], Tensor] = _CrossEntropy.apply

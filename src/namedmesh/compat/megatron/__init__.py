@@ -70,12 +70,11 @@ def install() -> None:
     Warns:
         UserWarning: modules of megatron-core were imported before, and keep the original; it names them.
 
-    Example:
-        >>> import sys
-        >>> install()
-        >>> sys.modules["megatron.core.parallel_state"] is parallel_state     # what an import finds
-        True
-        >>> uninstall()
+    Example, as the first lines of a program::
+
+        from namedmesh.compat import megatron
+        megatron.install()
+        from megatron.core import mpu      # ours
     """
     _REPLACEMENT.install()
 

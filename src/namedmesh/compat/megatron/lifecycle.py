@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from namedmesh import current
-from namedmesh.agreement import MISTAKE, agree
+from namedmesh.agreement import agree
+from namedmesh.compat.binding import Bindings, Bound, telling
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.megatron.groups import make_answers, product_options
 from namedmesh.compat.megatron.ranks import default_embedding_ranks, default_position_embedding_ranks
@@ -19,14 +17,13 @@ from namedmesh.compat.megatron.request import Request
 from namedmesh.compat.megatron.shape import shape_of
 from namedmesh.compat.megatron.state import STATE
 from namedmesh.compat.megatron.wish import Wish
-from namedmesh.errors import MeshError, NamedMeshError
+from namedmesh.errors import MeshError
 from namedmesh.init import init_mesh
-from namedmesh.mesh import NamedMesh
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from types import TracebackType
+    from collections.abc import Callable, Mapping, Sequence
 
+    from namedmesh.mesh import NamedMesh
 
 __all__ = ["Bound", "bind", "current_mesh", "destroy_model_parallel", "initialize_model_parallel", "unbind"]
 
@@ -43,83 +40,7 @@ _UCC_FIXED = {
 }
 
 
-class _Bindings:
-    """Which mesh the state shows: the one entered with ``with mesh:``, or else the one that was bound last.
-
-    The answers of the others are kept aside, together with what was patched into them.
-    """
-
-    def __init__(self) -> None:
-        self.base: NamedMesh | None = None
-        self.shown: NamedMesh | None = None
-        self.wishes: WeakKeyDictionary[NamedMesh, Wish] = WeakKeyDictionary()
-        self._aside: WeakKeyDictionary[NamedMesh, tuple[Any, ...]] = WeakKeyDictionary()
-        current.watch(self.changed)
-
-    def changed(self, closed: NamedMesh | None) -> None:
-        """Follow what was selected, deselected or closed."""
-        if closed is not None:
-            self.drop(closed)
-        self.show(current.selected_mesh() or self.base)
-
-    def show(self, mesh: NamedMesh | None) -> None:
-        """Let the state answer for a mesh, which need not be bound."""
-        if mesh is self.shown:
-            return
-        if self.shown is not None:
-            self._aside[self.shown] = STATE.saved()
-        aside = None if mesh is None else self._aside.pop(mesh, None)
-        if aside is None:
-            STATE.clear()
-        else:
-            STATE.load(aside)
-        self.shown = mesh
-
-    def fill(self, mesh: NamedMesh, wish: Wish, answers: Mapping[str, Any], *, owned: bool) -> None:
-        """Take the answers of a mesh that is bound now."""
-        if self.shown is not None:  # what was set by hand before any mesh stays
-            self.show(mesh)
-        self.shown = mesh
-        STATE.fill(mesh, answers, owned=owned)
-        self.wishes[mesh] = wish
-        self.base = mesh
-        self.changed(None)
-
-    def drop(self, mesh: NamedMesh) -> None:
-        """Forget a mesh."""
-        self.wishes.pop(mesh, None)
-        self._aside.pop(mesh, None)
-        if self.base is mesh:
-            self.base = None
-        if self.shown is mesh:
-            STATE.clear()
-            self.shown = None
-
-
-_BINDINGS = _Bindings()
-
-
-class Bound:
-    """A mesh that the dialect is bound to; leaving a ``with`` block goes back to the one before.
-
-    Args:
-        mesh: the mesh.
-        before: the mesh that the dialect was bound to before, if any.
-    """
-
-    def __init__(self, mesh: NamedMesh, before: NamedMesh | None) -> None:
-        self.mesh = mesh
-        self._before = before
-
-    def __enter__(self) -> NamedMesh:
-        return self.mesh
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        before = self._before
-        _BINDINGS.base = None if before is not None and before.closed else before
-        _BINDINGS.changed(None)
+_BINDINGS = Bindings(STATE)
 
 
 def bind(
@@ -172,13 +93,6 @@ def bind(
         >>> mesh.close()
         >>> dist.destroy_process_group()
     """
-    if not isinstance(mesh, NamedMesh):
-        raise MeshError(
-            f"bind() got a {type(mesh).__name__}; give it a NamedMesh, such as NamedMesh.from_device_mesh(...)"
-        )
-    if mesh.closed:
-        raise MeshError(f"the mesh over {mesh.layout} was closed; bind another one")
-    before = _BINDINGS.base
     wish = Wish(
         gloo=create_gloo_process_groups,
         instances=num_distributed_optimizer_instances,
@@ -189,25 +103,18 @@ def bind(
         embedding_ranks=get_embedding_ranks or default_embedding_ranks,
         position_embedding_ranks=get_position_embedding_ranks or default_position_embedding_ranks,
     )
-    if _BINDINGS.wishes.get(mesh) == wish:
-        _BINDINGS.base = mesh
-        _BINDINGS.changed(None)
-        return Bound(mesh, before)
-    call = "megatron.bind"
-    with _telling(call, mesh.layout.ranks):
+
+    def plan() -> tuple[Mapping[str, str], Callable[[], Mapping[str, Any]]]:
         shape = shape_of(mesh)
         wish.check(shape)
-        words = wish.words(shape) | {"views": repr(mesh.views)}
-    agree(call, words, ranks=mesh.layout.ranks, rank=mesh.global_rank)
-    _BINDINGS.fill(mesh, wish, make_answers(mesh, shape, wish), owned=False)
-    return Bound(mesh, before)
+        return wish.words(shape) | {"views": repr(mesh.views)}, lambda: make_answers(mesh, shape, wish)
+
+    return _BINDINGS.bind(mesh, "megatron.bind", wish, plan)
 
 
 def unbind() -> None:
     """Let go of the mesh that is bound; it stays as it is, with its groups."""
-    if _BINDINGS.base is not None:
-        _BINDINGS.drop(_BINDINGS.base)
-        _BINDINGS.changed(None)
+    _BINDINGS.unbind()
 
 
 def current_mesh() -> NamedMesh:
@@ -216,7 +123,7 @@ def current_mesh() -> NamedMesh:
     Raises:
         MeshError: they answer from none.
     """
-    mesh: NamedMesh | None = STATE.mesh
+    mesh = STATE.mesh
     if mesh is None:
         raise MeshError(
             "Megatron's parallel state is not bound to a mesh; call initialize_model_parallel(...) or bind(mesh) first"
@@ -300,7 +207,7 @@ def initialize_model_parallel(  # noqa: PLR0917  the original's signature
         )
     world, rank = dist.get_world_size(), dist.get_rank()
     call = "megatron.initialize_model_parallel"
-    with _telling(call, range(world)):
+    with telling(call, range(world)):
         if STATE.dp_group is not None:
             raise ContractError(
                 f"the parallel state is initialised already, for {_described()}; call destroy_model_parallel() first, "
@@ -329,14 +236,7 @@ def destroy_model_parallel() -> None:
 
     A mesh that was bound with :func:`bind` stays, with its groups. Without a state nothing happens.
     """
-    mesh, owned = _BINDINGS.shown, STATE.owned
-    if mesh is not None and owned:
-        mesh.close()  # tells the bindings
-    elif mesh is not None:
-        _BINDINGS.drop(mesh)
-        _BINDINGS.changed(None)
-    else:
-        STATE.clear()
+    _BINDINGS.destroy()
 
 
 def _described() -> str:
@@ -348,13 +248,3 @@ def _prepare_ucc() -> None:
     for name, value in _UCC_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ.update(_UCC_FIXED)
-
-
-@contextmanager
-def _telling(call: str, ranks: range) -> Iterator[None]:
-    """Let the other ranks, which may be fine and waiting, know that this one gives up."""
-    try:
-        yield
-    except NamedMeshError as error:
-        agree(call, {MISTAKE: str(error)}, ranks=ranks, rank=dist.get_rank())
-        raise

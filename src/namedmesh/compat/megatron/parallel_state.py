@@ -19,9 +19,7 @@ Example:
 
 from __future__ import annotations
 
-import sys
 import warnings
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from namedmesh.compat.errors import ContractError
@@ -44,6 +42,7 @@ from namedmesh.compat.megatron.ranks import (
     generate_masked_orthogonal_rank_groups,
 )
 from namedmesh.compat.megatron.state import STATE, VARIABLES, late
+from namedmesh.compat.state import make_patchable
 
 __all__ = [  # noqa: PLE0604  lists of names, which ruff does not look into
     *_data,
@@ -144,31 +143,7 @@ def _set_global_symmetric_memory_buffer() -> None:
     )
 
 
-class _Patchable(ModuleType):
-    """A module whose legacy variables are slots of the state."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name in VARIABLES:
-            return STATE.read(VARIABLES[name])
-        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in VARIABLES:
-            STATE.put(VARIABLES[name], value)
-        else:
-            super().__setattr__(name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if name in VARIABLES:
-            STATE.restore(VARIABLES[name])
-        else:
-            super().__delattr__(name)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *VARIABLES})
-
-
-sys.modules[__name__].__class__ = _Patchable
+make_patchable(__name__, STATE, VARIABLES)
 
 if TYPE_CHECKING:
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from namedmesh.errors import LayoutError, did_you_mean
-from namedmesh.layout import Layout
+from namedmesh.compat.axes import dense_layout, with_ones
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from namedmesh.layout import Layout
     from namedmesh.mesh import NamedMesh
 
 __all__ = ["Shape", "shape_of"]
 
-_DENSE = ("pp", "dp", "cp", "tp")
 _EXPERT = ("edp", "ep", "etp")
-_REPLICATED = ("dp_replicate", "dp_shard")
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,7 @@ class Shape:
         """The layout that Megatron's axes belong to, and its own axes for them, in its order.
 
         Example:
+            >>> from namedmesh import Layout
             >>> dense, expert = Layout(pp=2, dp=2, cp=1, tp=2), Layout(pp=2, edp=1, ep=2, etp=2)
             >>> shape = Shape(dense, expert, {axis: (axis,) for axis in (*dense, *expert)})
             >>> shape.place(("tp", "pp"))
@@ -59,38 +58,18 @@ def shape_of(mesh: NamedMesh) -> Shape:
         LayoutError: the mesh has an axis that Megatron does not know, or an expert's axis outside a view.
     """
     layout = mesh.layout
-    split = tuple(axis for axis in _REPLICATED if axis in layout)
     problems = [
         f"axis {axis!r} is one of the experts', and they factor the world another way; leave it out of the mesh and add "
         "a view for it: mesh.add_view('expert', pp=..., edp=-1, ep=..., etp=...)"
         for axis in layout
         if axis in _EXPERT
     ]
-    allowed = (*_DENSE, *_REPLICATED)
-    problems += [
-        f"axis {axis!r} has no place in Megatron's groups, which are over {', '.join(allowed)}{did_you_mean(axis, allowed)}"
-        for axis in layout
-        if axis not in allowed and axis not in _EXPERT
-    ]
-    if split and "dp" in layout:
-        problems.append(f"the mesh has both 'dp' and {' and '.join(map(repr, split))}; use one or the other")
-    if problems:
-        raise LayoutError(*problems)
-    dense = _with_ones(layout, [axis for axis in _DENSE if axis != "dp" or not split])
-    names = {axis: (axis,) for axis in _DENSE} | {"dp": split or ("dp",)}
+    dense, names = dense_layout(layout, "Megatron", problems, ignored=_EXPERT)
     view = next((view for view in mesh.views.values() if any(axis in view for axis in _EXPERT)), None)
     if view is None:
-        dense = _with_ones(dense, ["ep"])
+        dense = with_ones(dense, ["ep"])
         return Shape(
             dense, dense, names | {"ep": ("ep",), "etp": names["tp"], "edp": names["dp"] + names["cp"]}
         )
-    expert = _with_ones(view, ["pp", *_EXPERT])
+    expert = with_ones(view, ["pp", *_EXPERT])
     return Shape(dense, expert, names | {axis: (axis,) for axis in _EXPERT})
-
-
-def _with_ones(layout: Layout, axes: Sequence[str]) -> Layout:
-    """A layout with the axes that it lacks, of size 1: the same ranks in the same places."""
-    more = [axis for axis in axes if axis not in layout]
-    return Layout.from_shape(
-        (*layout.axes, *more), (*layout.sizes, *(1 for _ in more)), rank_offset=layout.rank_offset
-    )

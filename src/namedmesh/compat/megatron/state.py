@@ -1,8 +1,6 @@
 """What the accessors answer from: one object, filled from one mesh at a time.
 
-Legacy code asks these things several times in every layer of every step, so each answer stands ready in a slot:
-an accessor reads it and returns. Third-party code also reads and assigns the variables that the original keeps
-them in; :data:`VARIABLES` says which slot each of these is.
+An accessor reads a slot and returns. :data:`VARIABLES` says which slot each of the original's variables is.
 """
 
 from __future__ import annotations
@@ -12,12 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from namedmesh.compat.errors import ContractError
-from namedmesh.promises import Promise
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from namedmesh.mesh import NamedMesh
+from namedmesh.compat.state import LegacyState, answer_of
 
 __all__ = ["STATE", "VARIABLES", "State", "late", "missing", "unknown_size"]
 
@@ -98,88 +91,32 @@ _SLOTS = (
     "initialised",
     "model_parallel",
     "separate_gather",
-    "mesh",
-    "made",
-    "owned",
-    "later",
 )
 
 
-class State:
+class State(LegacyState):
     """Every answer of the dialect, for one mesh; all None where there is none.
 
-    Attributes other than the slots of :data:`VARIABLES`: ``tp_size``, ``tp_rank``, ``initialised`` and so on, which
-    follow from groups and setters; ``mesh``, the mesh that the answers are of; ``made``, what they were before anybody
-    patched them; ``owned``, whether the dialect made the mesh and therefore closes it; ``later``, the groups that
-    are made when they are first asked for.
+    Slots other than those of :data:`VARIABLES`: ``tp_size``, ``tp_rank``, ``initialised`` and so on, which follow
+    from groups and setters.
     """
 
-    __slots__ = _SLOTS
+    __slots__ = slots = _SLOTS
 
     if TYPE_CHECKING:  # the slots
-        made: dict[str, Any]
-        later: dict[str, Promise]
-        mesh: Any
-        owned: Any
 
         def __getattr__(self, name: str) -> Any: ...
         def __setattr__(self, name: str, value: Any) -> None: ...
 
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget every answer, and what was set or patched."""
-        for slot in _SLOTS:
-            setattr(self, slot, {} if slot in {"made", "later"} else None)
-        self._follow()
-
-    def fill(self, mesh: NamedMesh, answers: Mapping[str, Any], *, owned: bool) -> None:
-        """Take the answers of a mesh; what was set before by hand stays, and wins."""
-        self.mesh, self.owned = mesh, owned
-        self.later = {slot: value for slot, value in answers.items() if isinstance(value, Promise)}
-        self.made = {slot: value for slot, value in answers.items() if slot not in self.later}
-        for slot in answers:
-            setattr(self, slot, self.made.get(slot))
-        self._follow()
-
     def read(self, slot: str) -> Any:
-        """The value of a slot; a group that is made when it is first asked for is made now."""
-        value = getattr(self, slot)
-        if value is None and slot in self.later:
-            value = self.later.pop(slot).group()
-            self.made[slot] = value
-            self.put(slot, value)
-            if value not in self.group_list:
-                self.group_list.append(value)
+        """The value of a slot; a group that is made now is noted in the list of groups, as the original does."""
+        late = slot in self.later
+        value = super().read(slot)
+        if late and value not in self.group_list:
+            self.group_list.append(value)
         return value
 
-    def read_all(self) -> None:
-        """Make every group that nobody has asked for yet."""
-        for slot in list(self.later):
-            self.read(slot)
-
-    def put(self, slot: str, value: Any) -> None:
-        """Patch one of the variables; sizes and ranks follow."""
-        if slot in self.later:
-            self.read(slot)  # so that the patch can be undone, and None is not taken for a promise
-        setattr(self, slot, value)
-        self._follow()
-
-    def restore(self, slot: str) -> None:
-        """Undo a patch: back to what the mesh says."""
-        self.put(slot, self.made.get(slot))
-
-    def saved(self) -> tuple[Any, ...]:
-        """Everything, to be put back with :meth:`load`."""
-        return tuple(getattr(self, slot) for slot in _SLOTS)
-
-    def load(self, saved: tuple[Any, ...]) -> None:
-        """Put back what :meth:`saved` returned."""
-        for slot, value in zip(_SLOTS, saved, strict=True):
-            setattr(self, slot, value)
-
-    def _follow(self) -> None:
+    def follow(self) -> None:
         """Work out again what follows from groups and setters."""
         self.initialised = self.dp_group is not None
         self.model_parallel = self.initialised and self.tp_group is not None and self.pp_group is not None
@@ -188,19 +125,13 @@ class State:
             group = self.later.get(f"{name}_group") or getattr(self, f"{name}_group")
             for answer in ("size", "rank"):
                 value = getattr(self, f"set_{setter}_{answer}") if setter else None
-                setattr(self, f"{name}_{answer}", _ask(group, answer) if value is None else value)
+                setattr(self, f"{name}_{answer}", answer_of(group, answer) if value is None else value)
         if (
             self.etp_group is None and "etp_group" not in self.later
         ):  # the original asks what was set for tp where there are no expert groups
             for answer in ("size", "rank"):
                 if getattr(self, f"etp_{answer}") is None:
                     setattr(self, f"etp_{answer}", getattr(self, f"set_tp_{answer}"))
-
-
-def _ask(group: Any, answer: str) -> int | None:
-    """The size or rank of a group; nothing for a stand-in that somebody patched in and that cannot say."""
-    ask = getattr(group, answer, None)
-    return None if ask is None else ask()
 
 
 STATE = State()

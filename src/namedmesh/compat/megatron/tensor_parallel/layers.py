@@ -27,6 +27,7 @@ from namedmesh.compat.megatron.tensor_parallel.peers import peers_of
 from namedmesh.compat.megatron.tensor_parallel.settings import Settings
 from namedmesh.compat.partition import VocabUtility, shapes_as_contract
 from namedmesh.tensor_parallel.layers import check_blocks, column_linear, row_linear, vocabulary_embedding
+from namedmesh.tensor_parallel.vocabulary import Lookup
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -372,7 +373,7 @@ class VocabParallelEmbedding(ParallelLayer):
             input_,
             self.weight,
             self._peers,
-            by_index=self.deterministic_mode,
+            Lookup(by_index=self.deterministic_mode),
             scatter_swapped=self.reduce_scatter_embeddings,
         )
 

@@ -13,7 +13,7 @@ import torch
 
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.megatron.tensor_parallel.peers import peers_of
-from namedmesh.compat.partition import shapes_as_contract
+from namedmesh.compat.partition import divisible, shapes_as_contract
 from namedmesh.tensor_parallel.collectives import (
     gather,
     split,
@@ -21,7 +21,6 @@ from namedmesh.tensor_parallel.collectives import (
     sum_forward,
     sum_scatter,
 )
-from namedmesh.tensor_parallel.layers import check_blocks
 from namedmesh.tensor_parallel.regions import exchange, gather_parts, gather_uneven, sum_scatter_uneven
 
 if TYPE_CHECKING:
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from namedmesh.tensor_parallel.collectives import Peers
 
 __all__ = [
     "all_gather_last_dim_from_tensor_parallel_region",
@@ -103,7 +101,7 @@ def scatter_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup 
         tensor([0, 1, 2, 3])
     """
     peers = peers_of(group)
-    return split(_divisible(input_, -1, peers), peers, input_.ndim - 1)
+    return split(divisible(input_, -1, peers), peers, input_.ndim - 1)
 
 
 def gather_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
@@ -144,7 +142,7 @@ def scatter_to_sequence_parallel_region(input_: Tensor, group: ProcessGroup | No
         tensor([0, 1, 2, 3])
     """
     peers = peers_of(group)
-    return split(_divisible(input_, 0, peers), peers, 0)
+    return split(divisible(input_, 0, peers), peers, 0)
 
 
 @shapes_as_contract()
@@ -214,7 +212,7 @@ def reduce_scatter_to_sequence_parallel_region(
     peers = peers_of(group)
     if input_split_sizes is not None:
         return sum_scatter_uneven(input_, peers, input_split_sizes)
-    return sum_scatter(_divisible(input_, 0, peers), peers, 0)
+    return sum_scatter(divisible(input_, 0, peers), peers, 0)
 
 
 def all_gather_last_dim_from_tensor_parallel_region(
@@ -258,7 +256,7 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(
         tensor([0, 1, 2, 3])
     """
     peers = peers_of(group)
-    return sum_scatter(_divisible(input_, -1, peers), peers, input_.ndim - 1)
+    return sum_scatter(divisible(input_, -1, peers), peers, input_.ndim - 1)
 
 
 @shapes_as_contract()
@@ -318,7 +316,7 @@ def all_to_all_sp2hp(input_: Tensor, group: ProcessGroup | None = None) -> Tenso
         >>> torch.distributed.destroy_process_group()
     """
     peers = peers_of(group)
-    rows = _divisible(input_, -1, peers).reshape(-1, input_.shape[-1])
+    rows = divisible(input_, -1, peers).reshape(-1, input_.shape[-1])
     # A block of features for each rank, one below the other.
     return exchange(torch.cat(rows.chunk(peers.size, dim=1)), peers)
 
@@ -345,13 +343,5 @@ def all_to_all_hp2sp(input_: Tensor, group: ProcessGroup | None = None) -> Tenso
         >>> torch.distributed.destroy_process_group()
     """
     peers = peers_of(group)
-    rows = _divisible(input_.reshape(-1, input_.shape[-1]), 0, peers)
+    rows = divisible(input_.reshape(-1, input_.shape[-1]), 0, peers)
     return torch.cat(exchange(rows, peers).chunk(peers.size), dim=-1)
-
-
-@shapes_as_contract()
-def _divisible(tensor: Tensor, dim: int, peers: Peers) -> Tensor:
-    """The tensor, if a dim of it can be cut into equal pieces."""
-    what = f"the length of dim {dim} of a tensor of shape {tuple(tensor.shape)}"
-    check_blocks(tensor.shape[dim], peers.size, what=what)
-    return tensor

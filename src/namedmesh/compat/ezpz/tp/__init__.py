@@ -1,0 +1,168 @@
+"""``ezpz.tp``: tensor, pipeline, context and data parallelism by ezpz's names, over the groups of one NamedMesh.
+
+Ranks are laid out as (dp, pp, cp, tp), tp fastest. The variables that clients patch, such as
+``_TENSOR_PARALLEL_GROUP``, can be read and assigned; what is assigned wins until it is deleted, or destroyed.
+
+Example:
+    >>> import namedmesh, torch.distributed as dist
+    >>> _ = namedmesh.launch.init("cpu")
+    >>> initialize_tensor_parallel(tensor_parallel_size=1)
+    >>> get_tensor_parallel_rank(), get_tensor_parallel_world_size(), get_data_parallel_ranks()
+    (0, 1, [0])
+    >>> destroy_tensor_parallel()
+    >>> dist.destroy_process_group()
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from namedmesh.compat.ezpz.dialect import DIALECT, VARIABLES
+from namedmesh.compat.ezpz.tp import layers, mappings, utils
+from namedmesh.compat.ezpz.tp.utils import (
+    VocabUtility,
+    divide_and_check_no_remainder,
+    ensure_divisibility,
+    split_tensor_along_last_dim,
+)
+from namedmesh.compat.state import make_patchable
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "VocabUtility",
+    "destroy_tensor_parallel",
+    "divide_and_check_no_remainder",
+    "ensure_divisibility",
+    "get_context_parallel_group",
+    "get_context_parallel_rank",
+    "get_context_parallel_ranks",
+    "get_context_parallel_world_size",
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_ranks",
+    "get_data_parallel_world_size",
+    "get_pipeline_parallel_group",
+    "get_pipeline_parallel_rank",
+    "get_pipeline_parallel_ranks",
+    "get_pipeline_parallel_world_size",
+    "get_tensor_parallel_group",
+    "get_tensor_parallel_rank",
+    "get_tensor_parallel_ranks",
+    "get_tensor_parallel_src_rank",
+    "get_tensor_parallel_world_size",
+    "initialize_tensor_parallel",
+    "layers",
+    "mappings",
+    "split_tensor_along_last_dim",
+    "tensor_parallel_is_initialized",
+    "utils",
+]
+
+_STATE = DIALECT.state
+_found = DIALECT.found
+
+destroy_tensor_parallel = DIALECT.destroy
+get_context_parallel_group = DIALECT.get_context_parallel_group
+get_context_parallel_rank = DIALECT.get_context_parallel_rank
+get_context_parallel_ranks = DIALECT.get_context_parallel_ranks
+get_context_parallel_world_size = DIALECT.get_context_parallel_world_size
+get_data_parallel_group = DIALECT.get_data_parallel_group
+get_data_parallel_rank = DIALECT.get_data_parallel_rank
+get_data_parallel_ranks = DIALECT.get_data_parallel_ranks
+get_data_parallel_world_size = DIALECT.get_data_parallel_world_size
+get_pipeline_parallel_group = DIALECT.get_pipeline_parallel_group
+get_pipeline_parallel_rank = DIALECT.get_pipeline_parallel_rank
+get_pipeline_parallel_ranks = DIALECT.get_pipeline_parallel_ranks
+get_pipeline_parallel_world_size = DIALECT.get_pipeline_parallel_world_size
+
+
+def initialize_tensor_parallel(  # noqa: PLR0917  the original's signature
+    tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+    context_parallel_size: int = 1,
+    tensor_parallel_backend: str | None = None,
+    pipeline_parallel_backend: str | None = None,
+    context_parallel_backend: str | None = None,
+    data_parallel_backend: str | None = None,
+    timeout: timedelta | None = None,
+) -> None:
+    """Make a mesh of axes dp, pp, cp and tp over the world, and answer from it; communicates.
+
+    Every rank of the world calls it with the same arguments. :func:`namedmesh.compat.ezpz.current_mesh` returns
+    the mesh. Of 16 ranks with sizes 2, 2 and 2, tensor groups are (0, 1), (2, 3), ..., context groups (0, 2),
+    (1, 3), ..., pipeline groups (0, 4), (1, 5), ..., and data groups (0, 8), (1, 9), ...
+
+    Args:
+        tensor_parallel_size: how many ranks share each layer (tp). A size above that of the world is cut down
+            to it, with a warning.
+        pipeline_parallel_size: how many stages the layers are in (pp).
+        context_parallel_size: how many ranks share each sequence (cp).
+        tensor_parallel_backend: the backend of the tensor groups; by default the default group's.
+        pipeline_parallel_backend: that of the pipeline groups.
+        context_parallel_backend: that of the context groups.
+        data_parallel_backend: that of the data groups.
+        timeout: the timeout of all these groups; by default the default group's.
+
+    Raises:
+        ContractError: there is no default group, a second initialisation, or sizes that do not divide the
+            world. After an error everything is as before.
+        AgreementError: the other ranks did not call this, or not with the same arguments.
+
+    Warns:
+        UserWarning: the size was cut down.
+    """
+    DIALECT.initialize(
+        {"tp": tensor_parallel_size, "pp": pipeline_parallel_size, "cp": context_parallel_size},
+        {
+            "tp": tensor_parallel_backend,
+            "pp": pipeline_parallel_backend,
+            "cp": context_parallel_backend,
+            "dp": data_parallel_backend,
+        },
+        timeout,
+    )
+
+
+def tensor_parallel_is_initialized() -> bool:
+    """Whether there are tensor-, pipeline-, context- and data-parallel groups."""
+    return None not in {_STATE.tp_group, _STATE.pp_group, _STATE.cp_group, _STATE.dp_group}
+
+
+def get_tensor_parallel_group() -> ProcessGroup:
+    """This rank's tensor group: the ranks that share each layer.
+
+    Raises:
+        ContractError: nothing is initialised or bound, as with every accessor here.
+    """
+    return _found(_STATE.tp_group, "the tensor-parallel group")
+
+
+def get_tensor_parallel_ranks() -> list[int]:
+    """The global ranks of the tensor group."""
+    return _found(_STATE.tp_ranks, "the list of tensor-parallel ranks")
+
+
+def get_tensor_parallel_rank() -> int:
+    """This rank's place in the tensor group."""
+    return _found(_STATE.tp_rank, "the rank in the tensor-parallel group")
+
+
+def get_tensor_parallel_world_size() -> int:
+    """The number of ranks in the tensor group."""
+    return _found(_STATE.tp_size, "the size of the tensor-parallel group")
+
+
+def get_tensor_parallel_src_rank() -> int:
+    """The global rank of the first of the tensor group, from which the others get data."""
+    return DIALECT.first_rank()
+
+
+make_patchable(__name__, _STATE, VARIABLES)
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...

@@ -1,0 +1,60 @@
+"""``ezpz.tp.layers``: parallel layers over the tensor-parallel ranks of this moment; each returns a tensor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from namedmesh.compat import parallel_layers
+from namedmesh.compat.ezpz.dialect import DIALECT
+
+if TYPE_CHECKING:
+    from namedmesh.tensor_parallel.collectives import Peers
+
+__all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
+
+
+class _TensorParallel:
+    """The ranks of a layer are ezpz's tensor-parallel ones."""
+
+    @staticmethod
+    def ask() -> Peers:
+        return DIALECT.peers()
+
+
+class ColumnParallelLinear(_TensorParallel, parallel_layers.ColumnParallelLinear):
+    """A linear layer whose output features are cut over the tensor-parallel ranks.
+
+    Arguments, shapes and errors are those of :class:`namedmesh.compat.parallel_layers.ColumnParallelLinear`.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from namedmesh import launch
+        >>> from namedmesh.compat.ezpz import tp
+        >>> _ = launch.init("cpu")
+        >>> tp.initialize_tensor_parallel()
+        >>> ColumnParallelLinear(6, 8)(torch.zeros(5, 6)).shape
+        torch.Size([5, 8])
+        >>> tp.destroy_tensor_parallel()
+        >>> dist.destroy_process_group()
+    """
+
+
+class RowParallelLinear(_TensorParallel, parallel_layers.RowParallelLinear):
+    """A linear layer whose input features are cut over the tensor-parallel ranks.
+
+    Arguments, shapes and errors are those of :class:`namedmesh.compat.parallel_layers.RowParallelLinear`.
+    """
+
+
+class VocabParallelEmbedding(_TensorParallel, parallel_layers.VocabParallelEmbedding):
+    """An embedding whose vocabulary is cut over the tensor-parallel ranks.
+
+    Arguments, shapes and errors are those of :class:`namedmesh.compat.parallel_layers.VocabParallelEmbedding`.
+    """
+
+
+class ParallelEmbedding(_TensorParallel, parallel_layers.ParallelEmbedding):
+    """An embedding whose features are cut over the tensor-parallel ranks.
+
+    Arguments, shapes and errors are those of :class:`namedmesh.compat.parallel_layers.ParallelEmbedding`.
+    """

@@ -1,0 +1,48 @@
+"""``ezpz.tp.mappings``: ways in and out of tensor-parallel regions, each with its partner as backward.
+
+Below, t is the number of tensor-parallel ranks, and the last dim, of length n, is cut into t pieces in rank order.
+Results are new tensors: the input is never written to.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from namedmesh.compat.ezpz.dialect import DIALECT
+from namedmesh.compat.partition import divisible
+from namedmesh.tensor_parallel.collectives import gather, split, sum_backward, sum_forward
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "copy_to_tensor_parallel_region",
+    "gather_from_tensor_parallel_region",
+    "reduce_from_tensor_parallel_region",
+    "scatter_to_tensor_parallel_region",
+]
+
+
+def copy_to_tensor_parallel_region(input_: Tensor) -> Tensor:
+    """Hand in a tensor of any shape that every rank has; its gradient, a part on each rank, is summed."""
+    return sum_backward(input_, DIALECT.peers())
+
+
+def reduce_from_tensor_parallel_region(input_: Tensor) -> Tensor:
+    """Sum the ranks' parts, of any shape, on every rank; the gradient is handed through."""
+    return sum_forward(input_, DIALECT.peers())
+
+
+def scatter_to_tensor_parallel_region(input_: Tensor) -> Tensor:
+    """Keep my ``(..., n / t)`` of an ``(..., n)`` that every rank has; the gradient is gathered.
+
+    Raises:
+        ContractError: t does not divide n.
+    """
+    peers = DIALECT.peers()
+    return split(divisible(input_, -1, peers), peers, input_.ndim - 1)
+
+
+def gather_from_tensor_parallel_region(input_: Tensor) -> Tensor:
+    """Join the ranks' ``(..., n / t)`` to ``(..., n)``, on every rank; each gets its piece of the gradient."""
+    return gather(input_, DIALECT.peers(), input_.ndim - 1)

@@ -1,0 +1,42 @@
+"""fairscale's loss for logits whose vocabulary is cut over the model-parallel ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from namedmesh.compat.fairscale.initialize import DIALECT
+from namedmesh.compat.partition import shapes_as_contract
+from namedmesh.tensor_parallel.vocabulary import cross_entropy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["vocab_parallel_cross_entropy"]
+
+
+@shapes_as_contract()
+def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor) -> Tensor:
+    """The cross entropy of each token, from logits of which each rank has its part of the vocabulary.
+
+    Args:
+        vocab_parallel_logits: ``(..., v / t)``, this rank's part; left as it is (the original overwrites it).
+        target: ``(...)``, ids in the whole vocabulary, the same on every rank.
+
+    Returns:
+        ``(...)``, in the type of the logits, the same on every rank.
+
+    Raises:
+        ContractError: the shapes do not go together; or there are no ranks yet.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from namedmesh import launch
+        >>> from namedmesh.compat import fairscale
+        >>> _ = launch.init("cpu")
+        >>> fairscale.initialize_model_parallel(1)
+        >>> vocab_parallel_cross_entropy(torch.zeros(2, 4), torch.tensor([0, 3]))
+        tensor([1.3863, 1.3863])
+        >>> fairscale.destroy_model_parallel()
+        >>> dist.destroy_process_group()
+    """
+    return cross_entropy(vocab_parallel_logits, target, DIALECT.peers(), dtype=None)

@@ -1,0 +1,168 @@
+"""fairscale's ``model_parallel.initialize``: the same names and answers, over the groups of one NamedMesh.
+
+Ranks are laid out as (dp, pp, cp, tp), tp fastest: fairscale's *model* parallelism is tp. Also here are what later
+sources of fairscale have: the context-parallel accessors and the lists of ranks. The original's variables, such as
+``_MODEL_PARALLEL_GROUP``, can be read and assigned; what is assigned wins until it is deleted, or destroyed.
+
+Example:
+    >>> import namedmesh, torch.distributed as dist
+    >>> _ = namedmesh.launch.init("cpu")
+    >>> initialize_model_parallel(1)
+    >>> get_model_parallel_rank(), get_model_parallel_world_size(), get_pipeline_parallel_ranks()
+    (0, 1, [0])
+    >>> current_mesh().layout
+    Layout(dp=1, pp=1, cp=1, tp=1)
+    >>> destroy_model_parallel()
+    >>> dist.destroy_process_group()
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from namedmesh.compat.model_parallel import ModelParallel
+from namedmesh.compat.state import make_patchable
+
+__all__ = [
+    "bind",
+    "current_mesh",
+    "destroy_model_parallel",
+    "get_context_parallel_group",
+    "get_context_parallel_rank",
+    "get_context_parallel_ranks",
+    "get_context_parallel_world_size",
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_ranks",
+    "get_data_parallel_world_size",
+    "get_model_parallel_group",
+    "get_model_parallel_rank",
+    "get_model_parallel_ranks",
+    "get_model_parallel_src_rank",
+    "get_model_parallel_world_size",
+    "get_pipeline_parallel_group",
+    "get_pipeline_parallel_ranks",
+    "initialize_model_parallel",
+    "model_parallel_is_initialized",
+    "unbind",
+]
+
+DIALECT = ModelParallel(
+    "fairscale",
+    "namedmesh.compat.fairscale",
+    "initialize_model_parallel",
+    {"tp": "model_parallel_size_", "pp": "pipeline_length", "cp": "context_parallel_size"},
+)
+_STATE = DIALECT.state
+_found = DIALECT.found
+
+bind = DIALECT.bind
+unbind = DIALECT.unbind
+current_mesh = DIALECT.current_mesh
+destroy_model_parallel = DIALECT.destroy
+get_context_parallel_group = DIALECT.get_context_parallel_group
+get_context_parallel_rank = DIALECT.get_context_parallel_rank
+get_context_parallel_ranks = DIALECT.get_context_parallel_ranks
+get_context_parallel_world_size = DIALECT.get_context_parallel_world_size
+get_data_parallel_group = DIALECT.get_data_parallel_group
+get_data_parallel_rank = DIALECT.get_data_parallel_rank
+get_data_parallel_world_size = DIALECT.get_data_parallel_world_size
+get_pipeline_parallel_group = DIALECT.get_pipeline_parallel_group
+get_pipeline_parallel_ranks = DIALECT.get_pipeline_parallel_ranks
+
+VARIABLES = {
+    "_CONTEXT_PARALLEL_GROUP": "cp_group",
+    "_CONTEXT_PARALLEL_GROUP_RANKS": "cp_ranks",
+    "_DATA_PARALLEL_GROUP": "dp_group",
+    "_MODEL_PARALLEL_GROUP": "tp_group",
+    "_PIPELINE_PARALLEL_GROUP": "pp_group",
+    "_PIPELINE_PARALLEL_RANKS": "pp_ranks",
+}
+"""The original's variables, later sources' included, and the slot that each of them is."""
+
+
+def initialize_model_parallel(
+    model_parallel_size_: int,
+    pipeline_length: int = 1,
+    *,
+    model_parallel_backend: str | None = None,
+    pipeline_backend: str | None = None,
+    ddp_backend: str | None = None,
+    context_parallel_size: int = 1,
+    cp_backend: str | None = None,
+) -> None:
+    """Make a mesh of axes dp, pp, cp and tp over the world, and answer from it; communicates.
+
+    Every rank of the world calls it with the same arguments. :func:`current_mesh` returns the mesh.
+
+    Args:
+        model_parallel_size_: how many ranks share each layer (tp). A size above that of the world is cut down
+            to it, with a warning.
+        pipeline_length: how many stages the layers are in (pp).
+        model_parallel_backend: the backend of the model-parallel groups; by default the default group's.
+        pipeline_backend: that of the pipeline groups.
+        ddp_backend: that of the data-parallel groups.
+        context_parallel_size: how many ranks share each sequence (cp); by name only, because where it stands
+            among the arguments depends on the version of fairscale.
+        cp_backend: the backend of the context-parallel groups.
+
+    Raises:
+        ContractError: there is no default group, a second initialisation, or sizes that do not divide the
+            world. After an error everything is as before.
+        AgreementError: the other ranks did not call this, or not with the same arguments.
+
+    Warns:
+        UserWarning: the size was cut down.
+    """
+    DIALECT.initialize(
+        {"tp": int(model_parallel_size_), "pp": pipeline_length, "cp": context_parallel_size},
+        {"tp": model_parallel_backend, "pp": pipeline_backend, "cp": cp_backend, "dp": ddp_backend},
+    )
+
+
+def model_parallel_is_initialized() -> bool:
+    """Whether there are model-, data- and pipeline-parallel groups."""
+    return None not in {_STATE.tp_group, _STATE.dp_group, _STATE.pp_group}
+
+
+def get_model_parallel_group() -> dist.ProcessGroup:
+    """This rank's model-parallel group: the ranks that share each layer.
+
+    Raises:
+        ContractError: nothing is initialised or bound, as with every accessor here.
+    """
+    return _found(_STATE.tp_group, "the model-parallel group")
+
+
+def get_model_parallel_ranks() -> list[int]:
+    """The global ranks of the model-parallel group."""
+    return dist.get_process_group_ranks(get_model_parallel_group())
+
+
+def get_model_parallel_world_size() -> int:
+    """The number of model-parallel ranks."""
+    return _found(_STATE.tp_size, "the size of the model-parallel group")
+
+
+def get_model_parallel_rank() -> int:
+    """This rank's place in the model-parallel group."""
+    return _found(_STATE.tp_rank, "the rank in the model-parallel group")
+
+
+def get_model_parallel_src_rank() -> int:
+    """The global rank of the first of the model-parallel group, from which the others get data."""
+    return DIALECT.first_rank()
+
+
+def get_data_parallel_ranks() -> list[int]:
+    """The global ranks of the data-parallel group; the original has no variable for them."""
+    return dist.get_process_group_ranks(get_data_parallel_group())
+
+
+make_patchable(__name__, _STATE, VARIABLES)
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...

@@ -1,0 +1,320 @@
+"""What the dialects with one group for each of tp, pp, cp and dp share: fairscale's and ezpz's.
+
+Their ranks are laid out as (dp, pp, cp, tp), tp fastest. A dialect is one :class:`ModelParallel`, and functions of
+its own names that read the slots of its state.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+
+from namedmesh.agreement import agree
+from namedmesh.compat.axes import DENSE, dense_layout, groups_over
+from namedmesh.compat.binding import Bindings, Bound, telling
+from namedmesh.compat.errors import ContractError
+from namedmesh.compat.state import LegacyState, answer_of
+from namedmesh.errors import MeshError
+from namedmesh.init import init_mesh
+from namedmesh.layout import Layout
+from namedmesh.options import GroupOptions
+from namedmesh.tensor_parallel.collectives import Peers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from datetime import timedelta
+
+    from namedmesh.mesh import NamedMesh
+
+__all__ = ["AxisState", "ModelParallel"]
+
+T = TypeVar("T")
+
+_ORDER = ("dp", "pp", "cp", "tp")
+_ANSWERS = ("group", "ranks", "size", "rank")
+
+
+class AxisState(LegacyState):
+    """For each axis this rank's group, the ranks in it, how many they are, and this rank's place among them.
+
+    Attributes:
+        peers: the tensor-parallel ranks, as the layers want them.
+    """
+
+    slots = (*(f"{axis}_{answer}" for axis in DENSE for answer in _ANSWERS), "peers")
+    __slots__ = slots
+
+    tp_group: dist.ProcessGroup | None
+    pp_group: dist.ProcessGroup | None
+    cp_group: dist.ProcessGroup | None
+    dp_group: dist.ProcessGroup | None
+    tp_ranks: list[int] | None
+    pp_ranks: list[int] | None
+    cp_ranks: list[int] | None
+    dp_ranks: list[int] | None
+    tp_size: int | None
+    pp_size: int | None
+    cp_size: int | None
+    dp_size: int | None
+    tp_rank: int | None
+    pp_rank: int | None
+    cp_rank: int | None
+    dp_rank: int | None
+    peers: Peers | None
+
+    def follow(self) -> None:
+        """Sizes and ranks are those of the groups, also of groups that somebody patched in."""
+        for axis in DENSE:
+            group = getattr(self, f"{axis}_group")
+            for answer in ("size", "rank"):
+                setattr(self, f"{axis}_{answer}", answer_of(group, answer))
+        # A stand-in that somebody patched in may know neither.
+        known = self.tp_size is not None and self.tp_rank is not None
+        self.peers = Peers(self.tp_group) if known else None
+
+    def touched(self) -> bool:
+        """Whether there is a group, or ranks, of a mesh or set by hand."""
+        return any(
+            getattr(self, f"{axis}_{answer}") is not None for axis in DENSE for answer in ("group", "ranks")
+        )
+
+
+class ModelParallel:
+    """One dialect: its state, and the mesh behind it.
+
+    Args:
+        name: whose API it is, for messages.
+        module: the module of namedmesh that it is.
+        function: the name of its initialize function.
+        sizes: the name of the argument for the size of tp, pp and cp.
+    """
+
+    def __init__(self, name: str, module: str, function: str, sizes: Mapping[str, str]) -> None:
+        self.name = name
+        self.module = module
+        self.function = function
+        self.sizes = dict(sizes)
+        self.state = AxisState()
+        self.bindings = Bindings(self.state)
+
+    def bind(self, mesh: NamedMesh) -> Bound:
+        """Let the accessors and layers answer from a mesh that exists; communicates the first time.
+
+        Every rank of the mesh calls it.
+
+        Args:
+            mesh: a mesh of axes ``tp``, ``cp``, ``dp`` (or ``dp_replicate`` and ``dp_shard``) and ``pp``, in any
+                order; one that it lacks is of size 1.
+
+        Returns:
+            A handle: in ``with bind(mesh):`` the binding ends with the block. Otherwise it lasts until the next
+            one, :meth:`unbind`, or the mesh's end.
+
+        Raises:
+            LayoutError: the mesh has axes that the dialect has no group for.
+            MeshError: what was given is no open mesh.
+            AgreementError: the other ranks did not call this, or not with the same mesh.
+
+        Example:
+            >>> import namedmesh, torch.distributed as dist
+            >>> from namedmesh.compat import ezpz, fairscale
+            >>> mesh = namedmesh.init_mesh(dp=-1, tp=1, device="cpu")
+            >>> with fairscale.bind(mesh), ezpz.bind(mesh):
+            ...     fairscale.get_model_parallel_group() is ezpz.tp.get_tensor_parallel_group() is mesh.group("tp")
+            True
+            >>> mesh.close()
+            >>> dist.destroy_process_group()
+        """
+
+        def plan() -> tuple[Mapping[str, str], Callable[[], Mapping[str, Any]]]:
+            dense_layout(mesh.layout, self.name)
+            return {"layout": repr(mesh.layout)}, lambda: self._answers(mesh)
+
+        return self.bindings.bind(mesh, f"{self.name}.bind", (), plan)
+
+    def unbind(self) -> None:
+        """Let go of the mesh that is bound; it stays as it is, with its groups."""
+        self.bindings.unbind()
+
+    def current_mesh(self) -> NamedMesh:
+        """The mesh that the accessors answer from at this moment.
+
+        Raises:
+            MeshError: they answer from none.
+        """
+        mesh = self.state.mesh
+        if mesh is None:
+            raise MeshError(
+                f"{self.name}'s model parallelism is not bound to a mesh; call {self.function}(...) or bind(mesh) first"
+            )
+        return mesh
+
+    def destroy(self) -> None:
+        """Forget every answer and whatever was assigned; groups that were made with them are destroyed.
+
+        A mesh that was bound with :meth:`bind` stays, with its groups.
+        """
+        self.bindings.destroy()
+
+    def initialize(
+        self,
+        sizes: Mapping[str, int],
+        backends: Mapping[str, str | None],
+        timeout: timedelta | None = None,
+    ) -> None:
+        """Make a mesh over the world, and answer from it; communicates.
+
+        Args:
+            sizes: the size of tp, pp and cp; dp is what is left.
+            backends: the backend of the groups of an axis, or None for the default group's.
+            timeout: the timeout of the groups.
+
+        Raises:
+            ContractError: no default group, a second initialisation, or sizes that do not divide the world.
+            AgreementError: the other ranks did not call this, or not with the same arguments.
+        """
+        if not dist.is_initialized():
+            raise ContractError(
+                "torch.distributed has no default group; call namedmesh.launch.init() or "
+                f"torch.distributed.init_process_group() before {self.function}()"
+            )
+        world = dist.get_world_size()
+        call = f"{self.name}.{self.function}"
+        words = {name: repr(sizes[axis]) for axis, name in self.sizes.items()}
+        words |= {"backends": repr(dict(backends)), "timeout": repr(timeout)}
+        with telling(call, range(world)):
+            if self.state.touched():
+                raise ContractError(
+                    f"{self.name}'s model parallelism is initialised already, for {self._described()}; call the "
+                    f"function that destroys it first, or bind another mesh beside it with {self.module}.bind(mesh)"
+                )
+            whole = {**sizes, "tp": min(sizes["tp"], world)}
+            self._check(whole, world)
+            options = {
+                axis: GroupOptions(backend=backend)
+                for axis, backend in backends.items()
+                if backend is not None
+            }
+        agree(call, words, ranks=range(world), rank=dist.get_rank())
+        if whole["tp"] < sizes["tp"]:
+            warnings.warn(
+                f"{self.sizes['tp']} is {sizes['tp']}, but the world has {world} ranks; {self.name}'s "
+                f"{self.function} goes on with {world}",
+                stacklevel=3,
+            )
+        layout = Layout(**{axis: whole.get(axis, -1) for axis in _ORDER}, world_size=world)
+        mesh = init_mesh(layout, timeout=timeout, options=options)
+        try:
+            answers = self._answers(mesh)
+        except BaseException:
+            mesh.close()
+            raise
+        self.bindings.fill(mesh, (), answers, owned=True)
+
+    def found(self, value: T | None, what: str) -> T:
+        """What an accessor hands out.
+
+        Raises:
+            ContractError: there is nothing to hand out.
+        """
+        if value is None:
+            if self.state.mesh is not None:
+                raise ContractError(f"{what} is not there: it was set to None")
+            raise ContractError(
+                f"{what} is not there: {self.name}'s model parallelism is not initialised; call {self.function}(...), or "
+                f"{self.module}.bind(mesh) with a mesh that exists (once, on every rank)"
+            )
+        return value
+
+    # The accessors that every such dialect has by the same name.
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        """This rank's data-parallel group: the ranks that hold the same parameters."""
+        return self.found(self.state.dp_group, "the data-parallel group")
+
+    def get_data_parallel_ranks(self) -> list[int]:
+        """The global ranks of the data-parallel group."""
+        return self.found(self.state.dp_ranks, "the list of data-parallel ranks")
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's place in the data-parallel group."""
+        return self.found(self.state.dp_rank, "the rank in the data-parallel group")
+
+    def get_data_parallel_world_size(self) -> int:
+        """The number of data-parallel ranks."""
+        return self.found(self.state.dp_size, "the size of the data-parallel group")
+
+    def get_pipeline_parallel_group(self) -> dist.ProcessGroup:
+        """This rank's pipeline-parallel group: one rank for each stage."""
+        return self.found(self.state.pp_group, "the pipeline-parallel group")
+
+    def get_pipeline_parallel_ranks(self) -> list[int]:
+        """The global ranks of the pipeline-parallel group, the first stage first."""
+        return self.found(self.state.pp_ranks, "the list of pipeline-parallel ranks")
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """This rank's place in the pipeline-parallel group."""
+        return self.found(self.state.pp_rank, "the rank in the pipeline-parallel group")
+
+    def get_pipeline_parallel_world_size(self) -> int:
+        """The number of pipeline-parallel ranks."""
+        return self.found(self.state.pp_size, "the size of the pipeline-parallel group")
+
+    def get_context_parallel_group(self) -> dist.ProcessGroup:
+        """This rank's context-parallel group: the ranks that share each sequence."""
+        return self.found(self.state.cp_group, "the context-parallel group")
+
+    def get_context_parallel_ranks(self) -> list[int]:
+        """The global ranks of the context-parallel group."""
+        return self.found(self.state.cp_ranks, "the list of context-parallel ranks")
+
+    def get_context_parallel_rank(self) -> int:
+        """This rank's place in the context-parallel group."""
+        return self.found(self.state.cp_rank, "the rank in the context-parallel group")
+
+    def get_context_parallel_world_size(self) -> int:
+        """The number of context-parallel ranks."""
+        return self.found(self.state.cp_size, "the size of the context-parallel group")
+
+    def first_rank(self) -> int:
+        """The global rank of the first of the tensor-parallel ranks.
+
+        Raises:
+            ContractError: there are none.
+        """
+        group: object = self.found(self.state.tp_group, "the tensor-parallel group")
+        if isinstance(group, dist.ProcessGroup):
+            return dist.get_process_group_ranks(group)[0]
+        # A stand-in for neighbouring ranks, as tensor-parallel ones are in this layout.
+        size = self.found(self.state.tp_size, "the size of the tensor-parallel group")
+        return dist.get_rank() // size * size
+
+    def peers(self) -> Peers:
+        """The tensor-parallel ranks of this moment."""
+        return self.found(self.state.peers, "the tensor-parallel group")
+
+    def _answers(self, mesh: NamedMesh) -> dict[str, Any]:
+        """The groups, which are those of the mesh, and their ranks; communicates where one has to be made."""
+        answers: dict[str, Any] = {}
+        for axis, (group, ranks) in groups_over(mesh, self.name).items():
+            answers |= {f"{axis}_group": group, f"{axis}_ranks": ranks}
+        return answers
+
+    def _check(self, sizes: Mapping[str, int], world: int) -> None:
+        said = [f"{name}={sizes[axis]}" for axis, name in self.sizes.items()]
+        product = 1
+        for axis in self.sizes:
+            product *= sizes[axis]
+        if min(sizes.values()) < 1:
+            raise ContractError(f"{', '.join(said)}: each of the sizes has to be 1 or more")
+        if world % product:
+            raise ContractError(
+                f"the world of {world} ranks cannot be divided by {' x '.join(said)} = {product}; change a size, or start "
+                "another number of ranks"
+            )
+
+    def _described(self) -> str:
+        mesh = self.state.mesh
+        return "groups that were assigned by hand" if mesh is None else str(mesh.layout)

@@ -1,0 +1,376 @@
+"""The parallel layers of fairscale and of what follows it: they take features, and return a tensor.
+
+A dialect derives a class of each, and says in ``ask`` which ranks they work on. These are asked at every forward,
+as the originals do: a layer can be pickled, and follows ``with mesh:``. In the shapes below, t is their number.
+Parameters are plain tensors that hold this rank's piece.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import nn
+
+from namedmesh.compat.errors import ContractError
+from namedmesh.compat.partition import VocabUtility, shapes_as_contract
+from namedmesh.tensor_parallel.collectives import Peers, all_gather
+from namedmesh.tensor_parallel.layers import (
+    Recipe,
+    check_blocks,
+    column_linear,
+    feature_embedding,
+    row_linear,
+    vocabulary_embedding,
+)
+from namedmesh.tensor_parallel.vocabulary import Lookup
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from namedmesh.tensor_parallel.layers import Initialiser
+
+__all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
+
+
+class ParallelLayer(nn.Module):
+    """What the four layers share: a weight of which this rank has a piece, and whom it shares it with."""
+
+    weight: nn.Parameter
+    master_weight: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        peers = self.ask()
+        self._cut_for = peers.size, peers.rank
+
+    @staticmethod
+    def ask() -> Peers:
+        """The ranks of this moment; a dialect has its own answer."""
+        return Peers(None)
+
+    @property
+    def peers(self) -> Peers:
+        """The ranks that share the layer.
+
+        Raises:
+            ContractError: they are not those that the weight was cut for.
+        """
+        peers = self.ask()
+        if (peers.size, peers.rank) != self._cut_for:
+            size, rank = self._cut_for
+            raise ContractError(
+                f"{type(self).__name__} was made as rank {rank} of {size}, and is used as rank {peers.rank} of {peers.size}; "
+                "use it with the mesh that it was made with, or make it anew"
+            )
+        return peers
+
+    def make_weight(
+        self,
+        shape: tuple[int, int],
+        dim: int,
+        initialise: Initialiser,
+        stride: int = 1,
+        *,
+        keep: bool = False,
+    ) -> None:
+        """Make this rank's piece of a weight that is cut along ``dim``, and keep the whole one if wanted."""
+        peers = self.peers
+        recipe = Recipe(
+            initialise,
+            dtype=torch.get_default_dtype(),
+            stride=stride if peers.size > 1 else 1,  # a weight that is not cut has no blocks
+        )
+        self.weight, whole = recipe.weight(*shape, dim, peers)
+        self.master_weight = whole if keep else None
+
+
+class _Linear(ParallelLayer):
+    """What the column and the row layer share: everything but the dim that is cut, and the arithmetic."""
+
+    dim: ClassVar[int]
+    bias: nn.Parameter | None
+
+    def __init__(  # noqa: PLR0917  passed on from signatures that are the originals'
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        initialise: Initialiser,
+        stride: int,
+        keep: bool,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        shape = out_features, in_features
+        ranks = self.peers.size
+        with shapes_as_contract():
+            what = ("out_features", "in_features")[self.dim]
+            check_blocks(shape[self.dim], ranks, stride if ranks > 1 else 1, what=what)
+        self.make_weight(shape, self.dim, initialise, stride, keep=keep)
+        length = self.weight.shape[0]
+        self.register_parameter("bias", nn.Parameter(torch.zeros(length)) if bias else None)
+
+    def get_master_weight(self) -> Tensor:
+        """The pieces of all ranks, ``(out_features, in_features)``, in rank order; communicates.
+
+        With a stride above 1 that is not the order in which the whole weight was drawn, as in the original.
+        """
+        return all_gather(self.weight.data, self.peers, self.dim)
+
+    def extra_repr(self) -> str:
+        """The sizes of the whole layer, and over how many ranks it is cut."""
+        return (
+            f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, ranks={self._cut_for[0]}"
+        )
+
+
+class ColumnParallelLinear(_Linear):
+    """A linear layer whose output features are cut over the ranks; it returns a tensor.
+
+    The weight is this rank's ``(out_features / t, in_features)``, the bias its ``(out_features / t,)``.
+
+    Args:
+        in_features: input features.
+        out_features: output features, of all ranks together.
+        bias: with a bias, of zeros at first.
+        gather_output: join the output features on every rank.
+        init_method: fills a weight. Ranks must be seeded alike: each draws the whole weight and keeps its
+            piece.
+        stride: the number of blocks that the output features are made of, each cut on its own.
+        keep_master_weight_for_test: keep the whole weight as first drawn, in ``master_weight``.
+
+    Raises:
+        ContractError: the ranks, times the stride, do not divide ``out_features``; or there are no ranks yet.
+    """
+
+    dim = 0
+
+    def __init__(  # noqa: PLR0917  the original's signature
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        gather_output: bool = True,
+        init_method: Initialiser = nn.init.xavier_normal_,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, init_method, stride, keep_master_weight_for_test)
+        self.gather_output = gather_output
+        self.output_size_per_partition = self.weight.shape[0]
+
+    @shapes_as_contract()
+    def forward(self, input_: Tensor) -> Tensor:
+        """The output.
+
+        Args:
+            input_: ``(..., in_features)``, the same on every rank.
+
+        Returns:
+            ``(..., out_features)``, the same on every rank; without ``gather_output`` this rank's
+            ``(..., out_features / t)``.
+        """
+        return column_linear(input_, self.weight, self.bias, self.peers, gather_output=self.gather_output)
+
+
+class RowParallelLinear(_Linear):
+    """A linear layer whose input features are cut over the ranks; it returns a tensor.
+
+    The weight is this rank's ``(out_features, in_features / t)``; every rank has the whole bias.
+
+    Args:
+        in_features: input features, of all ranks together.
+        out_features: output features.
+        bias: with a bias, of zeros at first, which is added once.
+        input_is_parallel: the input is this rank's piece already; otherwise each rank takes its own.
+        init_method: fills a weight. Ranks must be seeded alike: each draws the whole weight and keeps its
+            piece.
+        stride: the number of blocks that the input features are made of, each cut on its own.
+        keep_master_weight_for_test: keep the whole weight as first drawn, in ``master_weight``.
+
+    Raises:
+        ContractError: the ranks, times the stride, do not divide ``in_features``; or there are no ranks yet.
+    """
+
+    dim = 1
+
+    def __init__(  # noqa: PLR0917  the original's signature
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        init_method: Initialiser = nn.init.xavier_normal_,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, init_method, stride, keep_master_weight_for_test)
+        self.input_is_parallel = input_is_parallel
+        self.input_size_per_partition = self.weight.shape[1]
+
+    @shapes_as_contract()
+    def forward(self, input_: Tensor) -> Tensor:
+        """The output.
+
+        Args:
+            input_: ``(..., in_features / t)``, this rank's features, where the input is parallel; otherwise
+                ``(..., in_features)``, the same on every rank.
+
+        Returns:
+            ``(..., out_features)``, the same on every rank.
+        """
+        output = row_linear(input_, self.weight, self.peers, input_is_parallel=self.input_is_parallel)
+        return output if self.bias is None else output + self.bias
+
+
+class _Embedding(ParallelLayer):
+    """What the two embeddings share: what ``torch.nn.Embedding`` can be told."""
+
+    def __init__(  # noqa: PLR0917  passed on from signatures that are the originals'
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None,
+        max_norm: float | None,
+        norm_type: float,
+        scale_grad_by_freq: bool,
+        sparse: bool,
+    ) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx, self.max_norm, self.norm_type = padding_idx, max_norm, norm_type
+        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
+        self._weight = None  # the originals have it
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ContractError(
+                f"padding_idx is {padding_idx}, and the ids run from 0 to {num_embeddings - 1}; name one of them, or None"
+            )
+
+    def how(self) -> Lookup:
+        """How vectors are looked up; read at every forward, because users set these attributes."""
+        padding = self.padding_idx
+        return Lookup(
+            padding_idx=padding if padding is None else padding % self.num_embeddings,
+            max_norm=self.max_norm,
+            norm_type=self.norm_type,
+            scale_grad_by_freq=self.scale_grad_by_freq,
+            sparse=self.sparse,
+        )
+
+    def extra_repr(self) -> str:
+        """The sizes of the whole layer, and over how many ranks it is cut."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, ranks={self._cut_for[0]}"
+
+
+class VocabParallelEmbedding(_Embedding):
+    """An embedding whose vocabulary is cut over the ranks.
+
+    The weight is this rank's ``(num_embeddings / t, embedding_dim)``: the ids from ``vocab_start_index`` up to,
+    and without, ``vocab_end_index``. Output and gradients are those of one whole ``torch.nn.Embedding``.
+
+    Args:
+        num_embeddings: the number of ids, of all ranks together.
+        embedding_dim: features of a vector.
+        padding_idx: the id, in the whole vocabulary, whose vector gets no gradient.
+        max_norm: shorten, in the weight itself, each vector that is looked up and is longer than this.
+        norm_type: which norm that is.
+        scale_grad_by_freq: divide each vector's gradient by how often it was looked up.
+        sparse: make the gradient a sparse tensor.
+        init_method: fills a weight. Ranks must be seeded alike: each draws the whole weight and keeps its
+            piece.
+
+    Raises:
+        ContractError: the ranks do not divide ``num_embeddings`` (pad the vocabulary), ``padding_idx`` is outside
+            of it, or there are no ranks yet.
+    """
+
+    def __init__(  # noqa: PLR0917  the original's signature
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        init_method: Initialiser = nn.init.xavier_normal_,
+    ) -> None:
+        super().__init__(
+            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+        )
+        peers = self.peers
+        with shapes_as_contract():
+            check_blocks(num_embeddings, peers.size, what="num_embeddings")
+        self.vocab_start_index, self.vocab_end_index = VocabUtility.vocab_range_from_global_vocab_size(
+            num_embeddings, peers.rank, peers.size
+        )
+        self.num_embeddings_per_partition = self.vocab_end_index - self.vocab_start_index
+        self.make_weight((num_embeddings, embedding_dim), 0, init_method)
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """The vectors of some ids.
+
+        Args:
+            input_: ``(...)``, the same on every rank. An id outside of the vocabulary gets zeros.
+
+        Returns:
+            ``(..., embedding_dim)``, the same on every rank.
+        """
+        return vocabulary_embedding(input_, self.weight, self.peers, self.how())
+
+
+class ParallelEmbedding(_Embedding):
+    """An embedding whose features are cut over the ranks.
+
+    The weight is this rank's ``(num_embeddings, embedding_dim / t)``. Output and gradients are those of one whole
+    ``torch.nn.Embedding``.
+
+    Args:
+        num_embeddings: the number of ids.
+        embedding_dim: features of a vector, of all ranks together.
+        padding_idx: the id whose vector gets no gradient.
+        max_norm: shorten, in the weight itself, each vector that is looked up and is longer than this: the
+            whole vector, whose norm the ranks add up.
+        norm_type: which norm that is.
+        scale_grad_by_freq: divide each vector's gradient by how often it was looked up.
+        sparse: make the gradient a sparse tensor.
+        init_method: fills a weight. Ranks must be seeded alike: each draws the whole weight and keeps its
+            piece.
+        keep_master_weight_for_test: keep the whole weight as first drawn, in ``master_weight``.
+
+    Raises:
+        ContractError: the ranks do not divide ``embedding_dim``, ``padding_idx`` is no id, or there are no ranks
+            yet.
+    """
+
+    def __init__(  # noqa: PLR0917  the original's signature
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        init_method: Initialiser = nn.init.xavier_normal_,
+        keep_master_weight_for_test: bool = False,
+    ) -> None:
+        super().__init__(
+            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+        )
+        with shapes_as_contract():
+            check_blocks(embedding_dim, self.peers.size, what="embedding_dim")
+        self.embedding_dim_per_partition = embedding_dim // self.peers.size
+        self.make_weight((num_embeddings, embedding_dim), 1, init_method, keep=keep_master_weight_for_test)
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """The vectors of some ids.
+
+        Args:
+            input_: ``(...)``, the same on every rank.
+
+        Returns:
+            ``(..., embedding_dim)``, the same on every rank.
+        """
+        return feature_embedding(input_, self.weight, self.peers, self.how())

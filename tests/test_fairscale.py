@@ -1,0 +1,958 @@
+"""The fairscale dialect does what fairscale does, on the groups of one mesh."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import pickle
+import random
+import sys
+import textwrap
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  torch's own spelling
+from installing import run_python, without
+from ranks import fake_world, run_ranks
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d as c10d
+
+import namedmesh
+from namedmesh import NamedMeshError
+from namedmesh.compat import ezpz, fairscale, megatron
+from namedmesh.compat.fairscale import initialize as state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+PARTS = ("cross_entropy", "initialize", "layers", "mappings", "utils")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_bound() -> Iterator[None]:
+    yield
+    fairscale.destroy_model_parallel()
+    assert not fairscale.model_parallel_is_initialized()
+
+
+def oracle(part: str = "initialize") -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module(f"fairscale.nn.model_parallel.{part}")
+
+
+@pytest.fixture(scope="module")
+def _imported() -> None:
+    """Import the original before the ranks are forked, once."""
+    oracle("layers")
+
+
+def live_groups() -> int:
+    return len(c10d._world.pg_map)
+
+
+# --- the names ----------------------------------------------------------------------------------------------
+
+
+def parameters(function: Any) -> list[tuple[Any, ...]]:
+    return [
+        (one.name, one.kind, one.default)
+        for one in inspect.signature(function).parameters.values()
+        # What later sources have besides can only be given by name, so every call of the original stays one.
+        if (one.name, one.kind)
+        not in {(name, one.KEYWORD_ONLY) for name in ("context_parallel_size", "cp_backend")}
+    ]
+
+
+@pytest.mark.oracle("fairscale")
+def test_every_public_name_is_there_with_the_same_signature() -> None:
+    seen = set()
+    for part in PARTS:
+        theirs = oracle(part)
+        ours = importlib.import_module(f"namedmesh.compat.fairscale.{part}")
+        for name, value in vars(theirs).items():
+            if name.startswith("_") or getattr(value, "__module__", "") != theirs.__name__:
+                continue
+            seen.add(name)
+            assert parameters(getattr(ours, name)) == parameters(value), name
+            if inspect.isclass(value):
+                for method, function in vars(value).items():
+                    if inspect.isfunction(function) and method != "__init__":
+                        assert parameters(getattr(getattr(ours, name), method)) == parameters(function), name
+    assert len(seen) == 25
+    package = importlib.import_module("fairscale.nn.model_parallel")
+    exported = {name for name, value in vars(package).items() if callable(value) and name in seen}
+    assert exported <= set(dir(fairscale))
+    variables = {name for name in vars(oracle()) if name.isupper() and name.startswith("_")}
+    assert variables <= set(state.VARIABLES) <= set(dir(state))
+
+
+def test_every_name_that_is_exported_is_there() -> None:
+    for module in (fairscale, *(getattr(fairscale, part) for part in PARTS)):
+        assert len(module.__all__) == len(set(module.__all__))
+        for name in module.__all__:
+            assert getattr(module, name) is not None
+
+
+# --- the groups ---------------------------------------------------------------------------------------------
+
+GROUPS = ("get_model_parallel_group", "get_data_parallel_group", "get_pipeline_parallel_group")
+NUMBERS = (
+    "get_model_parallel_rank",
+    "get_model_parallel_world_size",
+    "get_model_parallel_src_rank",
+    "get_data_parallel_rank",
+    "get_data_parallel_world_size",
+    "get_pipeline_parallel_ranks",
+    "model_parallel_is_initialized",
+)
+
+
+def answers(module: Any) -> dict[str, Any]:
+    told = {name: getattr(module, name)() for name in NUMBERS}
+    return told | {name: dist.get_process_group_ranks(getattr(module, name)()) for name in GROUPS}
+
+
+def outcome(module: Any, *sizes: int) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module.initialize_model_parallel(*sizes)
+        return answers(module)
+    except Exception as error:  # noqa: BLE001  which one is what is compared
+        return next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
+    finally:
+        module.destroy_model_parallel()
+
+
+@pytest.mark.oracle("fairscale")
+def test_the_same_groups_in_random_configurations() -> None:
+    source = random.Random(4)
+    theirs = oracle()
+    valid = refused = cut = 0
+    while valid < 150:
+        world = source.choice((1, 2, 4, 6, 8, 12, 16, 24, 32))
+        sizes = source.choice((1, 2, 3, 4, 6, 8, 16)), source.choice((1, 1, 2, 3, 4))
+        for rank in {0, world - 1, source.randrange(world)}:
+            with fake_world(world, rank):
+                told = [outcome(module, *sizes) for module in (theirs, state)]
+            assert told[0] == told[1], (world, rank, sizes)
+        valid += isinstance(told[0], dict)
+        refused += not isinstance(told[0], dict)
+        cut += isinstance(told[0], dict) and sizes[0] > world
+    assert refused > 20
+    assert cut > 10
+
+
+def sums_on_gloo(sizes: tuple[int, int]) -> Any:
+    before = live_groups()
+    theirs = outcome(oracle(), *sizes)
+    after_theirs = live_groups()
+    state.initialize_model_parallel(*sizes)
+    told = answers(state)
+    sums = []
+    for name in (*GROUPS, "get_context_parallel_group"):
+        group = getattr(state, name)()
+        tensor = torch.tensor([float(dist.get_rank())])
+        dist.all_reduce(tensor, group=group)
+        sums.append(tensor.item() == sum(dist.get_process_group_ranks(group)))
+    state.destroy_model_parallel()
+    return theirs == told, all(sums), live_groups() == after_theirs >= before
+
+
+@pytest.mark.oracle("fairscale")
+@pytest.mark.usefixtures("_imported")
+@pytest.mark.parametrize("sizes", [(2, 2), (4, 1), (1, 4), (8, 1)])
+def test_the_same_groups_on_gloo(sizes: tuple[int, int]) -> None:
+    assert run_ranks(8, sums_on_gloo, sizes) == [(True, True, True)] * 8
+
+
+def test_context_parallel_groups_and_the_lists_of_ranks() -> None:
+    for rank in range(16):
+        with fake_world(16, rank):
+            state.initialize_model_parallel(2, 2, context_parallel_size=2)
+            dp, pp, cp, tp = rank // 8, rank // 4 % 2, rank // 2 % 2, rank % 2
+            assert state.get_model_parallel_ranks() == [8 * dp + 4 * pp + 2 * cp + one for one in range(2)]
+            assert state.get_context_parallel_ranks() == [8 * dp + 4 * pp + 2 * one + tp for one in range(2)]
+            assert state.get_pipeline_parallel_ranks() == [8 * dp + 4 * one + 2 * cp + tp for one in range(2)]
+            assert state.get_data_parallel_ranks() == [8 * one + 4 * pp + 2 * cp + tp for one in range(2)]
+            assert (state.get_context_parallel_rank(), state.get_context_parallel_world_size()) == (cp, 2)
+            assert state.get_model_parallel_src_rank() == rank - tp
+            state.destroy_model_parallel()
+
+
+def test_a_size_above_the_world_is_cut_down() -> None:
+    with fake_world(2):
+        with pytest.warns(UserWarning, match="is 8") as caught:
+            fairscale.initialize_model_parallel(8)
+        assert fairscale.get_model_parallel_world_size() == 2
+    assert str(caught[0].message) == (
+        "model_parallel_size_ is 8, but the world has 2 ranks; fairscale's initialize_model_parallel goes on with 2"
+    )
+    assert caught[0].filename == __file__
+
+
+# --- the mesh behind them -----------------------------------------------------------------------------------
+
+
+def test_the_accessors_and_the_mesh_hand_out_the_same_groups() -> None:
+    with fake_world(16, 5):
+        fairscale.initialize_model_parallel(2, 2)
+        mesh = fairscale.current_mesh()
+        assert mesh is namedmesh.current_mesh()
+        assert str(mesh.layout) == "dp=4 x pp=2 x cp=1 x tp=2 (16 ranks)"
+        assert fairscale.get_model_parallel_group() is mesh["tp"].get_group()
+        assert fairscale.get_data_parallel_group() is mesh.group("dp")
+        assert fairscale.get_pipeline_parallel_group() is mesh.group("pp")
+
+
+def shared(mesh: namedmesh.NamedMesh) -> list[bool]:
+    """Whether three dialects that are bound to a mesh hand out the same objects."""
+    ps, tp = megatron.parallel_state, ezpz.tp
+    return [
+        fairscale.current_mesh() is megatron.current_mesh() is ezpz.current_mesh() is mesh,
+        fairscale.get_model_parallel_group()
+        is ps.get_tensor_model_parallel_group()
+        is tp.get_tensor_parallel_group(),
+        "tp" not in mesh.layout or mesh.group("tp") is fairscale.get_model_parallel_group(),
+        fairscale.get_data_parallel_group() is ps.get_data_parallel_group() is tp.get_data_parallel_group(),
+        fairscale.get_pipeline_parallel_group()
+        is ps.get_pipeline_model_parallel_group()
+        is tp.get_pipeline_parallel_group(),
+        fairscale.get_context_parallel_group()
+        is ps.get_context_parallel_group()
+        is tp.get_context_parallel_group(),
+    ]
+
+
+BOUND: tuple[dict[str, int], ...] = (
+    {"pp": 2, "dp": 2, "tp": 2},
+    {"tp": 2, "cp": 2, "dp": 2},
+    {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+    {"dp": 8},
+)
+
+
+def bind_all(sizes: dict[str, int], order: list[int]) -> list[bool]:
+    mesh = namedmesh.init_mesh(namedmesh.Layout(**sizes), device="cpu")
+    dialects: list[Any] = [fairscale, megatron, ezpz]
+    for one in order:
+        dialects[one].bind(mesh)
+    told = shared(mesh)
+    held = len(mesh.communicators)
+    for dialect in dialects:
+        dialect.bind(mesh)
+    told.append(len(mesh.communicators) == held)
+    mesh.close()
+    return [*told, nobody_answers()]
+
+
+def nobody_answers() -> bool:
+    return not (
+        fairscale.model_parallel_is_initialized()
+        or megatron.parallel_state.is_initialized()
+        or ezpz.tp.tensor_parallel_is_initialized()
+    )
+
+
+@pytest.mark.parametrize("sizes", BOUND)
+@pytest.mark.parametrize("order", [[0, 1, 2], [1, 2, 0], [2, 0, 1]])
+def test_dialects_that_are_bound_to_one_mesh_share_its_groups(
+    sizes: dict[str, int], order: list[int]
+) -> None:
+    with fake_world(8, 5):
+        assert bind_all(sizes, order) == [True] * 8
+
+
+def test_dialects_share_groups_on_gloo() -> None:
+    for told in run_ranks(8, bind_all, BOUND[2], [1, 0, 2]):
+        assert told == [True] * 8
+
+
+def test_with_switches_between_meshes() -> None:
+    with fake_world(8, 5):
+        first = namedmesh.init_mesh(dp=-1, tp=2, device="cpu")
+        second = namedmesh.init_mesh(dp=-1, tp=4, device="cpu")
+        stranger = namedmesh.init_mesh(dp=8, device="cpu")
+        fairscale.bind(first)
+        layer = fairscale.ColumnParallelLinear(4, 8)
+        with fairscale.bind(second) as bound:
+            assert bound is second is fairscale.current_mesh()
+            assert fairscale.get_model_parallel_world_size() == 4
+            state._PIPELINE_PARALLEL_RANKS = "patched"
+            with first:
+                assert fairscale.get_model_parallel_world_size() == 2
+                assert state._PIPELINE_PARALLEL_RANKS == [5]
+                layer(torch.zeros(1, 4))
+            assert state._PIPELINE_PARALLEL_RANKS == "patched"  # it stays with its mesh
+            with pytest.raises(AssertionError) as caught:
+                layer(torch.zeros(1, 4))
+        assert str(caught.value) == (
+            "ColumnParallelLinear was made as rank 1 of 2, and is used as rank 1 of 4; use it with the mesh that it was "
+            "made with, or make it anew"
+        )
+        assert fairscale.get_model_parallel_world_size() == 2
+        with stranger, pytest.raises(AssertionError, match="is not initialised; call initialize_model_paral"):
+            fairscale.get_model_parallel_world_size()
+        fairscale.unbind()
+        assert not fairscale.model_parallel_is_initialized()
+        for mesh in (first, second, stranger):
+            mesh.close()
+
+
+def test_a_bound_mesh_is_not_closed() -> None:
+    with fake_world(8):
+        mesh = namedmesh.init_mesh(dp=-1, tp=2, device="cpu")
+        fairscale.bind(mesh)
+        fairscale.destroy_model_parallel()
+        assert not mesh.closed
+        mesh.close()
+
+
+def make_and_destroy() -> list[int]:
+    counts = []
+    for _ in range(10):
+        fairscale.initialize_model_parallel(2, 2)
+        layer = fairscale.layers.RowParallelLinear(4, 4)
+        layer(torch.ones(1, 4)).sum().backward()
+        fairscale.destroy_model_parallel()
+        counts.append(live_groups())
+    return counts
+
+
+def test_ten_times_leave_nothing_behind() -> None:
+    assert run_ranks(4, make_and_destroy) == [[1] * 10] * 4
+
+
+# --- the variables ------------------------------------------------------------------------------------------
+
+
+def test_variables_can_be_assigned() -> None:
+    with fake_world(8, 3):
+        fairscale.initialize_model_parallel(4)
+        mesh = fairscale.current_mesh()
+        assert state._MODEL_PARALLEL_GROUP is mesh.group("tp")
+        assert state._DATA_PARALLEL_GROUP is mesh.group("dp")
+        assert state._PIPELINE_PARALLEL_RANKS == [3]
+        state._MODEL_PARALLEL_GROUP = mesh.group("dp")
+        assert fairscale.get_model_parallel_group() is mesh.group("dp")
+        assert fairscale.get_model_parallel_world_size() == 2
+        assert fairscale.get_model_parallel_ranks() == [3, 7]
+        assert fairscale.get_model_parallel_src_rank() == 3
+        assert fairscale.ColumnParallelLinear(4, 6).weight.shape == (3, 4)
+        del state._MODEL_PARALLEL_GROUP
+        assert fairscale.get_model_parallel_world_size() == 4
+        state._DATA_PARALLEL_GROUP = None
+        assert not fairscale.model_parallel_is_initialized()
+        with pytest.raises(AssertionError, match="the data-parallel group is not there: it was set to None"):
+            fairscale.get_data_parallel_group()
+        fairscale.destroy_model_parallel()
+        assert [getattr(state, name) for name in state.VARIABLES] == [None] * 6
+        state._MODEL_PARALLEL_GROUP = dist.group.WORLD  # without any mesh
+        assert fairscale.get_model_parallel_rank() == 3
+        with pytest.raises(
+            AssertionError, match="initialised already, for groups that were assigned by hand"
+        ):
+            fairscale.initialize_model_parallel(2)
+        fairscale.destroy_model_parallel()
+    with pytest.raises(AttributeError, match="has no attribute '_TENSOR_PARALLEL_GROUP'"):
+        state._TENSOR_PARALLEL_GROUP  # noqa: B018
+
+
+def test_a_stand_in_that_cannot_say_much() -> None:
+    with fake_world(8, 5):
+        state._MODEL_PARALLEL_GROUP = "mine"
+        assert fairscale.get_model_parallel_group() == "mine"  # type: ignore[comparison-overlap]
+        with pytest.raises(AssertionError, match="the size of the model-parallel group is not there"):
+            fairscale.get_model_parallel_world_size()
+
+        class Four:
+            def size(self) -> int:
+                return 4
+
+        state._MODEL_PARALLEL_GROUP = Four()
+        assert fairscale.get_model_parallel_src_rank() == 4
+        fairscale.destroy_model_parallel()
+
+
+# --- layers -------------------------------------------------------------------------------------------------
+
+V, H, OUT = 16, 12, 24
+INIT: Callable[[Tensor], Tensor] = nn.init.normal_
+# (layer, arguments, what it is given)
+LAYERS: dict[str, tuple[str, tuple[int, int], dict[str, Any], str]] = {
+    "column": ("ColumnParallelLinear", (H, OUT), {"keep_master_weight_for_test": True}, "whole"),
+    "column, no gather": ("ColumnParallelLinear", (H, OUT), {"gather_output": False}, "whole"),
+    "column, no bias": ("ColumnParallelLinear", (H, OUT), {"bias": False}, "whole"),
+    "column, stride": (
+        "ColumnParallelLinear",
+        (H, OUT),
+        {"stride": 3, "keep_master_weight_for_test": True},
+        "whole",
+    ),
+    "row": ("RowParallelLinear", (H, OUT), {"keep_master_weight_for_test": True}, "whole"),
+    "row, parallel input": ("RowParallelLinear", (H, OUT), {"input_is_parallel": True}, "piece"),
+    "row, no bias": ("RowParallelLinear", (H, OUT), {"bias": False}, "whole"),
+    "row, stride": ("RowParallelLinear", (H, OUT), {"stride": 3, "keep_master_weight_for_test": True}, "whole"),
+    "vocabulary": ("VocabParallelEmbedding", (V, H), {}, "ids"),
+    "vocabulary, padding": ("VocabParallelEmbedding", (V, H), {"padding_idx": 0}, "ids of the first"),
+    "vocabulary, norm": ("VocabParallelEmbedding", (V, H), {"max_norm": 1.5, "norm_type": 3.0}, "ids"),
+    "vocabulary, frequency": ("VocabParallelEmbedding", (V, H), {"scale_grad_by_freq": True}, "ids, no first"),
+    "vocabulary, sparse": ("VocabParallelEmbedding", (V, H), {"sparse": True}, "ids"),
+    "features": ("ParallelEmbedding", (V, H), {}, "ids"),
+    "features, padding": ("ParallelEmbedding", (V, H), {"padding_idx": 3}, "ids"),
+    "features, frequency": ("ParallelEmbedding", (V, H), {"scale_grad_by_freq": True}, "ids"),
+    "features, sparse": ("ParallelEmbedding", (V, H), {"sparse": True}, "ids"),
+}  # fmt: skip
+
+
+def numbers(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def given(kind: str) -> Tensor:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = numbers(5, 3, H, seed=1)
+    if kind == "whole":
+        return whole
+    if kind == "piece":
+        return whole.chunk(size, -1)[rank].contiguous()
+    ids = torch.randint(0, V, (4, 6), generator=torch.Generator().manual_seed(2))
+    if kind == "ids of the first":  # the original takes the padding id for one of each rank's part
+        return ids % (V // size)
+    if kind == "ids, no first":  # it counts the others' ids as the first of its part
+        return torch.where(ids % (V // size) == 0, ids + 1, ids)
+    return ids
+
+
+def apart(one: Tensor | None, other: Tensor | None) -> float:
+    if one is None or other is None:
+        return 0.0 if one is other else float("inf")
+    if one.shape != other.shape or one.dtype != other.dtype or one.is_sparse != other.is_sparse:
+        return float("inf")
+    one, other = (each.detach().to_dense() if each.is_sparse else each.detach() for each in (one, other))
+    return (one - other).abs().max().item()
+
+
+def run_layer(layer: Any, value: Tensor) -> list[Tensor | None]:
+    value = value.clone().requires_grad_(value.is_floating_point())
+    output = layer(value * 1 if value.is_floating_point() else value)
+    assert isinstance(output, Tensor)
+    # Gathered or summed, every rank goes on with the same; otherwise each with its own.
+    same = output.shape[-1] in {H, OUT}
+    output_gradient = numbers(*output.shape, seed=3 if same else 4 + dist.get_rank())
+    kept = output.detach().clone()
+    (output * output_gradient).sum().backward()
+    return [kept, value.grad, *(one.grad for one in layer.parameters()), *layer.parameters()]
+
+
+def compare_layers() -> dict[str, Any]:
+    torch.set_default_dtype(torch.float64)
+    found: dict[str, Any] = {}
+    modules = [(oracle(), oracle("layers")), (state, fairscale.layers)]
+    for start, _ in modules:
+        start.initialize_model_parallel(dist.get_world_size())
+    for name, (kind, sizes, arguments, value) in LAYERS.items():
+        layers = []
+        for _, module in modules:
+            torch.manual_seed(7)
+            layers.append(getattr(module, kind)(*sizes, init_method=INIT, **arguments))
+        theirs, ours = layers
+        told = found[name] = {
+            "weights": torch.equal(theirs.weight, ours.weight),
+            "bias": apart(getattr(theirs, "bias", None), getattr(ours, "bias", None)),
+            "master": apart(getattr(theirs, "master_weight", None), ours.master_weight),
+            "state": list(theirs.state_dict()) == list(ours.state_dict()),
+            "attributes": {
+                key: value
+                for key, value in vars(theirs).items()
+                if not key.startswith("_")
+                and key not in {"training", "master_weight"}
+                and getattr(ours, key) != value
+            },
+        }
+        if hasattr(theirs, "get_master_weight"):
+            told["gathered"] = apart(theirs.get_master_weight(), ours.get_master_weight())
+        if getattr(ours, "bias", None) is not None:
+            for layer in layers:
+                layer.bias.data = numbers(*layer.bias.shape, seed=9)
+        results = [run_layer(layer, given(value)) for layer in layers]
+        if "norm" in name:  # it also shortens the first of each part, for the ids that are elsewhere
+            results[0].pop()
+            results[1].pop()
+        told["apart"] = max(apart(*pair) for pair in zip(*results, strict=True))
+        told["gradients"] = sum(one is not None for one in results[1][1 : 2 + len(list(ours.parameters()))])
+    for start, _ in modules:
+        start.destroy_model_parallel()
+    return found
+
+
+@pytest.mark.oracle("fairscale")
+@pytest.mark.usefixtures("_imported")
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_layers_are_the_originals(world_size: int) -> None:
+    for found in run_ranks(world_size, compare_layers):
+        assert list(found) == list(LAYERS)
+        for name, told in found.items():
+            assert told["apart"] < 1e-12, name
+            assert told["weights"], name
+            assert told["bias"] == told.get("gathered", 0) == 0, name
+            # On one rank the original keeps the parameter itself, and registers it a second time.
+            assert (told["master"] == 0 and told["state"]) or world_size == 1, name
+            # The original takes another argument for the type of the norm.
+            assert set(told["attributes"]) == ({"norm_type"} if "features" in name else set()), name
+            tensors = (
+                1 if "Embedding" in LAYERS[name][0] else 2 if "no bias" in name else 3
+            )  # input, weight, bias
+            assert told["gradients"] == tensors, name
+
+
+def compare_double() -> list[float]:
+    """Frozen weights, copies, and a state that goes from one to the other."""
+    torch.set_default_dtype(torch.float64)
+    found = []
+    for start in (oracle(), state):
+        start.initialize_model_parallel(dist.get_world_size())
+    theirs = oracle("layers").ColumnParallelLinear(H, OUT)
+    ours = fairscale.layers.ColumnParallelLinear(H, OUT)
+    ours.load_state_dict(theirs.state_dict())
+    for layer in (theirs, ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):  # noqa: S301  our own
+        layer.weight.requires_grad_(False)
+        found.append(run_layer(layer, given("whole")))
+    told = [
+        apart(*pair)
+        for others in found[1:]
+        for pair in zip(found[0], others, strict=True)
+        if pair[0] is not None
+    ]
+    for start in (oracle(), state):
+        start.destroy_model_parallel()
+    return told
+
+
+@pytest.mark.oracle("fairscale")
+@pytest.mark.usefixtures("_imported")
+def test_layers_can_be_frozen_copied_and_pickled() -> None:
+    for found in run_ranks(2, compare_double):
+        assert len(found) == 15
+        assert max(found) < 1e-12
+
+
+def where_they_differ() -> dict[str, list[bool]]:
+    """For options of the embeddings: whether each has the gradient, or the output, of one whole embedding."""
+    torch.set_default_dtype(torch.float64)
+    ids = torch.arange(V).repeat(2)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for start in (oracle(), state):
+        start.initialize_model_parallel(size)
+    found = {}
+    for name, kind, dim, options in (
+        ("padding", "VocabParallelEmbedding", 0, {"padding_idx": 0}),
+        ("frequency", "VocabParallelEmbedding", 0, {"scale_grad_by_freq": True}),
+        ("norm", "ParallelEmbedding", 1, {"max_norm": 1.0}),
+    ):
+        whole = nn.Embedding(V, H, **options)
+        layers = [getattr(module, kind)(V, H, **options) for module in (oracle("layers"), fairscale.layers)]
+        with torch.no_grad():
+            whole.weight.copy_(numbers(V, H, seed=5))
+            for layer in layers:
+                layer.weight.copy_(whole.weight.chunk(size, dim)[rank])
+        outputs = [layer(ids) for layer in (whole, *layers)]
+        for output in outputs:
+            output.sum().backward()
+        assert whole.weight.grad is not None
+        gradient = whole.weight.grad.chunk(size, dim)[rank]
+        found[name] = [
+            max(apart(layer.weight.grad, gradient), apart(output, outputs[0])) < 1e-12
+            for layer, output in zip(layers, outputs[1:], strict=True)
+        ]
+    for start in (oracle(), state):
+        start.destroy_model_parallel()
+    return found
+
+
+@pytest.mark.oracle("fairscale")
+@pytest.mark.usefixtures("_imported")
+def test_embeddings_are_whole_ones_where_the_originals_are_not() -> None:
+    """It freezes a vector of each rank's part, counts ids that are elsewhere, and takes a norm of pieces."""
+    first, second = run_ranks(2, where_they_differ)
+    assert first == {"padding": [True, True], "frequency": [False, True], "norm": [False, True]}
+    assert second == {"padding": [False, True], "frequency": [False, True], "norm": [False, True]}
+
+
+# --- mappings and the loss ----------------------------------------------------------------------------------
+
+
+def mapped(function: Callable[[Tensor], Tensor], value: Tensor) -> list[Tensor | None]:
+    value = value.clone().requires_grad_()
+    output = function(value * 1)
+    kept = output.detach().clone()
+    (output * numbers(*output.shape, seed=5 + dist.get_rank())).sum().backward()
+    return [kept, value.grad]
+
+
+def compare_mappings() -> dict[str, float]:
+    for start in (oracle(), state):
+        start.initialize_model_parallel(dist.get_world_size())
+    found = {}
+    for name in fairscale.mappings.__all__:
+        value = numbers(3, 2, 8, seed=1 if name.startswith(("copy", "scatter")) else dist.get_rank())
+        results = [
+            mapped(getattr(module, name), value) for module in (oracle("mappings"), fairscale.mappings)
+        ]
+        assert results[1][1] is not None
+        found[name] = max(apart(*pair) for pair in zip(*results, strict=True))
+    parts = numbers(3, 2, 8, seed=dist.get_rank()) * 3
+    target = torch.randint(0, 8 * dist.get_world_size(), (3, 2), generator=torch.Generator().manual_seed(1))
+    for dtype in (torch.float64, torch.float32):
+        results = []
+        for module in (oracle("cross_entropy"), fairscale.cross_entropy):
+            value = parts.to(dtype, copy=True).requires_grad_()
+            loss = module.vocab_parallel_cross_entropy(value * 1, target)
+            (loss * numbers(3, 2, seed=4)).sum().backward()
+            results.append([loss, value.grad])
+        found[f"{dtype}"] = max(apart(*pair) for pair in zip(*results, strict=True))
+    whole = [torch.empty_like(parts) for _ in range(dist.get_world_size())]
+    dist.all_gather(whole, parts)
+    expected = F.cross_entropy(torch.cat(whole, -1).flatten(0, 1), target.flatten(), reduction="none")
+    kept = parts.clone()
+    loss = fairscale.vocab_parallel_cross_entropy(parts, target)
+    found["whole"] = apart(loss.flatten(), expected) + apart(parts, kept)
+    for start in (oracle(), state):
+        start.destroy_model_parallel()
+    return found
+
+
+@pytest.mark.oracle("fairscale")
+@pytest.mark.usefixtures("_imported")
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_mappings_and_loss_are_the_originals(world_size: int) -> None:
+    for found in run_ranks(world_size, compare_mappings):
+        assert len(found) == 7
+        for name, distance in found.items():
+            assert distance < (1e-5 if name == "torch.float32" else 1e-12), name
+
+
+def reduce_twice() -> tuple[list[float], float]:
+    fairscale.initialize_model_parallel(2)
+    value = torch.ones(2)
+    total = fairscale.reduce_from_model_parallel_region(value)
+    fairscale.destroy_model_parallel()
+    return value.tolist(), total.sum().item()
+
+
+def test_a_reduction_leaves_its_input_as_it_is() -> None:
+    assert run_ranks(2, reduce_twice) == [([1.0, 1.0], 4.0)] * 2
+
+
+# --- unmodified code ----------------------------------------------------------------------------------------
+
+
+def forget_fairscale(present: bool) -> None:
+    """In a forked rank: as if fairscale had not been imported yet, or were not installed."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fairscale"]:
+        del sys.modules[name]
+    if not present:
+        exec(without("fairscale"), {})  # noqa: S102  our own
+
+
+def train_llama(ours: bool, present: bool) -> tuple[bool, list[float], dict[str, Any], bool]:
+    """Losses and final weights, as lists, of three steps of the reference-style model."""
+    warnings.simplefilter("ignore" if present else "error")
+    forget_fairscale(present)
+    if ours:
+        fairscale.install()
+    llama = importlib.import_module("old_llama")
+    rank, size = llama.setup(dist.get_world_size()), dist.get_world_size()
+    torch.set_default_dtype(torch.float64)
+    model = llama.Transformer()
+    dims = {"wo": 1, "w2": 1, "tok_embeddings": 1}
+    with torch.no_grad():
+        for seed, (name, parameter) in enumerate(model.named_parameters()):
+            if "norm" in name:
+                continue
+            dim = dims.get(name.split(".")[-2], 0)
+            shape = [length * (size if at == dim else 1) for at, length in enumerate(parameter.shape)]
+            parameter.copy_(numbers(*shape, seed=seed).chunk(size, dim)[rank] * 0.2)
+    tokens = torch.randint(0, llama.VOCAB, (2, 8), generator=torch.Generator().manual_seed(0))
+    losses = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(3):
+        loss = F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    weights = {name: (parameter.detach().tolist()) for name, parameter in model.named_parameters()}
+    used = llama.ColumnParallelLinear is fairscale.layers.ColumnParallelLinear
+    made = present or sys.modules["fairscale.nn.model_parallel"] is fairscale
+    llama.fs_init.destroy_model_parallel()
+    return used, losses, weights, made
+
+
+def check_llama(ranks: list[Any], alone: Any) -> None:
+    dims = {"wo": 1, "w2": 1, "tok_embeddings": 1}
+    for _, losses, _, _ in ranks:
+        assert losses == pytest.approx(alone[1], abs=1e-12)
+    assert alone[1][-1] < alone[1][0]
+    for name, whole in alone[2].items():
+        pieces = [torch.tensor(weights[name], dtype=torch.float64) for _, _, weights, _ in ranks]
+        joined = pieces[0] if "norm" in name else torch.cat(pieces, dims.get(name.split(".")[-2], 0))
+        assert apart(joined, torch.tensor(whole, dtype=torch.float64)) < 1e-12, name
+
+
+def test_an_unmodified_llama_trains_on_two_ranks_as_on_one() -> None:
+    alone = run_ranks(1, train_llama, True, False)[0]
+    ranks = run_ranks(2, train_llama, True, False)
+    assert all(used and made for used, _, _, made in (alone, *ranks))
+    check_llama(ranks, alone)
+
+
+@pytest.mark.oracle("fairscale")
+def test_an_unmodified_llama_trains_as_on_fairscale() -> None:
+    originals = run_ranks(2, train_llama, False, True)
+    alone = run_ranks(1, train_llama, True, True)[0]
+    assert not any(used for used, _, _, _ in originals)
+    assert alone[0]
+    check_llama(originals, alone)
+    check_llama(run_ranks(2, train_llama, True, True), alone)
+
+
+def test_without_fairscale_the_import_paths_are_made_up() -> None:
+    code = without("fairscale") + textwrap.dedent("""
+        from namedmesh.compat import fairscale as ours
+        before = set(sys.modules)
+        ours.install()
+        ours.install()
+        import fairscale.nn.model_parallel.initialize as fs_init
+        import fairscale.nn.model_parallel as mpu
+        from fairscale.nn.model_parallel import get_model_parallel_rank, initialize, layers, mappings, utils
+        from fairscale.nn.model_parallel.cross_entropy import vocab_parallel_cross_entropy
+        assert fs_init is initialize is ours.initialize and mpu is ours and layers is ours.layers
+        import fairscale.nn.model_parallel.utils
+        assert fairscale.nn.model_parallel.utils is utils is ours.utils
+        ours.uninstall()
+        ours.uninstall()
+        assert set(sys.modules) == before
+        try:
+            import fairscale
+        except ModuleNotFoundError:
+            print("gone")
+    """)
+    assert run_python(code) == "gone\n"
+
+
+@pytest.mark.oracle("fairscale")
+def test_with_fairscale_its_own_modules_use_it() -> None:
+    code = """
+        import sys
+        from namedmesh.compat import fairscale as ours
+        ours.install()
+        import fairscale.nn.model_parallel.layers as layers
+        from fairscale.nn.model_parallel import get_model_parallel_group, random
+        from fairscale.nn.pipe import messages
+        assert layers is ours.layers and random.__file__.endswith("fairscale/nn/model_parallel/random.py")
+        assert get_model_parallel_group is ours.get_model_parallel_group
+        assert random.get_model_parallel_rank is ours.get_model_parallel_rank
+        assert messages.get_pipeline_parallel_group is ours.get_pipeline_parallel_group
+        ours.uninstall()
+        assert not [name for name in sys.modules if name.partition(".")[0] == "fairscale"]
+        from fairscale.nn.model_parallel import initialize, layers
+        assert initialize is not ours.initialize and layers.get_model_parallel_rank is initialize.get_model_parallel_rank
+        ours.install()
+    """
+    assert run_python(code, warnings="ignore") == ""
+
+
+@pytest.mark.oracle("fairscale")
+def test_installed_too_late_it_says_who_keeps_the_original() -> None:
+    code = """
+        import warnings
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import fairscale.nn.model_parallel
+        from namedmesh.compat import fairscale as ours
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ours.install()
+        text = str(caught[-1].message)
+        assert text.startswith("fairscale.nn.model_parallel, fairscale.nn.model_parallel.random, fairscale.nn.pipe"), text
+        assert text.endswith("; call install() before the first import of fairscale.nn.model_parallel"), text
+        from fairscale.nn.model_parallel import initialize
+        assert initialize is ours.initialize
+        ours.uninstall()
+        from fairscale.nn.model_parallel import initialize
+        assert initialize is not ours.initialize
+        print("said")
+    """
+    assert run_python(code) == "said\n"
+
+
+# --- mistakes -----------------------------------------------------------------------------------------------
+
+
+def in_world(size: int, call: Callable[[], Any]) -> Callable[[], Any]:
+    def inside() -> Any:
+        with fake_world(size):
+            return call()
+
+    return inside
+
+
+def started(call: Callable[[], Any]) -> Callable[[], Any]:
+    """On rank 0 of 4 model-parallel ranks."""
+
+    def inside() -> Any:
+        with fake_world(4):
+            fairscale.initialize_model_parallel(4)
+            return call()
+
+    return inside
+
+
+NOT_INITIALISED = (
+    " is not there: fairscale's model parallelism is not initialised; call initialize_model_parallel(...), or "
+    "namedmesh.compat.fairscale.bind(mesh) with a mesh that exists (once, on every rank)"
+)
+MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (
+        lambda: fairscale.initialize_model_parallel(1),
+        AssertionError,
+        "torch.distributed has no default group; call namedmesh.launch.init() or "
+        "torch.distributed.init_process_group() before initialize_model_parallel()",
+    ),
+    (
+        in_world(8, lambda: fairscale.initialize_model_parallel(2, 3)),
+        AssertionError,
+        "the world of 8 ranks cannot be divided by model_parallel_size_=2 x pipeline_length=3 x context_parallel_size=1 = 6; "
+        "change a size, or start another number of ranks",
+    ),
+    (
+        in_world(8, lambda: fairscale.initialize_model_parallel(0)),
+        AssertionError,
+        "model_parallel_size_=0, pipeline_length=1, context_parallel_size=1: each of the sizes has to be 1 or more",
+    ),
+    (
+        started(lambda: fairscale.initialize_model_parallel(2)),
+        AssertionError,
+        "fairscale's model parallelism is initialised already, for dp=1 x pp=1 x cp=1 x tp=4 (4 ranks); call the function that "
+        "destroys it first, or bind another mesh beside it with namedmesh.compat.fairscale.bind(mesh)",
+    ),
+    (fairscale.get_model_parallel_group, AssertionError, "the model-parallel group" + NOT_INITIALISED),
+    (
+        fairscale.get_pipeline_parallel_ranks,
+        AssertionError,
+        "the list of pipeline-parallel ranks" + NOT_INITIALISED,
+    ),
+    (
+        lambda: fairscale.ColumnParallelLinear(4, 4),
+        AssertionError,
+        "the tensor-parallel group" + NOT_INITIALISED,
+    ),
+    (
+        fairscale.current_mesh,
+        RuntimeError,
+        "fairscale's model parallelism is not bound to a mesh; call initialize_model_parallel(...) or bind(mesh) first",
+    ),
+    (
+        started(lambda: fairscale.ColumnParallelLinear(4, 10)),
+        AssertionError,
+        "out_features is 10, which cannot be cut into 4 equal pieces; use 8 or 12, or another multiple of 4",
+    ),
+    (
+        started(lambda: fairscale.RowParallelLinear(12, 4, stride=2)),
+        AssertionError,
+        "in_features is 12, which cannot be cut into 4 equal pieces for each of 2 blocks (the stride); use 8 or 16, or another "
+        "multiple of 8",
+    ),
+    (
+        started(lambda: fairscale.RowParallelLinear(4, 4)(torch.zeros(2, 6))),
+        AssertionError,
+        "the length of the last dim of the input is 6, which cannot be cut into 4 equal pieces; use 4 or 8, or another multiple "
+        "of 4",
+    ),
+    (
+        started(lambda: fairscale.VocabParallelEmbedding(65, 4)),
+        AssertionError,
+        "num_embeddings is 65, which cannot be cut into 4 equal pieces; use 64 or 68, or another multiple of 4",
+    ),
+    (
+        started(lambda: fairscale.ParallelEmbedding(8, 6)),
+        AssertionError,
+        "embedding_dim is 6, which cannot be cut into 4 equal pieces; use 4 or 8, or another multiple of 4",
+    ),
+    (
+        started(lambda: fairscale.ParallelEmbedding(8, 4, padding_idx=8)),
+        AssertionError,
+        "padding_idx is 8, and the ids run from 0 to 7; name one of them, or None",
+    ),
+    (
+        started(lambda: fairscale.scatter_to_model_parallel_region(torch.zeros(2, 6))),
+        AssertionError,
+        "the length of dim -1 of a tensor of shape (2, 6) is 6, which cannot be cut into 4 equal pieces; use 4 or 8, or another "
+        "multiple of 4",
+    ),
+    (
+        started(lambda: fairscale.vocab_parallel_cross_entropy(torch.zeros(2, 4), torch.zeros(3))),
+        AssertionError,
+        "the target has shape (3,) and the logits (2, 4); pass one id for each row of logits: shape (2,)",
+    ),
+    (
+        lambda: fairscale.utils.divide_and_check_no_remainder(10, 4),
+        AssertionError,
+        "10 is not divisible by 4; use 8 or 12, or another multiple of 4",
+    ),
+]
+
+
+@pytest.mark.parametrize("mistake", range(len(MISTAKES)))
+def test_mistakes_are_told(mistake: int) -> None:
+    call, kind, text = MISTAKES[mistake]
+    with pytest.raises(kind) as caught:
+        call()
+    assert isinstance(caught.value, NamedMeshError)
+    assert str(caught.value) == text
+
+
+def test_a_mistake_leaves_everything_as_it_was() -> None:
+    with fake_world(8):
+        before = live_groups()
+        with pytest.raises(AssertionError):
+            fairscale.initialize_model_parallel(3)
+        assert live_groups() == before
+        assert not fairscale.model_parallel_is_initialized()
+
+
+def test_meshes_that_fairscale_cannot_be_bound_to() -> None:
+    with fake_world(8):
+        mesh = namedmesh.init_mesh(dp=4, ep=2, device="cpu")
+        with pytest.raises(namedmesh.LayoutError) as caught:
+            fairscale.bind(mesh)
+        assert str(caught.value) == (
+            "axis 'ep' has no place in fairscale's groups, which are over pp, dp, cp, tp, dp_replicate, dp_shard; did you mean 'tp'?"
+        )
+        mesh.close()
+        with pytest.raises(namedmesh.MeshError, match="was closed; bind another one"):
+            fairscale.bind(mesh)
+        with pytest.raises(namedmesh.MeshError, match=r"bind\(\) got a int"):
+            fairscale.bind(3)  # type: ignore[arg-type]
+
+
+def disagree(sizes: list[int]) -> str:
+    try:
+        fairscale.initialize_model_parallel(sizes[dist.get_rank()])
+    except NamedMeshError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_differ_are_told_instead_of_hanging() -> None:
+    for text in run_ranks(4, disagree, [2, 2, 2, 4]):
+        assert text.startswith("model_parallel_size_ differs between ranks: 2 on ranks 0, 1, 2; 4 on rank 3")
+    *others, guilty = run_ranks(4, disagree, [2, 2, 2, 3])
+    assert "cannot be divided by model_parallel_size_=3" in guilty
+    assert all("rank 3 gave up on fairscale.initialize_model_parallel" in text for text in others)
