@@ -220,10 +220,9 @@ class ProcessTopology:
             >>> ProcessTopology(["x", "y"], [2, 3]).get_axis_list("y", 0)
             [0, 3]
         """
-        if axis not in self.axes:
-            raise LayoutError(self._unknown(axis))
-        place = place_of(idx, self.layout[self._names[axis]])
-        return [] if place is None else list(self.layout.where(**{self._names[axis]: place}))
+        name = self.mesh_axis(axis)
+        place = place_of(idx, self.layout[name])
+        return [] if place is None else list(self.layout.where(**{name: place}))
 
     def world_size(self) -> int:
         """The number of ranks.
@@ -244,6 +243,20 @@ class ProcessTopology:
         """
         coords = starmap(self.ProcessCoord, product(*map(range, self.layout.sizes)))
         return dict(zip(coords, self.layout.ranks, strict=True))
+
+    def mesh_axis(self, axis: str) -> str:
+        """The name that an axis has in :attr:`layout`, and so on a mesh made from it.
+
+        Raises:
+            LayoutError: the topology does not have the axis.
+
+        Example:
+            >>> ProcessTopology(["pipe", "expert"], [2, 2]).mesh_axis("pipe")
+            'pp'
+        """
+        if axis not in self._names:
+            raise LayoutError(self._unknown(axis))
+        return self._names[axis]
 
     def __str__(self) -> str:
         return str(self.mapping)
