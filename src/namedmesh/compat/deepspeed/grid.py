@@ -16,7 +16,7 @@ from namedmesh.errors import LayoutError, did_you_mean, listing
 from namedmesh.init import init_mesh
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from namedmesh.mesh import NamedMesh
 
@@ -151,7 +151,7 @@ class PipelineParallelGrid:
         return grid
 
     def _fill(
-        self, asked: Topology, ours: ProcessTopology, mesh: NamedMesh, axes: dict[str, tuple[str, ...]]
+        self, asked: Topology, ours: ProcessTopology, mesh: NamedMesh, axes: Mapping[str, tuple[str, ...]]
     ) -> None:
         """Take this rank's place and groups.
 

@@ -67,7 +67,7 @@ class ProcessTopology:
         self.axes = axes
         self.dims = dims
         self.layout = layout_of(axes, dims)
-        self.ProcessCoord = namedtuple("ProcessCoord", tuple(axes))  # type: ignore[misc]  # noqa: PYI024  a name per axis
+        self.ProcessCoord: Any = namedtuple("ProcessCoord", tuple(axes))  # type: ignore[misc]  # noqa: PYI024  a name per axis
         self._names = dict(zip(axes, self.layout.axes, strict=True))
 
     def get_rank(self, **coord_kwargs: int) -> int:
