@@ -4,38 +4,27 @@ from __future__ import annotations
 
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from namedmesh.agreement import agree
 from namedmesh.compat.deepspeed.places import checked_mesh, group_over, telling, topology_of
-from namedmesh.compat.deepspeed.topology import PipeDataParallelTopology, ProcessTopology, _prime_factors
+from namedmesh.compat.deepspeed.wanted import alternating, check_group, checked_topology
 from namedmesh.compat.errors import ContractAttributeError, ContractError, ContractTypeError
-from namedmesh.errors import LayoutError, did_you_mean, listing
+from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.init import init_mesh
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from namedmesh.compat.deepspeed.topology import ProcessTopology
+    from namedmesh.compat.deepspeed.wanted import Topology
     from namedmesh.mesh import NamedMesh
 
 __all__ = ["PipelineParallelGrid"]
 
 _CALL = "deepspeed.PipelineParallelGrid"
-
-
-class Topology(Protocol):
-    """What a grid asks of a topology: DeepSpeed's own are as good as ours."""
-
-    def get_axis_names(self) -> Sequence[str]:
-        """The names, slowest axis first."""
-
-    def get_dim(self, axis: str) -> int:
-        """The size of an axis."""
-
-    def get_coord(self, rank: int) -> Any:
-        """The coordinates of a rank."""
 
 
 class PipelineParallelGrid:
@@ -73,6 +62,7 @@ class PipelineParallelGrid:
 
     Example:
         >>> import namedmesh, torch.distributed as dist
+        >>> from namedmesh.compat.deepspeed import PipeDataParallelTopology
         >>> _ = namedmesh.launch.init("cpu")     # plain python: a world of one
         >>> grid = PipelineParallelGrid(PipeDataParallelTopology(num_pp=1, num_dp=1))
         >>> grid.stage_id, grid.p2p_groups, grid.mesh.layout
@@ -97,9 +87,9 @@ class PipelineParallelGrid:
             )
         world = dist.get_world_size()
         with telling(_CALL, range(world)):
-            _check_group(process_group, world)
-            asked = _alternating(world) if topology is None else topology
-            ours = _checked(asked, world, dist.get_rank())
+            check_group(process_group, world)
+            asked = alternating(world) if topology is None else topology
+            ours = checked_topology(asked, world, dist.get_rank())
         mesh = init_mesh(ours.layout)
         axes = {axis: (own,) for axis, own in zip(ours.axes, ours.layout.axes, strict=True)}
         try:
@@ -182,8 +172,6 @@ class PipelineParallelGrid:
         self.pp_group, self.pp_proc_group = members(axes["pipe"]), group_over(mesh, axes["pipe"])
         slices = axes.get("model", ())
         self.slice_group, self.slice_proc_group = members(slices), group_over(mesh, slices)
-        if self.model_parallel_size > 1:
-            self.mp_group: list[int] = []  # the original leaves it empty, whatever it was meant for
 
     @cached_property
     def dp_groups(self) -> list[list[int]]:
@@ -202,15 +190,31 @@ class PipelineParallelGrid:
         pipe = self._ranks.mesh_axis("pipe")
         return [[rank, layout.neighbour(rank, pipe)] for rank in layout.ranks]
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "model_groups" and "model_parallel_size" in vars(self) and self.model_parallel_size > 1:
-            self.model_groups = self._ranks.get_axis_comm_lists("model")
-            return self.model_groups
-        if name in {"model_groups", "mp_group"}:
+    @cached_property
+    def model_groups(self) -> list[list[int]]:
+        """The ranks of every group along model.
+
+        Raises:
+            ContractAttributeError: there is one rank along model; the original has no such attribute then.
+        """
+        self._check_cut("model_groups")
+        return self._ranks.get_axis_comm_lists("model")
+
+    @cached_property
+    def mp_group(self) -> list[int]:
+        """An empty list: the original never fills it.
+
+        Raises:
+            ContractAttributeError: there is one rank along model; the original has no such attribute then.
+        """
+        self._check_cut("mp_group")
+        return []
+
+    def _check_cut(self, name: str) -> None:
+        if self.model_parallel_size == 1:
             raise ContractAttributeError(
                 f"the grid has no {name}, because its model-parallel size is 1; DeepSpeed's has none then either"
             )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def close(self) -> None:
         """Destroy the groups that the grid made; those of a mesh that existed before stay."""
@@ -335,52 +339,3 @@ class PipelineParallelGrid:
 
     def _coordinate(self, axis: str) -> int:
         return int(getattr(self._ranks.get_coord(self.global_rank), axis))
-
-
-def _alternating(world: int) -> PipeDataParallelTopology:
-    """The topology for who names none: the prime factors of the world, to pipe and data in turns.
-
-    Example:
-        >>> _alternating(12)
-        PipeDataParallelTopology(axes=['pipe', 'data'], dims=[6, 2])
-    """
-    factors = _prime_factors(world)
-    return PipeDataParallelTopology(num_pp=prod(factors[::2]), num_dp=prod(factors[1::2]))
-
-
-def _checked(asked: Topology, world: int, rank: int) -> ProcessTopology:
-    """A topology that a grid can be of, as one of ours."""
-    ours = asked
-    if not isinstance(ours, ProcessTopology):
-        axes = asked.get_axis_names()
-        ours = ProcessTopology(axes, [asked.get_dim(axis) for axis in axes])
-    sizes = " x ".join(f"{axis}={ours.get_dim(axis)}" for axis in ours.axes)
-    if ours.world_size() != world:
-        raise ContractError(
-            f"the topology {sizes} has {ours.world_size()} ranks, but the world has {world}; change a size, or start "
-            "another number of ranks"
-        )
-    missing = [axis for axis in ("pipe", "data") if axis not in ours.axes]
-    if missing:
-        raise ContractAttributeError(
-            *(
-                f"the topology {sizes} has no axis {axis!r}; give it one, of size 1 if need be"
-                for axis in missing
-            )
-        )
-    theirs, expected = tuple(asked.get_coord(rank=rank)), tuple(ours.get_coord(rank))
-    if theirs != expected:
-        raise LayoutError(
-            f"the topology {sizes} has rank {rank} at {theirs}, and row-major order at {expected}; the last axis has to be "
-            "the fastest"
-        )
-    return ours
-
-
-def _check_group(group: object, world: int) -> None:
-    """The original takes a group and does not look at it; one of fewer ranks would be taken for more than it is."""
-    if isinstance(group, dist.ProcessGroup) and group.size() != world:
-        raise LayoutError(
-            f"process_group has the ranks {listing(dist.get_process_group_ranks(group))}, but a grid is over the whole "
-            f"world of {world} ranks (DeepSpeed's is, too, whatever group it is given); leave it out"
-        )

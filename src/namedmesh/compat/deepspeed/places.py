@@ -136,7 +136,7 @@ def group_over(mesh: NamedMesh, axes: Sequence[str]) -> dist.ProcessGroup:
     if ordered:
         return mesh.pool.make(layout, ordered, mesh.options_of(ordered))
     # The pool has a group of one for any axis of size 1.
-    alone = Layout.from_shape(("alone", *layout.axes), (1, *layout.sizes), rank_offset=layout.rank_offset)
+    alone = Layout(alone=1, others=layout.world_size, rank_offset=layout.rank_offset)
     return mesh.pool.make(alone, ("alone",), mesh.pool.defaults)
 
 
