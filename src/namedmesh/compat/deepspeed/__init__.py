@@ -24,7 +24,7 @@ from namedmesh.compat.deepspeed.topology import (
 if TYPE_CHECKING:
     from namedmesh.compat.deepspeed.grid import PipelineParallelGrid
     from namedmesh.compat.deepspeed.parameters import mark_parameters
-    from namedmesh.compat.deepspeed.unit import ModelParallelUnit, mpu
+    from namedmesh.compat.deepspeed.unit import ModelParallelUnit, SequenceParallelUnit, mpu
 
 __all__ = [
     "ModelParallelUnit",
@@ -32,6 +32,7 @@ __all__ = [
     "PipeModelDataParallelTopology",
     "PipelineParallelGrid",
     "ProcessTopology",
+    "SequenceParallelUnit",
     "mark_parameters",
     "mpu",
 ]
@@ -39,6 +40,7 @@ __all__ = [
 _LAZY = {
     "ModelParallelUnit": "unit",
     "PipelineParallelGrid": "grid",
+    "SequenceParallelUnit": "unit",
     "mark_parameters": "parameters",
     "mpu": "unit",
 }

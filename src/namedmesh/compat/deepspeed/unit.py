@@ -216,9 +216,18 @@ class ModelParallelUnit:
 class SequenceParallelUnit(ModelParallelUnit):
     """The unit of a mesh with an axis sp or cp: it also has the names that DeepSpeed's sequence parallelism asks for.
 
-    DeepSpeed sums gradients, and shards optimizer states, over the *sequence-data*-parallel ranks: those of the same
-    data- and sequence-parallel axes. It divides by the number of data-parallel ranks only, so each rank's loss has to
-    be its tokens' part of the whole sequence's.
+    DeepSpeed reduces gradients, and shards optimizer states, over the *sequence-data*-parallel ranks: those of the
+    data- and sequence-parallel axes together. Up to ZeRO stage 2 it divides the sum by the number of data-parallel
+    ranks only, so a rank's loss has to be its part of the mean over the sequence: the mean over its own tokens,
+    divided by the number of parts.
+
+    Stage 3 is different, and says nothing about it: ``deepspeed.initialize`` shards the parameters over the
+    data-parallel ranks alone, and the gradients of the parts are never added. Shard them before, over all ranks that
+    have the same ones; the loss is then the mean over a rank's own tokens, undivided::
+
+        group = unit.get_sequence_data_parallel_group()
+        deepspeed.zero.Init(module=model, data_parallel_group=group, config_dict_or_path=config, mpu=unit)
+        engine, *_ = deepspeed.initialize(model=model, mpu=unit, config=config)
     """
 
     def get_sequence_parallel_group(self) -> dist.ProcessGroup:
