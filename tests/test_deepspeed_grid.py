@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import random
+import subprocess
+import sys
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -540,3 +544,66 @@ def test_the_package_has_what_it_lists() -> None:
         assert getattr(deepspeed, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'initialize'"):
         deepspeed.initialize  # noqa: B018
+
+
+# Under the original's path.
+
+INSTALLED = """
+import sys
+from namedmesh.compat import deepspeed as ours
+ours.install()
+from deepspeed.runtime.pipe import ProcessTopology, module
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, _prime_factors
+assert ProcessTopology is ours.ProcessTopology
+assert PipelineParallelGrid is module.PipelineParallelGrid is ours.PipelineParallelGrid
+ours.uninstall()
+assert not [name for name in sys.modules if name.startswith("deepspeed")]
+"""
+ABSENT = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "deepspeed":
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+from namedmesh.compat import deepspeed as ours
+ours.install()
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+import deepspeed.runtime.pipe
+assert deepspeed.runtime.pipe.ProcessTopology is ours.ProcessTopology
+assert PipeDataParallelTopology is ours.PipeDataParallelTopology and "torch" not in sys.modules
+ours.uninstall()
+assert not [name for name in sys.modules if name.startswith("deepspeed")]
+"""
+
+
+def _python(code: str) -> tuple[int, str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src"), "DS_BUILD_OPS": "0"}
+    finished = subprocess.run(
+        [sys.executable, "-c", code], check=False, env=environment, capture_output=True, text=True
+    )
+    return finished.returncode, finished.stderr
+
+
+@pytest.mark.oracle("deepspeed")
+def test_deepspeed_imports_ours_once_installed() -> None:
+    code, words = _python(INSTALLED)
+    assert code == 0, words
+
+
+@pytest.mark.oracle("deepspeed")
+def test_installing_late_warns_and_can_be_undone(theirs: Any) -> None:
+    importlib.import_module("deepspeed.runtime.pipe.module")
+    with pytest.warns(
+        UserWarning, match=r"deepspeed\.runtime\.pipe\.module.* call install\(\) before the first import"
+    ):
+        deepspeed.install()
+    deepspeed.install()
+    assert sys.modules["deepspeed.runtime.pipe.topology"] is topology
+    deepspeed.uninstall()
+    assert sys.modules["deepspeed.runtime.pipe.topology"] is theirs
+
+
+def test_the_path_is_there_without_deepspeed_too() -> None:
+    code, words = _python(ABSENT)
+    assert code == 0, words

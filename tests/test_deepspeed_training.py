@@ -15,7 +15,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import namedmesh
 from namedmesh import PlanError
-from namedmesh.compat.deepspeed import SequenceParallelUnit, mark_parameters, mpu
+from namedmesh.compat.deepspeed import (
+    PipeDataParallelTopology,
+    PipelineParallelGrid,
+    SequenceParallelUnit,
+    mark_parameters,
+    mpu,
+)
 from namedmesh.compat.megatron.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -28,7 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 STEPS, SAMPLES, LENGTH, IDS, WIDTH = 6, 8, 6, 16, 8
-CLIP = 0.3  # below every norm, so that a wrong norm is a wrong step
+CLIP = 0.1  # below every norm, so that a wrong norm is a wrong step
 STAGES = (0, 1, 2, 3)
 TOLERANCE = 2e-6  # of float32, after six steps: DeepSpeed's stages 0 and 3 refuse float64
 
@@ -199,25 +205,92 @@ def test_zero_trains_clips_and_saves_as_one_process(tmp_path: Path) -> None:
             assert told[f"stage {stage}, unmarked"][0] < expected.norms[0] - 0.01, stage
 
 
-def _train_sequence_parallel(axis: str) -> dict[int, Told]:
-    mesh = namedmesh.init_mesh(namedmesh.Layout(dp=2, **{axis: 2}, tp=1))
+def _train_sequence_parallel() -> dict[tuple[str, int], Told]:
     told = {}
-    for stage in STAGES:
-        run = Run(mesh, stage)
-        run.steps(0, STEPS)
-        told[stage] = run.end()
-    mesh.close()
+    for axis in ("sp", "cp"):
+        mesh = namedmesh.init_mesh(namedmesh.Layout(dp=2, **{axis: 2}, tp=1))
+        for stage in STAGES if axis == "sp" else STAGES[1:2]:
+            run = Run(mesh, stage)
+            run.steps(0, STEPS)
+            told[axis, stage] = run.end()
+        dist.barrier()
+        mesh.close()
     return told
 
 
 @pytest.mark.oracle("deepspeed")
-@pytest.mark.parametrize("axis", ["sp", "cp"])
-def test_ranks_that_share_a_sequence_share_their_gradients(axis: str) -> None:
+def test_ranks_that_share_a_sequence_share_their_gradients() -> None:
     _quiet_deepspeed()
     expected = one_process()
-    for told in run_ranks(4, _train_sequence_parallel, axis, timeout=120):
-        for stage in STAGES:
-            assert near(told[stage], expected), stage
+    for told in run_ranks(4, _train_sequence_parallel, timeout=120):
+        assert len(told) == len(STAGES) + 1
+        for case, mine in told.items():
+            assert near(mine, expected), case
+
+
+# DeepSpeed's own pipelines, on a topology and a grid of ours.
+
+
+def stages() -> list[nn.Module]:
+    torch.manual_seed(0)
+    wide = 4 * WIDTH
+    first = [nn.Embedding(IDS, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, wide)]
+    return [*first, nn.GELU(), nn.Linear(wide, WIDTH), nn.Linear(WIDTH, IDS)]
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _train_pipeline() -> tuple[list[float], list[str]]:
+    _quiet_deepspeed()
+    deepspeed = importlib.import_module("deepspeed")
+    module = importlib.import_module("deepspeed.runtime.pipe.module")
+    vars(module)["PipelineParallelGrid"] = PipelineParallelGrid  # as install() does, for who calls it in time
+    deepspeed.init_distributed(dist_backend="gloo")
+    model = module.PipelineModule(
+        stages(), topology=PipeDataParallelTopology(2, 2), loss_fn=loss_of, partition_method="uniform"
+    )
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=made(model),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 2,
+            "gradient_clipping": CLIP,
+            "zero_optimization": {"stage": 1},
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": 1000,
+        },
+    )
+    grid = engine.grid
+    losses = []
+    for batch in batches():
+        ids, targets = (tensor.chunk(2)[grid.data_parallel_id].chunk(2) for tensor in batch)
+        losses.append(float(engine.train_batch(iter(zip(ids, targets, strict=True)))))
+    engine.destroy()
+    told = [type(grid).__module__, type(grid.topology()).__module__, repr(grid.mesh.layout)]
+    grid.close()
+    return losses, told
+
+
+@pytest.mark.oracle("deepspeed")
+def test_deepspeed_s_pipelines_run_on_our_grid() -> None:
+    _quiet_deepspeed()
+    model = nn.Sequential(*stages())
+    optimizer = made(model)
+    expected = []
+    for ids, targets in batches():
+        loss = loss_of(model(ids), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        assert nn.utils.clip_grad_norm_(model.parameters(), CLIP) > CLIP
+        optimizer.step()
+        expected.append(loss.item())
+    package = "namedmesh.compat.deepspeed"
+    for losses, told in run_ranks(4, _train_pipeline, timeout=120):
+        assert losses == pytest.approx(expected, abs=TOLERANCE)
+        assert told == [f"{package}.grid", f"{package}.topology", "Layout(pp=2, dp=2)"]
 
 
 def test_parameters_that_deepspeed_cannot_train_are_refused() -> None:

@@ -1,7 +1,9 @@
 """The DeepSpeed dialect: topologies, the pipeline grid and the model-parallel unit, over one NamedMesh.
 
-Three ways in, for code at different stages of a move:
+Four ways in, for code at different stages of a move:
 
+- *Unchanged code*: :func:`install` puts the dialect under ``deepspeed.runtime.pipe.topology``, so that DeepSpeed's own
+  pipelines work on it; call it before the first import of ``deepspeed``.
 - *Code that builds topologies*: :class:`ProcessTopology` and its kin. They need no process group and no torch.
 - *Code that builds a grid*: :class:`PipelineParallelGrid`, with the arguments of DeepSpeed's. It makes a mesh, and
   ``grid.mesh`` leads to it; :meth:`PipelineParallelGrid.from_mesh` takes one that exists.
@@ -20,6 +22,7 @@ from namedmesh.compat.deepspeed.topology import (
     PipeModelDataParallelTopology,
     ProcessTopology,
 )
+from namedmesh.compat.modules import Replacement
 
 if TYPE_CHECKING:
     from namedmesh.compat.deepspeed.grid import PipelineParallelGrid
@@ -33,8 +36,10 @@ __all__ = [
     "PipelineParallelGrid",
     "ProcessTopology",
     "SequenceParallelUnit",
+    "install",
     "mark_parameters",
     "mpu",
+    "uninstall",
 ]
 
 _LAZY = {
@@ -44,6 +49,40 @@ _LAZY = {
     "mark_parameters": "parameters",
     "mpu": "unit",
 }
+
+_REPLACEMENT = Replacement(
+    "deepspeed",
+    {"deepspeed.runtime.pipe.topology": f"{__name__}.topology"},
+    without=dict.fromkeys(("deepspeed.runtime", "deepspeed.runtime.pipe"), __name__),
+)
+
+
+def install() -> None:
+    """Put the dialect under ``deepspeed.runtime.pipe.topology``.
+
+    DeepSpeed's ``PipelineModule`` then makes grids of ours, and takes topologies of ours. Where DeepSpeed is not
+    installed, the module is made up with the packages that it is in. Call it before the first import of
+    ``deepspeed``; a second call does nothing.
+
+    Warns:
+        UserWarning: modules of DeepSpeed were imported before, and keep the original; it names them.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore")      # DeepSpeed may have been imported before
+        ...     install()
+        >>> import sys
+        >>> sys.modules["deepspeed.runtime.pipe.topology"].__name__
+        'namedmesh.compat.deepspeed.topology'
+        >>> uninstall()
+    """
+    _REPLACEMENT.install()
+
+
+def uninstall() -> None:
+    """Undo :func:`install`; modules that were imported in between are forgotten, and imported anew on demand."""
+    _REPLACEMENT.uninstall()
 
 
 def __getattr__(name: str) -> Any:
