@@ -152,11 +152,17 @@ class Run:
         return self.told
 
 
+def _engine_module() -> Any:
+    """Imported before the ranks are forked, so that not each of them does it."""
+    return importlib.import_module("deepspeed.runtime.engine")
+
+
 def _quiet_deepspeed() -> Any:
+    """In a rank: no warnings of DeepSpeed's, and nothing compiled."""
     warnings.simplefilter("ignore")
     # Its collectives in shared memory are compiled on first use, and nothing here is about them.
     vars(importlib.import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
-    return importlib.import_module("deepspeed.runtime.engine")
+    return _engine_module()
 
 
 def _train_all(folder: str) -> dict[str, Any]:
@@ -190,7 +196,7 @@ def near(told: Told, expected: Told) -> bool:
 
 @pytest.mark.oracle("deepspeed")
 def test_zero_trains_clips_and_saves_as_one_process(tmp_path: Path) -> None:
-    _quiet_deepspeed()
+    _engine_module()
     expected = one_process()
     assert min(expected.norms) > 2 * CLIP
     rest = Told(expected.losses[3:], expected.norms[3:])
@@ -220,7 +226,7 @@ def _train_sequence_parallel() -> dict[tuple[str, int], Told]:
 
 @pytest.mark.oracle("deepspeed")
 def test_ranks_that_share_a_sequence_share_their_gradients() -> None:
-    _quiet_deepspeed()
+    _engine_module()
     expected = one_process()
     for told in run_ranks(4, _train_sequence_parallel, timeout=120):
         assert len(told) == len(STAGES) + 1
@@ -276,7 +282,7 @@ def _train_pipeline() -> tuple[list[float], list[str]]:
 
 @pytest.mark.oracle("deepspeed")
 def test_deepspeed_s_pipelines_run_on_our_grid() -> None:
-    _quiet_deepspeed()
+    _engine_module()
     model = nn.Sequential(*stages())
     optimizer = made(model)
     expected = []

@@ -103,7 +103,8 @@ class ModelParallelUnit:
         elif "expert" in name:
             why = "DeepSpeed makes the groups of its experts itself"
         else:
-            why = f"it has what DeepSpeed asks of an mpu{did_you_mean(name, dir(self))}"
+            known = [each for each in dir(self) if each.startswith("get_")]
+            why = f"it has what DeepSpeed asks of an mpu{did_you_mean(name, known)}"
         raise ContractAttributeError(f"the mpu has no {name!r}: {why}")
 
     def __repr__(self) -> str:
