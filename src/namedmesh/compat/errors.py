@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from namedmesh.errors import NamedMeshError
 
-__all__ = ["ContractError", "ContractFileNotFoundError", "ContractKeyError", "ContractRuntimeError"]
+__all__ = [
+    "ContractAttributeError",
+    "ContractError",
+    "ContractFileNotFoundError",
+    "ContractIndexError",
+    "ContractKeyError",
+    "ContractRuntimeError",
+    "ContractTypeError",
+]
 
 
 class ContractError(NamedMeshError, AssertionError):
@@ -38,3 +46,20 @@ class ContractKeyError(NamedMeshError, KeyError):
 
 class ContractFileNotFoundError(NamedMeshError, FileNotFoundError):
     """A file that the legacy API opens and does not find."""
+
+
+class ContractAttributeError(NamedMeshError, AttributeError):
+    """A name that the legacy API looks up on an object that does not have it.
+
+    Example:
+        >>> isinstance(ContractAttributeError("no such axis here"), AttributeError)
+        True
+    """
+
+
+class ContractIndexError(NamedMeshError, IndexError):
+    """A sequence that is shorter than the legacy API takes for granted."""
+
+
+class ContractTypeError(NamedMeshError, TypeError):
+    """An argument of a kind that the legacy API cannot work with."""

@@ -1,0 +1,341 @@
+"""DeepSpeed's pipeline grid: where this rank stands in a topology, and its groups, over one NamedMesh."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from namedmesh.agreement import agree
+from namedmesh.compat.deepspeed.places import checked_mesh, group_over, telling, topology_of
+from namedmesh.compat.deepspeed.wanted import alternating, check_group, checked_topology
+from namedmesh.compat.errors import ContractAttributeError, ContractError, ContractTypeError
+from namedmesh.errors import LayoutError, did_you_mean
+from namedmesh.init import init_mesh
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from namedmesh.compat.deepspeed.topology import ProcessTopology
+    from namedmesh.compat.deepspeed.wanted import Topology
+    from namedmesh.mesh import NamedMesh
+
+__all__ = ["PipelineParallelGrid"]
+
+_CALL = "deepspeed.PipelineParallelGrid"
+
+
+class PipelineParallelGrid:
+    """Stages, replicas and tensor-parallel ranks, as DeepSpeed's pipelines and models ask for them; communicates.
+
+    Every rank of the world makes one, with the same topology. The groups are those of a :class:`namedmesh.NamedMesh`,
+    whose axes are called pp, dp and tp: no two of them have the same ranks.
+
+    Args:
+        topology: axes pipe and data, and possibly model and others. Left out, the prime factors of the number of
+            ranks go to pipe and data in turns.
+        process_group: taken for the original's sake: a group of all ranks, or None.
+
+    Attributes:
+        mesh: the mesh with the groups; it leads to everything else that namedmesh does.
+        global_rank: this rank.
+        world_size: the number of ranks.
+        data_parallel_size: the size of the axis data, and so on for ``pipe_parallel_size``,
+            ``model_parallel_size`` and ``slice_parallel_size``, which are the same.
+        stage_id: this rank's coordinate on pipe; ``is_first_stage`` and ``is_last_stage`` follow from it.
+        data_parallel_id: its coordinate on data.
+        ds_model_proc_group: the group of every rank with the same coordinate on data, that is of one replica of the
+            model; ``ds_model_world_size`` is its size and ``ds_model_rank`` this rank's place in it.
+        dp_group: the ranks along data, ``dp_proc_group`` their group, and ``dp_groups`` those of all such groups.
+        pp_group: the ranks along pipe, ``pp_proc_group`` their group, and ``pipe_groups`` those of all such groups.
+        p2p_groups: for each rank, it and the next in its pipeline; after the last stage comes the first.
+        slice_group: the ranks along model, ``slice_proc_group`` their group, and ``model_groups`` those of all such
+            groups, which is there only if the model is cut.
+
+    Raises:
+        ContractError: ``torch.distributed`` has no default group, or the topology is not one of all its ranks.
+        ContractAttributeError: the topology has no axis pipe, or no axis data.
+        LayoutError: the process group has other ranks than the world, or the topology is not row-major.
+        AgreementError: the other ranks did not call this, or not with the same topology.
+
+    Example:
+        >>> import namedmesh, torch.distributed as dist
+        >>> from namedmesh.compat.deepspeed import PipeDataParallelTopology
+        >>> _ = namedmesh.launch.init("cpu")     # plain python: a world of one
+        >>> grid = PipelineParallelGrid(PipeDataParallelTopology(num_pp=1, num_dp=1))
+        >>> grid.stage_id, grid.p2p_groups, grid.mesh.layout
+        (0, [[0, 0]], Layout(pp=1, dp=1))
+        >>> grid.get_data_parallel_group() is grid.mesh.group("dp")
+        True
+        >>> grid.close()
+        >>> dist.destroy_process_group()
+    """
+
+    mesh: NamedMesh
+    dp_proc_group: dist.ProcessGroup
+    pp_proc_group: dist.ProcessGroup
+    slice_proc_group: dist.ProcessGroup
+    ds_model_proc_group: dist.ProcessGroup
+
+    def __init__(self, topology: Topology | None = None, process_group: object = None) -> None:
+        if not dist.is_initialized():
+            raise ContractError(
+                "torch.distributed has no default group; call namedmesh.launch.init() or deepspeed.init_distributed() "
+                "before PipelineParallelGrid()"
+            )
+        world = dist.get_world_size()
+        with telling(_CALL, range(world)):
+            check_group(process_group, world)
+            asked = alternating(world) if topology is None else topology
+            ours = checked_topology(asked, world, dist.get_rank())
+        mesh = init_mesh(ours.layout)
+        axes = {axis: (own,) for axis, own in zip(ours.axes, ours.layout.axes, strict=True)}
+        try:
+            self._fill(asked, ours, mesh, axes)
+        except BaseException:
+            mesh.close()
+            raise
+        self._owned = True
+
+    @classmethod
+    def from_mesh(cls, mesh: NamedMesh) -> PipelineParallelGrid:
+        """A grid over a mesh that exists, whose groups it uses; communicates.
+
+        Every rank of the mesh calls it. A group that is missing is made, and belongs to the mesh.
+
+        Args:
+            mesh: a mesh over the whole world. Its axes pp, dp (or dp_replicate and dp_shard, one right after the
+                other) and tp are DeepSpeed's pipe, data and model; other axes keep their names.
+
+        Raises:
+            LayoutError: the mesh is over a part of the world, or its axes make no topology.
+            MeshError: what was given is no open mesh.
+            AgreementError: the other ranks did not call this.
+
+        Example:
+            >>> import namedmesh, torch.distributed as dist
+            >>> mesh = namedmesh.init_mesh(dp=-1, tp=1, device="cpu")
+            >>> grid = PipelineParallelGrid.from_mesh(mesh)
+            >>> grid.topology(), grid.get_slice_parallel_group() is mesh.group("tp")
+            (ProcessTopology(axes=['pipe', 'data', 'model'], dims=[1, 1, 1]), True)
+            >>> mesh.close()
+            >>> dist.destroy_process_group()
+        """
+        call = f"{_CALL}.from_mesh"
+        checked_mesh(mesh, call)
+        ranks = mesh.layout.ranks
+        with telling(call, ranks):
+            if len(ranks) != dist.get_world_size():
+                raise LayoutError(
+                    f"{mesh.layout} on ranks {ranks.start} to {ranks.stop - 1} is a part of the world of "
+                    f"{dist.get_world_size()} ranks, and a grid of DeepSpeed's is over all of them; give it a mesh over "
+                    "the world"
+                )
+            topology, axes = topology_of(mesh.layout)
+        agree(call, {"layout": repr(mesh.layout)}, ranks=ranks, rank=mesh.global_rank)
+        grid = cls.__new__(cls)
+        grid._fill(topology, topology, mesh, axes)
+        grid._owned = False
+        return grid
+
+    def _fill(
+        self, asked: Topology, ours: ProcessTopology, mesh: NamedMesh, axes: Mapping[str, tuple[str, ...]]
+    ) -> None:
+        """Take this rank's place and groups.
+
+        Args:
+            asked: the topology as it was given, which is what the grid shows.
+            ours: the same as one of ours, which is what it answers from.
+            mesh: the mesh.
+            axes: the mesh's axes for each of the topology's.
+        """
+        self._topo, self._ranks, self.mesh = asked, ours, mesh
+        self.global_rank, self.world_size = mesh.global_rank, mesh.layout.world_size
+        self.pipe_parallel_size = ours.get_dim("pipe")
+        self.data_parallel_size = ours.get_dim("data")
+        self.model_parallel_size = max(ours.get_dim("model"), 1)
+        self.slice_parallel_size = self.model_parallel_size
+        self.stage_id, self.data_parallel_id = self.get_stage_id(), self.get_data_parallel_id()
+        self.is_first_stage = self.stage_id == 0
+        self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
+
+        def members(own: Sequence[str]) -> list[int]:
+            return list(mesh.ranks(*own)) if own else [self.global_rank]
+
+        replica = [own for axis, owns in axes.items() if axis != "data" for own in owns]
+        ranks = members(replica)
+        self.ds_model_proc_group = group_over(mesh, replica)
+        self.ds_model_world_size, self.ds_model_rank = len(ranks), ranks.index(self.global_rank)
+        self.dp_group, self.dp_proc_group = members(axes["data"]), group_over(mesh, axes["data"])
+        self.pp_group, self.pp_proc_group = members(axes["pipe"]), group_over(mesh, axes["pipe"])
+        slices = axes.get("model", ())
+        self.slice_group, self.slice_proc_group = members(slices), group_over(mesh, slices)
+
+    @cached_property
+    def dp_groups(self) -> list[list[int]]:
+        """The ranks of every group along data."""
+        return self._ranks.get_axis_comm_lists("data")
+
+    @cached_property
+    def pipe_groups(self) -> list[list[int]]:
+        """The ranks of every group along pipe."""
+        return self._ranks.get_axis_comm_lists("pipe")
+
+    @cached_property
+    def p2p_groups(self) -> list[list[int]]:
+        """For each rank, it and the next in its pipeline; after the last stage comes the first."""
+        layout = self._ranks.layout
+        pipe = self._ranks.mesh_axis("pipe")
+        return [[rank, layout.neighbour(rank, pipe)] for rank in layout.ranks]
+
+    @cached_property
+    def model_groups(self) -> list[list[int]]:
+        """The ranks of every group along model.
+
+        Raises:
+            ContractAttributeError: there is one rank along model; the original has no such attribute then.
+        """
+        self._check_cut("model_groups")
+        return self._ranks.get_axis_comm_lists("model")
+
+    @cached_property
+    def mp_group(self) -> list[int]:
+        """An empty list: the original never fills it.
+
+        Raises:
+            ContractAttributeError: there is one rank along model; the original has no such attribute then.
+        """
+        self._check_cut("mp_group")
+        return []
+
+    def _check_cut(self, name: str) -> None:
+        if self.model_parallel_size == 1:
+            raise ContractAttributeError(
+                f"the grid has no {name}, because its model-parallel size is 1; DeepSpeed's has none then either"
+            )
+
+    def close(self) -> None:
+        """Destroy the groups that the grid made; those of a mesh that existed before stay."""
+        if self._owned:
+            self.mesh.close()
+
+    def _is_grid_valid(self) -> bool:
+        """Whether the topology has as many ranks as the world."""
+        sizes = [self._topo.get_dim(axis) for axis in self._topo.get_axis_names()]
+        return prod(sizes) == dist.get_world_size()
+
+    def topology(self) -> Topology:
+        """The topology, as it was given."""
+        return self._topo
+
+    def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
+        """The rank of another stage at this rank's other coordinates.
+
+        Args:
+            stage_id: the stage.
+            **kwargs: coordinates on other axes, in place of this rank's.
+
+        Raises:
+            ContractError: a coordinate outside of its axis.
+            ContractTypeError: a coordinate on pipe beside ``stage_id``.
+            LayoutError: a name that is no axis.
+        """
+        if "pipe" in kwargs:
+            raise ContractTypeError(
+                f"stage_to_global() got stage_id={stage_id!r} and pipe={kwargs['pipe']!r}, which are the same; give "
+                "stage_id alone"
+            )
+        at = self._ranks.get_coord(self.global_rank)._asdict()
+        unknown = [axis for axis in kwargs if axis not in at]
+        if unknown:
+            raise LayoutError(
+                *(f"axis {axis!r} is not one of {tuple(at)}{did_you_mean(axis, at)}" for axis in unknown)
+            )
+        return self._ranks.get_rank(**{**at, "pipe": stage_id, **kwargs})
+
+    # What DeepSpeed asks of an mpu. Nothing here communicates.
+
+    def get_global_rank(self) -> int:
+        """This rank."""
+        return self.global_rank
+
+    def get_stage_id(self) -> int:
+        """This rank's stage."""
+        return self._coordinate("pipe")
+
+    def get_data_parallel_id(self) -> int:
+        """The pipeline that this rank is in."""
+        return self._coordinate("data")
+
+    def get_pipe_parallel_rank(self) -> int:
+        """This rank's stage."""
+        return self.get_stage_id()
+
+    def get_pipe_parallel_world_size(self) -> int:
+        """The number of stages."""
+        return self.pipe_parallel_size
+
+    def get_pipe_parallel_group(self) -> dist.ProcessGroup:
+        """The group of this rank's pipeline."""
+        return self.pp_proc_group
+
+    def get_pipeline_model_parallel_rank(self) -> int:
+        """This rank's stage."""
+        return self.get_pipe_parallel_rank()
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        """The number of stages."""
+        return self.get_pipe_parallel_world_size()
+
+    def get_data_parallel_rank(self) -> int:
+        """The pipeline that this rank is in."""
+        return self.data_parallel_id
+
+    def get_data_parallel_world_size(self) -> int:
+        """The number of pipelines."""
+        return self.data_parallel_size
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        """The group of the ranks that do what this one does in the other pipelines."""
+        return self.dp_proc_group
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """The ranks of :meth:`get_data_parallel_group`."""
+        return self.dp_group
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank's place in its replica of the model."""
+        return self.ds_model_rank
+
+    def get_model_parallel_world_size(self) -> int:
+        """The number of ranks of a replica of the model, all its stages and slices."""
+        return self.ds_model_world_size
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        """The group of this rank's replica of the model."""
+        return self.ds_model_proc_group
+
+    def get_slice_parallel_rank(self) -> int:
+        """Which slice of the layers this rank has."""
+        return self._coordinate("model") if "model" in self._ranks.axes else 0
+
+    def get_slice_parallel_world_size(self) -> int:
+        """Over how many ranks the layers are cut."""
+        return self.slice_parallel_size
+
+    def get_slice_parallel_group(self) -> dist.ProcessGroup:
+        """The group of the ranks that share a layer."""
+        return self.slice_proc_group
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        """Which slice of the layers this rank has."""
+        return self.get_slice_parallel_rank()
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        """Over how many ranks the layers are cut."""
+        return self.get_slice_parallel_world_size()
+
+    def _coordinate(self, axis: str) -> int:
+        return int(getattr(self._ranks.get_coord(self.global_rank), axis))
