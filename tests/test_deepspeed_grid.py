@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import random
-import subprocess
 import sys
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from installing import run_python, without
 from megatron_cases import comparable, kind_of
 from ranks import fake_world, run_ranks
 from torch.distributed import distributed_c10d as c10d
@@ -560,12 +558,6 @@ ours.uninstall()
 assert not [name for name in sys.modules if name.startswith("deepspeed")]
 """
 ABSENT = """
-import sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "deepspeed":
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Absent())
 from namedmesh.compat import deepspeed as ours
 ours.install()
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
@@ -577,18 +569,9 @@ assert not [name for name in sys.modules if name.startswith("deepspeed")]
 """
 
 
-def _python(code: str) -> tuple[int, str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src"), "DS_BUILD_OPS": "0"}
-    finished = subprocess.run(
-        [sys.executable, "-c", code], check=False, env=environment, capture_output=True, text=True
-    )
-    return finished.returncode, finished.stderr
-
-
 @pytest.mark.oracle("deepspeed")
 def test_deepspeed_imports_ours_once_installed() -> None:
-    code, words = _python(INSTALLED)
-    assert code == 0, words
+    run_python(INSTALLED, warnings="ignore")
 
 
 @pytest.mark.oracle("deepspeed")
@@ -605,5 +588,4 @@ def test_installing_late_warns_and_can_be_undone(theirs: Any) -> None:
 
 
 def test_the_path_is_there_without_deepspeed_too() -> None:
-    code, words = _python(ABSENT)
-    assert code == 0, words
+    run_python(without("deepspeed") + ABSENT)
