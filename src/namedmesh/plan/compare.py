@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Comparison", "Difference", "compare", "diff_document"]
 
 _EXAMPLES = 4
+_PARTS = ("dp_replicate", "dp_shard")
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,10 @@ def compare(first: str, second: str, *, world_size: int | None = None) -> Compar
         raise LayoutError(
             f"{one.dense} and {other.dense} are not over the same ranks; give sizes that fit one world_size"
         )
-    chosen = [(axis,) for axis in dict.fromkeys((*one.dense, *other.dense))]
+    axes = list(dict.fromkeys((*one.dense, *other.dense)))
+    if "dp" in axes:  # where only one of them splits dp in two, both parts together are the other's dp
+        axes = [axis for axis in axes if axis not in _PARTS]
+    chosen: list[tuple[str, ...]] = [(axis,) for axis in axes]
     chosen += [("pp", "tp")] if {"pp", "tp"} <= {*one.dense, *other.dense} else []
     kinds = [_difference(one.dense, other.dense, axes) for axes in chosen]
     if one.expert is not None and other.expert is not None:
@@ -100,7 +104,8 @@ def _difference(one: Layout, other: Layout, axes: tuple[str, ...]) -> Difference
 def _side(
     layout: Layout, axes: tuple[str, ...]
 ) -> tuple[Layout, tuple[str, ...], int | None, int | None, tuple[Members, ...]]:
-    here = tuple(axis for axis in axes if axis in layout)
+    wanted = {*axes, *(_PARTS if "dp" in axes else ())}
+    here = tuple(axis for axis in layout if axis in wanted)
     if not here:
         return layout, here, None, None, ()
     groups = tuple(first_groups(layout, Kind("", here), _EXAMPLES))

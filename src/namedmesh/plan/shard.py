@@ -107,7 +107,7 @@ def shard_document(cut: Cut, *, everything: bool = False) -> Document:
     if cut.even:
         headline += f"{sizes[0]} {what} on each, A_i of shape {cut.pieces[0].shape}"
     else:
-        headline += f"uneven, {', '.join(map(str, sizes))} {what}; torch's chunks are like this, Megatron-style layers refuse it"
+        headline += f"uneven, {' or '.join(map(str, sizes))} {what} on each; torch's chunks are like this, Megatron-style layers refuse it"
     shown = cut.pieces if everything else cut.pieces[:_SHOWN]
     rows = tuple((piece.rank, _range(piece), str(piece.shape), str(piece.weight_shape)) for piece in shown)
     more = f"... and {len(cut.pieces) - len(shown)} more ranks" if len(shown) < len(cut.pieces) else ""
