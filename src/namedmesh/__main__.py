@@ -22,6 +22,7 @@ COMMANDS: dict[str, str] = {
     "partitions": "namedmesh.plan.partitions_command",
     "shard": "namedmesh.plan.shard_command",
     "diff": "namedmesh.plan.diff_command",
+    "doctor": "namedmesh.plan.doctor.command",
     "migrate": "namedmesh.compat.migration.command",
 }
 """The commands, and the module of each."""

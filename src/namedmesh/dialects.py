@@ -342,8 +342,8 @@ def _expert(
     names |= {axis: "edp" for axis in _DATA if axis != kept and axis in tokens}
     axes = list(dict.fromkeys(names[token] for token in reversed(tokens) if token in names))
     etp = dense["tp"] if dialect.etp_follows_tp and "tp" in dense else 1
-    known = {"etp": etp, "ep": 1, **{axis: dense[axis] for axis in ("pp", kept) if axis in dense}, **sizes}
-    known = {"pp": 1, **known} | ({"edp": -1} if "edp" not in sizes and -1 not in _own(sizes) else {})
+    known = {"etp": etp, "edp": 1 if -1 in _own(sizes) else -1, **sizes}
+    known |= {axis: dense[axis] for axis in axes if axis in dense}
     expert = Layout.from_shape(axes, [known.get(axis, 1) for axis in axes], world_size=dense.world_size)
     if "pp" in dense and dense.partition("pp") != expert.partition("pp"):
         raise LayoutError(

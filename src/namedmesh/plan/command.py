@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from namedmesh.plan.arguments import add_format, add_layout, add_nodes, layout_arguments, reported
 from namedmesh.plan.core import Plan, make_plan
+from namedmesh.plan.spec import UsageError
 from namedmesh.plan.tables import show
 from namedmesh.plan.text import plan_document, rank_document
 
@@ -62,3 +64,20 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _draw(plan: Plan, arguments: argparse.Namespace) -> None:
     """The pictures that were asked for."""
+    if arguments.svg is not None:
+        from namedmesh.plan.svg import draw_svg
+
+        _write(arguments.svg, draw_svg(plan, color_by=arguments.color_by))
+    if arguments.html is not None:
+        from namedmesh.plan.page import draw_html
+
+        _write(arguments.html, draw_html(plan, color_by=arguments.color_by, rank=arguments.rank))
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"{path!r} cannot be written: {error.strerror}; name a file in a folder that exists"
+        ) from None

@@ -154,7 +154,8 @@ def _data(partition: Partition) -> dict[str, Any]:
 
 
 def _flat(partition: Partition) -> tuple[Cell, ...]:
-    memory = [estimate.total for estimate in partition.memory] or [None] * len(STAGES)
+    totals = [estimate.total for estimate in partition.memory]
+    memory: list[Cell] = [*totals] if totals else [None] * len(STAGES)
     sent = dict(partition.traffic)
     return (
         *partition.sizes.values(),

@@ -105,7 +105,9 @@ def as_text(table: Table) -> str:
 def _text(cell: Cell) -> str:
     if cell is None:
         return "-"
-    return f"{cell:.3g}" if isinstance(cell, float) else str(cell)
+    if isinstance(cell, float):
+        return f"{cell:.3g}" if abs(cell) < 1000 else f"{cell:.0f}"  # noqa: PLR2004  beyond, 3 digits need an exponent
+    return str(cell)
 
 
 def _is_number_column(table: Table, column: int) -> bool:
