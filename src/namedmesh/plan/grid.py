@@ -97,6 +97,8 @@ class Grid:
         boxes: the cells, in boxes.
     """
 
+    boxes: tuple[Box, ...]
+
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         world = plan.world_size

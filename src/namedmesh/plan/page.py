@@ -32,13 +32,14 @@ main { display: flex; flex-wrap: wrap; gap: 20px; align-items: flex-start; }
 .node { background: var(--node); border: 1px solid var(--edge); border-radius: 10px; padding: 6px 10px 10px; }
 .node h2 { font-size: 12px; font-weight: normal; color: var(--soft); margin: 0 0 4px; }
 .row { display: flex; gap: 5px; margin-top: 5px; }
-.rank { font: inherit; font-size: 13px; min-width: 38px; height: 30px; padding: 0 4px; border: 0; border-radius: 5px;
+.group { display: flex; gap: 5px; border: 1.5px solid var(--soft); border-radius: 8px; padding: 3px; }
+.rank { font: inherit; font-size: 13px; min-width: max(38px, var(--cell)); height: 30px; padding: 0 4px; border: 0; border-radius: 5px;
   cursor: pointer; }
-.rank.mixed { background: repeating-linear-gradient(45deg, var(--node) 0 5px, var(--hatch) 5px 8px) !important;
+.rank.mixed { background: repeating-linear-gradient(45deg, var(--node) 0 8px, var(--hatch) 8px 10px) !important;
   color: var(--ink) !important; }
 .rank.peer { outline: 3px solid var(--ring); outline-offset: 1px; }
 .rank.self { outline: 3px solid var(--ink); outline-offset: 1px; font-weight: bold; }
-.picked .rank:not(.peer):not(.self) { opacity: 0.4; }
+.picked .rank:not(.peer):not(.self) { opacity: 0.5; }
 aside { flex: 0 1 340px; min-width: 260px; }
 table { border-collapse: collapse; width: 100%; }
 th, td { text-align: left; vertical-align: top; padding: 3px 8px 3px 0; border-bottom: 1px solid var(--edge); }
@@ -138,6 +139,10 @@ def draw_html(plan: Plan, *, color_by: str | None = None, rank: int | None = Non
         f"<option{' selected' if name == axis else ''}>{escape(name)}</option>" for name in grid.axes
     )
     note = f"Each cell is {grid.block} ranks, hatched where they differ. " if grid.block > 1 else ""
+    outlined = grid.outlined_axis()
+    if grid.block == 1 and outlined is not None:
+        note = f"Outlined: groups of {escape(outlined)}. "
+    longest = max(len(cell.label) for box in grid.boxes for row in box.rows for cell in row)
     title = escape(str(plan.layout))
     experts = f" Experts: {escape(str(plan.expert))}." if plan.expert is not None else ""
     return f"""<!DOCTYPE html>
@@ -158,7 +163,7 @@ def draw_html(plan: Plan, *, color_by: str | None = None, rank: int | None = Non
 </form>
 <div id="legend"></div>
 <main>
-<div id="nodes">
+<div id="nodes" style="--cell:{longest + 1}ch">
 {chr(10).join(_box(grid, box, axis) for box in grid.boxes)}
 </div>
 <aside>
@@ -174,11 +179,18 @@ def draw_html(plan: Plan, *, color_by: str | None = None, rank: int | None = Non
 
 
 def _box(grid: Grid, box: Box, axis: str) -> str:
-    rows = "\n".join(
-        f'<div class="row">{"".join(_cell(grid, cell, axis) for cell in row)}</div>' for row in box.rows
-    )
+    rows = "\n".join(f'<div class="row">{_row(grid, row, axis)}</div>' for row in box.rows)
     heading = f"<h2>{escape(box.label)}</h2>" if box.label else ""
     return f'<div class="node">{heading}\n{rows}\n</div>'
+
+
+def _row(grid: Grid, row: tuple[Cell, ...], axis: str) -> str:
+    """The cells of a row, those of one group of the fastest axis inside an outline."""
+    cells = [_cell(grid, cell, axis) for cell in row]
+    groups = grid.outlines(row)
+    if not groups:
+        return "".join(cells)
+    return "".join(f'<span class="group">{"".join(cells[first : last + 1])}</span>' for first, last in groups)
 
 
 def _cell(grid: Grid, cell: Cell, axis: str) -> str:

@@ -18,7 +18,7 @@ __all__ = ["draw_svg"]
 _MARGIN, _LABEL, _WIDEST = 24, 16, 1360
 _INK, _SOFT, _PAPER, _NODE, _EDGE = "#1f2933", "#52606d", "#ffffff", "#f3f5f8", "#b8c2cc"
 _FEW, _SOME = 16, 128
-_TICKS = 9
+_TICKS = 16
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,10 @@ class _Picture:
         room = (_WIDEST + self.size.pad - 2 * _MARGIN) // (self.box_width + self.size.pad)
         self.across = max(1, min(len(grid.boxes), ceil(across), room))
         self.parts: list[str] = []
+        self.title, self.note = str(grid.plan.layout), self._note()
+        boxes = self.across * (self.box_width + self.size.pad) - self.size.pad
+        words = max(len(self.title) * 11, len(self.note) * 8)
+        self.width = 2 * _MARGIN + max(512, boxes, words)
 
     def document(self) -> str:
         """The whole picture."""
@@ -80,7 +84,7 @@ class _Picture:
             y = top + number // self.across * (self.box_height + self.size.pad)
             self._box(box, x, y)
         down = ceil(len(self.grid.boxes) / self.across)
-        width = max(560, 2 * _MARGIN + self.across * (self.box_width + self.size.pad) - self.size.pad)
+        width = self.width
         height = top + down * (self.box_height + self.size.pad) - self.size.pad + _MARGIN
         title = f"{self.grid.plan.layout}, coloured by {self.axis}"
         start = (
@@ -96,33 +100,35 @@ class _Picture:
         lines = [start, f"<title>{escape(title)}</title>", hatch, paper, *self.parts, "</svg>"]
         return "\n".join(lines) + "\n"
 
+    def _note(self) -> str:
+        note, outlined = f"coloured by {self.axis}", self.grid.outlined_axis()
+        if self.grid.block > 1:
+            return f"{note}; each cell is {self.grid.block} ranks, hatched where they differ in {self.axis}"
+        return note if outlined is None else f"{note}; outlined: groups of {outlined}"
+
     def _head(self) -> int:
         """The heading and the legend; returns where the boxes begin."""
-        plan = self.grid.plan
-        self._text(_MARGIN, _MARGIN + 14, str(plan.layout), 20, weight="bold")
-        note = f"coloured by {self.axis}"
-        outlined = self.grid.outlined_axis()
-        if self.grid.block > 1:
-            note += f"; each cell is {self.grid.block} ranks, hatched where they differ in {self.axis}"
-        elif outlined is not None:
-            note += f"; outlined: groups of {outlined}"
-        self._text(_MARGIN, _MARGIN + 38, note, 14, fill=_SOFT)
+        self._text(_MARGIN, _MARGIN + 14, self.title, 20, weight="bold")
+        self._text(_MARGIN, _MARGIN + 38, self.note, 14, fill=_SOFT)
         size = self.grid.axes[self.axis][self.axis]
         colours = shades(size)
-        step = max(1, ceil(size / _TICKS)) if size > _TICKS else 1
-        x = _MARGIN
+        step = ceil(size / _TICKS)
+        x, y = _MARGIN, _MARGIN + 52
         for at in range(0, size, step):
+            name = f"{self.axis} {at}"
+            wide = 24 + 9 * len(name) + 10
+            if x + wide > self.width - _MARGIN:
+                x, y = _MARGIN, y + 24
             shade = colours[at * len(colours) // size]
             self.parts.append(
-                f'<rect x="{x}" y="{_MARGIN + 52}" width="18" height="18" rx="4" fill="{shade.fill}" '
+                f'<rect x="{x}" y="{y}" width="18" height="18" rx="4" fill="{shade.fill}" '
                 f'stroke="{_SOFT}" stroke-width="0.75"/>'
             )
-            name = f"{self.axis} {at}"
-            self._text(x + 24, _MARGIN + 66, name, 14)
-            x += 24 + 9 * len(name) + 10
+            self._text(x + 24, y + 14, name, 14)
+            x += wide
         if step > 1:
-            self._text(x, _MARGIN + 66, f"... {size - 1}", 14)
-        return _MARGIN + 52 + 18 + 18
+            self._text(x, y + 14, f"... {size - 1}", 14)
+        return y + 36
 
     def _box(self, box: Box, x: int, y: int) -> None:
         if box.label:
