@@ -26,6 +26,7 @@ __all__ = [
     "Kind",
     "arrange",
     "kinds_of",
+    "nearest",
 ]
 
 DENSE, EXPERT = "dense", "expert"
@@ -266,13 +267,23 @@ def kinds_of(arrangement: Arrangement) -> tuple[Kind, ...]:
     return tuple(kinds)
 
 
+def nearest(axis: str, allowed: Sequence[str]) -> str:
+    """As :func:`namedmesh.errors.did_you_mean`, but silent about a usual name, which is no slip of the pen.
+
+    Example:
+        >>> nearest("tq", ("pp", "tp")), nearest("ep", ("pp", "tp"))
+        ("; did you mean 'tp'?", '')
+    """
+    return "" if axis in {*AXES, *EXPERT_AXES} else did_you_mean(axis, allowed)
+
+
 def _check_axes(dialect: Dialect, sizes: Mapping[str, int]) -> None:
     allowed = tuple(dict.fromkeys((*dialect.axes, *dialect.expert)))
     unknown = [axis for axis in sizes if axis not in allowed]
     if unknown:
         raise AxisError(
             *(
-                f"axis {axis!r} is not one of {dialect.name}'s {allowed}{did_you_mean(axis, allowed)}"
+                f"axis {axis!r} is not one of {dialect.name}'s {allowed}{nearest(axis, allowed)}"
                 for axis in unknown
             )
         )

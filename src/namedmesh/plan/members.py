@@ -114,8 +114,8 @@ def nth_group(layout: Layout, index: int, *axes: str) -> Members:
 
 
 def first_groups(layout: Layout, kind: Kind, limit: int) -> list[Members]:
-    """The first groups of a kind, in the order of the partition."""
-    count = min(limit, layout.count(*kind.axes))
+    """The first groups of a kind, in the order of the partition; over no axis, each rank is a group."""
+    count = min(limit, layout.count(*kind.axes) if kind.axes else layout.world_size)
     return [_part(nth_group(layout, index, *kind.axes), kind) for index in range(count)]
 
 

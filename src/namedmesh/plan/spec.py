@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from namedmesh.dialects import AXES, DIALECTS, EXPERT_AXES, Dialect
+from namedmesh.dialects import AXES, DIALECTS, EXPERT_AXES, Dialect, nearest
 from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.sizes import axis_name_problems
 
@@ -154,5 +154,5 @@ def _name_problem(name: str, dialect: Dialect | None, sizes: dict[str, int]) -> 
         return wrong[0]
     allowed = tuple(dict.fromkeys((*dialect.axes, *dialect.expert))) if dialect is not None else (name,)
     if dialect is not None and name not in allowed:
-        return f"axis {name!r} is not one of {dialect.name}'s {allowed}{did_you_mean(name, allowed)}"
+        return f"axis {name!r} is not one of {dialect.name}'s {allowed}{nearest(name, allowed)}"
     return ""

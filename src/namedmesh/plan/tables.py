@@ -140,7 +140,7 @@ def _show_rich(document: Document) -> None:
     from rich.table import Table as RichTable
 
     console = Console(width=max(80, shutil.get_terminal_size().columns), highlight=False, markup=False)
-    for number, part in enumerate(document.parts):
+    for number, part in enumerate(part for part in document.parts if part):
         if number:
             console.print()
         if isinstance(part, str):
