@@ -35,7 +35,8 @@ def plans(draw: st.DrawFn) -> Plan:
     world = prod(sizes.values()) * draw(st.sampled_from([2, 4]))
     if (world // sizes["pp"] // sizes.get("dp_replicate", 1)) % 2:
         expert = {}
-    return make_plan(world_size=world, like=name, **sizes, **expert)
+    given: dict[str, Any] = {**sizes, **expert}
+    return make_plan(world_size=world, like=name, **given)
 
 
 @given(layouts_and_axes())
@@ -54,7 +55,8 @@ def test_groups_that_are_described_are_those_that_are_listed(case: tuple[Layout,
 def test_a_group_has_no_rank_beyond_its_end() -> None:
     with pytest.raises(IndexError, match="a group of 2 ranks has no rank at 2"):
         Members(0, ((2, 4),))[2]
-    assert "3" not in Members(0, ((4, 1),))
+    stranger: Any = "3"
+    assert stranger not in Members(0, ((4, 1),))
 
 
 @given(plans())

@@ -16,6 +16,7 @@ from ranks import run_ranks
 
 from namedmesh.__main__ import main
 from namedmesh.errors import LaunchError
+from namedmesh.init import init_mesh
 from namedmesh.plan.doctor import checks, examination, report, rollcall
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def test_a_rank_that_does_not_show_up_is_named(missing: tuple[int, ...], words: 
 
 def with_wrong_groups(*ranks: int) -> tuple[int, str, str]:
     """On some ranks the group of tp is that of pp."""
-    real = examination.init_mesh
+    real = init_mesh
 
     def wrong(*arguments: Any, **keywords: Any) -> NamedMesh:
         mesh = real(*arguments, **keywords)
@@ -82,11 +83,9 @@ def with_wrong_groups(*ranks: int) -> tuple[int, str, str]:
             mesh._groups["tp",] = mesh.group("pp")
         return mesh
 
-    examination.init_mesh = wrong
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(examination, "init_mesh", wrong)
         return doctor("pp=2,tp=2", "--timeout", "3")
-    finally:
-        examination.init_mesh = real
 
 
 def test_a_wrong_group_is_named_with_its_axis_and_ranks() -> None:
@@ -209,9 +208,9 @@ def test_a_sum_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         into[0].copy_(mine)
         return Done()
 
-    monkeypatch.setattr(checks.dist, "get_world_size", lambda _: 1)
-    monkeypatch.setattr(checks.dist, "all_gather", gather)
-    monkeypatch.setattr(checks.dist, "all_reduce", off_by_one)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda _: 1)
+    monkeypatch.setattr(torch.distributed, "all_gather", gather)
+    monkeypatch.setattr(torch.distributed, "all_reduce", off_by_one)
     probe = checks.Probe("tp", (0,), None)
     assert (
         checks._wrong(probe, 0, torch.device("cpu"), timedelta(seconds=1))

@@ -63,7 +63,7 @@ def _parser(wanted: Mapping[str, str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="namedmesh", description="Name your parallel axes once.", allow_abbrev=False
     )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, prog="namedmesh")
     for name, module_name in wanted.items():
         module = import_module(module_name)
         command = commands.add_parser(

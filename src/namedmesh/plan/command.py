@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from namedmesh.plan.arguments import add_format, add_layout, add_nodes, layout_arguments, reported
@@ -75,6 +74,8 @@ def _draw(plan: Plan, arguments: argparse.Namespace) -> None:
 
 
 def _write(path: str, text: str) -> None:
+    from pathlib import Path
+
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:

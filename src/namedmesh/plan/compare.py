@@ -150,7 +150,7 @@ def diff_document(found: Comparison) -> Document:
             for kind in found.kinds
         ],
     }
-    return Document((head, table, *examples, verdict), data, table)
+    return Document((head, table, *examples, verdict), lambda: data, lambda: table)
 
 
 def _shown(kind: Difference, side: int) -> str:

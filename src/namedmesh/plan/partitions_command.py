@@ -97,10 +97,16 @@ def partitions_document(
         )
     if any(partition.traffic for partition in found):
         notes.append("sent: GB that a rank sends in a step by axis, the most first")
-    data = {"partitions": [_data(partition) for partition in found]}
-    flat_columns = ("tp", "cp", "pp", "dp", "ep", "fits", "reasons", "crossing", *_MEMORY, *_SENT)
-    flat = Table(flat_columns, tuple(_flat(partition) for partition in found))
-    return Document((headline, table, more, "\n".join(notes)), data, flat)
+    return Document(
+        (headline, table, more, "\n".join(notes)),
+        lambda: {"partitions": [_data(partition) for partition in found]},
+        lambda: _flat_table(found),
+    )
+
+
+def _flat_table(found: Sequence[Partition]) -> Table:
+    columns = ("tp", "cp", "pp", "dp", "ep", "fits", "reasons", "crossing", *_MEMORY, *_SENT)
+    return Table(columns, tuple(_flat(partition) for partition in found))
 
 
 _MEMORY = tuple(f"bytes_stage_{stage}" for stage in STAGES)

@@ -127,7 +127,7 @@ def shard_document(cut: Cut, *, everything: bool = False) -> Document:
             for piece in cut.pieces
         ],
     }
-    return Document((headline, table, more), data, flat)
+    return Document((headline, table, more), lambda: data, lambda: flat)
 
 
 def _range(piece: Piece) -> str:

@@ -1,18 +1,16 @@
-"""Tables and paragraphs, and the four ways to write them: text, JSON, CSV and Markdown."""
+"""Tables and paragraphs, and the four ways to write them: text, JSON, CSV and Markdown.
+
+What only one of them needs is imported when it is written: a command costs little more than its interpreter.
+"""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-import shutil
 import sys
-from dataclasses import dataclass, field
-from importlib.util import find_spec
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 __all__ = ["FORMATS", "Cell", "Document", "Table", "as_text", "rendered", "show"]
 
@@ -41,35 +39,43 @@ class Document:
 
     Args:
         parts: paragraphs and tables, for people.
-        data: the same as JSON values.
-        table: the rows that a spreadsheet wants.
+        data: makes the same as JSON values, when they are wanted.
+        table: makes the rows that a spreadsheet wants.
     """
 
     parts: tuple[str | Table, ...]
-    data: dict[str, Any] = field(default_factory=dict)
-    table: Table = Table((), ())
+    data: Callable[[], dict[str, Any]]
+    table: Callable[[], Table]
 
 
 def show(document: Document, how: str) -> None:
     """Write a document to standard output; with ``rich``, if that is installed and a terminal is looking."""
-    if how == "text" and sys.stdout.isatty() and find_spec("rich") is not None:
+    if how == "text" and sys.stdout.isatty() and _has_rich():
         _show_rich(document)
     else:
         sys.stdout.write(rendered(document, how))
+
+
+def _has_rich() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("rich") is not None
 
 
 def rendered(document: Document, how: str) -> str:
     """A document in one of :data:`FORMATS`.
 
     Example:
-        >>> print(rendered(Document((), {}, Table(("axis", "size"), (("tp", 2),))), "csv"), end="")
+        >>> print(rendered(Document((), dict, lambda: Table(("axis", "size"), (("tp", 2),))), "csv"), end="")
         axis,size
         tp,2
     """
     if how == "json":
-        return json.dumps(document.data, indent=1) + "\n"
+        import json
+
+        return json.dumps(document.data(), indent=1) + "\n"
     if how == "csv":
-        return _as_csv(document.table)
+        return _as_csv(document.table())
     parts = [
         part if isinstance(part, str) else (_as_markdown(part) if how == "markdown" else as_text(part))
         for part in document.parts
@@ -116,6 +122,9 @@ def _is_number_column(table: Table, column: int) -> bool:
 
 
 def _as_csv(table: Table) -> str:
+    import csv
+    import io
+
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(table.columns)
@@ -136,6 +145,8 @@ def _as_markdown(table: Table) -> str:
 
 
 def _show_rich(document: Document) -> None:
+    import shutil
+
     from rich.console import Console
     from rich.table import Table as RichTable
 

@@ -36,7 +36,9 @@ def plan_document(plan: Plan, *, everything: bool = False) -> Document:
     if plan.placements:
         parts += [_placements_table(plan)]
     parts += ["\n".join(f"warning: {warning}" for warning in plan.warnings)]
-    return Document(tuple(parts), _plan_data(plan, everything), _groups_table(plan, everything))
+    return Document(
+        tuple(parts), lambda: _plan_data(plan, everything), lambda: _groups_table(plan, everything)
+    )
 
 
 def rank_document(plan: Plan, one: RankPlan) -> Document:
@@ -47,10 +49,14 @@ def rank_document(plan: Plan, one: RankPlan) -> Document:
     if "pp" in plan.layout and plan.layout["pp"] > 1:
         lines.append(f"  pipeline: {_neighbours(one)}")
     lines += [_batch_line(one), _slice_line(one)]
+    return Document(("\n".join(lines),), lambda: _rank_data(one), lambda: _rank_table(one))
+
+
+def _rank_table(one: RankPlan) -> Table:
     rows: tuple[tuple[Cell, ...], ...] = tuple(
         (name, len(group), " ".join(map(str, group))) for name, group in one.groups.items()
     )
-    return Document(("\n".join(lines),), _rank_data(one), Table(("kind", "size", "ranks"), rows))
+    return Table(("kind", "size", "ranks"), rows)
 
 
 def _headline(plan: Plan) -> str:

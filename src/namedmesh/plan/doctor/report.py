@@ -130,4 +130,4 @@ def doctor_document(found: Diagnosis, headline: str) -> Document:
         "slowest_factor": found.slowest_factor,
         "axes": [dict(zip(columns, row, strict=True)) for row in rows],
     }
-    return Document(tuple(parts), data, table)
+    return Document(tuple(parts), lambda: data, lambda: table)
