@@ -170,6 +170,12 @@ def test_markdown_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
             "a multiple of 3\n",
         ),
         (
+            "plan --world-size 15 --tp 2 --pp 4",
+            1,
+            "namedmesh plan: pp=4 x tp=2 = 8 does not divide the world of 15 ranks; change a size, or the number of "
+            "ranks to a multiple of 8\n",
+        ),
+        (
             "plan tp=2 --tp 2",
             2,
             "namedmesh plan: both a layout and sizes for tp were given; give a spec, or sizes by name\n",

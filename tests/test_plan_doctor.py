@@ -108,6 +108,22 @@ def test_a_collective_that_hangs_ends_with_the_axis_and_the_ranks() -> None:
     assert all(any(str(rank) in line.split(":")[1] for line in wrong) for rank in (2, 3))
 
 
+def without_a_peer() -> tuple[int, str, str]:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("Connection closed by peer\nand much more")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(examination, "init_mesh", fail)
+        return doctor("tp=2")
+
+
+def test_groups_that_cannot_be_made_are_told_by_each_rank() -> None:
+    assert run_ranks(2, without_a_peer, init=False) == [
+        (1, "", f"namedmesh doctor: rank {rank} could not make its groups: Connection closed by peer\n")
+        for rank in range(2)
+    ]
+
+
 def test_a_layout_that_does_not_fit_is_told_once() -> None:
     told = run_ranks(4, lambda: doctor("pp=2,tp=3"), init=False)
     assert [status for status, _, _ in told] == [1, 1, 1, 1]

@@ -86,6 +86,10 @@ def examination(spec: str, keywords: Mapping[str, Any], settings: Settings) -> i
         if roll.speaks or isinstance(error, LaunchError):
             raise
         return 2 if isinstance(error, UsageError) else 1
+    except RuntimeError as error:  # torch's, of a peer that is gone or cannot be reached
+        told = (str(error).splitlines() or [type(error).__name__])[0]
+        sys.stderr.write(f"namedmesh doctor: rank {roll.rank} could not make its groups: {told}\n")
+        return 1
     finally:
         roll.part("end")
 
