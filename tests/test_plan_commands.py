@@ -90,6 +90,12 @@ rank 5 of pp=4 x dp=2 x tp=2 (16 ranks), node 1
 """,
         "",
     )
+    _, out, _ = run(capsys, "plan --world-size 8 --tp 2 --ep 2 --etp 1 --rank 3")
+    assert out.splitlines()[-3:] == [
+        "  batch: part 1 of 4, the same samples as ranks 2, 3",
+        "  parameters: tp part 1 of 2 (1/2), the same on ranks 1, 3, 5, 7",
+        "  experts: ep part 1 of 2 (1/2), the same on ranks 1, 3, 5, 7",
+    ]
     _, out, _ = run(capsys, "plan dp=2 --rank 0")
     assert out == (
         "rank 0 of dp=2 (2 ranks)\n  dp: 0 of 2, with ranks 0, 1\n  batch: part 0 of 2, samples of its own\n"

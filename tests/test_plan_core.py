@@ -109,6 +109,11 @@ def test_one_rank_by_brute_force(plan: Plan, data: st.DataObject) -> None:
     assert one.copies[:] == plan.layout.where(
         **{axis: at for axis, at in here.items() if axis in plan.arrangement.dialect.cuts}
     )
+    if plan.expert is not None:
+        there = plan.expert.coords(rank)
+        held = plan.expert.where(**{axis: there[axis] for axis in ("pp", "ep", "etp") if axis in there})
+        assert one.expert_copies[:] == held
+        assert {place.axis: place.at for place in one.expert_slice}.items() <= there.items()
     assert one.share == plan.replicas.size == prod(place.size for place in one.slice)
     assert rank in one.copies
     assert {place.axis: place.at for place in one.axes if place.axis in here} == here

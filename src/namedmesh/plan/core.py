@@ -207,10 +207,6 @@ def resolve(
         sizes, name = spec.sizes, spec.dialect or like
         if name is None:
             return Arrangement(PLAIN, Layout.from_shape(sizes, sizes.values(), world_size=world_size))
-    if not sizes and world_size is None:
-        raise LayoutError(
-            "neither sizes nor the number of ranks were given; name sizes, such as tp=2, or both"
-        )
     return arrange(DIALECTS[name] if name else PLAIN, sizes, world_size=world_size, order=order)
 
 

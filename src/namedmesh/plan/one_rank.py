@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OnAxis", "RankPlan", "plan_rank"]
 
+_EXPERTS = ("pp", "ep", "etp")  # what cuts the experts; the other axes of their layout hold copies
 _DATA = ("dp", "dp_replicate", "dp_shard")
 
 
@@ -41,6 +42,8 @@ class RankPlan:
         data_size: how many parts there are.
         slice: the axes that cut the parameters, with the part of this rank and how many parts there are.
         copies: the ranks that hold the same slice; itself included.
+        expert_slice: likewise the axes that cut the experts; empty without a layout of their own.
+        expert_copies: the ranks that hold the same experts; itself included.
         groups: the group of each kind that it is in, by the name of the kind.
     """
 
@@ -54,6 +57,8 @@ class RankPlan:
     data_size: int
     slice: tuple[OnAxis, ...]
     copies: Members
+    expert_slice: tuple[OnAxis, ...]
+    expert_copies: Members
     groups: dict[str, Members]
 
     @property
@@ -99,8 +104,15 @@ def plan_rank(plan: Plan, rank: int) -> RankPlan:
         data_size=dense.size(*data) if data else 1,
         slice=cut,
         copies=group_of(dense, rank, *(axis for axis in dense if axis not in plan.replica_axes)),
+        expert_slice=tuple(place for place in experts if place.axis in _EXPERTS and place.size > 1),
+        expert_copies=_copies(plan.expert, rank) if plan.expert is not None else Members(rank, ()),
         groups={name: group for name, group in groups.items() if group is not None},
     )
+
+
+def _copies(expert: Layout, rank: int) -> Members:
+    """The ranks that hold the same experts as a rank."""
+    return group_of(expert, rank, *(axis for axis in expert if axis not in _EXPERTS))
 
 
 def _places(layout: Layout, rank: int) -> tuple[OnAxis, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from namedmesh.plan.members import Members, in_words
@@ -48,7 +49,9 @@ def rank_document(plan: Plan, one: RankPlan) -> Document:
     lines += [_axis_line(place) for place in one.axes]
     if "pp" in plan.layout and plan.layout["pp"] > 1:
         lines.append(f"  pipeline: {_neighbours(one)}")
-    lines += [_batch_line(one), _slice_line(one)]
+    lines += [_batch_line(one), f"  parameters: {_slice_words(one.slice, one.copies)}"]
+    if plan.expert is not None:
+        lines.append(f"  experts: {_slice_words(one.expert_slice, one.expert_copies)}")
     return Document(("\n".join(lines),), lambda: _rank_data(one), lambda: _rank_table(one))
 
 
@@ -170,11 +173,12 @@ def _batch_line(one: RankPlan) -> str:
     return f"  batch: part {one.data_rank} of {one.data_size}, {same}"
 
 
-def _slice_line(one: RankPlan) -> str:
-    parts = ", ".join(f"{place.axis} part {place.at} of {place.size}" for place in one.slice) or "all of them"
-    share = f" (1/{one.share})" if one.share > 1 else ""
-    copies = f"the same on ranks {in_words(one.copies)}" if len(one.copies) > 1 else "held by no other rank"
-    return f"  parameters: {parts}{share}, {copies}"
+def _slice_words(cut: Sequence[OnAxis], copies: Members) -> str:
+    parts = ", ".join(f"{place.axis} part {place.at} of {place.size}" for place in cut) or "all of them"
+    whole = prod(place.size for place in cut)
+    share = f" (1/{whole})" if whole > 1 else ""
+    held = f"the same on ranks {in_words(copies)}" if len(copies) > 1 else "held by no other rank"
+    return f"{parts}{share}, {held}"
 
 
 def _plan_data(plan: Plan, everything: bool) -> dict[str, Any]:
@@ -245,6 +249,8 @@ def _rank_data(one: RankPlan) -> dict[str, Any]:
         "slice": {place.axis: [place.at, place.size] for place in one.slice},
         "batch": _described(one.batch),
         "copies": _described(one.copies),
+        "expert_slice": {place.axis: [place.at, place.size] for place in one.expert_slice},
+        "expert_copies": _described(one.expert_copies),
         "groups": {name: _described(group) for name, group in one.groups.items()},
     }
 
