@@ -189,15 +189,15 @@ def test_a_million_ranks_are_described_not_listed() -> None:
         ),
         (
             {"world_size": 64, "tp": 16, "gpus_per_node": 8},
-            "tp=16 leaves a node of 8 GPUs, in any order that mesh has; choose tp so that it divides 8",
+            "tp=16 leaves a node of 8 GPUs, in any order; choose tp so that it divides 8",
         ),
         (
             {"world_size": 64, "tp": 16, "gpus_per_node": 8, "like": "fairscale"},
-            "tp=16 leaves a node of 8 GPUs, in any order that fairscale has; choose tp so that it divides 8",
+            "tp=16 leaves a node of 8 GPUs, in the order of fairscale; choose tp so that it divides 8",
         ),
         (
             {"world_size": 64, "tp": 4, "ep": 4, "gpus_per_node": 8},
-            "ep=4 leaves a node of 8 GPUs, in any order that mesh has; choose etp x ep so that it divides 8",
+            "ep=4 leaves a node of 8 GPUs, in any order; choose etp x ep so that it divides 8",
         ),
         ({"world_size": 12, "tp": 2, "gpus_per_node": 8}, "12 ranks do not fill nodes of 8: the last has 4"),
     ],

@@ -72,6 +72,8 @@ def test_no_two_cells_overlap_and_all_are_inside() -> None:
     for world in (8, 64, 512, 4096):
         root = ET.fromstring(draw_svg(make_plan(world_size=world, tp=4, pp=2, gpus_per_node=8)))  # noqa: S314
         width, height = float(root.attrib["width"]), float(root.attrib["height"])
+        assert width <= 1400
+        assert world not in {64, 512} or 0.6 < width / height < 3
         seen = []
         for cell in root.iter(f"{SVG}g"):
             box = cell.find(f"{SVG}rect")

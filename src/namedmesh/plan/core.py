@@ -305,4 +305,6 @@ def _crossing_warning(arrangement: Arrangement, far: list[Placement], block: int
     if order is not None:
         return f"{names} {verb} {where}; the order {order!r} (fastest first, as --order takes it) keeps {them} inside"
     inner = "etp x ep" if any(place.view == EXPERT for place in far) else "tp"
-    return f"{names} {verb} {where}, in any order that {arrangement.dialect.name} has; choose {inner} so that it divides {block}"
+    dialect = arrangement.dialect
+    orders = "in any order" if dialect.orderable else f"in the order of {dialect.name}"
+    return f"{names} {verb} {where}, {orders}; choose {inner} so that it divides {block}"

@@ -76,7 +76,8 @@ def estimate_memory(params: int, *, tp: int = 1, pp: int = 1, data: int = 1, sta
     optimizer (a weight, a mean and a variance of 4 bytes each). Stage 1 divides the optimizer's part over the
     ``data`` ranks, stage 2 the gradients too, stage 3 (FSDP) the weights too. Source: Rajbhandari, Rasley,
     Ruwase and He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, sections 3.1
-    and 5. Parameters are taken to be spread evenly over stages; activations, buffers and fragments come on top.
+    and 5. Parameters are taken to be spread evenly over stages, and experts not to be spread over ep; activations,
+    buffers and fragments come on top.
 
     Args:
         params: parameters of the whole model.
