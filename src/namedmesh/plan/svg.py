@@ -18,6 +18,7 @@ __all__ = ["draw_svg"]
 _MARGIN, _LABEL, _WIDEST = 24, 16, 1360
 _INK, _SOFT, _PAPER, _NODE, _EDGE = "#1f2933", "#52606d", "#ffffff", "#f3f5f8", "#b8c2cc"
 _FEW, _SOME = 16, 128
+_SHORT = 4  # letters of an axis of which two fit on a line
 _TICKS = 16
 
 
@@ -31,6 +32,7 @@ class _Size:
     small: int
     gap: int = 8
     pad: int = 12
+    per_line: int = 2
 
 
 def draw_svg(plan: Plan, *, color_by: str | None = None) -> str:
@@ -183,7 +185,8 @@ class _Picture:
             return []
         layout = self.grid.plan.layout
         words = [f"{axis} {at}" for axis, at in layout.coords(cell.first).items() if layout[axis] > 1]
-        return [" ".join(words[i : i + 2]) for i in range(0, len(words), 2)]
+        step = self.size.per_line
+        return [" ".join(words[i : i + step]) for i in range(0, len(words), step)]
 
     def _tip(self, cell: Cell) -> str:
         places = ", ".join(
@@ -213,13 +216,14 @@ class _Picture:
 def _cell_size(grid: Grid) -> _Size:
     count = sum(len(row) for box in grid.boxes for row in box.rows)
     layout = grid.plan.layout
-    lines = ceil(sum(size > 1 for size in layout.sizes) / 2)
     digits = len(str(grid.plan.world_size - 1))
     longest = max((len(axis) for axis in layout if layout[axis] > 1), default=2)
+    per_line = 2 if longest <= _SHORT else 1
+    lines = ceil(sum(size > 1 for size in layout.sizes) / per_line)
     if grid.block > 1:
         return _Size(max(64, (2 * digits + 1) * 8 + 10), 26, 12, 0)
     if count <= _SOME:
         font, small = (20, 13) if count <= _FEW else (17, 11)
-        width = max(58, round(2 * (longest + 3) * small * 0.56) + 8)
-        return _Size(width, font + lines * (small + 3) + 14, font, small)
+        width = max(58, round(per_line * (longest + 3) * small * 0.56) + 8)
+        return _Size(width, font + lines * (small + 3) + 14, font, small, per_line=per_line)
     return _Size(max(30, digits * 9 + 4), 22, 14, 0, gap=7, pad=9)
