@@ -1,4 +1,4 @@
-"""Make the files beside this one: a session of the planner's commands, one picture and one page.
+"""Make the files beside this one: a terminal with the planner's commands, one picture and one page.
 
 python examples/plan/make.py [FOLDER]
 """
@@ -24,10 +24,10 @@ COMMANDS = (
     "shard --in 1024 --out 512 --tp 4 --style column",
     'diff --a "megatron tp=2,pp=4" --b "fairscale tp=2,pp=4" --world-size 16',
 )
-"""What the session shows."""
+"""What the terminal shows."""
 
 
-def session() -> str:
+def terminal() -> str:
     """Every command with what it prints and, if it is not 0, its exit status."""
     return "\n".join(_shown(command) for command in COMMANDS)
 
@@ -43,7 +43,7 @@ def _shown(command: str) -> str:
 def files() -> dict[str, str]:
     """The files by name."""
     plan = make_plan(world_size=16, tp=2, pp=4, gpus_per_node=8)
-    return {"session.txt": session(), "ranks.svg": draw_svg(plan), "ranks.html": draw_html(plan, rank=5)}
+    return {"terminal.txt": terminal(), "ranks.svg": draw_svg(plan), "ranks.html": draw_html(plan, rank=5)}
 
 
 def main() -> None:
