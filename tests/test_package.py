@@ -28,6 +28,7 @@ ROOMS = (
     "errors",
     "sizes",
     "layout",
+    "dialects",
     "options",
     "_torch",
     "launch",
@@ -42,6 +43,7 @@ ROOMS = (
     "init",
     "tensor_parallel",
     "compat",
+    "plan",
     "__main__",
 )
 
@@ -55,7 +57,8 @@ def test_everything_exported_is_there_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["tensor_parallel", "launch", "options", "layout", "errors", "groups", "mesh"]
+    "module",
+    ["tensor_parallel", "launch", "options", "layout", "errors", "groups", "mesh", "dialects", "plan"],
 )
 def test_all_lists_what_can_be_imported(module: str) -> None:
     loaded = importlib.import_module(f"namedmesh.{module}")

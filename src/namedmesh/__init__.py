@@ -22,7 +22,7 @@ from namedmesh.errors import (
 from namedmesh.layout import Layout
 
 if TYPE_CHECKING:
-    from namedmesh import launch, tensor_parallel
+    from namedmesh import launch, plan, tensor_parallel
     from namedmesh.current import current_mesh
     from namedmesh.init import init_mesh
     from namedmesh.mesh import NamedMesh
@@ -46,6 +46,7 @@ __all__ = [
     "init_mesh",
     "launch",
     "parallelize",
+    "plan",
     "tensor_parallel",
 ]
 
@@ -57,6 +58,7 @@ _LAZY: dict[str, tuple[str, str | None]] = {
     "init_mesh": ("namedmesh.init", "init_mesh"),
     "launch": ("namedmesh.launch", None),
     "parallelize": ("namedmesh.tensor_parallel", "parallelize"),
+    "plan": ("namedmesh.plan", None),
     "tensor_parallel": ("namedmesh.tensor_parallel", None),
 }
 

@@ -13,11 +13,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS: dict[str, str] = {
+    "plan": "namedmesh.plan.command",
+    "partitions": "namedmesh.plan.partitions_command",
+    "shard": "namedmesh.plan.shard_command",
+    "diff": "namedmesh.plan.diff_command",
+    "doctor": "namedmesh.plan.doctor.command",
     "migrate": "namedmesh.compat.migration.command",
 }
 """The commands, and the module of each."""
@@ -41,7 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         No use of megatron.core.parallel_state in 1 file.
         0
     """
-    arguments = _parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    # The modules of the other commands are loaded for the general help only.
+    wanted = {argv[0]: COMMANDS[argv[0]]} if argv and argv[0] in COMMANDS else COMMANDS
+    arguments = _parser(wanted).parse_args(argv)
     try:
         status: int = arguments.run(arguments)
         sys.stdout.flush()
@@ -51,12 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(wanted: Mapping[str, str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="namedmesh", description="Name your parallel axes once.", allow_abbrev=False
     )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, module_name in COMMANDS.items():
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, prog="namedmesh")
+    for name, module_name in wanted.items():
         module = import_module(module_name)
         command = commands.add_parser(
             name, help=module.SUMMARY, description=module.SUMMARY, allow_abbrev=False

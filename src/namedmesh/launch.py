@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from datetime import timedelta
 
-__all__ = ["default_group_device", "init", "local_device"]
+__all__ = ["check_environment", "default_group_device", "init", "local_device"]
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # What narrows the devices that a process sees, per kind of device.
@@ -80,7 +80,7 @@ def init(
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=bound
         )
         return chosen
-    _check_environment(environment)
+    check_environment(environment)
     dist.init_process_group(backend, timeout=timeout, device_id=bound)
     return chosen
 
@@ -194,7 +194,15 @@ def _int_variable(environment: Mapping[str, str], name: str, default: int) -> in
         ) from None
 
 
-def _check_environment(environment: Mapping[str, str]) -> None:
+def check_environment(environment: Mapping[str, str]) -> None:
+    """See that a launcher's variables are all there, and fit each other.
+
+    Raises:
+        LaunchError: some are missing, or the rank is outside the world.
+
+    Example:
+        >>> check_environment({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"})
+    """
     problems = []
     missing = [name for name in _VARIABLES if name not in environment]
     if missing:

@@ -1,0 +1,57 @@
+"""Make the files beside this one: a terminal with the planner's commands, one picture and one page.
+
+python examples/plan/make.py [FOLDER]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shlex
+import sys
+from pathlib import Path
+
+from namedmesh.__main__ import main as namedmesh
+from namedmesh.plan import draw_html, draw_svg, make_plan
+
+COMMANDS = (
+    "plan --world-size 16 --tp 2 --pp 4",
+    "plan --world-size 16 --tp 2 --pp 4 --rank 5",
+    "plan --world-size 64 --tp 4 --pp 4 --order pp-tp-dp --gpus-per-node 8",
+    "plan megatrn tp=2,pp=4",
+    "plan --world-size 16 --tp 3",
+    "partitions --world-size 8 --layers 12 --heads 12 --hidden 768 --seq 1024 --params 124M --gpus-per-node 4 --fitting",
+    "shard --in 1024 --out 512 --tp 4 --style column",
+    'diff --a "megatron tp=2,pp=4" --b "fairscale tp=2,pp=4" --world-size 16',
+)
+"""What the terminal shows."""
+
+
+def terminal() -> str:
+    """Every command with what it prints and, if it is not 0, its exit status."""
+    return "\n".join(_shown(command) for command in COMMANDS)
+
+
+def _shown(command: str) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        status = namedmesh(shlex.split(command))
+    said = f"exit status {status}\n" if status else ""
+    return f"$ namedmesh {command}\n{printed.getvalue()}{said}"
+
+
+def files() -> dict[str, str]:
+    """The files by name."""
+    plan = make_plan(world_size=16, tp=2, pp=4, gpus_per_node=8)
+    return {"terminal.txt": terminal(), "ranks.svg": draw_svg(plan), "ranks.html": draw_html(plan, rank=5)}
+
+
+def main() -> None:
+    """Write them."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
+    for name, text in files().items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""A plan: the layouts of a job, the groups of each kind, and what to look out for; numbers only, no text layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from namedmesh.dialects import DIALECTS, EXPERT, PLAIN, Arrangement, Kind, arrange, kinds_of
+from namedmesh.errors import AxisError, LayoutError, did_you_mean
+from namedmesh.layout import Layout
+from namedmesh.plan.members import Members, first_groups, group_of_kind
+from namedmesh.plan.nodes import Placement, better_order, placements, talkative
+from namedmesh.plan.spec import Spec, UsageError, near_misses, parse_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Groups", "Plan", "make_plan", "resolve"]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of one kind.
+
+    Args:
+        kind: the kind, with its axes.
+        layout: the layout that the axes are of.
+        size: how many ranks a group has.
+        count: how many groups there are.
+        communicator: what serves it once groups over the same ranks are shared: ``"own"``, ``"world"`` (the
+            default group), ``"none"`` (a single rank), or the name of the kind that has the same ranks.
+    """
+
+    kind: Kind
+    layout: Layout
+    size: int
+    count: int
+    communicator: str
+
+    @property
+    def name(self) -> str:
+        """What the dialect calls it."""
+        return self.kind.name
+
+    def first(self, limit: int) -> list[Members]:
+        """The first groups, by their lowest rank; the cost is that of ``limit``.
+
+        Example:
+            >>> [group[:] for group in make_plan("pp=2,tp=2").groups("tp").first(1)]
+            [(0, 1)]
+        """
+        return first_groups(self.layout, self.kind, limit)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a job's layout amounts to.
+
+    Args:
+        arrangement: the layouts and whose rank table they are.
+        kinds: the groups of each kind, in the order the dialect makes them.
+        replica_axes: the axes over which one full copy of the parameters is spread.
+        asked: how many process groups a rank asks for (rank 0, which is in one of every kind).
+        held: how many communicators it holds if groups over the same ranks are shared, beside the world's.
+        calls: how many groups the whole world is made of, if each is made.
+        gpus_per_node: how many ranks a node has, if that was said.
+        nvlink_domain: how many ranks are joined by NVLink, if that was said.
+        placements: which axes stay inside a node; empty if nothing was said about nodes.
+        warnings: a sentence for each thing that may not be meant.
+    """
+
+    arrangement: Arrangement
+    kinds: tuple[Groups, ...]
+    replica_axes: tuple[str, ...]
+    asked: int
+    held: int
+    calls: int
+    gpus_per_node: int | None = None
+    nvlink_domain: int | None = None
+    placements: tuple[Placement, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def layout(self) -> Layout:
+        """The dense layout."""
+        return self.arrangement.dense
+
+    @property
+    def expert(self) -> Layout | None:
+        """The layout of the experts, if they have one of their own."""
+        return self.arrangement.expert
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.arrangement.dense.world_size
+
+    @property
+    def replicas(self) -> Groups:
+        """The full copies of the parameters: each group holds one."""
+        return _groups(self.arrangement, Kind("model replica", self.replica_axes), "")
+
+    def groups(self, name: str) -> Groups:
+        """The groups of one kind, by its name.
+
+        Raises:
+            AxisError: no kind of groups has this name.
+        """
+        for found in self.kinds:
+            if found.name == name:
+                return found
+        names = tuple(found.name for found in self.kinds)
+        raise AxisError(f"{name!r} is not one of {names}{did_you_mean(name, names)}")
+
+
+def make_plan(
+    spec: str | Spec | Layout = "",
+    /,
+    *,
+    world_size: int | None = None,
+    like: str | None = None,
+    order: str | None = None,
+    gpus_per_node: int | None = None,
+    nvlink_domain: int | None = None,
+    **sizes: int,
+) -> Plan:
+    """What a layout amounts to, without a process group, a GPU or torch.
+
+    Args:
+        spec: a spec string, ``"pp=2,dp=-1,tp=2"`` or ``"megatron tp=2,pp=4"``, or a layout. A string without a
+            dialect means exactly these axes in this order.
+        world_size: how many ranks there are.
+        like: a dialect, for ``sizes``.
+        order: the order of the axes, fastest first, for ``sizes``.
+        gpus_per_node: how many consecutive ranks one node has.
+        nvlink_domain: how many consecutive ranks NVLink joins, if that is not a node.
+        **sizes: instead of a spec, a size for each axis that matters. ``dp`` is inferred; the order is
+            Megatron's. A size for ``ep``, ``etp`` or ``edp`` gives the experts a layout of their own.
+
+    Returns:
+        A :class:`Plan`. The cost does not depend on the number of ranks.
+
+    Raises:
+        UsageError: arguments that do not go together; a SpecError if the string cannot be read.
+        AxisError: an axis that the dialect does not have.
+        LayoutError: sizes, an order or a dialect that do not fit.
+
+    Example:
+        >>> plan = make_plan(world_size=16, tp=2, pp=4)
+        >>> plan.layout
+        Layout(pp=4, dp=2, tp=2)
+        >>> [group[:] for group in plan.groups("dp").first(3)]
+        [(0, 2), (1, 3), (4, 6)]
+        >>> [group[:] for group in plan.replicas.first(2)]
+        [(0, 1, 4, 5, 8, 9, 12, 13), (2, 3, 6, 7, 10, 11, 14, 15)]
+    """
+    arrangement = resolve(spec, world_size=world_size, like=like, order=order, **sizes)
+    _check_blocks(gpus_per_node, nvlink_domain)
+    kinds = _shared(arrangement)
+    # Rank 0 is the first of everything, so it is in a group of every kind.
+    made = [(found, group_of_kind(found.layout, 0, found.kind)) for found in kinds]
+    communicators = {
+        (group, twin)
+        for found, group in made
+        if group is not None and len(group) > 1
+        for twin in range(found.kind.twins + 1)
+        if twin or len(group) < arrangement.dense.world_size
+    }
+    node = gpus_per_node or nvlink_domain
+    places = placements(arrangement, node, nvlink_domain) if node is not None else ()
+    return Plan(
+        arrangement,
+        kinds,
+        tuple(axis for axis in arrangement.dense if axis in arrangement.dialect.cuts),
+        asked=sum(found.kind.twins + 1 for found in kinds),
+        held=len(communicators),
+        calls=sum(found.count * (found.kind.twins + 1) for found in kinds),
+        gpus_per_node=gpus_per_node,
+        nvlink_domain=nvlink_domain,
+        placements=places,
+        warnings=_warnings(arrangement, places, gpus_per_node, nvlink_domain),
+    )
+
+
+def resolve(
+    spec: str | Spec | Layout = "",
+    /,
+    *,
+    world_size: int | None = None,
+    like: str | None = None,
+    order: str | None = None,
+    **sizes: int,
+) -> Arrangement:
+    """The layouts that a spec, or sizes, stand for; arguments and errors are those of :func:`make_plan`.
+
+    Example:
+        >>> resolve("fairscale tp=2,pp=4", world_size=16).dense
+        Layout(dp=2, pp=4, cp=1, tp=2)
+    """
+    if isinstance(spec, str) and spec.strip():
+        spec = parse_spec(spec)
+    _check_arguments(spec, world_size, like, order, sizes)
+    if isinstance(spec, Layout):
+        return Arrangement(PLAIN, spec)
+    name = like
+    if isinstance(spec, Spec):
+        sizes, name = spec.sizes, spec.dialect or like
+        if name is None:
+            return Arrangement(PLAIN, Layout.from_shape(sizes, sizes.values(), world_size=world_size))
+    return arrange(DIALECTS[name] if name else PLAIN, sizes, world_size=world_size, order=order)
+
+
+def _check_arguments(
+    spec: str | Spec | Layout,
+    world_size: int | None,
+    like: str | None,
+    order: str | None,
+    sizes: Mapping[str, int],
+) -> None:
+    problems = []
+    given = not isinstance(spec, str)
+    named = spec.dialect if isinstance(spec, Spec) else None
+    if given and sizes:
+        problems.append(
+            f"both a layout and sizes for {', '.join(sizes)} were given; give a spec, or sizes by name"
+        )
+    if named is not None and like not in {None, named}:
+        problems.append(f"the layout is {named}'s, but it should be like {like}; leave one of them out")
+    if given and order is not None and named is None and like is None:
+        problems.append(
+            "a layout without a dialect has its order already; leave the order out, or name sizes"
+        )
+    if like is not None and like not in DIALECTS:
+        problems.append(f"{like!r} is not one of {', '.join(DIALECTS)}{did_you_mean(like, DIALECTS)}")
+    if not given and not sizes and world_size is None:
+        problems.append(
+            "neither sizes nor the number of ranks were given; name sizes, such as tp=2, or the number, or both"
+        )
+    if problems:
+        raise UsageError(*problems)
+
+
+def _groups(arrangement: Arrangement, kind: Kind, communicator: str) -> Groups:
+    layout = arrangement.layout(kind.view)
+    axes = kind.axes
+    size = layout.size(*axes) if axes else 1
+    size = {"all": size, "ends": min(size, 2), "first": 1}[kind.members]
+    count = layout.count(*axes) if axes else layout.world_size
+    return Groups(kind, layout, size, count, communicator)
+
+
+def _shared(arrangement: Arrangement) -> tuple[Groups, ...]:
+    """The groups of each kind, each with the first kind that has the same ranks."""
+    owners: dict[object, str] = {}
+    found = []
+    for kind in kinds_of(arrangement):
+        groups = _groups(arrangement, kind, "")
+        if groups.size == 1:
+            communicator = "none"
+        elif groups.size == arrangement.dense.world_size:
+            communicator = "world"
+        else:
+            # Ranks that two kinds share at one rank they share everywhere, so one rank is enough to ask.
+            owner = owners.setdefault(group_of_kind(groups.layout, 0, kind), kind.name)
+            communicator = "own" if owner == kind.name else owner
+        found.append(Groups(kind, groups.layout, groups.size, groups.count, communicator))
+    return tuple(found)
+
+
+def _check_blocks(gpus_per_node: int | None, nvlink_domain: int | None) -> None:
+    given = {"gpus_per_node": gpus_per_node, "nvlink_domain": nvlink_domain}
+    problems = [
+        f"{name} is {value}; it is an int of at least 1"
+        for name, value in given.items()
+        if value is not None and value < 1
+    ]
+    if problems:
+        raise LayoutError(*problems)
+
+
+def _warnings(
+    arrangement: Arrangement,
+    places: tuple[Placement, ...],
+    gpus_per_node: int | None,
+    nvlink_domain: int | None,
+) -> tuple[str, ...]:
+    dense = arrangement.dense
+    said = [*arrangement.notes, *near_misses(dense)]
+    if gpus_per_node is not None and dense.world_size % gpus_per_node and dense.world_size > gpus_per_node:
+        said.append(
+            f"{dense.world_size} ranks do not fill nodes of {gpus_per_node}: the last has {dense.world_size % gpus_per_node}"
+        )
+    far = talkative(places)
+    block = nvlink_domain or gpus_per_node
+    if far and block is not None:
+        said.append(_crossing_warning(arrangement, far, block, "node" if nvlink_domain is None else "domain"))
+    return tuple(said)
+
+
+def _crossing_warning(arrangement: Arrangement, far: list[Placement], block: int, what: str) -> str:
+    where = f"a node of {block} GPUs" if what == "node" else f"an NVLink domain of {block} GPUs"
+    names = " and ".join(f"{place.axis}={place.size}" for place in far)
+    verb, them = ("leaves", "it") if len(far) == 1 else ("leave", "them")
+    order = better_order(arrangement, block)
+    if order is not None:
+        return f"{names} {verb} {where}; the order {order!r} (fastest first, as --order takes it) keeps {them} inside"
+    inner = "etp x ep" if any(place.view == EXPERT for place in far) else "tp"
+    dialect = arrangement.dialect
+    orders = "in any order" if dialect.orderable else f"in the order of {dialect.name}"
+    return f"{names} {verb} {where}, {orders}; choose {inner} so that it divides {block}"

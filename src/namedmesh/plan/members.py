@@ -1,0 +1,145 @@
+"""Groups that are described, not listed: who is in a group costs the same in a world of eight and of a million."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, cast, overload
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from namedmesh.dialects import Kind
+    from namedmesh.layout import Layout
+
+__all__ = ["Members", "first_groups", "group_of", "group_of_kind", "in_words", "nth_group"]
+
+Runs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Members(Sequence[int]):
+    """The ranks of a group, ascending, none of them stored.
+
+    Args:
+        first: the lowest rank.
+        runs: (size, stride) of each loop over the ranks, slowest first.
+
+    Example:
+        >>> ranks = Members(2, ((2, 8), (2, 1)))
+        >>> tuple(ranks), len(ranks), 10 in ranks, 4 in ranks, ranks[-1]
+        ((2, 3, 10, 11), 4, True, False, 11)
+    """
+
+    first: int
+    runs: Runs
+
+    def __len__(self) -> int:
+        return prod(size for size, _ in self.runs)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+        if isinstance(index, slice):
+            return tuple(self._at(i) for i in range(*index.indices(len(self))))
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"a group of {len(self)} ranks has no rank at {index}")
+        return self._at(index % len(self))
+
+    def _at(self, index: int) -> int:
+        rank = self.first
+        for size, stride in reversed(self.runs):
+            index, at = divmod(index, size)
+            rank += at * stride
+        return rank
+
+    def __iter__(self) -> Iterator[int]:
+        return map(self._at, range(len(self)))
+
+    def __contains__(self, rank: object) -> bool:
+        if not isinstance(rank, int) or rank < self.first:
+            return False
+        left = rank - self.first
+        for size, stride in self.runs:
+            at = left // stride
+            if at >= size:
+                return False
+            left -= at * stride
+        return left == 0
+
+
+def _runs(layout: Layout, axes: Iterable[str]) -> Runs:
+    axes = tuple(axes)
+    return cast("Runs", layout.partition(*axes)[2]) if axes else ()
+
+
+def group_of(layout: Layout, rank: int, *axes: str) -> Members:
+    """The group over ``axes`` that a rank is in: the same ranks as :meth:`namedmesh.Layout.group`.
+
+    Raises:
+        AxisError: a name that is no axis.
+        LayoutError: the rank is not in the layout.
+
+    Example:
+        >>> from namedmesh import Layout
+        >>> group_of(Layout(pp=2, dp=2, tp=2), 5, "pp", "tp")[:]
+        (0, 1, 4, 5)
+    """
+    coords = layout.coords(rank)
+    own = sum(
+        coords[axis] * stride
+        for axis, stride in zip(layout.axes, layout.strides, strict=True)
+        if axis in axes
+    )
+    return Members(rank - own, _runs(layout, axes))
+
+
+def nth_group(layout: Layout, index: int, *axes: str) -> Members:
+    """One group of the partition, by its place in :meth:`namedmesh.Layout.groups`.
+
+    Example:
+        >>> from namedmesh import Layout
+        >>> layout = Layout(pp=2, dp=2, tp=2)
+        >>> nth_group(layout, 2, "pp")[:] == layout.groups("pp")[2]
+        True
+    """
+    others = [axis for axis in layout.axes if axis not in axes]
+    firsts = Members(layout.rank_offset, _runs(layout, others))
+    return Members(firsts[index], _runs(layout, axes))
+
+
+def first_groups(layout: Layout, kind: Kind, limit: int) -> list[Members]:
+    """The first groups of a kind, in the order of the partition; over no axis, each rank is a group."""
+    count = min(limit, layout.count(*kind.axes) if kind.axes else layout.world_size)
+    return [_part(nth_group(layout, index, *kind.axes), kind) for index in range(count)]
+
+
+def group_of_kind(layout: Layout, rank: int, kind: Kind) -> Members | None:
+    """The group of a kind that a rank is in, if it is in one."""
+    found = _part(group_of(layout, rank, *kind.axes), kind)
+    return found if rank in found else None
+
+
+def _part(ranks: Members, kind: Kind) -> Members:
+    if kind.members == "first" or (kind.members == "ends" and len(ranks) == 1):
+        return Members(ranks.first, ())
+    if kind.members == "ends":
+        return Members(ranks.first, ((2, ranks[-1] - ranks.first),))
+    return ranks
+
+
+def in_words(ranks: Sequence[int], limit: int = 16) -> str:
+    """Ranks for people: all of them, or the first ones, the last one and how many.
+
+    Example:
+        >>> in_words((0, 2, 4)), in_words(range(0, 64, 2), limit=4)
+        ('0, 2, 4', '0, 2, 4, ..., 62 (32 ranks)')
+    """
+    if len(ranks) <= limit:
+        return ", ".join(map(str, ranks))
+    return f"{', '.join(map(str, ranks[: limit - 1]))}, ..., {ranks[-1]} ({len(ranks)} ranks)"

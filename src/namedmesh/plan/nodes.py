@@ -1,0 +1,200 @@
+"""Nodes and NVLink domains: which groups stay inside one, which cross, and an order under which fewer do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import permutations
+from math import gcd
+from typing import TYPE_CHECKING
+
+from namedmesh.dialects import DENSE, EXPERT, Arrangement, arrange
+from namedmesh.errors import LayoutError, NamedMeshError
+
+if TYPE_CHECKING:
+    from namedmesh.layout import Layout
+
+__all__ = ["Placement", "better_order", "crossing", "placements", "talkative"]
+
+_TALKATIVE = ("tp", "etp", "ep")
+# What an order string names: where tp and dp stand decides where etp and edp do.
+_TOKENS = ("tp", "cp", "ep", "dp", "dp_shard", "dp_replicate", "pp")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the groups over one axis lie.
+
+    Args:
+        axis: the axis.
+        view: the layout that has it.
+        size: the number of ranks in a group.
+        groups: how many groups there are.
+        across_nodes: how many of them have ranks on several nodes.
+        across_domains: how many have ranks in several NVLink domains; None if no domain was named.
+    """
+
+    axis: str
+    view: str
+    size: int
+    groups: int
+    across_nodes: int
+    across_domains: int | None = None
+
+    @property
+    def words(self) -> str:
+        """Where they lie, for people.
+
+        Example:
+            >>> Placement("tp", "dense", 4, 8, 0).words, Placement("tp", "dense", 3, 8, 3).words
+            ('inside a node', '3 of 8 groups cross nodes')
+        """
+        if self.size == 1:
+            return "one rank"
+        if not self.across_nodes:
+            return "inside a node"
+        text = _crossed(self.across_nodes, self.groups, "nodes")
+        if self.across_domains is None:
+            return text
+        if not self.across_domains:
+            return f"{text}, inside an NVLink domain"
+        return f"{text}, {_crossed(self.across_domains, self.groups, 'NVLink domains')}"
+
+
+def _crossed(crossed: int, groups: int, what: str) -> str:
+    return f"crosses {what}" if crossed == groups else f"{crossed} of {groups} groups cross {what}"
+
+
+def crossing(layout: Layout, axis: str, block: int) -> int:
+    """How many groups over an axis have ranks in several blocks of consecutive ranks.
+
+    Args:
+        layout: the layout.
+        axis: the axis.
+        block: how many ranks a block has, such as the GPUs of a node.
+
+    Returns:
+        A count, by arithmetic: the cost is that of the block, not of the world.
+
+    Raises:
+        AxisError: the layout has no such axis.
+        LayoutError: a block of less than one rank.
+
+    Example:
+        >>> from namedmesh import Layout
+        >>> layout = Layout(pp=4, dp=2, tp=2)
+        >>> [crossing(layout, axis, 8) for axis in layout]
+        [4, 0, 0]
+    """
+    if block < 1:
+        raise LayoutError(f"a node has {block} GPUs; it has at least 1")
+    size = layout[axis]
+    stride = layout.strides[layout.axes.index(axis)]
+    span, period = (size - 1) * stride, size * stride
+    if block % period == 0 or size == 1:
+        return 0
+    # A group that starts t or more into its block reaches into the next one.
+    t = max(0, block - span)
+    repeat = block // gcd(period, block)
+    starts = layout.world_size // period
+    whole, rest = divmod(starts, repeat)
+
+    def in_periods(count: int) -> int:
+        return sum(
+            _late(index * period + stride, block, t) - _late(index * period, block, t)
+            for index in range(count)
+        )
+
+    return whole * in_periods(repeat) + in_periods(rest)
+
+
+def _late(below: int, block: int, t: int) -> int:
+    """How many numbers below a bound are t or more, modulo block."""
+    whole, rest = divmod(below, block)
+    return whole * (block - t) + max(0, rest - t)
+
+
+def placements(
+    arrangement: Arrangement, gpus_per_node: int, nvlink_domain: int | None = None
+) -> tuple[Placement, ...]:
+    """Where the groups over each axis lie, slowest axis first, the experts' own axes at the end.
+
+    Args:
+        arrangement: the layouts.
+        gpus_per_node: how many consecutive ranks one node has.
+        nvlink_domain: how many consecutive ranks are joined by NVLink, if that is another number.
+
+    Example:
+        >>> from namedmesh.dialects import PLAIN
+        >>> [place.words for place in placements(arrange(PLAIN, {"pp": 4, "tp": 2}, world_size=16), 8)]
+        ['crosses nodes', 'inside a node', 'inside a node']
+    """
+    found = []
+    for view, layout in ((DENSE, arrangement.dense), (EXPERT, arrangement.expert)):
+        for axis in layout or ():
+            if layout is None or (view == EXPERT and axis in arrangement.dense):
+                continue
+            found.append(
+                Placement(
+                    axis,
+                    view,
+                    layout[axis],
+                    layout.count(axis),
+                    crossing(layout, axis, gpus_per_node),
+                    None if nvlink_domain is None else crossing(layout, axis, nvlink_domain),
+                )
+            )
+    return tuple(found)
+
+
+def talkative(found: tuple[Placement, ...]) -> list[Placement]:
+    """The axes that should stay where the fast links are, and do not.
+
+    These exchange activations inside every layer: tp, etp and ep.
+    """
+    return [
+        place
+        for place in found
+        if place.axis in _TALKATIVE
+        and (place.across_nodes if place.across_domains is None else place.across_domains)
+    ]
+
+
+def better_order(arrangement: Arrangement, block: int) -> str | None:
+    """An order of the axes, fastest first, under which tp and ep stay inside a block, as near as can be.
+
+    Args:
+        arrangement: the layouts as they are.
+        block: how many ranks are joined by fast links.
+
+    Returns:
+        The order string; None if there is no such order.
+
+    Example:
+        >>> from namedmesh.dialects import PLAIN
+        >>> better_order(arrange(PLAIN, {"pp": 4, "tp": 4}, world_size=32, order="pp-tp-dp"), 8)
+        'tp-pp-dp'
+    """
+    dialect, sizes = arrangement.dialect, dict(arrangement.dense.items())
+    if arrangement.expert is not None:
+        sizes |= {axis: size for axis, size in arrangement.expert.items() if axis not in sizes}
+    now = [axis for axis in reversed(arrangement.dense.axes) if axis in _TOKENS]
+    if arrangement.expert is not None:
+        fastest_data = min(now.index(axis) for axis in now if axis.startswith("dp"))
+        now.insert(fastest_data, "ep")
+    if not dialect.orderable or set(now) - {"ep"} != set(arrangement.dense.axes):
+        return None
+    candidates = sorted(permutations(now), key=lambda tokens: _moves(tokens, now))
+    for tokens in candidates:
+        try:
+            made = arrange(dialect, sizes, world_size=arrangement.dense.world_size, order="-".join(tokens))
+        except NamedMeshError:  # the experts' pipelines would be other ranks
+            continue
+        if not talkative(placements(made, block)):
+            return made.dense.order if made.expert is None else "-".join(tokens)
+    return None
+
+
+def _moves(tokens: tuple[str, ...], now: list[str]) -> int:
+    """How many pairs of axes change places."""
+    place = [now.index(token) for token in tokens]
+    return sum(a > b for i, a in enumerate(place) for b in place[i + 1 :])

@@ -1,0 +1,134 @@
+"""How the weight of a linear layer is cut over tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from namedmesh.errors import LayoutError, did_you_mean
+from namedmesh.plan.tables import Document, Table
+
+__all__ = ["Cut", "Piece", "cut_weight", "shard_document"]
+
+STYLES = ("column", "row")
+_SHOWN = 32
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank has of a weight.
+
+    Args:
+        rank: its position among the tensor-parallel ranks.
+        start: the first index that it has, on the dim that is cut.
+        stop: the index after its last; equal to ``start`` for a rank that has nothing.
+        shape: the piece as (inputs, outputs), the A_i of y = x A.
+    """
+
+    rank: int
+    start: int
+    stop: int
+    shape: tuple[int, int]
+
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        """The shape of the ``weight`` of torch's ``Linear``, which is (outputs, inputs)."""
+        return self.shape[1], self.shape[0]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A weight, cut.
+
+    Args:
+        inputs: the number of input features.
+        outputs: the number of output features.
+        style: ``"column"`` cuts the outputs, ``"row"`` the inputs.
+        pieces: one for each rank.
+    """
+
+    inputs: int
+    outputs: int
+    style: str
+    pieces: tuple[Piece, ...]
+
+    @property
+    def even(self) -> bool:
+        """Whether all ranks have equally much."""
+        return len({piece.shape for piece in self.pieces}) == 1
+
+
+def cut_weight(inputs: int, outputs: int, *, tp: int, style: Literal["column", "row"] | str) -> Cut:  # noqa: PYI051  the two are shown to the reader
+    """Cut a weight as torch does: in chunks of the rounded-up size, the last ones smaller or empty.
+
+    Args:
+        inputs: the number of input features.
+        outputs: the number of output features.
+        tp: how many ranks share it.
+        style: ``"column"`` cuts the outputs, ``"row"`` the inputs.
+
+    Raises:
+        LayoutError: a size below 1, or another style; all problems at once.
+
+    Example:
+        >>> cut_weight(1024, 512, tp=16, style="column").pieces[1]
+        Piece(rank=1, start=32, stop=64, shape=(1024, 32))
+        >>> cut_weight(1024, 512, tp=16, style="row").pieces[1].shape
+        (64, 512)
+        >>> [piece.stop - piece.start for piece in cut_weight(10, 4, tp=4, style="row").pieces]
+        [3, 3, 3, 1]
+    """
+    problems = [
+        f"{name} is {size}; it is an int of at least 1"
+        for name, size in (("the number of inputs", inputs), ("the number of outputs", outputs), ("tp", tp))
+        if size < 1
+    ]
+    if style not in STYLES:
+        problems.append(f"style {style!r} is not one of {STYLES}{did_you_mean(style, STYLES)}")
+    if problems:
+        raise LayoutError(*problems)
+    total = outputs if style == "column" else inputs
+    chunk = -(-total // tp)
+    pieces = []
+    for rank in range(tp):
+        start, stop = min(rank * chunk, total), min((rank + 1) * chunk, total)
+        shape = (inputs, stop - start) if style == "column" else (stop - start, outputs)
+        pieces.append(Piece(rank, start, stop, shape))
+    return Cut(inputs, outputs, style, tuple(pieces))
+
+
+def shard_document(cut: Cut, *, everything: bool = False) -> Document:
+    """A cut in words and as a table."""
+    what, layer = (
+        ("outputs", "ColumnParallelLinear") if cut.style == "column" else ("inputs", "RowParallelLinear")
+    )
+    sizes = sorted({piece.stop - piece.start for piece in cut.pieces}, reverse=True)
+    headline = f"{layer} {cut.inputs} -> {cut.outputs} over {len(cut.pieces)} ranks: "
+    if cut.even:
+        headline += f"{sizes[0]} {what} on each, A_i of shape {cut.pieces[0].shape}"
+    else:
+        headline += f"uneven, {' or '.join(map(str, sizes))} {what} on each; torch's chunks are like this, Megatron-style layers refuse it"
+    shown = cut.pieces if everything else cut.pieces[:_SHOWN]
+    rows = tuple((piece.rank, _range(piece), str(piece.shape), str(piece.weight_shape)) for piece in shown)
+    more = f"... and {len(cut.pieces) - len(shown)} more ranks" if len(shown) < len(cut.pieces) else ""
+    table = Table(("tp rank", f"{what}", "A_i (in, out)", "torch weight (out, in)"), rows)
+    flat = Table(
+        ("rank", "start", "stop", "in", "out"),
+        tuple((piece.rank, piece.start, piece.stop, *piece.shape) for piece in cut.pieces),
+    )
+    data = {
+        "in": cut.inputs,
+        "out": cut.outputs,
+        "style": cut.style,
+        "tp": len(cut.pieces),
+        "even": cut.even,
+        "pieces": [
+            {"rank": piece.rank, "start": piece.start, "stop": piece.stop, "shape": list(piece.shape)}
+            for piece in cut.pieces
+        ],
+    }
+    return Document((headline, table, more), lambda: data, lambda: flat)
+
+
+def _range(piece: Piece) -> str:
+    return f"{piece.start} to {piece.stop - 1}" if piece.stop > piece.start else "nothing"

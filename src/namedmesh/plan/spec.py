@@ -1,0 +1,158 @@
+"""Spec strings, ``pp=2,dp=-1,tp=2`` or ``megatron tp=2,pp=4``: the one place where they are read."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from namedmesh.dialects import AXES, DIALECTS, EXPERT_AXES, Dialect, nearest
+from namedmesh.errors import LayoutError, did_you_mean
+from namedmesh.sizes import axis_name_problems
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["Spec", "SpecError", "UsageError", "near_misses", "parse_spec"]
+
+_ITEM = re.compile(r"[^,\s]+")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a spec string says.
+
+    Args:
+        text: the string.
+        sizes: the axes and their sizes, in the order they were written.
+        dialect: the dialect in front of them, if there is one.
+    """
+
+    text: str
+    sizes: dict[str, int]
+    dialect: str | None = None
+
+
+class UsageError(LayoutError):
+    """Arguments that cannot be read, or that do not go together, whatever the layout."""
+
+
+class SpecError(UsageError):
+    """A spec string that cannot be read; its text points at each mistake.
+
+    Args:
+        text: the string.
+        marks: for each mistake where it starts, where it ends, and a sentence about it.
+    """
+
+    def __init__(self, text: str, marks: Iterable[tuple[int, int, str]]) -> None:
+        self.text = text
+        self.marks = tuple(marks)
+        super().__init__(*(sentence for _, _, sentence in self.marks))
+
+    def __reduce__(self) -> tuple[type[SpecError], tuple[object, ...]]:
+        return type(self), (self.text, self.marks)
+
+    def __str__(self) -> str:
+        lines = [f"cannot read the layout {self.text!r}:"]
+        for start, stop, sentence in self.marks:
+            lines += [f"  {self.text}", f"  {' ' * start}{'^' * max(1, stop - start)} {sentence}"]
+        return "\n".join(lines)
+
+
+def parse_spec(text: str) -> Spec:
+    """Read a spec string.
+
+    Args:
+        text: axes with their sizes, slowest first, separated by commas or blanks: ``pp=2,dp=-1,tp=2``. A size
+            of -1 is whatever is left. A dialect may stand in front, ``megatron tp=2,pp=4``; it sets the order.
+
+    Raises:
+        SpecError: whatever is wrong with it, all at once.
+
+    Example:
+        >>> parse_spec("pp=2,dp=-1,tp=2").sizes
+        {'pp': 2, 'dp': -1, 'tp': 2}
+        >>> parse_spec("megatron tp=2, pp=4").dialect
+        'megatron'
+        >>> parse_spec("megatron tq=2")
+        Traceback (most recent call last):
+        namedmesh.plan.spec.SpecError: cannot read the layout 'megatron tq=2':
+          megatron tq=2
+                   ^^ axis 'tq' is not one of megatron's ('pp', 'dp', 'cp', 'tp', 'edp', 'ep', 'etp'); did you mean 'tp'?
+    """
+    text = text.strip()
+    marks: list[tuple[int, int, str]] = []
+    sizes: dict[str, int] = {}
+    dialect: Dialect | None = None
+    items = list(_ITEM.finditer(text))
+    named = bool(items) and "=" not in items[0].group()
+    if named:
+        dialect = _dialect(items[0], marks)
+    for item in items[named:]:
+        _read_item(item, dialect, sizes, marks)
+    if not items[named:]:
+        marks.append((len(text), len(text) + 1, "no axis is named; name one or more, such as tp=2"))
+    if marks:
+        raise SpecError(text, marks)
+    return Spec(text, sizes, dialect.name if dialect is not None else None)
+
+
+def near_misses(axes: Iterable[str]) -> list[str]:
+    """A sentence for each axis whose name is nearly a usual one: allowed, but perhaps not meant.
+
+    Example:
+        >>> near_misses(["dp", "tpp", "rows"])
+        ["axis 'tpp' is not one of the usual names; did you mean 'tp'?"]
+    """
+    usual = (*AXES, *EXPERT_AXES)
+    return [
+        f"axis {axis!r} is not one of the usual names{hint}"
+        for axis in axes
+        if axis not in usual and (hint := did_you_mean(axis, usual))
+    ]
+
+
+def _dialect(item: re.Match[str], marks: list[tuple[int, int, str]]) -> Dialect | None:
+    name = item.group()
+    if name not in DIALECTS:
+        if name in {*AXES, *EXPERT_AXES}:
+            what = f"axis {name!r} has no size; write {name}=2, or {name}=-1 for whatever is left"
+        else:
+            what = f"{name!r} is not one of {', '.join(DIALECTS)}{did_you_mean(name, DIALECTS)}"
+        marks.append((*item.span(), what))
+    return DIALECTS.get(name)
+
+
+def _read_item(
+    item: re.Match[str], dialect: Dialect | None, sizes: dict[str, int], marks: list[tuple[int, int, str]]
+) -> None:
+    name, equals, value = item.group().partition("=")
+    start, stop = item.span()
+    if not equals:
+        marks.append(
+            (start, stop, f"{name!r} has no size; write {name}=2, or {name}=-1 for whatever is left")
+        )
+        return
+    middle = start + len(name)
+    problem = _name_problem(name, dialect, sizes)
+    if problem:
+        marks.append((start, max(middle, start + 1), problem))
+    if re.fullmatch(r"-1|0*[1-9][0-9]*", value, flags=re.ASCII) is None:
+        what = f"{value!r} is no size; a size is an int of at least 1, or -1 for whatever is left"
+        marks.append((middle + 1, stop, what))
+        return
+    if not problem:
+        sizes[name] = int(value)
+
+
+def _name_problem(name: str, dialect: Dialect | None, sizes: dict[str, int]) -> str:
+    if name in sizes:
+        return f"axis {name!r} has a size already; give each axis one"
+    wrong = axis_name_problems([name])
+    if wrong:
+        return wrong[0]
+    allowed = tuple(dict.fromkeys((*dialect.axes, *dialect.expert))) if dialect is not None else (name,)
+    if dialect is not None and name not in allowed:
+        return f"axis {name!r} is not one of {dialect.name}'s {allowed}{nearest(name, allowed)}"
+    return ""

@@ -1,0 +1,346 @@
+"""The commands of the planner: what they print, in which format, and with which exit status."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+import json
+import os
+import pty
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import namedmesh.plan
+from namedmesh.__main__ import COMMANDS, main
+
+SOURCE = str(Path(__file__).parents[1] / "src")
+
+
+def run(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, str, str]:
+    status = main(shlex.split(command))
+    said = capsys.readouterr()
+    return status, said.out, said.err
+
+
+def as_json(capsys: pytest.CaptureFixture[str], command: str) -> Any:
+    status, out, _ = run(capsys, f"{command} --format json")
+    assert status == 0
+    return json.loads(out)
+
+
+def as_csv(capsys: pytest.CaptureFixture[str], command: str) -> list[dict[str, str]]:
+    status, out, _ = run(capsys, f"{command} --format csv")
+    assert status == 0
+    return list(csv.DictReader(io.StringIO(out)))
+
+
+def test_the_worked_example_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "plan --world-size 16 --tp 2 --pp 4") == (
+        0,
+        """\
+mesh: pp=4 x dp=2 x tp=2 (16 ranks), the last axis fastest
+
+kind   axes     size  groups  communicator
+pp     pp          4       4  its own
+dp     dp          2       8  its own
+tp     tp          2       8  its own
+model  pp x tp     8       2  its own
+
+pp, 4 groups of 4 ranks:
+  (0, 4, 8, 12) (1, 5, 9, 13) (2, 6, 10, 14) (3, 7, 11, 15)
+
+dp, 8 groups of 2 ranks:
+  (0, 2) (1, 3) (4, 6) (5, 7) (8, 10) (9, 11) (12, 14) (13, 15)
+
+tp, 8 groups of 2 ranks:
+  (0, 1) (2, 3) (4, 5) (6, 7) (8, 9) (10, 11) (12, 13) (14, 15)
+
+model, 2 groups of 8 ranks:
+  (0, 1, 4, 5, 8, 9, 12, 13) (2, 3, 6, 7, 10, 11, 14, 15)
+
+2 model replicas, each over pp x tp
+  0: 0, 1, 4, 5, 8, 9, 12, 13
+  1: 2, 3, 6, 7, 10, 11, 14, 15
+
+communicators: a rank asks for 4 groups beside the world's and, with one for each set of ranks, holds 4 communicators
+22 groups in the whole world
+""",
+        "",
+    )
+
+
+def test_one_rank_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "plan --world-size 16 --tp 2 --pp 4 --gpus-per-node 4 --rank 5") == (
+        0,
+        """\
+rank 5 of pp=4 x dp=2 x tp=2 (16 ranks), node 1
+  pp: 1 of 4, with ranks 1, 5, 9, 13
+  dp: 0 of 2, with ranks 5, 7
+  tp: 1 of 2, with ranks 4, 5
+  pipeline: receives from rank 1, sends to rank 9
+  batch: part 0 of 2, the same samples as ranks 0, 1, 4, 5, 8, 9, 12, 13
+  parameters: pp part 1 of 4, tp part 1 of 2 (1/8), the same on ranks 5, 7
+""",
+        "",
+    )
+    _, out, _ = run(capsys, "plan --world-size 8 --tp 2 --ep 2 --etp 1 --rank 3")
+    assert out.splitlines()[-3:] == [
+        "  batch: part 1 of 4, the same samples as ranks 2, 3",
+        "  parameters: tp part 1 of 2 (1/2), the same on ranks 1, 3, 5, 7",
+        "  experts: ep part 1 of 2 (1/2), the same on ranks 1, 3, 5, 7",
+    ]
+    _, out, _ = run(capsys, "plan dp=2 --rank 0")
+    assert out == (
+        "rank 0 of dp=2 (2 ranks)\n  dp: 0 of 2, with ranks 0, 1\n  batch: part 0 of 2, samples of its own\n"
+        "  parameters: all of them, the same on ranks 0, 1\n"
+    )
+
+
+def test_json_and_csv_hold_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "plan megatron tp=2,pp=4,ep=2 --world-size 16 --gpus-per-node 8"
+    data, rows = as_json(capsys, command), as_csv(capsys, command)
+    assert data["axes"] == {"pp": 4, "dp": 2, "cp": 1, "tp": 2}
+    assert data["expert_axes"] == {"pp": 4, "edp": 1, "ep": 2, "etp": 2}
+    for kind in data["kinds"]:
+        mine = [row for row in rows if row["kind"] == kind["name"]]
+        assert [[int(rank) for rank in row["ranks"].split()] for row in mine] == kind["groups"]
+        assert {int(row["size"]) for row in mine} == {kind["size"]}
+        assert {int(row["count"]) for row in mine} == {kind["count"]} == {len(kind["groups"])}
+    assert data["replicas"]["groups"] == [[0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]]
+    assert data["communicators"] == {"asked": 20, "held": 7, "groups_in_world": 140}
+    assert [place["axis"] for place in data["placements"] if place["across_nodes"]] == ["pp"]
+
+
+def test_a_long_list_is_cut_short_unless_all_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:
+    _, short, _ = run(capsys, "plan --world-size 4096 --tp 8")
+    _, long, _ = run(capsys, "plan --world-size 4096 --tp 8 --all")
+    assert "... and 503 more" in short
+    assert "..." not in long
+    assert "(4088, 4089, 4090, 4091, 4092, 4093, 4094, 4095)" in long
+    large = as_json(capsys, "plan --world-size 1048576 --tp 8")
+    tp = next(kind for kind in large["kinds"] if kind["name"] == "tp")
+    assert (tp["count"], len(tp["groups"])) == (131072, 512)
+    assert as_json(capsys, "plan dp=4")["replicas"]["groups"] == [[0], [1], [2], [3]]
+    rows = as_csv(capsys, "plan dp=1048576")
+    assert [(row["count"], row["ranks"]) for row in rows] == [("1", "")]
+    one = as_json(capsys, "plan --world-size 1048576 --tp 8 --rank 9")
+    assert one["copies"]["ranks"] is None
+    assert one["copies"] | {"ranks": 0} == {
+        "size": 131072,
+        "first": 1,
+        "runs": [{"size": 131072, "stride": 8}],
+        "ranks": 0,
+    }
+
+
+def test_markdown_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "partitions --world-size 3 --heads 2 --format markdown")
+    assert out == (
+        "4 partitions of 3 ranks, 3 of them fit\n\n| tp | cp | pp | dp | ruled out |\n| --: | --: | --: | --: | --- |\n"
+        "| 1 | 1 | 1 | 3 |  |\n| 1 | 1 | 3 | 1 |  |\n| 1 | 3 | 1 | 1 |  |\n"
+        "| ~~3~~ | ~~1~~ | ~~1~~ | ~~1~~ | ~~2 heads do not divide by tp=3~~ |\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "message"),
+    [
+        (
+            "plan pp=2,tp=x,dp",
+            2,
+            "namedmesh plan: cannot read the layout 'pp=2,tp=x,dp':\n"
+            "  pp=2,tp=x,dp\n"
+            "          ^ 'x' is no size; a size is an int of at least 1, or -1 for whatever is left\n"
+            "  pp=2,tp=x,dp\n"
+            "            ^^ 'dp' has no size; write dp=2, or dp=-1 for whatever is left\n",
+        ),
+        (
+            "plan megatron tq=2",
+            2,
+            "namedmesh plan: cannot read the layout 'megatron tq=2':\n"
+            "  megatron tq=2\n"
+            "           ^^ axis 'tq' is not one of megatron's ('pp', 'dp', 'cp', 'tp', 'edp', 'ep', 'etp'); "
+            "did you mean 'tp'?\n",
+        ),
+        (
+            "plan --world-size 16 --tp 3",
+            1,
+            "namedmesh plan: tp=3 = 3 does not divide the world of 16 ranks; change a size, or the number of ranks to "
+            "a multiple of 3\n",
+        ),
+        (
+            "plan --world-size 15 --tp 2 --pp 4",
+            1,
+            "namedmesh plan: pp=4 x tp=2 = 8 does not divide the world of 15 ranks; change a size, or the number of "
+            "ranks to a multiple of 8\n",
+        ),
+        (
+            "plan tp=2 --tp 2",
+            2,
+            "namedmesh plan: both a layout and sizes for tp were given; give a spec, or sizes by name\n",
+        ),
+        (
+            "plan tp=2 --rank 2",
+            1,
+            "namedmesh plan: rank 2 is outside tp=2 (2 ranks); its ranks are 0 to 1\n",
+        ),
+        (
+            "plan tp=2 --svg /nowhere/at/all.svg --format csv",
+            2,
+            "namedmesh plan: '/nowhere/at/all.svg' cannot be written: No such file or directory; name a file in a "
+            "folder that exists\n",
+        ),
+        (
+            "shard --in 0 --out 4 --tp -1 --style row",
+            1,
+            "namedmesh shard: 2 problems:\n"
+            "  - the number of inputs is 0; it is an int of at least 1\n"
+            "  - tp is -1; it is an int of at least 1\n",
+        ),
+        (
+            "diff --a tp=2 --b tp=4",
+            1,
+            "namedmesh diff: tp=2 (2 ranks) and tp=4 (4 ranks) are not over the same ranks; give sizes that fit one "
+            "world_size\n",
+        ),
+        (
+            "partitions --world-size 8 --params 7X",
+            2,
+            "namedmesh partitions: '7X' is not a number of parameters, such as 7B or 350M\n",
+        ),
+        (
+            "partitions --world-size 8 --memory 80GB",
+            1,
+            "namedmesh partitions: memory was given, but not the number of parameters; give params too\n",
+        ),
+    ],
+)
+def test_mistakes_have_a_message_and_a_status(
+    capsys: pytest.CaptureFixture[str], command: str, status: int, message: str
+) -> None:
+    got, _, err = run(capsys, command)
+    assert (got, err) == (status, message)
+
+
+@pytest.mark.parametrize("command", ["plan --tpp 2", "shard", "plan tp=2 --like nobody", "nothing"])
+def test_arguments_that_do_not_exist_end_with_status_two(command: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(shlex.split(command))
+    assert caught.value.code == 2
+
+
+def test_the_difference_of_two_layouts_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, 'diff --a "megatron tp=2,pp=4" --b "fairscale tp=2,pp=4" --world-size 16')
+    assert status == 0
+    assert out.endswith("\n3 of 5 kinds of groups differ\n")
+    assert (
+        "dp\n  a: (0, 2) (1, 3) (4, 6) (5, 7) and 4 more\n  b: (0, 8) (1, 9) (2, 10) (3, 11) and 4 more\n"
+        in out
+    )
+    status, out, _ = run(capsys, 'diff --a "pp=2,dp=2" --b "megatron pp=2,dp=2"')
+    assert (status, out.splitlines()[-1]) == (0, "all 5 kinds of groups are the same")
+
+
+def test_a_process_of_its_own_ends_with_the_status(tmp_path: Path) -> None:
+    def status(*words: str) -> int:
+        command = [sys.executable, "-m", "namedmesh", *words]
+        environment = {**os.environ, "PYTHONPATH": SOURCE}
+        done = subprocess.run(command, check=False, capture_output=True, env=environment, cwd=tmp_path)
+        return done.returncode
+
+    assert [status("plan", "tp=2"), status("plan", "tp=3", "--world-size", "8"), status("plan", "tp=a")] == [
+        0,
+        1,
+        2,
+    ]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "plan --world-size 16 --tp 2 --svg a.svg --html a.html",
+        "plan tp=2 --rank 1",
+        "partitions --world-size 8 --params 1B",
+        "shard --in 8 --out 8 --tp 2 --style row",
+        "diff --a tp=2 --b dp=2",
+        "--help",
+        "doctor --help",
+    ],
+)
+def test_torch_is_not_imported(command: str, tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom namedmesh.__main__ import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "import namedmesh.plan\n[getattr(namedmesh.plan, name) for name in namedmesh.plan.__all__]\n"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'rich', 'numpy')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *shlex.split(command)],
+        check=False,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": SOURCE},
+        cwd=tmp_path,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_every_command_says_what_it_does() -> None:
+    for home in COMMANDS.values():
+        module = importlib.import_module(home)
+        assert module.SUMMARY
+        assert not module.SUMMARY.endswith(".")
+
+
+def test_everything_exported_is_there() -> None:
+    assert sorted(namedmesh.plan.__all__) == dir(namedmesh.plan)
+    for name in namedmesh.plan.__all__:
+        assert getattr(namedmesh.plan, name) is not None
+    with pytest.raises(AttributeError, match=r"module 'namedmesh\.plan' has no attribute 'mak_plan'"):
+        namedmesh.plan.mak_plan  # noqa: B018
+
+
+def on_a_terminal(command: str, *, without_rich: bool) -> str:
+    """What a command prints when its standard output is a terminal."""
+    hide = "import importlib.util as u; real = u.find_spec\nu.find_spec = lambda name, *more: None if name == 'rich' else real(name, *more)\n"
+    code = (
+        hide if without_rich else ""
+    ) + "import sys; from namedmesh.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    ours, theirs = pty.openpty()
+    with tempfile.TemporaryFile() as errors:
+        done = subprocess.Popen(
+            [sys.executable, "-c", code, *shlex.split(command)],
+            stdout=theirs,
+            stderr=errors,
+            env={**os.environ, "PYTHONPATH": SOURCE, "TERM": "xterm", "COLUMNS": "120"},
+        )
+        os.close(theirs)
+        chunks = []
+        try:
+            while chunk := os.read(ours, 65536):
+                chunks.append(chunk)
+        except OSError:  # the other end is closed
+            pass
+        os.close(ours)
+        assert done.wait() == 0
+    return b"".join(chunks).decode().replace("\r\n", "\n")
+
+
+def test_a_terminal_gets_plain_text_without_rich(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "shard --in 8 --out 8 --tp 2 --style row"
+    _, plain, _ = run(capsys, command)
+    assert on_a_terminal(command, without_rich=True) == plain
+
+
+def test_a_terminal_gets_tables_with_rich() -> None:
+    pytest.importorskip("rich")
+    out = on_a_terminal("partitions --world-size 3 --heads 2", without_rich=False)
+    assert "│" in out
+    assert "\x1b[2;9m" in out  # the row that is ruled out is dim, and struck
+    assert "2 heads do not divide by tp=3" in out

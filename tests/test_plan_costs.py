@@ -1,0 +1,157 @@
+"""Partitions, estimates, cuts and comparisons against independent calculations."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from namedmesh import LayoutError
+from namedmesh.dialects import DIALECTS
+from namedmesh.plan import (
+    Model,
+    UsageError,
+    compare,
+    cut_weight,
+    estimate_memory,
+    estimate_traffic,
+    list_partitions,
+)
+from namedmesh.plan.costs import parse_bytes, parse_count
+
+
+@given(st.integers(1, 48))
+def test_partitions_are_all_factorings(world: int) -> None:
+    expected = [sizes for sizes in product(range(1, world + 1), repeat=3) if world % prod(sizes) == 0]
+    found = list_partitions(world)
+    assert [(one.tp, one.cp, one.pp) for one in found] == sorted(expected)
+    assert all(one.tp * one.cp * one.pp * one.dp == world for one in found)
+    assert all(one.fits for one in found)
+
+
+def test_experts_add_every_size_inside_the_rest() -> None:
+    found = list_partitions(4, model=Model(experts=6))
+    eps = [(one.ep, one.reasons) for one in found if (one.tp, one.cp, one.pp) == (1, 1, 1)]
+    assert eps == [(1, ()), (2, ()), (4, ("6 experts do not divide by ep=4",))]
+
+
+def test_what_a_model_rules_out() -> None:
+    model = Model(layers=10, heads=32, kv_heads=8, hidden=4096, vocab=50257, seq=1020)
+    found = {(one.tp, one.cp, one.pp): one.reasons for one in list_partitions(64, model=model)}
+    assert found[1, 1, 2] == ()
+    assert found[16, 1, 1] == (
+        "8 key and value heads do not divide by tp=16",
+        "50257 vocabulary entries do not divide by tp=16",
+    )
+    assert found[1, 4, 4] == (
+        "10 layers do not divide by pp=4",
+        "a sequence of 1020 does not divide by 2 x cp=4",
+    )
+
+
+def test_memory_rules_out_what_does_not_fit() -> None:
+    found = list_partitions(8, model=Model(params=7_000_000_000), memory=20_000_000_000, stage=1)
+    by_sizes = {(one.tp, one.pp, one.dp): one.reasons for one in found if one.cp == 1}
+    assert by_sizes[1, 1, 8] == ("needs 38.5 GB of 20.0 at stage 1",)
+    assert by_sizes[8, 1, 1] == ()
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"), [(0, 16 * 7), (1, 4 * 7 + 12 * 7 / 8), (2, 2 * 7 + 14 * 7 / 8), (3, 16 * 7 / 8)]
+)
+def test_memory_by_stage(stage: int, expected: float) -> None:
+    estimate = estimate_memory(28_000_000_000, tp=2, pp=2, data=8, stage=stage)
+    assert estimate.total / 1e9 == pytest.approx(expected)
+
+
+def test_traffic_by_axis() -> None:
+    model = Model(layers=8, heads=8, kv_heads=2, hidden=16, seq=32, params=1000, top_k=2, batch=3)
+    sizes = {"tp": 2, "cp": 4, "pp": 2, "dp": 3, "ep": 4}
+    tokens = 3 * 32 / 4
+    activations = 2 * tokens * 16
+    found = estimate_traffic(model, sizes, stage=3)
+    assert found == pytest.approx(
+        {
+            "tp": 4 * 4 * activations,  # 4 layers, 4 all-reduces, 2 (t-1)/t = 1
+            "pp": 2 * activations,
+            "cp": 4 * 3 * 3 * (2 * tokens * 2 * 16 * 2 / 8 / 2),  # 4 layers, 3 passes, 3 steps
+            "ep": 4 * 4 * 2 * 3 / 4 * activations / 2,
+            "dp": 3 * 11 / 12 * 2 * 250,
+        }
+    )
+    assert list(found.values()) == sorted(found.values(), reverse=True)
+    assert estimate_traffic(Model(), sizes) == {}
+
+
+@given(st.integers(1, 70), st.integers(1, 70), st.integers(1, 20), st.sampled_from(["column", "row"]))
+def test_a_weight_is_cut_as_torch_chunks_it(inputs: int, outputs: int, tp: int, style: str) -> None:
+    weight = torch.arange(inputs * outputs).reshape(inputs, outputs)
+    dim = 1 if style == "column" else 0
+    chunks = torch.chunk(weight, tp, dim=dim)
+    cut = cut_weight(inputs, outputs, tp=tp, style=style)
+    assert len(cut.pieces) == tp
+    for piece, chunk in zip(cut.pieces, chunks, strict=False):
+        assert piece.shape == tuple(chunk.shape)
+        assert piece.weight_shape == tuple(chunk.T.shape)
+        assert torch.equal(weight.narrow(dim, piece.start, piece.stop - piece.start), chunk)
+    assert all(piece.start == piece.stop for piece in cut.pieces[len(chunks) :])
+    assert cut.even == ((outputs if style == "column" else inputs) % tp == 0)
+
+
+def test_the_worked_cuts() -> None:
+    column = cut_weight(1024, 512, tp=16, style="column")
+    assert {piece.shape for piece in column.pieces} == {(1024, 32)}
+    row = cut_weight(1024, 512, tp=16, style="row")
+    assert {piece.shape for piece in row.pieces} == {(64, 512)}
+
+
+@given(
+    st.sampled_from(list(DIALECTS)),
+    st.sampled_from(list(DIALECTS)),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 3]),
+)
+def test_a_comparison_by_brute_force(a: str, b: str, tp: int, pp: int, data: int) -> None:
+    found = compare(f"{a} tp={tp},pp={pp}", f"{b} tp={tp},pp={pp}", world_size=tp * pp * data)
+    for kind in found.kinds:
+        sides = []
+        for made in (found.first.dense, found.second.dense):
+            here = [axis for axis in kind.axes if axis in made]
+            if "dp" in kind.axes:
+                here = [axis for axis in made if axis.startswith("dp")]
+            sides.append(set(made.groups(*here)) if here else {(rank,) for rank in made.ranks})
+        assert kind.same == (sides[0] == sides[1])
+        # All groups are the same, or none is, unless each is a single rank.
+        assert kind.same or not sides[0] & sides[1]
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda: parse_count("many"), UsageError, "'many' is not a number of parameters, such as 7B or 350M"),
+        (lambda: parse_bytes("0GB"), UsageError, "'0GB' is not an amount of memory, such as 80GB or 80GiB"),
+        (
+            lambda: list_partitions(0, model=Model(heads=0), stage=4),
+            LayoutError,
+            "3 problems:\n"
+            "  - world_size is 0; it is an int of at least 1\n"
+            "  - heads is 0; it is an int of at least 1\n"
+            "  - stage 4 is not one of ZeRO's (0, 1, 2, 3)",
+        ),
+        (
+            lambda: cut_weight(4, 4, tp=2, style="colum"),
+            LayoutError,
+            "style 'colum' is not one of ('column', 'row'); did you mean 'column'?",
+        ),
+    ],
+)
+def test_mistakes_are_named(call: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind) as caught:
+        call()
+    assert str(caught.value) == message

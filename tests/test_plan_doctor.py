@@ -1,0 +1,244 @@
+"""The doctor on real ranks: a healthy job, one with a rank missing, one with a wrong group, one that hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from namedmesh.__main__ import main
+from namedmesh.errors import LaunchError
+from namedmesh.init import init_mesh
+from namedmesh.plan.doctor import checks, examination, report, rollcall
+
+if TYPE_CHECKING:
+    from namedmesh.mesh import NamedMesh
+
+
+def doctor(*words: str) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(["doctor", "--device", "cpu", "--megabytes", "0.1", *words])
+    return status, out.getvalue(), err.getvalue()
+
+
+def test_a_healthy_job() -> None:
+    told = run_ranks(4, lambda: doctor("pp=2,tp=2", "--format", "json"), init=False)
+    assert [status for status, _, _ in told] == [0, 0, 0, 0]
+    assert [(out, err) for _, out, err in told[1:]] == [("", "")] * 3
+    data = json.loads(told[0][1])
+    assert data["problems"] == []
+    assert [(axis["axis"], axis["size"], axis["groups"]) for axis in data["axes"]] == [
+        ("pp", 2, 2),
+        ("tp", 2, 2),
+        ("world", 4, 1),
+    ]
+    assert all(axis["latency us"] > 0 for axis in data["axes"])
+    assert data["slowest_rank"] in range(4)
+
+
+def test_experts_are_examined_too() -> None:
+    told = run_ranks(4, lambda: doctor("--tp", "2", "--ep", "4", "--etp", "1"), init=False)
+    assert [status for status, _, _ in told] == [0] * 4
+    lines = told[0][1].splitlines()
+    assert lines[0] == "dp=2 x tp=2 (4 ranks), gloo on cpu, 1 host"
+    assert [line.split()[0] for line in lines[2:7]] == ["axis", "dp", "tp", "ep", "world"]
+    assert "every group has the right ranks and gives the right sum" in lines
+
+
+def absent(*missing: int) -> tuple[int, str, str]:
+    return (9, "", "") if int(os.environ["RANK"]) in missing else doctor("--tp", "2", "--timeout", "2")
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [((2,), "rank 2 of 4 did not"), ((0, 3), "ranks 0, 3 of 4 did not")],
+)
+def test_a_rank_that_does_not_show_up_is_named(missing: tuple[int, ...], words: str) -> None:
+    told = run_ranks(4, absent, *missing, init=False)
+    there = [told[rank] for rank in range(4) if rank not in missing]
+    assert [status for status, _, _ in there] == [1] * len(there)
+    assert there[0][2] == (
+        f"namedmesh doctor: {words} show up within 2 s; look at what the launcher started there, or wait longer "
+        "with --timeout\n"
+    )
+    assert [(out, err) for _, out, err in there[1:]] == [("", "")] * (len(there) - 1)
+
+
+def with_wrong_groups(*ranks: int) -> tuple[int, str, str]:
+    """On some ranks the group of tp is that of pp."""
+    real = init_mesh
+
+    def wrong(*arguments: Any, **keywords: Any) -> NamedMesh:
+        mesh = real(*arguments, **keywords)
+        if mesh.global_rank in ranks:
+            mesh._groups["tp",] = mesh.group("pp")
+        return mesh
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(examination, "init_mesh", wrong)
+        return doctor("pp=2,tp=2", "--timeout", "3")
+
+
+def test_a_wrong_group_is_named_with_its_axis_and_ranks() -> None:
+    told = run_ranks(4, with_wrong_groups, 0, 1, 2, 3, init=False)
+    assert [status for status, _, _ in told] == [1, 1, 1, 1]
+    assert told[0][1] == (
+        "pp=2 x tp=2 (4 ranks), gloo on cpu, 1 host\n\n"
+        "wrong: axis tp, rank 0: its group has ranks 0, 2 instead of 0, 1\n"
+        "wrong: axis tp, rank 1: its group has ranks 1, 3 instead of 0, 1\n"
+        "wrong: axis tp, rank 2: its group has ranks 0, 2 instead of 2, 3\n"
+        "wrong: axis tp, rank 3: its group has ranks 1, 3 instead of 2, 3\n"
+    )
+
+
+def test_a_collective_that_hangs_ends_with_the_axis_and_the_ranks() -> None:
+    told = run_ranks(4, with_wrong_groups, 3, init=False)
+    assert [status for status, _, _ in told] == [1, 1, 1, 1]
+    wrong = [line for line in told[0][1].splitlines() if line.startswith("wrong: axis tp")]
+    assert wrong
+    assert all(any(str(rank) in line.split(":")[1] for line in wrong) for rank in (2, 3))
+
+
+def without_a_peer() -> tuple[int, str, str]:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("Connection closed by peer\nand much more")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(examination, "init_mesh", fail)
+        return doctor("tp=2")
+
+
+def test_groups_that_cannot_be_made_are_told_by_each_rank() -> None:
+    assert run_ranks(2, without_a_peer, init=False) == [
+        (1, "", f"namedmesh doctor: rank {rank} could not make its groups: Connection closed by peer\n")
+        for rank in range(2)
+    ]
+
+
+def test_a_layout_that_does_not_fit_is_told_once() -> None:
+    told = run_ranks(4, lambda: doctor("pp=2,tp=3"), init=False)
+    assert [status for status, _, _ in told] == [1, 1, 1, 1]
+    assert [bool(err) for _, _, err in told] == [True, False, False, False]
+    assert told[0][2].startswith("namedmesh doctor: pp=2 x tp=3 needs 6 ranks, but the world has 4")
+    told = run_ranks(2, lambda: doctor("pp=x"), init=False)
+    assert [status for status, _, _ in told] == [2, 2]
+
+
+def alone() -> tuple[int, str, str]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(name)
+    return doctor()
+
+
+def test_plain_python_is_a_world_of_one() -> None:
+    [(status, out, _)] = run_ranks(1, alone, init=False)
+    assert status == 0
+    assert out.startswith("dp=1 (1 rank), gloo on cpu, 1 host\n")
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def hosted(port: int, world: int) -> tuple[int, str, str]:
+    os.environ.update(MASTER_PORT=str(port), WORLD_SIZE=str(world))
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
+    return doctor("--tp", "2", "--timeout", "20" if world == 2 else "2")
+
+
+def test_rank_zero_hosts_the_store_where_no_launcher_does() -> None:
+    assert [status for status, _, _ in run_ranks(2, hosted, free_port(), 2, init=False)] == [0, 0]
+    told = run_ranks(2, hosted, free_port(), 3, init=False)
+    assert [status for status, _, _ in told] == [1, 1]
+    assert "rank 2 of 3 did not show up" in told[0][2]
+
+
+def test_an_absent_host_is_named() -> None:
+    port = free_port()
+    environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with pytest.raises(LaunchError) as caught:
+        rollcall.call_the_roll(timedelta(seconds=1), environment)
+    assert str(caught.value).startswith(
+        f"rank 0, which hosts the store at 127.0.0.1:{port}, did not answer within 1 s; look at what became of it, or "
+        "at MASTER_ADDR and MASTER_PORT ("
+    )
+
+
+def seen(axis: str, ranks: tuple[int, ...], bandwidth: float, problem: str = "") -> checks.AxisReport:
+    return checks.AxisReport(axis, ranks, problem, latency=0.001, bandwidth=bandwidth)
+
+
+def test_a_diagnosis_names_the_slowest_group_and_rank() -> None:
+    reports = {
+        rank: checks.RankReport(
+            rank, 2.0 if rank == 3 else 1.0, [seen("tp", (rank - rank % 2, rank - rank % 2 + 1), 10.0 - rank)]
+        )
+        for rank in range(4)
+    }
+    again = {
+        rank: checks.RankReport.from_data(json.loads(json.dumps(one.as_data())))
+        for rank, one in reports.items()
+    }
+    assert again == reports
+    found = report.diagnose(again)
+    assert (found.slowest_rank, found.slowest_factor) == (3, 2.0)
+    assert (found.axes[0].slowest_group, found.axes[0].slowest_bandwidth, found.axes[0].groups) == (
+        (2, 3),
+        7.5,
+        2,
+    )
+
+
+def test_a_rank_that_stops_answering_is_named() -> None:
+    one = checks.RankReport(0, 1.0, [seen("tp", (0, 1), 1.0, "a collective did not end within 3 s")])
+    assert report.diagnose({0: one, 1: None}).problems == (
+        "axis tp, rank 0: a collective did not end within 3 s",
+        "rank 1 stopped answering in the middle of the checks",
+    )
+
+
+def test_a_sum_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def off_by_one(tensor: torch.Tensor, **_: object) -> Any:
+        tensor += 1
+        return Done()
+
+    class Done:
+        def is_completed(self) -> bool:
+            return True
+
+        def wait(self) -> None:
+            pass
+
+    def gather(into: list[torch.Tensor], mine: torch.Tensor, **_: object) -> Done:
+        into[0].copy_(mine)
+        return Done()
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda _: 1)
+    monkeypatch.setattr(torch.distributed, "all_gather", gather)
+    monkeypatch.setattr(torch.distributed, "all_reduce", off_by_one)
+    probe = checks.Probe("tp", (0,), None)
+    assert (
+        checks._wrong(probe, 0, torch.device("cpu"), timedelta(seconds=1))
+        == "an all-reduce gave 2 instead of 1"
+    )
+
+
+def test_the_bar_moves_on_and_goes_away(capsys: pytest.CaptureFixture[str]) -> None:
+    hidden, shown = examination._Progress(2, shown=False), examination._Progress(2, shown=True)
+    for bar in (hidden, shown):
+        bar("checking tp")
+        bar("timing tp")
+    assert capsys.readouterr().err == (
+        f"\r\x1b[K[{'#' * 12:<24}] checking tp\r\x1b[K[{'#' * 24}] timing tp\r\x1b[K"
+    )
