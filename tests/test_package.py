@@ -42,8 +42,8 @@ ROOMS = (
     "mesh",
     "init",
     "tensor_parallel",
-    "compat",
     "plan",
+    "compat",
     "__main__",
 )
 

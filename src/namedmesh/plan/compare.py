@@ -9,7 +9,7 @@ from namedmesh.dialects import Arrangement, Kind
 from namedmesh.errors import LayoutError
 from namedmesh.plan.core import resolve
 from namedmesh.plan.members import Members, first_groups, in_words
-from namedmesh.plan.tables import Document, Table
+from namedmesh.plan.tables import Document, Table, rendered
 
 if TYPE_CHECKING:
     from namedmesh.layout import Layout
@@ -52,6 +52,10 @@ class Comparison:
     def same(self) -> bool:
         """Whether all groups are the same."""
         return all(kind.same for kind in self.kinds)
+
+    def __str__(self) -> str:
+        """The tables that ``namedmesh diff`` prints."""
+        return rendered(diff_document(self), "text").rstrip()
 
 
 def compare(first: str, second: str, *, world_size: int | None = None) -> Comparison:
