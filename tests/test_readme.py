@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ def _run_code(sources: list[str]) -> list[str]:
 
 def test_python_blocks_run_on_eight_ranks() -> None:
     sources = blocks("python")
-    assert len(sources) == 3
+    assert len(sources) == 4
     told = run_ranks(8, _run_code, sources)
     # 256 rows over tp=2, then over dp=4; torch has several spellings of the two cuts on one dim.
     assert {tuple(lines[1:]) for lines in told} == {("(32, 64)", "True")}
@@ -86,3 +87,12 @@ def test_the_shown_migration_is_the_real_one(
     command, _, shown = blocks("text")[1].partition("\n")
     assert command == "$ python -m namedmesh migrate train.py"
     assert capsys.readouterr().out.startswith(shown)
+
+
+def test_the_shown_planning_is_the_real_one(capsys: pytest.CaptureFixture[str]) -> None:
+    (session,) = blocks("console")
+    for step in session.removeprefix("$ ").split("\n$ "):
+        command, _, shown = step.partition("\n")
+        main(shlex.split(command)[1:])
+        told = capsys.readouterr()
+        assert (told.out + told.err).strip() == shown.strip()
