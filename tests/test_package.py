@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -147,3 +148,15 @@ def test_the_run_time_needs_torch_and_packaging_only() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     names = [re.split(r"[<>=!~ ]", requirement)[0] for requirement in project["dependencies"]]
     assert names == ["torch", "packaging"]
+
+
+def test_no_submodule_hides_a_name_of_its_package() -> None:
+    """A submodule becomes an attribute of its package once it is imported, in place of what is exported lazily."""
+    for init in sorted(SOURCE.rglob("__init__.py")):
+        name = ".".join(("namedmesh", *init.parent.relative_to(SOURCE).parts))
+        package = importlib.import_module(name)
+        modules = {path.stem for path in init.parent.glob("*.py")} | {
+            path.parent.name for path in init.parent.glob("*/__init__.py")
+        }
+        for exported in modules & set(getattr(package, "__all__", ())):
+            assert inspect.ismodule(getattr(package, exported)), f"{name}.{exported}"

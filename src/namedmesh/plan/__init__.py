@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from namedmesh.plan.compare import Comparison, Difference, compare
+    from namedmesh.plan.comparison import Comparison, Difference, compare
     from namedmesh.plan.core import Groups, Plan, make_plan
     from namedmesh.plan.costs import Memory, Model, estimate_memory, estimate_traffic
     from namedmesh.plan.members import Members
@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "compare": ("Comparison", "Difference", "compare"),
+    "comparison": ("Comparison", "Difference", "compare"),
     "core": ("Groups", "Plan", "make_plan"),
     "costs": ("Memory", "Model", "estimate_memory", "estimate_traffic"),
     "members": ("Members",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from namedmesh.plan.arguments import add_format, reported
-from namedmesh.plan.compare import compare, diff_document
+from namedmesh.plan.comparison import compare, diff_document
 from namedmesh.plan.tables import show
 
 if TYPE_CHECKING:

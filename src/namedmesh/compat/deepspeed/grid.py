@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from namedmesh.agreement import agree
-from namedmesh.compat.deepspeed.places import checked_mesh, group_over, telling, topology_of
+from namedmesh.compat.binding import telling
+from namedmesh.compat.deepspeed.places import checked_mesh, group_over, topology_of
 from namedmesh.compat.deepspeed.wanted import alternating, check_group, checked_topology
 from namedmesh.compat.errors import ContractAttributeError, ContractError, ContractTypeError
 from namedmesh.errors import LayoutError, did_you_mean
@@ -18,7 +19,7 @@ from namedmesh.init import init_mesh
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from namedmesh.compat.deepspeed.topology import ProcessTopology
+    from namedmesh.compat.deepspeed.process_topology import ProcessTopology
     from namedmesh.compat.deepspeed.wanted import Topology
     from namedmesh.mesh import NamedMesh
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
-from namedmesh.agreement import MISTAKE, agree
-from namedmesh.compat.deepspeed.topology import ProcessTopology
-from namedmesh.errors import LayoutError, MeshError, NamedMeshError, did_you_mean
+from namedmesh.compat.deepspeed.process_topology import ProcessTopology
+from namedmesh.errors import LayoutError, MeshError, did_you_mean
 from namedmesh.layout import Layout
 from namedmesh.mesh import NamedMesh
 from namedmesh.views import named
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-__all__ = ["Places", "checked_mesh", "group_over", "places_of", "telling", "topology_of"]
+    import torch.distributed as dist
+
+__all__ = ["Places", "checked_mesh", "group_over", "places_of", "topology_of"]
 
 _NAMES = {
     "pipe": ("pp", "pipe"),
@@ -153,13 +151,3 @@ def checked_mesh(mesh: object, call: str) -> NamedMesh:
     if mesh.closed:
         raise MeshError(f"the mesh over {mesh.layout} was closed; give {call} an open one")
     return mesh
-
-
-@contextmanager
-def telling(call: str, ranks: range) -> Iterator[None]:
-    """Let the other ranks, which may be fine and waiting, know that this one gives up."""
-    try:
-        yield
-    except NamedMeshError as error:
-        agree(call, {MISTAKE: str(error)}, ranks=ranks, rank=dist.get_rank())
-        raise

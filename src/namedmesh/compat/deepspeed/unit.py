@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from namedmesh.agreement import agree
-from namedmesh.compat.deepspeed.places import checked_mesh, group_over, places_of, telling
+from namedmesh.compat.binding import telling
+from namedmesh.compat.deepspeed.places import checked_mesh, group_over, places_of
 from namedmesh.compat.errors import ContractAttributeError
 from namedmesh.errors import MeshError, did_you_mean
 

@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
-from namedmesh.compat.deepspeed.topology import PipeDataParallelTopology, ProcessTopology, _prime_factors
+from namedmesh.compat.deepspeed.process_topology import (
+    PipeDataParallelTopology,
+    ProcessTopology,
+    _prime_factors,
+)
 from namedmesh.compat.errors import ContractAttributeError, ContractError
 from namedmesh.errors import LayoutError, listing
 

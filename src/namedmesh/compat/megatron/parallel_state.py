@@ -33,14 +33,14 @@ from namedmesh.compat.megatron.accessors.tensor import *
 from namedmesh.compat.megatron.accessors.tensor import __all__ as _tensor
 from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer, GlobalSymmetricMemoryBuffer
 from namedmesh.compat.megatron.lifecycle import destroy_model_parallel, initialize_model_parallel
-from namedmesh.compat.megatron.process_groups import *
-from namedmesh.compat.megatron.process_groups import __all__ as _process_groups
 from namedmesh.compat.megatron.ranks import (
     RankGenerator,
     default_embedding_ranks,
     default_position_embedding_ranks,
     generate_masked_orthogonal_rank_groups,
 )
+from namedmesh.compat.megatron.single_groups import *
+from namedmesh.compat.megatron.single_groups import __all__ as _single_groups
 from namedmesh.compat.megatron.state import STATE, VARIABLES, late
 from namedmesh.compat.state import make_patchable
 
@@ -48,7 +48,7 @@ __all__ = [  # noqa: PLE0604  lists of names, which ruff does not look into
     *_data,
     *_expert,
     *_pipeline,
-    *_process_groups,
+    *_single_groups,
     *_tensor,
     "GlobalMemoryBuffer",
     "GlobalSymmetricMemoryBuffer",
