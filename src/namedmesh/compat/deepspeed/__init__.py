@@ -67,15 +67,11 @@ def install() -> None:
     Warns:
         UserWarning: modules of DeepSpeed were imported before, and keep the original; it names them.
 
-    Example:
-        >>> import warnings
-        >>> with warnings.catch_warnings():
-        ...     warnings.simplefilter("ignore")      # DeepSpeed may have been imported before
-        ...     install()
-        >>> import sys
-        >>> sys.modules["deepspeed.runtime.pipe.topology"].__name__
-        'namedmesh.compat.deepspeed.topology'
-        >>> uninstall()
+    Example, as the first lines of a program::
+
+        from namedmesh.compat import deepspeed as dialect
+        dialect.install()
+        from deepspeed.pipe import PipelineModule      # on our topologies and grids
     """
     _REPLACEMENT.install()
 

@@ -306,7 +306,7 @@ from __future__ import annotations
 
 from namedmesh.compat.migration.model import Advice, Entry
 from namedmesh.compat.migration.report import as_json, as_text
-from namedmesh.compat.migration.scan import Finding, Problem, Scan, scan
+from namedmesh.compat.migration.scanning import Finding, Problem, Scan, scan
 from namedmesh.compat.migration.table import TABLE, advise, page
 
 __all__ = [

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from namedmesh.compat.migration.report import as_json, as_text
-from namedmesh.compat.migration.scan import scan
+from namedmesh.compat.migration.scanning import scan
 
 __all__ = ["SUMMARY", "configure", "run"]
 

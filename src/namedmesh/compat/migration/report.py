@@ -13,7 +13,7 @@ from namedmesh.compat.migration.model import DIALECT
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from namedmesh.compat.migration.scan import Finding, Scan
+    from namedmesh.compat.migration.scanning import Finding, Scan
 
 __all__ = ["INSTALL", "as_json", "as_text", "statements"]
 
