@@ -10,18 +10,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, defaultdict
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from namedmesh._torch import default_store, default_timeout
-from namedmesh.errors import AgreementError, listing
+from namedmesh.errors import AgreementError, NamedMeshError, listing
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["MISTAKE", "agree"]
+__all__ = ["MISTAKE", "agree", "telling"]
 
 MISTAKE = "mistake"
 """The field of a request in which a rank says why it gives up; the others then need no comparison."""
@@ -88,6 +89,22 @@ def agree(
         board.set("all_read", "")
     _waited(board, "all_read", _VERDICT_TIMEOUT)
     raise AgreementError(*problems)
+
+
+@contextmanager
+def telling(call: str, ranks: range, timeout: timedelta | None = None) -> Iterator[None]:
+    """Let the other ranks, which may be fine and waiting in :func:`agree`, know if this one gives up.
+
+    Args:
+        call: what is being called, as in the comparison that the others wait in.
+        ranks: the global ranks that take part.
+        timeout: how long to wait for them.
+    """
+    try:
+        yield
+    except NamedMeshError as error:
+        agree(call, {MISTAKE: str(error)}, ranks=ranks, rank=dist.get_rank(), timeout=timeout)
+        raise
 
 
 def _waited(board: dist.Store, key: str, timeout: timedelta) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from namedmesh import current
 from namedmesh._torch import flattened, forget
 from namedmesh.adopt import layout_of_groups, layout_of_mesh
-from namedmesh.agreement import MISTAKE, agree
-from namedmesh.errors import AxisError, LayoutError, MeshError, NamedMeshError
+from namedmesh.agreement import agree, telling
+from namedmesh.errors import AxisError, LayoutError, MeshError
 from namedmesh.explain import explain_group, explain_mesh, explain_rank
 from namedmesh.groups import Communicator, GroupPool
 from namedmesh.launch import default_group_device
@@ -22,7 +22,8 @@ from namedmesh.options import GroupOptions
 from namedmesh.views import DENSE, View, Views, named, quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
     from types import TracebackType
 
     from typing_extensions import Self
@@ -404,15 +405,10 @@ class NamedMesh:
         self._groups[axes] = group
         return group
 
-    @contextmanager
-    def _telling(self, call: str) -> Iterator[None]:
-        """Let the other ranks, which may be fine and waiting, know that this one gives up."""
-        try:
-            yield
-        except NamedMeshError as error:
-            if not self.closed:
-                self._agree(call, {MISTAKE: str(error)})
-            raise
+    def _telling(self, call: str) -> AbstractContextManager[None]:
+        if self.closed:
+            return nullcontext()
+        return telling(call, self.layout.ranks, self.pool.defaults.timeout)
 
     def _agree(self, call: str, request: Mapping[str, str]) -> None:
         agree(

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
-
 from namedmesh import current
-from namedmesh.agreement import MISTAKE, agree
-from namedmesh.errors import MeshError, NamedMeshError
+from namedmesh.agreement import agree, telling
+from namedmesh.errors import MeshError
 from namedmesh.mesh import NamedMesh
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
     from types import TracebackType
 
     from namedmesh.compat.state import LegacyState
 
-__all__ = ["Bindings", "Bound", "telling"]
+__all__ = ["Bindings", "Bound"]
 
 
 class Bindings:
@@ -156,13 +153,3 @@ class Bound:
         before = self._before
         self._bindings.base = None if before is not None and before.closed else before
         self._bindings.changed(None)
-
-
-@contextmanager
-def telling(call: str, ranks: range) -> Iterator[None]:
-    """Let the other ranks, which may be fine and waiting, know that this one gives up."""
-    try:
-        yield
-    except NamedMeshError as error:
-        agree(call, {MISTAKE: str(error)}, ranks=ranks, rank=dist.get_rank())
-        raise

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from namedmesh.agreement import agree
+from namedmesh.agreement import agree, telling
 from namedmesh.compat.axes import DENSE, dense_layout, groups_over
-from namedmesh.compat.binding import Bindings, Bound, telling
+from namedmesh.compat.binding import Bindings, Bound
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.state import LegacyState, answer_of
 from namedmesh.errors import MeshError

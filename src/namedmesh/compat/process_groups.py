@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from namedmesh import launch
+from namedmesh.agreement import telling
 from namedmesh.compat.axes import groups_over
-from namedmesh.compat.binding import telling
 from namedmesh.errors import LayoutError
 from namedmesh.init import init_mesh
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from namedmesh.agreement import agree
-from namedmesh.compat.binding import telling
+from namedmesh.agreement import agree, telling
 from namedmesh.compat.deepspeed.places import checked_mesh, group_over, topology_of
 from namedmesh.compat.deepspeed.wanted import alternating, check_group, checked_topology
 from namedmesh.compat.errors import ContractAttributeError, ContractError, ContractTypeError

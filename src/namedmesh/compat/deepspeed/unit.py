@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from namedmesh.agreement import agree
-from namedmesh.compat.binding import telling
+from namedmesh.agreement import agree, telling
 from namedmesh.compat.deepspeed.places import checked_mesh, group_over, places_of
 from namedmesh.compat.errors import ContractAttributeError
 from namedmesh.errors import MeshError, did_you_mean

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from namedmesh.agreement import agree
-from namedmesh.compat.binding import Bindings, Bound, telling
+from namedmesh.agreement import agree, telling
+from namedmesh.compat.binding import Bindings, Bound
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.megatron.groups import make_answers, product_options
 from namedmesh.compat.megatron.ranks import default_embedding_ranks, default_position_embedding_ranks

@@ -94,6 +94,9 @@ class RankGenerator:
         order: the tokens, fastest first.
         rank_offset: the first rank.
 
+    Attributes:
+        layout: the same as a :class:`namedmesh.Layout`.
+
     Raises:
         ContractError: both ``ep`` and ``cp`` are larger than 1.
         ContractRuntimeError: a token of a size other than 1 has no place in the order.
@@ -120,8 +123,8 @@ class RankGenerator:
         tokens = ordered_tokens(order, self.name_to_size)
         self.order = "-".join(tokens)
         self.ordered_size = [self.name_to_size[token] for token in tokens]
-        self._layout = _row_major(tokens, self.ordered_size, rank_offset)
-        self.world_size = self._layout.world_size
+        self.layout = _row_major(tokens, self.ordered_size, rank_offset)
+        self.world_size = self.layout.world_size
 
     def get_mask(self, order: str, token: str) -> list[bool]:
         """Which tokens of ``order`` are in ``token``, such as ``"tp-dp"``.
@@ -151,7 +154,7 @@ class RankGenerator:
             LayoutError: a part of ``token`` is not in the order.
         """
         self.get_mask(self.order, token)
-        return [list(ranks) for ranks in self._layout.groups(*token.split("-"))]
+        return [list(ranks) for ranks in self.layout.groups(*token.split("-"))]
 
 
 def generate_masked_orthogonal_rank_groups(
