@@ -197,7 +197,7 @@ def near(told: Told, expected: Told) -> bool:
 @pytest.mark.oracle("deepspeed")
 def test_zero_trains_clips_and_saves_as_one_process(tmp_path: Path) -> None:
     _engine_module()
-    expected = one_process()
+    (expected,) = run_ranks(1, one_process)
     assert min(expected.norms) > 2 * CLIP
     rest = Told(expected.losses[3:], expected.norms[3:])
     for told in run_ranks(4, _train_all, str(tmp_path), timeout=170):
@@ -227,7 +227,7 @@ def _train_sequence_parallel() -> dict[tuple[str, int], Told]:
 @pytest.mark.oracle("deepspeed")
 def test_ranks_that_share_a_sequence_share_their_gradients() -> None:
     _engine_module()
-    expected = one_process()
+    (expected,) = run_ranks(1, one_process)
     for told in run_ranks(4, _train_sequence_parallel, timeout=120):
         assert len(told) == len(STAGES) + 1
         for case, mine in told.items():
@@ -280,23 +280,28 @@ def _train_pipeline() -> tuple[list[float], list[str]]:
     return losses, told
 
 
-@pytest.mark.oracle("deepspeed")
-def test_deepspeed_s_pipelines_run_on_our_grid() -> None:
-    _engine_module()
+def _train_stages_alone() -> list[float]:
     model = nn.Sequential(*stages())
     optimizer = made(model)
-    expected = []
+    losses = []
     for ids, targets in batches():
         loss = loss_of(model(ids), targets)
         optimizer.zero_grad()
         loss.backward()
         assert nn.utils.clip_grad_norm_(model.parameters(), CLIP) > CLIP
         optimizer.step()
-        expected.append(loss.item())
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.oracle("deepspeed")
+def test_deepspeed_s_pipelines_run_on_our_grid() -> None:
+    _engine_module()
+    (expected,) = run_ranks(1, _train_stages_alone)
     package = "namedmesh.compat.deepspeed"
     for losses, told in run_ranks(4, _train_pipeline, timeout=120):
         assert losses == pytest.approx(expected, abs=TOLERANCE)
-        assert told == [f"{package}.grid", f"{package}.topology", "Layout(pp=2, dp=2)"]
+        assert told == [f"{package}.grid", f"{package}.process_topology", "Layout(pp=2, dp=2)"]
 
 
 def test_parameters_that_deepspeed_cannot_train_are_refused() -> None:
