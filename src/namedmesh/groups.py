@@ -185,8 +185,7 @@ class GroupPool:
         """Keep a promise."""
         if key not in self._known:
             group = new_group_among_members(key[0], name=name, **self._arguments(options, label))
-            self._known[key] = group
-            self._record(label, key[0], group, owned=True)
+            self._note_set(key, group, label, options)
         return self._known[key]
 
     def make_twin(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> dist.ProcessGroup:

@@ -92,6 +92,20 @@ class GroupOptions:
         """
         return _from_text(_read(path), str(path))
 
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> GroupOptions:
+        """The options that settings in the spelling of such a file stand for.
+
+        Raises:
+            LayoutError: a setting that NCCL does not have.
+
+        Example:
+            >>> GroupOptions.from_settings({"max_ctas": 32, "is_high_priority_stream": True})
+            GroupOptions(nccl=(('max_ctas', 32),), high_priority=True)
+        """
+        nccl = {name: value for name, value in settings.items() if name != _HIGH_PRIORITY}
+        return cls(nccl=nccl, high_priority=bool(settings.get(_HIGH_PRIORITY, False)))
+
     def combined(self, other: GroupOptions, axes: str) -> GroupOptions:
         """The options of a group over two axes: what either sets, provided they do not contradict.
 
@@ -159,10 +173,9 @@ def _from_text(text: str, path: str) -> dict[str, GroupOptions]:
     options = {}
     problems: list[str] = []
     for axis, settings in table.items():
-        nccl = {name: value for name, value in settings.items() if name != _HIGH_PRIORITY}
         try:
-            options[axis] = GroupOptions(nccl=nccl, high_priority=bool(settings.get(_HIGH_PRIORITY, False)))
-        except LayoutError as error:
+            options[axis] = GroupOptions.from_settings(settings)
+        except LayoutError as error:  # noqa: PERF203  all problems at once
             problems += [f"{path}, {axis}: {problem}" for problem in error.problems]
     if problems:
         raise LayoutError(*problems)

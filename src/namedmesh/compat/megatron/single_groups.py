@@ -155,9 +155,8 @@ def options_from_settings(pg_name: str, settings: Mapping[str, Any]) -> GroupOpt
     net = settings.get("net_name")
     if net is not None and str(net).lower() not in NET_NAMES:
         raise ContractRuntimeError(f"net_name of {pg_name!r} is {net!r}; it is 'IB' or 'socket'")
-    nccl = {name: value for name, value in settings.items() if name != "is_high_priority_stream"}
     try:
-        return GroupOptions(nccl=nccl, high_priority=bool(settings.get("is_high_priority_stream", False)))
+        return GroupOptions.from_settings(settings)
     except LayoutError as error:
         raise ContractRuntimeError(*(f"{pg_name}: {problem}" for problem in error.problems)) from None
 
