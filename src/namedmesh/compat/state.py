@@ -11,7 +11,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from namedmesh.promises import Promise
+from namedmesh.lazy_group import LazyGroup
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,7 +40,7 @@ class LegacyState:
     made: dict[str, Any]
     mesh: NamedMesh | None
     owned: bool
-    later: dict[str, Promise]
+    later: dict[str, LazyGroup]
 
     def __init__(self) -> None:
         self.clear()
@@ -55,7 +55,7 @@ class LegacyState:
     def fill(self, mesh: NamedMesh, answers: Mapping[str, Any], *, owned: bool) -> None:
         """Take the answers of a mesh; slots that are not among them stay as they were set by hand."""
         self.mesh, self.owned = mesh, owned
-        self.later = {slot: value for slot, value in answers.items() if isinstance(value, Promise)}
+        self.later = {slot: value for slot, value in answers.items() if isinstance(value, LazyGroup)}
         self.made = {slot: value for slot, value in answers.items() if slot not in self.later}
         for slot in answers:
             setattr(self, slot, self.made.get(slot))
@@ -65,7 +65,7 @@ class LegacyState:
         """The value of a slot; a group that is made when it is first asked for is made now."""
         value = getattr(self, slot)
         if value is None and slot in self.later:
-            value = self.made[slot] = self.later.pop(slot).group()
+            value = self.made[slot] = self.later.pop(slot).get_or_create()
             self.put(slot, value)
         return value
 
@@ -77,7 +77,9 @@ class LegacyState:
     def put(self, slot: str, value: Any) -> None:
         """Patch a slot; those that are worked out from it follow."""
         if slot in self.later:
-            self.read(slot)  # so that the patch can be undone, and None is not taken for a promise
+            self.read(
+                slot
+            )  # so that the patch can be undone, and None is not taken for a group that nobody asked for
         setattr(self, slot, value)
         self.follow()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from namedmesh.agreement import agree, telling
+from namedmesh.consistency import report_failure
 from namedmesh.compat.deepspeed.places import checked_mesh, group_over, topology_of
 from namedmesh.compat.deepspeed.wanted import alternating, check_group, checked_topology
 from namedmesh.compat.errors import ContractAttributeError, ContractError, ContractTypeError
@@ -86,7 +86,7 @@ class PipelineParallelGrid:
                 "before PipelineParallelGrid()"
             )
         world = dist.get_world_size()
-        with telling(_CALL, range(world)):
+        with report_failure(_CALL, range(world)):
             check_group(process_group, world)
             asked = alternating(world) if topology is None else topology
             ours = checked_topology(asked, world, dist.get_rank())
@@ -126,7 +126,7 @@ class PipelineParallelGrid:
         call = f"{_CALL}.from_mesh"
         checked_mesh(mesh, call)
         ranks = mesh.layout.ranks
-        with telling(call, ranks):
+        with report_failure(call, ranks):
             if len(ranks) != dist.get_world_size():
                 raise LayoutError(
                     f"{mesh.layout} on ranks {ranks.start} to {ranks.stop - 1} is a part of the world of "
@@ -134,7 +134,7 @@ class PipelineParallelGrid:
                     "the world"
                 )
             topology, axes = topology_of(mesh.layout)
-        agree(call, {"layout": repr(mesh.layout)}, ranks=ranks, rank=mesh.global_rank)
+        mesh.check_consistency(call, {"layout": repr(mesh.layout)})
         grid = cls.__new__(cls)
         grid._fill(topology, topology, mesh, axes)
         grid._owned = False

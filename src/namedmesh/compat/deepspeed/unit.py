@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from namedmesh.agreement import agree, telling
+from namedmesh.consistency import report_failure
 from namedmesh.compat.deepspeed.places import checked_mesh, group_over, places_of
 from namedmesh.compat.errors import ContractAttributeError
 from namedmesh.errors import MeshError, did_you_mean
@@ -56,10 +56,10 @@ def mpu(mesh: NamedMesh) -> ModelParallelUnit:
     call = "deepspeed.mpu"
     checked_mesh(mesh, call)
     ranks = mesh.layout.ranks
-    with telling(call, ranks):
+    with report_failure(call, ranks):
         places = places_of(mesh.layout)
         places.check_no_others()
-    agree(call, {"layout": repr(mesh.layout)}, ranks=ranks, rank=mesh.global_rank)
+    mesh.check_consistency(call, {"layout": repr(mesh.layout)})
     kinds = {
         "model": places.pipe + places.model,
         "data": places.data,
