@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -143,3 +144,15 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def live_groups() -> int:
+    """How many process groups torch knows in this process, the default group included."""
+    return len(c10d._world.pg_map)
+
+
+def summed(group: dist.ProcessGroup | None, value: float = 1.0) -> float:
+    """The sum of every member's value: the group works, and has the members that it should have."""
+    tensor = torch.tensor([float(value)])
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()

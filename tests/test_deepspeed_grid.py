@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from installing import run_python, without
 from megatron_cases import comparable, kind_of
-from ranks import fake_world, run_ranks
-from torch.distributed import distributed_c10d as c10d
+from ranks import fake_world, live_groups, run_ranks
 
 import namedmesh
 from namedmesh import Layout, LayoutError, MeshError, NamedMesh, NamedMeshError
@@ -43,10 +42,6 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = importlib.import_module("deepspeed.runtime.pipe.topology")
     monkeypatch.setattr(module, "dist", dist)
     return module
-
-
-def live_groups() -> int:
-    return len(c10d._world.pg_map)
 
 
 def everything(grid: Any) -> dict[str, Any]:

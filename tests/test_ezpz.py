@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from installing import run_python, without
-from ranks import fake_world, run_ranks
+from ranks import fake_world, live_groups, run_ranks
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d as c10d
 
 import namedmesh
 from namedmesh import NamedMeshError
@@ -36,10 +35,6 @@ def _nothing_bound() -> Iterator[None]:
     yield
     tp.destroy_tensor_parallel()
     assert not tp.tensor_parallel_is_initialized()
-
-
-def live_groups() -> int:
-    return len(c10d._world.pg_map)
 
 
 # --- names --------------------------------------------------------------------------------------------------

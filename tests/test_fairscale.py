@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from installing import run_python, without
-from ranks import fake_world, run_ranks
+from ranks import fake_world, live_groups, run_ranks
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d as c10d
 
 import namedmesh
 from namedmesh import NamedMeshError
@@ -49,10 +48,6 @@ def oracle(part: str = "initialize") -> Any:
 def _imported() -> None:
     """Import the original before the ranks are forked, once."""
     oracle("layers")
-
-
-def live_groups() -> int:
-    return len(c10d._world.pg_map)
 
 
 # --- the names ----------------------------------------------------------------------------------------------

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import fake_world, run_ranks
-from torch.distributed import distributed_c10d as c10d
+from ranks import fake_world, live_groups, run_ranks, summed
 
 import namedmesh
 from namedmesh import GroupOptions
@@ -16,16 +15,6 @@ from namedmesh._torch import connects_without_blocking
 from namedmesh.compat import megatron
 from namedmesh.compat.megatron import parallel_state
 from namedmesh.lazy_group import LazyGroup
-
-
-def live_groups() -> int:
-    return len(c10d._world.pg_map)
-
-
-def summed(group: dist.ProcessGroup) -> float:
-    tensor = torch.tensor([float(dist.get_rank())])
-    dist.all_reduce(tensor, group=group)
-    return tensor.item()
 
 
 def _some_ask() -> list[Any]:
@@ -49,7 +38,7 @@ def _some_ask() -> list[Any]:
         if rank % 2
         else [second.get_or_create(), first.get_or_create()][::-1]
     )
-    told += [summed(groups[0]), summed(groups[1]), groups[0] is not groups[1]]
+    told += [summed(groups[0], dist.get_rank()), summed(groups[1], dist.get_rank()), groups[0] is not groups[1]]
     told.append(mesh.group("dp", "tp") is groups[0])
     told.append(mesh.flatten("dp", "tp").get_group() is groups[0])
     mesh.close()
@@ -71,8 +60,8 @@ def _again_and_again() -> list[float]:
         parallel_state.initialize_model_parallel(2)
         if (dist.get_rank() + turn) % 2:
             parallel_state.get_tensor_and_context_parallel_group()
-        told.append(summed(parallel_state.get_data_parallel_group_gloo(with_context_parallel=True)))
-        told.append(summed(parallel_state.get_tensor_and_data_parallel_group()))
+        told.append(summed(parallel_state.get_data_parallel_group_gloo(with_context_parallel=True), dist.get_rank()))
+        told.append(summed(parallel_state.get_tensor_and_data_parallel_group(), dist.get_rank()))
         parallel_state.destroy_model_parallel()
     return told
 

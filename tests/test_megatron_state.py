@@ -20,8 +20,7 @@ from megatron_cases import (
     reset,
     variables,
 )
-from ranks import fake_world, run_ranks
-from torch.distributed import distributed_c10d as c10d
+from ranks import fake_world, live_groups, run_ranks
 
 import namedmesh
 from namedmesh import NamedMeshError
@@ -44,10 +43,6 @@ def _nothing_bound() -> Iterator[None]:
 
 def oracle() -> Any:
     return importlib.import_module("megatron.core.parallel_state")
-
-
-def live_groups() -> int:
-    return len(c10d._world.pg_map)
 
 
 # The names.

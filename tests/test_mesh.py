@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import fake_world, run_ranks
+from ranks import fake_world, live_groups, run_ranks
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -19,10 +19,6 @@ from namedmesh import AxisError, GroupOptions, Layout, LayoutError, MeshError, N
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-def live_groups() -> int:
-    return len(c10d._world.pg_map)
 
 
 def members(group: dist.ProcessGroup) -> tuple[int, ...]:

@@ -58,6 +58,7 @@ class GroupRegistry:
         calls: held by a call that communicates, so that calls of several threads follow one another.
         groups: the groups by ranks and options, in the order they were reserved.
         users: what to end with the default group: meshes and pools.
+        ended: whether the default group was destroyed.
     """
 
     def __init__(self) -> None:
@@ -69,6 +70,7 @@ class GroupRegistry:
         self.calls = threading.RLock()
         self.groups: dict[object, LazyGroup] = {}
         self.users: dict[int, Callable[[], None]] = {}
+        self.ended = False
 
     @classmethod
     def current(cls) -> GroupRegistry:
@@ -104,6 +106,7 @@ class GroupRegistry:
 
     def end(self) -> None:
         """Drop every reference to groups: torch is destroying the default group, and all others with it."""
+        self.ended = True
         for end in list(self.users.values()):
             end()
         self.users.clear()
@@ -362,6 +365,7 @@ class GroupPool:
         """Give every group back: the last mesh that uses one destroys it, in the reverse order of reservation."""
         if self.closed:
             return
+        self.closed = True
         used = {id(lazy): lazy for lazy in self._groups.values()}
         self.end()
         self.registry.users.pop(id(self), None)
@@ -369,7 +373,6 @@ class GroupPool:
 
     def end(self) -> None:
         """Let go of every group. Without :meth:`close`, they are destroyed already."""
-        self.closed = True
         self._groups.clear()
         self._borrowed.clear()
         self._partitions.clear()
@@ -378,7 +381,7 @@ class GroupPool:
     # How a group comes about.
 
     def _check_open(self) -> None:
-        if self.closed:
+        if self.closed or self.registry.ended:
             raise MeshError("the mesh was closed; make another with init_mesh()")
 
     def _reserve(self, ranks: tuple[int, ...], label: str, options: GroupOptions) -> LazyGroup:
