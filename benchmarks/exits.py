@@ -104,7 +104,10 @@ def model_kept() -> None:
     mesh = _mesh()
     del kept["group"]
     net = tiny.model()
-    plan = {"*.up": namedmesh.tensor_parallel.ColwiseParallel(), "*.down": namedmesh.tensor_parallel.RowwiseParallel()}
+    plan = {
+        "*.up": namedmesh.tensor_parallel.ColwiseParallel(),
+        "*.down": namedmesh.tensor_parallel.RowwiseParallel(),
+    }
     kept["model"] = parallelize(net, mesh["tp"], plan)
     tiny.losses(net, tiny.batch(4), steps=1)
     dist.destroy_process_group()
@@ -165,9 +168,14 @@ def main() -> None:
     torch.set_num_threads(1)
     for name in arguments.case:
         start = time.monotonic()
-        failed = [codes for _ in range(arguments.runs) if any(codes := exit_codes(CASES[name], arguments.ranks))]
+        failed = [
+            codes for _ in range(arguments.runs) if any(codes := exit_codes(CASES[name], arguments.ranks))
+        ]
         seconds = (time.monotonic() - start) / arguments.runs
-        print(f"{name}: {len(failed)} of {arguments.runs} failed {failed[:3]} ({seconds:.1f} s a run)", flush=True)
+        print(
+            f"{name}: {len(failed)} of {arguments.runs} failed {failed[:3]} ({seconds:.1f} s a run)",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ def _again(*, same_store: bool) -> list[Any]:
         dist.destroy_process_group()
         prefix = "again" if same_store else f"again/{life}"
         if same_store:
-            _forget_addresses(host, f"again/default_pg/0//cpu//0/{rank}", life)
+            _forget_addresses(host, f"again/0//cpu//0/{rank}", life)
         store = dist.PrefixStore(prefix, host)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
         old.close()
@@ -182,9 +182,7 @@ CASES = (
 def test_every_way_to_end_is_a_clean_exit() -> None:
     """Two runs of each; ``benchmarks/exits.py`` is for many."""
     command = [sys.executable, "benchmarks/exits.py", "--runs", "2", "--ranks", "4", "--case", *CASES]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert [line.partition(" failed")[0] for line in done.stdout.splitlines()] == [
         f"{case}: 0 of 2" for case in CASES
     ], done.stdout + done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from ranks import fake_world, live_groups, run_ranks, summed
 
@@ -38,7 +37,11 @@ def _some_ask() -> list[Any]:
         if rank % 2
         else [second.get_or_create(), first.get_or_create()][::-1]
     )
-    told += [summed(groups[0], dist.get_rank()), summed(groups[1], dist.get_rank()), groups[0] is not groups[1]]
+    told += [
+        summed(groups[0], dist.get_rank()),
+        summed(groups[1], dist.get_rank()),
+        groups[0] is not groups[1],
+    ]
     told.append(mesh.group("dp", "tp") is groups[0])
     told.append(mesh.flatten("dp", "tp").get_group() is groups[0])
     mesh.close()
@@ -60,7 +63,9 @@ def _again_and_again() -> list[float]:
         parallel_state.initialize_model_parallel(2)
         if (dist.get_rank() + turn) % 2:
             parallel_state.get_tensor_and_context_parallel_group()
-        told.append(summed(parallel_state.get_data_parallel_group_gloo(with_context_parallel=True), dist.get_rank()))
+        told.append(
+            summed(parallel_state.get_data_parallel_group_gloo(with_context_parallel=True), dist.get_rank())
+        )
         told.append(summed(parallel_state.get_tensor_and_data_parallel_group(), dist.get_rank()))
         parallel_state.destroy_model_parallel()
     return told

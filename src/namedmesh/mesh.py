@@ -381,6 +381,10 @@ class NamedMesh:
     ) -> None:
         current.deselect(self)
 
+    def __copy__(self) -> Self:
+        """The same mesh."""
+        return self
+
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """The same mesh: a copy of something that holds a mesh shares it."""
         return self

@@ -1,0 +1,181 @@
+"""Ranks that do not do the same: latecomers, parts, lonely questions, threads, and a mesh that only some close."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import tiny
+import torch.distributed as dist
+from ranks import live_groups, run_ranks, summed
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.fsdp import fully_shard
+
+import namedmesh
+from namedmesh import AgreementError, GroupOptions
+from namedmesh.compat.megatron import parallel_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LATE = 2
+
+
+def everybody_waited(name: str) -> None:
+    """A barrier in the store: it needs no group."""
+    store = c10d._get_default_store()
+    if store.add(f"test/{name}", 1) == dist.get_world_size():
+        store.set(f"test/{name}/all", "")
+    store.wait([f"test/{name}/all"])
+
+
+def some_gave_up(name: str, number: int) -> None:
+    """Wait until ``number`` ranks have come here; called by the late one, and by those that gave up."""
+    store = c10d._get_default_store()
+    if store.add(f"test/{name}", int(dist.get_rank() != LATE)) == number:
+        store.set(f"test/{name}/all", "")
+    store.wait([f"test/{name}/all"])
+
+
+def told(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except AgreementError as error:
+        return str(error)
+    return ""
+
+
+def _late() -> list[Any]:
+    """The late rank calls when the others have given up; then all try again, twice."""
+    rank = dist.get_rank()
+    second = timedelta(seconds=1)
+    everybody_waited("start")
+    if rank == LATE:
+        some_gave_up("mesh", 3)
+    errors = [told(lambda: namedmesh.init_mesh(dp=2, tp=2, timeout=second * 4))]
+    if rank != LATE:
+        some_gave_up("mesh", 3)
+    everybody_waited("mesh tried")
+    mesh = namedmesh.init_mesh(dp=2, tp=2, timeout=second * 30)
+    sums = [summed(mesh.group("tp"), rank)]
+    mesh.close()
+    short = namedmesh.init_mesh(dp=2, tp=2, timeout=second * 4)
+    everybody_waited("mesh made")
+    if rank == LATE:
+        some_gave_up("product", 3)
+    errors.append(told(lambda: short.flatten("dp", "tp")))
+    if rank != LATE:
+        some_gave_up("product", 3)
+    everybody_waited("product tried")
+    # Soon after each other, or this would be another absence.
+    sums.append(summed(short.flatten("dp", "tp").get_group(), rank))
+    short.close()
+    return [errors, sums, live_groups()]
+
+
+def test_a_latecomer_gets_the_error_of_the_others_and_the_next_try_works() -> None:
+    text = (
+        "rank 2 of 0 to 3 did not call {} within 4 s; every rank of the mesh must call it, so look at what those ranks "
+        "did instead"
+    )
+    errors = [text.format("init_mesh"), text.format("mesh.flatten")]
+    for rank, outcome in enumerate(run_ranks(4, _late)):
+        assert outcome == [errors, [rank // 2 * 4 + 1.0, 6.0], 1]
+
+
+def _lonely_question() -> list[Any]:
+    """Groups that rank 0 alone asks for, and torch's own groups with local synchronization afterwards."""
+    parallel_state.initialize_model_parallel(2, 2)
+    if dist.get_rank() == 0:
+        parallel_state.get_tensor_and_data_parallel_group()
+    sums = [summed(dist.new_group(range(8), use_local_synchronization=True))]
+    net = fully_shard(tiny.model(), mesh=namedmesh.current_mesh()["dp"])
+    if hasattr(net, "set_separate_reduce_scatter_group"):
+        net.set_separate_reduce_scatter_group(True)
+    tiny.losses(net, tiny.batch(4), steps=1)
+    sums.append(summed(parallel_state.get_tensor_and_data_parallel_group()))
+    parallel_state.destroy_model_parallel()
+    return sums
+
+
+def test_a_group_that_one_rank_asks_for_disturbs_no_group_of_torch() -> None:
+    assert run_ranks(8, _lonely_question) == [[8.0, 4.0]] * 8
+
+
+def _lonely_part() -> list[float]:
+    part = None
+    if dist.get_rank() < 2:
+        part = namedmesh.init_mesh(dp=1, tp=2, part=True)
+        part.add_view("expert", ep=2)
+    sums = [summed(dist.new_group(range(4), use_local_synchronization=True))]
+    whole = namedmesh.init_mesh(dp=2, tp=2)
+    sums += [summed(whole.group("tp")), summed(whole.group("dp"))]
+    if part is not None:
+        part.close()
+    sums.append(summed(whole.group("tp")))
+    return sums
+
+
+def test_a_part_of_some_ranks_disturbs_no_group_of_all() -> None:
+    assert run_ranks(4, _lonely_part) == [[4.0, 2.0, 2.0, 2.0]] * 4
+
+
+def _closed_by_one() -> list[Any]:
+    """Rank 0 closes a mesh that the others keep."""
+    mesh = namedmesh.init_mesh(dp=2, tp=2)
+    if dist.get_rank() == 0:
+        mesh.close()
+    error = told(lambda: namedmesh.init_mesh(dp=2, tp=2))
+    mesh.close()
+    again = namedmesh.init_mesh(dp=2, tp=2)
+    sums = [summed(again.group("tp")), summed(again.group("dp"))]
+    again.close()
+    return [error, sums, live_groups()]
+
+
+def test_a_mesh_that_one_rank_closed_is_named() -> None:
+    for error, *rest in run_ranks(4, _closed_by_one):
+        assert "init_mesh wants a group over tp, which ranks 1 of 0, 1 hold from an earlier mesh" in error
+        assert "close() that mesh on every rank, or on none" in error
+        assert rest == [[2.0, 2.0], 1]
+
+
+def _threads() -> list[Any]:
+    """Many threads ask for the same groups and for different ones, in another order on every rank."""
+    naming = c10d._hash_ranks_to_str
+    gloo = {name: value for name, value in os.environ.items() if "GLOO" in name}
+    mesh = namedmesh.init_mesh(pp=1, dp=2, tp=2)
+    options = [GroupOptions(timeout=timedelta(seconds=30 + number)) for number in range(4)]
+    lazy = [
+        mesh.pool.reserve(mesh.layout, axes, option) for option in options for axes in (("dp",), ("dp", "tp"))
+    ]
+    groups: list[list[Any]] = [[] for _ in lazy]
+    start = threading.Barrier(16)
+
+    def ask(first: int) -> None:
+        start.wait()
+        for step in range(len(lazy)):
+            place = (first + step * (1 + 2 * (dist.get_rank() % 2))) % len(lazy)
+            groups[place].append(lazy[place].get_or_create())  # type: ignore[union-attr]
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    same = all(len(made) == 16 and len({id(group) for group in made}) == 1 for made in groups)
+    sums = [summed(made[0]) for made in groups]
+    mesh.close()
+    return [
+        same,
+        sums,
+        naming is c10d._hash_ranks_to_str,
+        gloo == {name: value for name, value in os.environ.items() if "GLOO" in name},
+        live_groups(),
+    ]
+
+
+def test_threads_get_the_same_groups_and_leave_torch_as_it_was() -> None:
+    assert run_ranks(4, _threads) == [[True, [2.0, 4.0] * 4, True, True, 1]] * 4
