@@ -7,6 +7,7 @@ import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import tiny
 import torch.distributed as dist
 from ranks import live_groups, run_ranks, summed
@@ -179,3 +180,27 @@ def _threads() -> list[Any]:
 
 def test_threads_get_the_same_groups_and_leave_torch_as_it_was() -> None:
     assert run_ranks(4, _threads) == [[True, [2.0, 4.0] * 4, True, True, 1]] * 4
+
+
+def _different_parts(alone: int) -> list[Any]:
+    """One rank makes a mesh over ranks 0 and 1, the others over the world; then all of them over the world."""
+
+    def make(size: int, *, part: bool) -> namedmesh.NamedMesh:
+        return namedmesh.init_mesh(dp=size // 2, tp=2, part=part)
+
+    error = told(lambda: make(2, part=True) if dist.get_rank() == alone else make(4, part=False))
+    everybody_waited("parts tried")
+    mesh = make(4, part=False)
+    sums = [summed(mesh.group("tp")), summed(mesh.group("dp"))]
+    mesh.close()
+    return [error, sums, live_groups()]
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+def test_ranks_that_wait_for_each_other_in_different_parts(alone: int) -> None:
+    outcomes = run_ranks(4, _different_parts, alone, timeout=40)
+    for error, *rest in outcomes:
+        assert rest == [[2.0, 2.0], 1]
+        assert error == outcomes[0][0]
+        assert "which waits for it in init_mesh of ranks 0 to " in error
+        assert "give these ranks the same sizes, and let them make their meshes in the same order" in error

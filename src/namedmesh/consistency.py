@@ -57,11 +57,13 @@ class _Attempts:
 
     Attributes:
         reported: the failed attempts that this rank has raised an error for, by scope and number.
+        scopes: the sets of ranks that have compared anything, as far as this rank knows.
         alone: how many calls needed no comparison.
     """
 
     def __init__(self) -> None:
         self.reported: set[tuple[str, int]] = set()
+        self.scopes: list[range] = []
         self.alone = 0
 
     def end(self) -> None:
@@ -149,7 +151,7 @@ class _Comparison:
         self.request = {"call": call, **request, _HELD: json.dumps([group.token for group in held])}
         self.timeout = timeout or default_timeout() or timedelta(minutes=30)
         self.name = f"{ranks.start}-{ranks.stop}"
-        self.scope = dist.PrefixStore(f"namedmesh/{self.name}", default_store())
+        self.scope = _scope(ranks)
         self.number = -1
 
     def problems(self) -> list[str]:
@@ -162,9 +164,11 @@ class _Comparison:
         text = json.dumps(self.request, sort_keys=True)
         digest = f"digest/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
         here = f"here/{self.rank}"
-        store.set(here, "")
+        store.set(here, self.call)
         store.add(digest, 1)
-        if store.add("arrived", 1) == len(self.ranks) and self._conclude():
+        if store.add("arrived", 1) < len(self.ranks):
+            self._check_other_scopes()
+        elif self._conclude():
             store.set("verdict", "same" if store.add(digest, 0) == len(self.ranks) else "differ")
         if not _waited(store, "verdict", self.timeout) and self._conclude():
             self._report_absence()
@@ -209,11 +213,54 @@ class _Comparison:
             f"{self.timeout.total_seconds():g} s; every rank of the mesh must call it, so look at what those ranks did "
             "instead"
         ]
-        record = {"attempt": self.number, "ranks": absent, "time": time.time(), "problems": problems}
-        self.scope.set("absence", json.dumps(record))
-        self.store.set(
-            "verdict", json.dumps({"readers": len(self.ranks) - len(absent), "problems": problems})
-        )
+        self._fail(self.ranks, self.number, problems, absent)
+
+    def _fail(self, ranks: range, number: int, problems: list[str], absent: Sequence[int]) -> None:
+        """Write why an attempt failed, also for the ranks that come to it later."""
+        scope = _scope(ranks)
+        record = {"attempt": number, "ranks": absent, "time": time.time(), "problems": problems}
+        scope.set("absence", json.dumps(record))
+        verdict = json.dumps({"readers": len(ranks) - len(absent), "problems": problems})
+        scope.set(f"{number}/verdict", verdict)
+
+    def _check_other_scopes(self) -> None:
+        """Fail where a rank that this one waits for has come to a comparison of other ranks, and waits for this one.
+
+        Whoever comes second finds the first: each says that it is here before it looks.
+        """
+        everything = dist.PrefixStore("namedmesh", default_store())
+        if self.scope.add("registered", 1) == 1:
+            everything.set(f"scope/{everything.add('scopes', 1)}", self.name)
+        known = self.attempts.scopes
+        for place in range(len(known), everything.add("scopes", 0)):
+            start, _, stop = everything.get(f"scope/{place + 1}").decode().partition("-")
+            known.append(range(int(start), int(stop)))
+        for ranks in known:
+            if ranks == self.ranks or self.rank not in ranks:
+                continue
+            scope = _scope(ranks)
+            number = scope.add("attempt", 0)
+            if scope.add(f"{number}/arrived", 0) > 0:
+                self._check_scope(ranks, number)
+
+    def _check_scope(self, ranks: range, number: int) -> None:
+        scope = _scope(ranks)
+        here = [rank for rank in ranks if scope.check([f"{number}/here/{rank}"])]
+        waiting = [rank for rank in here if rank in self.ranks]
+        if not waiting:
+            return
+        call = scope.get(f"{number}/here/{waiting[0]}").decode()
+        problems = [
+            f"rank {self.rank} is in {self.call} of ranks {self.ranks.start} to {self.ranks.stop - 1}, and waits there for "
+            f"rank {listing(waiting)}, which waits for it in {call} of ranks {ranks.start} to {ranks.stop - 1}; give these "
+            "ranks the same sizes, and let them make their meshes in the same order"
+        ]
+        self.attempts.reported.add((f"{ranks.start}-{ranks.stop}", number))
+        arrived = [rank for rank in self.ranks if self.store.check([f"here/{rank}"])]
+        for failed, attempt, present in ((ranks, number, here), (self.ranks, self.number, arrived)):
+            if _scope(failed).add(f"{attempt}/concluded", 1) == 1:
+                _scope(failed).add("attempt", 1)
+                self._fail(failed, attempt, problems, [rank for rank in failed if rank not in present])
 
     def _exchange(self) -> str:
         """Put this rank's request in the store; the last rank to do so compares all of them."""
@@ -256,6 +303,11 @@ class _Comparison:
         _waited(self.store, "all_read", _VERDICT_TIMEOUT)
         problems: list[str] = outcome["problems"]
         return problems
+
+
+def _scope(ranks: range) -> dist.Store:
+    """Where a set of ranks compares."""
+    return dist.PrefixStore(f"namedmesh/{ranks.start}-{ranks.stop}", default_store())
 
 
 def _waited(store: dist.Store, key: str, timeout: timedelta) -> bool:
