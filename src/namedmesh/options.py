@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["GroupOptions", "nccl_options"]
+__all__ = ["GroupOptions", "nccl_options", "normalized_backend"]
 
 # The fields of torch's NCCL configuration that a group can set. max_ctas and the like are ints, net_name a string.
 _NCCL_FIELDS = (
@@ -180,6 +180,57 @@ def _from_text(text: str, path: str) -> dict[str, GroupOptions]:
     if problems:
         raise LayoutError(*problems)
     return options
+
+
+def normalized_backend(backend: str | None) -> dict[str, str]:
+    """Which backend serves which type of device, as torch reads the name of one, or of several.
+
+    Two names that mean the same give equal answers, so groups can be shared whatever the spelling, and
+    ``normalized_backend(name).get("cuda") == "nccl"`` says whether NCCL options apply there.
+
+    Args:
+        backend: a name as ``new_group`` and ``init_process_group`` take it, such as ``"nccl"``, ``"NCCL"`` or
+            ``"cpu:gloo,cuda:nccl"``; None or ``"undefined"``, which is what a group made without a name
+            reports, for the backend that torch chooses.
+
+    Raises:
+        LayoutError: a name that torch does not know, or a device that is named twice.
+
+    Example:
+        >>> normalized_backend("CPU:gloo,cuda:NCCL") == normalized_backend("cuda:nccl,cpu:gloo")
+        True
+        >>> normalized_backend("NCCL")
+        {'cuda': 'nccl'}
+    """
+    import torch  # options themselves need no torch
+    import torch.distributed as dist
+
+    known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+    default = dist.Backend.default_device_backend_map
+    name = (backend or dist.Backend.UNDEFINED).lower()
+    if name == dist.Backend.UNDEFINED:
+        accelerator = torch.accelerator.current_accelerator()
+        kind = accelerator.type if accelerator is not None else "cpu"
+        return {kind: default[kind]} if kind in default else {}
+    if ":" not in name:
+        pairs = [(kind, name) for kind in dist.Backend.backend_capability.get(name, ["cpu", "cuda", "xpu"])]
+    else:
+        pairs = [(kind, which) for kind, _, which in (pair.partition(":") for pair in name.split(","))]
+    problems = [
+        f"backend {backend!r} names {which or 'nothing'!r}, which is none that torch knows; the backends are "
+        f"{', '.join(known)}, or one for each type of device such as 'cpu:gloo,cuda:nccl'{did_you_mean(which, known)}"
+        for which in dict.fromkeys(which for _, which in pairs)
+        if which not in known
+    ]
+    kinds = [kind for kind, _ in pairs]
+    problems += [
+        f"backend {backend!r} names device type {kind!r} {kinds.count(kind)} times; name each one once"
+        for kind in dict.fromkeys(kinds)
+        if kinds.count(kind) > 1
+    ]
+    if problems:
+        raise LayoutError(*problems)
+    return dict(sorted(pairs))
 
 
 def nccl_options(options: GroupOptions, timeout: timedelta | None = None) -> object:
