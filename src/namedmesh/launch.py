@@ -122,6 +122,7 @@ def _met(call: str, rank: int, world_size: int, timeout: timedelta, mistake: str
         world_size=world_size,
         timeout=timeout,
         hosting=hosts_store(os.environ, rank),
+        life=os.environ.get("TORCHELASTIC_RESTART_COUNT", ""),
         mistake=mistake,
     )
 

@@ -149,7 +149,7 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
     size = place.size if place.size is not None else given["WORLD_SIZE"]
     if size == 1 and given["WORLD_SIZE"] in (None, 1):
         return {}
-    _check(place, given, size)
+    _check(place, given, size, environment)
     found: dict[str, object] = {
         "RANK": place.rank,
         "WORLD_SIZE": size,
@@ -230,19 +230,22 @@ def _place(launcher: _Launcher, environment: Mapping[str, str]) -> _Place:
     )
 
 
-def _check(place: _Place, given: Mapping[str, int | None], size: int | None) -> None:
+def _check(
+    place: _Place, given: Mapping[str, int | None], size: int | None, environment: Mapping[str, str]
+) -> None:
     """See that a place is whole, and that what is set already fits it."""
     launcher, problems = place.launcher, []
+    sizes = launcher.size or ("PMI_SIZE",)
+    where = next((name for name in sizes if name in environment), sizes[0])
     for name, told in (("RANK", place.rank), ("WORLD_SIZE", place.size)):
         if None not in (given[name], told) and given[name] != told:
             problems.append(f"{name} is {given[name]}, but {launcher.name} says {told}; unset {name}")
     if place.rank is None:
         problems.append(
-            f"{launcher.size[0]} is {size}, but {launcher.rank[0]} is not set; start the script with "
-            f"{launcher.command}, or unset {launcher.size[0]} for a world of one"
+            f"{where} is {size}, but {launcher.rank[0]} is not set; start the script with {launcher.command}, or "
+            f"unset {where} for a world of one"
         )
     elif size is None:
-        where = launcher.size[0] if launcher.size else "PMI_SIZE"
         problems.append(
             f"{launcher.rank[0]} is {place.rank}, but {where} is not set; set WORLD_SIZE to the number of ranks"
         )

@@ -2,7 +2,8 @@
 
 A store may outlive the processes that use it: torchrun keeps its own when it restarts them, and a call that
 failed may be made again. So the ranks meet in rounds. A rank that was in the present round before opens the
-next one and sends on whoever waits in the old one; what its predecessors left there misleads nobody.
+next one and sends on whoever waits in the old one; what its predecessors left there misleads nobody. A rank
+that comes after the others gave up is told why, and takes part in the next round when it calls again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["hosts_store", "meet", "open_store"]
 
-_TOGETHER, _MOVED = "together", "moved"
+# What becomes of a round: all ranks were there, or they go on to the next one, or what follows is why they gave up.
+_TOGETHER, _MOVED, _GAVE_UP = "together", "moved", "gave up in life "
 # How long ranks that know of a failure stay for the others.
 _FAREWELL = timedelta(seconds=60)
 # The stores that this process hosts for ranks that failed to meet: latecomers, and the next try, find them.
@@ -73,6 +75,7 @@ def meet(
     world_size: int,
     timeout: timedelta,
     hosting: bool = False,
+    life: str = "",
     mistake: str | None = None,
 ) -> dist.Store:
     """Return once every rank is here; communicates.
@@ -84,6 +87,7 @@ def meet(
         world_size: how many ranks there are.
         timeout: how long to wait for the others.
         hosting: whether the store ends with this process, which then stays until the others know.
+        life: how often the processes were restarted, if the store outlives that; no colon.
         mistake: why this rank gives up; the others are told, and this one returns.
 
     Returns:
@@ -97,13 +101,15 @@ def meet(
     try:
         verdict = _MOVED
         while verdict == _MOVED:
-            number = _entered(board, rank)
-            hall = dist.PrefixStore(number, board)
-            if mistake is None:
-                verdict = _awaited(board, hall, number, call, rank, world_size, timeout)
-            else:
+            number, told = _entered(board, rank, life)
+            hall = _hall(board, number)
+            if told is not None:
+                verdict = told
+            elif mistake is not None:
                 hall.add("arrived", 1)
-                verdict = _decided(hall, f"rank {rank} gave up on {call}: {mistake}")
+                verdict = _decided(hall, f"{_GAVE_UP}{life}:rank {rank} gave up on {call}: {mistake}")
+            else:
+                verdict = _awaited(board, hall, number, call, rank, world_size, timeout, life)
         if verdict != _TOGETHER:
             _part(hall, store, world_size if mistake else hall.add("arrived", 0), hosting=hosting)
     except dist.DistNetworkError:
@@ -115,42 +121,56 @@ def meet(
     if verdict == _TOGETHER:
         _kept.clear()
     elif mistake is None:
-        raise AgreementError(verdict)
+        raise AgreementError(verdict.partition(":")[2])
     return dist.PrefixStore(f"default_pg/{number}", store)
 
 
-def _entered(board: dist.Store, rank: int) -> str:
-    """The number of the round that this rank takes part in, which it, or its predecessor, was not in before."""
-    number = board.compare_set("round", "", "0").decode()
-    if _mark(board, rank).partition(" ")[0] == number:
-        old, number = number, str(int(number) + 1)
-        # Another rank may have been faster, and in that round already.
-        number = board.compare_set("round", old, number).decode()
-        _decided(dist.PrefixStore(old, board), _MOVED)
-    board.set(f"rank/{rank}", number)
-    return number
+def _hall(board: dist.Store, number: int) -> dist.Store:
+    return dist.PrefixStore(str(number), board)
+
+
+def _entered(board: dist.Store, rank: int, life: str) -> tuple[int, str | None]:
+    """The number of the round that this rank takes part in; or of one that it missed, and why it failed."""
+    number = int(board.compare_set("round", "", "0"))
+    mark = _mark(board, rank).partition(" ")[0]
+    last = int(mark) if mark else -1
+    for missed in range(max(last + 1, number - 1), number + 1):
+        hall = _hall(board, missed)
+        verdict = hall.get("verdict").decode() if hall.check(["verdict"]) else ""
+        if verdict.startswith(f"{_GAVE_UP}{life}:"):
+            board.set(f"rank/{rank}", str(missed))
+            return missed, verdict
+    if (
+        last == number or verdict
+    ):  # it, or its predecessor, was in this one; or the others were, in another life
+        # Another rank may have been faster, and in the next one already.
+        old, number = number, int(board.compare_set("round", str(number), str(number + 1)))
+        _decided(_hall(board, old), _MOVED)
+    board.set(f"rank/{rank}", str(number))
+    return number, None
 
 
 def _mark(board: dist.Store, rank: int) -> str:
     """Which round a rank was in last, and whether it saw that everybody had arrived."""
-    return board.compare_set(f"rank/{rank}", "", "nowhere").decode()
+    return board.compare_set(f"rank/{rank}", "", " nowhere").decode()
 
 
 def _awaited(  # noqa: PLR0917
     board: dist.Store,
     hall: dist.Store,
-    number: str,
+    number: int,
     call: str,
     rank: int,
     world_size: int,
     timeout: timedelta,
+    life: str,
 ) -> str:
     """What becomes of a round.
 
     Ranks arrive, and once all have, confirm it: in the place of one that arrived and was restarted since, its
     successor arrives in vain, because it does not confirm.
     """
-    here = [number, f"{number} confirmed"]
+    here = [f"{number}", f"{number} confirmed"]
     if hall.add("arrived", 1) == world_size:
         hall.set("arrived by all", "")
     if _waited(hall, "arrived by all", timeout):
@@ -163,12 +183,14 @@ def _awaited(  # noqa: PLR0917
     if hall.check(["verdict"]) or hall.add("late", 1) > 1:
         # Another rank looks for those who are missing.
         _waited(hall, "verdict", _FAREWELL)
-        return _decided(hall, f"some ranks of 0 to {world_size - 1} did not call {call} in time")
+        return _decided(
+            hall, f"{_GAVE_UP}{life}:some ranks of 0 to {world_size - 1} did not call {call} in time"
+        )
     absent = [other for other in range(world_size) if _mark(board, other) not in here]
     who = "rank " + listing(absent) if len(absent) == 1 else "ranks " + listing(absent)
     return _decided(
         hall,
-        f"{who} of 0 to {world_size - 1} did not call {call} within {timeout.total_seconds():g} s; every rank of the "
+        f"{_GAVE_UP}{life}:{who} of 0 to {world_size - 1} did not call {call} within {timeout.total_seconds():g} s; every rank of the "
         "job must call it, so look at what those ranks did instead",
     )
 
