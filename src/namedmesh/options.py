@@ -46,7 +46,8 @@ class GroupOptions:
             options. Turn it off for code that overlaps two collectives over the same ranks.
 
     Raises:
-        LayoutError: a setting that NCCL does not have, or a timeout that is not positive.
+        LayoutError: a setting that NCCL does not have, a timeout that is not positive, or a backend that is no
+            string; all problems at once.
 
     Example:
         >>> GroupOptions(nccl={"max_ctas": 32}, high_priority=True).nccl
@@ -61,13 +62,22 @@ class GroupOptions:
     share: bool = True
 
     def __post_init__(self) -> None:
-        settings = dict(self.nccl)
-        problems = [
+        try:
+            settings, problems = dict(self.nccl), []
+        except (TypeError, ValueError):
+            settings, problems = (
+                {},
+                [f"nccl is {self.nccl!r}; it maps settings to values, as in {{'max_ctas': 32}}"],
+            )
+        problems += [
             f"NCCL has no setting {name!r} that a group can give; the settings are {', '.join(_NCCL_FIELDS)}"
             f"{did_you_mean(name, _NCCL_FIELDS)}"
             for name in settings
             if name not in _NCCL_FIELDS
         ]
+        backend: object = self.backend
+        if backend is not None and not isinstance(backend, str):
+            problems.append(f"backend is {backend!r}; it is a name such as 'gloo'")
         if self.timeout is not None and (
             not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0)
         ):
@@ -166,7 +176,9 @@ def _from_text(text: str, path: str) -> dict[str, GroupOptions]:
         table = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise LayoutError(f"the options file {path!r} is not YAML: {error}") from None
-    if not isinstance(table, dict) or not all(isinstance(settings, dict) for settings in table.values()):
+    if not isinstance(table, dict) or not all(
+        isinstance(axis, str) and isinstance(settings, dict) for axis, settings in table.items()
+    ):
         raise LayoutError(
             f"the options file {path!r} must map names of axes to settings, such as 'tp: {{max_ctas: 32}}'"
         )
@@ -217,7 +229,7 @@ def normalized_backend(backend: str | None) -> dict[str, str]:
     else:
         pairs = [(kind, which) for kind, _, which in (pair.partition(":") for pair in name.split(","))]
     problems = [
-        f"backend {backend!r} names {which or 'nothing'!r}, which is none that torch knows; the backends are "
+        f"backend {backend!r} names {which!r}, which is none that torch knows; the backends are "
         f"{', '.join(known)}, or one for each type of device such as 'cpu:gloo,cuda:nccl'{did_you_mean(which, known)}"
         for which in dict.fromkeys(which for _, which in pairs)
         if which not in known
