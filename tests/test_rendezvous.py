@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from namedmesh import AgreementError, NamedMeshError, launch
-from namedmesh.rendezvous import meet
+from namedmesh.rendezvous import wait_for_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,8 +67,9 @@ def test_without_rank_0_nobody_can_say_more_than_that() -> None:
     port = free_port()
     told = run_ranks(2, _one_stays_away, 0, port, init=False)
     assert told[1] == (
-        f"AgreementError: rank 1 did not reach the store of the job at 127.0.0.1:{port} within 3 s; rank 0 hosts it "
-        "there, so look at what became of that, and whether the address is right"
+        f"LaunchError: rank 0, which hosts the store of the job at 127.0.0.1:{port}, did not answer within 3 s; see its "
+        "output for why, and check MASTER_ADDR and MASTER_PORT (The client socket has timed out after 3000ms while "
+        f"trying to connect to (127.0.0.1, {port}).)"
     )
 
 
@@ -181,7 +182,8 @@ def _meet_in_a_file(path: str, absent: int | None) -> str | float | None:
         return None
     store: dist.Store = dist.FileStore(path, 3)
     try:
-        store = meet(store, "training", rank=rank, world_size=3, timeout=SOON if absent else SOON * 20)
+        wait = SOON if absent else SOON * 20
+        store = wait_for_ranks(store, "training", rank=rank, world_size=3, timeout=wait)
     except AgreementError as error:
         return str(error)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3)

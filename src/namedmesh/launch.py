@@ -19,7 +19,7 @@ from namedmesh._torch import bound_device
 from namedmesh.errors import LaunchError, NamedMeshError, listing
 from namedmesh.launchers import int_variable, torchrun_variables
 from namedmesh.options import GroupOptions, normalized_backend
-from namedmesh.rendezvous import hosts_store, meet, open_store
+from namedmesh.rendezvous import hosts_store, open_store, wait_for_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["check_environment", "default_group_device", "init", "local_device"]
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# How long a rank that gives up tries to tell the others.
-_TIME_TO_TELL = timedelta(seconds=60)
+# How long a rank that cannot go on tries to reach the others, to tell them.
+_MISTAKE_TIMEOUT = timedelta(seconds=60)
 # What narrows the devices that a process sees, per kind of device.
 _VISIBILITY = {
     "cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
@@ -94,10 +94,10 @@ def init(
         backend = backend or dist.get_default_backend_for_device(chosen)
         normalized_backend(backend)
     except NamedMeshError as error:
-        with suppress(NamedMeshError):  # nobody may be there to be told
-            _met(call, rank, world_size, _TIME_TO_TELL, mistake=str(error))
+        with suppress(NamedMeshError):  # there may be nobody to tell
+            _store_of_all(call, rank, world_size, _MISTAKE_TIMEOUT, mistake=str(error))
         raise
-    store = _met(call, rank, world_size, timeout or default_pg_timeout)
+    store = _store_of_all(call, rank, world_size, timeout or default_pg_timeout)
     if chosen.type != "cpu":
         torch.get_device_module(chosen).set_device(chosen)
     dist.init_process_group(
@@ -111,18 +111,20 @@ def init(
     return chosen
 
 
-def _met(call: str, rank: int, world_size: int, timeout: timedelta, mistake: str | None = None) -> dist.Store:
-    """A store for the default group, once all ranks are there; or this rank's mistake is told to them."""
+def _store_of_all(
+    call: str, rank: int, world_size: int, timeout: timedelta, mistake: str | None = None
+) -> dist.Store:
+    """A store for the default group, once all ranks have called; with a mistake, the other ranks are told of it."""
     if world_size == 1:
         return dist.HashStore()
-    return meet(
+    return wait_for_ranks(
         open_store(os.environ, rank, timeout),
         call,
         rank=rank,
         world_size=world_size,
         timeout=timeout,
-        hosting=hosts_store(os.environ, rank),
-        life=os.environ.get("TORCHELASTIC_RESTART_COUNT", ""),
+        is_host=hosts_store(os.environ, rank),
+        restart=os.environ.get("TORCHELASTIC_RESTART_COUNT", ""),
         mistake=mistake,
     )
 

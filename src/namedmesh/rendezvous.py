@@ -1,9 +1,10 @@
-"""The ranks of a job meet in a store before they make the default group; who waits in vain says for whom.
+"""All ranks of a job wait for each other in a store before they create the default group; absent ranks are named.
 
 A store may outlive the processes that use it: torchrun keeps its own when it restarts them, and a call that
-failed may be made again. So the ranks meet in rounds. A rank that was in the present round before opens the
-next one and sends on whoever waits in the old one; what its predecessors left there misleads nobody. A rank
-that comes after the others gave up is told why, and takes part in the next round when it calls again.
+failed may be repeated. So attempts are numbered in the store. A rank that took part in the current attempt before,
+itself or before a restart, starts the next one, and the ranks that wait in the old attempt follow; keys that an
+earlier process left are of no effect. A rank that calls after the others have failed gets the same error, and takes
+part in the next attempt when it calls again.
 """
 
 from __future__ import annotations
@@ -19,66 +20,69 @@ from namedmesh.errors import AgreementError, LaunchError, listing
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["hosts_store", "meet", "open_store"]
+__all__ = ["hosts_store", "open_store", "wait_for_ranks"]
 
-# What becomes of a round: all ranks were there, or they go on to the next one, or what follows is why they gave up.
-_TOGETHER, _MOVED, _GAVE_UP = "together", "moved", "gave up in life "
-# How long ranks that know of a failure stay for the others.
-_FAREWELL = timedelta(seconds=60)
-# The stores that this process hosts for ranks that failed to meet: latecomers, and the next try, find them.
-_kept: list[dist.Store] = []
+# The outcomes of an attempt; after the last one follow a colon and the reason.
+_COMPLETE, _REPLACED, _FAILED = "complete", "replaced", "failed in restart "
+# How long ranks that know of a failure wait for the rank that words it, and for the others to read it.
+_OUTCOME_TIMEOUT = timedelta(seconds=60)
+# The store that this process hosts, after a failed attempt: ranks that call late and the next attempt use it.
+_store_of_failure: list[dist.Store] = []
 
 
 def hosts_store(environment: Mapping[str, str], rank: int) -> bool:
     """Whether this rank hosts the store: rank 0 does, unless torchrun's agent has one already."""
-    return rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return rank == 0 and not _hosted_by_agent(environment)
+
+
+def _hosted_by_agent(environment: Mapping[str, str]) -> bool:
+    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def open_store(environment: Mapping[str, str], rank: int, timeout: timedelta) -> dist.Store:
     """The store at ``MASTER_ADDR`` and ``MASTER_PORT``.
 
     Raises:
-        LaunchError: rank 0 cannot host it there.
-        AgreementError: another rank does not reach it within ``timeout``.
+        LaunchError: rank 0 cannot host it there, or another rank does not reach it within ``timeout``.
     """
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    hosting = hosts_store(environment, rank)
+    is_host = hosts_store(environment, rank)
     try:
         return dist.TCPStore(
             host,
             port,
-            is_master=hosting,
+            is_master=is_host,
             timeout=timeout,
-            wait_for_workers=False,  # meet() does, and says who is missing
+            wait_for_workers=False,  # wait_for_ranks() does, and names the absent ones
             multi_tenant=True,
             use_libuv=environment.get("USE_LIBUV", "1") == "1",
         )
     except dist.DistError as error:
-        if hosting:
-            reason = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0]
+        if is_host:
             raise LaunchError(
                 f"rank 0 cannot host the store of the job at {host}:{port} ({reason}); set MASTER_ADDR to its host and "
                 "MASTER_PORT to a port that is free there, the same on every rank"
             ) from None
-        owner = "rank 0" if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" else "torchrun's agent"
-        raise AgreementError(
-            f"rank {rank} did not reach the store of the job at {host}:{port} within {timeout.total_seconds():g} s; "
-            f"{owner} hosts it there, so look at what became of that, and whether the address is right"
+        owner = "torchrun's agent" if _hosted_by_agent(environment) else "rank 0"
+        raise LaunchError(
+            f"{owner}, which hosts the store of the job at {host}:{port}, did not answer within "
+            f"{timeout.total_seconds():g} s; see its output for why, and check MASTER_ADDR and MASTER_PORT ({reason})"
         ) from None
 
 
-def meet(
+def wait_for_ranks(
     store: dist.Store,
     call: str,
     *,
     rank: int,
     world_size: int,
     timeout: timedelta,
-    hosting: bool = False,
-    life: str = "",
+    is_host: bool = False,
+    restart: str = "",
     mistake: str | None = None,
 ) -> dist.Store:
-    """Return once every rank is here; communicates.
+    """Return once every rank has called this; communicates.
 
     Args:
         store: any store that all ranks share.
@@ -86,136 +90,140 @@ def meet(
         rank: this rank.
         world_size: how many ranks there are.
         timeout: how long to wait for the others.
-        hosting: whether the store ends with this process, which then stays until the others know.
-        life: how often the processes were restarted, if the store outlives that; no colon.
-        mistake: why this rank gives up; the others are told, and this one returns.
+        is_host: whether the store ends with this process, which then waits until the others know of a failure.
+        restart: how often the job was restarted over this store; no colon.
+        mistake: why this rank cannot go on; the others are told, and this one returns.
 
     Returns:
-        A part of the store that nothing has written to: on every rank the same, at each meeting another.
+        A part of the store that nothing has written to, the same on every rank; after each call another.
 
     Raises:
-        AgreementError: some ranks did not come within ``timeout``, or one gave up; on every rank the same,
-            also on one that comes later. The next meeting of all ranks works.
+        AgreementError: some ranks did not call within ``timeout``, or one made a mistake; the same on every
+            rank, also on one that calls later. The next attempt of all ranks works.
     """
-    board = dist.PrefixStore("namedmesh/launch", store)
+    attempts = _Attempts(store, call, rank, world_size, timeout, restart)
+    outcome = _REPLACED
     try:
-        verdict = _MOVED
-        while verdict == _MOVED:
-            number, told = _entered(board, rank, life)
-            hall = _hall(board, number)
-            if told is not None:
-                verdict = told
-            elif mistake is not None:
-                hall.add("arrived", 1)
-                verdict = _decided(hall, f"{_GAVE_UP}{life}:rank {rank} gave up on {call}: {mistake}")
+        while outcome == _REPLACED:
+            missed = attempts.enter()
+            if mistake is not None:
+                outcome = _REPLACED if missed else attempts.fail(f"rank {rank} gave up on {call}: {mistake}")
             else:
-                verdict = _awaited(board, hall, number, call, rank, world_size, timeout, life)
-        if verdict != _TOGETHER:
-            _part(hall, store, world_size if mistake else hall.add("arrived", 0), hosting=hosting)
+                outcome = missed or attempts.outcome()
+        if outcome != _COMPLETE:
+            attempts.leave(world_size if mistake else 0, is_host=is_host)
     except dist.DistNetworkError:
         if mistake is None:
             raise AgreementError(
-                f"the store of the job ended while rank {rank} waited in {call}; look at what became of rank 0"
+                f"the store of the job is gone during {call}: the process that hosts it, usually rank 0, has ended; "
+                "see its output for why"
             ) from None
         return store
-    if verdict == _TOGETHER:
-        _kept.clear()
+    if outcome == _COMPLETE:
+        _store_of_failure.clear()
     elif mistake is None:
-        raise AgreementError(verdict.partition(":")[2])
-    return dist.PrefixStore(f"default_pg/{number}", store)
+        raise AgreementError(outcome.partition(":")[2])
+    return dist.PrefixStore(f"default_pg/{attempts.number}", store)
 
 
-def _hall(board: dist.Store, number: int) -> dist.Store:
-    return dist.PrefixStore(str(number), board)
+class _Attempts:
+    """The attempts of the ranks to find each other, as one rank takes part in them."""
 
+    def __init__(  # noqa: PLR0917  one call
+        self, store: dist.Store, call: str, rank: int, world_size: int, timeout: timedelta, restart: str
+    ) -> None:
+        self.store, self.call, self.rank, self.world_size = store, call, rank, world_size
+        self.timeout, self.failed = timeout, f"{_FAILED}{restart}:"
+        self.shared = dist.PrefixStore("namedmesh/launch", store)
+        self.number = 0
+        self.current = self._keys_of(0)
 
-def _entered(board: dist.Store, rank: int, life: str) -> tuple[int, str | None]:
-    """The number of the round that this rank takes part in; or of one that it missed, and why it failed."""
-    number = int(board.compare_set("round", "", "0"))
-    mark = _mark(board, rank).partition(" ")[0]
-    last = int(mark) if mark else -1
-    for missed in range(max(last + 1, number - 1), number + 1):
-        hall = _hall(board, missed)
-        verdict = hall.get("verdict").decode() if hall.check(["verdict"]) else ""
-        if verdict.startswith(f"{_GAVE_UP}{life}:"):
-            board.set(f"rank/{rank}", str(missed))
-            return missed, verdict
-    if (
-        last == number or verdict
-    ):  # it, or its predecessor, was in this one; or the others were, in another life
-        # Another rank may have been faster, and in the next one already.
-        old, number = number, int(board.compare_set("round", str(number), str(number + 1)))
-        _decided(_hall(board, old), _MOVED)
-    board.set(f"rank/{rank}", str(number))
-    return number, None
+    def enter(self) -> str | None:
+        """Enter the current attempt, or the next one; returns the outcome of a failed one that this rank missed."""
+        self.number = int(self.shared.compare_set("attempt", "", "0"))
+        last = self._last_of(self.rank).partition(" ")[0]
+        entered = int(last) if last else -1
+        outcome = ""
+        for missed in range(max(entered + 1, self.number - 1), self.number + 1):
+            outcome = self._outcome_of(missed)
+            if outcome.startswith(self.failed):
+                self._enter(missed)
+                return outcome
+        old = self.number
+        if entered == old or outcome:  # this rank was here before, or the others were, before a restart
+            # Another rank may have started the next attempt already.
+            self.number = int(self.shared.compare_set("attempt", str(old), str(old + 1)))
+            self._conclude(self._keys_of(old), _REPLACED)
+        self._enter(self.number)
+        return None
 
+    def outcome(self) -> str:
+        """Wait for the outcome of the attempt.
 
-def _mark(board: dist.Store, rank: int) -> str:
-    """Which round a rank was in last, and whether it saw that everybody had arrived."""
-    return board.compare_set(f"rank/{rank}", "", " nowhere").decode()
-
-
-def _awaited(  # noqa: PLR0917
-    board: dist.Store,
-    hall: dist.Store,
-    number: int,
-    call: str,
-    rank: int,
-    world_size: int,
-    timeout: timedelta,
-    life: str,
-) -> str:
-    """What becomes of a round.
-
-    Ranks arrive, and once all have, confirm it: in the place of one that arrived and was restarted since, its
-    successor arrives in vain, because it does not confirm.
-    """
-    here = [f"{number}", f"{number} confirmed"]
-    if hall.add("arrived", 1) == world_size:
-        hall.set("arrived by all", "")
-    if _waited(hall, "arrived by all", timeout):
-        here = here[1:]
-        board.set(f"rank/{rank}", here[0])
-        if hall.add("confirmed", 1) == world_size:
-            _decided(hall, _TOGETHER)
-        if _waited(hall, "verdict", timeout):
-            return hall.get("verdict").decode()
-    if hall.check(["verdict"]) or hall.add("late", 1) > 1:
-        # Another rank looks for those who are missing.
-        _waited(hall, "verdict", _FAREWELL)
-        return _decided(
-            hall, f"{_GAVE_UP}{life}:some ranks of 0 to {world_size - 1} did not call {call} in time"
+        Ranks arrive, and once all have arrived, each confirms it. A rank that arrived and was restarted since is
+        counted twice as arrived, but the process that is gone does not confirm.
+        """
+        keys, here = self.current, [f"{self.number}", f"{self.number} confirmed"]
+        if _waited(keys, "all_arrived", self.timeout):
+            here = here[1:]
+            self.shared.set(f"rank/{self.rank}", here[0])
+            if keys.add("confirmed", 1) == self.world_size:
+                self._conclude(keys, _COMPLETE)
+            if _waited(keys, "outcome", self.timeout):
+                return keys.get("outcome").decode()
+        if keys.add("late", 1) > 1:  # another rank looks for the absent ones
+            _waited(keys, "outcome", _OUTCOME_TIMEOUT)
+            return self.fail(f"some ranks of 0 to {self.world_size - 1} did not call {self.call} in time")
+        absent = [rank for rank in range(self.world_size) if self._last_of(rank) not in here]
+        who = "rank " + listing(absent) if len(absent) == 1 else "ranks " + listing(absent)
+        return self.fail(
+            f"{who} of 0 to {self.world_size - 1} did not call {self.call} within {self.timeout.total_seconds():g} s; "
+            "every rank of the job must call it, so look at what those ranks did instead"
         )
-    absent = [other for other in range(world_size) if _mark(board, other) not in here]
-    who = "rank " + listing(absent) if len(absent) == 1 else "ranks " + listing(absent)
-    return _decided(
-        hall,
-        f"{_GAVE_UP}{life}:{who} of 0 to {world_size - 1} did not call {call} within {timeout.total_seconds():g} s; every rank of the "
-        "job must call it, so look at what those ranks did instead",
-    )
 
+    def fail(self, reason: str) -> str:
+        """Let the attempt fail, unless it has an outcome; returns that."""
+        return self._conclude(self.current, self.failed + reason)
 
-def _decided(hall: dist.Store, verdict: str) -> str:
-    """Decide what becomes of a round, unless it is decided already; what was decided first holds for all."""
-    decided = hall.compare_set("verdict", "", verdict).decode()
-    hall.set("arrived by all", "")  # nobody needs to wait for more
-    return decided
+    def leave(self, readers: int, *, is_host: bool) -> None:
+        """Leave a failed attempt. The host of the store waits for those that have arrived, or for ``readers`` ranks."""
+        with suppress(dist.DistNetworkError):  # the host may be gone already
+            self.current.set(f"read/{self.current.add('read', 1)}", "")
+        if is_host:
+            _waited(self.current, f"read/{readers or self.current.add('arrived', 0)}", _OUTCOME_TIMEOUT)
+            _store_of_failure[:] = [self.store]
 
+    def _enter(self, number: int) -> None:
+        self.number, self.current = number, self._keys_of(number)
+        self.shared.set(f"rank/{self.rank}", str(number))
+        if self.current.add("arrived", 1) == self.world_size:
+            self.current.set("all_arrived", "")
 
-def _part(hall: dist.Store, store: dist.Store, readers: int, *, hosting: bool) -> None:
-    """Leave a round that failed; who hosts the store stays until the others have read why."""
-    with suppress(dist.DistNetworkError):  # it may be gone at once
-        hall.set(f"read/{hall.add('read', 1)}", "")
-    if hosting:
-        _waited(hall, f"read/{readers}", _FAREWELL)
-        _kept[:] = [store]
+    def _keys_of(self, number: int) -> dist.Store:
+        return dist.PrefixStore(str(number), self.shared)
+
+    def _last_of(self, rank: int) -> str:
+        """The last attempt that a rank entered, and whether it confirmed that all had arrived."""
+        return self.shared.compare_set(f"rank/{rank}", "", " none").decode()
+
+    def _outcome_of(self, number: int) -> str:
+        keys = self._keys_of(number)
+        return keys.get("outcome").decode() if keys.check(["outcome"]) else ""
+
+    @staticmethod
+    def _conclude(keys: dist.Store, outcome: str) -> str:
+        """Set the outcome of an attempt, unless it has one; returns the one that it has."""
+        first = keys.compare_set("outcome", "", outcome).decode()
+        keys.set("all_arrived", "")  # nobody needs to wait for more
+        return first
 
 
 def _waited(store: dist.Store, key: str, timeout: timedelta) -> bool:
+    """Whether a key appeared in time. A FileStore reports it as a plain RuntimeError."""
     try:
         store.wait([key], timeout)
     except dist.DistNetworkError:
         raise
-    except RuntimeError:  # a FileStore knows no DistStoreError
+    except RuntimeError:
         return False
     return True
