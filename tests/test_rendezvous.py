@@ -51,16 +51,16 @@ def reduced() -> float:
     return total.item()
 
 
-def _one_stays_away(absent: int, port: int | None) -> str | None:
+def _one_stays_away(absent: int, port: int | None, call: str = "launch.init") -> str | None:
     if port is not None:
         os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
-    return None if int(os.environ["RANK"]) == absent else refused(timeout=SOON)
+    return None if int(os.environ["RANK"]) == absent else refused(timeout=SOON, call=call)
 
 
 @pytest.mark.parametrize("port", [None, "own"], ids=["of an agent", "of rank 0"])
 def test_who_does_not_come_is_named_on_every_rank(port: str | None) -> None:
-    told = run_ranks(4, _one_stays_away, 3, free_port() if port else None, init=False)
-    assert told == ["AgreementError: " + ABSENT.format(3, 3, "launch.init", 3)] * 3 + [None]
+    told = run_ranks(4, _one_stays_away, 3, free_port() if port else None, "init_mesh", init=False)
+    assert told == ["AgreementError: " + ABSENT.format(3, 3, "init_mesh", 3)] * 3 + [None]
 
 
 def test_without_rank_0_nobody_can_say_more_than_that() -> None:
