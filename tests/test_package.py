@@ -32,6 +32,8 @@ ROOMS = (
     "dialects",
     "options",
     "_torch",
+    "launchers",
+    "rendezvous",
     "launch",
     "lazy_group",
     "consistency",
