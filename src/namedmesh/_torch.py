@@ -11,7 +11,6 @@ import os
 import sys
 import weakref
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -25,6 +24,7 @@ from namedmesh.errors import MeshError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from datetime import timedelta
 
     from torch.distributed.tensor import DTensor
 
@@ -44,6 +44,9 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 # torch 2.15 made it public under another name and warns at the old one.
 _set_timeout: Any = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout
 
+
+# The types of the names of groups differ between versions.
+_untyped: Any = c10d
 
 # The default group.
 
@@ -187,14 +190,14 @@ def new_group_among_members(
     store = dist.PrefixStore(store_prefix, default_store())
     full = c10d.Backend(backend)
     timeout = timeout or c10d._get_default_timeout(full)
-    devices: dict[str, str] = c10d.BackendConfig(full).get_device_backend_map()
+    devices = c10d.BackendConfig(full).get_device_backend_map()
     late = [] if connect else [device for device, part in devices.items() if part == "gloo"]
     if late and len(late) == len(devices):
         group = _unconnected_gloo(members, rank, store, name, timeout, late)
         _register(group, full, store, name)
     else:
         at_once = ",".join(f"{device}:{part}" for device, part in devices.items() if device not in late)
-        group, _ = c10d._new_process_group_helper(
+        group, _ = _untyped._new_process_group_helper(
             len(members),
             rank,
             members,
@@ -255,14 +258,14 @@ def _add_gloo(  # noqa: PLR0917  one call
 
 def _register(group: Any, backend: Any, store: dist.Store, name: str) -> None:
     """Enter a group into torch's tables, as torch's own functions do."""
-    world, tag = c10d._world, f"ptd:{name}"
+    world, tag = _untyped._world, f"ptd:{name}"
     world.pg_map[group] = (backend, dist.PrefixStore(f"{name}/", store))
     world.pg_names[group] = name
     world.pg_backend_config[group] = str(c10d.BackendConfig(backend))
     world.tags_to_pg.setdefault("", []).append(group)
     world.tags_to_pg.setdefault(tag, []).append(group)
     world.pg_to_tag[group] = tag
-    c10d._register_process_group(name, group)
+    _untyped._register_process_group(name, group)
 
 
 def connects_without_blocking(backend: str) -> bool:

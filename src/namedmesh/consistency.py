@@ -204,12 +204,12 @@ class _Comparison:
         """Name the ranks that did not come, for those that did and for those that come now."""
         absent = [rank for rank in self.ranks if not self.store.check([f"here/{rank}"])]
         who = "rank " + listing(absent) if len(absent) == 1 else "ranks " + listing(absent)
-        problems = [
+        problem = (
             f"{who} of {self.ranks.start} to {self.ranks.stop - 1} did not call {self.call} within "
             f"{self.timeout.total_seconds():g} s; every rank of the mesh must call it, so look at what those ranks did "
             "instead"
-        ]
-        record = {"attempt": self.number, "ranks": absent, "time": time.time(), "problems": problems}
+        )
+        record = {"attempt": self.number, "ranks": absent, "time": time.time(), "problems": [problem]}
         self.scope.set("absence", json.dumps(record))
         self.store.set(
             "verdict", json.dumps({"readers": len(self.ranks) - len(absent), "problems": problems})

@@ -114,7 +114,7 @@ class _Request(NamedTuple):
         return f"Layout({', '.join(words)})"
 
 
-def _init_mesh(  # noqa: PLR0917  one call
+def _init_mesh(
     request: _Request,
     backend: str | None,
     timeout: timedelta | None,

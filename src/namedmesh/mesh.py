@@ -184,7 +184,8 @@ class NamedMesh:
     @property
     def device_mesh(self) -> DeviceMesh:
         """The torch mesh over all axes of the layout."""
-        return self._views.first.root
+        root: DeviceMesh = self._views.first.root
+        return root
 
     @property
     def views(self) -> dict[str, Layout]:
@@ -477,7 +478,7 @@ class NamedMesh:
         return self._answers[key]  # type: ignore[return-value]
 
     @constant_under_compile
-    def _slice(self, axes: tuple[str, ...], version: int) -> DeviceMesh:
+    def _slice(self, axes: tuple[str, ...], _version: int) -> DeviceMesh:
         view = self._views.of(axes)
         if len(set(axes)) != len(axes) or not axes:
             raise AxisError(f"axes {axes} are not a selection of {view.layout.axes}; name each axis once")
@@ -493,7 +494,7 @@ class NamedMesh:
         return self._answers[key]  # type: ignore[return-value]
 
     @constant_under_compile
-    def _find_group(self, axes: tuple[str, ...], version: int) -> dist.ProcessGroup:
+    def _find_group(self, axes: tuple[str, ...], _version: int) -> dist.ProcessGroup:
         if not axes:
             raise AxisError(f"no axis is named; name one or more of {self.layout.axes}")
         view, ordered = self._place(axes)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from namedmesh.consistency import report_failure
 from namedmesh.compat.axes import DENSE, dense_layout, groups_over
 from namedmesh.compat.binding import Bindings, Bound
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.state import LegacyState, answer_of
+from namedmesh.consistency import report_failure
 from namedmesh.errors import MeshError
 from namedmesh.groups import GroupPool
 from namedmesh.init import create_mesh, version_fields

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from namedmesh.consistency import report_failure
 from namedmesh.compat.deepspeed.places import checked_mesh, group_over, topology_of
 from namedmesh.compat.deepspeed.wanted import alternating, check_group, checked_topology
 from namedmesh.compat.errors import ContractAttributeError, ContractError, ContractTypeError
+from namedmesh.consistency import report_failure
 from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.init import init_mesh
 

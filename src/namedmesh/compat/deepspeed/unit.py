@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from namedmesh.consistency import report_failure
 from namedmesh.compat.deepspeed.places import checked_mesh, group_over, places_of
 from namedmesh.compat.errors import ContractAttributeError
+from namedmesh.consistency import report_failure
 from namedmesh.errors import MeshError, did_you_mean
 
 if TYPE_CHECKING:
