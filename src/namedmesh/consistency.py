@@ -212,7 +212,7 @@ class _Comparison:
         record = {"attempt": self.number, "ranks": absent, "time": time.time(), "problems": [problem]}
         self.scope.set("absence", json.dumps(record))
         self.store.set(
-            "verdict", json.dumps({"readers": len(self.ranks) - len(absent), "problems": problems})
+            "verdict", json.dumps({"readers": len(self.ranks) - len(absent), "problems": [problem]})
         )
 
     def _exchange(self) -> str:

@@ -80,7 +80,7 @@ def init_mesh(
     """
     launched = not dist.is_initialized()
     if launched:
-        device = launch.init(device, backend=backend, timeout=timeout)
+        device = launch.init(device, backend=backend, timeout=timeout, call="init_mesh")
     try:
         return _init_mesh(
             _Request(layout, sizes, world_size, rank_offset, part),
