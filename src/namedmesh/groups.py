@@ -265,7 +265,8 @@ class GroupPool:
         if len(ranks) == 1 or self._find_borrowed(ranks, options) or self._has_to_create_now(options):
             return self.make(layout, axes, options)
         self._partitions.append((layout, tuple(axes), options))
-        return self._reserve(ranks, _label(axes), options)
+        lazy = self._reserve(ranks, _label(axes), options)
+        return lazy.created or lazy
 
     def reserve_set(
         self, sets: Sequence[Sequence[int]], label: str, options: GroupOptions
@@ -279,7 +280,11 @@ class GroupPool:
             return self.make_sets(sets, label, options).get(mine or ())
         if mine is None:
             return None
-        return self._find_borrowed(mine, options) or self._reserve(mine, label, options)
+        borrowed = self._find_borrowed(mine, options)
+        if borrowed is not None:
+            return borrowed
+        lazy = self._reserve(mine, label, options)
+        return lazy.created or lazy
 
     def gloo_options(self, options: GroupOptions) -> GroupOptions:
         """The options of the gloo group beside one with the given options; where that is gloo, it is the same."""

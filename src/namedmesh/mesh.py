@@ -220,14 +220,7 @@ class NamedMesh:
         Raises:
             MeshError: the axes have no gloo group; it is created where their options say ``gloo_twin``.
         """
-        view, ordered = self._place(axes)
-        group = self.pool.find(view.layout, ordered, self.pool.gloo_options(self.options_of(ordered)))
-        if group is None:
-            raise MeshError(
-                f"there is no gloo group over {named(ordered)}; ask for one when the group is made, with "
-                "options=GroupOptions(gloo_twin=True)"
-            )
-        return group
+        return self._find_gloo_group(axes, self._version)
 
     def options_of(self, ordered: tuple[str, ...]) -> GroupOptions:
         """The options of a group over axes of one view: what was set for all together, or for each.
@@ -503,6 +496,17 @@ class NamedMesh:
             raise MeshError(
                 f"there is no group over {named(ordered)} yet; call mesh.flatten({quoted(ordered)}) once, on every "
                 "rank, before it is asked for"
+            )
+        return group
+
+    @constant_under_compile
+    def _find_gloo_group(self, axes: tuple[str, ...], _version: int) -> dist.ProcessGroup:
+        view, ordered = self._place(axes)
+        group = self.pool.find(view.layout, ordered, self.pool.gloo_options(self.options_of(ordered)))
+        if group is None:
+            raise MeshError(
+                f"there is no gloo group over {named(ordered)}; ask for one when the group is made, with "
+                "options=GroupOptions(gloo_twin=True)"
             )
         return group
 
