@@ -215,6 +215,22 @@ def test_a_port_that_is_taken() -> None:
     )
 
 
+def _as_rank_1() -> str:
+    os.environ.update(RANK="1", WORLD_SIZE="3")
+    return refused(timeout=timedelta(seconds=60))
+
+
+def test_two_processes_that_say_they_are_the_same_rank() -> None:
+    assert (
+        run_ranks(2, _as_rank_1, init=False)
+        == [
+            "AgreementError: two processes call launch.init as rank 1; give each its own RANK, and each job on a machine its "
+            "own MASTER_PORT"
+        ]
+        * 2
+    )
+
+
 RESTARTED = """
 import os, sys, torch, torch.distributed as dist
 from namedmesh import launch

@@ -67,7 +67,7 @@ def init(
     Raises:
         LaunchError: the environment is incomplete, or it points at a device that is not there; all problems
             at once. Nothing has been initialized then.
-        LayoutError: the timeout is not a positive ``timedelta``.
+        LayoutError: the timeout is not a positive ``timedelta``, or torch does not know the backend.
         AgreementError: some ranks did not call this within ``timeout``, or one of them gave up; the same on
             every rank.
 
@@ -97,9 +97,9 @@ def init(
         with suppress(NamedMeshError):  # there may be nobody to tell
             _store_of_all(call, rank, world_size, _MISTAKE_TIMEOUT, mistake=str(error))
         raise
-    store = _store_of_all(call, rank, world_size, timeout or default_pg_timeout)
     if chosen.type != "cpu":
         torch.get_device_module(chosen).set_device(chosen)
+    store = _store_of_all(call, rank, world_size, timeout or default_pg_timeout)
     dist.init_process_group(
         backend,
         store=store,

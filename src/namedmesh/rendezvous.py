@@ -135,7 +135,7 @@ class _Attempts:
         self.store, self.call, self.rank, self.world_size = store, call, rank, world_size
         self.timeout, self.failed = timeout, f"{_FAILED}{restart}:"
         self.shared = dist.PrefixStore("namedmesh/launch", store)
-        self.number = 0
+        self.number, self.again = 0, False
         self.current = self._keys_of(0)
 
     def enter(self) -> str | None:
@@ -149,12 +149,18 @@ class _Attempts:
             if outcome.startswith(self.failed):
                 self._enter(missed)
                 return outcome
-        old = self.number
-        if entered == old or outcome:  # this rank was here before, or the others were, before a restart
-            # Another rank may have started the next attempt already.
+        old, others = self.number, self.again and entered == self.number
+        if not others and (entered == old or outcome):
+            # It was here before, or the other ranks were, before a restart; another may have started the next already.
             self.number = int(self.shared.compare_set("attempt", str(old), str(old + 1)))
+        if self._enter(self.number) > 1 or others:
+            return self.fail(
+                f"two processes call {self.call} as rank {self.rank}; give each its own RANK, and each job on a machine its "
+                "own MASTER_PORT"
+            )
+        if self.number != old:
             self._conclude(self._keys_of(old), _REPLACED)
-        self._enter(self.number)
+        self.again = True
         return None
 
     def outcome(self) -> str:
@@ -193,11 +199,13 @@ class _Attempts:
             _waited(self.current, f"read/{readers or self.current.add('arrived', 0)}", _OUTCOME_TIMEOUT)
             _store_of_failure[:] = [self.store]
 
-    def _enter(self, number: int) -> None:
+    def _enter(self, number: int) -> int:
+        """Enter an attempt; returns how many processes have entered it as this rank."""
         self.number, self.current = number, self._keys_of(number)
         self.shared.set(f"rank/{self.rank}", str(number))
         if self.current.add("arrived", 1) == self.world_size:
             self.current.set("all_arrived", "")
+        return self.current.add(f"entered/{self.rank}", 1)
 
     def _keys_of(self, number: int) -> dist.Store:
         return dist.PrefixStore(str(number), self.shared)
