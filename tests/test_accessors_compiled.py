@@ -36,17 +36,21 @@ def assert_one_graph(call: Callable[[], object], *, warm: bool) -> None:
     torch._dynamo.reset()
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        answers.append(call())
+        call()
         return x + 1
 
-    answers: list[object] = []
+    def answering(x: torch.Tensor) -> tuple[torch.Tensor, object]:
+        return x + 1, call()
+
     with torch._dynamo.config.patch(error_on_recompile=True):  # type: ignore[attr-defined]
         compiled = torch.compile(step, backend="eager", fullgraph=True)
         for _ in range(2):
             compiled(torch.ones(2))
         expected = call()
         compiled(torch.ones(2))
-    assert all(answer is expected or answer == expected for answer in answers)
+        if isinstance(expected, (int, tuple, list, dict)):  # no graph hands out a group that it learnt of
+            answers = torch.compile(answering, backend="eager", fullgraph=True)
+            assert answers(torch.ones(2))[1] == answers(torch.ones(2))[1] == expected
 
 
 MESH: dict[str, Callable[[NamedMesh], object]] = {
@@ -159,32 +163,14 @@ def test_accessors_of_deepspeed_and_of_three_groups(warm: bool) -> None:
 def test_another_mesh_is_compiled_anew() -> None:
     """A constant of one mesh is never the answer of another."""
     with fake_world(8, 5):
-        answers: list[tuple[int, object]] = []
 
-        def step(x: torch.Tensor, mesh: NamedMesh) -> torch.Tensor:
-            answers.append((mesh.rank("dp", "tp"), mesh.group("pp", "dp")))
-            return x + 1
+        def step(x: torch.Tensor, mesh: NamedMesh) -> tuple[torch.Tensor, int, int]:
+            return x + 1, mesh.rank("dp", "tp"), mesh.group("pp", "dp").size()
 
         compiled = torch.compile(step, backend="eager", fullgraph=True)
-        for sizes in ({"pp": 2, "dp": 2, "tp": 2}, {"pp": 1, "dp": 4, "tp": 2}):
+        for sizes in ({"pp": 2, "dp": 2, "tp": 2}, {"pp": 1, "dp": 2, "tp": 4}):
             mesh = namedmesh.init_mesh(**sizes)
             mesh.flatten("pp", "dp")
-            compiled(torch.ones(2), mesh)
-            assert answers[-1] == (mesh.rank("dp", "tp"), mesh.group("pp", "dp"))
+            _, *answers = compiled(torch.ones(2), mesh)
+            assert answers == [mesh.rank("dp", "tp"), mesh.size("pp", "dp")]
             mesh.close()
-
-
-def test_another_state_of_a_dialect_is_compiled_anew() -> None:
-    with fake_world(8, 5):
-        answers: list[object] = []
-
-        def step(x: torch.Tensor) -> torch.Tensor:
-            answers.append(parallel_state.get_tensor_and_data_parallel_group())
-            return x + 1
-
-        compiled = torch.compile(step, backend="eager", fullgraph=True)
-        for tensor in (2, 4):
-            parallel_state.initialize_model_parallel(tensor, 2)
-            compiled(torch.ones(2))
-            assert answers[-1] is parallel_state.get_tensor_and_data_parallel_group()
-            parallel_state.destroy_model_parallel()

@@ -68,12 +68,12 @@ class NamedMesh:
         self._flat: dict[tuple[str, ...], tuple[str, GroupOptions, DeviceMesh]] = {}
         # Answers by the names they are asked with, and those that nobody foresaw.
         self._meshes: dict[str | tuple[str, ...], DeviceMesh] = {}
-        self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        self._groups: dict[tuple[str, tuple[str, ...]], dist.ProcessGroup] = {}
         self._sizes: dict[tuple[str, ...], int] = {}
         self._ranks: dict[tuple[str, ...], int] = {}
         self._answers: dict[tuple[object, ...], object] = {}
         # Guards the constants of compiled code: no two meshes, and no two states of one, have the same.
-        self._version = next(_versions)
+        self._version = _next_version()
         self._prepare_answers()
         current.register(self)
         pool.registry.users[id(self)] = self._end
@@ -153,7 +153,7 @@ class NamedMesh:
             MeshError: the mesh is closed, or there is no group over these axes yet.
         """
         try:
-            return self._groups[axes]
+            return self._groups[self._version, axes]  # compiled code guards the version, and not the group
         except KeyError:
             return self._find_group(axes, self._version)
 
@@ -353,7 +353,7 @@ class NamedMesh:
         if self.closed:
             return
         self.closed = True
-        self._version = next(_versions)
+        self._version = _next_version()
         for view in self._all_views:
             forget(view.root)
         self._all_views = Views(View(self.layout, None))
@@ -391,7 +391,7 @@ class NamedMesh:
 
     def group_named(self, name: str) -> dist.ProcessGroup | None:
         """The group of this rank over an axis or a flattened product of this name, if there is one."""
-        return self._groups.get((name,))
+        return self._groups.get((self._version, (name,)))
 
     # For the dialects, which create groups of this mesh.
 
@@ -434,7 +434,8 @@ class NamedMesh:
 
     def _prepare_answers(self) -> None:
         """Work out the answers for each axis and product: under ``torch.compile`` an accessor must not learn."""
-        self._version = next(_versions)
+        self._version = _next_version()
+        self._groups.clear()
         rank = self.global_rank
         self._axes: dict[str, None] = {}
         self._sizes[()] = self.layout.world_size
@@ -447,13 +448,13 @@ class NamedMesh:
                     self._ranks[axis,] = view.layout.group_rank(rank, axis)
                     mesh = self._meshes.get(axis) or view.root[axis]
                     self._meshes[axis] = self._meshes[axis,] = mesh
-                    self._groups[axis,] = mesh.get_group()
+                    self._groups[self._version, (axis,)] = mesh.get_group()
         for ordered, (name, _, mesh) in self._flat.items():
             layout = self._all_views.of(ordered).layout
             for axes in ((name,), ordered):
                 self._sizes[axes] = layout.size(*ordered)
                 self._ranks[axes] = layout.group_rank(rank, *ordered)
-                self._groups[axes] = mesh.get_group()
+                self._groups[self._version, axes] = mesh.get_group()
 
     def _place(self, axes: Sequence[str]) -> tuple[View, tuple[str, ...]]:
         """The view that has the axes, and the axes in its order; without axes, the whole mesh."""
@@ -462,7 +463,7 @@ class NamedMesh:
         return view, view.ordered(expanded)
 
     @constant_under_compile
-    def _find_ranks(self, axes: tuple[str, ...], version: int) -> tuple[int, ...]:
+    def _find_ranks(self, axes: tuple[str, ...], version: str) -> tuple[int, ...]:
         """The ranks over axes that no answer stands ready for."""
         view, ordered = self._place(axes)
         key = ("ranks", ordered, version)
@@ -471,7 +472,7 @@ class NamedMesh:
         return self._answers[key]  # type: ignore[return-value]
 
     @constant_under_compile
-    def _slice(self, axes: tuple[str, ...], _version: int) -> DeviceMesh:
+    def _slice(self, axes: tuple[str, ...], _version: str) -> DeviceMesh:
         view = self._views.of(axes)
         if len(set(axes)) != len(axes) or not axes:
             raise AxisError(f"axes {axes} are not a selection of {view.layout.axes}; name each axis once")
@@ -487,11 +488,12 @@ class NamedMesh:
         return self._answers[key]  # type: ignore[return-value]
 
     @constant_under_compile
-    def _find_group(self, axes: tuple[str, ...], _version: int) -> dist.ProcessGroup:
+    def _find_group(self, axes: tuple[str, ...], _version: str) -> dist.ProcessGroup:
         if not axes:
             raise AxisError(f"no axis is named; name one or more of {self.layout.axes}")
         view, ordered = self._place(axes)
-        group = self._groups.get(ordered) or self.pool.find(view.layout, ordered, self.options_of(ordered))
+        known = self._groups.get((self._version, ordered))
+        group = known or self.pool.find(view.layout, ordered, self.options_of(ordered))
         if group is None:
             raise MeshError(
                 f"there is no group over {named(ordered)} yet; call mesh.flatten({quoted(ordered)}) once, on every "
@@ -500,7 +502,7 @@ class NamedMesh:
         return group
 
     @constant_under_compile
-    def _find_gloo_group(self, axes: tuple[str, ...], _version: int) -> dist.ProcessGroup:
+    def _find_gloo_group(self, axes: tuple[str, ...], _version: str) -> dist.ProcessGroup:
         view, ordered = self._place(axes)
         group = self.pool.find(view.layout, ordered, self.pool.gloo_options(self.options_of(ordered)))
         if group is None:
@@ -579,6 +581,11 @@ class NamedMesh:
 
 
 _versions = count()
+
+
+def _next_version() -> str:
+    """A text that no other mesh has; the compiler guards texts, and may take a changed number for a variable one."""
+    return str(next(_versions))
 
 
 def _option_axes(name: str, layout: Layout) -> tuple[str, ...]:
