@@ -12,7 +12,7 @@ import torch
 from ranks import fake_world
 
 import namedmesh
-from namedmesh import NamedMeshError
+from namedmesh import Layout, NamedMeshError
 from namedmesh.compat import deepspeed, ezpz, fairscale
 from namedmesh.compat.fairscale import initialize
 from namedmesh.compat.megatron import parallel_state
@@ -42,7 +42,7 @@ def assert_one_graph(call: Callable[[], object], *, warm: bool) -> None:
     def answering(x: torch.Tensor) -> tuple[torch.Tensor, object]:
         return x + 1, call()
 
-    with torch._dynamo.config.patch(error_on_recompile=True):  # type: ignore[attr-defined]
+    with torch._dynamo.config.patch(error_on_recompile=True):
         compiled = torch.compile(step, backend="eager", fullgraph=True)
         for _ in range(2):
             compiled(torch.ones(2))
@@ -168,8 +168,8 @@ def test_another_mesh_is_compiled_anew() -> None:
             return x + 1, mesh.rank("dp", "tp"), mesh.group("pp", "dp").size()
 
         compiled = torch.compile(step, backend="eager", fullgraph=True)
-        for sizes in ({"pp": 2, "dp": 2, "tp": 2}, {"pp": 1, "dp": 2, "tp": 4}):
-            mesh = namedmesh.init_mesh(**sizes)
+        for layout in (Layout(pp=2, dp=2, tp=2), Layout(pp=1, dp=2, tp=4)):
+            mesh = namedmesh.init_mesh(layout)
             mesh.flatten("pp", "dp")
             _, *answers = compiled(torch.ones(2), mesh)
             assert answers == [mesh.rank("dp", "tp"), mesh.size("pp", "dp")]

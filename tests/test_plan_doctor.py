@@ -80,7 +80,7 @@ def with_wrong_groups(*ranks: int) -> tuple[int, str, str]:
     def wrong(*arguments: Any, **keywords: Any) -> NamedMesh:
         mesh = real(*arguments, **keywords)
         if mesh.global_rank in ranks:
-            mesh._groups["tp",] = mesh.group("pp")
+            mesh._groups[mesh._version, ("tp",)] = mesh.group("pp")
         return mesh
 
     with pytest.MonkeyPatch.context() as patch:

@@ -38,7 +38,7 @@ def current_mesh() -> NamedMesh:
         The innermost mesh entered with ``with mesh:``; outside of any, the only mesh that is alive.
 
     Raises:
-        MeshError: there is no mesh, or there are several and none was selected.
+        MeshError: there is no mesh, or there are several and none was selected, or the selected one is closed.
 
     Example:
         >>> current_mesh()
@@ -46,7 +46,12 @@ def current_mesh() -> NamedMesh:
         namedmesh.errors.MeshError: no mesh is alive in this process; call namedmesh.init_mesh(...) first
     """
     if _selected:
-        return _selected[-1]
+        mesh = _selected[-1]
+        if mesh.closed:
+            raise MeshError(
+                f"the mesh over {mesh.layout}, selected with 'with mesh:', was closed; leave the block first"
+            )
+        return mesh
     if len(_alive) == 1:
         return _alive[0]
     if not _alive:
@@ -78,9 +83,8 @@ def register(mesh: NamedMesh) -> None:
 
 
 def unregister(mesh: NamedMesh) -> None:
-    """Note that a mesh was closed: it is nobody's current mesh any more."""
+    """Note that a mesh was closed."""
     _alive[:] = [other for other in _alive if other is not mesh]
-    _selected[:] = [other for other in _selected if other is not mesh]
     _tell(closed=mesh)
 
 
