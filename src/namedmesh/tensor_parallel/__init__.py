@@ -8,6 +8,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from namedmesh.tensor_parallel.apply import parallelize
+from namedmesh.tensor_parallel.experts import IdentityExpert, ShardedExperts
 from namedmesh.tensor_parallel.hf import plan_from_hf
 from namedmesh.tensor_parallel.local import LocalParameters, SumOutput, SumTailGradient
 from namedmesh.tensor_parallel.presets import llama_plan
@@ -16,6 +17,7 @@ from namedmesh.tensor_parallel.styles import ColwiseParallel, RowwiseParallel
 
 __all__ = [
     "ColwiseParallel",
+    "IdentityExpert",
     "LocalParameters",
     "PlanReport",
     "PrepareModuleInput",
@@ -23,6 +25,7 @@ __all__ = [
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "ShardedExperts",
     "SumOutput",
     "SumTailGradient",
     "llama_plan",

@@ -9,7 +9,9 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel
 
+from namedmesh._torch import strided_shard
 from namedmesh.errors import PlanError, did_you_mean
+from namedmesh.tensor_parallel.experts import IdentityExpert, ShardedExperts
 from namedmesh.tensor_parallel.local import LocalParameters, SumOutput, SumTailGradient
 from namedmesh.tensor_parallel.plan import matches
 from namedmesh.tensor_parallel.styles import ColwiseParallel, RowwiseParallel
@@ -41,23 +43,18 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "sequence_parallel": lambda: SequenceParallel(use_local_output=True),
     "replicated_with_grad_allreduce": LocalParameters,
     "all_reduce": SumOutput,
+    "moe_identity_expert": IdentityExpert,
 }
-_PACKED = "a fused weight has to be cut inside each of its parts, which no Shard placement can say"
 _EXPERTS = (
-    "it cuts the weights of mixture-of-experts layers, which a tensor-parallel plan here does not cover"
+    "it gives each rank whole experts (expert parallelism), while tensor parallelism gives each rank a shard of "
+    "every expert"
 )
-_UNSUPPORTED = {
-    "packed_colwise": _PACKED,
-    "packed_rowwise": _PACKED,
-    "moe_tp_experts": _EXPERTS,
-    "moe_identity_expert": _EXPERTS,
-    "grouped_gemm": _EXPERTS,
-    "ep_dispatch_experts": _EXPERTS,
-}
-# How a bare parameter, one that is no module's weight or bias, is cut.
-_BARE: dict[str, Placement] = {"colwise": Shard(0), "rowwise": Shard(-1)}
+_UNSUPPORTED = {"grouped_gemm": _EXPERTS, "ep_dispatch_experts": _EXPERTS}
+# What shards a bare parameter, one that is no module's weight or bias, and what its module needs for that.
+_BARE = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
+_OWNERS = ("local_params", "moe_tp_experts", "all_reduce")
 # Handled one by one, with a look at the model or at the rest of the plan.
-_SPECIAL = ("replicate", "local_params", "mla_kv_a_proj")
+_SPECIAL = ("replicate", "mla_kv_a_proj", "packed_colwise", "packed_rowwise", "local_params", "moe_tp_experts")
 
 
 def plan_from_hf(model_or_plan: nn.Module | Mapping[str, str]) -> dict[str, ParallelStyle]:
@@ -97,16 +94,16 @@ def plan_from_hf(model_or_plan: nn.Module | Mapping[str, str]) -> dict[str, Para
     for key, name in names.items():
         if name == "replicate" or key in bare:
             continue
-        style = _STYLES[name]() if name in _STYLES else _special_style(model, key, name, bare)
+        style = _style(model, key, name, bare)
         if style is None:
             problems.append(f"{key!r}: {_reason(model, name)}; change or remove this entry")
         else:
             plan[key] = style
     problems += [
-        f"{key!r}: {name!r} cuts a bare parameter, which needs 'local_params' at its module; "
+        f"{key!r}: {name!r} shards a bare parameter, which needs 'local_params' or 'moe_tp_experts' at its module; "
         f"change or remove this entry"
         for key, (owner, name) in bare.items()
-        if names.get(owner) != "local_params" or name not in _BARE
+        if names.get(owner) not in _OWNERS or name not in _BARE
     ]
     if problems:
         raise PlanError(*problems)
@@ -158,20 +155,37 @@ def _bare_parameters(model: nn.Module | None, names: Mapping[str, str]) -> dict[
     }
 
 
-def _special_style(
+def _style(
     model: nn.Module | None, key: str, name: str, bare: Mapping[str, tuple[str, str]]
 ) -> ParallelStyle | None:
-    """The styles whose meaning depends on the model; None if it cannot be told, or for any other name."""
+    """The style that a name means, some with a look at the model; None if it cannot be told."""
+    placements = {
+        param.rpartition(".")[2]: _bare_placement(model, param, style)
+        for param, (owner, style) in bare.items()
+        if model is not None and owner == key
+    }
+    if name in _STYLES and not (name in _OWNERS and placements):
+        return _STYLES[name]()
     if model is None:
         return None
-    if name == "local_params":
-        return LocalParameters(
-            {param.rpartition(".")[2]: _BARE[style] for param, (owner, style) in bare.items() if owner == key}
-        )
+    if name in _OWNERS:
+        return LocalParameters(placements) if name == "local_params" else ShardedExperts(placements)
     width = getattr(_text_config(model), "qk_rope_head_dim", None)
     if name == "mla_kv_a_proj" and isinstance(width, int):
         return SumTailGradient(width)
     return None
+
+
+def _bare_placement(model: nn.Module, key: str, name: str) -> Placement:
+    """How a bare parameter is sharded: a linear's weight, experts stacked in front, or one number a head."""
+    fqn, ndim = next((fqn, p.ndim) for fqn, p in model.named_parameters() if matches(key, fqn))
+    dim = max(ndim - 2, 0) if name.endswith("colwise") else ndim - 1
+    owner, _, own_name = fqn.rpartition(".")
+    fused = name.startswith("packed") or own_name == "gate_up_proj"
+    # Experts say how gate and up are fused: one after the other, or row by row, whose halves are no parts. Some
+    # plans say "colwise" of the former.
+    fused = fused and getattr(model.get_submodule(owner), "is_concatenated", True)
+    return strided_shard(dim, 2) if fused else Shard(dim)
 
 
 def _text_config(model: nn.Module) -> Any:
@@ -184,12 +198,18 @@ def _reason(model: nn.Module | None, name: object) -> str:
     if name in _UNSUPPORTED:
         return f"{name!r} is not supported: {_UNSUPPORTED[str(name)]}"
     if name in _SPECIAL:
-        missing = (
-            "pass the model instead of a dict" if model is None else "its config has no qk_rope_head_dim"
-        )
-        return f"{name!r} depends on the model: {missing}"
+        return f"{name!r} depends on the model: {_missing(model, name)}"
     known = (*_STYLES, *_UNSUPPORTED, *_SPECIAL)
     return f"{name!r} is not a style that transformers has{did_you_mean(name, known)}"
+
+
+def _missing(model: nn.Module | None, name: object) -> str:
+    """What of the model a style would need to know."""
+    if model is None:
+        return "pass the model instead of a dict"
+    if name == "mla_kv_a_proj":
+        return "its config has no qk_rope_head_dim"
+    return "here it names a module, not a parameter of experts; name the parameter"
 
 
 def _cut_tied_embedding(model: nn.Module, plan: dict[str, ParallelStyle]) -> None:

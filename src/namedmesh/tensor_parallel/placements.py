@@ -15,6 +15,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+from namedmesh._torch import sharded_parts
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -116,4 +118,8 @@ def placement_name(placement: Placement) -> str:
         >>> placement_name(Shard(0)), placement_name(Replicate())
         ('Shard(0)', 'Replicate()')
     """
-    return f"Shard({placement.dim})" if isinstance(placement, Shard) else f"{type(placement).__name__}()"
+    found = sharded_parts(placement)
+    if found is None:
+        return f"{type(placement).__name__}()"
+    dim, parts = found
+    return f"Shard({dim})" if parts == 1 else f"Shard({dim}) of {parts} parts"
