@@ -211,6 +211,58 @@ def forget(root: Any) -> None:
 # Tensors and modules.
 
 
+def is_observed(tensor: torch.Tensor) -> bool:
+    """Whether somebody may keep what an operation on this tensor returns, so that nothing may write into it later.
+
+    A dispatch mode sees every operation: selective activation checkpointing is one, and keeps outputs. So are
+    the modes of fake tensors, which like meta tensors know functional collectives only.
+    """
+    return bool(torch._C._len_torch_dispatch_stack()) or type(tensor) is not torch.Tensor or tensor.is_meta
+
+
+def functional_collective(
+    name: str, tensor: torch.Tensor, *arguments: Any, group: Any
+) -> torch.Tensor:
+    """Start a collective that writes into a new tensor; the result is for :func:`wait_tensor`.
+
+    Args:
+        name: of the operator, such as ``"all_reduce"``.
+        tensor: contiguous.
+        *arguments: what the operator takes between the tensor and the group.
+        group: the ranks.
+    """
+    operator = getattr(torch.ops._c10d_functional, name).default
+    started: torch.Tensor = operator(tensor, *arguments, group.group_name)
+    return started
+
+
+def wait_tensor(started: torch.Tensor) -> torch.Tensor:
+    """The result of a functional collective, once it is there."""
+    waited: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(started)
+    return waited
+
+
+def computed_now(ctx: Any) -> tuple[bool, ...]:
+    """For which tensor inputs of a function this backward pass computes gradients; only in its backward.
+
+    ``ctx.needs_input_grad`` says for which of them some pass may: zero-bubble schedules ask for the gradients of
+    inputs and of weights in two passes.
+    """
+    return tuple(node is not None and _executes(node) for node, _ in ctx.next_functions)
+
+
+def _executes(node: Any) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # a leaf that was asked for by name
+        return True
+
+
+def backward_pass() -> int:
+    """The number of the backward pass that runs in this thread, -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
 def all_gather_single(out: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """Start to write every rank's ``local``, one after the other along dim 0, into ``out``."""
     work: dist.Work = _all_gather(out, local, group=group, async_op=True)
@@ -225,7 +277,7 @@ def reduce_scatter_single(
     return work
 
 
-def settled(tensor: torch.Tensor) -> torch.Tensor:
+def synchronous(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor behind an asynchronous result, waited for; any other tensor as it is. Not differentiable."""
     if isinstance(tensor, AsyncCollectiveTensor):
         waited: torch.Tensor = tensor.wait()

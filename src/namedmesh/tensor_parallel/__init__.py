@@ -13,6 +13,7 @@ from namedmesh.tensor_parallel.hf import plan_from_hf
 from namedmesh.tensor_parallel.local import LocalParameters, SumOutput, SumTailGradient
 from namedmesh.tensor_parallel.presets import llama_plan
 from namedmesh.tensor_parallel.report import PlanReport, plan_report
+from namedmesh.tensor_parallel.shared_input import SharedInput
 from namedmesh.tensor_parallel.styles import ColwiseParallel, RowwiseParallel
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "RowwiseParallel",
     "SequenceParallel",
     "ShardedExperts",
+    "SharedInput",
     "SumOutput",
     "SumTailGradient",
     "llama_plan",

@@ -112,7 +112,7 @@ class _SharedParameter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[DTensor, None]:
         (parameter,) = ctx.saved_tensors
-        return gradient_like(parameter, all_reduce(gradient.clone(), ctx.peers)), None
+        return gradient_like(parameter, all_reduce(gradient, ctx.peers)), None
 
 
 _shared_parameter: Callable[[DTensor, Peers], Tensor] = _SharedParameter.apply
