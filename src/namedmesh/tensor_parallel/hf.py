@@ -10,6 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel
 
 from namedmesh.errors import PlanError, did_you_mean
+from namedmesh.tensor_parallel.kv_heads import KeyValueParallel, names_keys_or_values
 from namedmesh.tensor_parallel.local import LocalParameters, SumOutput, SumTailGradient
 from namedmesh.tensor_parallel.plan import matches
 from namedmesh.tensor_parallel.styles import ColwiseParallel, RowwiseParallel
@@ -98,6 +99,8 @@ def plan_from_hf(model_or_plan: nn.Module | Mapping[str, str]) -> dict[str, Para
         if name == "replicate" or key in bare:
             continue
         style = _STYLES[name]() if name in _STYLES else _special_style(model, key, name, bare)
+        if name == "colwise" and names_keys_or_values(key):
+            style = KeyValueParallel()
         if style is None:
             problems.append(f"{key!r}: {_reason(model, name)}; change or remove this entry")
         else:
