@@ -10,6 +10,7 @@ from torch.distributed.tensor.parallel import (
 from namedmesh.tensor_parallel.apply import parallelize
 from namedmesh.tensor_parallel.experts import IdentityExpert, ShardedExperts
 from namedmesh.tensor_parallel.hf import plan_from_hf
+from namedmesh.tensor_parallel.kv_heads import KeyValueParallel
 from namedmesh.tensor_parallel.local import LocalParameters, SumOutput, SumTailGradient
 from namedmesh.tensor_parallel.presets import llama_plan
 from namedmesh.tensor_parallel.report import PlanReport, plan_report
@@ -19,6 +20,7 @@ from namedmesh.tensor_parallel.styles import ColwiseParallel, RowwiseParallel
 __all__ = [
     "ColwiseParallel",
     "IdentityExpert",
+    "KeyValueParallel",
     "LocalParameters",
     "PlanReport",
     "PrepareModuleInput",

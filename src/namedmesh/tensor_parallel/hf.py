@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import SequenceParallel
 from namedmesh._torch import strided_shard
 from namedmesh.errors import PlanError, did_you_mean
 from namedmesh.tensor_parallel.experts import IdentityExpert, ShardedExperts
+from namedmesh.tensor_parallel.kv_heads import KeyValueParallel, names_keys_or_values
 from namedmesh.tensor_parallel.local import LocalParameters, SumOutput, SumTailGradient
 from namedmesh.tensor_parallel.plan import matches
 from namedmesh.tensor_parallel.styles import ColwiseParallel, RowwiseParallel
@@ -164,6 +165,8 @@ def _style(
         for param, (owner, style) in bare.items()
         if model is not None and owner == key
     }
+    if name == "colwise" and names_keys_or_values(key):
+        return KeyValueParallel()
     if name in _STYLES and not (name in _OWNERS and placements):
         return _STYLES[name]()
     if model is None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from namedmesh._torch import absent_children, sharded_parts
 from namedmesh.errors import PlanError, did_you_mean, listing
 from namedmesh.tensor_parallel.entry import Entry
-from namedmesh.tensor_parallel.heads import head_problems
+from namedmesh.tensor_parallel.heads import head_problems, with_counts
 from namedmesh.tensor_parallel.placements import misfits, parameter_placements
 from namedmesh.tensor_parallel.setup import NAME
 from namedmesh.tensor_parallel.ties import find_ties
@@ -56,6 +56,7 @@ def resolve(
     entries: list[Entry] = []
     matching_problems = _match(model, plan, entries)
     problems += matching_problems
+    entries = with_counts(model, entries, tp_size)
     fitting = []
     for entry in entries:
         reasons = _reasons_against(entry)
