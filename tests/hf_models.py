@@ -19,7 +19,9 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "embedding_dim", "moe_hidden_size"), 64),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size", "codebook_size"), 64),
     **dict.fromkeys(("intermediate_size", "ffn_hidden_size", "intermediate_size_mlp"), 96),
-    **dict.fromkeys(("dense_intermediate_size", "prefix_dense_intermediate_size", "shared_intermediate_size"), 96),
+    **dict.fromkeys(
+        ("dense_intermediate_size", "prefix_dense_intermediate_size", "shared_intermediate_size"), 96
+    ),
     **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "share_expert_dim"), 48),
     **dict.fromkeys(("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"), 48),
     **dict.fromkeys(("shared_experts_intermediate_size",), 48),
@@ -42,7 +44,9 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
     "hidden_size_per_layer_input": 16,
     **dict.fromkeys(("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"), 0.0),
-    **dict.fromkeys(("residual_dropout", "embedding_dropout", "router_jitter_noise", "input_jitter_noise"), 0.0),
+    **dict.fromkeys(
+        ("residual_dropout", "embedding_dropout", "router_jitter_noise", "input_jitter_noise"), 0.0
+    ),
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -75,7 +79,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Cosmos3EdgeTextConfig": {"rope_parameters": _HALVES},
     "DeepseekOcr2TextConfig": _DENSE_AND_SPARSE,
     "Dots1Config": {"n_shared_experts": 1, "first_k_dense_replace": 1},
-    "Dots3NoteVisionConfig": {**_DENSE_AND_SPARSE, "patch_size": 4, "adapter_in_dim": 64, "adapter_out_dim": 64},
+    "Dots3NoteVisionConfig": {
+        **_DENSE_AND_SPARSE,
+        "patch_size": 4,
+        "adapter_in_dim": 64,
+        "adapter_out_dim": 64,
+    },
     "Ernie4_5_VLMoeTextConfig": {
         "moe_intermediate_size": [48, 48],
         "rope_parameters": {**_HALVES, "mrope_section": [1, 1, 2]},
@@ -127,7 +136,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
     },
     "MuseSparkVisionConfig": _MUSE_VISION,
-    "MuseGlimmerAssistantConfig": {"block_size": 4, "target_layer_ids": [0, 1], "layer_types": ["full_attention"] * 2},
+    "MuseGlimmerAssistantConfig": {
+        "block_size": 4,
+        "target_layer_ids": [0, 1],
+        "layer_types": ["full_attention"] * 2,
+    },
     "NeoMMEConfig": {"head_dim": 16, "embedding_rank": 32, "patch_size": 4},
     "PaddleOCRTextConfig": {"rope_parameters": _HALVES},
     "Phi4MultimodalAudioConfig": {

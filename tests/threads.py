@@ -39,7 +39,9 @@ def run_threads(world_size: int, function: Callable[..., T], *args: Any) -> list
     threaded._install_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     try:
-        threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(world_size)]
+        threads = [
+            threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(world_size)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
