@@ -66,6 +66,7 @@ _WHOLE_HEADS = {**_HALVES, "partial_rotary_factor": 1.0}
 _PLAIN = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 _DENSE_AND_SPARSE = {"mlp_layer_types": ["dense", "sparse"]}
 _INDEXED = {"layer_types": ["linear_attention", "indexed_attention"]}
+_GLOBAL_HEADS = {"global_head_dim": 16}
 _MUSE = {"image_token_id": 63, "out_hidden_size": 256, "projector_hidden_size": 64}
 _MUSE_VISION = {
     "patch_size": 4,
@@ -78,6 +79,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "CohereCompassTextConfig": {"rope_parameters": {"full_attention": _HALVES}},
     "Cosmos3EdgeTextConfig": {"rope_parameters": _HALVES},
     "DeepseekOcr2TextConfig": _DENSE_AND_SPARSE,
+    "DeepseekV4Config": {
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}
+    },
+    "DiffusionGemmaTextConfig": _GLOBAL_HEADS,
     "Dots1Config": {"n_shared_experts": 1, "first_k_dense_replace": 1},
     "Dots3NoteVisionConfig": {
         **_DENSE_AND_SPARSE,
@@ -85,6 +90,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "adapter_in_dim": 64,
         "adapter_out_dim": 64,
     },
+    "Dots3NoteTextConfig": {
+        "swa_num_attention_heads": 16,
+        "swa_num_key_value_heads": 16,
+        "swa_q_lora_rank": 24,
+        "swa_kv_lora_rank": 24,
+        "swa_head_dim": 16,
+        "swa_qk_nope_head_dim": 12,
+        "swa_v_head_dim": 8,
+    },
+    "EmbeddingGemma2TextConfig": _GLOBAL_HEADS,
     "Ernie4_5_VLMoeTextConfig": {
         "moe_intermediate_size": [48, 48],
         "rope_parameters": {**_HALVES, "mrope_section": [1, 1, 2]},
@@ -96,6 +111,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
         "laurel_rank": 8,
     },
+    "Gemma4TextConfig": _GLOBAL_HEADS,
+    "Gemma4UnifiedTextConfig": _GLOBAL_HEADS,
     "Gemma4VisionConfig": {"patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 16},
     "Glm4vTextConfig": {"rope_parameters": _WHOLE_HEADS},
     "Glm4vMoeTextConfig": {"rope_parameters": _WHOLE_HEADS},

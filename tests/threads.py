@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import traceback
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,6 +25,7 @@ def run_threads(world_size: int, function: Callable[..., T], *args: Any) -> list
     values: dict[int, T] = {}
     stories: dict[int, str] = {}
     store = dist.HashStore()
+    excepthook = sys.excepthook  # every init_process_group wraps it once more
 
     def rank_main(rank: int) -> None:
         try:
@@ -50,6 +52,7 @@ def run_threads(world_size: int, function: Callable[..., T], *args: Any) -> list
         threaded.ProcessLocalGroup.reset()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
         threaded._uninstall_threaded_pg()
+        sys.excepthook = excepthook
     if stories:
         told = "\n".join(f"--- rank {rank}\n{story}" for rank, story in sorted(stories.items()))
         raise AssertionError(f"{len(stories)} of {world_size} ranks failed\n{told}")
