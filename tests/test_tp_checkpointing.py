@@ -67,8 +67,8 @@ def everything(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPol
 class EverySecond:
     """Keep every second matrix product."""
 
-    def __init__(self) -> None:
-        self.seen = {True: 0, False: 0}
+    def __init__(self, first: int) -> None:
+        self.seen = {True: first, False: first}
 
     def __call__(self, ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         if op not in PRODUCTS:
@@ -79,7 +79,8 @@ class EverySecond:
 
 POLICIES: dict[str, Callable[[], Any]] = {
     "products": lambda: products,
-    "every second": EverySecond,
+    "every second": partial(EverySecond, 0),
+    "every other": partial(EverySecond, 1),
     "offloaded": lambda: offloaded,
     "communicated": lambda: communicated,
     "everything": lambda: everything,
