@@ -215,8 +215,10 @@ def is_observed(tensor: torch.Tensor) -> bool:
     """Whether somebody may keep what an operation on this tensor returns, so that nothing may write into it later.
 
     A dispatch mode sees every operation: selective activation checkpointing is one, and keeps outputs. So are
-    the modes of fake tensors, which like meta tensors know functional collectives only.
+    the modes of fake tensors, which like meta tensors and the compiler know functional collectives only.
     """
+    if torch.compiler.is_compiling():
+        return True
     return bool(torch._C._len_torch_dispatch_stack()) or type(tensor) is not torch.Tensor or tensor.is_meta
 
 
@@ -335,6 +337,10 @@ def sharded_parts(placement: Placement) -> tuple[int, int] | None:
 @contextmanager
 def replaced_parameters(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Let a module see other tensors in place of some of its own parameters, for one forward."""
+    if torch.compiler.is_compiling():  # which follows this way only
+        with torch.nn.utils.stateless._reparametrize_module(module, dict(values)):
+            yield
+        return
     parameters: dict[str, Any] = module._parameters  # no public way to put a plain tensor here
     own = {name: parameters[name] for name in values}
     parameters.update(values)

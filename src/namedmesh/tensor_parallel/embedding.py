@@ -81,13 +81,10 @@ def _plain(weight: Tensor) -> Tensor:
 
 def _whole_ids(setup: Setup, ids: Tensor) -> Tensor | None:
     """The ids of all ranks as a plain tensor, gathered if they are cut; None if the layout is another."""
-    layout = setup.layout_of(ids)
-    if layout is None:
-        return None
-    local: Tensor = ids.to_local() if isinstance(ids, DTensor) else ids
-    if is_replicated(layout):
+    local = setup.plain(ids)
+    if local is None or is_replicated(setup.input_layout):
         return local
-    dim = sharded_dim(layout, local.ndim)
+    dim = sharded_dim(setup.input_layout, local.ndim)
     return None if dim is None else all_gather(local, setup.peers, dim)
 
 

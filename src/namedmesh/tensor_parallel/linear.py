@@ -8,7 +8,7 @@ the styles make, and plain pieces in those of legacy code.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
@@ -54,26 +54,11 @@ class ColwiseLinear(nn.Linear):
         if torch.compiler.is_compiling():
             return through_dtensor(self, input, Replicate())
         last = input.ndim - 1
-        layout = setup.layout_of(input)
-        gather_dim = None if layout is None else sharded_dim(layout, input.ndim)
+        operand = column_operand(setup, input)
         whole_output = is_replicated(setup.output_layout)
-        if (
-            layout is None
-            or gather_dim == last
-            or (gather_dim is None and not is_replicated(layout))
-            or not (whole_output or sharded_dim(setup.output_layout, input.ndim) == last)
-        ):
+        if operand is None or not (whole_output or sharded_dim(setup.output_layout, input.ndim) == last):
             return through_dtensor(self, input, Replicate())
-        peers, shared = setup.peers, None
-        if not isinstance(input, DTensor):
-            local = input
-            shared = shared_gradient(input, peers) if gather_dim is None else None
-        elif gather_dim is None:
-            # As in DTensor arithmetic: whoever made it sums the parts of its gradient, of all its users at once.
-            local, peers = input.to_local(grad_placements=(Partial(),)), ALONE
-        else:
-            local = input.to_local()
-        output = column(local, self.weight, self.bias, peers, gather_dim, shared=shared)
+        output = column(operand.value, self.weight, self.bias, *operand[1:])
         if whole_output:
             output = gather(output, setup.peers, last)
         return output if setup.use_local_output else setup.hand_out(output)
@@ -110,6 +95,30 @@ class RowwiseLinear(nn.Linear):
         return output if setup.use_local_output else setup.hand_out(output)
 
 
+class ColumnOperand(NamedTuple):
+    """The input of a column layer as a plain tensor, and how its gradient is summed; see :func:`column`."""
+
+    value: Tensor
+    peers: Peers
+    gather_dim: int | None
+    shared: SharedGradient | None
+
+
+def column_operand(setup: Setup, value: Tensor) -> ColumnOperand | None:
+    """An input of a column layer for explicit collectives; None if they cannot move what it is laid out as."""
+    layout = setup.layout_of(value)
+    gather_dim = None if layout is None else sharded_dim(layout, value.ndim)
+    if layout is None or (gather_dim is None and not is_replicated(layout)) or gather_dim == value.ndim - 1:
+        return None
+    if not isinstance(value, DTensor):
+        shared = shared_gradient(value, setup.peers) if gather_dim is None else None
+        return ColumnOperand(value, setup.peers, gather_dim, shared)
+    if gather_dim is None:
+        # As in DTensor arithmetic: whoever made it sums the parts of its gradient, of all its users at once.
+        return ColumnOperand(value.to_local(grad_placements=(Partial(),)), ALONE, None, None)
+    return ColumnOperand(value.to_local(), setup.peers, gather_dim, None)
+
+
 def through_dtensor(
     module: ColwiseLinear | RowwiseLinear, value: Tensor, desired: Replicate | Shard
 ) -> Tensor:
@@ -121,15 +130,15 @@ def through_dtensor(
     return setup.finish(module, F.linear(annotated, module.weight, module.bias))
 
 
-def column(
+def column(  # noqa: PLR0917  the operands, and how they are laid out
     value: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     peers: Peers,
     gather_dim: int | None = None,
+    shared: SharedGradient | None = None,
     *,
     gather_again: bool = False,
-    shared: SharedGradient | None = None,
 ) -> Tensor:
     """My output features: ``value @ weight.T + bias`` with my rows of the weight and of the bias.
 
@@ -139,9 +148,9 @@ def column(
         bias: my part of the bias, or None.
         peers: over whom the gradient of the input is summed.
         gather_dim: gather the input along this dim first; its gradient is reduced and scattered.
+        shared: where this layer's part of the input's gradient goes, to be summed together with others'.
         gather_again: keep only the piece of the input for the backward, and gather it there once more: less
             memory, one more collective.
-        shared: where this layer's part of the input's gradient goes, to be summed together with others'.
     """
     if shared is not None:
         # The value is cast inside: a cast outside would be another tensor, whose gradient is not shared.

@@ -64,6 +64,14 @@ class Setup:
         # torch pads pieces of different lengths; a collective of its own may not get them.
         return layout if dim is None or value.shape[dim] % self.peers.size == 0 else None
 
+    def plain(self, value: Tensor) -> Tensor | None:
+        """The local tensor of an input that is laid out as annotated; None if it has another layout."""
+        layout = self.layout_of(value)
+        if layout is None or not same_layout(layout, self.input_layout, value.ndim):
+            return None
+        local: Tensor = value.to_local() if isinstance(value, DTensor) else value
+        return local
+
     def annotated(self, tensor: Tensor) -> DTensor:
         """An input as a DTensor in the layout that the style declares."""
         if isinstance(tensor, DTensor):
