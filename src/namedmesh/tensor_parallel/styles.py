@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
@@ -108,12 +110,52 @@ def _shard(
     partition = cut_parameters(style)
     # A subclass may do anything in its forward, and so may a forward set on the instance.
     ours = None if "forward" in vars(module) else local_compute.get(type(module))
+    if ours is None and _extends_the_forward(style, module, local_compute):
+        partition("", module, mesh)  # and not the modules inside, which work on plain tensors
+        module.__class__ = _on_sharded_base(type(module), tuple(local_compute.items()))
+        module._setup = setup  # type: ignore[assignment]  # noqa: SLF001  it is one of ours now
+        return module
     if ours is None:
         return distribute_module(module, mesh, partition, _input_hook(setup, desired), _output_hook(setup))
     distribute_module(module, mesh, partition)
     module.__class__ = ours
     module._setup = setup  # type: ignore[assignment]  # noqa: SLF001  it is one of ours now
     return module
+
+
+def _extends_the_forward(
+    style: ColwiseParallel | RowwiseParallel, module: nn.Module, local_compute: Kinds
+) -> bool:
+    """Whether a subclass only adds to the forward of its base: it calls it, and leaves the weight to it."""
+    bases = type(module).__mro__
+    forwards = [
+        vars(kind)["forward"]
+        for kind in bases[: next(i for i, kind in enumerate(bases) if kind in local_compute)]
+        if "forward" in vars(kind)
+    ]
+    # What is trained besides must get the same output on every rank, or its gradient would be a part.
+    others = [name for name, _ in module.named_parameters() if name not in {"weight", "bias"}]
+    return (
+        "forward" not in vars(module)
+        and all(map(_leaves_the_weight_alone, forwards))
+        and (not others or isinstance(style.output_layouts[0], Replicate))
+    )
+
+
+def _leaves_the_weight_alone(forward: Callable[..., Any]) -> bool:
+    """Whether a forward calls ``super()``, and asks its weight and bias at most for their dtype."""
+    names = [str(instruction.argval) for instruction in dis.get_instructions(forward)]
+    uses = {names[i + 1] for i, name in enumerate(names[:-1]) if name in {"weight", "bias"}}
+    return "super" in names and uses <= {"dtype", "device"}
+
+
+@cache
+def _on_sharded_base(
+    kind: type[nn.Module], local_compute: tuple[tuple[type[nn.Module], type[nn.Module]], ...]
+) -> type[nn.Module]:
+    """The class again, with ours where its ``super().forward`` goes."""
+    ours = next(sharded for base, sharded in local_compute if issubclass(kind, base))
+    return type(kind.__name__, (kind, ours), {"__module__": kind.__module__})
 
 
 def cut_parameters(style: ParallelStyle) -> Callable[[str, nn.Module, DeviceMesh], None]:
