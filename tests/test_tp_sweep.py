@@ -22,7 +22,9 @@ def unexpected(names: list[str], tp_sizes: tuple[int, ...]) -> dict[str, str]:
     found = {}
     for name, tp_size, result, _ in sweep(names[int(os.environ["RANK"]) :: 2], tp_sizes):
         reason = REFUSED.get(name)
-        as_expected = result == "right" if reason is None else result.startswith("refused") and reason in result
+        as_expected = (
+            result == "right" if reason is None else result.startswith("refused") and reason in result
+        )
         if not as_expected:
             found[f"{name}, tp {tp_size}"] = result
     return found
