@@ -346,6 +346,8 @@ def test_the_report_counts_what_each_rank_then_holds(tied: bool) -> None:
         held = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
         assert report.parameters_per_rank == held
         for row in report.rows:
+            if not row.parameter:  # a style that moves activations only
+                continue
             parameter = model.get_parameter(f"{row.module}.{row.parameter}")
             assert isinstance(parameter, DTensor)
             assert (row.global_shape, row.local_shape) == (parameter.shape, parameter.to_local().shape)

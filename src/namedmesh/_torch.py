@@ -244,6 +244,11 @@ def wait_tensor(started: torch.Tensor) -> torch.Tensor:
     return waited
 
 
+def no_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that a function made, as autograd hands it out for users to write into: not as a view."""
+    return torch.ops.aten._unsafe_view.default(tensor, tensor.shape) if tensor._is_view() else tensor
+
+
 def computed_now(ctx: Any) -> tuple[bool, ...]:
     """For which tensor inputs of a function this backward pass computes gradients; only in its backward.
 
@@ -348,6 +353,11 @@ def replaced_parameters(module: torch.nn.Module, values: Mapping[str, torch.Tens
         yield
     finally:
         parameters.update(own)
+
+
+def pre_hooks(module: torch.nn.Module) -> dict[int, Any]:
+    """The forward pre-hooks of a module by their numbers, to look at and to change."""
+    return module._forward_pre_hooks
 
 
 def absent_children(model: torch.nn.Module) -> list[str]:

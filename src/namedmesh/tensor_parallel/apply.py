@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
-from namedmesh.tensor_parallel.guards import install_guards
+from namedmesh.tensor_parallel.guards import avoid_native_path, install_guards, restored_on_error
 from namedmesh.tensor_parallel.local import sum_gradients
 from namedmesh.tensor_parallel.plan import resolve
 from namedmesh.tensor_parallel.setup import NAME
@@ -66,12 +66,14 @@ def parallelize(
         >>> dist.destroy_process_group()
     """
     resolved = resolve(model, mesh, plan, must_divide)
-    for entry in resolved.entries:
-        applied = _apply_entry(entry, mesh, src_data_rank)
-        if entry.module is model:
-            model = applied
-    for tie in resolved.ties:
-        tie.restore()
+    with restored_on_error(model):
+        for entry in resolved.entries:
+            applied = _apply_entry(entry, mesh, src_data_rank)
+            if entry.module is model:
+                model = applied
+        for tie in resolved.ties:
+            tie.restore()
+    avoid_native_path(model)
     return model
 
 

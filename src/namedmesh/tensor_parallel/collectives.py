@@ -17,6 +17,7 @@ from namedmesh._torch import (
     all_gather_single,
     functional_collective,
     is_observed,
+    no_view,
     reduce_scatter_single,
     synchronous,
     wait_tensor,
@@ -131,7 +132,7 @@ def start_all_gather(local: Tensor, peers: Peers, dim: int) -> Pending:
 
 def all_gather(local: Tensor, peers: Peers, dim: int) -> Tensor:
     """Every peer's tensor, one after the other along ``dim``; contiguous."""
-    return start_all_gather(local, peers, dim).wait().contiguous()
+    return no_view(start_all_gather(local, peers, dim).wait().contiguous())
 
 
 def start_reduce_scatter(full: Tensor, peers: Peers, dim: int) -> Pending:
@@ -148,7 +149,7 @@ def start_reduce_scatter(full: Tensor, peers: Peers, dim: int) -> Pending:
 
 def reduce_scatter(full: Tensor, peers: Peers, dim: int) -> Tensor:
     """The sum over the peers, of which each keeps its piece of ``dim``; contiguous."""
-    return start_reduce_scatter(full, peers, dim).wait().contiguous()
+    return no_view(start_reduce_scatter(full, peers, dim).wait().contiguous())
 
 
 def all_to_all(

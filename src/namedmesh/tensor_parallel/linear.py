@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from namedmesh._torch import computed_now, gradient_like, is_observed, synchronous
+from namedmesh._torch import computed_now, gradient_like, is_observed, no_view, synchronous
 from namedmesh.errors import MeshError
 from namedmesh.tensor_parallel.collectives import (
     ALONE,
@@ -127,6 +127,9 @@ def through_dtensor(
     annotated = setup.annotated(value)
     if annotated.placements != (desired,):
         annotated = annotated.redistribute(placements=(desired,))
+        local = annotated.to_local()
+        if not local.is_contiguous():  # which the DTensor does not know, and a linear of several dims needs
+            annotated = DTensor.from_local(local.contiguous(), setup.mesh, (desired,), run_check=False)
     return setup.finish(module, F.linear(annotated, module.weight, module.bias))
 
 
@@ -181,7 +184,7 @@ def autocast_operands(device: str, *operands: Any) -> tuple[Any, ...]:
 
     The backward runs outside autocast, so the casts have to be operations of their own.
     """
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return operands
     dtype = torch.get_autocast_dtype(device)
     return tuple(
@@ -267,7 +270,7 @@ class _Column(torch.autograd.Function):
         gather_again = gather_again and gather_dim is not None
         _keep(ctx, piece if gather_again else value, weight, bias)
         ctx.peers, ctx.gather_dim, ctx.gather_again, ctx.shared = peers, gather_dim, gather_again, shared
-        return F.linear(value, _piece(weight), None if bias is None else _piece(bias))
+        return no_view(F.linear(value, _piece(weight), None if bias is None else _piece(bias)))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -315,7 +318,7 @@ class _Row(torch.autograd.Function):
                 mine = mine.narrow(0, peers.rank * width, width)
             # After the sum: the bias counts once. In place, unless somebody may have kept the sum.
             output = output + mine if is_observed(output) else output.add_(mine)
-        return output
+        return no_view(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -16,6 +16,7 @@ from namedmesh.tensor_parallel.embedding import ColwiseEmbedding, RowwiseEmbeddi
 from namedmesh.tensor_parallel.linear import ColwiseLinear, RowwiseLinear
 from namedmesh.tensor_parallel.placements import misfits, parameter_placements
 from namedmesh.tensor_parallel.setup import Setup
+from namedmesh.tensor_parallel.weight_norm import use_local_norm, weight_norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,13 +105,19 @@ def _shard(
 ) -> nn.Module:
     """Cut the parameters, then give the module the forward for them."""
     problems = misfits(style, module)
+    norm = weight_norm(module)
+    if norm is None and "weight" not in dict(module.named_parameters(recurse=False)):
+        problems.append(
+            "its weight is computed from other parameters at every forward; remove the parametrization "
+            "(torch.nn.utils.parametrize.remove_parametrizations), or leave the module out of the plan"
+        )
     if problems:
         raise PlanError(*(f"{type(module).__name__}: {problem}" for problem in problems))
     setup = Setup(mesh, style.input_layouts[0], style.output_layouts[0], style.use_local_output)
     partition = cut_parameters(style)
     # A subclass may do anything in its forward, and so may a forward set on the instance.
     ours = None if "forward" in vars(module) else local_compute.get(type(module))
-    if ours is None and _extends_the_forward(style, module, local_compute):
+    if ours is None and norm is None and _extends_the_forward(style, module, local_compute):
         partition("", module, mesh)  # and not the modules inside, which work on plain tensors
         module.__class__ = _on_sharded_base(type(module), tuple(local_compute.items()))
         module._setup = setup  # type: ignore[assignment]  # noqa: SLF001  it is one of ours now
@@ -118,6 +125,8 @@ def _shard(
     if ours is None:
         return distribute_module(module, mesh, partition, _input_hook(setup, desired), _output_hook(setup))
     distribute_module(module, mesh, partition)
+    if norm is not None:
+        use_local_norm(module, norm, Shard(0 if isinstance(style, ColwiseParallel) else 1), setup.peers)
     module.__class__ = ours
     module._setup = setup  # type: ignore[assignment]  # noqa: SLF001  it is one of ours now
     return module
@@ -159,9 +168,11 @@ def _on_sharded_base(
 
 
 def cut_parameters(style: ParallelStyle) -> Callable[[str, nn.Module, DeviceMesh], None]:
-    """For ``distribute_module``: replace the parameters with DTensors, frozen ones included."""
+    """For ``distribute_module``: replace the module's own parameters with DTensors, frozen ones included."""
 
-    def partition(_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    def partition(fqn: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        if fqn:  # a child of a subclass; torch replicates what it owns
+            return
         for name, placement in (parameter_placements(style, module) or {}).items():
             parameter = getattr(module, name)
             cut = distribute_tensor(parameter, mesh, [placement], src_data_rank=style.src_data_rank)
