@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from namedmesh.errors import PlanError
-from namedmesh.tensor_parallel import LocalParameters, parallelize, plan_from_hf, plan_report
+from namedmesh.tensor_parallel import LocalParameters, parallelize, plan_from_hf
 
 WHOLE, LAST = "Replicate(),", "Shard(dim=-1),"
 
@@ -41,6 +41,7 @@ def row(inputs: str, outputs: str) -> str:
         ("sequence_parallel", "SequenceParallel(sequence_dim=1, use_local_output=True)"),
         ("replicated_with_grad_allreduce", "LocalParameters()"),
         ("all_reduce", "SumOutput()"),
+        ("moe_identity_expert", "IdentityExpert()"),
     ],
 )
 def test_what_a_name_means(name: str, style: str) -> None:
@@ -54,7 +55,7 @@ def test_a_replicated_module_is_left_out() -> None:
 def test_every_name_without_an_answer_is_told_at_once() -> None:
     plan = {
         "a": "packed_colwise",
-        "b": "moe_tp_experts",
+        "b": "grouped_gemm",
         "c": "colwize",
         "d": "colwise",
         "e": "local_params",
@@ -64,10 +65,10 @@ def test_every_name_without_an_answer_is_told_at_once() -> None:
         plan_from_hf(plan)
     assert str(caught.value) == (
         "5 problems:\n"
-        "  - 'a': 'packed_colwise' is not supported: a fused weight has to be cut inside each of its parts, which "
-        "no Shard placement can say; change or remove this entry\n"
-        "  - 'b': 'moe_tp_experts' is not supported: it cuts the weights of mixture-of-experts layers, which a "
-        "tensor-parallel plan here does not cover; change or remove this entry\n"
+        "  - 'a': 'packed_colwise' depends on the model: pass the model instead of a dict; change or remove this "
+        "entry\n"
+        "  - 'b': 'grouped_gemm' is not supported: it gives each rank whole experts (expert parallelism), while "
+        "tensor parallelism gives each rank a shard of every expert; change or remove this entry\n"
         "  - 'c': 'colwize' is not a style that transformers has; did you mean 'colwise'?; change or remove this "
         "entry\n"
         "  - 'e': 'local_params' depends on the model: pass the model instead of a dict; change or remove this "
@@ -75,8 +76,10 @@ def test_every_name_without_an_answer_is_told_at_once() -> None:
         "  - 'f': 'mla_kv_a_proj' depends on the model: pass the model instead of a dict; change or remove this "
         "entry"
     )
-    for name in ("packed_rowwise", "moe_identity_expert", "grouped_gemm", "ep_dispatch_experts"):
-        with pytest.raises(PlanError, match=f"'x': '{name}' is not supported"):
+    with pytest.raises(PlanError, match="'x': 'ep_dispatch_experts' is not supported"):
+        plan_from_hf({"x": "ep_dispatch_experts"})
+    for name in ("packed_rowwise", "moe_tp_experts"):
+        with pytest.raises(PlanError, match=f"'x': '{name}' depends on the model: pass the model"):
             plan_from_hf({"x": name})
 
 
@@ -185,8 +188,8 @@ def test_a_bare_parameter_needs_its_module_in_the_plan() -> None:
     with pytest.raises(PlanError) as caught:
         plan_from_hf(model)
     assert str(caught.value) == (
-        "'attn.sinks': 'colwise' cuts a bare parameter, which needs 'local_params' at its module; change or remove "
-        "this entry"
+        "'attn.sinks': 'colwise' shards a bare parameter, which needs 'local_params' or 'moe_tp_experts' at its "
+        "module; change or remove this entry"
     )
 
 
@@ -260,18 +263,6 @@ def test_a_random_model_gives_the_logits_and_gradients_of_the_whole_one(
 ) -> None:
     small_model(kind, tied=tied)  # imported once, before the ranks are forked
     assert max(run_ranks(tp_size, model_difference, kind, tied)) < 1e-10
-
-
-@pytest.mark.oracle("transformers")
-def test_kv_heads_of_a_configuration_are_checked() -> None:
-    with pytest.raises(PlanError) as caught:
-        plan_report(model := small_model("Llama", tied=False), 8, plan_from_hf(model))
-    assert str(caught.value) == (
-        "model.layers.0.self_attn.config.num_key_value_heads, "
-        "model.layers.1.self_attn.config.num_key_value_heads: 4 heads are not divisible by the tp size 8, and "
-        "'model.layers.*.self_attn.k_proj', 'model.layers.*.self_attn.v_proj' would cut them; choose a tp size that "
-        "divides 4, or leave those out"
-    )
 
 
 @pytest.mark.oracle("transformers")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 TORCH = Version(torch.__version__)
 
@@ -411,6 +412,65 @@ def constant_under_compile(function: F) -> F:
 # Tensors and modules.
 
 
+def is_observed(tensor: torch.Tensor) -> bool:
+    """Whether somebody may keep what an operation on this tensor returns, so that nothing may write into it later.
+
+    A dispatch mode sees every operation: selective activation checkpointing is one, and keeps outputs. So are
+    the modes of fake tensors, which like meta tensors and the compiler know functional collectives only.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    return bool(torch._C._len_torch_dispatch_stack()) or type(tensor) is not torch.Tensor or tensor.is_meta
+
+
+def functional_collective(
+    name: str, tensor: torch.Tensor, *arguments: Any, group: Any
+) -> torch.Tensor:
+    """Start a collective that writes into a new tensor; the result is for :func:`wait_tensor`.
+
+    Args:
+        name: of the operator, such as ``"all_reduce"``.
+        tensor: contiguous.
+        *arguments: what the operator takes between the tensor and the group.
+        group: the ranks.
+    """
+    operator = getattr(torch.ops._c10d_functional, name).default
+    started: torch.Tensor = operator(tensor, *arguments, group.group_name)
+    return started
+
+
+def wait_tensor(started: torch.Tensor) -> torch.Tensor:
+    """The result of a functional collective, once it is there."""
+    waited: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(started)
+    return waited
+
+
+def no_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that a function made, as autograd hands it out for users to write into: not as a view."""
+    return torch.ops.aten._unsafe_view.default(tensor, tensor.shape) if tensor._is_view() else tensor
+
+
+def computed_now(ctx: Any) -> tuple[bool, ...]:
+    """For which tensor inputs of a function this backward pass computes gradients; only in its backward.
+
+    ``ctx.needs_input_grad`` says for which of them some pass may: zero-bubble schedules ask for the gradients of
+    inputs and of weights in two passes.
+    """
+    return tuple(node is not None and _executes(node) for node, _ in ctx.next_functions)
+
+
+def _executes(node: Any) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # a leaf that was asked for by name
+        return True
+
+
+def backward_pass() -> int:
+    """The number of the backward pass that runs in this thread, -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
 def all_gather_single(out: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """Start to write every rank's ``local``, one after the other along dim 0, into ``out``."""
     work: dist.Work = _all_gather(out, local, group=group, async_op=True)
@@ -425,7 +485,7 @@ def reduce_scatter_single(
     return work
 
 
-def settled(tensor: torch.Tensor) -> torch.Tensor:
+def synchronous(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor behind an asynchronous result, waited for; any other tensor as it is. Not differentiable."""
     if isinstance(tensor, AsyncCollectiveTensor):
         waited: torch.Tensor = tensor.wait()
@@ -457,9 +517,36 @@ def gradient_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
     return type(parameter)(local, spec, requires_grad=False)
 
 
+def strided_shard(dim: int, parts: int) -> Placement:
+    """A dim of several equal parts, one after the other, of each of which a rank has its shard.
+
+    A public ``Shard`` would give the first ranks the first part. ``full_tensor()`` and checkpoints see the
+    parts in their order.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    placement: Placement = _StridedShard(dim, split_factor=parts)
+    return placement
+
+
+def sharded_parts(placement: Placement) -> tuple[int, int] | None:
+    """The dim that a placement shards, and how many parts of it one by one; None if it shards nothing."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    # Up to torch 2.9 the one class is a subclass of the other.
+    if isinstance(placement, _StridedShard):
+        return placement.dim, placement.split_factor
+    return (placement.dim, 1) if isinstance(placement, Shard) else None
+
+
 @contextmanager
 def replaced_parameters(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Let a module see other tensors in place of some of its own parameters, for one forward."""
+    if torch.compiler.is_compiling():  # which follows this way only
+        with torch.nn.utils.stateless._reparametrize_module(module, dict(values)):
+            yield
+        return
     parameters: dict[str, Any] = module._parameters  # no public way to put a plain tensor here
     own = {name: parameters[name] for name in values}
     parameters.update(values)
@@ -467,6 +554,11 @@ def replaced_parameters(module: torch.nn.Module, values: Mapping[str, torch.Tens
         yield
     finally:
         parameters.update(own)
+
+
+def pre_hooks(module: torch.nn.Module) -> dict[int, Any]:
+    """The forward pre-hooks of a module by their numbers, to look at and to change."""
+    return module._forward_pre_hooks
 
 
 def absent_children(model: torch.nn.Module) -> list[str]:

@@ -9,7 +9,10 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel
 
+from namedmesh._torch import strided_shard
 from namedmesh.errors import PlanError, did_you_mean
+from namedmesh.tensor_parallel.experts import IdentityExpert, ShardedExperts
+from namedmesh.tensor_parallel.kv_heads import KeyValueParallel, names_keys_or_values
 from namedmesh.tensor_parallel.local import LocalParameters, SumOutput, SumTailGradient
 from namedmesh.tensor_parallel.plan import matches
 from namedmesh.tensor_parallel.styles import ColwiseParallel, RowwiseParallel
@@ -41,23 +44,26 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "sequence_parallel": lambda: SequenceParallel(use_local_output=True),
     "replicated_with_grad_allreduce": LocalParameters,
     "all_reduce": SumOutput,
+    "moe_identity_expert": IdentityExpert,
 }
-_PACKED = "a fused weight has to be cut inside each of its parts, which no Shard placement can say"
 _EXPERTS = (
-    "it cuts the weights of mixture-of-experts layers, which a tensor-parallel plan here does not cover"
+    "it gives each rank whole experts (expert parallelism), while tensor parallelism gives each rank a shard of "
+    "every expert"
 )
-_UNSUPPORTED = {
-    "packed_colwise": _PACKED,
-    "packed_rowwise": _PACKED,
-    "moe_tp_experts": _EXPERTS,
-    "moe_identity_expert": _EXPERTS,
-    "grouped_gemm": _EXPERTS,
-    "ep_dispatch_experts": _EXPERTS,
-}
-# How a bare parameter, one that is no module's weight or bias, is cut.
-_BARE: dict[str, Placement] = {"colwise": Shard(0), "rowwise": Shard(-1)}
+_UNSUPPORTED = {"grouped_gemm": _EXPERTS, "ep_dispatch_experts": _EXPERTS}
+# What shards a bare parameter, one that is no module's weight or bias, and what its module needs for that.
+_BARE = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
+_COLUMNS = ("colwise", "packed_colwise")
+_OWNERS = ("local_params", "moe_tp_experts", "all_reduce")
 # Handled one by one, with a look at the model or at the rest of the plan.
-_SPECIAL = ("replicate", "local_params", "mla_kv_a_proj")
+_SPECIAL = (
+    "replicate",
+    "mla_kv_a_proj",
+    "packed_colwise",
+    "packed_rowwise",
+    "local_params",
+    "moe_tp_experts",
+)
 
 
 def plan_from_hf(model_or_plan: nn.Module | Mapping[str, str]) -> dict[str, ParallelStyle]:
@@ -97,16 +103,16 @@ def plan_from_hf(model_or_plan: nn.Module | Mapping[str, str]) -> dict[str, Para
     for key, name in names.items():
         if name == "replicate" or key in bare:
             continue
-        style = _STYLES[name]() if name in _STYLES else _special_style(model, key, name, bare)
-        if style is None:
+        entries = _entries(model, key, name, names)
+        if entries is None:
             problems.append(f"{key!r}: {_reason(model, name)}; change or remove this entry")
         else:
-            plan[key] = style
+            plan.update(entries)
     problems += [
-        f"{key!r}: {name!r} cuts a bare parameter, which needs 'local_params' at its module; "
+        f"{key!r}: {name!r} shards a bare parameter, which needs 'local_params' or 'moe_tp_experts' at its module; "
         f"change or remove this entry"
         for key, (owner, name) in bare.items()
-        if names.get(owner) != "local_params" or name not in _BARE
+        if names.get(owner) not in _OWNERS or name not in _BARE
     ]
     if problems:
         raise PlanError(*problems)
@@ -158,25 +164,95 @@ def _bare_parameters(model: nn.Module | None, names: Mapping[str, str]) -> dict[
     }
 
 
-def _special_style(
-    model: nn.Module | None, key: str, name: str, bare: Mapping[str, tuple[str, str]]
-) -> ParallelStyle | None:
-    """The styles whose meaning depends on the model; None if it cannot be told, or for any other name."""
+def _entries(
+    model: nn.Module | None, key: str, name: str, names: Mapping[str, str]
+) -> dict[str, ParallelStyle] | None:
+    """What one key comes to: itself, or one entry a module where they differ; None if it cannot be told."""
     if model is None:
-        return None
-    if name == "local_params":
-        return LocalParameters(
-            {param.rpartition(".")[2]: _BARE[style] for param, (owner, style) in bare.items() if owner == key}
+        return {key: _STYLES[name]()} if name in _STYLES else None
+    found = {fqn: module for fqn, module in model.named_modules() if matches(key, fqn)}
+    if found and all(isinstance(module, nn.ModuleList) for module in found.values()):
+        return _entries(model, f"{key}.*", name, names)
+    if name == "colwise" and names_keys_or_values(key):
+        return {key: KeyValueParallel()}
+    if name in _OWNERS:
+        return _same_or_apart(key, {fqn: _owner(model, fqn, name, names) for fqn in found})
+    if name == "mla_kv_a_proj":
+        widths = {fqn: _tail_width(model, fqn) for fqn in found}
+        if None in widths.values():
+            return None
+        return _same_or_apart(
+            key, {fqn: SumTailGradient(width) if width else None for fqn, width in widths.items()}
         )
-    width = getattr(_text_config(model), "qk_rope_head_dim", None)
-    if name == "mla_kv_a_proj" and isinstance(width, int):
-        return SumTailGradient(width)
+    if name == "rowwise":
+        return _same_or_apart(
+            key,
+            {fqn: None if _input_is_whole(model, fqn, names) else RowwiseParallel() for fqn in found},
+        )
+    return {key: _STYLES[name]()} if name in _STYLES else None
+
+
+def _same_or_apart(key: str, styles: Mapping[str, ParallelStyle | None]) -> dict[str, ParallelStyle]:
+    """One entry for all modules that a key matches, if they get the same; without those that get none."""
+    distinct = {repr(style): style for style in styles.values()}
+    if len(distinct) == 1:
+        ((_, style),) = distinct.items()
+        return {} if style is None else {key: style}
+    return {fqn: style for fqn, style in styles.items() if style is not None}
+
+
+def _owner(model: nn.Module, fqn: str, name: str, names: Mapping[str, str]) -> ParallelStyle | None:
+    """The style of a module whose own parameters the plan names, for those that it has."""
+    module = model.get_submodule(fqn)
+    placements = {}
+    for parameter, value in module.named_parameters(recurse=False):
+        style = next((style for key, style in names.items() if matches(key, f"{fqn}.{parameter}")), None)
+        if style in _BARE:
+            placements[parameter] = _bare_placement(module, parameter, value.ndim, style)
+    if not placements:
+        return SumOutput() if name == "all_reduce" else None
+    return LocalParameters(placements) if name == "local_params" else ShardedExperts(placements)
+
+
+def _bare_placement(module: nn.Module, parameter: str, ndim: int, name: str) -> Placement:
+    """How a bare parameter is sharded: a linear's weight, experts stacked in front, or one number a head."""
+    dim = max(ndim - 2, 0) if name.endswith("colwise") else ndim - 1
+    fused = name.startswith("packed") or parameter == "gate_up_proj"
+    # Experts say how gate and up are fused: one after the other, or row by row, whose halves are no parts. Some
+    # plans say "colwise" of the former.
+    fused = fused and getattr(module, "is_concatenated", True)
+    return strided_shard(dim, 2) if fused else Shard(dim)
+
+
+def _tail_width(model: nn.Module, fqn: str) -> int | None:
+    """How many features a projection makes for the rotated part of the keys, as its attention says."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for source in (model.get_submodule(fqn.rpartition(".")[0]), text):
+        width = getattr(source, "qk_rope_head_dim", None)
+        if isinstance(width, int):
+            return width
     return None
 
 
-def _text_config(model: nn.Module) -> Any:
-    config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
+def _input_is_whole(model: nn.Module, fqn: str, names: Mapping[str, str]) -> bool:
+    """Whether the plan has no column layer beside a row layer, to make its input.
+
+    A plan may name a layer that only some variants of a block share, such as the output projection of linear
+    attention, whose other projections it leaves whole.
+    """
+    scope = fqn
+    while scope and isinstance(model.get_submodule(fqn), nn.Linear):
+        scope = scope.rpartition(".")[0]
+        inside = [
+            f"{scope}.{name}".lstrip(".")
+            for name, module in model.get_submodule(scope).named_modules()
+            if isinstance(module, nn.Linear)
+        ]
+        if len(inside) > 1:
+            columns = [key for key, name in names.items() if name in _COLUMNS]
+            return not any(matches(key, other) for key in columns for other in inside)
+    return False
 
 
 def _reason(model: nn.Module | None, name: object) -> str:
@@ -184,12 +260,18 @@ def _reason(model: nn.Module | None, name: object) -> str:
     if name in _UNSUPPORTED:
         return f"{name!r} is not supported: {_UNSUPPORTED[str(name)]}"
     if name in _SPECIAL:
-        missing = (
-            "pass the model instead of a dict" if model is None else "its config has no qk_rope_head_dim"
-        )
-        return f"{name!r} depends on the model: {missing}"
+        return f"{name!r} depends on the model: {_missing(model, name)}"
     known = (*_STYLES, *_UNSUPPORTED, *_SPECIAL)
     return f"{name!r} is not a style that transformers has{did_you_mean(name, known)}"
+
+
+def _missing(model: nn.Module | None, name: object) -> str:
+    """What of the model a style would need to know."""
+    if model is None:
+        return "pass the model instead of a dict"
+    if name == "mla_kv_a_proj":
+        return "its config has no qk_rope_head_dim"
+    return "here it names a module, not a parameter of experts; name the parameter"
 
 
 def _cut_tied_embedding(model: nn.Module, plan: dict[str, ParallelStyle]) -> None:

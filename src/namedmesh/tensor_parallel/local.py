@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from namedmesh._torch import gradient_like, replaced_parameters
@@ -94,9 +94,44 @@ class _LocalForward:
         if not isinstance(parameter, DTensor):
             return parameter
         if parameter.placements == (Replicate(),):
+            if torch.compiler.is_compiling():
+                # The first step does nothing on the way forward, and sums the parts on the way back.
+                parameter = parameter.redistribute(placements=(Replicate(),))
+                whole: Tensor = parameter.to_local(grad_placements=(Partial(),))
+                return whole
             return _shared_parameter(parameter, self.peers)
         piece: Tensor = parameter.to_local()
         return piece
+
+
+class _SummedForward:
+    """A module's own forward, with parameters whose gradients are summed before they arrive.
+
+    torch leaves the gradients of the replicated parameters of ``SequenceParallel`` partial: then a rank's piece
+    of the gradient is not the gradient, and the optimizers of some of its versions drop the update. A hook on a
+    parameter would not outlive ``to_empty``, ``to(dtype)``, or a copy of the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.original = module, module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = self.module.named_parameters(recurse=False)
+        values = {name: _summed(parameter) for name, parameter in own}
+        with replaced_parameters(self.module, values):
+            return self.original(*args, **kwargs)
+
+
+def _summed(parameter: Tensor) -> Tensor:
+    """A parameter as it is, a replicated one with a sum over the ranks on the way back."""
+    if isinstance(parameter, DTensor) and all(placement.is_replicate() for placement in parameter.placements):
+        return parameter.redistribute(placements=parameter.placements)
+    return parameter
+
+
+def sum_gradients(module: nn.Module) -> None:
+    """Have the partial gradients of a module's own replicated parameters summed over the ranks."""
+    module.forward = _SummedForward(module)
 
 
 class _SharedParameter(torch.autograd.Function):
@@ -112,7 +147,7 @@ class _SharedParameter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[DTensor, None]:
         (parameter,) = ctx.saved_tensors
-        return gradient_like(parameter, all_reduce(gradient.clone(), ctx.peers)), None
+        return gradient_like(parameter, all_reduce(gradient, ctx.peers)), None
 
 
 _shared_parameter: Callable[[DTensor, Peers], Tensor] = _SharedParameter.apply

@@ -15,6 +15,9 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+from namedmesh._torch import sharded_parts
+from namedmesh.tensor_parallel.weight_norm import norm_placements, weight_norm
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -46,7 +49,9 @@ def _cut_placements(style: ParallelStyle, module: nn.Module) -> dict[str, Placem
     column = isinstance(style, ColwiseParallel)
     if isinstance(module, nn.Embedding):
         return {"weight": Shard(1) if column else Shard(0)}
-    placements: dict[str, Placement] = {"weight": Shard(0) if column else Shard(1)}
+    cut = Shard(0) if column else Shard(1)
+    norm = weight_norm(module)
+    placements: dict[str, Placement] = {"weight": cut} if norm is None else norm_placements(norm, cut)
     if getattr(module, "bias", None) is not None:
         placements["bias"] = Shard(0) if column else Replicate()
     return placements
@@ -116,4 +121,8 @@ def placement_name(placement: Placement) -> str:
         >>> placement_name(Shard(0)), placement_name(Replicate())
         ('Shard(0)', 'Replicate()')
     """
-    return f"Shard({placement.dim})" if isinstance(placement, Shard) else f"{type(placement).__name__}()"
+    found = sharded_parts(placement)
+    if found is None:
+        return f"{type(placement).__name__}()"
+    dim, parts = found
+    return f"Shard({dim})" if parts == 1 else f"Shard({dim}) of {parts} parts"

@@ -9,13 +9,12 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from namedmesh._torch import absent_children
+from namedmesh._torch import absent_children, sharded_parts
 from namedmesh.errors import PlanError, did_you_mean, listing
 from namedmesh.tensor_parallel.entry import Entry
-from namedmesh.tensor_parallel.heads import head_problems
+from namedmesh.tensor_parallel.heads import head_problems, with_counts
 from namedmesh.tensor_parallel.placements import misfits, parameter_placements
 from namedmesh.tensor_parallel.setup import NAME
 from namedmesh.tensor_parallel.ties import find_ties
@@ -57,6 +56,7 @@ def resolve(
     entries: list[Entry] = []
     matching_problems = _match(model, plan, entries)
     problems += matching_problems
+    entries = with_counts(model, entries, tp_size)
     fitting = []
     for entry in entries:
         reasons = _reasons_against(entry)
@@ -163,19 +163,21 @@ def _reasons_against(entry: Entry) -> list[str]:
 
 def _size_problems(entries: list[Entry], tp_size: int) -> list[str]:
     """Sizes that do not divide, once for all the layers that one key matches."""
-    places: dict[tuple[str, str, int], list[str]] = defaultdict(list)
+    places: dict[tuple[str, str, int, int], list[str]] = defaultdict(list)
     for entry in entries:
         for name, placement in (parameter_placements(entry.style, entry.module) or {}).items():
-            if not isinstance(placement, Shard) or (name == "bias" and hasattr(entry.module, "out_features")):
+            found = sharded_parts(placement)
+            if found is None or (name == "bias" and hasattr(entry.module, "out_features")):
                 continue  # a bias is cut as the output features are: say it once
-            shape = entry.module.get_parameter(name).shape
-            size = shape[placement.dim]
-            if size % tp_size:
-                places[entry.key, _size_name(entry.module, name, placement.dim), size].append(entry.fqn)
+            dim, parts = found
+            size = entry.module.get_parameter(name).shape[dim]
+            if size % (tp_size * parts):
+                places[entry.key, _size_name(entry.module, name, dim), size, parts].append(entry.fqn)
     return [
-        f"{listing((fqn or 'the model' for fqn in fqns), 3)}: {what} {size} is not divisible by the tp size "
-        f"{tp_size}; pad it to {-(-size // tp_size) * tp_size}, or leave {key!r} out of the plan"
-        for (key, what, size), fqns in places.items()
+        f"{listing((fqn or 'the model' for fqn in fqns), 3)}: {what} {size} is not divisible by "
+        f"{f'{parts} times ' if parts > 1 else ''}the tp size {tp_size}; pad it to "
+        f"{-(-size // (tp_size * parts)) * tp_size * parts}, or leave {key!r} out of the plan"
+        for (key, what, size, parts), fqns in places.items()
     ]
 
 

@@ -1,0 +1,49 @@
+"""Every configuration of Hugging Face with a tensor-parallel plan: right on two ranks, or refused for a reason.
+
+``python tests/hf_sweep.py 2 4 8`` goes through more ranks, which takes minutes.
+"""
+
+from __future__ import annotations
+
+import os
+
+import hf_models
+import pytest
+from hf_sweep import REFUSED, sweep
+from ranks import run_ranks
+
+PARTS = 6
+# A dense model, a mixture of experts, latent attention, and what has an embedding with a forward of its own.
+MORE_RANKS = ["LlamaConfig", "MixtralConfig", "DeepseekV2Config", "Gemma3TextConfig"]
+
+
+def unexpected(names: list[str], tp_sizes: tuple[int, ...]) -> dict[str, str]:
+    """Every second one of the names, those of this rank: what is not as expected, by configuration."""
+    found = {}
+    for name, tp_size, result, _ in sweep(names[int(os.environ["RANK"]) :: 2], tp_sizes):
+        reason = REFUSED.get(name)
+        as_expected = (
+            result == "right" if reason is None else result.startswith("refused") and reason in result
+        )
+        if not as_expected:
+            found[f"{name}, tp {tp_size}"] = result
+    return found
+
+
+@pytest.mark.oracle("transformers")
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_configuration_is_right_on_two_ranks_or_refused(part: int) -> None:
+    names = list(hf_models.configurations())[part::PARTS]
+    # The ranks of the world are threads of these two processes, of which each takes half of the models.
+    assert run_ranks(2, unexpected, names, (2,), init=False, timeout=240) == [{}, {}]
+
+
+@pytest.mark.oracle("transformers")
+def test_more_ranks() -> None:
+    hf_models.configurations()
+    assert run_ranks(2, unexpected, MORE_RANKS, (4, 8), init=False, timeout=240) == [{}, {}]
+
+
+@pytest.mark.oracle("transformers")
+def test_what_is_refused_is_a_configuration() -> None:
+    assert set(REFUSED) <= set(hf_models.configurations())
