@@ -16,7 +16,7 @@ import namedmesh
 from namedmesh import GroupOptions, Layout, NamedMesh
 from namedmesh.compat import migration
 from namedmesh.compat.migration import TABLE, advise
-from namedmesh.compat.migration.table import SECTIONS, rows
+from namedmesh.migrate.table import SECTIONS, rows
 
 if TYPE_CHECKING:
     from pathlib import Path

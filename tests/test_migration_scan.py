@@ -13,7 +13,7 @@ import pytest
 
 from namedmesh.__main__ import COMMANDS, main
 from namedmesh.compat.migration import Finding, scan
-from namedmesh.compat.migration.report import statements
+from namedmesh.migrate.report import statements
 
 FORMS = """
 import megatron.core

@@ -44,6 +44,7 @@ ROOMS = (
     "init",
     "tensor_parallel",
     "plan",
+    "migrate",
     "compat",
     "__main__",
 )

@@ -23,7 +23,7 @@ COMMANDS: dict[str, str] = {
     "shard": "namedmesh.plan.shard_command",
     "diff": "namedmesh.plan.diff_command",
     "doctor": "namedmesh.plan.doctor.command",
-    "migrate": "namedmesh.compat.migration.command",
+    "migrate": "namedmesh.migrate.cli",
 }
 """The commands, and the module of each."""
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from namedmesh.compat.migration.builders import function, value, variant
-from namedmesh.compat.migration.initialize import rank_generator
-from namedmesh.compat.migration.model import DIALECT
-from namedmesh.compat.migration.once import HYBRID, LEVELS
+from namedmesh.migrate.builders import function, value, variant
+from namedmesh.migrate.initialize import rank_generator
+from namedmesh.migrate.once import HYBRID, LEVELS
+from namedmesh.migrate.rules import DIALECT
 
 if TYPE_CHECKING:
-    from namedmesh.compat.migration.model import Entry
+    from namedmesh.migrate.rules import Entry
 
 __all__ = ["BY_HAND"]
 

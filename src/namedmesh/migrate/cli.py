@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from namedmesh.compat.migration.report import as_json, as_text
-from namedmesh.compat.migration.scanning import scan
+from namedmesh.migrate.report import as_json, as_text
+from namedmesh.migrate.scan import scan
 
 __all__ = ["SUMMARY", "configure", "run"]
 

@@ -8,12 +8,12 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from namedmesh.compat.migration.model import DIALECT
+from namedmesh.migrate.rules import DIALECT
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from namedmesh.compat.migration.scanning import Finding, Scan
+    from namedmesh.migrate.scan import Finding, Scan
 
 __all__ = ["INSTALL", "as_json", "as_text", "statements"]
 
@@ -27,7 +27,7 @@ def as_text(scan: Scan) -> str:
     """What was found, by file; what to run once; remarks; and a summary.
 
     Example:
-        >>> from namedmesh.compat.migration import scan
+        >>> from namedmesh.migrate.scan import scan
         >>> print(as_text(scan([])), end="")
         No use of megatron.core.parallel_state in 0 files.
     """
@@ -52,7 +52,7 @@ def as_json(scan: Scan) -> str:
     """The same as an object: ``findings``, ``once``, ``problems`` and ``summary``.
 
     Example:
-        >>> from namedmesh.compat.migration import scan
+        >>> from namedmesh.migrate.scan import scan
         >>> json.loads(as_json(scan([])))["summary"]["files"]
         0
     """
@@ -73,7 +73,7 @@ def statements(findings: Iterable[Finding]) -> list[str]:
     with the options that one of them needs.
 
     Example:
-        >>> from namedmesh.compat.migration import scan
+        >>> from namedmesh.migrate.scan import scan
         >>> statements(scan([]).findings)
         []
     """

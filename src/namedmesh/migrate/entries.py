@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from namedmesh.compat.migration.builders import function, group, numbers, stays, variant
-from namedmesh.compat.migration.by_hand import BY_HAND
-from namedmesh.compat.migration.experts import DEPRECATED, EXPERTS
-from namedmesh.compat.migration.initialize import started
-from namedmesh.compat.migration.once import (
+from namedmesh.migrate.builders import function, group, numbers, stays, variant
+from namedmesh.migrate.by_hand import BY_HAND
+from namedmesh.migrate.experts import DEPRECATED, EXPERTS
+from namedmesh.migrate.initialize import started
+from namedmesh.migrate.once import (
     EMBEDDING,
     EXPERT,
     GATHER,
@@ -21,7 +21,7 @@ from namedmesh.compat.migration.once import (
 )
 
 if TYPE_CHECKING:
-    from namedmesh.compat.migration.model import Entry
+    from namedmesh.migrate.rules import Entry
 
 __all__ = ["PUBLIC"]
 

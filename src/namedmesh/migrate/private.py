@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from namedmesh.compat.migration.builders import group_value, stays, value
-from namedmesh.compat.migration.once import (
+from namedmesh.migrate.builders import group_value, stays, value
+from namedmesh.migrate.once import (
     EMBEDDING,
     EXPERT,
     EXPERT_OPTIMIZER,
@@ -23,7 +23,7 @@ from namedmesh.compat.migration.once import (
 )
 
 if TYPE_CHECKING:
-    from namedmesh.compat.migration.model import Entry
+    from namedmesh.migrate.rules import Entry
 
 __all__ = ["ASSIGNED", "PRIVATE"]
 

@@ -6,12 +6,12 @@ import ast
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from namedmesh.compat.migration.files import Source, Unreadable, python_files, read
-from namedmesh.compat.migration.model import Advice, Arguments
-from namedmesh.compat.migration.names import MODULES, Origin, Scopes, is_hint
-from namedmesh.compat.migration.private import ASSIGNED
-from namedmesh.compat.migration.table import TABLE
 from namedmesh.errors import did_you_mean
+from namedmesh.migrate.files import Source, Unreadable, python_files, read
+from namedmesh.migrate.names import MODULES, Origin, Scopes, is_hint
+from namedmesh.migrate.private import ASSIGNED
+from namedmesh.migrate.rules import Advice, Arguments
+from namedmesh.migrate.table import TABLE
 
 if TYPE_CHECKING:
     import os

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from namedmesh.compat.migration.model import Entry, Variant
-from namedmesh.compat.migration.once import flatten, quoted
+from namedmesh.migrate.once import flatten, quoted
+from namedmesh.migrate.rules import Entry, Variant
 
 __all__ = ["function", "group", "group_value", "numbers", "stays", "value", "variant"]
 

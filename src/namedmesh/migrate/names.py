@@ -6,7 +6,7 @@ import ast
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from namedmesh.compat.migration.model import DIALECT
+from namedmesh.migrate.rules import DIALECT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -304,10 +304,10 @@ Remarks
 
 from __future__ import annotations
 
-from namedmesh.compat.migration.model import Advice, Entry
-from namedmesh.compat.migration.report import as_json, as_text
-from namedmesh.compat.migration.scanning import Finding, Problem, Scan, scan
-from namedmesh.compat.migration.table import TABLE, advise, page
+from namedmesh.migrate.report import as_json, as_text
+from namedmesh.migrate.rules import Advice, Entry
+from namedmesh.migrate.scan import Finding, Problem, Scan, scan
+from namedmesh.migrate.table import TABLE, advise, page
 
 __all__ = [
     "TABLE",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from namedmesh.compat.migration.builders import function, group, numbers, variant
-from namedmesh.compat.migration.once import EXPERT, EXPERT_OPTIMIZER, EXPERT_OPTIMIZER_TWIN, twin_note
+from namedmesh.migrate.builders import function, group, numbers, variant
+from namedmesh.migrate.once import EXPERT, EXPERT_OPTIMIZER, EXPERT_OPTIMIZER_TWIN, twin_note
 
 if TYPE_CHECKING:
-    from namedmesh.compat.migration.model import Entry
+    from namedmesh.migrate.rules import Entry
 
 __all__ = ["DEPRECATED", "EXPERTS"]
 

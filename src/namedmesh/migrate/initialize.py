@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 
-from namedmesh.compat.migration.model import Advice, Arguments, Entry
-from namedmesh.compat.migration.once import GATHER, LEVELS
+from namedmesh.migrate.once import GATHER, LEVELS
+from namedmesh.migrate.rules import Advice, Arguments, Entry
 
 __all__ = ["rank_generator", "started"]
 

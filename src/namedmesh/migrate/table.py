@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from typing import TYPE_CHECKING
 
-from namedmesh.compat.migration.entries import PUBLIC
-from namedmesh.compat.migration.model import Advice, Arguments, Entry
-from namedmesh.compat.migration.private import PRIVATE
+from namedmesh.migrate.entries import PUBLIC
+from namedmesh.migrate.private import PRIVATE
+from namedmesh.migrate.rules import Advice, Arguments, Entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
