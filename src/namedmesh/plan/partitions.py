@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import isqrt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from namedmesh.dialects import PLAIN, arrange
 from namedmesh.errors import LayoutError
 from namedmesh.plan.costs import STAGES, Memory, Model, estimate_memory, estimate_traffic
 from namedmesh.plan.nodes import placements
+from namedmesh.plan.tables import Cell, Document, Table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-__all__ = ["Partition", "list_partitions"]
+__all__ = ["Partition", "list_partitions", "partitions_document"]
+
+_SHOWN = 200
 
 
 @dataclass(frozen=True)
@@ -174,3 +177,86 @@ def _crossing(sizes: dict[str, int], gpus_per_node: int | None) -> tuple[str, ..
     expert = {"ep": sizes["ep"], "etp": 1} if sizes["ep"] > 1 else {}
     made = arrange(PLAIN, {**dense, **expert})
     return tuple(place.axis for place in placements(made, gpus_per_node) if place.across_nodes)
+
+
+def partitions_document(
+    partitions: Sequence[Partition], headline: str = "", *, everything: bool = False
+) -> Document:
+    """Partitions as a table; the struck rows carry an x and the reason."""
+    shown = partitions if everything else partitions[:_SHOWN]
+    rows = [_row(partition, partitions) for partition in shown]
+    columns = ("tp", "cp", "pp", "dp", *_columns(partitions))
+    table = Table(columns, tuple(rows), frozenset(i for i, p in enumerate(shown) if not p.fits))
+    more = f"... and {len(partitions) - len(shown)} more" if len(shown) < len(partitions) else ""
+    notes = []
+    if any(partition.memory for partition in partitions):
+        notes.append(
+            "memory: GB of weights, gradients and optimizer state (Adam, mixed precision) by ZeRO stage; no activations"
+        )
+    if any(partition.traffic for partition in partitions):
+        notes.append("sent: GB that a rank sends in a step by axis, the most first")
+    return Document(
+        (headline, table, more, "\n".join(notes)),
+        lambda: {"partitions": [_data(partition) for partition in partitions]},
+        lambda: _flat_table(partitions),
+    )
+
+
+def _flat_table(partitions: Sequence[Partition]) -> Table:
+    columns = ("tp", "cp", "pp", "dp", "ep", "fits", "reasons", "crossing", *_MEMORY, *_SENT)
+    return Table(columns, tuple(_flat(partition) for partition in partitions))
+
+
+_MEMORY = tuple(f"bytes_stage_{stage}" for stage in STAGES)
+_SENT = tuple(f"sent_{axis}" for axis in ("tp", "cp", "pp", "dp", "ep"))
+
+
+def _columns(partitions: Sequence[Partition]) -> list[str]:
+    columns = ["ep"] if any(partition.ep > 1 for partition in partitions) else []
+    columns += ["memory 0/1/2/3"] if any(partition.memory for partition in partitions) else []
+    columns += ["sent"] if any(partition.traffic for partition in partitions) else []
+    columns += ["crosses nodes"] if any(partition.crossing for partition in partitions) else []
+    columns += ["ruled out"] if any(partition.reasons for partition in partitions) else []
+    return columns
+
+
+def _row(partition: Partition, partitions: Sequence[Partition]) -> tuple[Cell, ...]:
+    sent = " > ".join(f"{axis} {_gigabytes(amount)}" for axis, amount in partition.traffic)
+    cells: dict[str, Cell] = {
+        "ep": partition.ep,
+        "memory 0/1/2/3": " / ".join(_gigabytes(memory.total) for memory in partition.memory),
+        "sent": sent or None,
+        "crosses nodes": " ".join(partition.crossing) or None,
+        "ruled out": "; ".join(partition.reasons),
+    }
+    start = (partition.tp, partition.cp, partition.pp, partition.dp)
+    return (*start, *(cells[column] for column in _columns(partitions)))
+
+
+def _gigabytes(amount: float) -> str:
+    return f"{amount / 1e9:.3g}"
+
+
+def _data(partition: Partition) -> dict[str, Any]:
+    return {
+        **partition.sizes,
+        "fits": partition.fits,
+        "reasons": list(partition.reasons),
+        "crossing": list(partition.crossing),
+        "memory": [{**asdict(memory), "total": memory.total} for memory in partition.memory],
+        "sent": dict(partition.traffic),
+    }
+
+
+def _flat(partition: Partition) -> tuple[Cell, ...]:
+    totals = [estimate.total for estimate in partition.memory]
+    memory: list[Cell] = [*totals] if totals else [None] * len(STAGES)
+    sent = dict(partition.traffic)
+    return (
+        *partition.sizes.values(),
+        int(partition.fits),
+        "; ".join(partition.reasons),
+        " ".join(partition.crossing),
+        *memory,
+        *(sent.get(column.removeprefix("sent_")) for column in _SENT),
+    )
