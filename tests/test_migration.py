@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime as dt
 import inspect
 import logging
-from typing import TYPE_CHECKING, Any
+import pydoc
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +19,6 @@ from namedmesh import GroupOptions, Layout, NamedMesh
 from namedmesh.compat import migration
 from namedmesh.compat.migration import TABLE, advise
 from namedmesh.migrate.table import SECTIONS, rows
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # Every public function and module-level name of Megatron's parallel_state, written out.
 _LISTED = """
@@ -232,7 +231,7 @@ def test_flags_that_are_passed_on_are_listed() -> None:
 def test_an_unchecked_getter_is_told_apart() -> None:
     assert advise("get_context_parallel_group()").notes == ()
     assert advise("get_context_parallel_group(False)").notes == (
-        "check_initialized=False answered None before initialisation; a mesh that exists always has its axes, and an "
+        "check_initialized=False answered None before initialization; a mesh that exists always has its axes, and an "
         "unknown axis is an AxisError",
     )
 
@@ -521,6 +520,12 @@ def test_the_page_has_every_entry_with_its_replacement() -> None:
         for legacy, advice in rows(section):
             assert f"    {legacy}" in text
             assert (advice.replacement or "stays") in text
+
+
+def test_the_page_in_the_examples_is_the_one_that_help_shows() -> None:
+    page = Path(__file__).parents[1] / "examples" / "migration.txt"
+    assert page.read_text(encoding="utf-8") == migration.__doc__
+    assert pydoc.render_doc(migration).count("get_all_ranks()") == 1
 
 
 def test_all_lists_what_can_be_imported() -> None:

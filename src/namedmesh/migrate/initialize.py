@@ -1,238 +1,195 @@
-"""The calls that say sizes: ``initialize_model_parallel`` and ``RankGenerator``, argument by argument."""
+"""The calls that take sizes, ``initialize_model_parallel`` and ``RankGenerator``, argument by argument."""
 
 from __future__ import annotations
 
 import ast
 
-from namedmesh.migrate.once import GATHER, LEVELS
-from namedmesh.migrate.rules import Advice, Arguments, Entry
+from namedmesh.migrate.rules import Advice, Arguments, Entry, view_statement
 
-__all__ = ["rank_generator", "started"]
+__all__ = ["INITIALIZE", "RANK_GENERATOR"]
 
-_PARAMETERS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "pipeline_model_parallel_comm_backend",
-    "use_sharp",
-    "context_parallel_size",
-    "hierarchical_context_parallel_sizes",
-    "hybrid_context_parallel",
-    "expert_model_parallel_size",
-    "num_distributed_optimizer_instances",
-    "expert_tensor_parallel_size",
-    "nccl_communicator_config_path",
-    "distributed_timeout_minutes",
-    "order",
-    "get_embedding_ranks",
-    "get_position_embedding_ranks",
-    "create_gloo_process_groups",
-    "high_priority_stream_groups",
-    "sharp_enabled_group",
-    "create_all_gather_group",
-)
-_DENSE = {
+_DENSE_SIZES = {
     "tp": "tensor_model_parallel_size",
     "cp": "context_parallel_size",
     "pp": "pipeline_model_parallel_size",
 }
 _DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+_INSTANCES = "num_distributed_optimizer_instances"
 _LEVELS = "hierarchical_context_parallel_sizes"
-_EXAMPLES = (
-    "tensor_model_parallel_size=2, pipeline_model_parallel_size=4",
-    "tensor_model_parallel_size=2, context_parallel_size=2",
-    "tensor_model_parallel_size=2, expert_model_parallel_size=4, expert_tensor_parallel_size=1",
-    "tensor_model_parallel_size=2, pipeline_model_parallel_size=4, order='tp-pp-dp'",
-    "distributed_timeout_minutes=10",
-)
-
-# Arguments that change nothing in the sizes: what to do about each, where it is given.
+_BACKEND, _NCCL = "pipeline_model_parallel_comm_backend", "nccl_communicator_config_path"
+# Arguments that are no sizes, and what to do about each where it is given.
 _NOTES = {
     "virtual_pipeline_model_parallel_size": "virtual stages are no axis: keep their number in a variable of your own",
     "use_sharp": "SHARP is an NCCL setting of an axis: GroupOptions(nccl={'collnet_enable': 1})",
     "hybrid_context_parallel": "each hybrid group size is a view of its own: mesh.add_view('hybrid', ...)",
-    "nccl_communicator_config_path": "the keys of the NCCL file are names of axes: ep_tp is etp, ep_dp is edp",
+    _NCCL: "the keys of the NCCL file are names of axes: ep_tp is etp, ep_dp is edp",
     "get_embedding_ranks": "groups that no axis spans are made with torch.distributed.new_subgroups_by_enumeration, "
     "from mesh.layout.groups('pp')",
     "high_priority_stream_groups": "pass options={axis: GroupOptions(high_priority=True)} for each of the groups",
 }
 _NO_CP = "where anything asks for 'cp', name that axis too: cp=1"
 _ORDER_UNKNOWN = "the order is not a literal: layouts of the mesh have no 'ep', so leave it out of the string; views follow the order"
-_NOT_ADJOINING = "num_distributed_optimizer_instances cuts dp and cp together, which this order keeps apart; its groups are no view"
+_NOT_ADJOINING = f"{_INSTANCES} cuts dp and cp together, which this order keeps apart; its groups are no view"
 
 
-def started() -> Entry:
-    """The entry of ``initialize_model_parallel``.
-
-    Example:
-        >>> call = ast.parse("f(2, expert_model_parallel_size=4, order='tp-ep-dp-pp')", mode="eval").body
-        >>> entry = started()
-        >>> advice = entry.advise(Arguments.of(call, entry.parameters))
-        >>> print(advice.replacement, *advice.once, sep=chr(10))
-        namedmesh.init_mesh(pp=1, dp=-1, tp=2)
-        mesh.add_view("expert", pp=1, edp=-1, ep=4, etp=2)
-    """
-    examples = tuple(f"initialize_model_parallel({given})" for given in _EXAMPLES)
-    return Entry("initialize_model_parallel", _PARAMETERS, (), examples, _init_mesh)
-
-
-def rank_generator() -> Entry:
-    """The entry of ``RankGenerator``.
-
-    Example:
-        >>> call = ast.parse("f(tp=2, ep=1, dp=3, pp=4, cp=1, order='tp-dp-pp')", mode="eval").body
-        >>> entry = rank_generator()
-        >>> entry.advise(Arguments.of(call, entry.parameters)).replacement
-        "namedmesh.Layout.from_order('tp-dp-pp', tp=2, ep=1, dp=3, pp=4, cp=1)"
-    """
-    example = "RankGenerator(tp=2, ep=1, dp=3, pp=4, cp=1, order='tp-dp-pp')"
-    parameters = ("tp", "ep", "dp", "pp", "cp", "order", "rank_offset")
-    return Entry("RankGenerator", parameters, (), (example,), _from_order)
-
-
-def _from_order(arguments: Arguments) -> Advice:
-    sizes = [
-        f"{name}={ast.unparse(given)}"
-        for name, given in arguments.named.items()
-        if name not in {"order", "rank_offset"}
-    ]
-    offset = [f"rank_offset={arguments.source('rank_offset')}"] * ("rank_offset" in arguments.named)
-    said = ", ".join([arguments.source("order"), *sizes, *offset])
+def _layout_advice(arguments: Arguments) -> Advice:
+    """The layout that answers for a ``RankGenerator``."""
+    names = [name for name in arguments.named if name not in {"order", "rank_offset"}]
+    names += ["rank_offset"] * ("rank_offset" in arguments.named)
+    sizes = "".join(f", {name}={ast.unparse(arguments.named[name])}" for name in names)
     return Advice(
-        f"namedmesh.Layout.from_order({said})", notes=("get_ranks('tp-dp') is layout.groups('tp', 'dp')",)
+        f"namedmesh.Layout.from_order({arguments.source('order')}{sizes})",
+        notes=("get_ranks('tp-dp') is layout.groups('tp', 'dp')",),
     )
 
 
-def _init_mesh(arguments: Arguments) -> Advice:
-    order = _order(arguments)
-    sizes = {axis: _size(arguments, name) for axis, name in _DENSE.items()}
-    sizes["dp"] = "-1"
+def _mesh_advice(arguments: Arguments) -> Advice:
+    """The mesh, and the views, that ``initialize_model_parallel`` stands for."""
+    order = _literal_order(arguments)
+    sizes = {axis: arguments.size(name) for axis, name in _DENSE_SIZES.items()} | {"dp": "-1"}
     if "context_parallel_size" not in arguments.named:
         del sizes["cp"]
-    notes = [note for name, note in _NOTES.items() if not _off(arguments, name)]
-    if "cp" not in sizes:
-        notes.append(_NO_CP)
+    notes = [note for name, note in _NOTES.items() if not arguments.is_off(name)]
+    notes += [_NO_CP] * ("cp" not in sizes)
     if order is None:
-        shown = ", ".join(f"{axis}={sizes[axis]}" for axis in ("tp", "cp", "pp") if axis in sizes)
-        layout = f"namedmesh.Layout.from_order({arguments.source('order')}, {shown}, world_size=torch.distributed.get_world_size())"
-        said = [layout]
+        named = ", ".join(f"{axis}={sizes[axis]}" for axis in ("tp", "cp", "pp") if axis in sizes)
+        order_source = arguments.source("order")
+        world = "world_size=torch.distributed.get_world_size()"
+        given = [f"namedmesh.Layout.from_order({order_source}, {named}, {world})"]
         notes.append(_ORDER_UNKNOWN)
     else:
-        said = [
-            f"{axis}={sizes[axis]}"
-            for axis in _slowest_first(order, ("tp", "cp", "dp", "pp"))
-            if axis in sizes
-        ]
+        given = [f"{axis}={sizes[axis]}" for axis in _slowest_first(order) if axis in sizes]
     if arguments.rest:
         notes.append(f"what {arguments.rest} holds is not known here; sizes given there are missing")
-    views, remarks = _views(arguments, order or _DEFAULT_ORDER, sizes)
-    said += _settings(arguments)
-    return Advice(f"namedmesh.init_mesh({', '.join(said)})", tuple(views), (*notes, *remarks))
+    views, view_notes = _views(arguments, order or _DEFAULT_ORDER, sizes)
+    given += _settings(arguments)
+    return Advice(f"namedmesh.init_mesh({', '.join(given)})", tuple(views), (*notes, *view_notes))
 
 
 def _settings(arguments: Arguments) -> list[str]:
-    """Keywords of init_mesh that are no sizes."""
-    said = []
+    """The keywords of ``init_mesh`` that are no sizes."""
+    settings = []
     if "distributed_timeout_minutes" in arguments.named:
-        minutes = _size(arguments, "distributed_timeout_minutes")
-        said.append(f"timeout=datetime.timedelta(minutes={minutes})")
-    backend = not _off(arguments, "pipeline_model_parallel_comm_backend")
-    options = [
-        f'"pp": namedmesh.GroupOptions(backend={arguments.source("pipeline_model_parallel_comm_backend")})'
-    ] * backend
-    if not _off(arguments, "nccl_communicator_config_path"):
-        from_file = f"namedmesh.GroupOptions.from_yaml({arguments.source('nccl_communicator_config_path')})"
-        said.append(f"options={{**{from_file}, {options[0]}}}" if options else f"options={from_file}")
-    elif options:
-        said.append(f"options={{{options[0]}}}")
-    return said
+        minutes = arguments.size("distributed_timeout_minutes")
+        settings.append(f"timeout=datetime.timedelta(minutes={minutes})")
+    from_file = f"namedmesh.GroupOptions.from_yaml({arguments.source(_NCCL)})"
+    backend = f'"pp": namedmesh.GroupOptions(backend={arguments.source(_BACKEND)})'
+    if not arguments.is_off(_BACKEND):
+        unpacked = f"**{from_file}, " * (not arguments.is_off(_NCCL))
+        settings.append(f"options={{{unpacked}{backend}}}")
+    elif not arguments.is_off(_NCCL):
+        settings.append(f"options={from_file}")
+    return settings
 
 
 def _views(arguments: Arguments, order: str, dense: dict[str, str]) -> tuple[list[str], list[str]]:
-    """The views that the arguments ask for, and remarks about what no view can give."""
-    experts = not (
-        _one(arguments, "expert_model_parallel_size") and _off(arguments, "expert_tensor_parallel_size")
-    )
-    several = not _one(arguments, "num_distributed_optimizer_instances")
-    views = _expert_views(arguments, order, dense, several=several) if experts else []
-    remarks: list[str] = []
+    """The views that the arguments ask for, and remarks about groups that no view has."""
+    views: list[str] = []
+    notes: list[str] = []
+    several = not arguments.is_one(_INSTANCES)
+    if not (
+        arguments.is_one("expert_model_parallel_size") and arguments.is_off("expert_tensor_parallel_size")
+    ):
+        views += _expert_views(arguments, order, dense, several=several)
     if several:
-        view = _optimizer_view(arguments, order, dense)
-        (views if view else remarks).append(view or _NOT_ADJOINING)
-    if not _off(arguments, "create_all_gather_group"):
-        views.append(GATHER)
-    levels = arguments.named.get("hierarchical_context_parallel_sizes")
+        axes = _slowest_first(order)
+        if "cp" in dense and abs(axes.index("dp") - axes.index("cp")) > 1:
+            notes.append(_NOT_ADJOINING)
+        else:
+            sizes = [(axis, dense[axis]) for axis in axes if axis in dense and axis != "cp"]
+            views.append(_sized_view("optimizer", _split(sizes, "dp", arguments)))
+    if not arguments.is_off("create_all_gather_group"):
+        views.append(view_statement("gather"))
+    levels = arguments.named.get(_LEVELS)
     if isinstance(levels, (ast.List, ast.Tuple)) and levels.elts:
-        views.append(LEVELS.replace(f"{_LEVELS}[0]", ast.unparse(levels.elts[0])))
-    elif not _off(arguments, _LEVELS):
-        views.append(LEVELS.replace(_LEVELS, arguments.source(_LEVELS)))
-    return views, remarks
+        views.append(view_statement("levels").replace(f"{_LEVELS}[0]", ast.unparse(levels.elts[0])))
+    elif not arguments.is_off(_LEVELS):
+        views.append(view_statement("levels").replace(_LEVELS, arguments.source(_LEVELS)))
+    return views, notes
 
 
 def _expert_views(arguments: Arguments, order: str, dense: dict[str, str], *, several: bool) -> list[str]:
-    as_dense = _off(arguments, "expert_tensor_parallel_size")
+    as_dense = arguments.is_off("expert_tensor_parallel_size")
     sizes = {
-        "etp": dense["tp"] if as_dense else _size(arguments, "expert_tensor_parallel_size"),
-        "ep": _size(arguments, "expert_model_parallel_size"),
+        "etp": dense["tp"] if as_dense else arguments.size("expert_tensor_parallel_size"),
+        "ep": arguments.size("expert_model_parallel_size"),
         "edp": "-1",
         "pp": dense["pp"],
     }
     expert_order = order.replace("tp", "etp").replace("dp", "edp")
-    in_order = [(axis, sizes[axis]) for axis in _slowest_first(expert_order, tuple(sizes))]
-    cut = _cut(in_order, "edp", _size(arguments, "num_distributed_optimizer_instances"))
-    return [_view("expert", in_order), *([_view("expert_optimizer", cut)] if several else [])]
+    ordered = [(axis, sizes[axis]) for axis in _slowest_first(expert_order, tuple(sizes))]
+    views = [_sized_view("expert", ordered)]
+    if several:
+        views.append(_sized_view("expert_optimizer", _split(ordered, "edp", arguments)))
+    return views
 
 
-def _optimizer_view(arguments: Arguments, order: str, dense: dict[str, str]) -> str | None:
-    """The view that cuts dp and cp together; None where the order keeps the two apart."""
-    axes = _slowest_first(order, ("tp", "cp", "dp", "pp"))
-    if "cp" in dense and abs(axes.index("dp") - axes.index("cp")) > 1:
-        return None
-    in_order = [(axis, dense[axis]) for axis in axes if axis in dense and axis != "cp"]
-    return _view("optimizer", _cut(in_order, "dp", _size(arguments, "num_distributed_optimizer_instances")))
+def _split(sizes: list[tuple[str, str]], axis: str, arguments: Arguments) -> list[tuple[str, str]]:
+    """The sizes with one axis split into the optimizer instances and the rest."""
+    position = [name for name, _ in sizes].index(axis)
+    parts = [(f"{axis}_replicate", arguments.size(_INSTANCES)), (f"{axis}_shard", "-1")]
+    return [*sizes[:position], *parts, *sizes[position + 1 :]]
 
 
-def _cut(sizes: list[tuple[str, str]], axis: str, instances: str) -> list[tuple[str, str]]:
-    """The axes with one of them cut into instances and what is left."""
-    place = [name for name, _ in sizes].index(axis)
-    parts = [(f"{axis}_replicate", instances), (f"{axis}_shard", "-1")]
-    return [*sizes[:place], *parts, *sizes[place + 1 :]]
-
-
-def _view(name: str, sizes: list[tuple[str, str]]) -> str:
+def _sized_view(name: str, sizes: list[tuple[str, str]]) -> str:
     return f'mesh.add_view("{name}", {", ".join(f"{axis}={size}" for axis, size in sizes)})'
 
 
-def _order(arguments: Arguments) -> str | None:
+def _literal_order(arguments: Arguments) -> str | None:
     """The order string; None where it is not a literal."""
-    given = arguments.named.get("order")
-    if given is None:
+    value = arguments.named.get("order")
+    if value is None:
         return _DEFAULT_ORDER
-    if isinstance(given, ast.Constant) and isinstance(given.value, str):
-        return given.value.lower()
-    return None
+    return value.value.lower() if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
 
 
-def _slowest_first(order: str, axes: tuple[str, ...]) -> list[str]:
+def _slowest_first(order: str, axes: tuple[str, ...] = ("tp", "cp", "dp", "pp")) -> list[str]:
     """The axes as ``init_mesh`` takes them; what the order leaves out has size 1 and comes first."""
     named = [axis for axis in order.split("-") if axis in axes]
     return [*(axis for axis in axes if axis not in named), *reversed(named)]
 
 
-def _size(arguments: Arguments, name: str) -> str:
-    given = arguments.named.get(name)
-    return "1" if given is None else ast.unparse(given)
+INITIALIZE = Entry(
+    "initialize_model_parallel",
+    (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        _BACKEND,
+        "use_sharp",
+        "context_parallel_size",
+        _LEVELS,
+        "hybrid_context_parallel",
+        "expert_model_parallel_size",
+        _INSTANCES,
+        "expert_tensor_parallel_size",
+        _NCCL,
+        "distributed_timeout_minutes",
+        "order",
+        "get_embedding_ranks",
+        "get_position_embedding_ranks",
+        "create_gloo_process_groups",
+        "high_priority_stream_groups",
+        "sharp_enabled_group",
+        "create_all_gather_group",
+    ),
+    (),
+    (
+        "initialize_model_parallel(tensor_model_parallel_size=2, pipeline_model_parallel_size=4)",
+        "initialize_model_parallel(tensor_model_parallel_size=2, context_parallel_size=2)",
+        "initialize_model_parallel(tensor_model_parallel_size=2, expert_model_parallel_size=4, expert_tensor_parallel_size=1)",
+        "initialize_model_parallel(tensor_model_parallel_size=2, pipeline_model_parallel_size=4, order='tp-pp-dp')",
+        "initialize_model_parallel(distributed_timeout_minutes=10)",
+    ),
+    _mesh_advice,
+)
+"""The entry of ``initialize_model_parallel``."""
 
-
-def _off(arguments: Arguments, name: str) -> bool:
-    """Whether an argument is missing, or a literal that asks for nothing: None, False, an empty list."""
-    given = arguments.named.get(name)
-    if isinstance(given, (ast.List, ast.Tuple)):
-        return not given.elts
-    return given is None or (isinstance(given, ast.Constant) and not given.value)
-
-
-def _one(arguments: Arguments, name: str) -> bool:
-    """Whether a size is missing or the literal 1."""
-    given = arguments.named.get(name)
-    return _off(arguments, name) or (isinstance(given, ast.Constant) and given.value == 1)
+RANK_GENERATOR = Entry(
+    "RankGenerator",
+    ("tp", "ep", "dp", "pp", "cp", "order", "rank_offset"),
+    (),
+    ("RankGenerator(tp=2, ep=1, dp=3, pp=4, cp=1, order='tp-dp-pp')",),
+    _layout_advice,
+)
+"""The entry of ``RankGenerator``."""

@@ -1,4 +1,4 @@
-"""The findings of a scan as text for people and as JSON for programs."""
+"""The report of a scan: text for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -15,102 +15,96 @@ if TYPE_CHECKING:
 
     from namedmesh.migrate.scan import Finding, Scan
 
-__all__ = ["INSTALL", "as_json", "as_text", "statements"]
+__all__ = ["as_json", "as_text", "merge_setup"]
 
-INSTALL = "import namedmesh.compat.megatron; namedmesh.compat.megatron.install()"
-"""The line with which unmodified code keeps running meanwhile."""
-
+_INSTALL = "import namedmesh.compat.megatron; namedmesh.compat.megatron.install()"
 _VIEW = re.compile(r'mesh\.add_view\("(\w+)"')
 
 
 def as_text(scan: Scan) -> str:
-    """What was found, by file; what to run once; remarks; and a summary.
+    """The uses by file, the statements to run once, the remarks, and a summary.
 
     Example:
         >>> from namedmesh.migrate.scan import scan
         >>> print(as_text(scan([])), end="")
         No use of megatron.core.parallel_state in 0 files.
     """
-    blocks = [f"{problem.path}: {problem.message}" for problem in scan.problems]
-    blocks = ["\n".join(blocks)] * bool(blocks)
+    problems = "\n".join(f"{problem.path}: {problem.message}" for problem in scan.problems)
+    blocks = [problems] * bool(problems)
     if not scan.findings:
-        blocks.append(f"No use of megatron.core.parallel_state in {_many(scan.files, 'file')}.")
+        blocks.append(f"No use of megatron.core.parallel_state in {_count(scan.files, 'file')}.")
         return "\n\n".join(blocks) + "\n"
     remarks: dict[str, int] = {}
-    for _, found in groupby(scan.findings, key=lambda finding: finding.path):
-        blocks.append("\n".join(_line(finding, remarks) for finding in found))
-    once = statements(scan.findings)
-    if once:
-        blocks.append("\n".join(["Once, on every rank, after init_mesh:", *(f"    {one}" for one in once)]))
+    for _, findings in groupby(scan.findings, key=lambda finding: finding.path):
+        blocks.append("\n".join(_line(finding, remarks) for finding in findings))
+    setup = merge_setup(scan.findings)
+    if setup:
+        blocks.append("\n    ".join(["Once, on every rank, after init_mesh:", *setup]))
     if remarks:
         blocks.append("\n".join(f"[{number}] {remark}" for remark, number in remarks.items()))
-    blocks.append(_summary(scan))
-    return "\n\n".join(blocks) + "\n"
+    return "\n\n".join([*blocks, _summary(scan)]) + "\n"
 
 
 def as_json(scan: Scan) -> str:
-    """The same as an object: ``findings``, ``once``, ``problems`` and ``summary``.
+    """The same as an object: ``findings``, ``once``, ``problems``, ``summary`` and ``meanwhile``.
 
     Example:
         >>> from namedmesh.migrate.scan import scan
         >>> json.loads(as_json(scan([])))["summary"]["files"]
         0
     """
-    whole = {
-        "findings": [asdict(finding) for finding in scan.findings],
-        "once": statements(scan.findings),
-        "problems": [asdict(problem) for problem in scan.problems],
+    data = asdict(scan)
+    report = {
+        "findings": data["findings"],
+        "once": merge_setup(scan.findings),
+        "problems": data["problems"],
         "summary": _counts(scan),
-        "meanwhile": INSTALL,
+        "meanwhile": _INSTALL,
     }
-    return json.dumps(whole, indent=2) + "\n"
+    return json.dumps(report, indent=2) + "\n"
 
 
-def statements(findings: Iterable[Finding]) -> list[str]:
-    """What every rank runs once for all of the findings: views first, then products of their axes.
+def merge_setup(findings: Iterable[Finding]) -> list[str]:
+    """The statements that every rank runs once for all of the findings: views first, then products of their axes.
 
-    A view that several findings ask for is there once: as the code's own initialisation says its sizes, or
-    with the options that one of them needs.
-
-    Example:
-        >>> from namedmesh.migrate.scan import scan
-        >>> statements(scan([]).findings)
-        []
+    A view that several findings need is added once: with the sizes of the code's own initialization, or with the
+    options that one of them needs.
     """
-    others: dict[str, None] = {}
+    products: dict[str, None] = {}
     views: dict[str, str] = {}
-    rank: dict[str, int] = {}
+    priorities: dict[str, int] = {}
     for finding in findings:
         for statement in finding.once:
             view = _VIEW.match(statement)
             if view is None:
-                others[statement] = None
+                products[statement] = None
                 continue
-            weight = 2 if "options=" in statement else int(finding.name == "initialize_model_parallel")
-            if weight > rank.get(view[1], -1):
-                views[view[1]], rank[view[1]] = statement, weight
-    return [*(views[name] for name in sorted(views)), *sorted(others)]
+            priority = 2 if "options=" in statement else int(finding.name == "initialize_model_parallel")
+            if priority > priorities.get(view[1], -1):
+                views[view[1]], priorities[view[1]] = statement, priority
+    return [*(views[name] for name in sorted(views)), *sorted(products)]
 
 
 def _line(finding: Finding, remarks: dict[str, int]) -> str:
     marks = "".join(f" [{remarks.setdefault(note, len(remarks) + 1)}]" for note in finding.notes)
     otherwise = f"stays in {DIALECT}" if finding.known else "not in the table"
-    replacement = finding.replacement or otherwise
     doubt = "" if finding.certain else " (by name only)"
-    return f"{finding.path}:{finding.line}: {finding.legacy}{doubt} -> {replacement}{marks}"
+    return (
+        f"{finding.path}:{finding.line}: {finding.legacy}{doubt} -> {finding.replacement or otherwise}{marks}"
+    )
 
 
 def _counts(scan: Scan) -> dict[str, Any]:
-    found = scan.findings
+    findings = scan.findings
     return {
-        "uses": len(found),
-        "names": len({finding.name for finding in found}),
-        "files_with_uses": len({finding.path.split("[cell ")[0] for finding in found}),
+        "uses": len(findings),
+        "names": len({finding.name for finding in findings}),
+        "files_with_uses": len({finding.path.split("[cell ")[0] for finding in findings}),
         "files": scan.files,
-        "mesh": sum(bool(finding.replacement) for finding in found),
-        "dialect": sum(not finding.replacement and finding.known for finding in found),
-        "unknown": sum(not finding.known for finding in found),
-        "by_name_only": sum(not finding.certain for finding in found),
+        "mesh": sum(bool(finding.replacement) for finding in findings),
+        "dialect": sum(not finding.replacement and finding.known for finding in findings),
+        "unknown": sum(not finding.known for finding in findings),
+        "by_name_only": sum(not finding.certain for finding in findings),
         "unreadable": len(scan.problems),
     }
 
@@ -119,18 +113,18 @@ def _summary(scan: Scan) -> str:
     counts = _counts(scan)
     parts = [f"{counts['mesh']} with a replacement", f"{counts['dialect']} to stay in {DIALECT}"]
     parts += [f"{counts['unknown']} not in the table"] * bool(counts["unknown"])
-    found = f"{_many(counts['uses'], 'use')} of {_many(counts['names'], 'name')}"
-    where = f"{_many(counts['files_with_uses'], 'file')} (of {counts['files']})"
-    lines = [f"{found} in {where}: {', '.join(parts)}."]
+    uses = f"{_count(counts['uses'], 'use')} of {_count(counts['names'], 'name')}"
+    files = f"{_count(counts['files_with_uses'], 'file')} (of {counts['files']})"
+    lines = [f"{uses} in {files}: {', '.join(parts)}."]
     if counts["by_name_only"]:
         lines.append(
             f"{counts['by_name_only']} by name only: no import says where the name comes from; check them."
         )
     if counts["unreadable"]:
-        lines.append(f"{_many(counts['unreadable'], 'file')} could not be read; see the top.")
-    lines.append(f"Until all have moved, the code runs unchanged on a mesh with: {INSTALL}")
+        lines.append(f"{_count(counts['unreadable'], 'file')} could not be read; see the top.")
+    lines.append(f"Until all have moved, the code runs unchanged on a mesh with: {_INSTALL}")
     return "\n".join(lines)
 
 
-def _many(count: int, word: str) -> str:
+def _count(count: int, word: str) -> str:
     return f"{count} {word}{'s' * (count != 1)}"

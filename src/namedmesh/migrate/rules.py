@@ -1,24 +1,108 @@
-"""What one line of the migration table is, and how the arguments of a call choose among its replacements."""
+"""The rules of the migration: how the arguments of a legacy call determine the mesh call that replaces it."""
 
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["DIALECT", "Advice", "Arguments", "Entry", "Variant"]
+__all__ = [
+    "DIALECT",
+    "Advice",
+    "Arguments",
+    "Entry",
+    "Variant",
+    "setup_statements",
+    "view_statement",
+]
 
 DIALECT = "namedmesh.compat.megatron.parallel_state"
 """The module that has every legacy name, whether or not a mesh call replaces it."""
 
 _TRUE_BY_DEFAULT = ("check_initialized", "ignore_virtual")
 _UNCHECKED = (
-    "check_initialized=False answered None before initialisation; a mesh that exists always has its axes, "
+    "check_initialized=False answered None before initialization; a mesh that exists always has its axes, "
     "and an unknown axis is an AxisError"
 )
+# For each view: the axes that need it, and its sizes in Megatron's default order, in which pp is the slowest axis and
+# tp the fastest. The variables have the names of Megatron's arguments.
+_VIEWS = {
+    "expert": (
+        ("edp", "ep", "etp", "edp_replicate", "edp_shard"),
+        "edp=-1, ep=expert_model_parallel_size, etp=expert_tensor_parallel_size",
+    ),
+    "expert_optimizer": (
+        ("edp_replicate", "edp_shard"),
+        'edp_replicate=num_distributed_optimizer_instances, edp_shard=-1, ep=mesh.size("ep"), etp=mesh.size("etp")',
+    ),
+    "optimizer": (
+        ("dp_replicate", "dp_shard"),
+        'dp_replicate=num_distributed_optimizer_instances, dp_shard=-1, tp=mesh.size("tp")',
+    ),
+    "gather": (("dp_cp_gather",), 'dp_cp_gather=-1, tp=mesh.size("tp")'),
+    "hybrid": (("hybrid",), 'hybrid_outer=-1, hybrid={group_size}, tp=mesh.size("tp")'),
+    "levels": (
+        ("cp_outer", "cp_inner"),
+        'dp=mesh.size("dp"), cp_outer=-1, cp_inner=hierarchical_context_parallel_sizes[0], tp=mesh.size("tp")',
+    ),
+}
+# Sets of ranks that no axis spans: plain torch groups.
+_IRREGULAR = {
+    "embedding_group": '[sorted({pipe[0], pipe[-1]}) for pipe in mesh.layout.groups("pp")]',
+    "position_embedding_group": '[[pipe[0]] for pipe in mesh.layout.groups("pp")]',
+}
+_GLOO = "namedmesh.GroupOptions(gloo_twin=True)"
+
+
+def view_statement(name: str, expression: str = "") -> str:
+    """The statement that adds a view, in Megatron's default order, for an expression that uses it.
+
+    Example:
+        >>> view_statement("gather").startswith('mesh.add_view("gather", options={"dp_cp_gather": ')
+        True
+    """
+    options = ""
+    if name == "gather":
+        options = 'options={"dp_cp_gather": namedmesh.GroupOptions(share=False)}, '
+    elif name == "expert_optimizer" and "gloo_group" in expression:
+        options = f'options={{"edp_shard": {_GLOO}}}, '
+    return f'mesh.add_view("{name}", {options}pp=mesh.size("pp"), {_VIEWS[name][1]})'
+
+
+def setup_statements(expression: str) -> tuple[str, ...]:
+    """The statements that every rank runs once, after the mesh is made, before it evaluates an expression.
+
+    Returns:
+        The views of the axes that the mesh itself does not have, then the groups over several axes.
+
+    Example:
+        >>> setup_statements('mesh.group("cp", "tp")'), setup_statements('mesh.size("cp", "tp")')
+        (('mesh.flatten("cp", "tp")',), ())
+    """
+    names = set(re.findall(r"\w+", expression))
+    views = [
+        view_statement(view, expression) for view, (axes, _) in _VIEWS.items() if names.intersection(axes)
+    ]
+    irregular = [
+        f"{name} = torch.distributed.new_subgroups_by_enumeration({ranks})[0]"
+        for name, ranks in _IRREGULAR.items()
+        if name in names
+    ]
+    products = re.findall(r'mesh\.(?:gloo_)?group\(("\w+"(?:, "\w+")+)\)', expression)
+    return (*views, *irregular, *(f"mesh.flatten({axes})" for axes in products))
+
+
+def _gloo_notes(expression: str) -> tuple[str, ...]:
+    """Where the gloo group of an expression comes from, unless its view asks for it."""
+    return tuple(
+        f'a gloo group is made where it is asked for: namedmesh.init_mesh(..., options={{"{axis}": {_GLOO}}})'
+        for axis in re.findall(r'mesh\.gloo_group\("(\w+)"', expression)
+        if axis != "edp_shard"
+    )
 
 
 @dataclass(frozen=True)
@@ -44,11 +128,11 @@ class Arguments:
         """The arguments of a call to a function with the given parameters."""
         named = {}
         rest = []
-        for place, argument in enumerate(call.args):
+        for position, argument in enumerate(call.args):
             if isinstance(argument, ast.Starred):
                 rest.append(ast.unparse(argument))
-            elif not rest and place < len(parameters):
-                named[parameters[place]] = argument
+            elif not rest and position < len(parameters):
+                named[parameters[position]] = argument
         for keyword in call.keywords:
             if keyword.arg is None:
                 rest.append(f"**{ast.unparse(keyword.value)}")
@@ -57,20 +141,35 @@ class Arguments:
         return cls(named, ", ".join(rest))
 
     def flag(self, name: str) -> bool | str:
-        """Whether a flag is set; the source of the expression where that is not known before it runs."""
+        """Whether a flag is set; the source of the expression where that is known at run time only."""
         if name not in self.named:
             return name in _TRUE_BY_DEFAULT
-        given = self.named[name]
-        return bool(given.value) if isinstance(given, ast.Constant) else self.source(name)
+        value = self.named[name]
+        return bool(value.value) if isinstance(value, ast.Constant) else self.source(name)
 
     def source(self, name: str) -> str:
-        """The source of an argument, ready to stand inside another expression; its name if it is not given."""
-        given = self.named.get(name)
-        if given is None:
+        """The source of an argument, ready to be put into another expression; its name if it is not given."""
+        value = self.named.get(name)
+        if value is None:
             return name
-        text = ast.unparse(given)
         simple = (ast.Constant, ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.List, ast.Tuple)
-        return text if isinstance(given, simple) else f"({text})"
+        return ast.unparse(value) if isinstance(value, simple) else f"({ast.unparse(value)})"
+
+    def size(self, name: str) -> str:
+        """The source of a size, which is 1 if it is not given."""
+        return ast.unparse(self.named[name]) if name in self.named else "1"
+
+    def is_off(self, name: str) -> bool:
+        """Whether an argument is missing, or a literal that asks for nothing: None, False, an empty list."""
+        value = self.named.get(name)
+        if isinstance(value, (ast.List, ast.Tuple)):
+            return not value.elts
+        return value is None or (isinstance(value, ast.Constant) and not value.value)
+
+    def is_one(self, name: str) -> bool:
+        """Whether a size is missing or the literal 1."""
+        value = self.named.get(name)
+        return self.is_off(name) or (isinstance(value, ast.Constant) and value.value == 1)
 
 
 @dataclass(frozen=True)
@@ -79,8 +178,8 @@ class Advice:
 
     Args:
         replacement: a Python expression; empty where the name stays in the dialect.
-        once: statements that every rank runs once, after the mesh is made, before the expression is asked.
-        notes: what to know, one sentence each.
+        once: statements that every rank runs once, after the mesh is made, before it evaluates the expression.
+        notes: remarks, one sentence each.
     """
 
     replacement: str
@@ -94,23 +193,24 @@ class Variant:
 
     Args:
         replacement: as in :class:`Advice`, with ``{parameter}`` where the source of an argument goes.
-        once: as in :class:`Advice`, likewise.
-        note: what to know.
+        note: a remark.
         when: the flags that must have these values; without any, the replacement goes with every call.
     """
 
     replacement: str
-    once: tuple[str, ...] = ()
     note: str = ""
     when: tuple[tuple[str, bool], ...] = ()
 
-    def advice(self, arguments: Arguments, parameters: Sequence[str]) -> Advice:
-        """The replacement, with the arguments of a call put in."""
-        sources = {name: arguments.source(name) for name in parameters}
+    def advice(self, arguments: Arguments) -> Advice:
+        """The replacement, its setup and its remarks, with the arguments of a call filled in."""
+
+        def fill(template: str) -> str:
+            return re.sub(r"\{(\w+)\}", lambda match: arguments.source(match[1]), template)
+
         return Advice(
-            _filled(self.replacement, sources),
-            tuple(_filled(statement, sources) for statement in self.once),
-            (self.note,) * bool(self.note),
+            fill(self.replacement),
+            tuple(map(fill, setup_statements(self.replacement))),
+            (*_gloo_notes(self.replacement), *(self.note,) * bool(self.note)),
         )
 
 
@@ -123,7 +223,7 @@ class Entry:
         parameters: the parameters of a function, in order; None for a name that is no function.
         variants: the replacements, those with more flags first, the one for every other call last.
         examples: calls for the page; by default one for each variant.
-        render: makes the advice where the arguments say more than flags do.
+        render: makes the advice where the arguments decide more than flags do.
 
     Example:
         >>> with_cp = Variant('mesh.group("dp", "cp")', when=(("with_cp", True),))
@@ -146,50 +246,42 @@ class Entry:
         """The calls that the page shows, as source text."""
         if self.parameters is None:
             return (self.name,)
-        if self.examples:
-            return self.examples
-        return tuple(
-            f"{self.name}({', '.join(f'{flag}={is_set}' for flag, is_set in one.when)})"
-            for one in self.variants
+        return self.examples or tuple(
+            f"{self.name}({', '.join(f'{flag}={value}' for flag, value in variant.when)})"
+            for variant in self.variants
         )
 
     def advise(self, arguments: Arguments) -> Advice:
-        """The replacement of one call; both of two, joined by the flag that is not known before it runs."""
+        """The replacement of one call; both of two, joined by the flag, where that is known at run time only."""
         if self.render is not None:
             return self.render(arguments)
-        advice = self._chosen(self.variants, arguments)
+        advice = self._select(self.variants, arguments)
         notes = advice.notes
         if arguments.rest and len(self.variants) > 1:
-            others = " or ".join(dict.fromkeys(one.replacement for one in self.variants))
+            others = " or ".join(dict.fromkeys(variant.replacement for variant in self.variants))
             notes += (f"the flags in {arguments.rest} decide: {others}",)
         if arguments.flag("check_initialized") is not True:
             notes += (_UNCHECKED,)
         return Advice(advice.replacement, advice.once, notes)
 
-    def _chosen(self, variants: Sequence[Variant], arguments: Arguments) -> Advice:
+    def _select(self, variants: Sequence[Variant], arguments: Arguments) -> Advice:
         first, *others = variants
-        open_flags = []
-        for name, wanted in first.when:
-            given = arguments.flag(name)
-            if isinstance(given, str):
-                open_flags.append(given if wanted else f"not {given}")
-            elif given != wanted:
-                return self._chosen(others, arguments)
-        yes = first.advice(arguments, self.parameters or ())
-        if not open_flags:
+        conditions = []
+        for name, expected in first.when:
+            value = arguments.flag(name)
+            if isinstance(value, str):
+                conditions.append(value if expected else f"not {value}")
+            elif value != expected:
+                return self._select(others, arguments)
+        yes = first.advice(arguments)
+        if not conditions:
             return yes
-        no = self._chosen(others, arguments)
+        no = self._select(others, arguments)
         if yes.replacement == no.replacement:
             return no
         otherwise = f"({no.replacement})" if " if " in no.replacement else no.replacement
         return Advice(
-            f"{yes.replacement} if {' and '.join(open_flags)} else {otherwise}",
+            f"{yes.replacement} if {' and '.join(conditions)} else {otherwise}",
             tuple(dict.fromkeys(yes.once + no.once)),
             tuple(dict.fromkeys(yes.notes + no.notes)),
         )
-
-
-def _filled(template: str, sources: Mapping[str, str]) -> str:
-    for name, source in sources.items():
-        template = template.replace(f"{{{name}}}", source)
-    return template
