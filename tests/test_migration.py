@@ -253,7 +253,7 @@ def test_every_replacement_can_be_executed(world: str, tmp_path: Path) -> None:
 
 
 def _oracle(sizes: dict[str, int], levels: list[int], **more: Any) -> Any:
-    """Megatron's module, initialised for the default group; only what it takes gloo for is left out."""
+    """Megatron's module, initialized for the default group; only what it takes gloo for is left out."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -390,7 +390,7 @@ def test_gloo_groups_are_those_of_megatron(tmp_path: Path) -> None:
 
 # initialize_model_parallel, argument by argument.
 
-INITIALISATIONS = [
+INITIALIZATIONS = [
     ("", ("pp=1, dp=-1, tp=1",)),
     ("2, 4", ("pp=4, dp=-1, tp=2",)),
     ("tensor_model_parallel_size=2, pipeline_model_parallel_size=4", ("pp=4, dp=-1, tp=2",)),
@@ -430,8 +430,8 @@ INITIALISATIONS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "expected"), INITIALISATIONS)
-def test_initialisation_becomes_a_mesh_and_its_views(arguments: str, expected: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("arguments", "expected"), INITIALIZATIONS)
+def test_initialization_becomes_a_mesh_and_its_views(arguments: str, expected: tuple[str, ...]) -> None:
     advice = advise(f"initialize_model_parallel({arguments})")
     assert (advice.replacement, *advice.once) == (f"namedmesh.init_mesh({expected[0]})", *expected[1:])
 
@@ -476,8 +476,8 @@ def test_sizes_that_are_no_literals_are_put_in_as_they_stand() -> None:
 
 
 @pytest.mark.oracle("megatron.core")
-@pytest.mark.parametrize("arguments", [given for given, _ in INITIALISATIONS if "nccl" not in given])
-def test_initialisation_gives_the_groups_of_megatron(arguments: str) -> None:
+@pytest.mark.parametrize("arguments", [given for given, _ in INITIALIZATIONS if "nccl" not in given])
+def test_initialization_gives_the_groups_of_megatron(arguments: str) -> None:
     from megatron.core import parallel_state
 
     call = f"initialize_model_parallel({arguments}{', ' * bool(arguments)}create_gloo_process_groups=False)"

@@ -121,7 +121,7 @@ def _draw(plan: Plan, arguments: Namespace) -> None:
 
         _write(arguments.svg, draw_svg(plan, color_by=arguments.color_by))
     if arguments.html is not None:
-        from namedmesh.plan.page import draw_html
+        from namedmesh.plan.html import draw_html
 
         _write(arguments.html, draw_html(plan, color_by=arguments.color_by, rank=arguments.rank))
 

@@ -9,7 +9,7 @@ from namedmesh.dialects import DIALECTS, EXPERT, PLAIN, Arrangement, Kind, arran
 from namedmesh.errors import AxisError, LayoutError, did_you_mean
 from namedmesh.layout import Layout
 from namedmesh.plan.members import Members, first_groups, group_of_kind
-from namedmesh.plan.nodes import Placement, better_order, placements, talkative
+from namedmesh.plan.nodes import Placement, bandwidth_bound, better_order, placements
 from namedmesh.plan.spec import Spec, UsageError, near_misses, parse_spec
 
 if TYPE_CHECKING:
@@ -290,7 +290,7 @@ def _warnings(
         said.append(
             f"{dense.world_size} ranks do not fill nodes of {gpus_per_node}: the last has {dense.world_size % gpus_per_node}"
         )
-    far = talkative(places)
+    far = bandwidth_bound(places)
     block = nvlink_domain or gpus_per_node
     if far and block is not None:
         said.append(_crossing_warning(arrangement, far, block, "node" if nvlink_domain is None else "domain"))

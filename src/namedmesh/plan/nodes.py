@@ -13,9 +13,9 @@ from namedmesh.errors import LayoutError, NamedMeshError
 if TYPE_CHECKING:
     from namedmesh.layout import Layout
 
-__all__ = ["Placement", "better_order", "crossing", "placements", "talkative"]
+__all__ = ["Placement", "bandwidth_bound", "better_order", "crossing", "placements"]
 
-_TALKATIVE = ("tp", "etp", "ep")
+_BANDWIDTH_BOUND = ("tp", "etp", "ep")
 # What an order string names: where tp and dp stand decides where etp and edp do.
 _TOKENS = ("tp", "cp", "ep", "dp", "dp_shard", "dp_replicate", "pp")
 
@@ -146,7 +146,7 @@ def placements(
     return tuple(found)
 
 
-def talkative(found: tuple[Placement, ...]) -> list[Placement]:
+def bandwidth_bound(found: tuple[Placement, ...]) -> list[Placement]:
     """The axes that should stay where the fast links are, and do not.
 
     These exchange activations inside every layer: tp, etp and ep.
@@ -154,7 +154,7 @@ def talkative(found: tuple[Placement, ...]) -> list[Placement]:
     return [
         place
         for place in found
-        if place.axis in _TALKATIVE
+        if place.axis in _BANDWIDTH_BOUND
         and (place.across_nodes if place.across_domains is None else place.across_domains)
     ]
 
@@ -189,7 +189,7 @@ def better_order(arrangement: Arrangement, block: int) -> str | None:
             made = arrange(dialect, sizes, world_size=arrangement.dense.world_size, order="-".join(tokens))
         except NamedMeshError:  # the experts' pipelines would be other ranks
             continue
-        if not talkative(placements(made, block)):
+        if not bandwidth_bound(placements(made, block)):
             return made.dense.order if made.expert is None else "-".join(tokens)
     return None
 

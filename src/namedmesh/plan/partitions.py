@@ -136,7 +136,7 @@ def _judged(
             )
             for at in STAGES
         )
-    reasons = _misfits(sizes, model)
+    reasons = _incompatibilities(sizes, model)
     if memory is not None and estimates[stage].total > memory:
         reasons.append(f"needs {estimates[stage].total / 1e9:.1f} GB of {memory / 1e9:.1f} at stage {stage}")
     return Partition(
@@ -148,7 +148,7 @@ def _judged(
     )
 
 
-def _misfits(sizes: dict[str, int], model: Model) -> list[str]:
+def _incompatibilities(sizes: dict[str, int], model: Model) -> list[str]:
     """What of a model cannot be cut like this."""
     kv_heads = model.kv_heads if model.kv_heads is not None else model.heads
     cuts = [

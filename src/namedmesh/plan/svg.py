@@ -1,4 +1,4 @@
-"""A plan as one SVG picture: the ranks in their nodes, coloured by an axis, the groups of another outlined."""
+"""A plan as one SVG picture: the ranks in their nodes, colored by an axis, the groups of another outlined."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from math import ceil, sqrt
 from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
-from namedmesh.plan.grid import Cell, Grid, shades
+from namedmesh.plan.cells import Cell, Grid, shades
 
 if TYPE_CHECKING:
+    from namedmesh.plan.cells import Box
     from namedmesh.plan.core import Plan
-    from namedmesh.plan.grid import Box
 
 __all__ = ["draw_svg"]
 
@@ -40,7 +40,7 @@ def draw_svg(plan: Plan, *, color_by: str | None = None) -> str:
 
     Args:
         plan: the plan.
-        color_by: the axis that gives the colours; by default the slowest of more than one place.
+        color_by: the axis that gives the colors; by default the slowest of more than one place.
 
     Returns:
         An SVG document. Up to 512 ranks each has a cell; above, a cell stands for a range of ranks, hatched
@@ -88,7 +88,7 @@ class _Picture:
         down = ceil(len(self.grid.boxes) / self.across)
         width = self.width
         height = top + down * (self.box_height + self.size.pad) - self.size.pad + _MARGIN
-        title = f"{self.grid.plan.layout}, coloured by {self.axis}"
+        title = f"{self.grid.plan.layout}, colored by {self.axis}"
         start = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
             f'height="{height}" font-family="Helvetica, Arial, sans-serif" role="img">'
@@ -103,7 +103,7 @@ class _Picture:
         return "\n".join(lines) + "\n"
 
     def _note(self) -> str:
-        note, outlined = f"coloured by {self.axis}", self.grid.outlined_axis()
+        note, outlined = f"colored by {self.axis}", self.grid.outlined_axis()
         if self.grid.block > 1:
             return f"{note}; each cell is {self.grid.block} ranks, hatched where they differ in {self.axis}"
         return note if outlined is None else f"{note}; outlined: groups of {outlined}"
@@ -113,7 +113,7 @@ class _Picture:
         self._text(_MARGIN, _MARGIN + 14, self.title, 20, weight="bold")
         self._text(_MARGIN, _MARGIN + 38, self.note, 14, fill=_SOFT)
         size = self.grid.axes[self.axis][self.axis]
-        colours = shades(size)
+        colors = shades(size)
         step = ceil(size / _TICKS)
         x, y = _MARGIN, _MARGIN + 52
         for at in range(0, size, step):
@@ -121,7 +121,7 @@ class _Picture:
             wide = 24 + 9 * len(name) + 10
             if x + wide > self.width - _MARGIN:
                 x, y = _MARGIN, y + 24
-            shade = colours[at * len(colours) // size]
+            shade = colors[at * len(colors) // size]
             self.parts.append(
                 f'<rect x="{x}" y="{y}" width="18" height="18" rx="4" fill="{shade.fill}" '
                 f'stroke="{_SOFT}" stroke-width="0.75"/>'
@@ -153,7 +153,7 @@ class _Picture:
         step = self.size.width + self.size.gap
         for column, cell in enumerate(row):
             self._cell(cell, x + column * step, y)
-        reach = self.size.gap / 2 - 1.25  # the outlines of neighbours do not touch
+        reach = self.size.gap / 2 - 1.25  # the outlines of neighbors do not touch
         for first, last in self.grid.outlines(row):
             self.parts.append(
                 f'<rect class="group" x="{x + first * step - reach}" y="{y - reach}" '

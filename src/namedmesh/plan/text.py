@@ -48,7 +48,7 @@ def rank_document(plan: Plan, one: RankPlan) -> Document:
     lines = [f"rank {one.rank} of {plan.layout}{where}"]
     lines += [_axis_line(place) for place in one.axes]
     if "pp" in plan.layout and plan.layout["pp"] > 1:
-        lines.append(f"  pipeline: {_neighbours(one)}")
+        lines.append(f"  pipeline: {_neighbors(one)}")
     lines += [_batch_line(one), f"  parameters: {_slice_words(one.slice, one.copies)}"]
     if plan.expert is not None:
         lines.append(f"  experts: {_slice_words(one.expert_slice, one.expert_copies)}")
@@ -162,7 +162,7 @@ def _axis_line(place: OnAxis) -> str:
     return f"  {place.axis}: {place.at} of {place.size}, with ranks {in_words(place.peers)}"
 
 
-def _neighbours(one: RankPlan) -> str:
+def _neighbors(one: RankPlan) -> str:
     before = f"receives from rank {one.previous}" if one.previous is not None else "the first stage"
     after = f"sends to rank {one.next}" if one.next is not None else "the last stage"
     return f"{before}, {after}"

@@ -277,7 +277,7 @@ class ProcessTopology:
 class PipeDataParallelTopology(ProcessTopology):
     """Pipelines and their replicas: the axes pipe and data.
 
-    Neighbouring ranks are replicas of one stage, so the sums of gradients, which are large, stay where the
+    Neighboring ranks are replicas of one stage, so the sums of gradients, which are large, stay where the
     links are fast.
 
     Args:
@@ -294,7 +294,7 @@ class PipeDataParallelTopology(ProcessTopology):
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Pipelines whose stages are cut over neighbouring ranks, and their replicas: the axes pipe, data and model.
+    """Pipelines whose stages are cut over neighboring ranks, and their replicas: the axes pipe, data and model.
 
     Args:
         num_pp: how many stages a pipeline has.

@@ -1,4 +1,4 @@
-"""What a picture shows: cells of one rank or, in a large world, of many; the nodes they are in; their colours."""
+"""What a picture shows: cells of one rank or, in a large world, of many; the nodes they are in; their colors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_SHADES = 64
 
 @dataclass(frozen=True)
 class Shade:
-    """A background, and the colour of text that can be read on it."""
+    """A background, and the color of text that can be read on it."""
 
     fill: str
     text: str
@@ -53,7 +53,7 @@ class Box:
 
 
 def shades(size: int) -> tuple[Shade, ...]:
-    """Colours for the places on an axis: hues up to eight places, a ramp above, one shade for several if needed.
+    """Colors for the places on an axis: hues up to eight places, a ramp above, one shade for several if needed.
 
     Example:
         >>> shades(2)[0], len(shades(1000))
@@ -62,7 +62,7 @@ def shades(size: int) -> tuple[Shade, ...]:
     if size <= len(_DISTINCT):
         return tuple(Shade(fill, _text_on(_channels(fill))) for fill in _DISTINCT[:size])
     count = min(size, _MOST_SHADES)
-    # Every other one is paler, so that neighbours differ however many there are.
+    # Every other one is paler, so that neighbors differ however many there are.
     return tuple(_ramped(number / (count - 1), 0.3 * (number % 2)) for number in range(count))
 
 
@@ -124,7 +124,7 @@ class Grid:
 
     @property
     def axes(self) -> dict[str, Layout]:
-        """The axes that can give the colours, with the layout of each."""
+        """The axes that can give the colors, with the layout of each."""
         plan = self.plan
         found = dict.fromkeys(plan.layout, plan.layout)
         if plan.expert is not None:
@@ -132,7 +132,7 @@ class Grid:
         return found
 
     def color_axis(self, wanted: str | None = None) -> str:
-        """The axis that gives the colours: the one that is wanted, or the slowest of more than one place.
+        """The axis that gives the colors: the one that is wanted, or the slowest of more than one place.
 
         Raises:
             AxisError: there is no such axis.
@@ -152,13 +152,13 @@ class Grid:
         return first % layout[axis] if first == last or layout[axis] == 1 else None
 
     def shade(self, cell: Cell, axis: str) -> Shade | None:
-        """The colour of a cell; None if it has ranks at several places."""
+        """The color of a cell; None if it has ranks at several places."""
         at = self.place(cell, axis)
-        colours = shades(self.axes[axis][axis])
-        return None if at is None else colours[at * len(colours) // self.axes[axis][axis]]
+        colors = shades(self.axes[axis][axis])
+        return None if at is None else colors[at * len(colors) // self.axes[axis][axis]]
 
     def outlined_axis(self) -> str | None:
-        """The axis whose groups are neighbours in the picture: the fastest of more than one place."""
+        """The axis whose groups are neighbors in the picture: the fastest of more than one place."""
         layout = self.plan.layout
         return next((axis for axis in reversed(layout.axes) if layout[axis] > 1), None)
 
