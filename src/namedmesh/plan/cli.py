@@ -93,8 +93,7 @@ def _configure_plan(parser: ArgumentParser) -> None:
 
 
 def _plan(arguments: Namespace) -> int:
-    from namedmesh.plan.core import make_plan
-    from namedmesh.plan.one_rank import plan_rank
+    from namedmesh.plan.core import make_plan, plan_rank
     from namedmesh.plan.text import plan_document, rank_document
 
     spec, keywords = _layout_arguments(arguments)
