@@ -234,13 +234,13 @@ def _configure_doctor(parser: ArgumentParser) -> None:
 
 
 def _doctor(arguments: Namespace) -> int:
-    from namedmesh.plan.doctor.examination import Settings, examination
+    from namedmesh.plan.doctor.run import Settings, run_doctor
 
     spec, keywords = _layout_arguments(arguments)
     settings = Settings(
         arguments.timeout, arguments.device, arguments.backend, arguments.megabytes, arguments.format
     )
-    return examination(spec, keywords, settings)
+    return run_doctor(spec, keywords, settings)
 
 
 COMMANDS = {
