@@ -139,15 +139,15 @@ def test_a_large_world_is_summed_up() -> None:
     assert grid.block == 2048
     cells = [cell for box in grid.boxes for row in box.rows for cell in row]
     assert [cell.first for cell in cells] == list(range(0, 2**20, 2048))
-    assert [grid.place(cell, "pp") for cell in cells] == [i // 32 for i in range(512)]
-    assert {grid.place(cell, "tp") for cell in cells} == {None}
+    assert [grid.coordinate(cell, "pp") for cell in cells] == [i // 32 for i in range(512)]
+    assert {grid.coordinate(cell, "tp") for cell in cells} == {None}
     assert cells[1].label == "2048\N{EN DASH}4095"
     text = draw_svg(plan, color_by="dp")
     assert text.count('fill="url(#hatch)"') == 512
     uneven = Grid(make_plan(world_size=1000, gpus_per_node=8))
     last = uneven.boxes[-1].rows[-1][-1]
     assert (last.first + last.count, uneven.block) == (1000, 8)
-    assert Grid(make_plan("tp=2")).place(Cell(1, 1), "tp") == 1
+    assert Grid(make_plan("tp=2")).coordinate(Cell(1, 1), "tp") == 1
 
 
 def test_the_page_carries_the_layout_for_its_script() -> None:

@@ -134,20 +134,20 @@ def estimate_traffic(model: Model, sizes: Mapping[str, int], *, stage: int = 0) 
     """
     tp, pp, cp, ep = (sizes.get(axis, 1) for axis in ("tp", "pp", "cp", "ep"))
     data = sizes.get("dp", 1) * cp
-    found: dict[str, float] = {}
+    traffic: dict[str, float] = {}
     if model.params is not None and data > 1:
         rounds = 3 if stage >= 3 else 2  # noqa: PLR2004  the stage that gathers weights
-        found["dp"] = rounds * (data - 1) / data * _HALF * model.params / (tp * pp)
+        traffic["dp"] = rounds * (data - 1) / data * _HALF * model.params / (tp * pp)
     if model.layers is not None and model.hidden is not None and model.seq is not None:
         layers = model.layers / pp
         activations = _HALF * model.batch * model.seq / cp * model.hidden
         heads = model.heads or 1
         kv = activations * 2 * (model.kv_heads or heads) / heads / tp
-        found["tp"] = layers * 4 * 2 * (tp - 1) / tp * activations
-        found["pp"] = (2 * activations) if pp > 1 else 0
-        found["cp"] = layers * 3 * (cp - 1) * kv
-        found["ep"] = layers * 4 * model.top_k * (ep - 1) / ep * activations / tp
-    ranked = sorted(found.items(), key=lambda item: -item[1])
+        traffic["tp"] = layers * 4 * 2 * (tp - 1) / tp * activations
+        traffic["pp"] = (2 * activations) if pp > 1 else 0
+        traffic["cp"] = layers * 3 * (cp - 1) * kv
+        traffic["ep"] = layers * 4 * model.top_k * (ep - 1) / ep * activations / tp
+    ranked = sorted(traffic.items(), key=lambda item: -item[1])
     return {axis: sent for axis, sent in ranked if sent}
 
 

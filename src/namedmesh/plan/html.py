@@ -116,7 +116,7 @@ def draw_html(plan: Plan, *, color_by: str | None = None, rank: int | None = Non
 
     Args:
         plan: the plan.
-        color_by: the axis that gives the colors at first; by default the slowest of more than one place.
+        color_by: the axis that gives the colors at first; by default the slowest of size above 1.
         rank: the rank that is picked at first.
 
     Returns:

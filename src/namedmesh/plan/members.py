@@ -1,4 +1,4 @@
-"""Groups that are described, not listed: who is in a group costs the same in a world of eight and of a million."""
+"""Groups as a first rank and strides, so that their cost does not depend on the size of the world."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def group_of(layout: Layout, rank: int, *axes: str) -> Members:
 
 
 def nth_group(layout: Layout, index: int, *axes: str) -> Members:
-    """One group of the partition, by its place in :meth:`namedmesh.Layout.groups`.
+    """One group of the partition, by its index in :meth:`namedmesh.Layout.groups`.
 
     Example:
         >>> from namedmesh import Layout
@@ -121,8 +121,8 @@ def first_groups(layout: Layout, kind: Kind, limit: int) -> list[Members]:
 
 def group_of_kind(layout: Layout, rank: int, kind: Kind) -> Members | None:
     """The group of a kind that a rank is in, if it is in one."""
-    found = _part(group_of(layout, rank, *kind.axes), kind)
-    return found if rank in found else None
+    group = _part(group_of(layout, rank, *kind.axes), kind)
+    return group if rank in group else None
 
 
 def _part(ranks: Members, kind: Kind) -> Members:

@@ -1,4 +1,4 @@
-"""Nodes and NVLink domains: which groups stay inside one, which cross, and an order under which fewer do."""
+"""Nodes and NVLink domains: which groups stay inside one, which cross, and an order under which fewer cross."""
 
 from __future__ import annotations
 
@@ -125,15 +125,15 @@ def placements(
 
     Example:
         >>> from namedmesh.dialects import PLAIN
-        >>> [place.words for place in placements(arrange(PLAIN, {"pp": 4, "tp": 2}, world_size=16), 8)]
+        >>> [placement.words for placement in placements(arrange(PLAIN, {"pp": 4, "tp": 2}, world_size=16), 8)]
         ['crosses nodes', 'inside a node', 'inside a node']
     """
-    found = []
+    placed = []
     for view, layout in ((DENSE, arrangement.dense), (EXPERT, arrangement.expert)):
         for axis in layout or ():
             if layout is None or (view == EXPERT and axis in arrangement.dense):
                 continue
-            found.append(
+            placed.append(
                 Placement(
                     axis,
                     view,
@@ -143,19 +143,19 @@ def placements(
                     None if nvlink_domain is None else crossing(layout, axis, nvlink_domain),
                 )
             )
-    return tuple(found)
+    return tuple(placed)
 
 
-def bandwidth_bound(found: tuple[Placement, ...]) -> list[Placement]:
+def bandwidth_bound(placed: tuple[Placement, ...]) -> list[Placement]:
     """The axes that should stay where the fast links are, and do not.
 
     These exchange activations inside every layer: tp, etp and ep.
     """
     return [
-        place
-        for place in found
-        if place.axis in _BANDWIDTH_BOUND
-        and (place.across_nodes if place.across_domains is None else place.across_domains)
+        placement
+        for placement in placed
+        if placement.axis in _BANDWIDTH_BOUND
+        and (placement.across_nodes if placement.across_domains is None else placement.across_domains)
     ]
 
 
@@ -195,6 +195,6 @@ def better_order(arrangement: Arrangement, block: int) -> str | None:
 
 
 def _moves(tokens: tuple[str, ...], now: list[str]) -> int:
-    """How many pairs of axes change places."""
-    place = [now.index(token) for token in tokens]
-    return sum(a > b for i, a in enumerate(place) for b in place[i + 1 :])
+    """How many pairs of axes are swapped."""
+    positions = [now.index(token) for token in tokens]
+    return sum(a > b for i, a in enumerate(positions) for b in positions[i + 1 :])

@@ -1,4 +1,4 @@
-"""Every way to cut a world into tensor, context, pipeline and data parallel ranks, and what rules some of them out."""
+"""Every factoring of a world into tensor, context, pipeline and data parallel ranks, and what rules some of them out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHOWN = 200
 
 @dataclass(frozen=True)
 class Partition:
-    """One way to cut a world.
+    """One factoring of a world.
 
     Args:
         tp: tensor-parallel size.
@@ -149,9 +149,9 @@ def _judged(
 
 
 def _incompatibilities(sizes: dict[str, int], model: Model) -> list[str]:
-    """What of a model cannot be cut like this."""
+    """The sizes of a model that do not divide by those of the axes."""
     kv_heads = model.kv_heads if model.kv_heads is not None else model.heads
-    cuts = [
+    divisions = [
         ("heads", model.heads, "tp", sizes["tp"]),
         ("key and value heads", kv_heads if kv_heads != model.heads else None, "tp", sizes["tp"]),
         ("hidden features", model.hidden, "tp", sizes["tp"]),
@@ -161,7 +161,7 @@ def _incompatibilities(sizes: dict[str, int], model: Model) -> list[str]:
     ]
     reasons = [
         f"{count} {what} do not divide by {axis}={size}"
-        for what, count, axis, size in cuts
+        for what, count, axis, size in divisions
         if count is not None and count % size
     ]
     # Each context-parallel rank takes a chunk from either end, so that causal attention is balanced.
@@ -175,8 +175,10 @@ def _crossing(sizes: dict[str, int], gpus_per_node: int | None) -> tuple[str, ..
         return ()
     dense = {axis: size for axis, size in sizes.items() if axis != "ep"}
     expert = {"ep": sizes["ep"], "etp": 1} if sizes["ep"] > 1 else {}
-    made = arrange(PLAIN, {**dense, **expert})
-    return tuple(place.axis for place in placements(made, gpus_per_node) if place.across_nodes)
+    arrangement = arrange(PLAIN, {**dense, **expert})
+    return tuple(
+        placement.axis for placement in placements(arrangement, gpus_per_node) if placement.across_nodes
+    )
 
 
 def partitions_document(

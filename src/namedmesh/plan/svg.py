@@ -40,11 +40,11 @@ def draw_svg(plan: Plan, *, color_by: str | None = None) -> str:
 
     Args:
         plan: the plan.
-        color_by: the axis that gives the colors; by default the slowest of more than one place.
+        color_by: the axis that gives the colors; by default the slowest of size above 1.
 
     Returns:
         An SVG document. Up to 512 ranks each has a cell; above, a cell stands for a range of ranks, hatched
-        where they are at several places on the axis.
+        where they differ on the axis.
 
     Raises:
         AxisError: there is no such axis.
@@ -180,7 +180,7 @@ class _Picture:
         self.parts.append("</g>")
 
     def _words(self, cell: Cell) -> list[str]:
-        """What stands below the rank, where there is room: its place on the axes."""
+        """The text below the rank, where there is room: its coordinates."""
         if not self.size.small:
             return []
         layout = self.grid.plan.layout
@@ -189,12 +189,12 @@ class _Picture:
         return [" ".join(words[i : i + step]) for i in range(0, len(words), step)]
 
     def _tip(self, cell: Cell) -> str:
-        places = ", ".join(
+        coordinates = ", ".join(
             f"{axis} {'several' if at is None else at}"
             for axis in self.grid.axes
-            for at in [self.grid.place(cell, axis)]
+            for at in [self.grid.coordinate(cell, axis)]
         )
-        return f"rank{'s' * (cell.count > 1)} {cell.label}: {places}"
+        return f"rank{'s' * (cell.count > 1)} {cell.label}: {coordinates}"
 
     def _text(
         self,

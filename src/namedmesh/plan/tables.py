@@ -35,11 +35,11 @@ class Table:
 
 @dataclass(frozen=True)
 class Document:
-    """What a command has to say.
+    """The output of a command.
 
     Args:
         parts: paragraphs and tables, for people.
-        data: makes the same as JSON values, when they are wanted.
+        data: makes the same as JSON values.
         table: makes the rows that a spreadsheet wants.
     """
 

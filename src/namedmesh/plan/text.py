@@ -18,9 +18,9 @@ __all__ = ["plan_document", "rank_document"]
 
 _WIDTH = 100
 _LINES = 3
-"""How many lines of groups of one kind are shown unless all are wanted."""
+"""How many lines of groups of one kind are shown by default."""
 _LISTED = 4096
-"""How many ranks of one kind are listed for programs unless all are wanted."""
+"""How many ranks of one kind are listed for programs by default."""
 
 
 def plan_document(plan: Plan, *, everything: bool = False) -> Document:
@@ -46,7 +46,7 @@ def rank_document(plan: Plan, one: RankPlan) -> Document:
     """One rank in words."""
     where = f", node {one.node}" if one.node is not None else ""
     lines = [f"rank {one.rank} of {plan.layout}{where}"]
-    lines += [_axis_line(place) for place in one.axes]
+    lines += [_axis_line(own) for own in one.axes]
     if "pp" in plan.layout and plan.layout["pp"] > 1:
         lines.append(f"  pipeline: {_neighbors(one)}")
     lines += [_batch_line(one), f"  parameters: {_slice_words(one.slice, one.copies)}"]
@@ -140,17 +140,17 @@ def _placements_table(plan: Plan) -> Table:
     columns: tuple[str, ...] = ("axis", "size", "groups", "across nodes")
     columns += ("across NVLink domains",) if plan.nvlink_domain is not None else ()
     rows = []
-    for place in plan.placements:
-        row: tuple[Cell, ...] = (place.axis, place.size, place.groups, place.across_nodes)
-        row += (place.across_domains,) if plan.nvlink_domain is not None else ()
-        rows.append((*row, place.words))
+    for placement in plan.placements:
+        row: tuple[Cell, ...] = (placement.axis, placement.size, placement.groups, placement.across_nodes)
+        row += (placement.across_domains,) if plan.nvlink_domain is not None else ()
+        rows.append((*row, placement.words))
     return Table((*columns, "where"), tuple(rows))
 
 
-def _axis_line(place: OnAxis) -> str:
-    if place.size == 1:
-        return f"  {place.axis}: 0 of 1, alone"
-    return f"  {place.axis}: {place.at} of {place.size}, with ranks {in_words(place.peers)}"
+def _axis_line(own: OnAxis) -> str:
+    if own.size == 1:
+        return f"  {own.axis}: 0 of 1, alone"
+    return f"  {own.axis}: {own.at} of {own.size}, with ranks {in_words(own.peers)}"
 
 
 def _neighbors(one: RankPlan) -> str:
@@ -165,8 +165,8 @@ def _batch_line(one: RankPlan) -> str:
 
 
 def _slice_words(cut: Sequence[OnAxis], copies: Members) -> str:
-    parts = ", ".join(f"{place.axis} part {place.at} of {place.size}" for place in cut) or "all of them"
-    whole = prod(place.size for place in cut)
+    parts = ", ".join(f"{own.axis} part {own.at} of {own.size}" for own in cut) or "all of them"
+    whole = prod(own.size for own in cut)
     share = f" (1/{whole})" if whole > 1 else ""
     held = f"the same on ranks {in_words(copies)}" if len(copies) > 1 else "held by no other rank"
     return f"{parts}{share}, {held}"
@@ -223,17 +223,17 @@ def _listed(groups: Groups, everything: bool) -> list[Members]:
 def _rank_data(one: RankPlan) -> dict[str, Any]:
     return {
         "rank": one.rank,
-        "coords": {place.axis: place.at for place in one.axes},
+        "coords": {own.axis: own.at for own in one.axes},
         "node": one.node,
         "previous": one.previous,
         "next": one.next,
         "data_rank": one.data_rank,
         "data_size": one.data_size,
         "share": one.share,
-        "slice": {place.axis: [place.at, place.size] for place in one.slice},
+        "slice": {own.axis: [own.at, own.size] for own in one.slice},
         "batch": _described(one.batch),
         "copies": _described(one.copies),
-        "expert_slice": {place.axis: [place.at, place.size] for place in one.expert_slice},
+        "expert_slice": {own.axis: [own.at, own.size] for own in one.expert_slice},
         "expert_copies": _described(one.expert_copies),
         "groups": {name: _described(group) for name, group in one.groups.items()},
     }
