@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING
 
 from namedmesh.errors import did_you_mean
@@ -391,30 +391,14 @@ class _Visitor(ast.NodeVisitor):
 
     def _add(self, node: ast.expr, origin: _Origin, legacy: str, advice: Advice) -> None:
         path, line = self._source.locate(node.lineno)
+        name, column = origin.legacy or "", node.col_offset + 1
         self.findings.append(
-            Finding(
-                path=path,
-                line=line,
-                column=node.col_offset + 1,
-                name=origin.legacy or "",
-                legacy=legacy,
-                replacement=advice.replacement,
-                once=advice.once,
-                notes=advice.notes,
-                certain=origin.certain,
-            )
+            Finding(path, line, column, name, legacy, *astuple(advice), certain=origin.certain)
         )
 
 
 def _parameters(arguments: ast.arguments) -> list[str]:
-    every = (
-        *arguments.posonlyargs,
-        *arguments.args,
-        *arguments.kwonlyargs,
-        arguments.vararg,
-        arguments.kwarg,
-    )
-    return [argument.arg for argument in every if argument is not None]
+    return [child.arg for child in ast.iter_child_nodes(arguments) if isinstance(child, ast.arg)]
 
 
 def _is_call_of(node: ast.Call, name: str) -> bool:

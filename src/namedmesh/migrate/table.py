@@ -29,7 +29,8 @@ _VIRTUAL = (
     "virtual_stages is a number of your own: how many virtual stages a rank has; torch's schedules count stages, not "
     "a rank in a virtual pipeline"
 )
-_OWN_STAGE = "keep the number in a variable of your own and pass it to what needs it"
+_OWN_VARIABLE = "keep the number in a variable of your own"
+_OWN_STAGE = f"{_OWN_VARIABLE} and pass it to what needs it"
 _OVERRIDE = (
     "it overrides an answer and makes no group: make a second mesh of the sizes wanted (over part of the world with "
     "part=True) and select it with 'with mesh:'"
@@ -98,13 +99,13 @@ def _getter(signature: str, group: str, expression: str, note: str = "") -> Entr
 
 
 def _group(group: str) -> Entry:
-    return _entry(f"get_{group}_group([check_initialized])", *_over(group, "mesh.group({})"))
+    return _getter(f"get_{group}_group([check_initialized])", group, "mesh.group({})")
 
 
 def _size_and_rank(group: str, parameters: str = "") -> tuple[Entry, Entry]:
     return (
-        _entry(f"get_{group}_world_size([{parameters}])", *_over(group, "mesh.size({})")),
-        _entry(f"get_{group}_rank([{parameters}])", *_over(group, "mesh.rank({})")),
+        _getter(f"get_{group}_world_size([{parameters}])", group, "mesh.size({})"),
+        _getter(f"get_{group}_rank([{parameters}])", group, "mesh.rank({})"),
     )
 
 
@@ -115,6 +116,10 @@ def _stage(name: str, virtual: str, plain: str) -> Entry:
     return Entry(name, ("ignore_virtual", "vp_stage"), (first, Variant(plain)), examples)
 
 
+_OVERRIDABLE = (
+    *("data_parallel", "tensor_model_parallel", "pipeline_model_parallel"),
+    *("expert_model_parallel", "expert_tensor_parallel"),
+)
 _dp_shard_group, *_dp_groups = _over("data_parallel", "mesh.group({})")
 
 SECTIONS: dict[str, tuple[Entry, ...]] = {
@@ -143,9 +148,10 @@ SECTIONS: dict[str, tuple[Entry, ...]] = {
             ),
             *_dp_groups,
         ),
-        _entry(
+        _getter(
             f"get_data_parallel_group_gloo([{_CP}, partial_data_parallel])",
-            *_over("data_parallel", "mesh.gloo_group({})"),
+            "data_parallel",
+            "mesh.gloo_group({})",
         ),
         _entry(
             "has_separate_all_gather_group()",
@@ -153,9 +159,10 @@ SECTIONS: dict[str, tuple[Entry, ...]] = {
             note="the view is the one that independent_all_gather=True goes with",
         ),
         _group("model_parallel"),
-        _entry(
+        _getter(
             f"get_tensor_and_data_parallel_group([check_initialized, {_CP}])",
-            *_over("tensor_and_data_parallel", "mesh.group({})"),
+            "tensor_and_data_parallel",
+            "mesh.group({})",
         ),
         _group("tensor_and_context_parallel"),
         _entry(
@@ -182,8 +189,8 @@ SECTIONS: dict[str, tuple[Entry, ...]] = {
         *_size_and_rank("context_parallel"),
         *_size_and_rank("data_parallel", f"{_CP}, partial_data_parallel"),
         *_size_and_rank("tensor_and_context_parallel"),
-        _entry("get_tensor_model_parallel_src_rank()", *_over("tensor_model_parallel", "mesh.ranks({})[0]")),
-        _entry("get_model_parallel_src_rank()", *_over("model_parallel", "mesh.ranks({})[0]")),
+        _getter("get_tensor_model_parallel_src_rank()", "tensor_model_parallel", "mesh.ranks({})[0]"),
+        _getter("get_model_parallel_src_rank()", "model_parallel", "mesh.ranks({})[0]"),
         _entry(f"get_data_parallel_src_rank([{_CP}])", *_over("data_parallel", "mesh.ranks({})[0]")[1:]),
         _entry("get_context_parallel_global_ranks([check_initialized])", 'list(mesh.ranks("cp"))'),
         _entry("get_pipeline_model_parallel_first_rank()", 'mesh.ranks("pp")[0]'),
@@ -219,17 +226,21 @@ SECTIONS: dict[str, tuple[Entry, ...]] = {
         _group("expert_tensor_parallel"),
         _group("expert_tensor_and_model_parallel"),
         _group("expert_tensor_model_pipeline_parallel"),
-        _entry(
+        _getter(
             f"get_expert_data_parallel_group([check_initialized, {_EXPERT_PART}])",
-            *_over("expert_data_parallel", "mesh.group({})"),
+            "expert_data_parallel",
+            "mesh.group({})",
         ),
-        _entry(
+        _getter(
             f"get_data_modulo_expert_parallel_group([{_EXPERT_PART}])",
-            *_over("expert_data_parallel", "mesh.group({})", _DEPRECATED),
+            "expert_data_parallel",
+            "mesh.group({})",
+            _DEPRECATED,
         ),
-        _entry(
+        _getter(
             f"get_expert_data_parallel_group_gloo([{_EXPERT_PART}])",
-            *_over("expert_data_parallel", "mesh.gloo_group({})"),
+            "expert_data_parallel",
+            "mesh.gloo_group({})",
         ),
         _group("intra_distributed_optimizer_instance"),
         _group("inter_distributed_optimizer_instance"),
@@ -237,7 +248,7 @@ SECTIONS: dict[str, tuple[Entry, ...]] = {
         *_size_and_rank("expert_tensor_parallel"),
         *_size_and_rank("expert_tensor_and_model_parallel"),
         *_size_and_rank("expert_data_parallel", _EXPERT_PART),
-        _entry("get_expert_model_parallel_src_rank()", *_over("expert_model_parallel", "mesh.ranks({})[0]")),
+        _getter("get_expert_model_parallel_src_rank()", "expert_model_parallel", "mesh.ranks({})[0]"),
     ),
     "Making groups by hand": (
         RANK_GENERATOR,
@@ -288,13 +299,8 @@ SECTIONS: dict[str, tuple[Entry, ...]] = {
         *(
             _entry(f"set_{axis}_{answer}({answer})", "", note=_OVERRIDE)
             for answer in ("rank", "world_size")
-            for axis in (
-                *(("data_parallel",) * (answer == "rank")),
-                "tensor_model_parallel",
-                "pipeline_model_parallel",
-                "expert_model_parallel",
-                "expert_tensor_parallel",
-            )
+            for axis in _OVERRIDABLE
+            if (axis, answer) != ("data_parallel", "world_size")
         ),
         _entry("set_virtual_pipeline_model_parallel_rank(rank)", "", note=_OWN_STAGE),
         _entry("set_virtual_pipeline_model_parallel_world_size(world_size)", "", note=_OWN_STAGE),
@@ -368,20 +374,12 @@ SECTIONS["Private names, when they are read"] = (
     _entry("_POSITION_EMBEDDING_GLOBAL_RANKS", '[mesh.ranks("pp")[0]]', note=_NONE_ELSEWHERE),
     _entry("_global_process_group_list", "[held.group for held in mesh.communicators]"),
     *(
-        _entry(f"_MPU_{axis}_{answer}", "", note=_OVERRIDDEN)
-        for axis in (
-            "DATA_PARALLEL",
-            "TENSOR_MODEL_PARALLEL",
-            "PIPELINE_MODEL_PARALLEL",
-            "EXPERT_MODEL_PARALLEL",
-            "EXPERT_TENSOR_PARALLEL",
-        )
+        _entry(f"_MPU_{axis.upper()}_{answer}", "", note=_OVERRIDDEN)
+        for axis in _OVERRIDABLE
         for answer in ("RANK", "WORLD_SIZE")
     ),
-    _entry("_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK", "", note="keep the number in a variable of your own"),
-    _entry(
-        "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", "", note="keep the number in a variable of your own"
-    ),
+    _entry("_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK", "", note=_OWN_VARIABLE),
+    _entry("_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", "", note=_OWN_VARIABLE),
     _entry("_GLOBAL_MEMORY_BUFFER", "", note=_BUFFER_VARIABLE),
     _entry("_GLOBAL_SYMMETRIC_MEMORY_BUFFER", "", note=_BUFFER_VARIABLE),
     _entry("_set_global_memory_buffer()", "", note=_BUFFER_VARIABLE),

@@ -218,7 +218,7 @@ class PipelineParallelGrid(Getters):
             mesh: the mesh.
             axes: the mesh's axes for each of the topology's.
         """
-        self._topo, self._ranks, self.mesh = given, ours, mesh
+        self._topo, self._topology, self.mesh = given, ours, mesh
         self.global_rank, self.world_size = mesh.global_rank, mesh.layout.world_size
         self.pipe_parallel_size = ours.get_dim("pipe")
         self.data_parallel_size = ours.get_dim("data")
@@ -244,18 +244,18 @@ class PipelineParallelGrid(Getters):
     @cached_property
     def dp_groups(self) -> list[list[int]]:
         """The ranks of every group along data."""
-        return self._ranks.get_axis_comm_lists("data")
+        return self._topology.get_axis_comm_lists("data")
 
     @cached_property
     def pipe_groups(self) -> list[list[int]]:
         """The ranks of every group along pipe."""
-        return self._ranks.get_axis_comm_lists("pipe")
+        return self._topology.get_axis_comm_lists("pipe")
 
     @cached_property
     def p2p_groups(self) -> list[list[int]]:
         """For each rank, it and the next in its pipeline; after the last stage comes the first."""
-        layout = self._ranks.layout
-        pipe = self._ranks.mesh_axis("pipe")
+        layout = self._topology.layout
+        pipe = self._topology.mesh_axis("pipe")
         return [[rank, layout.neighbour(rank, pipe)] for rank in layout.ranks]
 
     @cached_property
@@ -266,7 +266,7 @@ class PipelineParallelGrid(Getters):
             ContractAttributeError: there is one rank along model; the original has no such attribute then.
         """
         self._check_sharded("model_groups")
-        return self._ranks.get_axis_comm_lists("model")
+        return self._topology.get_axis_comm_lists("model")
 
     @cached_property
     def mp_group(self) -> list[int]:
@@ -315,13 +315,13 @@ class PipelineParallelGrid(Getters):
                 f"stage_to_global() got stage_id={stage_id!r} and pipe={kwargs['pipe']!r}, which are the same; give "
                 "stage_id alone"
             )
-        at = self._ranks.get_coord(self.global_rank)._asdict()
+        at = self._topology.get_coord(self.global_rank)._asdict()
         unknown = [axis for axis in kwargs if axis not in at]
         if unknown:
             raise LayoutError(
                 *(f"axis {axis!r} is not one of {tuple(at)}{did_you_mean(axis, at)}" for axis in unknown)
             )
-        return self._ranks.get_rank(**{**at, "pipe": stage_id, **kwargs})
+        return self._topology.get_rank(**{**at, "pipe": stage_id, **kwargs})
 
     def _answer(self, kind: str, answer: str) -> Any:
         return getattr(self, _ATTRIBUTES[kind][answer])
@@ -335,4 +335,4 @@ class PipelineParallelGrid(Getters):
         return self._coordinate("data")
 
     def _coordinate(self, axis: str) -> int:
-        return int(getattr(self._ranks.get_coord(self.global_rank), axis))
+        return int(getattr(self._topology.get_coord(self.global_rank), axis))
