@@ -96,13 +96,22 @@ def setup_statements(expression: str) -> tuple[str, ...]:
     return (*views, *irregular, *(f"mesh.flatten({axes})" for axes in products))
 
 
-def _gloo_notes(expression: str) -> tuple[str, ...]:
-    """Where the gloo group of an expression comes from, unless its view asks for it."""
-    return tuple(
-        f'a gloo group is made where it is asked for: namedmesh.init_mesh(..., options={{"{axis}": {_GLOO}}})'
-        for axis in re.findall(r'mesh\.gloo_group\("(\w+)"', expression)
-        if axis != "edp_shard"
-    )
+# Remarks about what stands in an expression.
+_NOTES = {
+    "virtual_stages": "virtual_stages is a number of your own: how many virtual stages a rank has; torch's schedules "
+    "count stages, not a rank in a virtual pipeline",
+    "dp_cp_gather": "a second communicator over the ranks of dp and cp, because of share=False",
+}
+
+
+def _notes(expression: str) -> list[str]:
+    """The remarks about an expression, and where its gloo group comes from, unless its view asks for it."""
+    gloo = re.search(r'mesh\.gloo_group\("(?!edp_shard")(\w+)"', expression)
+    notes = [note for name, note in _NOTES.items() if name in expression]
+    if gloo is not None:
+        options = f'options={{"{gloo[1]}": {_GLOO}}}'
+        notes.append(f"a gloo group is made where it is asked for: namedmesh.init_mesh(..., {options})")
+    return notes
 
 
 @dataclass(frozen=True)
@@ -210,7 +219,7 @@ class Variant:
         return Advice(
             fill(self.replacement),
             tuple(map(fill, setup_statements(self.replacement))),
-            (*_gloo_notes(self.replacement), *(self.note,) * bool(self.note)),
+            (*_notes(self.replacement), *(self.note,) * bool(self.note)),
         )
 
 
