@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 
+from namedmesh.dialects import DIALECTS, Arrangement, arrange
+from namedmesh.errors import NamedMeshError
 from namedmesh.migrate.rules import Advice, Arguments, Entry, view_statement
 
 __all__ = ["INITIALIZE", "RANK_GENERATOR"]
@@ -13,7 +15,7 @@ _DENSE_SIZES = {
     "cp": "context_parallel_size",
     "pp": "pipeline_model_parallel_size",
 }
-_DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+_MEGATRON = DIALECTS["megatron"]
 _INSTANCES = "num_distributed_optimizer_instances"
 _LEVELS = "hierarchical_context_parallel_sizes"
 _BACKEND, _NCCL = "pipeline_model_parallel_comm_backend", "nccl_communicator_config_path"
@@ -46,6 +48,7 @@ def _layout_advice(arguments: Arguments) -> Advice:
 def _mesh_advice(arguments: Arguments) -> Advice:
     """The mesh, and the views, that ``initialize_model_parallel`` stands for."""
     order = _literal_order(arguments)
+    arrangement = _arrangement(order)
     sizes = {axis: arguments.size(name) for axis, name in _DENSE_SIZES.items()} | {"dp": "-1"}
     if "context_parallel_size" not in arguments.named:
         del sizes["cp"]
@@ -58,10 +61,10 @@ def _mesh_advice(arguments: Arguments) -> Advice:
         given = [f"namedmesh.Layout.from_order({order_source}, {named}, {world})"]
         notes.append(_ORDER_UNKNOWN)
     else:
-        given = [f"{axis}={sizes[axis]}" for axis in _slowest_first(order) if axis in sizes]
+        given = [f"{axis}={sizes[axis]}" for axis in arrangement.dense if axis in sizes]
     if arguments.rest:
         notes.append(f"what {arguments.rest} holds is not known here; sizes given there are missing")
-    views, view_notes = _views(arguments, order or _DEFAULT_ORDER, sizes)
+    views, view_notes = _views(arguments, arrangement, sizes)
     given += _settings(arguments)
     return Advice(f"namedmesh.init_mesh({', '.join(given)})", tuple(views), (*notes, *view_notes))
 
@@ -82,7 +85,9 @@ def _settings(arguments: Arguments) -> list[str]:
     return settings
 
 
-def _views(arguments: Arguments, order: str, dense: dict[str, str]) -> tuple[list[str], list[str]]:
+def _views(
+    arguments: Arguments, arrangement: Arrangement, dense: dict[str, str]
+) -> tuple[list[str], list[str]]:
     """The views that the arguments ask for, and remarks about groups that no view has."""
     views: list[str] = []
     notes: list[str] = []
@@ -90,9 +95,9 @@ def _views(arguments: Arguments, order: str, dense: dict[str, str]) -> tuple[lis
     if not (
         arguments.is_one("expert_model_parallel_size") and arguments.is_off("expert_tensor_parallel_size")
     ):
-        views += _expert_views(arguments, order, dense, several=several)
+        views += _expert_views(arguments, arrangement, dense, several=several)
     if several:
-        axes = _slowest_first(order)
+        axes = arrangement.dense.axes
         if "cp" in dense and abs(axes.index("dp") - axes.index("cp")) > 1:
             notes.append(_NOT_ADJOINING)
         else:
@@ -108,7 +113,9 @@ def _views(arguments: Arguments, order: str, dense: dict[str, str]) -> tuple[lis
     return views, notes
 
 
-def _expert_views(arguments: Arguments, order: str, dense: dict[str, str], *, several: bool) -> list[str]:
+def _expert_views(
+    arguments: Arguments, arrangement: Arrangement, dense: dict[str, str], *, several: bool
+) -> list[str]:
     as_dense = arguments.is_off("expert_tensor_parallel_size")
     sizes = {
         "etp": dense["tp"] if as_dense else arguments.size("expert_tensor_parallel_size"),
@@ -116,8 +123,7 @@ def _expert_views(arguments: Arguments, order: str, dense: dict[str, str], *, se
         "edp": "-1",
         "pp": dense["pp"],
     }
-    expert_order = order.replace("tp", "etp").replace("dp", "edp")
-    ordered = [(axis, sizes[axis]) for axis in _slowest_first(expert_order, tuple(sizes))]
+    ordered = [(axis, sizes[axis]) for axis in arrangement.expert or ()]
     views = [_sized_view("expert", ordered)]
     if several:
         views.append(_sized_view("expert_optimizer", _split(ordered, "edp", arguments)))
@@ -139,14 +145,16 @@ def _literal_order(arguments: Arguments) -> str | None:
     """The order string; None where it is not a literal."""
     value = arguments.named.get("order")
     if value is None:
-        return _DEFAULT_ORDER
+        return _MEGATRON.order
     return value.value.lower() if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
 
 
-def _slowest_first(order: str, axes: tuple[str, ...] = ("tp", "cp", "dp", "pp")) -> list[str]:
-    """The axes as ``init_mesh`` takes them; what the order leaves out has size 1 and comes first."""
-    named = [axis for axis in order.split("-") if axis in axes]
-    return [*(axis for axis in axes if axis not in named), *reversed(named)]
+def _arrangement(order: str | None) -> Arrangement:
+    """The axes in the order of a mesh; in Megatron's default order if this one is not known, or not valid."""
+    try:
+        return arrange(_MEGATRON, {}, order=order)
+    except NamedMeshError:
+        return arrange(_MEGATRON, {})
 
 
 INITIALIZE = Entry(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from namedmesh.errors import did_you_mean
@@ -393,7 +393,17 @@ class _Visitor(ast.NodeVisitor):
         path, line = self._source.locate(node.lineno)
         name, column = origin.legacy or "", node.col_offset + 1
         self.findings.append(
-            Finding(path, line, column, name, legacy, *astuple(advice), certain=origin.certain)
+            Finding(
+                path,
+                line,
+                column,
+                name,
+                legacy,
+                advice.replacement,
+                advice.once,
+                advice.notes,
+                origin.certain,
+            )
         )
 
 
