@@ -35,7 +35,7 @@ _NOT_ADJOINING = f"{_INSTANCES} cuts dp and cp together, which this order keeps 
 
 
 def _layout_advice(arguments: Arguments) -> Advice:
-    """The layout that answers for a ``RankGenerator``."""
+    """Return the layout that replaces a ``RankGenerator``."""
     names = [name for name in arguments.named if name not in {"order", "rank_offset"}]
     names += ["rank_offset"] * ("rank_offset" in arguments.named)
     sizes = "".join(f", {name}={ast.unparse(arguments.named[name])}" for name in names)
@@ -46,7 +46,7 @@ def _layout_advice(arguments: Arguments) -> Advice:
 
 
 def _mesh_advice(arguments: Arguments) -> Advice:
-    """The mesh, and the views, that ``initialize_model_parallel`` stands for."""
+    """Return the mesh, and the views, that replace ``initialize_model_parallel``."""
     order = _literal_order(arguments)
     arrangement = _arrangement(order)
     sizes = {axis: arguments.size(name) for axis, name in _DENSE_SIZES.items()} | {"dp": "-1"}
@@ -70,7 +70,7 @@ def _mesh_advice(arguments: Arguments) -> Advice:
 
 
 def _settings(arguments: Arguments) -> list[str]:
-    """The keywords of ``init_mesh`` that are no sizes."""
+    """Return the keywords of ``init_mesh`` that are no sizes."""
     settings = []
     if "distributed_timeout_minutes" in arguments.named:
         minutes = arguments.size("distributed_timeout_minutes")
@@ -88,7 +88,7 @@ def _settings(arguments: Arguments) -> list[str]:
 def _views(
     arguments: Arguments, arrangement: Arrangement, dense: dict[str, str]
 ) -> tuple[list[str], list[str]]:
-    """The views that the arguments ask for, and remarks about groups that no view has."""
+    """Return the views that the arguments ask for, and remarks about groups that no view has."""
     views: list[str] = []
     notes: list[str] = []
     several = not arguments.is_one(_INSTANCES)
@@ -131,7 +131,7 @@ def _expert_views(
 
 
 def _split(sizes: list[tuple[str, str]], axis: str, arguments: Arguments) -> list[tuple[str, str]]:
-    """The sizes with one axis split into the optimizer instances and the rest."""
+    """Split one axis into the optimizer instances and the rest."""
     position = [name for name, _ in sizes].index(axis)
     parts = [(f"{axis}_replicate", arguments.size(_INSTANCES)), (f"{axis}_shard", "-1")]
     return [*sizes[:position], *parts, *sizes[position + 1 :]]
@@ -142,7 +142,7 @@ def _sized_view(name: str, sizes: list[tuple[str, str]]) -> str:
 
 
 def _literal_order(arguments: Arguments) -> str | None:
-    """The order string; None where it is not a literal."""
+    """Return the order string; None where it is not a literal."""
     value = arguments.named.get("order")
     if value is None:
         return _MEGATRON.order
@@ -150,7 +150,7 @@ def _literal_order(arguments: Arguments) -> str | None:
 
 
 def _arrangement(order: str | None) -> Arrangement:
-    """The axes in the order of a mesh; in Megatron's default order if this one is not known, or not valid."""
+    """Return the axes, slowest first; in Megatron's default order if this one is unknown or invalid."""
     try:
         return arrange(_MEGATRON, {}, order=order)
     except NamedMeshError:

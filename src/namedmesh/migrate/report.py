@@ -1,4 +1,4 @@
-"""The report of a scan: text for people, JSON for programs."""
+"""Write the report of a scan: text for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _VIEW = re.compile(r'mesh\.add_view\("(\w+)"')
 
 
 def as_text(scan: Scan) -> str:
-    """The uses by file, the statements to run once, the remarks, and a summary.
+    """Write the uses by file, the statements to run once, the remarks, and a summary.
 
     Example:
         >>> from namedmesh.migrate.scan import scan
@@ -46,7 +46,7 @@ def as_text(scan: Scan) -> str:
 
 
 def as_json(scan: Scan) -> str:
-    """The same as an object: ``findings``, ``once``, ``problems``, ``summary`` and ``meanwhile``.
+    """Write the same as an object: ``findings``, ``once``, ``problems``, ``summary`` and ``meanwhile``.
 
     Example:
         >>> from namedmesh.migrate.scan import scan
@@ -65,7 +65,7 @@ def as_json(scan: Scan) -> str:
 
 
 def merge_setup(findings: Iterable[Finding]) -> list[str]:
-    """The statements that every rank runs once for all of the findings: views first, then products of their axes.
+    """Merge the statements that every rank runs once for all of the findings: views first, then products of axes.
 
     A view that several findings need is added once: with the sizes of the code's own initialization, or with the
     options that one of them needs.

@@ -59,7 +59,7 @@ _GLOO = "namedmesh.GroupOptions(gloo_twin=True)"
 
 
 def view_statement(name: str, expression: str = "") -> str:
-    """The statement that adds a view, in Megatron's default order, for an expression that uses it.
+    """Return the statement that adds a view, in Megatron's default order, for an expression that uses it.
 
     Example:
         >>> view_statement("gather").startswith('mesh.add_view("gather", options={"dp_cp_gather": ')
@@ -74,7 +74,7 @@ def view_statement(name: str, expression: str = "") -> str:
 
 
 def setup_statements(expression: str) -> tuple[str, ...]:
-    """The statements that every rank runs once, after the mesh is made, before it evaluates an expression.
+    """Return the statements that every rank runs once, after the mesh is made, before it evaluates an expression.
 
     Returns:
         The views of the axes that the mesh itself does not have, then the groups over several axes.
@@ -105,7 +105,7 @@ _NOTES = {
 
 
 def _notes(expression: str) -> list[str]:
-    """The remarks about an expression, and where its gloo group comes from, unless its view asks for it."""
+    """Return the remarks about an expression, and where its gloo group comes from, unless its view asks for it."""
     gloo = re.search(r'mesh\.gloo_group\("(?!edp_shard")(\w+)"', expression)
     notes = [note for name, note in _NOTES.items() if name in expression]
     if gloo is not None:
@@ -134,7 +134,7 @@ class Arguments:
 
     @classmethod
     def of(cls, call: ast.Call, parameters: Sequence[str]) -> Arguments:
-        """The arguments of a call to a function with the given parameters."""
+        """Assign the arguments of a call to the given parameters."""
         named = {}
         rest = []
         for position, argument in enumerate(call.args):
@@ -150,14 +150,14 @@ class Arguments:
         return cls(named, ", ".join(rest))
 
     def flag(self, name: str) -> bool | str:
-        """Whether a flag is set; the source of the expression where that is known at run time only."""
+        """Return whether a flag is set; the source of the expression where that is known at run time only."""
         if name not in self.named:
             return name in _TRUE_BY_DEFAULT
         value = self.named[name]
         return bool(value.value) if isinstance(value, ast.Constant) else self.source(name)
 
     def source(self, name: str) -> str:
-        """The source of an argument, ready to be put into another expression; its name if it is not given."""
+        """Return the source of an argument, to be put into another expression; its name if it is not given."""
         value = self.named.get(name)
         if value is None:
             return name
@@ -165,7 +165,7 @@ class Arguments:
         return ast.unparse(value) if isinstance(value, simple) else f"({ast.unparse(value)})"
 
     def size(self, name: str) -> str:
-        """The source of a size, which is 1 if it is not given."""
+        """Return the source of a size, which is 1 if it is not given."""
         return ast.unparse(self.named[name]) if name in self.named else "1"
 
     def is_off(self, name: str) -> bool:
@@ -183,7 +183,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to write in place of one call.
+    """The code that replaces one call.
 
     Args:
         replacement: a Python expression; empty where the name stays in the dialect.
@@ -211,7 +211,7 @@ class Variant:
     when: tuple[tuple[str, bool], ...] = ()
 
     def advice(self, arguments: Arguments) -> Advice:
-        """The replacement, its setup and its remarks, with the arguments of a call filled in."""
+        """Return the replacement, its setup and its remarks, with the arguments of a call filled in."""
 
         def fill(template: str) -> str:
             return re.sub(r"\{(\w+)\}", lambda match: arguments.source(match[1]), template)
@@ -261,7 +261,7 @@ class Entry:
         )
 
     def advise(self, arguments: Arguments) -> Advice:
-        """The replacement of one call; both of two, joined by the flag, where that is known at run time only."""
+        """Return the replacement of one call; both of two, joined by the flag, where that is known at run time only."""
         if self.render is not None:
             return self.render(arguments)
         advice = self._select(self.variants, arguments)

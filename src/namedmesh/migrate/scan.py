@@ -91,7 +91,7 @@ class Scan:
 
 
 def scan(paths: Iterable[str | os.PathLike[str]]) -> Scan:
-    """Every use of Megatron's ``parallel_state`` in files and folders.
+    """Find every use of Megatron's ``parallel_state`` in files and folders.
 
     Args:
         paths: modules, notebooks, and folders of them.
@@ -113,7 +113,7 @@ def scan(paths: Iterable[str | os.PathLike[str]]) -> Scan:
 
 
 def scan_source(source: Source) -> list[Finding]:
-    """Every use in one file.
+    """Find every use in one file.
 
     Example:
         >>> text = "from megatron.core import mpu; rank = mpu.get_data_parallel_rank()"
@@ -184,7 +184,7 @@ class _Scopes:
         self._stack.pop()
 
     def origin(self, node: ast.expr) -> _Origin | None:
-        """Where an expression comes from; None where that is not known."""
+        """Return the origin of an expression; None where it is not known."""
         if isinstance(node, ast.Name):
             for depth, scope in enumerate(reversed(self._stack)):
                 if node.id in scope.bound and (depth == 0 or not scope.is_class):
@@ -228,7 +228,7 @@ def _has_usual_name(node: ast.expr) -> bool:
 
 
 def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """A node and what is below it, without the bodies of functions and classes, which have their own scopes."""
+    """Yield a node and its descendants, without the bodies of functions and classes, which have their own scopes."""
     yield node
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
         return
@@ -316,14 +316,14 @@ class _Visitor(ast.NodeVisitor):
             self._add_reference(node, origin)
 
     def visit_Constant(self, node: ast.Constant) -> None:
-        """A dotted path, as ``mock.patch`` takes it."""
+        """Visit a dotted path, as ``mock.patch`` takes it."""
         if isinstance(node.value, str) and "." in node.value:
             origin = _Origin(node.value)
             if origin.legacy in TABLE:
                 self._add(node, origin, repr(node.value), Advice("", notes=(_ASSIGNED,)))
 
     def _legacy_origin(self, node: ast.expr) -> _Origin | None:
-        """The legacy name that an expression is, if it is one."""
+        """Return the legacy name that an expression is, if it is one."""
         origin = self._scopes.origin(node)
         if origin is None:
             return self._from_star_import(node)
@@ -338,7 +338,7 @@ class _Visitor(ast.NodeVisitor):
         return _Origin(f"{_MODULES[0]}.{node.id}") if self._scopes.from_star_import(node.id) else None
 
     def _named_by_string(self, node: ast.expr) -> _Origin | None:
-        """The legacy name in ``getattr(mpu, "get_x")`` and its like; the module itself for a computed name."""
+        """Return the legacy name in ``getattr(mpu, "get_x")`` and its like; the module itself for a computed name."""
         if not isinstance(node, ast.Call) or len(node.args) < _OBJECT_AND_NAME:
             return None
         module, name = node.args[:_OBJECT_AND_NAME]

@@ -1,4 +1,4 @@
-"""Which files to read, and how: Python modules, and the code cells of notebooks."""
+"""Read Python modules, and the code cells of notebooks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Source:
     cells: tuple[tuple[int, int], ...] = ()
 
     def locate(self, line: int) -> tuple[str, int]:
-        """The path, with the cell of a notebook, and the line there of a line of the tree.
+        """Return the path, with the cell of a notebook, and the line there of a line of the tree.
 
         Example:
             >>> Source("a.ipynb", ast.parse(""), "", ((1, 0), (4, 2))).locate(5)
@@ -57,7 +57,7 @@ class Source:
 
 
 def python_files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
-    """The files that paths stand for: a file itself, a folder's modules and notebooks; each once, sorted.
+    """Yield the files of paths: a file itself, a folder's modules and notebooks; each once, sorted.
 
     Hidden folders are left out, and ``__pycache__``, ``build``, ``node_modules``, ``site-packages`` and virtual
     environments, unless they are given themselves.
@@ -88,7 +88,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def read(path: Path) -> Source:
-    """The source of a file.
+    """Read and parse a file.
 
     Raises:
         UnreadableError: it cannot be opened, decoded or parsed.
@@ -125,7 +125,7 @@ def _reason(error: Exception) -> str:
 
 
 def _code_of(content: bytes) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """The code of a notebook's cells as one text, because a name is bound in one cell and used in the next."""
+    """Join the code of a notebook's cells, because a name is bound in one cell and used in the next."""
     try:
         sources = [
             (number, "".join(cell["source"]))
@@ -143,7 +143,7 @@ def _code_of(content: bytes) -> tuple[str, tuple[tuple[int, int], ...]]:
 
 
 def _without_magic(source: str) -> list[str]:
-    """The lines of a cell, with the commands of the notebook replaced by ``pass``."""
+    """Return the lines of a cell, with the commands of the notebook replaced by ``pass``."""
     lines = source.split("\n")
     if source.lstrip().startswith("%%"):
         return [""] * len(lines)

@@ -21,7 +21,7 @@ _EXPERT_PART = "partial_expert_data_parallel"
 
 
 def _axes_by_group() -> dict[str, dict[str, str]]:
-    """For each group of Megatron, and each set of flags of its getter, the axes as source text."""
+    """Return the axes of each group of Megatron, by the flags of its getter, as source text."""
     axes: dict[str, dict[str, str]] = {
         "data_parallel": {f"{_CP} {_PART}": '"dp_shard"', f"{_CP} independent_all_gather": '"dp_cp_gather"'},
         "expert_data_parallel": {_EXPERT_PART: '"edp_shard"'},
@@ -294,7 +294,7 @@ def _entry(signature: str, source: str | Variant | Mapping[str, str]) -> Entry:
 
 
 def _by_flags(expression: str, parameters: tuple[str, ...]) -> dict[str, str]:
-    """An expression over ``<a group>``, for each set of flags of the group that the function takes."""
+    """Expand an expression over ``<a group>`` to each set of flags of the group that the function takes."""
     match = re.search(r"<(\w+)>", expression)
     if match is None:
         return {"": expression}
@@ -306,7 +306,7 @@ def _by_flags(expression: str, parameters: tuple[str, ...]) -> dict[str, str]:
 
 
 def _with_axes(expression: str) -> str:
-    """An expression with the axes of ``<a group flag ...>`` filled in."""
+    """Fill in the axes of ``<a group flag ...>``."""
     return re.sub(r"<(\w+) ?([\w ]*)>", lambda match: _AXES[match[1]][match[2]], expression)
 
 
@@ -330,7 +330,7 @@ _WIDTH = 56  # of the left column; a longer call has a line of its own
 
 
 def advise(legacy: str) -> Advice:
-    """What replaces a legacy call or name, given as source text.
+    """Return the code that replaces a legacy call or name, given as source text.
 
     Raises:
         KeyError: the name is not in the table.
@@ -347,7 +347,7 @@ def advise(legacy: str) -> Advice:
 
 
 def rows(section: str) -> Iterator[tuple[str, Advice]]:
-    """Each legacy call of a section, as the page shows it, and its advice.
+    """Yield each legacy call of a section, as the page shows it, and its advice.
 
     Example:
         >>> next((legacy, advice.replacement) for legacy, advice in rows("Groups"))
@@ -359,7 +359,7 @@ def rows(section: str) -> Iterator[tuple[str, Advice]]:
 
 
 def page() -> str:
-    """The table as the migration page shows it: a line for each call, and numbered remarks below.
+    """Write the table of the migration page: a line for each call, and numbered remarks below.
 
     Example:
         >>> "get_pipeline_model_parallel_next_rank()" in page()

@@ -33,7 +33,7 @@ class Shade:
 
 @dataclass(frozen=True)
 class Cell:
-    """Some consecutive ranks that are drawn as one: a single one unless the world is large."""
+    """Consecutive ranks that are drawn as one; a single rank unless the world is large."""
 
     first: int
     count: int
@@ -53,7 +53,7 @@ class Box:
 
 
 def shades(size: int) -> tuple[Shade, ...]:
-    """Colors for the coordinates on an axis: hues up to eight, a ramp above, one shade for several if needed.
+    """Return a color for each coordinate of an axis: hues up to eight, a ramp above, shared shades beyond 64.
 
     Example:
         >>> shades(2)[0], len(shades(1000))
@@ -80,7 +80,7 @@ def _ramped(at: float, paler: float) -> Shade:
 
 
 def _text_on(channels: tuple[int, int, int]) -> str:
-    """Black or white, whichever contrasts more (relative luminance, with the usual gamma of 2.2)."""
+    """Return black or white, whichever contrasts more (relative luminance, with the usual gamma of 2.2)."""
     linear = [(channel / 255) ** 2.2 for channel in channels]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return "#000000" if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) else "#ffffff"
@@ -132,7 +132,7 @@ class Grid:
         return axes
 
     def color_axis(self, name: str | None = None) -> str:
-        """The axis that gives the colors: the one with the name, or the slowest of size above 1.
+        """Return the axis that gives the colors: the one with the name, or the slowest of size above 1.
 
         Raises:
             AxisError: there is no such axis.
@@ -145,25 +145,25 @@ class Grid:
         return name
 
     def coordinate(self, cell: Cell, axis: str) -> int | None:
-        """The coordinate of a cell on an axis; None if its ranks have several."""
+        """Return the coordinate of a cell on an axis; None if its ranks have several."""
         layout = self.axes[axis]
         stride = layout.strides[layout.axes.index(axis)]
         first, last = cell.first // stride, (cell.first + cell.count - 1) // stride
         return first % layout[axis] if first == last or layout[axis] == 1 else None
 
     def shade(self, cell: Cell, axis: str) -> Shade | None:
-        """The color of a cell; None if its ranks have several."""
+        """Return the color of a cell; None if its ranks have several."""
         at = self.coordinate(cell, axis)
         colors = shades(self.axes[axis][axis])
         return None if at is None else colors[at * len(colors) // self.axes[axis][axis]]
 
     def outlined_axis(self) -> str | None:
-        """The axis whose groups are neighbors in the picture: the fastest of size above 1."""
+        """Return the axis whose groups are neighbors in the picture: the fastest of size above 1."""
         layout = self.plan.layout
         return next((axis for axis in reversed(layout.axes) if layout[axis] > 1), None)
 
     def outlines(self, row: tuple[Cell, ...]) -> list[tuple[int, int]]:
-        """The stretches of a row that are in one group of the outlined axis: first and last column."""
+        """Return the first and last column of each group of the outlined axis in a row."""
         axis = self.outlined_axis()
         if axis is None or self.block > 1:
             return []

@@ -43,7 +43,7 @@ _MODEL_HELP = {
 
 
 def _add_layout(parser: ArgumentParser) -> None:
-    """A spec string, or a flag for each axis."""
+    """Add a spec string, and a flag for each axis."""
     parser.add_argument(
         "spec",
         nargs="*",
@@ -72,7 +72,7 @@ def _add_format(parser: ArgumentParser) -> None:
 
 
 def _layout_arguments(arguments: Namespace) -> tuple[str, dict[str, Any]]:
-    """The spec and the keywords that :func:`namedmesh.plan.make_plan` takes."""
+    """Return the spec and the keywords that :func:`namedmesh.plan.make_plan` takes."""
     sizes = {axis: getattr(arguments, axis) for axis in (*AXES, *EXPERT_AXES)}
     keywords = {axis: size for axis, size in sizes.items() if size is not None}
     return " ".join(arguments.spec), {**keywords, "order": arguments.order, "like": arguments.like}
@@ -114,7 +114,7 @@ def _plan(arguments: Namespace) -> int:
 
 
 def _draw(plan: Plan, arguments: Namespace) -> None:
-    """Write the pictures that were asked for."""
+    """Write the pictures that the arguments name."""
     if arguments.svg is not None:
         from namedmesh.plan.svg import draw_svg
 

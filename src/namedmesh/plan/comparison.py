@@ -1,4 +1,4 @@
-"""Two layouts side by side: which kinds of groups are the same ranks in both, and which are not."""
+"""Compare two layouts: which kinds of groups have the same ranks in both, and which do not."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Groups:
         layout: the layout that the axes are of.
         size: how many ranks a group has.
         count: how many groups there are.
-        communicator: what serves it once groups over the same ranks are shared: ``"own"``, ``"world"`` (the
+        communicator: what serves it if groups over the same ranks are shared: ``"own"``, ``"world"`` (the
             default group), ``"none"`` (a single rank), or the name of the kind that has the same ranks.
     """
 
@@ -44,11 +44,11 @@ class Groups:
 
     @property
     def name(self) -> str:
-        """What the dialect calls it."""
+        """The dialect's name of the kind."""
         return self.kind.name
 
     def first(self, limit: int) -> list[Members]:
-        """The first groups, by their lowest rank; the cost is that of ``limit``.
+        """Return the first groups, by their lowest rank; the cost is that of ``limit``.
 
         Example:
             >>> [group[:] for group in make_plan("pp=2,tp=2").groups("tp").first(1)]
@@ -59,7 +59,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a job's layout amounts to.
+    """The sizes, groups, communicators and warnings of a job's layout.
 
     Args:
         arrangement: the layouts and whose rank table they are.
@@ -106,7 +106,7 @@ class Plan:
         return _groups(self.arrangement, Kind("model replica", self.replica_axes), "")
 
     def groups(self, name: str) -> Groups:
-        """The groups of one kind, by its name.
+        """Return the groups of one kind, by its name.
 
         Raises:
             AxisError: no kind of groups has this name.
@@ -130,7 +130,7 @@ class OnAxis:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What a plan means for one rank.
+    """The coordinates, groups and shards of one rank.
 
     Args:
         rank: the rank.
@@ -179,7 +179,7 @@ def make_plan(
     nvlink_domain: int | None = None,
     **sizes: int,
 ) -> Plan:
-    """What a layout amounts to, without a process group, a GPU or torch.
+    """Plan a layout, without a process group, a GPU or torch.
 
     Args:
         spec: a spec string, ``"pp=2,dp=-1,tp=2"`` or ``"megatron tp=2,pp=4"``, or a layout. A string without a
@@ -238,7 +238,7 @@ def make_plan(
 
 
 def plan_rank(plan: Plan, rank: int) -> RankPlan:
-    """What a plan means for one rank.
+    """Describe one rank of a plan.
 
     Args:
         plan: the plan.
@@ -284,7 +284,7 @@ def resolve(
     order: str | None = None,
     **sizes: int,
 ) -> Arrangement:
-    """The layouts that a spec, or sizes, stand for; arguments and errors are those of :func:`make_plan`.
+    """Resolve a spec, or sizes, to layouts; arguments and errors are those of :func:`make_plan`.
 
     Example:
         >>> resolve("fairscale tp=2,pp=4", world_size=16).dense
@@ -343,7 +343,7 @@ def _groups(arrangement: Arrangement, kind: Kind, communicator: str) -> Groups:
 
 
 def _shared(arrangement: Arrangement) -> tuple[Groups, ...]:
-    """The groups of each kind, each with the first kind that has the same ranks."""
+    """Return the groups of each kind, with the communicator that serves them."""
     owners: dict[object, str] = {}
     shared = []
     for kind in kinds_of(arrangement):
@@ -406,7 +406,7 @@ def _crossing_warning(arrangement: Arrangement, far: list[Placement], block: int
 
 
 def _copies(expert: Layout, rank: int) -> Members:
-    """The ranks that hold the same experts as a rank."""
+    """Return the ranks that hold the same experts as a rank."""
     return group_of(expert, rank, *(axis for axis in expert if axis not in _EXPERT_SHARDS))
 
 

@@ -1,4 +1,4 @@
-"""A plan as one HTML page without network: the ranks in their nodes; the reader picks the axis and the rank."""
+"""Draw a plan as one HTML page that loads nothing: the ranks in their nodes; the reader picks the axis and the rank."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def _box(grid: Grid, box: Box, axis: str) -> str:
 
 
 def _row(grid: Grid, row: tuple[Cell, ...], axis: str) -> str:
-    """The cells of a row, those of one group of the fastest axis inside an outline."""
+    """Write the cells of a row, those of one group of the fastest axis inside an outline."""
     cells = [_cell(grid, cell, axis) for cell in row]
     groups = grid.outlines(row)
     if not groups:
@@ -194,7 +194,7 @@ def _row(grid: Grid, row: tuple[Cell, ...], axis: str) -> str:
 
 
 def _cell(grid: Grid, cell: Cell, axis: str) -> str:
-    """A cell, colored already for readers without scripts."""
+    """Write a cell, with its color for readers without scripts."""
     shade = grid.shade(cell, axis)
     style = f' style="background:{shade.fill};color:{shade.text}"' if shade is not None else ""
     return f'<button class="rank" data-rank="{cell.first}" data-count="{cell.count}"{style}>{cell.label}</button>'
@@ -217,5 +217,5 @@ def _layout_data(grid: Grid) -> dict[str, Any]:
 
 
 def _embedded(data: dict[str, Any]) -> str:
-    """JSON that cannot end the element that it stands in."""
+    """Write JSON that cannot end the element that contains it."""
     return json.dumps(data).replace("<", "\\u003c")

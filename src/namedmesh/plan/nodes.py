@@ -22,7 +22,7 @@ _TOKENS = ("tp", "cp", "ep", "dp", "dp_shard", "dp_replicate", "pp")
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the groups over one axis lie.
+    """The nodes and NVLink domains of the groups over one axis.
 
     Args:
         axis: the axis.
@@ -42,7 +42,7 @@ class Placement:
 
     @property
     def words(self) -> str:
-        """Where they lie, for people.
+        """The same in words.
 
         Example:
             >>> Placement("tp", "dense", 4, 8, 0).words, Placement("tp", "dense", 3, 8, 3).words
@@ -65,7 +65,7 @@ def _crossed(crossed: int, groups: int, what: str) -> str:
 
 
 def crossing(layout: Layout, axis: str, block: int) -> int:
-    """How many groups over an axis have ranks in several blocks of consecutive ranks.
+    """Count the groups over an axis that have ranks in several blocks of consecutive ranks.
 
     Args:
         layout: the layout.
@@ -108,7 +108,7 @@ def crossing(layout: Layout, axis: str, block: int) -> int:
 
 
 def _late(below: int, block: int, t: int) -> int:
-    """How many numbers below a bound are t or more, modulo block."""
+    """Count the numbers below a bound that are t or more, modulo block."""
     whole, rest = divmod(below, block)
     return whole * (block - t) + max(0, rest - t)
 
@@ -116,7 +116,7 @@ def _late(below: int, block: int, t: int) -> int:
 def placements(
     arrangement: Arrangement, gpus_per_node: int, nvlink_domain: int | None = None
 ) -> tuple[Placement, ...]:
-    """Where the groups over each axis lie, slowest axis first, the experts' own axes at the end.
+    """Place the groups over each axis on nodes, slowest axis first, the experts' own axes at the end.
 
     Args:
         arrangement: the layouts.
@@ -147,7 +147,7 @@ def placements(
 
 
 def bandwidth_bound(placed: tuple[Placement, ...]) -> list[Placement]:
-    """The axes that should stay where the fast links are, and do not.
+    """Return the axes that should stay inside the fast links, and do not.
 
     These exchange activations inside every layer: tp, etp and ep.
     """
@@ -160,7 +160,7 @@ def bandwidth_bound(placed: tuple[Placement, ...]) -> list[Placement]:
 
 
 def better_order(arrangement: Arrangement, block: int) -> str | None:
-    """An order of the axes, fastest first, under which tp and ep stay inside a block, as near as can be.
+    """Find an order of the axes, fastest first, under which tp and ep stay inside a block, close to the given one.
 
     Args:
         arrangement: the layouts as they are.
@@ -195,6 +195,6 @@ def better_order(arrangement: Arrangement, block: int) -> str | None:
 
 
 def _moves(tokens: tuple[str, ...], now: list[str]) -> int:
-    """How many pairs of axes are swapped."""
+    """Count the pairs of axes that are swapped."""
     positions = [now.index(token) for token in tokens]
     return sum(a > b for i, a in enumerate(positions) for b in positions[i + 1 :])

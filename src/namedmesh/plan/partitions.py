@@ -1,4 +1,4 @@
-"""Every factoring of a world into tensor, context, pipeline and data parallel ranks, and what rules some of them out."""
+"""List every factoring of a world into tensor, context, pipeline and data parallel ranks, and what rules some out."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def list_partitions(
     memory: int | None = None,
     stage: int = 3,
 ) -> tuple[Partition, ...]:
-    """Every tp x cp x pp x dp that makes up a world, and with experts every ep inside it.
+    """List every tp x cp x pp x dp that makes up a world, and with experts every ep inside it.
 
     Args:
         world_size: how many ranks there are.
@@ -149,7 +149,7 @@ def _judged(
 
 
 def _incompatibilities(sizes: dict[str, int], model: Model) -> list[str]:
-    """The sizes of a model that do not divide by those of the axes."""
+    """Return a sentence for each size of a model that does not divide by that of its axis."""
     kv_heads = model.kv_heads if model.kv_heads is not None else model.heads
     divisions = [
         ("heads", model.heads, "tp", sizes["tp"]),
@@ -184,7 +184,7 @@ def _crossing(sizes: dict[str, int], gpus_per_node: int | None) -> tuple[str, ..
 def partitions_document(
     partitions: Sequence[Partition], headline: str = "", *, everything: bool = False
 ) -> Document:
-    """Partitions as a table; the struck rows carry an x and the reason."""
+    """Write partitions as a table; rows that are ruled out have an x and the reason."""
     shown = partitions if everything else partitions[:_SHOWN]
     rows = [_row(partition, partitions) for partition in shown]
     columns = ("tp", "cp", "pp", "dp", *_columns(partitions))

@@ -1,4 +1,4 @@
-"""How the weight of a linear layer is sharded over tensor-parallel ranks."""
+"""Shard the weight of a linear layer over tensor-parallel ranks."""
 
 from __future__ import annotations
 

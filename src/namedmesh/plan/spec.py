@@ -1,4 +1,4 @@
-"""Spec strings, ``pp=2,dp=-1,tp=2`` or ``megatron tp=2,pp=4``: the one place where they are read."""
+"""Parse spec strings, ``pp=2,dp=-1,tp=2`` or ``megatron tp=2,pp=4``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ITEM = re.compile(r"[^,\s]+")
 
 @dataclass(frozen=True)
 class Spec:
-    """What a spec string says.
+    """The sizes, and the dialect, of a spec string.
 
     Args:
         text: the string.
@@ -61,7 +61,7 @@ class SpecError(UsageError):
 
 
 def parse_spec(text: str) -> Spec:
-    """Read a spec string.
+    """Parse a spec string.
 
     Args:
         text: axes with their sizes, slowest first, separated by commas or blanks: ``pp=2,dp=-1,tp=2``. A size
@@ -99,7 +99,7 @@ def parse_spec(text: str) -> Spec:
 
 
 def near_misses(axes: Iterable[str]) -> list[str]:
-    """A sentence for each axis whose name is nearly a usual one: allowed, but perhaps not meant.
+    """Return a warning for each axis whose name is nearly a usual one: allowed, but perhaps a typo.
 
     Example:
         >>> near_misses(["dp", "tpp", "rows"])

@@ -1,4 +1,4 @@
-"""A plan as one SVG picture: the ranks in their nodes, colored by an axis, the groups of another outlined."""
+"""Draw a plan as one SVG picture: the ranks in their nodes, colored by an axis, the groups of another outlined."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TICKS = 16
 
 @dataclass(frozen=True)
 class _Size:
-    """How large a cell is drawn, and its text."""
+    """The size of a cell, and of its text."""
 
     width: int
     height: int
@@ -79,7 +79,7 @@ class _Picture:
         self.width = 2 * _MARGIN + max(512, boxes, words)
 
     def document(self) -> str:
-        """The whole picture."""
+        """Draw the whole picture."""
         top = self._head()
         for number, box in enumerate(self.grid.boxes):
             x = _MARGIN + number % self.across * (self.box_width + self.size.pad)
@@ -109,7 +109,7 @@ class _Picture:
         return note if outlined is None else f"{note}; outlined: groups of {outlined}"
 
     def _head(self) -> int:
-        """The heading and the legend; returns where the boxes begin."""
+        """Draw the heading and the legend; return the y coordinate below."""
         self._text(_MARGIN, _MARGIN + 14, self.title, 20, weight="bold")
         self._text(_MARGIN, _MARGIN + 38, self.note, 14, fill=_SOFT)
         size = self.grid.axes[self.axis][self.axis]
@@ -180,7 +180,7 @@ class _Picture:
         self.parts.append("</g>")
 
     def _words(self, cell: Cell) -> list[str]:
-        """The text below the rank, where there is room: its coordinates."""
+        """Return the lines below the rank, where there is room: its coordinates."""
         if not self.size.small:
             return []
         layout = self.grid.plan.layout

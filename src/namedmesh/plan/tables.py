@@ -49,7 +49,7 @@ class Document:
 
 
 def show(document: Document, how: str) -> None:
-    """Write a document to standard output; with ``rich``, if that is installed and a terminal is looking."""
+    """Write a document to standard output; with ``rich``, if that is installed and the output is a terminal."""
     if how == "text" and sys.stdout.isatty() and _has_rich():
         _show_rich(document)
     else:
@@ -63,7 +63,7 @@ def _has_rich() -> bool:
 
 
 def rendered(document: Document, how: str) -> str:
-    """A document in one of :data:`FORMATS`.
+    """Render a document in one of :data:`FORMATS`.
 
     Example:
         >>> print(rendered(Document((), dict, lambda: Table(("axis", "size"), (("tp", 2),))), "csv"), end="")
@@ -84,7 +84,7 @@ def rendered(document: Document, how: str) -> str:
 
 
 def as_text(table: Table) -> str:
-    """A table with aligned columns; numbers stand to the right.
+    """Render a table with aligned columns, numbers to the right.
 
     Example:
         >>> print(as_text(Table(("axis", "size"), (("tp", 2), ("dp_shard", 64)))))

@@ -24,7 +24,7 @@ _LISTED = 4096
 
 
 def plan_document(plan: Plan, *, everything: bool = False) -> Document:
-    """A plan in words and tables.
+    """Write a plan as text and tables.
 
     Args:
         plan: the plan.
@@ -43,7 +43,7 @@ def plan_document(plan: Plan, *, everything: bool = False) -> Document:
 
 
 def rank_document(plan: Plan, one: RankPlan) -> Document:
-    """One rank in words."""
+    """Write one rank as text."""
     where = f", node {one.node}" if one.node is not None else ""
     lines = [f"rank {one.rank} of {plan.layout}{where}"]
     lines += [_axis_line(own) for own in one.axes]
@@ -102,7 +102,7 @@ def _groups_text(groups: Groups, everything: bool) -> str:
 
 
 def _filled(texts: Sequence[str], limit: int | None) -> tuple[list[str], int]:
-    """Texts in lines, up to a number of lines, and how many of the texts are in them."""
+    """Fill lines with texts, up to a number of lines; return the lines, and how many texts are in them."""
     lines = [""]
     for used, text in enumerate(texts):
         if lines[-1] and len(lines[-1]) + 1 + len(text) > _WIDTH:
@@ -240,7 +240,7 @@ def _rank_data(one: RankPlan) -> dict[str, Any]:
 
 
 def _described(ranks: Members) -> dict[str, Any]:
-    """A group that may be as large as the world: its ranks where they are few, and always how they go on."""
+    """Describe a group that may be as large as the world: its sizes and strides, and its ranks if they are few."""
     return {
         "size": len(ranks),
         "first": ranks.first,

@@ -47,7 +47,7 @@ _ATTRIBUTES = {
 
 
 def topology_of(layout: Layout) -> tuple[ProcessTopology, dict[str, tuple[str, ...]]]:
-    """A topology over the ranks of a layout, and the layout's axes for each of its own.
+    """Return a topology over the ranks of a layout, and the layout's axes for each of its own.
 
     Axes of no kind of parallelism of DeepSpeed's keep their names. A grid needs pipe and data: one that the layout
     lacks has size 1.
@@ -168,7 +168,7 @@ class PipelineParallelGrid(Getters):
 
     @classmethod
     def from_mesh(cls, mesh: NamedMesh) -> PipelineParallelGrid:
-        """A grid over a mesh that exists, whose groups it uses; communicates.
+        """Make a grid over a mesh that exists, whose groups it uses; communicates.
 
         Every rank of the mesh calls it. A group that is missing is made, and belongs to the mesh.
 
@@ -299,7 +299,7 @@ class PipelineParallelGrid(Getters):
         return self._topo
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """The rank of another stage at this rank's other coordinates.
+        """Return the rank of another stage at this rank's other coordinates.
 
         Args:
             stage_id: the stage.

@@ -44,7 +44,7 @@ _EXPERT = ("edp", "ep", "etp")
 
 
 def axis_map(layout: Layout) -> dict[str, tuple[str, ...]]:
-    """The axes of a layout for each of DeepSpeed's kinds of parallelism, in the order of the layout.
+    """Return the axes of a layout for each of DeepSpeed's kinds of parallelism, in the order of the layout.
 
     Returns:
         The axes of ``"pipe"``, ``"data"``, ``"model"`` and ``"sequence"``; none for a kind that the layout lacks.
@@ -83,7 +83,7 @@ def _check_axes(layout: Layout) -> None:
 
 
 def group_over(mesh: NamedMesh, axes: Sequence[str]) -> dist.ProcessGroup:
-    """This rank's group over some axes of a mesh, made unless it exists; communicates.
+    """Return this rank's group over some axes of a mesh, made unless it exists; communicates.
 
     Args:
         mesh: the mesh, which owns the group.
@@ -113,7 +113,7 @@ def check_mesh(mesh: object, call: str) -> None:
 
 
 def _group(kind: str, text: str) -> Callable[[Getters], dist.ProcessGroup]:
-    """A getter of a group; ``text`` is its docstring."""
+    """Make a getter of a group; ``text`` is its docstring."""
 
     def getter(self: Getters) -> dist.ProcessGroup:
         group: dist.ProcessGroup = self._answer(kind, "group")
@@ -124,7 +124,7 @@ def _group(kind: str, text: str) -> Callable[[Getters], dist.ProcessGroup]:
 
 
 def _number(kind: str, answer: str, text: str) -> Callable[[Getters], int]:
-    """A getter of a size or a rank; ``text`` is its docstring."""
+    """Make a getter of a size or a rank; ``text`` is its docstring."""
 
     def getter(self: Getters) -> int:
         return int(self._answer(kind, answer))
@@ -138,7 +138,7 @@ class Getters(ABC):
 
     @abstractmethod
     def _answer(self, kind: str, answer: str) -> Any:
-        """The ``"group"``, the ``"ranks"``, the ``"size"`` or this rank's ``"rank"`` in a kind of parallelism."""
+        """Return the ``"group"``, ``"ranks"``, ``"size"`` or this rank's ``"rank"`` of a kind of parallelism."""
 
     get_global_rank = _number("world", "rank", "This rank.")
     get_model_parallel_group = _group("model", "The group of this rank's replica of the model.")
@@ -168,7 +168,7 @@ class Getters(ABC):
 
 
 def mpu(mesh: NamedMesh) -> ModelParallelUnit:
-    """The unit of a mesh, for ``deepspeed.initialize(mpu=...)``; communicates.
+    """Make the unit of a mesh, for ``deepspeed.initialize(mpu=...)``; communicates.
 
     Every rank of the mesh calls it. Groups that the mesh has are used; the one over pp and tp, and with sequence
     parallelism the one over the data-parallel and sequence-parallel ranks, is made unless it exists. All of them

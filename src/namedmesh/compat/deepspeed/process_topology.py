@@ -77,7 +77,7 @@ class ProcessTopology:
         self._names = dict(zip(axes, self.layout.axes, strict=True))
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """The rank at some coordinates.
+        """Return the rank at some coordinates.
 
         Args:
             **coord_kwargs: one coordinate for each axis.
@@ -126,7 +126,7 @@ class ProcessTopology:
         inner_sep: str = "_",
         outer_sep: str = "-",
     ) -> str:
-        """The coordinates of a rank, as the names of checkpoint files have them.
+        """Return the coordinates of a rank, as the names of checkpoint files have them.
 
         Args:
             rank: the rank.
@@ -150,7 +150,7 @@ class ProcessTopology:
         return outer_sep.join(f"{axis}{inner_sep}{at[axis]:02d}" for axis in shown)
 
     def get_dim(self, axis: str) -> int:
-        """The size of an axis; 0 if the topology does not have it.
+        """Return the size of an axis; 0 if the topology does not have it.
 
         Example:
             >>> topology = ProcessTopology(["x", "y"], [2, 3])
@@ -160,7 +160,7 @@ class ProcessTopology:
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:
-        """The coordinates of a rank, as a named tuple.
+        """Return the coordinates of a rank, as a named tuple.
 
         Raises:
             LayoutError: the rank is not in the topology.
@@ -178,7 +178,7 @@ class ProcessTopology:
         return self.ProcessCoord(*self.layout.coords(index).values())
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """The ranks of every group along an axis; none if the topology does not have it.
+        """Return the ranks of every group along an axis; none if the topology does not have it.
 
         Returns:
             Groups by their first rank, ranks inside a group ascending.
@@ -193,7 +193,7 @@ class ProcessTopology:
         return [list(ranks) for ranks in self.layout.groups(self._names[axis])]
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """Every rank at some coordinates, ascending; none where a coordinate is outside of its axis.
+        """Return every rank at some coordinates, ascending; none where a coordinate is outside of its axis.
 
         Args:
             **filter_kwargs: a coordinate for some of the axes.
@@ -217,7 +217,7 @@ class ProcessTopology:
         return list(self.layout.where(**coords))
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """Every rank at one coordinate of an axis, ascending; none where it is outside of the axis.
+        """Return every rank at one coordinate of an axis, ascending; none where it is outside of the axis.
 
         Raises:
             LayoutError: the topology does not have the axis.
@@ -241,7 +241,7 @@ class ProcessTopology:
 
     @cached_property
     def mapping(self) -> dict[Any, int]:
-        """Every coordinate with its rank, in the order of the ranks; made when it is first read.
+        """Every coordinate with its rank, in the order of the ranks; computed on first use.
 
         Example:
             >>> ProcessTopology(["x", "y"], [1, 2]).mapping
@@ -251,7 +251,7 @@ class ProcessTopology:
         return dict(zip(coords, self.layout.ranks, strict=True))
 
     def mesh_axis(self, axis: str) -> str:
-        """The name that an axis has in :attr:`layout`, and so on a mesh made from it.
+        """Return the name that an axis has in :attr:`layout`, and so on a mesh made from it.
 
         Raises:
             LayoutError: the topology does not have the axis.
@@ -346,7 +346,7 @@ def _prime_factors(N: int) -> list[int]:  # noqa: N803  the original's name
 
 
 def _layout_of(axes: Sequence[str], dims: Sequence[int]) -> Layout:
-    """The layout of a topology, under names that a NamedMesh can have.
+    """Return the layout of a topology, under names that a NamedMesh can have.
 
     Example:
         >>> _layout_of(["pipe", "data"], [2, 4])
@@ -389,7 +389,7 @@ def _layout_of(axes: Sequence[str], dims: Sequence[int]) -> Layout:
 
 
 def _mesh_names(axes: Sequence[str]) -> list[str]:
-    """The names that a mesh has for the axes of a topology: the canonical ones, unless they are in use.
+    """Return the names that a mesh has for the axes of a topology: the canonical ones, unless they are in use.
 
     Example:
         >>> _mesh_names(["pipe", "data", "expert"]), _mesh_names(["pipe", "pp", "device"])
@@ -406,7 +406,7 @@ def _mesh_names(axes: Sequence[str]) -> list[str]:
 
 
 def _coordinate(value: object, size: int) -> int | None:
-    """A coordinate or rank as an int, if it equals one below ``size``: the original looks it up by equality.
+    """Return a coordinate or rank as an int, if it equals one below ``size``: the original compares by equality.
 
     Example:
         >>> _coordinate(2, 3), _coordinate(2.0, 3), _coordinate(3, 3), _coordinate(-1, 3), _coordinate("2", 3)
@@ -433,7 +433,7 @@ class Topology(Protocol):
 
 
 def default_topology(world: int) -> PipeDataParallelTopology:
-    """The topology of a world by default: its prime factors, to pipe and data in turns.
+    """Return the default topology of a world: its prime factors, to pipe and data in turns.
 
     Example:
         >>> default_topology(12)

@@ -1,4 +1,4 @@
-"""The checks of one rank: a collective with a known result on every group, and the time that collectives take."""
+"""Check every group of one rank by a collective with a known result, and measure collectives."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class RankReport:
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> RankReport:
-        """The report that ``asdict`` turned into JSON values."""
+        """Make a report of the JSON values that ``asdict`` made of one."""
         axes = [AxisReport(**{**axis, "ranks": tuple(axis["ranks"])}) for axis in data["axes"]]
         return cls(data["rank"], data["local"], axes)
 
 
 def groups_to_check(mesh: NamedMesh) -> list[Group]:
-    """The groups of this rank that have more than one rank: each axis, of views too, and the world."""
+    """Return the groups of this rank that have more than one rank: each axis, of views too, and the world."""
     groups = [Group(axis, mesh.ranks(axis), mesh.group(axis)) for axis in mesh.coords if mesh.size(axis) > 1]
     return [*groups, Group(WORLD, tuple(mesh.layout.ranks), dist.group.WORLD)]
 
@@ -105,7 +105,7 @@ def check_groups(
 
 
 def _problem(group: Group, rank: int, device: torch.device, timeout: timedelta) -> str:
-    """The problem of a group; empty if its ranks, and the sum over them, are right."""
+    """Return the problem of a group; empty if its ranks, and the sum over them, are right."""
     try:
         mine = torch.tensor([rank], dtype=torch.int64, device=device)
         members = [torch.empty_like(mine) for _ in range(dist.get_world_size(group.group))]
@@ -136,12 +136,12 @@ def _wait(work: Any, timeout: timedelta) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text, or its type."""
+    """Return the first line of an error's text, or its type."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _measure(group: Group, device: torch.device, megabytes: float) -> tuple[float, float]:
-    """Seconds of a small all-reduce, and the bus bandwidth of a large one in bytes per second.
+    """Return the seconds of a small all-reduce, and the bus bandwidth of a large one in bytes per second.
 
     A ring sends 2 (n-1)/n of the bytes over each link; that is what counts, whatever the algorithm.
     """
@@ -165,7 +165,7 @@ def _rounds(tensor: torch.Tensor, group: Group, device: torch.device, count: int
 
 
 def _local_times(device: torch.device) -> Iterator[float]:
-    """Seconds of a matrix product that needs no other rank: it tells a slow rank from a slow link."""
+    """Time a matrix product that needs no other rank: it tells a slow rank from a slow link."""
     size = 256 if device.type == "cpu" else 4096
     matrix = torch.full((size, size), 1 / size, device=device)
     for number in range(_WARM + _LOCAL_ROUNDS):

@@ -50,7 +50,7 @@ class Rendezvous:
         return self.rank == min(self.hosts, default=self.rank)
 
     def leave(self) -> None:
-        """The last call of each rank: the host of the store waits until the others have read all they need."""
+        """End the use of the store, as each rank's last call: its host waits until the others have called this too."""
         store = dist.PrefixStore("leave", self.store)
         if store.add("count", 1) == self.world_size - len(self.absent):
             store.set("all", "")

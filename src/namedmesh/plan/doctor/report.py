@@ -69,7 +69,7 @@ def summarize(reports: Mapping[int, RankReport | None]) -> Summary:
 
 
 def _problems(present: Sequence[RankReport]) -> list[str]:
-    """The problems by axis, each once for all ranks that have it."""
+    """Return the problems by axis, each once for all ranks that have it."""
     holders: dict[tuple[str, str], list[int]] = {}
     for report in present:
         for axis in report.axes:

@@ -152,7 +152,7 @@ def _report_of(store: dist.Store, rank: int, timeout: timedelta) -> RankReport |
 
 
 def _read(store: dist.Store, key: str, timeout: timedelta) -> str | None:
-    """The value of a key; None if it is not there in time."""
+    """Read a key of a store; None if it is not set in time."""
     try:
         store.wait([key], timeout)
     except dist.DistStoreError:
