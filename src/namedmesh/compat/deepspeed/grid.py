@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from namedmesh.agreement import agree as check_consistency
 from namedmesh.agreement import telling as report_failure
-from namedmesh.compat.deepspeed.model_parallel_unit import Getters, axis_map, check_mesh, group_over
+from namedmesh.compat.deepspeed.model_parallel_unit import Getters, axis_map, check_mesh, get_or_create_group
 from namedmesh.compat.deepspeed.process_topology import (
     ProcessTopology,
     default_topology,
@@ -233,13 +233,13 @@ class PipelineParallelGrid(Getters):
 
         replica = [own for axis, owns in axes.items() if axis != "data" for own in owns]
         ranks = members(replica)
-        self.ds_model_proc_group = group_over(mesh, replica)
+        self.ds_model_proc_group = get_or_create_group(mesh, replica)
         self.ds_model_world_size, self.ds_model_rank = len(ranks), ranks.index(self.global_rank)
-        self.dp_group, self.dp_proc_group = members(axes["data"]), group_over(mesh, axes["data"])
-        self.pp_group, self.pp_proc_group = members(axes["pipe"]), group_over(mesh, axes["pipe"])
+        self.dp_group, self.dp_proc_group = members(axes["data"]), get_or_create_group(mesh, axes["data"])
+        self.pp_group, self.pp_proc_group = members(axes["pipe"]), get_or_create_group(mesh, axes["pipe"])
         slices = axes.get("model", ())
         self._slice_rank = self._coordinate("model") if slices else 0
-        self.slice_group, self.slice_proc_group = members(slices), group_over(mesh, slices)
+        self.slice_group, self.slice_proc_group = members(slices), get_or_create_group(mesh, slices)
 
     @cached_property
     def dp_groups(self) -> list[list[int]]:

@@ -28,7 +28,7 @@ __all__ = [
     "SequenceParallelUnit",
     "axis_map",
     "check_mesh",
-    "group_over",
+    "get_or_create_group",
     "mpu",
 ]
 
@@ -82,7 +82,7 @@ def _check_axes(layout: Layout) -> None:
         raise LayoutError(*problems)
 
 
-def group_over(mesh: NamedMesh, axes: Sequence[str]) -> dist.ProcessGroup:
+def get_or_create_group(mesh: NamedMesh, axes: Sequence[str]) -> dist.ProcessGroup:
     """Return this rank's group over some axes of a mesh, made unless it exists; communicates.
 
     Args:
@@ -235,7 +235,7 @@ class ModelParallelUnit(Getters):
         for kind, axes in kinds.items():
             ranks = layout.group(rank, *axes) if axes else (rank,)
             self._answers[kind] = {
-                "group": group_over(mesh, axes),
+                "group": get_or_create_group(mesh, axes),
                 "ranks": ranks,
                 "size": len(ranks),
                 "rank": ranks.index(rank),
