@@ -11,7 +11,7 @@ from namedmesh.errors import AxisError, LayoutError, did_you_mean
 from namedmesh.layout import Layout
 from namedmesh.plan.members import Members, first_groups, group_of, group_of_kind
 from namedmesh.plan.nodes import Placement, bandwidth_bound, better_order, placements
-from namedmesh.plan.spec import Spec, UsageError, near_misses, parse_spec
+from namedmesh.plan.spec import Spec, UsageError, near_misses, parse_spec, size_problems
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -210,7 +210,9 @@ def make_plan(
         [(0, 1, 4, 5, 8, 9, 12, 13), (2, 3, 6, 7, 10, 11, 14, 15)]
     """
     arrangement = resolve(spec, world_size=world_size, like=like, order=order, **sizes)
-    _check_blocks(gpus_per_node, nvlink_domain)
+    problems = size_problems({"gpus_per_node": gpus_per_node, "nvlink_domain": nvlink_domain})
+    if problems:
+        raise LayoutError(*problems)
     kinds = _shared(arrangement)
     # Rank 0 is the first of every axis, so it is in a group of every kind.
     members = [(kind.kind, group_of_kind(kind.layout, 0, kind.kind)) for kind in kinds]
@@ -358,17 +360,6 @@ def _shared(arrangement: Arrangement) -> tuple[Groups, ...]:
             communicator = "own" if owner == kind.name else owner
         shared.append(replace(groups, communicator=communicator))
     return tuple(shared)
-
-
-def _check_blocks(gpus_per_node: int | None, nvlink_domain: int | None) -> None:
-    given = {"gpus_per_node": gpus_per_node, "nvlink_domain": nvlink_domain}
-    problems = [
-        f"{name} is {value}; it is an int of at least 1"
-        for name, value in given.items()
-        if value is not None and value < 1
-    ]
-    if problems:
-        raise LayoutError(*problems)
 
 
 def _warnings(

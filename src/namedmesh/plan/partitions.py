@@ -10,6 +10,7 @@ from namedmesh.dialects import PLAIN, arrange
 from namedmesh.errors import LayoutError
 from namedmesh.plan.costs import STAGES, Memory, Model, estimate_memory, estimate_traffic
 from namedmesh.plan.nodes import placements
+from namedmesh.plan.spec import size_problems
 from namedmesh.plan.tables import Cell, Document, Table
 
 if TYPE_CHECKING:
@@ -98,12 +99,7 @@ def list_partitions(
 def _problems(
     world_size: int, model: Model, gpus_per_node: int | None, memory: int | None, stage: int
 ) -> list[str]:
-    numbers = {"world_size": world_size, "gpus_per_node": gpus_per_node, **vars(model)}
-    problems = [
-        f"{name} is {value}; it is an int of at least 1"
-        for name, value in numbers.items()
-        if value is not None and value < 1
-    ]
+    problems = size_problems({"world_size": world_size, "gpus_per_node": gpus_per_node, **vars(model)})
     if stage not in STAGES:
         problems.append(f"stage {stage} is not one of ZeRO's {STAGES}")
     if memory is not None and model.params is None:
@@ -181,58 +177,50 @@ def _crossing(sizes: dict[str, int], gpus_per_node: int | None) -> tuple[str, ..
     )
 
 
+_MEMORY = tuple(f"bytes_stage_{stage}" for stage in STAGES)
+_SENT = tuple(f"sent_{axis}" for axis in ("tp", "cp", "pp", "dp", "ep"))
+
+
 def partitions_document(
     partitions: Sequence[Partition], headline: str = "", *, everything: bool = False
 ) -> Document:
     """Write partitions as a table; rows that are ruled out have an x and the reason."""
     shown = partitions if everything else partitions[:_SHOWN]
-    rows = [_row(partition, partitions) for partition in shown]
-    columns = ("tp", "cp", "pp", "dp", *_columns(partitions))
-    table = Table(columns, tuple(rows), frozenset(i for i, p in enumerate(shown) if not p.fits))
+    has_values = {
+        "ep": any(partition.ep > 1 for partition in partitions),
+        "memory 0/1/2/3": any(partition.memory for partition in partitions),
+        "sent": any(partition.traffic for partition in partitions),
+        "crosses nodes": any(partition.crossing for partition in partitions),
+        "ruled out": any(partition.reasons for partition in partitions),
+    }
+    columns = ("tp", "cp", "pp", "dp", *(column for column, filled in has_values.items() if filled))
+    rows = tuple(tuple(map(_cells(partition).__getitem__, columns)) for partition in shown)
+    table = Table(columns, rows, frozenset(i for i, partition in enumerate(shown) if not partition.fits))
     more = f"... and {len(partitions) - len(shown)} more" if len(shown) < len(partitions) else ""
     notes = []
-    if any(partition.memory for partition in partitions):
+    if has_values["memory 0/1/2/3"]:
         notes.append(
             "memory: GB of weights, gradients and optimizer state (Adam, mixed precision) by ZeRO stage; no activations"
         )
-    if any(partition.traffic for partition in partitions):
+    if has_values["sent"]:
         notes.append("sent: GB that a rank sends in a step by axis, the most first")
+    flat_columns = ("tp", "cp", "pp", "dp", "ep", "fits", "reasons", "crossing", *_MEMORY, *_SENT)
     return Document(
         (headline, table, more, "\n".join(notes)),
         lambda: {"partitions": [_data(partition) for partition in partitions]},
-        lambda: _flat_table(partitions),
+        lambda: Table(flat_columns, tuple(_flat_row(partition) for partition in partitions)),
     )
 
 
-def _flat_table(partitions: Sequence[Partition]) -> Table:
-    columns = ("tp", "cp", "pp", "dp", "ep", "fits", "reasons", "crossing", *_MEMORY, *_SENT)
-    return Table(columns, tuple(_flat(partition) for partition in partitions))
-
-
-_MEMORY = tuple(f"bytes_stage_{stage}" for stage in STAGES)
-_SENT = tuple(f"sent_{axis}" for axis in ("tp", "cp", "pp", "dp", "ep"))
-
-
-def _columns(partitions: Sequence[Partition]) -> list[str]:
-    columns = ["ep"] if any(partition.ep > 1 for partition in partitions) else []
-    columns += ["memory 0/1/2/3"] if any(partition.memory for partition in partitions) else []
-    columns += ["sent"] if any(partition.traffic for partition in partitions) else []
-    columns += ["crosses nodes"] if any(partition.crossing for partition in partitions) else []
-    columns += ["ruled out"] if any(partition.reasons for partition in partitions) else []
-    return columns
-
-
-def _row(partition: Partition, partitions: Sequence[Partition]) -> tuple[Cell, ...]:
+def _cells(partition: Partition) -> dict[str, Cell]:
     sent = " > ".join(f"{axis} {_gigabytes(amount)}" for axis, amount in partition.traffic)
-    cells: dict[str, Cell] = {
-        "ep": partition.ep,
+    return {
+        **partition.sizes,
         "memory 0/1/2/3": " / ".join(_gigabytes(memory.total) for memory in partition.memory),
         "sent": sent or None,
         "crosses nodes": " ".join(partition.crossing) or None,
         "ruled out": "; ".join(partition.reasons),
     }
-    start = (partition.tp, partition.cp, partition.pp, partition.dp)
-    return (*start, *(cells[column] for column in _columns(partitions)))
 
 
 def _gigabytes(amount: float) -> str:
@@ -243,17 +231,17 @@ def _data(partition: Partition) -> dict[str, Any]:
     return {
         **partition.sizes,
         "fits": partition.fits,
-        "reasons": list(partition.reasons),
-        "crossing": list(partition.crossing),
+        "reasons": partition.reasons,
+        "crossing": partition.crossing,
         "memory": [{**asdict(memory), "total": memory.total} for memory in partition.memory],
         "sent": dict(partition.traffic),
     }
 
 
-def _flat(partition: Partition) -> tuple[Cell, ...]:
-    totals = [estimate.total for estimate in partition.memory]
-    memory: list[Cell] = [*totals] if totals else [None] * len(STAGES)
+def _flat_row(partition: Partition) -> tuple[Cell, ...]:
     sent = dict(partition.traffic)
+    totals = [estimate.total for estimate in partition.memory]
+    memory: list[Cell] = [*totals] or [None] * len(STAGES)
     return (
         *partition.sizes.values(),
         int(partition.fits),

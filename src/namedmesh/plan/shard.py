@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from namedmesh.errors import LayoutError, did_you_mean
+from namedmesh.plan.spec import size_problems
 from namedmesh.plan.tables import Document, Table
 
 __all__ = ["Cut", "Piece", "cut_weight", "shard_document"]
@@ -78,11 +79,7 @@ def cut_weight(inputs: int, outputs: int, *, tp: int, style: Literal["column", "
         >>> [piece.stop - piece.start for piece in cut_weight(10, 4, tp=4, style="row").pieces]
         [3, 3, 3, 1]
     """
-    problems = [
-        f"{name} is {size}; it is an int of at least 1"
-        for name, size in (("the number of inputs", inputs), ("the number of outputs", outputs), ("tp", tp))
-        if size < 1
-    ]
+    problems = size_problems({"the number of inputs": inputs, "the number of outputs": outputs, "tp": tp})
     if style not in STYLES:
         problems.append(f"style {style!r} is not one of {STYLES}{did_you_mean(style, STYLES)}")
     if problems:

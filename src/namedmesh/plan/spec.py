@@ -11,9 +11,9 @@ from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.sizes import axis_name_problems
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
-__all__ = ["Spec", "SpecError", "UsageError", "near_misses", "parse_spec"]
+__all__ = ["Spec", "SpecError", "UsageError", "near_misses", "parse_spec", "size_problems"]
 
 _ITEM = re.compile(r"[^,\s]+")
 
@@ -110,6 +110,20 @@ def near_misses(axes: Iterable[str]) -> list[str]:
         f"axis {axis!r} is not one of the usual names{hint}"
         for axis in axes
         if axis not in usual and (hint := did_you_mean(axis, usual))
+    ]
+
+
+def size_problems(sizes: Mapping[str, int | None]) -> list[str]:
+    """Return a sentence for each size below 1, by name; None is no size.
+
+    Example:
+        >>> size_problems({"tp": 0, "pp": 2, "world_size": None})
+        ['tp is 0; it is an int of at least 1']
+    """
+    return [
+        f"{name} is {size}; it is an int of at least 1"
+        for name, size in sizes.items()
+        if size is not None and size < 1
     ]
 
 
