@@ -17,9 +17,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from namedmesh.__main__ import main
-from namedmesh.errors import LaunchError
 from namedmesh.init import init_mesh
-from namedmesh.plan.doctor import checks, rendezvous, report, run
+from namedmesh.plan.doctor import checks, report, run
 
 if TYPE_CHECKING:
     from namedmesh.mesh import NamedMesh
@@ -62,35 +61,37 @@ def absent(*missing: int) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize(
     ("missing", "words"),
-    [((2,), "rank 2 of 4 did not"), ((0, 3), "ranks 0, 3 of 4 did not")],
+    [((2,), "rank 2 of 0 to 3 did not"), ((0, 3), "ranks 0, 3 of 0 to 3 did not")],
 )
 def test_a_rank_that_does_not_show_up_is_named(missing: tuple[int, ...], words: str) -> None:
     told = run_ranks(4, absent, *missing, init=False)
     there = [told[rank] for rank in range(4) if rank not in missing]
     assert [status for status, _, _ in there] == [1] * len(there)
     assert there[0][2] == (
-        f"namedmesh doctor: {words} show up within 2 s; look at what the launcher started there, or wait longer "
-        "with --timeout\n"
+        f"namedmesh doctor: {words} call namedmesh doctor within 2 s; every rank of the job must call it, so look at what those "
+        "ranks did instead, or wait longer with --timeout\n"
     )
     assert [(out, err) for _, out, err in there[1:]] == [("", "")] * (len(there) - 1)
 
 
 def late() -> tuple[int, str, str]:
-    """Rank 2 comes when the others have decided that it is absent."""
+    """Rank 2 comes when the others have given up on it."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    others = dist.PrefixStore("others", store)
     if os.environ["RANK"] == "2":
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-        attempt = (
-            f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        )
-        dist.PrefixStore(f"namedmesh/doctor/{attempt}", store).wait(["absent"], timedelta(seconds=60))
-    return doctor("--tp", "2", "--timeout", "2")
+        others.wait(["ended"], timedelta(seconds=60))
+    told = doctor("--tp", "2", "--timeout", "2")
+    others.set("ended", "")
+    return told
 
 
 def test_a_rank_that_comes_too_late_is_absent_to_itself_too() -> None:
     told = run_ranks(4, late, init=False)
     assert [status for status, _, _ in told] == [1, 1, 1, 1]
     assert [bool(err) for _, _, err in told] == [True, False, False, False]
-    assert told[0][2].startswith("namedmesh doctor: rank 2 of 4 did not show up within 2 s")
+    assert told[0][2].startswith(
+        "namedmesh doctor: rank 2 of 0 to 3 did not call namedmesh doctor within 2 s"
+    )
 
 
 def with_wrong_groups(*ranks: int) -> tuple[int, str, str]:
@@ -100,7 +101,7 @@ def with_wrong_groups(*ranks: int) -> tuple[int, str, str]:
     def wrong(*arguments: Any, **keywords: Any) -> NamedMesh:
         mesh = real(*arguments, **keywords)
         if mesh.global_rank in ranks:
-            mesh._groups["tp",] = mesh.group("pp")
+            mesh._groups[mesh._version, ("tp",)] = mesh.group("pp")
         return mesh
 
     with pytest.MonkeyPatch.context() as patch:
@@ -181,17 +182,19 @@ def test_rank_zero_hosts_the_store_where_no_launcher_does() -> None:
     assert [status for status, _, _ in run_ranks(2, hosted, free_port(), 2, init=False)] == [0, 0]
     told = run_ranks(2, hosted, free_port(), 3, init=False)
     assert [status for status, _, _ in told] == [1, 1]
-    assert "rank 2 of 3 did not show up" in told[0][2]
+    assert "rank 2 of 0 to 2 did not call namedmesh doctor" in told[0][2]
 
 
-def test_an_absent_host_is_named() -> None:
+def test_an_absent_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with pytest.raises(LaunchError) as caught:
-        rendezvous.rendezvous(timedelta(seconds=1), environment)
-    assert str(caught.value).startswith(
-        f"rank 0, which hosts the store at 127.0.0.1:{port}, did not answer within 1 s; look at what became of it, or "
-        "at MASTER_ADDR and MASTER_PORT ("
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    status, _, err = doctor("--timeout", "1")
+    assert status == 1
+    assert err.startswith(
+        f"namedmesh doctor: rank 0, which hosts the store of the job at 127.0.0.1:{port}, did not answer within 1 s; "
+        "see its output for why, and check MASTER_ADDR and MASTER_PORT ("
     )
 
 
@@ -202,7 +205,10 @@ def seen(axis: str, ranks: tuple[int, ...], bandwidth: float, problem: str = "")
 def test_a_summary_names_the_slowest_group_and_rank() -> None:
     reports = {
         rank: checks.RankReport(
-            rank, 2.0 if rank == 3 else 1.0, [seen("tp", (rank - rank % 2, rank - rank % 2 + 1), 10.0 - rank)]
+            rank,
+            "node",
+            2.0 if rank == 3 else 1.0,
+            [seen("tp", (rank - rank % 2, rank - rank % 2 + 1), 10.0 - rank)],
         )
         for rank in range(4)
     }
@@ -221,7 +227,7 @@ def test_a_summary_names_the_slowest_group_and_rank() -> None:
 
 
 def test_a_rank_that_stops_answering_is_named() -> None:
-    one = checks.RankReport(0, 1.0, [seen("tp", (0, 1), 1.0, "a collective did not end within 3 s")])
+    one = checks.RankReport(0, "node", 1.0, [seen("tp", (0, 1), 1.0, "a collective did not end within 3 s")])
     assert report.summarize({0: one, 1: None}).problems == (
         "axis tp, rank 0: a collective did not end within 3 s",
         "rank 1 stopped answering in the middle of the checks",

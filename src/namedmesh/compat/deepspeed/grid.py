@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from namedmesh.agreement import agree as check_consistency
-from namedmesh.agreement import telling as report_failure
 from namedmesh.compat.deepspeed.model_parallel_unit import Getters, axis_map, check_mesh, get_or_create_group
 from namedmesh.compat.deepspeed.process_topology import (
     ProcessTopology,
@@ -17,6 +15,7 @@ from namedmesh.compat.deepspeed.process_topology import (
     validate_topology,
 )
 from namedmesh.compat.errors import ContractAttributeError, ContractError, ContractTypeError
+from namedmesh.consistency import report_failure
 from namedmesh.errors import LayoutError, did_you_mean, listing
 from namedmesh.init import init_mesh
 from namedmesh.views import named
@@ -201,7 +200,7 @@ class PipelineParallelGrid(Getters):
                     "the world"
                 )
             topology, axes = topology_of(mesh.layout)
-        check_consistency(call, {"layout": repr(mesh.layout)}, ranks=ranks, rank=mesh.global_rank)
+        mesh.check_consistency(call, {"layout": repr(mesh.layout)})
         grid = cls.__new__(cls)
         grid._fill(topology, topology, mesh, axes)
         grid._owned = False

@@ -9,9 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from namedmesh.agreement import agree as check_consistency
-from namedmesh.agreement import telling as report_failure
 from namedmesh.compat.errors import ContractAttributeError
+from namedmesh.consistency import report_failure
 from namedmesh.errors import LayoutError, MeshError, did_you_mean
 from namedmesh.layout import Layout
 from namedmesh.mesh import NamedMesh
@@ -205,7 +204,7 @@ def mpu(mesh: NamedMesh) -> ModelParallelUnit:
     with report_failure(call, ranks):
         axes = axis_map(mesh.layout)
         _check_axes(mesh.layout)
-    check_consistency(call, {"layout": repr(mesh.layout)}, ranks=ranks, rank=mesh.global_rank)
+    mesh.check_consistency(call, {"layout": repr(mesh.layout)})
     kinds = {**axes, "model": axes["pipe"] + axes["model"], "slice": axes["model"]}
     sequence = kinds.pop("sequence")
     if not sequence:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -46,9 +47,10 @@ class AxisReport:
 
 @dataclass
 class RankReport:
-    """The results of one rank: its axes, and the seconds of a matrix product that needs no other rank."""
+    """The results of one rank: its host name, its axes, and the seconds of a matrix product that needs no other rank."""
 
     rank: int
+    host: str = ""
     local: float = 0.0
     axes: list[AxisReport] = field(default_factory=list)
 
@@ -56,7 +58,7 @@ class RankReport:
     def from_data(cls, data: dict[str, Any]) -> RankReport:
         """Make a report of the JSON values that ``asdict`` made of one."""
         axes = [AxisReport(**{**axis, "ranks": tuple(axis["ranks"])}) for axis in data["axes"]]
-        return cls(data["rank"], data["local"], axes)
+        return cls(data["rank"], data["host"], data["local"], axes)
 
 
 def groups_to_check(mesh: NamedMesh) -> list[Group]:
@@ -86,7 +88,7 @@ def check_groups(
         megabytes: the size of the large all-reduce.
         step: called with a word before each thing that takes time.
     """
-    report = RankReport(rank)
+    report = RankReport(rank, platform.node())
     for group in groups:
         step(f"checking {group.axis}")
         report.axes.append(AxisReport(group.axis, group.ranks, _problem(group, rank, device, timeout)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -11,16 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from namedmesh import launch
 from namedmesh.dialects import EXPERT
-from namedmesh.errors import LaunchError, NamedMeshError, listing
+from namedmesh.errors import AgreementError, LaunchError, NamedMeshError
 from namedmesh.init import init_mesh
+from namedmesh.launch import check_environment, local_device
+from namedmesh.launchers import torchrun_variables
 from namedmesh.plan.core import resolve
 from namedmesh.plan.doctor.checks import RankReport, check_groups, first_line, groups_to_check
-from namedmesh.plan.doctor.rendezvous import Rendezvous, rendezvous
 from namedmesh.plan.doctor.report import doctor_document, summarize
 from namedmesh.plan.spec import UsageError
 from namedmesh.plan.tables import show
+from namedmesh.rendezvous import hosts_store, open_store, wait_for_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from namedmesh.dialects import Arrangement
 
 __all__ = ["Settings", "run_doctor"]
+
+_LEAVE_TIMEOUT = timedelta(seconds=10)
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,15 @@ class Settings:
         return timedelta(seconds=self.seconds)
 
 
+@dataclass(frozen=True)
+class _Job:
+    """This rank, the number of ranks, and a store that they share."""
+
+    rank: int
+    world_size: int
+    store: dist.Store
+
+
 def run_doctor(spec: str, keywords: Mapping[str, Any], settings: Settings) -> int:
     """Check a layout on the ranks of this job, and print one report; communicates.
 
@@ -66,19 +79,56 @@ def run_doctor(spec: str, keywords: Mapping[str, Any], settings: Settings) -> in
         On every rank 0 if all is well, else 1.
 
     Raises:
-        LayoutError: the layout does not fit the world; on the reporting rank, the others return 1 or 2.
-        LaunchError: the environment does not describe a job, or the device is not there.
+        LayoutError: the layout does not fit the world; on rank 0, the others return 1 or 2.
+        LaunchError: the environment does not describe a job, its store cannot be reached, or the device is not
+            there.
     """
-    job = rendezvous(settings.timeout)
+    environment = os.environ
+    environment.update(torchrun_variables(environment))
+    if not any(name in environment for name in ("RANK", "WORLD_SIZE")):
+        return _run(_Job(0, 1, dist.HashStore()), spec, keywords, settings)
+    check_environment(environment)
+    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    restart = environment.get("TORCHELASTIC_RESTART_COUNT", "")
+    is_host = hosts_store(environment, rank)
+    server = open_store(environment, rank, settings.timeout)
+    present = dist.PrefixStore(f"namedmesh/doctor/{restart}", server)
+    present.set(str(rank), "")
     try:
-        if job.absent:
-            if job.reports:
-                ranks = f"rank{'s' * (len(job.absent) > 1)} {listing(job.absent)} of {job.world_size}"
-                sys.stderr.write(
-                    f"namedmesh doctor: {ranks} did not show up within {settings.seconds:g} s; look at what the launcher "
-                    "started there, or wait longer with --timeout\n"
-                )
-            return 1
+        store = wait_for_ranks(
+            server,
+            "namedmesh doctor",
+            rank=rank,
+            world_size=world_size,
+            timeout=settings.timeout,
+            is_host=is_host,
+            restart=restart,
+        )
+    except AgreementError as error:
+        if _is_lowest(present, rank):
+            sys.stderr.write(f"namedmesh doctor: {error}, or wait longer with --timeout\n")
+        return 1
+    try:
+        return _run(_Job(rank, world_size, store), spec, keywords, settings)
+    finally:
+        # The host of the store stays until the other ranks have read all they need.
+        leave = dist.PrefixStore("leave", store)
+        if leave.add("count", 1) == world_size:
+            leave.set("all", "")
+        if is_host:
+            _read(leave, "all", _LEAVE_TIMEOUT)
+
+
+def _is_lowest(present: dist.Store, rank: int) -> bool:
+    """Whether no lower rank is there, so that this one reports for all."""
+    try:
+        return not any(present.check([str(other)]) for other in range(rank))
+    except dist.DistNetworkError:  # rank 0 hosted the store, and has ended
+        return False
+
+
+def _run(job: _Job, spec: str, keywords: Mapping[str, Any], settings: Settings) -> int:
+    try:
         arrangement = resolve(spec, world_size=job.world_size, **keywords)
         device = _init_process_group(job, settings)
         try:
@@ -86,8 +136,8 @@ def run_doctor(spec: str, keywords: Mapping[str, Any], settings: Settings) -> in
         finally:
             dist.destroy_process_group()
     except NamedMeshError as error:
-        # Every rank meets the same mistake, and one of them reports it; a device may be missing on one rank only.
-        if job.reports or isinstance(error, LaunchError):
+        # Every rank meets the same mistake, and rank 0 reports it; a device may be missing on one rank only.
+        if job.rank == 0 or isinstance(error, LaunchError):
             raise
         return 2 if isinstance(error, UsageError) else 1
     except RuntimeError as error:  # torch's, about a rank that ended or cannot be reached
@@ -95,13 +145,11 @@ def run_doctor(spec: str, keywords: Mapping[str, Any], settings: Settings) -> in
             f"namedmesh doctor: rank {job.rank} could not make its groups: {first_line(error)}\n"
         )
         return 1
-    finally:
-        job.leave()
 
 
-def _init_process_group(job: Rendezvous, settings: Settings) -> torch.device:
+def _init_process_group(job: _Job, settings: Settings) -> torch.device:
     """Make the default group on the store of the job, and select this rank's device."""
-    device = launch.local_device(settings.device)
+    device = local_device(settings.device)
     if device.type != "cpu":
         torch.get_device_module(device).set_device(device)
     dist.init_process_group(
@@ -114,7 +162,7 @@ def _init_process_group(job: Rendezvous, settings: Settings) -> torch.device:
     return device
 
 
-def _check(job: Rendezvous, arrangement: Arrangement, device: torch.device, settings: Settings) -> int:
+def _check(job: _Job, arrangement: Arrangement, device: torch.device, settings: Settings) -> int:
     mesh = init_mesh(arrangement.dense, device=device.type)
     try:
         if arrangement.expert is not None:
@@ -136,7 +184,7 @@ def _check(job: Rendezvous, arrangement: Arrangement, device: torch.device, sett
             reports = {rank: _report_of(store, rank, 2 * settings.timeout) for rank in range(job.world_size)}
             summary = summarize(reports)
             store.set("status", str(int(bool(summary.problems))))
-            hosts = len(set(job.hosts.values()))
+            hosts = len({report.host for report in reports.values() if report is not None})
             headline = (
                 f"{mesh.layout}, {dist.get_backend()} on {device.type}, {hosts} host{'s' * (hosts > 1)}"
             )
