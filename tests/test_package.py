@@ -46,6 +46,7 @@ ROOMS = (
     "init",
     "tensor_parallel",
     "plan",
+    "migrate",
     "compat",
     "__main__",
 )
