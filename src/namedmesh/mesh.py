@@ -345,14 +345,14 @@ class NamedMesh:
         """
         if self.closed:
             return
-        self._end()
+        self._end("was closed")
         self.pool.close()
 
-    def _end(self) -> None:
+    def _end(self, reason: str = "ended with the default process group, which was destroyed") -> None:
         """Let go of every group, because the mesh is closed or the default group is being destroyed."""
         if self.closed:
             return
-        self.closed = True
+        self.closed, self._end_reason = True, reason
         self._version = _next_version()
         for view in self._all_views:
             forget(view.root)
@@ -374,6 +374,10 @@ class NamedMesh:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         current.deselect(self)
+
+    def __copy__(self) -> Self:
+        """The same mesh: a copy of something that holds a mesh shares it."""
+        return self
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """The same mesh: a copy of something that holds a mesh shares it."""
@@ -417,14 +421,8 @@ class NamedMesh:
     # Behind the accessors.
 
     def _check_open(self) -> None:
-        if not self.closed:
-            return
-        if not self.pool.closed:
-            raise MeshError(
-                f"the mesh over {self.layout} ended with the default process group, which was destroyed; make another "
-                "with init_mesh()"
-            )
-        raise MeshError(f"the mesh over {self.layout} was closed; make another with init_mesh()")
+        if self.closed:
+            raise MeshError(f"the mesh over {self.layout} {self._end_reason}; make another with init_mesh()")
 
     @property
     def _views(self) -> Views:
