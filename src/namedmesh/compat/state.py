@@ -8,6 +8,7 @@ have them, as the slots that they are.
 from __future__ import annotations
 
 import sys
+import threading
 from itertools import count
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,6 +25,7 @@ __all__ = ["LegacyState", "answer_of", "make_patchable"]
 
 
 _versions = count()
+_reading = threading.RLock()
 
 
 class LegacyState:
@@ -73,13 +75,14 @@ class LegacyState:
 
     def read(self, slot: str) -> Any:
         """The value of a slot; a group that is made when it is first asked for is made now."""
-        value = getattr(self, slot)
-        if slot in self.constants:
-            return self.later[slot].get_or_create()
-        if value is None and slot in self.later:
-            value = self.made[slot] = self.later.pop(slot).get_or_create()
-            self.put(slot, value)
-        return value
+        with _reading:  # another thread may be creating it
+            if slot in self.constants:
+                return self.later[slot].get_or_create()
+            if getattr(self, slot) is None and slot in self.later:
+                value = self.made[slot] = self.later[slot].get_or_create()
+                del self.later[slot]
+                self.put(slot, value)
+            return getattr(self, slot)
 
     @constant_under_compile
     def read_constant(self, slot: str, _version: int) -> Any:
