@@ -64,7 +64,7 @@ def differences(model: nn.Module, reference: nn.Module, given: Tensor, mine: Ten
         assert one.grad is not None
         assert other.grad is not None
         found.append((whole(one.grad) - other.grad).abs())
-    return max(difference.max().item() for difference in found if difference.numel())
+    return max(float(difference.max()) for difference in found if difference.numel())
 
 
 # --- numbers ------------------------------------------------------------------------------------------------
@@ -136,11 +136,11 @@ def uneven() -> list[float]:
         reference = Mlp().double()
         model = parallelize(copy.deepcopy(reference), mesh, plan)
         x = torch.randn(shape, dtype=torch.float64)
-        found += [
-            differences(model, reference, x, distribute_tensor(x, mesh, [layout], src_data_rank=None))
-            for layout in (Shard(1), Shard(0), WHOLE)
-            if not (reference.zero_grad() or model.zero_grad())
-        ]
+        for layout in (Shard(1), Shard(0), WHOLE):
+            reference.zero_grad()
+            model.zero_grad()
+            placed = distribute_tensor(x, mesh, [layout], src_data_rank=None)
+            found.append(differences(model, reference, x, placed))
     return found
 
 
@@ -159,9 +159,7 @@ def too_many_features() -> str:
 
 
 def test_a_row_layer_refuses_another_number_of_features() -> None:
-    text = (
-        "out: the input, of shape (2, 65), has 65 features, but the layer takes 64; pass all 64 of them"
-    )
+    text = "out: the input, of shape (2, 65), has 65 features, but the layer takes 64; pass all 64 of them"
     assert run_ranks(2, too_many_features) == [text] * 2
 
 
@@ -178,13 +176,14 @@ def in_place() -> bool:
         hidden = model.up(torch.ones(2, 4, 8))  # type: ignore[operator]
         hidden.add_(1).sum().backward()
     x = torch.ones(2, 4, requires_grad=True)
-    for function in (
-        lambda x: sum_forward(x, peers),
-        lambda x: gather(x, peers, 1),
-        lambda x: split(x, peers, 1),
-        lambda x: sum_scatter(x, peers, 1),
-    ):
-        function(x * 1).mul_(2).sum().backward()
+    outputs = (
+        sum_forward(x * 1, peers),
+        gather(x * 1, peers, 1),
+        split(x * 1, peers, 1),
+        sum_scatter(x * 1, peers, 1),
+    )
+    for output in outputs:
+        output.mul_(2).sum().backward()
     return True
 
 
@@ -233,9 +232,9 @@ def fake_step(mesh: DeviceMesh, sequence: bool) -> None:
 class Dropped(nn.Linear):
     """A linear with a module inside that has no weight, and one that has."""
 
-    def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
-        self.dropout, self.norm = nn.Dropout(0.0), nn.LayerNorm(sizes[0])
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.dropout, self.norm = nn.Dropout(0.0), nn.LayerNorm(inputs)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
         return self.dropout(super().forward(self.norm(input)))  # type: ignore[no-any-return]
@@ -283,7 +282,7 @@ def encoder() -> float:
     )
     x = torch.randn(2, 4, 8, dtype=torch.float64)
     with torch.no_grad():
-        return max((one(x) - reference(x)).abs().max().item() for one in (model, copy.deepcopy(model)))
+        return max(float((one(x) - reference(x)).abs().max()) for one in (model, copy.deepcopy(model)))
 
 
 def test_an_encoder_layer_in_evaluation() -> None:
@@ -293,7 +292,7 @@ def test_an_encoder_layer_in_evaluation() -> None:
 class Failing(ParallelStyle):
     """A style that starts, and fails."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:  # noqa: ARG002  torch's signature
         module.register_buffer("left", torch.zeros(1))
         raise ZeroDivisionError("of somebody else's style")
 
@@ -338,9 +337,10 @@ def surviving() -> dict[str, float]:
     )
     torch.manual_seed(0)
     reference = Llama(layers=1)
-    fresh = lambda: parallelize(  # noqa: E731
-        copy.deepcopy(reference), mesh, llama_plan(sequence_parallel=True) | norms
-    )
+
+    def fresh() -> nn.Module:
+        return parallelize(copy.deepcopy(reference), mesh, llama_plan(sequence_parallel=True) | norms)
+
     state = {name: value.detach().clone() for name, value in fresh().state_dict().items()}
 
     def emptied() -> nn.Module:
