@@ -64,7 +64,7 @@ def differences(model: nn.Module, reference: nn.Module, given: Tensor, mine: Ten
         assert one.grad is not None
         assert other.grad is not None
         found.append((whole(one.grad) - other.grad).abs())
-    return max(float(difference.max()) for difference in found if difference.numel())
+    return max(float(difference.detach().max()) for difference in found if difference.numel())
 
 
 # --- numbers ------------------------------------------------------------------------------------------------
