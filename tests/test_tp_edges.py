@@ -163,6 +163,23 @@ def test_a_row_layer_refuses_another_number_of_features() -> None:
     assert run_ranks(2, too_many_features) == [text] * 2
 
 
+def gathered_twice() -> str:
+    plan = llama_plan(sequence_parallel=True)
+    plan["layers.*.feed_forward.w1"] = ColwiseParallel(input_layouts=Shard(1))
+    model = parallelize(Llama(), tp_mesh(), plan)
+    with pytest.raises(PlanError) as caught:
+        model(torch.zeros(2, 8, dtype=torch.long))
+    return str(caught.value)
+
+
+def test_an_input_is_not_gathered_twice() -> None:
+    text = (
+        "layers.0.feed_forward.w1: the input is laid out as Shard(1) by this style, but a SharedInput above "
+        "has made it whole; leave input_layouts at Replicate(), or take the SharedInput out of the plan"
+    )
+    assert run_ranks(2, gathered_twice) == [text] * 2
+
+
 # --- one rank -----------------------------------------------------------------------------------------------
 
 
