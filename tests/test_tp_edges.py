@@ -212,8 +212,7 @@ def test_outputs_can_be_written_into(tp_size: int) -> None:
 # --- no numbers ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_forward_and_backward_on_the_meta_device(sequence: bool) -> None:
+def meta_step(sequence: bool) -> None:
     with fake_world(4):
         with torch.device("meta"):
             model = Llama()
@@ -227,20 +226,21 @@ def test_forward_and_backward_on_the_meta_device(sequence: bool) -> None:
             assert parameter.grad.shape == parameter.shape
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_forward_and_backward_of_fake_tensors(sequence: bool) -> None:
+def fake_step(sequence: bool) -> None:
     with fake_world(4):
         mesh = tp_mesh()
         with FakeTensorMode():
-            fake_step(mesh, sequence)
+            model = parallelize(Llama(), mesh, llama_plan(sequence_parallel=sequence), src_data_rank=None)
+            logits = model(torch.zeros(2, 8, dtype=torch.long))
+            assert logits.shape == (2, 8, 32)
+            logits.sum().backward()
+            assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def fake_step(mesh: DeviceMesh, sequence: bool) -> None:
-    model = parallelize(Llama(), mesh, llama_plan(sequence_parallel=sequence), src_data_rank=None)
-    logits = model(torch.zeros(2, 8, dtype=torch.long))
-    assert logits.shape == (2, 8, 32)
-    logits.sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("step", [meta_step, fake_step])
+def test_forward_and_backward_without_numbers(step: Callable[[bool], None], sequence: bool) -> None:
+    run_ranks(1, step, sequence, init=False)  # no backward in the process that forks
 
 
 # --- modules ------------------------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ class Failing(ParallelStyle):
         raise ZeroDivisionError("of somebody else's style")
 
 
-def test_nothing_is_left_half_sharded() -> None:
+def failing_style() -> None:
     with fake_world(2):
         model = Llama(tied=True)
         before = dict(model.named_parameters())
@@ -330,6 +330,10 @@ def test_nothing_is_left_half_sharded() -> None:
         assert model.output.weight is model.tok_embeddings.weight
         parallelize(model, tp_mesh(), llama_plan(sequence_parallel=True))
         assert all(isinstance(p, DTensor) for name, p in model.named_parameters())
+
+
+def test_nothing_is_left_half_sharded() -> None:
+    run_ranks(1, failing_style, init=False)
 
 
 def test_a_computed_weight_is_refused() -> None:
