@@ -272,6 +272,8 @@ def cast_once(parameter: torch.Tensor, piece: torch.Tensor, dtype: torch.dtype) 
 
 def no_view(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that a function made, as autograd hands it out for users to write into: not as a view."""
+    if torch.compiler.is_compiling():  # which cannot ask, and keeps views apart itself
+        return tensor
     return tensor.data if tensor._is_view() else tensor
 
 

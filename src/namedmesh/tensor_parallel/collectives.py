@@ -176,7 +176,7 @@ def all_to_all(
 
 def sendable(tensor: Tensor) -> Tensor:
     """A tensor whose memory holds its values, in order: a collective reads that, and nothing else."""
-    if tensor.is_conj() or tensor.is_neg():
+    if torch.compiler.is_compiling() or tensor.is_conj() or tensor.is_neg():  # the compiler cannot ask
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor.contiguous()
 
