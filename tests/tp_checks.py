@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -40,11 +40,12 @@ from namedmesh.tensor_parallel.regions import exchange, gather_parts, gather_une
 from namedmesh.tensor_parallel.vocabulary import Lookup, cross_entropy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
-Pairs = "Iterator[tuple[Tensor, Tensor]]"
+    Pairs: TypeAlias = Iterator[tuple[Tensor, Tensor]]
+
 SEQUENCE, WHOLE = Shard(1), Replicate()
 
 
@@ -342,7 +343,8 @@ def regions() -> Pairs:
     total = torch.stack(weights).sum(0)
 
     def mine_of(tensor: Tensor) -> Tensor:
-        return tensor.split(lengths)[peers.rank]
+        pieces: Sequence[Tensor] = tensor.split(lengths)
+        return pieces[peers.rank]
 
     # Every rank makes another part of the gradient.
     even = noise(2 * size, 4)
