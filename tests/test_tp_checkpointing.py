@@ -112,7 +112,8 @@ NORMS = ("layers.*.attention_norm", "layers.*.ffn_norm", "norm")
 PLANS: dict[str, dict[str, Any]] = {
     "plain": llama_plan(),
     "sequence": SEQUENCE_PLAN,
-    "torch's preparation": SEQUENCE_PLAN | {"layers.*.attention": PREPARED, "layers.*.feed_forward": PREPARED},
+    "torch's preparation": SEQUENCE_PLAN
+    | {"layers.*.attention": PREPARED, "layers.*.feed_forward": PREPARED},
     "torch's norms": SEQUENCE_PLAN | dict.fromkeys(NORMS, SequenceParallel(use_local_output=True)),
     "gathered": llama_plan()
     | {

@@ -192,7 +192,9 @@ def test_a_step_sends_and_keeps_no_more_than_torchs(
         ours, torchs = found[name]
         assert abs(ours.loss - torchs.loss) < 1e-5
         assert sum(ours.forward.values()) <= sum(torchs.forward.values()), (ours, torchs)
-        calls = [sum(sum(part.values()) for part in (s.forward, s.backward, s.update)) for s in (ours, torchs)]
+        calls = [
+            sum(sum(part.values()) for part in (s.forward, s.backward, s.update)) for s in (ours, torchs)
+        ]
         assert calls[0] <= calls[1], (ours, torchs)
         assert ours.sent <= torchs.sent, (ours, torchs)
         # The mask of the ids that other ranks have, a byte for each; torch keeps its own out of autograd's sight.

@@ -159,9 +159,7 @@ def too_many_features() -> str:
 
 
 def test_a_row_layer_refuses_another_number_of_features() -> None:
-    text = (
-        "out: the input, of shape (2, 65), has 65 features, but the layer takes 64; pass all 64 of them"
-    )
+    text = "out: the input, of shape (2, 65), has 65 features, but the layer takes 64; pass all 64 of them"
     assert run_ranks(2, too_many_features) == [text] * 2
 
 

@@ -423,9 +423,7 @@ def is_observed(tensor: torch.Tensor) -> bool:
     return bool(torch._C._len_torch_dispatch_stack()) or type(tensor) is not torch.Tensor or tensor.is_meta
 
 
-def functional_collective(
-    name: str, tensor: torch.Tensor, *arguments: Any, group: Any
-) -> torch.Tensor:
+def functional_collective(name: str, tensor: torch.Tensor, *arguments: Any, group: Any) -> torch.Tensor:
     """Start a collective that writes into a new tensor; the result is for :func:`wait_tensor`.
 
     Args:

@@ -192,9 +192,7 @@ def all_to_all(
     if is_observed(outgoing):
         equal = [outgoing.shape[0] // peers.size] * peers.size
         lengths = (receive or equal, send or equal)
-        return wait_tensor(
-            functional_collective("all_to_all_single", outgoing, *lengths, group=peers.group)
-        )
+        return wait_tensor(functional_collective("all_to_all_single", outgoing, *lengths, group=peers.group))
     length = outgoing.shape[0] if receive is None else sum(receive)
     incoming = outgoing.new_empty(length, *outgoing.shape[1:])
     dist.all_to_all_single(incoming, outgoing, receive, send, group=peers.group)

@@ -44,6 +44,13 @@ class Heads:
             if count is not None:
                 yield count
 
+    @property
+    def fused_features(self) -> int | None:
+        """The features of queries, keys and values together, where they are known."""
+        if self.queries is None or self.head_dim is None:
+            return None
+        return (self.queries[1] + 2 * (self.keys or self.queries)[1]) * self.head_dim
+
     def can_share(self, tp_size: int) -> bool:
         """Whether ranks that do not divide the kv heads can share them: each has its queries, each head too."""
         if self.queries is None or self.keys is None:
@@ -99,22 +106,23 @@ def _misfit_counts(
     modules: dict[str, nn.Module], entry: Entry, tp_size: int
 ) -> Iterator[tuple[str, int, str]]:
     """Where a count is stated that the ranks do not divide, the count, and what helps."""
-    features = _cut_features(entry)
+    features = sharded_features(entry)
     if features is None:
         return
     for owner, heads in _stated(modules, entry.fqn):
-        for name, count in heads.concerning(features):
+        concerned = list(heads.concerning(features))
+        for name, count in concerned:
             if count % tp_size == 0 or (isinstance(entry.style, KeyValueParallel) and entry.style.shared):
                 continue
             remedy = f"choose a tp size that divides {count}"
             column = isinstance(entry.style, ColwiseParallel)
-            if column and (name, count) == heads.keys and heads.can_share(tp_size):
+            if column and concerned == [heads.keys] and heads.can_share(tp_size):
                 remedy = f"give them KeyValueParallel(), or {remedy}"
             yield (f"{owner}.{name}" if owner else name), count, remedy
         return  # the nearest statement counts
 
 
-def _cut_features(entry: Entry) -> int | None:
+def sharded_features(entry: Entry) -> int | None:
     """The features of a linear that each rank gets a piece of, and so of the heads; None if there are none."""
     if not isinstance(entry.module, nn.Linear):
         return None
@@ -133,6 +141,17 @@ def _last(layout: Shard) -> bool:
     return sharded_dim(layout, 3) == 2  # noqa: PLR2004  the last of three
 
 
+def called_attention(fqn: str, module: nn.Module) -> bool:
+    """Whether a module's name, or that of its class, says that it is attention."""
+    called = f"{fqn.rpartition('.')[2]} {type(module).__name__}".lower()
+    return any(word in called for word in _ATTENTION)
+
+
+def heads_around(modules: dict[str, nn.Module], fqn: str) -> Heads | None:
+    """The heads that the nearest module around says it has; None if none does."""
+    return next((heads for _, heads in _stated(modules, fqn)), None)
+
+
 def _stated(modules: dict[str, nn.Module], fqn: str) -> Iterator[tuple[str, Heads]]:
     """What the modules around a linear say about heads, the nearest first.
 
@@ -147,8 +166,7 @@ def _stated(modules: dict[str, nn.Module], fqn: str) -> Iterator[tuple[str, Head
             continue
         module = modules[owner]
         own_name = tokens[depth - 1] if depth else ""
-        called = f"{own_name} {type(module).__name__}".lower()
-        attention = attention or any(word in called for word in _ATTENTION)
+        attention = attention or called_attention(own_name, module)
         if attention or depth == len(tokens):
             direct = _heads(module, module)
             if direct is not None:

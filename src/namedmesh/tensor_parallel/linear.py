@@ -354,7 +354,7 @@ def _keep(ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 # The functions to call: torch leaves ``apply`` without types.
-_column: Callable[
-    [Tensor, Tensor, Tensor | None, Peers, int | None, bool, SharedGradient | None], Tensor
-] = _Column.apply
+_column: Callable[[Tensor, Tensor, Tensor | None, Peers, int | None, bool, SharedGradient | None], Tensor] = (
+    _Column.apply
+)
 _row: Callable[[Tensor, Tensor, Tensor | None, Peers, int | None], Tensor] = _Row.apply

@@ -14,10 +14,12 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from namedmesh._torch import absent_children, sharded_parts
 from namedmesh.errors import PlanError, did_you_mean, listing
 from namedmesh.tensor_parallel.entry import Entry
+from namedmesh.tensor_parallel.fused import fused_problems
 from namedmesh.tensor_parallel.heads import head_problems, with_counts
 from namedmesh.tensor_parallel.placements import misfits, parameter_placements
 from namedmesh.tensor_parallel.setup import NAME
 from namedmesh.tensor_parallel.ties import find_ties
+from namedmesh.tensor_parallel.uncovered import cover
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -65,6 +67,10 @@ def resolve(
             fitting.append(entry)
     problems += _size_problems(fitting, tp_size)
     problems += head_problems(model, fitting, tp_size)
+    problems += fused_problems(model, fitting, tp_size)
+    meant, uncovered = cover(model, entries) if tp_size > 1 else ([], [])
+    problems += uncovered
+    entries += meant
     problems += [
         f"{name}: {value} is not divisible by the tp size {tp_size} (from must_divide); "
         f"choose a tp size that divides it"
