@@ -171,11 +171,26 @@ def _stated(modules: dict[str, nn.Module], fqn: str) -> Iterator[tuple[str, Head
             direct = _heads(module, module)
             if direct is not None:
                 yield owner, direct
-        config = getattr(module, "config", None)
+        config = _own_config(module)
         if attention and config is not None:
             stated = _heads(config, module)
             if stated is not None:
                 yield f"{owner}.config" if owner else "config", stated
+
+
+def _own_config(module: nn.Module) -> object:
+    """A module's configuration; that of its layer, where transformers' layers differ."""
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    layers = getattr(config, "per_layer_config", None)
+    return config if layers is None or index is None else layers[index]
+
+
+def _stated_value(source: object, name: str) -> object:
+    """An attribute; None where it is missing, or is another one in every layer (a RuntimeError in transformers)."""
+    try:
+        return getattr(source, name, None)
+    except RuntimeError:
+        return None
 
 
 def _heads(source: object, module: nn.Module) -> Heads | None:
@@ -195,7 +210,7 @@ def _head_dim(
     source: object, module: nn.Module, queries: tuple[str, int] | None, keys: tuple[str, int] | None
 ) -> int | None:
     """The features of one head: stated, or the width that fits the linears of the module."""
-    for stated in (getattr(module, "head_dim", None), getattr(source, "head_dim", None)):
+    for stated in (getattr(module, "head_dim", None), _stated_value(source, "head_dim")):
         if _is_count(stated):
             return stated
     if queries is None:
@@ -215,7 +230,7 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 def _first_count(source: object, names: tuple[str, ...]) -> tuple[str, int] | None:
     for name in names:
-        value = getattr(source, name, None)
+        value = _stated_value(source, name)
         if _is_count(value):
             return name, value
     return None
