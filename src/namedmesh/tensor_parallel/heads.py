@@ -34,11 +34,14 @@ class Heads:
     def concerning(self, features: int) -> Iterator[tuple[str, int]]:
         """The counts that a cut of ``features`` has to respect: queries, keys and values, or both."""
         width = self.head_dim
-        if width and self.queries and features == self.queries[1] * width:
+        if width and self.queries and features % (self.queries[1] * width) == 0:  # or queries and their gates
             yield self.queries
             return
         if width and self.keys and features == self.keys[1] * width:
             yield self.keys
+            return
+        if self.queries and features == self.queries[1]:  # a number for each head
+            yield self.queries
             return
         for count in (self.queries, self.keys):
             if count is not None:
@@ -143,7 +146,7 @@ def _last(layout: Shard) -> bool:
 
 def called_attention(fqn: str, module: nn.Module) -> bool:
     """Whether a module's name, or that of its class, says that it is attention."""
-    called = f"{fqn.rpartition('.')[2]} {type(module).__name__}".lower()
+    called = f"{fqn.rpartition('.')[2]} {type(module).__name__}".lower().replace("attentiondecoderlayer", "")
     return any(word in called for word in _ATTENTION)
 
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import SequenceParallel
 from namedmesh._torch import strided_shard
 from namedmesh.errors import PlanError, did_you_mean
 from namedmesh.tensor_parallel.experts import IdentityExpert, ShardedExperts
+from namedmesh.tensor_parallel.fused import FusedColwiseParallel
 from namedmesh.tensor_parallel.kv_heads import KeyValueParallel, names_keys_or_values
 from namedmesh.tensor_parallel.local import LocalParameters, SumOutput, SumTailGradient
 from namedmesh.tensor_parallel.plan import matches
@@ -176,6 +177,11 @@ def _entries(
         return _entries(model, f"{key}.*", name, names)
     if name == "colwise" and names_keys_or_values(key):
         return {key: KeyValueParallel()}
+    heads = getattr(_text_config(model), "num_attention_heads", None)
+    if name == "colwise" and key.endswith(".query_key_value") and isinstance(heads, int):
+        return {key: FusedColwiseParallel(interleaved=heads)}  # GPT-NeoX's: head by head
+    if name == "packed_colwise":
+        return {key: FusedColwiseParallel(blocks=2)}
     makers = {"mla_kv_a_proj": _tail, "rowwise": _row, **dict.fromkeys(_OWNERS, _owner)}
     if name not in makers:
         return known
@@ -228,13 +234,16 @@ def _tail(model: nn.Module, fqn: str, _name: str, _names: Mapping[str, str]) -> 
     Raises:
         LookupError: neither the attention module nor the configuration says how many.
     """
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for source in (model.get_submodule(fqn.rpartition(".")[0]), text):
+    for source in (model.get_submodule(fqn.rpartition(".")[0]), _text_config(model)):
         width = getattr(source, "qk_rope_head_dim", None)
         if isinstance(width, int):
             return SumTailGradient(width) if width else None
     raise LookupError(fqn)
+
+
+def _text_config(model: nn.Module) -> Any:
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _input_is_whole(model: nn.Module, fqn: str, names: Mapping[str, str]) -> bool:
