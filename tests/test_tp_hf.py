@@ -83,6 +83,14 @@ def test_every_name_without_an_answer_is_told_at_once() -> None:
             plan_from_hf({"x": name})
 
 
+def test_entries_that_are_left_out() -> None:
+    plan = {"a.q.x": "colwise", "a.o": "grouped_gemm", "b": "colwise"}
+    assert list(plan_from_hf(plan, leave_out=["a.*"])) == ["b"]
+    with pytest.raises(PlanError) as caught:
+        plan_from_hf(plan, leave_out=["a.*", "c.*"])
+    assert str(caught.value) == "leave_out: 'c.*' matches no entry of the plan"
+
+
 def test_a_model_without_a_plan() -> None:
     with pytest.raises(PlanError) as caught:
         plan_from_hf(nn.Linear(2, 2))

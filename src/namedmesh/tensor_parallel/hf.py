@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from namedmesh.tensor_parallel.plan import matches
 from namedmesh.tensor_parallel.styles import ColwiseParallel, RowwiseParallel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch.distributed.tensor.parallel import ParallelStyle
     from torch.distributed.tensor.placement_types import Placement
@@ -67,7 +68,23 @@ _SPECIAL = (
 )
 
 
-def plan_from_hf(model_or_plan: nn.Module | Mapping[str, str]) -> dict[str, ParallelStyle]:
+# Plans of transformers that fit no number of ranks but one, by the model type and the style that makes it so.
+_UNWORKABLE = {
+    ("doge", "self_attn.dt_proj", "rowwise"): (
+        "dt_proj's output has a number for each of all heads, of which q_proj and k_proj leave each rank a part"
+    ),
+    ("esmc", "self_attn.q_proj", "colwise"): (
+        "q_norm and k_norm take the features of all heads, of which q_proj and k_proj leave each rank a part"
+    ),
+    ("neomme", "self_attn.q_proj", "colwise"): (
+        "alpha has a number for each of all heads, of which q_proj leaves each rank a part"
+    ),
+}
+
+
+def plan_from_hf(
+    model_or_plan: nn.Module | Mapping[str, str], *, leave_out: Sequence[str] = ()
+) -> dict[str, ParallelStyle]:
     """Read a Hugging Face tensor-parallel plan into one for ``parallelize``.
 
     From a model, the plan is its configuration's ``base_model_tp_plan`` (with the base model's prefix) and
@@ -77,12 +94,15 @@ def plan_from_hf(model_or_plan: nn.Module | Mapping[str, str]) -> dict[str, Para
 
     Args:
         model_or_plan: a ``PreTrainedModel``, or a plan: a dict of module names to style names.
+        leave_out: patterns of entries of the plan to leave out, such as ``"*.self_attn.*"`` (``*`` stands for
+            any text, dots included). What they name stays whole on every rank.
 
     Returns:
         A dict of module names to styles. A module that every rank keeps whole (``"replicate"``) is not in it.
 
     Raises:
-        PlanError: if the model has no plan; or with every style that is unknown or not supported.
+        PlanError: if the model has no plan, if a pattern matches no entry of it, or if it is known not to work;
+            or with every style that is unknown or not supported.
 
     Example:
         >>> from namedmesh.tensor_parallel import plan_from_hf
@@ -98,6 +118,15 @@ def plan_from_hf(model_or_plan: nn.Module | Mapping[str, str]) -> dict[str, Para
     else:
         model = model_or_plan
         names = _names_of(model)
+    idle = [pattern for pattern in leave_out if not fnmatch.filter(names, pattern)]
+    if idle:
+        raise PlanError(*(f"leave_out: {pattern!r} matches no entry of the plan" for pattern in idle))
+    names = {
+        key: name
+        for key, name in names.items()
+        if not any(fnmatch.fnmatchcase(key, pattern) for pattern in leave_out)
+    }
+    _refuse_unworkable(model, names)
     bare = _bare_parameters(model, names)
     plan: dict[str, ParallelStyle] = {}
     problems = []
@@ -144,6 +173,17 @@ def _names_of(model: nn.Module) -> dict[str, str]:
     return {key: name for key, name in stated.items() if any(matches(key, fqn) for fqn in there)}
 
 
+def _refuse_unworkable(model: nn.Module | None, names: Mapping[str, str]) -> None:
+    """Say what is wrong with a plan of transformers, instead of leaving it to a forward with sizes that differ."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    for (model_type, layer, style), reason in _UNWORKABLE.items():
+        if kind == model_type and any(key.endswith(layer) and name == style for key, name in names.items()):
+            raise PlanError(
+                f"the attention of {type(model).__name__} cannot be sharded as its plan says: {reason}; leave it "
+                f"out: plan_from_hf(model, leave_out=['*.self_attn.*'])"
+            )
+
+
 def _base_prefix(model: nn.Module) -> str:
     """What the base model's names start with in this model: ``"model."``, or nothing for the base model."""
     base = getattr(model, "base_model", model)
@@ -169,22 +209,15 @@ def _entries(
     model: nn.Module | None, key: str, name: str, names: Mapping[str, str]
 ) -> dict[str, ParallelStyle] | None:
     """What one key comes to: itself, or one entry a module where they differ; None if it cannot be told."""
-    known = {key: _STYLES[name]()} if name in _STYLES else None
     if model is None:
-        return known
+        return {key: _STYLES[name]()} if name in _STYLES else None
     found = {fqn: module for fqn, module in model.named_modules() if matches(key, fqn)}
     if found and all(isinstance(module, nn.ModuleList) for module in found.values()):
         return _entries(model, f"{key}.*", name, names)
-    if name == "colwise" and names_keys_or_values(key):
-        return {key: KeyValueParallel()}
-    heads = getattr(_text_config(model), "num_attention_heads", None)
-    if name == "colwise" and key.endswith(".query_key_value") and isinstance(heads, int):
-        return {key: FusedColwiseParallel(interleaved=heads)}  # GPT-NeoX's: head by head
-    if name == "packed_colwise":
-        return {key: FusedColwiseParallel(blocks=2)}
     makers = {"mla_kv_a_proj": _tail, "rowwise": _row, **dict.fromkeys(_OWNERS, _owner)}
     if name not in makers:
-        return known
+        style = _column(model, key, name)
+        return None if style is None else {key: style}
     try:
         return _same_or_apart(key, {fqn: makers[name](model, fqn, name, names) for fqn in found})
     except LookupError:
@@ -198,6 +231,17 @@ def _same_or_apart(key: str, styles: Mapping[str, ParallelStyle | None]) -> dict
         ((_, style),) = distinct.items()
         return {} if style is None else {key: style}
     return {fqn: style for fqn, style in styles.items() if style is not None}
+
+
+def _column(model: nn.Module, key: str, name: str) -> ParallelStyle | None:
+    """A style by its name alone, or by that of the layer too; None if there is none of that name."""
+    if name == "packed_colwise":
+        return FusedColwiseParallel(blocks=2)
+    if name == "colwise" and names_keys_or_values(key):
+        return KeyValueParallel()
+    if name == "colwise" and key.endswith("query_key_value"):  # GPT-NeoX's: head by head
+        return FusedColwiseParallel(interleaved=_text_config(model).num_attention_heads)
+    return _STYLES[name]() if name in _STYLES else None
 
 
 def _owner(model: nn.Module, fqn: str, name: str, names: Mapping[str, str]) -> ParallelStyle | None:
