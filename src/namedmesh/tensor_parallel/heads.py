@@ -181,7 +181,7 @@ def _stated(modules: dict[str, nn.Module], fqn: str) -> Iterator[tuple[str, Head
 def _heads(source: object, module: nn.Module) -> Heads | None:
     """What a module or its configuration states; what the module says of itself counts more."""
     queries, keys = _first_count(source, _QUERY_HEADS), _first_count(source, _KV_HEADS)
-    groups = getattr(module, GROUPS, None)
+    groups = _value(module, GROUPS)
     if queries is not None and _is_count(groups) and queries[1] % groups == 0:
         own = queries[1] // groups
         if keys is None or keys[1] != own:
@@ -195,18 +195,26 @@ def _head_dim(
     source: object, module: nn.Module, queries: tuple[str, int] | None, keys: tuple[str, int] | None
 ) -> int | None:
     """The features of one head: stated, or the width that fits the linears of the module."""
-    for stated in (getattr(module, "head_dim", None), getattr(source, "head_dim", None)):
+    for stated in (_value(module, "head_dim"), _value(source, "head_dim")):
         if _is_count(stated):
             return stated
     if queries is None:
         return None
     outputs = {linear.out_features for linear in module.modules() if isinstance(linear, nn.Linear)}
-    wholes = [getattr(source, name, None) for name in ("hidden_size", "dim", "embed_dim", "d_model")]
+    wholes = [_value(source, name) for name in ("hidden_size", "dim", "embed_dim", "d_model")]
     widths = [whole // queries[1] for whole in wholes if _is_count(whole)]
     widths += sorted({features // queries[1] for features in outputs if features % queries[1] == 0})
     count = (keys or queries)[1]
     fitting = (width for width in widths if {width * queries[1], width * count} <= outputs)
     return next(fitting, next(iter(widths), None))
+
+
+def _value(source: object, name: str) -> object:
+    """An attribute, or None where there is none, or none for all layers."""
+    try:
+        return getattr(source, name, None)
+    except Exception:  # noqa: BLE001  a configuration whose layers differ refuses with an error of its own
+        return None
 
 
 def _is_count(value: object) -> TypeGuard[int]:
@@ -215,7 +223,7 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 def _first_count(source: object, names: tuple[str, ...]) -> tuple[str, int] | None:
     for name in names:
-        value = getattr(source, name, None)
+        value = _value(source, name)
         if _is_count(value):
             return name, value
     return None

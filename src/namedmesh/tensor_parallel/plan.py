@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from namedmesh._torch import absent_children, sharded_parts
 from namedmesh.errors import PlanError, did_you_mean, listing
+from namedmesh.tensor_parallel.adapters import with_adapters
 from namedmesh.tensor_parallel.entry import Entry
 from namedmesh.tensor_parallel.fused import fused_problems
 from namedmesh.tensor_parallel.heads import head_problems, with_counts
@@ -58,6 +59,8 @@ def resolve(
     entries: list[Entry] = []
     matching_problems = _match(model, plan, entries)
     problems += matching_problems
+    entries, adapter_problems = with_adapters(entries)
+    problems += adapter_problems
     entries = with_counts(model, entries, tp_size)
     fitting = []
     for entry in entries:
