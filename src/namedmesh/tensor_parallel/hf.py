@@ -11,7 +11,9 @@ from torch.distributed.tensor.parallel import SequenceParallel
 
 from namedmesh._torch import strided_shard
 from namedmesh.errors import PlanError, did_you_mean
+from namedmesh.tensor_parallel.adapters import adapted_model
 from namedmesh.tensor_parallel.experts import IdentityExpert, ShardedExperts
+from namedmesh.tensor_parallel.fused import FusedColwiseParallel
 from namedmesh.tensor_parallel.kv_heads import KeyValueParallel, names_keys_or_values
 from namedmesh.tensor_parallel.local import LocalParameters, SumOutput, SumTailGradient
 from namedmesh.tensor_parallel.plan import matches
@@ -70,7 +72,7 @@ def plan_from_hf(model_or_plan: nn.Module | Mapping[str, str]) -> dict[str, Para
     """Read a Hugging Face tensor-parallel plan into one for ``parallelize``.
 
     From a model, the plan is its configuration's ``base_model_tp_plan`` (with the base model's prefix) and
-    its own ``_tp_plan``. Such a plan is written for all variants of an architecture, so what it says about
+    its own ``_tp_plan``; from a ``PeftModel``, that of the model inside. Such a plan is written for all variants of an architecture, so what it says about
     modules that this model does not have is left out; and if the output head of the model is tied to its
     input embedding, the embedding is cut along the vocabulary too, as the head is.
 
@@ -91,6 +93,9 @@ def plan_from_hf(model_or_plan: nn.Module | Mapping[str, str]) -> dict[str, Para
         layers.*.mlp.up_proj ColwiseParallel
         layers.*.mlp.down_proj RowwiseParallel
     """
+    if isinstance(model_or_plan, nn.Module) and (adapted := adapted_model(model_or_plan)):
+        prefix, inner = adapted
+        return {f"{prefix}.{key}": style for key, style in plan_from_hf(inner).items()}
     model = None
     if isinstance(model_or_plan, Mapping):
         names = dict(model_or_plan)
@@ -175,6 +180,9 @@ def _entries(
         return _entries(model, f"{key}.*", name, names)
     if name == "colwise" and names_keys_or_values(key):
         return {key: KeyValueParallel()}
+    heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
+    if name == "colwise" and key.endswith("query_key_value") and isinstance(heads, int):
+        return {key: FusedColwiseParallel(interleaved=heads)}
     if name in _OWNERS:
         return _same_or_apart(key, {fqn: _owner(model, fqn, name, names) for fqn in found})
     if name == "mla_kv_a_proj":
