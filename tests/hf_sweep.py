@@ -34,6 +34,7 @@ REFUSED: dict[str, str] = {}
 
 def step(model: Any, name: str) -> torch.Tensor:
     """A forward, and the backward of a random loss; the output."""
+    model.zero_grad()
     output = hf_models.forward(model, name)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=output.dtype)
     (output * weights).sum().backward()
@@ -44,7 +45,6 @@ def differences(reference: Any, wanted: torch.Tensor, name: str) -> dict[str, fl
     """On one rank: the largest relative difference of the output, and of every parameter's gradient."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = copy.deepcopy(reference)
-    model.zero_grad()
     parallelize(model, mesh, plan_from_hf(model), src_data_rank=None)
     found = {"output": _difference(step(model, name), wanted)}
     for (fqn, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):

@@ -174,16 +174,20 @@ def test_meshes_over_parts_of_the_world() -> None:
 
 def _unshared() -> list[bool]:
     mesh = namedmesh.init_mesh(dp=2, cp=1, tp=2, share_groups=False)
-    shared = namedmesh.init_mesh(dp=2, cp=1, tp=2, options={"tp": GroupOptions(share=False)})
     mesh.flatten("dp", "cp")
     mesh.flatten("dp", "tp")
-    shared.flatten("dp", "cp")
-    shared.flatten("cp", "tp")
-    return [
+    apart = [
         mesh.group("dp", "cp") is not mesh.group("dp"),
         mesh.group("dp", "cp") is mesh.flatten("dp", "cp").get_group(),
         mesh.group("dp", "tp") is not dist.group.WORLD,
         sum_of_ranks(mesh.group("dp", "cp")) == sum(mesh.ranks("dp")),
+    ]
+    mesh.close()
+    shared = namedmesh.init_mesh(dp=2, cp=1, tp=2, options={"tp": GroupOptions(share=False)})
+    shared.flatten("dp", "cp")
+    shared.flatten("cp", "tp")
+    return [
+        *apart,
         shared.group("dp", "cp") is shared.group("dp"),
         shared.group("cp", "tp") is not shared.group("tp"),
     ]
@@ -385,13 +389,13 @@ def test_one_communicator_for_each_set_of_ranks(sizes: dict[str, Any], held: int
 
 def test_few_calls_make_derived_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
-    original = dist.new_group
+    original = c10d._new_process_group_helper
 
     def counted(*args: Any, **options: Any) -> Any:
         calls.append(args)
         return original(*args, **options)
 
-    monkeypatch.setattr(dist, "new_group", counted)
+    monkeypatch.setattr(c10d, "_new_process_group_helper", counted)
     with fake_world(16_384, 9_999):
         mesh = namedmesh.init_mesh(pp=8, dp=-1, cp=2, tp=8)
         calls.clear()
@@ -547,7 +551,7 @@ INIT_MESSAGES: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"layout": Layout(dp=4), "tp": 2},
         LayoutError,
-        "both Layout(dp=4) and sizes for tp were given; give a layout, or sizes by name",
+        "both Layout(dp=4) and tp=2 were given; give a layout, which says all of this itself, or sizes by name",
     ),
     (
         {"dp": 2, "rank_offset": 4, "part": True},

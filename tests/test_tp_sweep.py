@@ -9,8 +9,9 @@ import os
 
 import hf_models
 import pytest
-from hf_sweep import REFUSED, sweep
+from hf_sweep import REFUSED, TOLERANCE, differences, step, sweep
 from ranks import run_ranks
+from threads import run_threads
 
 PARTS = 6
 # A dense model, a mixture of experts, latent attention, and what has an embedding with a forward of its own.
@@ -42,6 +43,26 @@ def test_every_configuration_is_right_on_two_ranks_or_refused(part: int) -> None
 def test_more_ranks() -> None:
     hf_models.configurations()
     assert run_ranks(2, unexpected, MORE_RANKS, (4, 8), init=False, timeout=240) == [{}, {}]
+
+
+def experts_differences(names: list[str]) -> dict[str, float]:
+    """In single precision, which is what the experts' faster implementations are made for."""
+    found = {}
+    for name in names:
+        model = hf_models.tiny_model(name).float()
+        for implementation in ("grouped_mm", "batched_mm"):
+            model.config._experts_implementation = implementation
+            wanted = step(model, name)
+            ranks = run_threads(2, differences, model, wanted, name)
+            found[f"{name}, {implementation}"] = max(value for rank in ranks for value in rank.values())
+    return {name: value for name, value in found.items() if not value < TOLERANCE}
+
+
+@pytest.mark.oracle("transformers")
+def test_every_implementation_of_experts() -> None:
+    names = ["MixtralConfig", "Qwen3MoeConfig", "AriaTextConfig", "NemotronHConfig", "InklingTextConfig"]
+    hf_models.configurations()
+    assert run_ranks(1, experts_differences, names, init=False) == [{}]
 
 
 @pytest.mark.oracle("transformers")

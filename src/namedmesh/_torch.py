@@ -8,9 +8,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
-from collections import Counter
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+import sys
+import weakref
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,10 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from namedmesh.errors import MeshError
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from datetime import timedelta
 
     from torch.distributed.tensor import DTensor
@@ -32,6 +35,8 @@ TORCH = Version(torch.__version__)
 _MESHES_KNOW_THEIR_ROOT = Version("2.10.0a0") <= TORCH
 # From 2.13 on the layout of a mesh is a list of one layout for each axis; before, one nested tuple.
 _LAYOUTS_ARE_LISTS = Version("2.13.0a0") <= TORCH
+# Up to 2.13 the name of a group with local synchronization contains how many groups this process has.
+_NAMES_COUNT_GROUPS = Version("2.14.0a0") > TORCH
 
 # torch 2.13 renamed both and warns at the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,8 +45,66 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 # torch 2.15 made it public under another name and warns at the old one.
 _set_timeout: Any = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout
 
-# How many groups this process has made over each set of ranks; the same on every member of the set.
-_made_over: Counter[tuple[int, ...]] = Counter()
+
+# The types of the names of groups differ between versions.
+_untyped: Any = c10d
+
+# The default group.
+
+
+class Ends(Protocol):
+    """State that belongs to one default group."""
+
+    def end(self) -> None:
+        """Drop every reference to process groups: the default group is being destroyed."""
+
+
+S = TypeVar("S", bound=Ends)
+
+_TAG = "namedmesh"
+
+
+class _Lifetime(list[Any]):
+    """Stands in torch's table of group tags, which torch clears when it destroys the default group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: dict[type, Ends] = {}
+
+
+def state_of_default_group(kind: Callable[[], S]) -> S:
+    """The object of type ``kind`` that belongs to the default group; created once, ended with the group.
+
+    torch tells nobody when it destroys the default group. Whoever keeps a reference to one of its groups from
+    then on risks an abort when the interpreter exits: a thread of the group may outlive the interpreter.
+    """
+    tags: dict[str, Any] = c10d._world.tags_to_pg
+    lifetime = tags.get(_TAG)
+    if lifetime is None:
+        lifetime = tags[_TAG] = _Lifetime()
+        weakref.finalize(lifetime, _end_states, lifetime.states, os.getpid())
+    states: dict[Any, Any] = lifetime.states
+    if kind not in states:
+        states[kind] = kind()
+    state: S = states[kind]
+    return state
+
+
+def _end_states(states: dict[type, Ends], process: int) -> None:
+    """Run when the default group is destroyed, or at the interpreter's exit if it never was."""
+    if os.getpid() != process:
+        return  # a fork has the objects, and not the threads behind them
+    for state in reversed(states.values()):
+        state.end()
+    if _TAG in c10d._world.tags_to_pg and not _exits_with_error():
+        # At exit. The threads of gloo groups must end before the interpreter does. After an error a collective
+        # may be under way that would be waited for, and the process is lost anyway.
+        with suppress(RuntimeError, ValueError):
+            dist.destroy_process_group()
+
+
+def _exits_with_error() -> bool:
+    return getattr(sys, "last_value", None) is not None
 
 
 def default_store() -> dist.Store:
@@ -75,68 +138,190 @@ def bound_device() -> torch.device | None:
     return getattr(dist.group.WORLD, "bound_device_id", None)
 
 
-def reserved_name(ranks: Sequence[int]) -> str:
-    """The name of the next group over exactly these ranks; the members reserve names in the same order.
+# Groups.
 
-    Up to torch 2.13 the name of a group with local synchronisation is a hash of its ranks and of the number of
-    groups this process has: a group made again after the first one was destroyed gets the name of the first,
-    finds its addresses in the store and hangs; so do ranks that have different numbers of groups. Later
-    versions count calls instead, which goes wrong as soon as only some ranks call. Here the name is a hash of
-    the ranks and of how many groups were made over exactly these ranks, which only members change.
+
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """Whether torch still has a group, or somebody destroyed it."""
+    return group in c10d._world.pg_map
+
+
+def group_name(*identity: object) -> str:
+    """The name of a group that only its members create; the same in every life of the same group.
+
+    A name that repeats lets compiled code and cached DTensor layouts, which refer to groups by name, find the
+    group again after a mesh was closed and opened.
     """
-    members = tuple(ranks)
-    _made_over[members] += 1
-    text = f"namedmesh {_made_over[members]} over {'_'.join(map(str, members))}"
-    return hashlib.sha256(text.encode()).hexdigest()[:40]
+    return f"{_TAG}_{hashlib.sha256(repr(identity).encode()).hexdigest()[:40]}"
 
 
 def new_group_among_members(
-    ranks: Sequence[int], *, name: str | None = None, **options: Any
+    ranks: Sequence[int],
+    *,
+    name: str,
+    store_prefix: str,
+    backend: str,
+    timeout: timedelta | None,
+    pg_options: object = None,
+    group_desc: str | None = None,
+    connect: bool = True,
 ) -> dist.ProcessGroup:
-    """``new_group`` with local synchronisation, under a name that is never used twice. Only members call it.
+    """Create a group under a given name; only the members call it.
+
+    ``new_group(use_local_synchronization=True)`` takes no name. Up to torch 2.13 it derives one from the number
+    of groups that this process has, which differs between ranks as soon as some have a group that others lack;
+    a group that is created again gets the name of the first one, and finds its addresses in the store.
 
     Args:
-        ranks: the members.
-        name: a name that was reserved for it; with one, gloo connects at the first collective, as NCCL does
-            anyway, so that the call waits for nobody.
-        **options: for ``new_group``.
+        ranks: the members, ascending.
+        name: the name, the same on all members and unique among the groups of this process.
+        store_prefix: where the members exchange their addresses; never used twice for the same name.
+        backend: a backend as ``new_group`` takes it.
+        timeout: the timeout; by default torch's own for the backend.
+        pg_options: options of an NCCL group.
+        group_desc: a description, for torch's messages.
+        connect: whether gloo connects the members now. Otherwise, and with NCCL, it does so at the first
+            collective, and this call does not block on other ranks.
+
+    Raises:
+        MeshError: torch created the group under another name.
     """
-    calls = c10d._world.group_count
-    with _group_named(name or reserved_name(ranks)), _gloo_connects_late() if name else nullcontext():
-        group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True, **options)
-    # torch counts calls to name the groups that everyone makes; a call of some ranks must not count.
-    c10d._world.group_count = calls
+    members = list(ranks)
+    rank = members.index(dist.get_rank())
+    store = dist.PrefixStore(store_prefix, default_store())
+    full = c10d.Backend(backend)
+    timeout = timeout or c10d._get_default_timeout(full)
+    devices = c10d.BackendConfig(full).get_device_backend_map()
+    late = [] if connect else [device for device, part in devices.items() if part == "gloo"]
+    if late and len(late) == len(devices):
+        group = _unconnected_gloo(members, rank, store, name, timeout, late)
+        _register(group, full, store, name)
+    else:
+        at_once = ",".join(f"{device}:{part}" for device, part in devices.items() if device not in late)
+        group, _ = _untyped._new_process_group_helper(
+            len(members),
+            rank,
+            members,
+            c10d.Backend(at_once) if late else full,
+            store,
+            name,
+            backend_options=pg_options,
+            timeout=timeout,
+            group_desc=group_desc,
+        )
+        if late:
+            _add_gloo(group, members, rank, store, name, timeout, late)
+            c10d._world.pg_map[group] = (full, c10d._world.pg_map[group][1])
+            c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(full))
+    group._set_group_desc(group_desc or "undefined")
+    c10d._world.pg_group_ranks[group] = {member: place for place, member in enumerate(members)}
+    if group.group_name != name:
+        raise MeshError(
+            f"torch {torch.__version__} created a group under the name {group.group_name!r} instead of {name!r}; this "
+            "version of namedmesh does not know that torch, so install another version of one of them"
+        )
+    made: dist.ProcessGroup = group
+    return made
+
+
+def _unconnected_gloo(  # noqa: PLR0917  one call
+    members: list[int], rank: int, store: dist.Store, name: str, timeout: timedelta, devices: Sequence[str]
+) -> Any:
+    """A gloo group that connects at its first collective: ``new_group`` reads that from the environment only."""
+    group: Any = dist.ProcessGroup(dist.PrefixStore(f"{name}/", store), rank, len(members))
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    _add_gloo(group, members, rank, store, name, timeout, devices)
+    group._set_group_name(name)
     return group
 
 
-def waits_for_nobody(backend: str) -> bool:
-    """Whether :func:`new_group_among_members` under a reserved name returns without the other members."""
-    made_of = {part.rpartition(":")[2] for part in backend.split(",")}
-    return made_of <= {"gloo", "nccl", "fake"} and not int(os.environ.get("TORCH_DIST_INIT_BARRIER", "0"))
+def _add_gloo(  # noqa: PLR0917  one call
+    group: Any,
+    members: list[int],
+    rank: int,
+    store: dist.Store,
+    name: str,
+    timeout: timedelta,
+    devices: Sequence[str],
+) -> None:
+    gloo: Any = c10d.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_default_device(lazy_init=True)]
+    options._timeout = timeout
+    options.global_ranks_in_group = members
+    options.group_name = name
+    addresses = dist.PrefixStore(f"{devices[0]}/", dist.PrefixStore(f"{name}/", store))
+    backend = gloo(addresses, rank, len(members), options)
+    backend._set_sequence_number_for_group()
+    for device in devices:
+        group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, backend)
 
 
-@contextmanager
-def _gloo_connects_late() -> Iterator[None]:
-    """Set what torch reads whenever it makes a gloo group, having no argument for it."""
-    before = os.environ.get("TORCH_GLOO_LAZY_INIT")
-    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["TORCH_GLOO_LAZY_INIT"]
-        else:
-            os.environ["TORCH_GLOO_LAZY_INIT"] = before
+def _register(group: Any, backend: Any, store: dist.Store, name: str) -> None:
+    """Enter a group into torch's tables, as torch's own functions do."""
+    world, tag = _untyped._world, f"ptd:{name}"
+    world.pg_map[group] = (backend, dist.PrefixStore(f"{name}/", store))
+    world.pg_names[group] = name
+    world.pg_backend_config[group] = str(c10d.BackendConfig(backend))
+    world.tags_to_pg.setdefault("", []).append(group)
+    world.tags_to_pg.setdefault(tag, []).append(group)
+    world.pg_to_tag[group] = tag
+    _untyped._register_process_group(name, group)
 
 
-@contextmanager
-def _group_named(name: str) -> Iterator[None]:
-    original = c10d._hash_ranks_to_str
-    c10d._hash_ranks_to_str = lambda ranks: name  # noqa: ARG005  torch passes it by position
-    try:
-        yield
-    finally:
-        c10d._hash_ranks_to_str = original
+def connects_without_blocking(backend: str) -> bool:
+    """Whether :func:`new_group_among_members` with ``connect=False`` returns without the other members."""
+    parts = set(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map().values())
+    return (
+        parts <= {"gloo", "nccl", "fake"}
+        and not int(os.environ.get("TORCH_DIST_INIT_BARRIER", "0"))
+        and dist.get_debug_level() != dist.DebugLevel.DETAIL  # torch then wraps what it makes, and compares
+    )
+
+
+def destroy_group(group: dist.ProcessGroup, store_prefix: str | None) -> None:
+    """Destroy a group if somebody else has not, and take this rank's addresses out of the store."""
+    if not is_registered(group):
+        return
+    devices = list(c10d.BackendConfig(c10d.Backend(dist.get_backend(group))).get_device_backend_map())
+    name, rank = group.group_name, group.rank()
+    dist.destroy_process_group(group)
+    if store_prefix is not None:
+        store = dist.PrefixStore(f"{store_prefix}/{name}/", default_store())
+        for device in devices:
+            # Without the host of the store there is nothing to tidy up.
+            with suppress(RuntimeError):
+                store.delete_key(f"{device}//0/{rank}")
+
+
+def forget_group_caches() -> None:
+    """Clear what DTensor remembers of operations: it may hold meshes whose groups have just been destroyed.
+
+    DTensor takes equal meshes for one, and hands out the layout of the first result it saw.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
+
+
+def _leave_counting_to_torch() -> None:
+    """Let torch's own names of local groups count torch's own groups only, which every member has.
+
+    Otherwise a group of ours that only some ranks have makes torch's next ``new_group(...,
+    use_local_synchronization=True)`` hang, as in FSDP2's ``set_separate_reduce_scatter_group``.
+    """
+
+    def hash_ranks_to_str(ranks: Sequence[int]) -> str:
+        counted = sum(not name.startswith(_TAG) for name in list(c10d._world.pg_names.values()))
+        text = "_".join([*map(str, ranks), str(counted)])
+        return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+    c10d._hash_ranks_to_str = hash_ranks_to_str
+
+
+if _NAMES_COUNT_GROUPS:
+    _leave_counting_to_torch()
 
 
 def flattened(root: DeviceMesh, axes: tuple[str, ...], name: str, group: dist.ProcessGroup) -> DeviceMesh:
@@ -196,7 +381,8 @@ def _flattened_in_table(root: Any, axes: tuple[str, ...], name: str, group: dist
 
 
 def forget(root: Any) -> None:
-    """Drop what torch's table of meshes keeps of a root and its slices, so that a closed mesh can go."""
+    """Let go of a root mesh and its slices, so that what somebody still holds of them keeps no group alive."""
+    getattr(root, "_pg_registry", {}).clear()
     if _MESHES_KNOW_THEIR_ROOT:
         return
     from torch.distributed.device_mesh import _mesh_resources
@@ -206,6 +392,21 @@ def forget(root: Any) -> None:
         del table.child_to_root_mapping[child]
     table.root_to_flatten_mapping.pop(root, None)
     table.flatten_name_to_root_dims.pop(root, None)
+
+
+# Compiled code.
+
+F = TypeVar("F", bound="Callable[..., Any]")
+
+
+def constant_under_compile(function: F) -> F:
+    """Let the compiler call a function while it traces, and keep the result.
+
+    ``torch.compiler.assume_constant_result`` does no more, but imports the compiler for it. The function takes
+    whatever its result depends on as an argument, which compiled code then guards.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 # Tensors and modules.
@@ -333,7 +534,7 @@ def sharded_parts(placement: Placement) -> tuple[int, int] | None:
 
     # Up to torch 2.9 the one class is a subclass of the other.
     if isinstance(placement, _StridedShard):
-        return placement.dim, placement.split_factor
+        return placement.dim, int(placement.split_factor)
     return (placement.dim, 1) if isinstance(placement, Shard) else None
 
 

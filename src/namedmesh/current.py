@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING
 
 from namedmesh.errors import MeshError
@@ -12,11 +11,21 @@ if TYPE_CHECKING:
 
     from namedmesh.mesh import NamedMesh
 
-__all__ = ["current_mesh", "deselect", "register", "select", "selected_mesh", "unregister", "watch"]
+__all__ = [
+    "current_mesh",
+    "deselect",
+    "open_meshes",
+    "register",
+    "select",
+    "selected_mesh",
+    "unregister",
+    "watch",
+]
 
 # Process-wide rather than per thread: autograd runs backward functions in threads of its own, and code in
 # them must see the mesh that was selected around the training step.
-_alive: weakref.WeakSet[NamedMesh] = weakref.WeakSet()
+# A mesh is alive until it is closed: its groups are.
+_alive: list[NamedMesh] = []
 _selected: list[NamedMesh] = []
 # The dialects: their accessors are too fast to ask here each time, so they are told of every change.
 _watchers: list[Callable[[NamedMesh | None], None]] = []
@@ -29,7 +38,7 @@ def current_mesh() -> NamedMesh:
         The innermost mesh entered with ``with mesh:``; outside of any, the only mesh that is alive.
 
     Raises:
-        MeshError: there is no mesh, or there are several and none was selected.
+        MeshError: there is no mesh, or there are several and none was selected, or the selected one is closed.
 
     Example:
         >>> current_mesh()
@@ -37,21 +46,30 @@ def current_mesh() -> NamedMesh:
         namedmesh.errors.MeshError: no mesh is alive in this process; call namedmesh.init_mesh(...) first
     """
     if _selected:
-        return _selected[-1]
-    alive = list(_alive)
-    if len(alive) == 1:
-        return alive[0]
-    if not alive:
+        mesh = _selected[-1]
+        if mesh.closed:
+            raise MeshError(
+                f"the mesh over {mesh.layout}, selected with 'with mesh:', was closed; leave the block first"
+            )
+        return mesh
+    if len(_alive) == 1:
+        return _alive[0]
+    if not _alive:
         raise MeshError("no mesh is alive in this process; call namedmesh.init_mesh(...) first")
-    shown = ", ".join(sorted(str(mesh.layout) for mesh in alive))
+    shown = ", ".join(sorted(str(mesh.layout) for mesh in _alive))
     raise MeshError(
-        f"{len(alive)} meshes are alive in this process and none is selected: {shown}; select one with 'with mesh:'"
+        f"{len(_alive)} meshes are alive in this process and none is selected: {shown}; select one with 'with mesh:'"
     )
 
 
 def selected_mesh() -> NamedMesh | None:
     """The innermost mesh entered with ``with mesh:``, if there is one."""
     return _selected[-1] if _selected else None
+
+
+def open_meshes() -> tuple[NamedMesh, ...]:
+    """The meshes that are alive."""
+    return tuple(_alive)
 
 
 def watch(changed: Callable[[NamedMesh | None], None]) -> None:
@@ -61,12 +79,12 @@ def watch(changed: Callable[[NamedMesh | None], None]) -> None:
 
 def register(mesh: NamedMesh) -> None:
     """Note that a mesh is alive."""
-    _alive.add(mesh)
+    _alive.append(mesh)
 
 
 def unregister(mesh: NamedMesh) -> None:
     """Note that a mesh was closed."""
-    _alive.discard(mesh)
+    _alive[:] = [other for other in _alive if other is not mesh]
     _tell(closed=mesh)
 
 

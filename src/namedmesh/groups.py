@@ -1,13 +1,14 @@
-"""The one place that makes process groups: at most one communicator for each set of ranks and options.
+"""The one place that creates process groups: at most one communicator for each set of ranks and options.
 
-A pool belongs to one mesh. It makes groups a whole partition of the mesh at a time, in the order it is asked,
-which is the same on every rank; it remembers what it made, hands the same object out for the same ranks, and
-destroys exactly that when it is closed.
+The groups belong to the default group and are shared by all meshes of the process: a :class:`GroupRegistry` counts
+their users, and the last one destroys. A :class:`GroupPool` is one mesh's share in them.
 """
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,30 +17,33 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from namedmesh._torch import (
     bound_device,
+    connects_without_blocking,
     default_timeout,
     default_timeout_is_torchs,
-    new_group_among_members,
-    reserved_name,
-    waits_for_nobody,
+    forget_group_caches,
+    group_name,
+    is_registered,
+    state_of_default_group,
 )
+from namedmesh.consistency import Held, check_consistency
 from namedmesh.errors import MeshError
-from namedmesh.options import GroupOptions, nccl_options
-from namedmesh.promises import Promise
+from namedmesh.lazy_group import LazyGroup
+from namedmesh.options import GroupOptions, nccl_options, normalized_backend
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from datetime import timedelta
 
     from namedmesh.layout import Layout
 
-__all__ = ["Communicator", "GroupPool", "new_group_by_everyone"]
+__all__ = ["Communicator", "GroupPool", "GroupRegistry", "new_group_by_everyone"]
 
-_Key = tuple[tuple[int, ...], str, "timedelta | None", object, bool]
+_Key = tuple[tuple[int, ...], object, "timedelta | None", object, bool]
 
 
 @dataclass(frozen=True)
 class Communicator:
-    """A process group of a pool: what it is for, who is in it, and whether the pool made it."""
+    """A process group of a pool: what it is for, who is in it, and whether the pool's meshes created it."""
 
     label: str
     ranks: tuple[int, ...]
@@ -47,8 +51,71 @@ class Communicator:
     owned: bool
 
 
+class GroupRegistry:
+    """The process groups that the meshes of this process share; one for each default group, and ends with it.
+
+    Attributes:
+        lock: guards every table of groups.
+        calls: held by a call that communicates, so that calls of several threads follow one another.
+        groups: the groups by ranks and options, in the order they were reserved.
+        users: what to end with the default group: meshes and pools.
+    """
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.default_backend = dist.get_backend()
+        self.default_timeout = default_timeout()
+        self.lock = threading.RLock()
+        self.calls = threading.RLock()
+        self.groups: dict[object, LazyGroup] = {}
+        self.users: dict[int, Callable[[], None]] = {}
+
+    @classmethod
+    def current(cls) -> GroupRegistry:
+        """The registry of the default group.
+
+        Raises:
+            MeshError: there is no default process group.
+        """
+        if not dist.is_initialized():
+            raise MeshError("there is no default process group; call namedmesh.launch.init() first")
+        return state_of_default_group(cls)
+
+    def release(self, groups: Iterable[LazyGroup]) -> None:
+        """Give groups back; those without users are destroyed, the one that was reserved last first.
+
+        One that cannot be destroyed does not keep the others; its error is raised in the end.
+        """
+        errors: list[Exception] = []
+        with self.lock:
+            for group in groups:
+                group.users -= 1
+            unused = [key for key, group in self.groups.items() if group.users < 1]
+            destroyed = False
+            for key in reversed(unused):
+                try:
+                    destroyed |= self.groups.pop(key).destroy()
+                except Exception as error:  # noqa: BLE001, PERF203  raised below
+                    errors.append(error)
+        if destroyed:
+            forget_group_caches()
+        if errors:
+            raise errors[0]
+
+    def end(self) -> None:
+        """Drop every reference to groups: torch is destroying the default group, and all others with it."""
+        for end in list(self.users.values()):
+            end()
+        self.users.clear()
+        for group in self.groups.values():
+            group.end()
+        self.groups.clear()
+        forget_group_caches()
+
+
 class GroupPool:
-    """The process groups of one mesh.
+    """One mesh's share in the process groups of the process.
 
     Args:
         defaults: options of every group, where an axis sets nothing else.
@@ -59,64 +126,112 @@ class GroupPool:
     """
 
     def __init__(self, *, defaults: GroupOptions | None = None, share: bool = True) -> None:
-        if not dist.is_initialized():
-            raise MeshError("there is no default process group; call namedmesh.launch.init() first")
-        self.rank = dist.get_rank()
+        self.registry = GroupRegistry.current()
+        self.rank = self.registry.rank
         self.share = share
         self.defaults = defaults or GroupOptions()
-        self._world_ranks = tuple(range(dist.get_world_size()))
-        self._default_backend = dist.get_backend()
-        self._default_timeout = default_timeout()
-        self._known: dict[_Key, dist.ProcessGroup] = {}
-        self._unshared: dict[tuple[str, _Key], dist.ProcessGroup] = {}
-        # Names that are reserved for groups that nobody has asked for yet.
-        self._promised: dict[_Key, Promise] = {}
+        self.token = ""
+        self.closed = False
+        # This mesh's groups, by ranks and options and, where they are not shared, by label.
+        self._groups: dict[object, LazyGroup] = {}
+        # Groups that somebody else owns, by their ranks; the default group, or one as large, by None.
+        self._borrowed: dict[tuple[int, ...] | None, tuple[str, dist.ProcessGroup]] = {}
         # What every rank knows to exist, also where it is no member: whole partitions, and irregular sets.
         self._partitions: list[tuple[Layout, tuple[str, ...], GroupOptions]] = []
-        self._sets_made: set[_Key] = set()
-        self._singleton: dist.ProcessGroup | None = None
-        self.communicators: list[Communicator] = []
-        self.borrow(self._world_ranks, self._member(dist.group.WORLD), "world")
+        self._sets_created: set[_Key] = set()
+        self._borrowed[self._borrowed_key(None)] = "world", self._member(dist.group.WORLD)
+        self.registry.users[id(self)] = self.end
+
+    @property
+    def communicators(self) -> list[Communicator]:
+        """The process groups that this rank holds through this pool."""
+        created = [(lazy, lazy.created) for lazy in self._groups.values()]
+        return [
+            *(
+                Communicator(label, tuple(dist.get_process_group_ranks(group)), group, owned=False)
+                for label, group in self._borrowed.values()
+            ),
+            *(Communicator(lazy.label, lazy.ranks, group, lazy.owned) for lazy, group in created if group),
+        ]
+
+    def check_consistency(
+        self,
+        call: str,
+        request: Mapping[str, str],
+        *,
+        ranks: range,
+        wanted: Iterable[tuple[Layout, Sequence[str], GroupOptions]] = (),
+    ) -> None:
+        """Compare a request with the other ranks before groups are created for it; communicates.
+
+        Args:
+            call: what is being called.
+            request: what was asked for, field by field.
+            ranks: the ranks that take part.
+            wanted: the layout, axes and options of the groups that the call will ask for.
+
+        Raises:
+            AgreementError: the ranks do not agree.
+        """
+        held = [self._held(*group) for group in wanted]
+        self.token = check_consistency(
+            call, request, ranks=ranks, rank=self.rank, timeout=self.defaults.timeout, held=held
+        )
 
     # Finding: nothing here communicates.
 
     def find(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> dist.ProcessGroup | None:
-        """This rank's group over ``axes``, if there is one."""
+        """This rank's group over ``axes``, if this mesh has one."""
         ranks = layout.group(self.rank, *axes)
-        if len(ranks) == 1:
-            return self._singleton
-        key = self._key(ranks, options)
-        if not self._shares(options):
-            return self._unshared.get((_label(axes), key))
-        promise = self._promised.get(key)
-        return self._known.get(key) if promise is None else promise.group()
+        borrowed = self._find_borrowed(ranks, options)
+        if borrowed is not None:
+            return borrowed
+        lazy = self._groups.get(self._key(ranks, options, _label(axes)))
+        return None if lazy is None else lazy.get_or_create()
 
-    # Making: every rank of the layout calls these, in the same order.
+    def existing(
+        self, layout: Layout, axes: Sequence[str], options: GroupOptions
+    ) -> dist.ProcessGroup | None:
+        """The group that :meth:`make` would hand out, of this mesh or another; None where it would create one."""
+        ranks = layout.group(self.rank, *axes)
+        borrowed = self._find_borrowed(ranks, options)
+        lazy = self.registry.groups.get(self._key(ranks, options, f"{_label(axes)} {self.token}"))
+        return borrowed or (None if lazy is None else lazy.created)
+
+    # Creating: every rank of the layout calls these, in the same order.
 
     def primary(self, layout: Layout, device_type: str, options: Mapping[str, GroupOptions]) -> DeviceMesh:
         """The mesh over all axes of a layout; communicates.
 
-        torch's ``init_device_mesh`` makes the groups wherever it can say what is wanted: for a layout over
-        the whole world without options. Axes of size 1 are left out of it, because it would make a group of
-        one for each rank of each of them; they share one group.
+        With a bound device torch's ``init_device_mesh`` creates the groups, one split for each axis, wherever it
+        can say what is wanted: for a layout over the whole world, without options, whose groups do not exist.
+        Otherwise only the members of a group create it: ``init_device_mesh`` has every rank create every group.
+        Axes of size 1 are left out: it would create a group of one for each rank of each of them.
         """
+        large = tuple(axis for axis, size in layout.items() if size > 1)
         plain = (
-            layout.world_size == len(self._world_ranks)
+            bound_device() is not None
+            and layout.world_size == self.registry.world_size
             and self.share
             and not any(axis in options for axis in layout)
-            and self._plain(self.defaults)
+            and self.defaults == GroupOptions()
+            and default_timeout_is_torchs()
+            and not any(self._held(layout, (axis,), self.defaults).token for axis in large)
         )
-        large = tuple(axis for axis, size in layout.items() if size > 1)
         if plain and large:
-            made = init_device_mesh(device_type, tuple(layout[axis] for axis in large), mesh_dim_names=large)
+            mesh = init_device_mesh(device_type, tuple(layout[axis] for axis in large), mesh_dim_names=large)
             for axis in large:
-                self._adopt_made(layout, axis, made.get_group(axis))
+                group = mesh.get_group(axis)
+                if group is not dist.group.WORLD:
+                    self._partitions.append((layout, (axis,), self.defaults))
+                    lazy = self._reserve(layout.group(self.rank, axis), axis, self.defaults)
+                    lazy.create_with(lambda group=group: group)  # type: ignore[misc]
             if len(large) == len(layout):
-                return made
+                return mesh
         return self.over(layout, device_type, options)
 
     def over(self, layout: Layout, device_type: str, options: Mapping[str, GroupOptions]) -> DeviceMesh:
-        """A mesh over all axes of a layout, on groups that exist or are made now; communicates."""
+        """A mesh over all axes of a layout, on groups that exist or are created now; communicates."""
         groups = [self.make(layout, (axis,), options.get(axis, self.defaults)) for axis in layout.axes]
         with torch.device("cpu"):
             ranks = (
@@ -125,82 +240,55 @@ class GroupPool:
         return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=layout.axes)
 
     def make(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> dist.ProcessGroup:
-        """This rank's group over ``axes``, made unless it exists; communicates."""
-        found = self.find(layout, axes, options)
-        if found is not None:
-            return found
+        """This rank's group over ``axes``, created unless it exists; communicates."""
+        self._check_open()
         ranks = layout.group(self.rank, *axes)
+        borrowed = self._find_borrowed(ranks, options)
+        if borrowed is not None:
+            return borrowed
         if len(ranks) == 1:
-            return self._make_singleton()
-        label = _label(axes)
-        group = self._new(layout, axes, ranks, label, options)
-        if self._shares(options):
-            self._known[self._key(ranks, options)] = group
-            self._partitions.append((layout, tuple(axes), options))
-        else:
-            self._unshared[label, self._key(ranks, options)] = group
-        return group
+            return self._make_alone()
+        self._partitions.append((layout, tuple(axes), options))
+        lazy = self._reserve(ranks, _label(axes), options)
+        if lazy.created is None and bound_device() is not None:
+            lazy.create_with(lambda: self._split(layout, axes, self._arguments(options, _label(axes))))
+        return self._created(lazy)
 
-    def promise(
+    def reserve(
         self, layout: Layout, axes: Sequence[str], options: GroupOptions
-    ) -> dist.ProcessGroup | Promise:
-        """This rank's group over ``axes``, or the promise of one that can be made without the other ranks.
+    ) -> dist.ProcessGroup | LazyGroup:
+        """This rank's group over ``axes``, to be created on first use where that does not block on other ranks.
 
-        Communicates where there is no such way: with a bound default group, or backends that connect at once.
+        Communicates where it does: with a bound default group, or backends that connect at once.
         """
         ranks = layout.group(self.rank, *axes)
-        if self._has_to_make_now(ranks, options):
+        if len(ranks) == 1 or self._find_borrowed(ranks, options) or self._has_to_create_now(options):
             return self.make(layout, axes, options)
-        promise = self._promise(ranks, _label(axes), options)
         self._partitions.append((layout, tuple(axes), options))
-        return promise
+        lazy = self._reserve(ranks, _label(axes), options)
+        return lazy.created or lazy
 
-    def promise_set(
+    def reserve_set(
         self, sets: Sequence[Sequence[int]], label: str, options: GroupOptions
-    ) -> dist.ProcessGroup | Promise | None:
-        """As :meth:`make_sets`, for sets of which each rank is in one at most: its group, or the promise of it."""
+    ) -> dist.ProcessGroup | LazyGroup | None:
+        """As :meth:`make_sets`, for sets of which each rank is in one at most; created on first use if possible."""
         mine = next((tuple(sorted(members)) for members in sets if self.rank in members), None)
-        # Whether it has to be made now is the same on all members, and with a bound group on all ranks.
-        if bound_device() is not None or (mine is not None and self._has_to_make_now(mine, options)):
+        # Whether it has to be created now is the same on all members, and with a bound group on all ranks.
+        if bound_device() is not None or (
+            mine is not None and (len(mine) == 1 or self._has_to_create_now(options))
+        ):
             return self.make_sets(sets, label, options).get(mine or ())
-        return None if mine is None else self._promise(mine, label, options)
+        if mine is None:
+            return None
+        borrowed = self._find_borrowed(mine, options)
+        if borrowed is not None:
+            return borrowed
+        lazy = self._reserve(mine, label, options)
+        return lazy.created or lazy
 
-    def _has_to_make_now(self, ranks: tuple[int, ...], options: GroupOptions) -> bool:
-        return (
-            len(ranks) == 1
-            or bound_device() is not None
-            or not self._shares(options)
-            or self._key(ranks, options) in self._known
-            or not waits_for_nobody(self._resolved(options)[0])
-        )
-
-    def _promise(self, ranks: tuple[int, ...], label: str, options: GroupOptions) -> Promise:
-        key = self._key(ranks, options)
-        if key not in self._promised:
-            name = reserved_name(ranks)
-            self._promised[key] = Promise(ranks, self.rank, lambda: self._keep(key, name, label, options))
-        return self._promised[key]
-
-    def _keep(self, key: _Key, name: str, label: str, options: GroupOptions) -> dist.ProcessGroup:
-        """Keep a promise."""
-        if key not in self._known:
-            group = new_group_among_members(key[0], name=name, **self._arguments(options, label))
-            self._note_set(key, group, label, options)
-        return self._known[key]
-
-    def make_twin(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> dist.ProcessGroup:
-        """This rank's gloo group over ``axes``; it is the group itself where that is gloo; communicates."""
-        return self.make(layout, axes, self.twin_options(options))
-
-    def find_twin(
-        self, layout: Layout, axes: Sequence[str], options: GroupOptions
-    ) -> dist.ProcessGroup | None:
-        """The gloo group over ``axes``, if there is one."""
-        return self.find(layout, axes, self.twin_options(options))
-
-    def twin_options(self, options: GroupOptions) -> GroupOptions:
-        """The options of the gloo group beside one with the given options."""
-        if self._default_backend == "fake":
+    def gloo_options(self, options: GroupOptions) -> GroupOptions:
+        """The options of the gloo group beside one with the given options; where that is gloo, it is the same."""
+        if self.registry.default_backend == "fake":
             return options  # there is nobody to connect to, and nothing to send
         return replace(options, backend="gloo", nccl=(), high_priority=False)
 
@@ -213,137 +301,184 @@ class GroupPool:
         the *world*, where the default group is bound to a device); communicates. The sets of this rank are
         returned. A set of one rank costs no communicator.
         """
+        self._check_open()
         options = options or self.defaults
         wanted = list(dict.fromkeys(tuple(sorted(members)) for members in sets))
         if bound_device() is not None:
             return self._make_sets_together(wanted, label, options)
-        # The members of a set know the same groups over it, so they agree on whether it has to be made.
+        # The members of a set know the same groups over it, so they agree on whether it has to be created.
         mine: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for ranks in wanted:
             if self.rank not in ranks:
                 continue
-            key = self._key(ranks, options)
             if len(ranks) == 1:
-                mine[ranks] = self._make_singleton()
-            elif self._shares(options) and (key in self._known or key in self._promised):
-                mine[ranks] = self._known.get(key) or self._promised[key].group()
+                mine[ranks] = self._make_alone()
             else:
-                mine[ranks] = new_group_among_members(ranks, **self._arguments(options, label))
-                self._note_set(key, mine[ranks], label, options)
+                borrowed = self._find_borrowed(ranks, options)
+                mine[ranks] = borrowed or self._created(self._reserve(ranks, label, options))
         return mine
 
     def _make_sets_together(
         self, wanted: Sequence[tuple[int, ...]], label: str, options: GroupOptions
     ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-        """Every rank of the world makes every set, as a bound default group needs it."""
+        """Every rank of the world creates every set, as a bound default group needs it."""
         mine: dict[tuple[int, ...], dist.ProcessGroup] = {}
         if any(len(ranks) == 1 for ranks in wanted):
-            alone = self._make_singleton()
+            alone = self._make_alone()
             mine = {ranks: alone for ranks in wanted if ranks == (self.rank,)}
         for ranks in wanted:
-            key = self._key(ranks, options)
             if len(ranks) == 1:
                 continue
+            member = self.rank in ranks
+            if len(ranks) == self.registry.world_size and (borrowed := self._find_borrowed(ranks, options)):
+                mine[ranks] = borrowed
+                continue
+            key = self._shared_key(ranks, options)
             if self._exists_for_all(key, options):
-                if self.rank in ranks:
-                    mine[ranks] = self._known[key]
+                if member:
+                    mine[ranks] = self._groups[key].get_or_create()
                 continue
             group = dist.new_group(list(ranks), **self._arguments(options, label))
             if self._shares(options):
-                self._sets_made.add(key)
-            if self.rank in ranks:
-                mine[ranks] = self._member(group)
-                self._note_set(key, mine[ranks], label, options)
+                self._sets_created.add(key)
+            if member:
+                lazy = self._reserve(ranks, label, replace(options, share=False))
+                lazy.create_with(lambda group=group: self._member(group))  # type: ignore[misc]
+                self._groups[key] = lazy
+                mine[ranks] = self._created(lazy)
         return mine
 
     def _exists_for_all(self, key: _Key, options: GroupOptions) -> bool:
-        """Whether the members of a set have a group already; every rank comes to the same answer."""
-        if not self._shares(options):
-            return False
+        """Whether the members of a set have a group of this mesh already; every rank comes to the same answer."""
         ranks = key[0]
-        if ranks == self._world_ranks:  # every rank is a member, and knows its own
-            return key in self._known
-        return key in self._sets_made or any(
-            layout.group(ranks[0], *axes) == ranks and self._key(ranks, theirs) == key
-            for layout, axes, theirs in self._partitions
-            if ranks[0] in layout.ranks
+        return self._shares(options) and (
+            key in self._sets_created
+            or any(
+                layout.group(ranks[0], *axes) == ranks and self._shared_key(ranks, theirs) == key
+                for layout, axes, theirs in self._partitions
+                if ranks[0] in layout.ranks
+            )
         )
 
-    def _note_set(self, key: _Key, group: dist.ProcessGroup, label: str, options: GroupOptions) -> None:
-        self._record(label, key[0], group, owned=True)
-        if self._shares(options):
-            self._known[key] = group
-
     def borrow(self, ranks: tuple[int, ...], group: dist.ProcessGroup, label: str) -> None:
-        """Take note of a group that somebody else owns; it is shared like any other, and never destroyed."""
-        backend = dist.get_backend(group)
-        timeout = self._default_timeout
-        self._known.setdefault((ranks, backend, timeout, (), False), group)
-        if len(ranks) == 1 and self._singleton is None:
-            self._singleton = group
-        self._record(label, ranks, group, owned=False)
+        """Take note of a group that somebody else owns; it is used in this mesh, and never destroyed."""
+        self._borrowed[self._borrowed_key(ranks)] = label, group
 
     def close(self) -> None:
-        """Destroy what this pool made, the last first; never the default group, never a borrowed one."""
-        if dist.is_initialized():
-            for made in reversed(self.communicators):
-                if made.owned:
-                    dist.destroy_process_group(made.group)
-        self.communicators.clear()
-        self._known.clear()
-        self._unshared.clear()
-        self._promised.clear()
+        """Give every group back: the last mesh that uses one destroys it, in the reverse order of reservation."""
+        if self.closed:
+            return
+        used = {id(lazy): lazy for lazy in self._groups.values()}
+        self.end()
+        self.registry.users.pop(id(self), None)
+        self.registry.release(used.values())
+
+    def end(self) -> None:
+        """Let go of every group. Without :meth:`close`, they are destroyed already."""
+        self.closed = True
+        self._groups.clear()
+        self._borrowed.clear()
         self._partitions.clear()
-        self._sets_made.clear()
-        self._singleton = None
+        self._sets_created.clear()
 
     # How a group comes about.
 
-    def _new(
-        self, layout: Layout, axes: Sequence[str], ranks: tuple[int, ...], label: str, options: GroupOptions
-    ) -> dist.ProcessGroup:
+    def _check_open(self) -> None:
+        if self.closed:
+            raise MeshError("the mesh was closed; make another with init_mesh()")
+
+    def _reserve(self, ranks: tuple[int, ...], label: str, options: GroupOptions) -> LazyGroup:
+        """The group of this mesh over some ranks, that of another mesh where it has one, or a new one."""
+        self._check_open()
+        key = self._key(ranks, options, label)
+        if key not in self._groups:
+            shared = self._key(ranks, options, f"{label} {self.token}")
+            with self.registry.lock:
+                lazy = self.registry.groups.get(shared)
+                if lazy is None or (lazy.created is None and self._was_destroyed(lazy)):
+                    lazy = self.registry.groups[shared] = self._lazy(ranks, shared, label, options)
+                lazy.users += 1
+            self._groups[key] = lazy
+        return self._groups[key]
+
+    def _was_destroyed(self, lazy: LazyGroup) -> bool:
+        """Whether somebody destroyed a group that was created."""
+        return lazy._group is not None and not is_registered(lazy._group)  # noqa: SLF001  the other half of it
+
+    def _lazy(self, ranks: tuple[int, ...], identity: object, label: str, options: GroupOptions) -> LazyGroup:
         arguments = self._arguments(options, label)
-        if bound_device() is None:
-            group = new_group_among_members(ranks, **arguments)
-        else:
-            group = self._split(layout, axes, arguments)
-        self._record(label, ranks, group, owned=True)
-        return group
+        name = group_name(ranks, identity, _by_device(arguments["backend"]))
+        return LazyGroup(ranks, self.rank, label, self.token, name, arguments, self.registry.lock)
+
+    def _created(self, lazy: LazyGroup) -> dist.ProcessGroup:
+        """A group that has been reserved, created now; blocks until its members connect."""
+        return lazy.created or lazy.create()
 
     def _split(self, layout: Layout, axes: Sequence[str], arguments: dict[str, Any]) -> dist.ProcessGroup:
         """One call for the whole partition: with a bound device a communicator is split off the default one."""
-        if layout.world_size != len(self._world_ranks):
+        world = self.registry.world_size
+        if layout.world_size != world:
             raise MeshError(
-                f"{layout} is a part of the world of {len(self._world_ranks)} ranks, and the default group is bound "
+                f"{layout} is a part of the world of {world} ranks, and the default group is bound "
                 f"to {bound_device()}: every rank would have to take part; start without bind_device (or device_id)"
             )
         backend = arguments.pop("backend")
-        if backend != self._default_backend:
-            # Only the default backend can be split; any other is made by everyone, group by group.
+        if _by_device(backend) != _by_device(self.registry.default_backend):
+            # Only the default backend can be split; any other is created by everyone, group by group.
             groups = layout.groups(*axes)
             made = [dist.new_group(list(ranks), backend=backend, **arguments) for ranks in groups]
             return self._member(made[groups.index(layout.group(self.rank, *axes))])
         split_ranks = [list(ranks) for ranks in layout.groups(*axes)]
         return self._member(dist.split_group(split_ranks=split_ranks, **arguments))
 
-    def _make_singleton(self) -> dist.ProcessGroup:
+    def _make_alone(self) -> dist.ProcessGroup:
         """The group of this rank alone, one for all axes of size 1."""
-        if self._singleton is not None:
-            return self._singleton
-        if bound_device() is None:
-            group = new_group_among_members((self.rank,), group_desc="namedmesh:self")
-        else:
-            alone = [[rank] for rank in self._world_ranks]
-            group = self._member(dist.split_group(split_ranks=alone, group_desc="namedmesh:self"))
-        self._record("self", (self.rank,), group, owned=True)
-        self._singleton = group
-        return group
+        lazy = self._reserve((self.rank,), "self", self.defaults)
+        if lazy.created is None and bound_device() is not None:
+            alone = [[rank] for rank in range(self.registry.world_size)]
+            lazy.create_with(
+                lambda: self._member(dist.split_group(split_ranks=alone, group_desc="namedmesh:self"))
+            )
+        return self._created(lazy)
 
     def _member(self, group: object) -> dist.ProcessGroup:
         """A group that this rank is in, of a function of torch that may return something else to others."""
         if not isinstance(group, dist.ProcessGroup):
             raise MeshError(f"torch made no group for rank {self.rank}, which is one of its ranks")
         return group
+
+    # What a group is known by.
+
+    def _borrowed_key(self, ranks: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """None for the whole world, whose ranks nobody lists."""
+        if self.registry.world_size == 1:
+            return (self.rank,)
+        return None if ranks is None or len(ranks) == self.registry.world_size else ranks
+
+    def _find_borrowed(self, ranks: tuple[int, ...], options: GroupOptions) -> dist.ProcessGroup | None:
+        """The group of somebody else that has these ranks and options, if groups are shared."""
+        _, group = self._borrowed.get(self._borrowed_key(ranks), ("", None))
+        if group is None or len(ranks) == 1:
+            return group
+        backend, timeout = self._resolved(options)
+        fits = (
+            self._shares(options)
+            and _by_device(backend) == _by_device(dist.get_backend(group))
+            and timeout in (None, self.registry.default_timeout)
+            and not options.nccl
+            and not options.high_priority
+        )
+        return group if fits else None
+
+    def _held(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> Held:
+        """Which group over ``axes`` this rank holds already, through whichever mesh."""
+        ranks = layout.group(self.rank, *axes)
+        lazy = self.registry.groups.get(self._key(ranks, options, ""))
+        shared = len(ranks) > 1 and self._shares(options) and lazy is not None
+        alive = shared and lazy is not None and not self._was_destroyed(lazy)
+        return Held(
+            " x ".join(axes), lazy.token if alive and lazy is not None else "", lambda: layout.groups(*axes)
+        )
 
     def _arguments(self, options: GroupOptions, label: str) -> dict[str, Any]:
         backend, timeout = self._resolved(options)
@@ -352,46 +487,53 @@ class GroupPool:
             "timeout": timeout,
             "group_desc": f"namedmesh:{label}",
         }
-        if "nccl" in backend and (options.nccl or options.high_priority):
+        if "nccl" in dict(_by_device(backend)).values() and (options.nccl or options.high_priority):
             arguments["pg_options"] = nccl_options(options, timeout)
         return arguments
 
+    def _has_to_create_now(self, options: GroupOptions) -> bool:
+        return (
+            bound_device() is not None
+            or not self._shares(options)
+            or not connects_without_blocking(self._resolved(options)[0])
+        )
+
     def _resolved(self, options: GroupOptions) -> tuple[str, timedelta | None]:
-        backend = options.backend or self.defaults.backend or self._default_backend
-        timeout = options.timeout or self.defaults.timeout or self._default_timeout
-        if self._default_backend == "fake":
+        registry = self.registry
+        backend = (options.backend or self.defaults.backend or registry.default_backend).lower()
+        timeout = options.timeout or self.defaults.timeout or registry.default_timeout
+        if registry.default_backend == "fake":
             timeout = None  # nothing waits there, and its groups do not tell one
         return backend, timeout
-
-    def _plain(self, options: GroupOptions) -> bool:
-        """Whether ``init_device_mesh``, which knows no options, would make the groups that are wanted."""
-        return options == GroupOptions() and default_timeout_is_torchs()
 
     def _shares(self, options: GroupOptions) -> bool:
         return self.share and options.share
 
-    def _key(self, ranks: tuple[int, ...], options: GroupOptions) -> _Key:
-        return (ranks, *self._resolved(options), options.nccl, options.high_priority)
+    def _key(self, ranks: tuple[int, ...], options: GroupOptions, label: str) -> object:
+        """What tells a group from others: its ranks and options, and its label where it is not shared."""
+        if len(ranks) == 1:
+            return ranks
+        key = self._shared_key(ranks, options)
+        return key if self._shares(options) else (label, key)
 
-    def _adopt_made(self, layout: Layout, axis: str, group: dist.ProcessGroup) -> None:
-        """Take over a group that ``init_device_mesh`` made for this pool."""
-        ranks = layout.group(self.rank, axis)
-        self._partitions.append((layout, (axis,), self.defaults))
-        if group is not dist.group.WORLD:
-            self._known[self._key(ranks, self.defaults)] = group
-            self._record(axis, ranks, group, owned=True)
-
-    def _record(self, label: str, ranks: tuple[int, ...], group: dist.ProcessGroup, *, owned: bool) -> None:
-        self.communicators.append(Communicator(label, ranks, group, owned))
+    def _shared_key(self, ranks: tuple[int, ...], options: GroupOptions) -> _Key:
+        backend, timeout = self._resolved(options)
+        return (ranks, _by_device(backend), timeout, options.nccl, options.high_priority)
 
 
 def _label(axes: Sequence[str]) -> str:
     return "_".join(axes)
 
 
+@cache
+def _by_device(backend: str) -> tuple[tuple[str, str], ...]:
+    """Which backend serves which type of device: the same for every spelling."""
+    return tuple(sorted(normalized_backend(backend).items()))
+
+
 def new_group_by_everyone(ranks: Sequence[int] | None, **options: Any) -> Any:
     """A group that belongs to who asks for it; every rank of the world calls this, with the same ranks.
 
-    Only for dialects whose contract it is; a mesh makes its groups through its pool.
+    Only for dialects whose contract it is; a mesh creates its groups through its pool.
     """
     return dist.new_group(None if ranks is None else list(ranks), **options)

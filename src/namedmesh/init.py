@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
+from datetime import timedelta
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from namedmesh import launch
 from namedmesh._version import __version__
-from namedmesh.agreement import agree
+from namedmesh.consistency import report_failure
 from namedmesh.errors import AxisError, LayoutError, NamedMeshError, did_you_mean
 from namedmesh.groups import GroupPool
 from namedmesh.layout import Layout
-from namedmesh.mesh import NamedMesh
+from namedmesh.mesh import NamedMesh, check_told_apart
 from namedmesh.options import GroupOptions
+from namedmesh.views import product_axes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from datetime import timedelta
 
-__all__ = ["CANONICAL_AXES", "init_mesh"]
+__all__ = ["CANONICAL_AXES", "create_mesh", "init_mesh", "version_fields"]
 
 # The names that the field uses. Any identifier will do; options may be given for these before they exist.
 CANONICAL_AXES = ("pp", "dp_replicate", "dp_shard", "dp", "cp", "tp", "ep", "etp", "edp")
@@ -75,74 +78,144 @@ def init_mesh(
         >>> mesh.close()
         >>> dist.destroy_process_group()
     """
-    if dist.is_initialized():
-        chosen = launch.default_group_device(device)
-    else:
-        chosen = launch.init(device, backend=backend, timeout=timeout)
+    launched = not dist.is_initialized()
+    if launched:
+        device = launch.init(device, backend=backend, timeout=timeout, call="init_mesh")
+    try:
+        return _init_mesh(
+            _Request(layout, sizes, world_size, rank_offset, part),
+            backend,
+            timeout,
+            dict(options or {}),
+            device,
+            share=share_groups,
+        )
+    except BaseException:
+        if launched:
+            dist.destroy_process_group()
+        raise
+
+
+class _Request(NamedTuple):
+    """The layout that was asked for, as it was asked for."""
+
+    layout: Layout | None
+    sizes: Mapping[str, int]
+    world_size: int | None
+    rank_offset: int
+    part: bool
+
+    def __repr__(self) -> str:
+        if self.layout is not None:
+            return repr(self.layout)
+        words = [f"{axis}={size!r}" for axis, size in self.sizes.items()]
+        words += [f"world_size={self.world_size!r}"] * (self.world_size is not None)
+        words += [f"rank_offset={self.rank_offset!r}"] * (self.rank_offset != 0)
+        return f"Layout({', '.join(words)})"
+
+
+def _init_mesh(
+    request: _Request,
+    backend: str | None,
+    timeout: timedelta | None,
+    options: dict[str, GroupOptions],
+    device: str | torch.device | None,
+    *,
+    share: bool,
+) -> NamedMesh:
     rank, world = dist.get_rank(), dist.get_world_size()
-    defaults = GroupOptions(backend=backend, timeout=timeout)
-    request = {
-        "layout": _asked_layout(layout, sizes, world_size, rank_offset),
-        "options": repr(dict(sorted((options or {}).items()))),
-        "defaults": repr(defaults),
-        "share_groups": repr(share_groups),
-        "device": chosen.type,
-        "torch": str(torch.__version__),
-        "namedmesh": __version__,
+    # Of a part whose ranks are wrong, there is nobody to tell but the ranks that it names.
+    ranks = _part_ranks(request, world) if request.part else range(world)
+    waiting = timeout if isinstance(timeout, timedelta) else None
+    with report_failure("init_mesh", ranks, waiting) if rank in ranks else nullcontext():
+        defaults = GroupOptions(backend=backend, timeout=timeout)
+        chosen = launch.default_group_device(device)
+        pool = GroupPool(defaults=defaults, share=share)
+    try:
+        return _create_agreed(request, ranks, pool, chosen, options, world)
+    except BaseException:
+        pool.close()
+        raise
+
+
+def _create_agreed(  # noqa: PLR0917  one call
+    request: _Request,
+    ranks: range,
+    pool: GroupPool,
+    device: torch.device,
+    options: dict[str, GroupOptions],
+    world: int,
+) -> NamedMesh:
+    fields = {
+        "layout": repr(request),
+        "options": repr(dict(sorted(options.items(), key=lambda item: str(item[0])))),
+        "defaults": repr(pool.defaults),
+        "share_groups": repr(pool.share),
+        "device": device.type,
+        **version_fields(),
     }
     try:
-        resolved = _resolve(layout, sizes, world_size, rank_offset, part=part, world=world, rank=rank)
-        _check_options(options or {}, resolved)
+        layout = _resolve(request, world, pool.rank)
+        _check_options(options, layout)
     except NamedMeshError:
-        # The other ranks may be fine and waiting: let them know before this one gives up. Of a part there is
-        # nobody to tell, because which ranks it has is what is wrong.
-        if not part:
-            _agree(request, range(world), rank, timeout)
+        # The other ranks may be fine and waiting: let them know before this one raises.
+        if pool.rank in ranks:
+            pool.check_consistency("init_mesh", fields, ranks=ranks)
         raise
-    _agree({**request, "layout": repr(resolved)}, resolved.ranks, rank, timeout)
-    pool = GroupPool(defaults=defaults, share=share_groups)
-    root = pool.primary(resolved, chosen.type, options or {})
-    for axis, said in (options or {}).items():
-        if said.gloo_twin and axis in resolved:
-            pool.make_twin(resolved, (axis,), said)
-    return NamedMesh(resolved, root, pool, chosen, options)
+    wanted = [(layout, (axis,), options.get(axis, pool.defaults)) for axis in layout]
+    with report_failure("init_mesh", layout.ranks, pool.defaults.timeout):
+        existing = {axes[0]: pool.existing(layout, axes, option) for _, axes, option in wanted}
+        check_told_apart(layout, device.type, existing)
+    pool.check_consistency("init_mesh", fields | {"layout": repr(layout)}, ranks=layout.ranks, wanted=wanted)
+    return create_mesh(layout, pool, device, options)
 
 
-def _agree(request: Mapping[str, str], ranks: range, rank: int, timeout: timedelta | None) -> None:
-    agree("init_mesh", request, ranks=ranks, rank=rank, timeout=timeout)
+def version_fields() -> dict[str, str]:
+    """What the ranks compare besides a request."""
+    return {"torch": str(torch.__version__), "namedmesh": __version__}
 
 
-def _asked_layout(
-    layout: Layout | None, sizes: Mapping[str, int], world_size: int | None, rank_offset: int
-) -> str:
-    """What was asked for in words, for a layout that cannot be made."""
-    if layout is not None:
-        return repr(layout)
-    said = [f"{axis}={size!r}" for axis, size in sizes.items()]
-    said += [f"world_size={world_size!r}"] * (world_size is not None)
-    said += [f"rank_offset={rank_offset!r}"] * (rank_offset != 0)
-    return f"Layout({', '.join(said)})"
+def create_mesh(
+    layout: Layout, pool: GroupPool, device: torch.device, options: Mapping[str, GroupOptions]
+) -> NamedMesh:
+    """A mesh that the ranks agree on, with its groups; for :func:`init_mesh` and the dialects."""
+    with pool.registry.calls:
+        root = pool.primary(layout, device.type, options)
+        for axis, option in options.items():
+            if option.gloo_twin and axis in layout:
+                pool.make(layout, (axis,), pool.gloo_options(option))
+    return NamedMesh(layout, root, pool, device, options)
 
 
-def _resolve(
-    layout: Layout | None,
-    sizes: Mapping[str, int],
-    world_size: int | None,
-    rank_offset: int,
-    *,
-    part: bool,
-    world: int,
-    rank: int,
-) -> Layout:
-    if layout is not None and sizes:
+def _part_ranks(request: _Request, world: int) -> range:
+    """The ranks that a part is meant to have, as far as the request tells."""
+    start = request.rank_offset if request.layout is None else request.layout.rank_offset
+    if request.layout is not None:
+        size = request.layout.world_size
+    elif request.world_size is not None:
+        size = request.world_size
+    else:
+        size = prod(size for size in request.sizes.values() if isinstance(size, int) and size > 0)
+    if not isinstance(start, int) or not isinstance(size, int) or not 0 <= start < start + size <= world:
+        return range(0)
+    return range(start, start + size)
+
+
+def _resolve(request: _Request, world: int, rank: int) -> Layout:
+    layout, part = request.layout, request.part
+    if layout is not None and (request.sizes or request.world_size is not None or request.rank_offset):
+        besides = [f"{axis}={size!r}" for axis, size in request.sizes.items()]
+        besides += [f"world_size={request.world_size!r}"] * (request.world_size is not None)
+        besides += [f"rank_offset={request.rank_offset!r}"] * bool(request.rank_offset)
         raise LayoutError(
-            f"both {layout!r} and sizes for {', '.join(sizes)} were given; give a layout, or sizes by name"
+            f"both {layout!r} and {', '.join(besides)} were given; give a layout, which says all of this itself, or sizes "
+            "by name"
         )
     if layout is None:
         layout = Layout(
-            **sizes,
-            world_size=world_size if part or world_size is not None else world,
-            rank_offset=rank_offset,
+            **request.sizes,
+            world_size=request.world_size if part or request.world_size is not None else world,
+            rank_offset=request.rank_offset,
         )
     if not part and layout.ranks != range(world):
         raise LayoutError(
@@ -162,17 +235,12 @@ def _check_options(options: Mapping[str, GroupOptions], layout: Layout) -> None:
     problems = [
         f"options are given for axis {name!r}, which is not one of {layout.axes}{did_you_mean(name, allowed)}"
         for name in options
-        if name not in allowed and not _is_product(name, layout)
+        if name not in allowed and not (isinstance(name, str) and product_axes(name, layout))
+    ]
+    problems += [
+        f"options of {name!r} are a {type(option).__name__}; give GroupOptions(...)"
+        for name, option in options.items()
+        if not isinstance(option, GroupOptions)
     ]
     if problems:
         raise AxisError(*problems)
-
-
-def _is_product(name: str, layout: Layout) -> bool:
-    """Whether a name is what some axes of the layout, joined in its order, are called."""
-    rest = name
-    for axis in layout.axes:
-        if rest == axis:
-            return True
-        rest = rest.removeprefix(f"{axis}_")
-    return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,19 +11,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh import current
-from namedmesh._torch import flattened, forget
+from namedmesh._torch import constant_under_compile, flattened, forget
 from namedmesh.adopt import layout_of_groups, layout_of_mesh
-from namedmesh.agreement import agree, telling
-from namedmesh.errors import AxisError, LayoutError, MeshError
+from namedmesh.consistency import report_failure
+from namedmesh.errors import AxisError, LayoutError, MeshError, did_you_mean
 from namedmesh.explain import explain_group, explain_mesh, explain_rank
 from namedmesh.groups import Communicator, GroupPool
 from namedmesh.launch import default_group_device
 from namedmesh.layout import Layout
 from namedmesh.options import GroupOptions
-from namedmesh.views import DENSE, View, Views, named, quoted
+from namedmesh.views import DENSE, View, Views, named, product_axes, quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
     from types import TracebackType
 
@@ -61,15 +62,21 @@ class NamedMesh:
         self.device = device
         self.global_rank = pool.rank
         self.closed = False
-        self._options = dict(options or {})
+        # Options of the groups over one axis or several, by the axes in the order of their layout.
+        self._options = {_option_axes(name, layout): option for name, option in (options or {}).items()}
         self._all_views = Views(View(layout, root))
-        self._flat: dict[tuple[str, ...], DeviceMesh] = {}
-        # Answers already given, by the names they were asked with: an accessor is a look-up.
+        self._flat: dict[tuple[str, ...], tuple[str, GroupOptions, DeviceMesh]] = {}
+        # Answers by the names they are asked with, and those that nobody foresaw.
         self._meshes: dict[str | tuple[str, ...], DeviceMesh] = {}
-        self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        self._groups: dict[tuple[str, tuple[str, ...]], dist.ProcessGroup] = {}
         self._sizes: dict[tuple[str, ...], int] = {}
         self._ranks: dict[tuple[str, ...], int] = {}
+        self._answers: dict[tuple[object, ...], object] = {}
+        # Guards the constants of compiled code: no two meshes, and no two states of one, have the same.
+        self._version = _next_version()
+        self._prepare_answers()
         current.register(self)
+        pool.registry.users[id(self)] = self._end
 
     # Adopting what exists.
 
@@ -85,8 +92,10 @@ class NamedMesh:
         """
         layout = layout_of_mesh(mesh)
         pool = GroupPool()
-        for axis in layout.axes:
-            pool.borrow(layout.group(pool.rank, axis), mesh.get_group(axis), axis)
+        groups = {axis: mesh.get_group(axis) for axis in layout.axes}
+        check_told_apart(layout, mesh.device_type, groups)
+        for axis, group in groups.items():
+            pool.borrow(layout.group(pool.rank, axis), group, axis)
         return cls(layout, mesh, pool, default_group_device(mesh.device_type))
 
     @classmethod
@@ -109,9 +118,10 @@ class NamedMesh:
         """
         pool = GroupPool()
         layout = layout_of_groups(groups, pool.rank, rank_offset)
+        chosen = default_group_device(device)
+        check_told_apart(layout, chosen.type, groups)
         for axis, group in groups.items():
             pool.borrow(layout.group(pool.rank, axis), group, axis)
-        chosen = default_group_device(device)
         ranks = (
             torch.arange(layout.world_size, dtype=torch.int, device="cpu").reshape(layout.sizes) + rank_offset
         )
@@ -133,7 +143,7 @@ class NamedMesh:
         try:
             return self._meshes[axes]
         except (KeyError, TypeError):
-            return self._slice((axes,) if isinstance(axes, str) else tuple(axes))
+            return self._slice((axes,) if isinstance(axes, str) else tuple(axes), self._version)
 
     def group(self, *axes: str) -> dist.ProcessGroup:
         """The process group of this rank over one axis, or over several that were flattened.
@@ -143,47 +153,39 @@ class NamedMesh:
             MeshError: the mesh is closed, or there is no group over these axes yet.
         """
         try:
-            return self._groups[axes]
+            return self._groups[self._version, axes]  # compiled code guards the version, and not the group
         except KeyError:
-            return self._learn_group(axes)
+            return self._find_group(axes, self._version)
 
     def size(self, *axes: str) -> int:
         """The number of ranks in this rank's group over ``axes``; without axes, in the whole mesh."""
         try:
             return self._sizes[axes]
         except KeyError:
-            view, chosen = self._place(axes)
-            size = self._sizes[axes] = view.layout.size(*chosen)
-            return size
+            return len(self._find_ranks(axes, self._version))
 
     def rank(self, *axes: str) -> int:
         """This rank's position in its group over ``axes``; without axes, in the whole mesh."""
         try:
             return self._ranks[axes]
         except KeyError:
-            view, chosen = self._place(axes)
-            rank = self._ranks[axes] = view.layout.group_rank(self.global_rank, *chosen)
-            return rank
+            return self._find_ranks(axes, self._version).index(self.global_rank)
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
         """The global ranks in this rank's group over ``axes``, ascending; without axes, of the whole mesh."""
-        view, chosen = self._place(axes)
-        return view.layout.group(self.global_rank, *chosen)
+        return self._find_ranks(axes, self._version)
 
     @property
     def coords(self) -> dict[str, int]:
         """This rank's coordinate on each axis; those of a view come after the mesh's own."""
-        coords: dict[str, int] = {}
-        for view in self._views:
-            coords |= {
-                axis: at for axis, at in view.layout.coords(self.global_rank).items() if axis not in coords
-            }
-        return coords
+        self._check_open()
+        return {axis: self._ranks[axis,] for axis in self._axes}
 
     @property
     def device_mesh(self) -> DeviceMesh:
         """The torch mesh over all axes of the layout."""
-        return self._views.first.root
+        root: DeviceMesh = self._views.first.root
+        return root
 
     @property
     def views(self) -> dict[str, Layout]:
@@ -197,38 +199,31 @@ class NamedMesh:
         return tuple(self.pool.communicators)
 
     def is_first(self, axis: str) -> bool:
-        """Whether this rank is the first on an axis."""
+        """Whether this rank is the first on an axis, or on a flattened product."""
         return self.rank(axis) == 0
 
     def is_last(self, axis: str) -> bool:
-        """Whether this rank is the last on an axis."""
+        """Whether this rank is the last on an axis, or on a flattened product."""
         return self.rank(axis) == self.size(axis) - 1
 
     def next(self, axis: str) -> int:
-        """The global rank after this one on an axis; after the last comes the first."""
-        return self._views.of((axis,)).layout.neighbour(self.global_rank, axis, 1)
+        """The global rank after this one on an axis, or on a flattened product; after the last comes the first."""
+        return self.ranks(axis)[(self.rank(axis) + 1) % self.size(axis)]
 
     def prev(self, axis: str) -> int:
-        """The global rank before this one on an axis; before the first comes the last."""
-        return self._views.of((axis,)).layout.neighbour(self.global_rank, axis, -1)
+        """The global rank before this one on an axis, or on a flattened product; before the first, the last."""
+        return self.ranks(axis)[self.rank(axis) - 1]
 
     def gloo_group(self, *axes: str) -> dist.ProcessGroup:
         """The gloo group over the same ranks as :meth:`group`, for tensors on the CPU.
 
         Raises:
-            MeshError: the axes have no gloo group; it is made where their options say ``gloo_twin``.
+            MeshError: the axes have no gloo group; it is created where their options say ``gloo_twin``.
         """
-        view, ordered = self._place(axes)
-        twin = self.pool.find_twin(view.layout, ordered, self.options_of(ordered))
-        if twin is None:
-            raise MeshError(
-                f"there is no gloo group over {named(axes)}; ask for one when the group is made, with "
-                "options=GroupOptions(gloo_twin=True)"
-            )
-        return twin
+        return self._find_gloo_group(axes, self._version)
 
     def options_of(self, ordered: tuple[str, ...]) -> GroupOptions:
-        """The options of a group over axes of one view: what was said of all together, or of each.
+        """The options of a group over axes of one view: what was set for all together, or for each.
 
         Args:
             ordered: the axes, in the order of their layout.
@@ -236,12 +231,12 @@ class NamedMesh:
         Raises:
             LayoutError: the axes set options that contradict each other.
         """
-        said = self._options.get("_".join(ordered))
-        if said is not None:
-            return said
+        together = self._options.get(ordered)
+        if together is not None:
+            return together
         combined = GroupOptions()
         for axis in ordered:
-            combined = combined.combined(self._options.get(axis, GroupOptions()), named(ordered))
+            combined = combined.combined(self._options.get((axis,), GroupOptions()), named(ordered))
         return combined
 
     def explain(self, group: dist.ProcessGroup | None = None, *, rank: int | None = None) -> str:
@@ -273,24 +268,36 @@ class NamedMesh:
             LayoutError: the name is taken, or the axes set options that contradict each other.
             AgreementError: the other ranks did not call this, or not with the same arguments.
         """
-        with self._telling("mesh.flatten"):
-            view = self._views.of(self._views.expand(axes))
-            ordered = view.ordered(self._views.expand(axes))
-            if len(ordered) == 1:
-                return self[ordered[0]]
-            if ordered in self._flat:
-                return self._flat[ordered]
+        with self._report_failure("mesh.flatten"):
+            expanded = self._views.expand(axes)
+            view = self._views.of(expanded)
+            ordered = view.ordered(expanded)
+            if len(ordered) == 1 or ordered in self._flat:
+                return self._flattened_already(ordered, name, options)
             name = name or "_".join(ordered)
             self._views.check_product(name, ordered)
             options = options or self.options_of(ordered)
-        self._agree("mesh.flatten", {"axes": "-".join(ordered), "name": name, "options": repr(options)})
-        group = self.pool.make(view.layout, ordered, options)
-        if options.gloo_twin:
-            self.pool.make_twin(view.layout, ordered, options)
-        self._options["_".join(ordered)] = options
-        mesh = self._flat[ordered] = flattened(view.root, ordered, name, group)
+            check_told_apart(
+                view.layout,
+                self.device.type,
+                {name: self.pool.existing(view.layout, ordered, options)},
+                ordered,
+            )
+        self.check_consistency(
+            "mesh.flatten",
+            {"axes": "-".join(ordered), "name": name, "options": repr(options)},
+            [(view.layout, ordered, options)],
+        )
+        with self.pool.registry.calls:
+            group = self.pool.make(view.layout, ordered, options)
+            if options.gloo_twin:
+                self.pool.make(view.layout, ordered, self.pool.gloo_options(options))
+        self._options[ordered] = options
+        mesh = flattened(view.root, ordered, name, group)
+        self._flat[ordered] = name, options, mesh
         self._views.add_product(name, ordered)
         self._meshes[name] = mesh
+        self._prepare_answers()
         return mesh
 
     def add_view(
@@ -312,32 +319,47 @@ class NamedMesh:
             AgreementError: the other ranks did not call this, or not with the same arguments.
         """
         call = f"mesh.add_view({name!r})"
-        with self._telling(call):
-            layout = Layout(**sizes, world_size=self.layout.world_size, rank_offset=self.layout.rank_offset)
-            self._views.check(name, layout, self.global_rank)
-            said = {**self._options, **(options or {})}
-        self._agree(call, {"layout": repr(layout), "options": repr(options or {})})
-        root = self.pool.over(layout, self.device.type, said)
-        for axis in layout.axes:
-            if axis in said and said[axis].gloo_twin:
-                self.pool.make_twin(layout, (axis,), said[axis])
-        self._options = said
+        with self._report_failure(call):
+            layout = self._checked_view(name, options or {}, sizes)
+        request = {"layout": repr(layout), "options": repr(dict(options or {}))}
+        self.check_consistency(call, request, self._wanted(layout, options or {}))
+        return self.create_view(name, layout, options or {})
+
+    def create_view(self, name: str, layout: Layout, options: Mapping[str, GroupOptions]) -> DeviceMesh:
+        """Create the groups of a view that the ranks agree on, and add it; for :meth:`add_view` and the dialects."""
+        by_axis = {axis: self._axis_options(axis, options) for axis in layout}
+        with self.pool.registry.calls:
+            root = self.pool.over(layout, self.device.type, by_axis)
+            for axis, option in by_axis.items():
+                if option.gloo_twin:
+                    self.pool.make(layout, (axis,), self.pool.gloo_options(option))
+        self._options |= {_option_axes(key, layout): option for key, option in options.items()}
         self._views.add(name, View(layout, root))
+        self._prepare_answers()
         return root
 
     def close(self) -> None:
-        """Destroy the groups that this mesh made, the last first; a second call does nothing.
+        """Give back the groups of this mesh; the last mesh that uses a group destroys it. A second call does nothing.
 
         The default group stays, and so do groups that were adopted. Every rank of the mesh should call it.
         """
         if self.closed:
             return
+        self._end()
+        self.pool.close()
+
+    def _end(self) -> None:
+        """Let go of every group, because the mesh is closed or the default group is being destroyed."""
+        if self.closed:
+            return
         self.closed = True
+        self._version = _next_version()
         for view in self._all_views:
             forget(view.root)
-        for answers in (self._meshes, self._groups, self._sizes, self._ranks, self._flat):
+        self._all_views = Views(View(self.layout, None))
+        for answers in (self._meshes, self._groups, self._sizes, self._ranks, self._flat, self._answers):
             answers.clear()  # what a closed mesh is asked for, it has to look up, and finds that it is closed
-        self.pool.close()
+        self.pool.registry.users.pop(id(self), None)
         current.unregister(self)
 
     # Selecting a mesh for code that names none.
@@ -353,15 +375,56 @@ class NamedMesh:
     ) -> None:
         current.deselect(self)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """The same mesh: a copy of something that holds a mesh shares it."""
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise MeshError(
+            f"the mesh over {self.layout} cannot be pickled: its process groups live in this process only; send "
+            "mesh.layout, mesh.coords or the numbers that the other process needs, which can be pickled"
+        )
+
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"rank {self.global_rank} on {self.device}"
         return f"<NamedMesh {self.layout}, {state}>"
 
+    def group_named(self, name: str) -> dist.ProcessGroup | None:
+        """The group of this rank over an axis or a flattened product of this name, if there is one."""
+        return self._groups.get((self._version, (name,)))
+
+    # For the dialects, which create groups of this mesh.
+
+    def check_consistency(
+        self,
+        call: str,
+        request: Mapping[str, str],
+        wanted: Iterable[tuple[Layout, Sequence[str], GroupOptions]] = (),
+    ) -> None:
+        """Compare a request with the other ranks of the mesh before groups are created for it; communicates.
+
+        Args:
+            call: what is being called, for messages.
+            request: what was asked for, field by field.
+            wanted: the layout, axes and options of the groups that the call will ask for.
+
+        Raises:
+            AgreementError: the ranks do not agree.
+        """
+        self._check_open()
+        self.pool.check_consistency(call, request, ranks=self.layout.ranks, wanted=wanted)
+
     # Behind the accessors.
 
     def _check_open(self) -> None:
-        if self.closed:
-            raise MeshError(f"the mesh over {self.layout} was closed; make another with init_mesh()")
+        if not self.closed:
+            return
+        if not self.pool.closed:
+            raise MeshError(
+                f"the mesh over {self.layout} ended with the default process group, which was destroyed; make another "
+                "with init_mesh()"
+            )
+        raise MeshError(f"the mesh over {self.layout} was closed; make another with init_mesh()")
 
     @property
     def _views(self) -> Views:
@@ -369,13 +432,47 @@ class NamedMesh:
         self._check_open()
         return self._all_views
 
+    def _prepare_answers(self) -> None:
+        """Work out the answers for each axis and product: under ``torch.compile`` an accessor must not learn."""
+        self._version = _next_version()
+        self._groups.clear()
+        rank = self.global_rank
+        self._axes: dict[str, None] = {}
+        self._sizes[()] = self.layout.world_size
+        self._ranks[()] = rank - self.layout.rank_offset
+        for view in self._all_views:
+            for axis in view.layout:
+                if axis not in self._axes:
+                    self._axes[axis] = None
+                    self._sizes[axis,] = view.layout[axis]
+                    self._ranks[axis,] = view.layout.group_rank(rank, axis)
+                    mesh = self._meshes.get(axis) or view.root[axis]
+                    self._meshes[axis] = self._meshes[axis,] = mesh
+                    self._groups[self._version, (axis,)] = mesh.get_group()
+        for ordered, (name, _, mesh) in self._flat.items():
+            layout = self._all_views.of(ordered).layout
+            for axes in ((name,), ordered):
+                self._sizes[axes] = layout.size(*ordered)
+                self._ranks[axes] = layout.group_rank(rank, *ordered)
+                self._groups[self._version, axes] = mesh.get_group()
+
     def _place(self, axes: Sequence[str]) -> tuple[View, tuple[str, ...]]:
         """The view that has the axes, and the axes in its order; without axes, the whole mesh."""
-        chosen = self._views.expand(axes) or self.layout.axes
-        view = self._views.of(chosen)
-        return view, view.ordered(chosen)
+        expanded = self._views.expand(axes) or self.layout.axes
+        view = self._views.of(expanded)
+        return view, view.ordered(expanded)
 
-    def _slice(self, axes: tuple[str, ...]) -> DeviceMesh:
+    @constant_under_compile
+    def _find_ranks(self, axes: tuple[str, ...], version: str) -> tuple[int, ...]:
+        """The ranks over axes that no answer stands ready for."""
+        view, ordered = self._place(axes)
+        key = ("ranks", ordered, version)
+        if key not in self._answers:
+            self._answers[key] = view.layout.group(self.global_rank, *ordered)
+        return self._answers[key]  # type: ignore[return-value]
+
+    @constant_under_compile
+    def _slice(self, axes: tuple[str, ...], _version: str) -> DeviceMesh:
         view = self._views.of(axes)
         if len(set(axes)) != len(axes) or not axes:
             raise AxisError(f"axes {axes} are not a selection of {view.layout.axes}; name each axis once")
@@ -385,32 +482,151 @@ class NamedMesh:
                 f"mesh[{quoted(axes)}] is out of order; torch slices in the order of the mesh: "
                 f"mesh[{quoted(in_order)}]"
             )
-        mesh = self._meshes[axes] = self._meshes.get(axes) or view.root[axes]
-        if len(axes) == 1:
-            self._meshes[axes[0]] = mesh
-        return mesh
+        key = ("mesh", axes)
+        if key not in self._answers:
+            self._answers[key] = view.root[axes]
+        return self._answers[key]  # type: ignore[return-value]
 
-    def _learn_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
-        view = self._views.of(self._views.expand(axes))
-        ordered = view.ordered(self._views.expand(axes))
-        if len(ordered) == 1:
-            group: dist.ProcessGroup | None = view.root.get_group(ordered[0])
-        else:
-            group = self.pool.find(view.layout, ordered, self.options_of(ordered))
+    @constant_under_compile
+    def _find_group(self, axes: tuple[str, ...], _version: str) -> dist.ProcessGroup:
+        if not axes:
+            raise AxisError(f"no axis is named; name one or more of {self.layout.axes}")
+        view, ordered = self._place(axes)
+        known = self._groups.get((self._version, ordered))
+        group = known or self.pool.find(view.layout, ordered, self.options_of(ordered))
         if group is None:
             raise MeshError(
                 f"there is no group over {named(ordered)} yet; call mesh.flatten({quoted(ordered)}) once, on every "
                 "rank, before it is asked for"
             )
-        self._groups[axes] = group
         return group
 
-    def _telling(self, call: str) -> AbstractContextManager[None]:
+    @constant_under_compile
+    def _find_gloo_group(self, axes: tuple[str, ...], _version: str) -> dist.ProcessGroup:
+        view, ordered = self._place(axes)
+        group = self.pool.find(view.layout, ordered, self.pool.gloo_options(self.options_of(ordered)))
+        if group is None:
+            raise MeshError(
+                f"there is no gloo group over {named(ordered)}; ask for one when the group is made, with "
+                "options=GroupOptions(gloo_twin=True)"
+            )
+        return group
+
+    # Behind what communicates.
+
+    def _report_failure(self, call: str) -> AbstractContextManager[None]:
         if self.closed:
             return nullcontext()
-        return telling(call, self.layout.ranks, self.pool.defaults.timeout)
+        return report_failure(call, self.layout.ranks, self.pool.defaults.timeout)
 
-    def _agree(self, call: str, request: Mapping[str, str]) -> None:
-        agree(
-            call, request, ranks=self.layout.ranks, rank=self.global_rank, timeout=self.pool.defaults.timeout
-        )
+    def _flattened_already(
+        self, ordered: tuple[str, ...], name: str | None, options: GroupOptions | None
+    ) -> DeviceMesh:
+        """What a second call of flatten returns, or one for a single axis: nothing new, so nothing else may be asked."""
+        if len(ordered) == 1:
+            known, group_options, mesh = ordered[0], self.options_of(ordered), self[ordered[0]]
+        else:
+            known, group_options, mesh = self._flat[ordered]
+        problems = []
+        if name not in {None, known}:
+            problems.append(
+                f"{named(ordered)} already have the name {known!r}, and name is {name!r}; leave name out"
+            )
+        if options not in {None, group_options}:
+            problems.append(
+                f"the group over {named(ordered)} exists with {group_options!r}, and options is {options!r}; leave "
+                "options out, or give them where the group is made first"
+            )
+        if problems:
+            raise LayoutError(*problems)
+        return mesh
+
+    def _checked_view(
+        self, name: str, options: Mapping[str, GroupOptions], sizes: Mapping[str, int]
+    ) -> Layout:
+        """The layout of a view that may be added, with its options.
+
+        Raises:
+            LayoutError: it does not fit the mesh.
+            AxisError: options for an axis that is not new in the view.
+        """
+        layout = Layout(**sizes, world_size=self.layout.world_size, rank_offset=self.layout.rank_offset)
+        self._views.check(name, layout, self.global_rank)
+        new = [axis for axis in layout if axis not in self._axes]
+        products = [key for key in options if key not in layout and product_axes(key, layout)]
+        problems = [
+            f"options are given for {axis!r}, an axis that the mesh has already, with its group; give them to init_mesh"
+            if axis in self._axes
+            else f"options are given for {axis!r}, which is not one of the new axes {tuple(new)} of view {name!r}"
+            f"{did_you_mean(axis, new)}"
+            for axis in options
+            if axis not in new and axis not in products
+        ]
+        if problems:
+            raise AxisError(*problems)
+        existing = {
+            axis: self.pool.existing(layout, (axis,), self._axis_options(axis, options)) for axis in new
+        }
+        check_told_apart(layout, self.device.type, existing)
+        return layout
+
+    def _axis_options(self, axis: str, options: Mapping[str, GroupOptions]) -> GroupOptions:
+        """The options of an axis of a new view."""
+        return options.get(axis) or self._options.get((axis,)) or self.pool.defaults
+
+    def _wanted(
+        self, layout: Layout, options: Mapping[str, GroupOptions]
+    ) -> list[tuple[Layout, Sequence[str], GroupOptions]]:
+        return [(layout, (axis,), self._axis_options(axis, options)) for axis in layout]
+
+
+_versions = count()
+
+
+def _next_version() -> str:
+    """A text that no other mesh has; the compiler guards texts, and may take a changed number for a variable one."""
+    return str(next(_versions))
+
+
+def _option_axes(name: str, layout: Layout) -> tuple[str, ...]:
+    """The axes that an option is for: one of the layout, several joined by ``_``, or one that a view will have."""
+    return (name,) if name in layout else product_axes(name, layout) or (name,)
+
+
+def check_told_apart(
+    layout: Layout,
+    device_type: str,
+    groups: Mapping[str, dist.ProcessGroup | None],
+    ordered: Sequence[str] | None = None,
+) -> None:
+    """Refuse a mesh that torch would take for another one that is alive, but that has other groups.
+
+    DTensor remembers operations by mesh, and takes meshes of the same names, ranks and device for one: results
+    of one mesh would come back on the groups of the other.
+
+    Args:
+        layout: the layout of the new mesh.
+        device_type: its kind of device.
+        groups: for each name, the group that it will have, or None for a new one.
+        ordered: the axes of the name, where it is a product.
+
+    Raises:
+        MeshError: all problems at once.
+    """
+    problems = []
+    for other in current.open_meshes():
+        if other.device.type != device_type:
+            continue
+        for name, group in groups.items():
+            theirs = other.group_named(name)
+            if theirs is None or theirs is group:
+                continue
+            ranks = layout.group(other.global_rank, *(ordered or (name,)))
+            if len(ranks) > 1 and ranks == other.ranks(name):
+                problems.append(
+                    f"{name!r} would be on another process group than the {name!r} of the open mesh over {other.layout}, and "
+                    "torch takes meshes with the same names and ranks for one; share the groups (the same options on "
+                    "both meshes), close the other mesh first, or choose another name"
+                )
+    if problems:
+        raise MeshError(*problems)

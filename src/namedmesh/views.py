@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from namedmesh.errors import AxisError, LayoutError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from torch.distributed.device_mesh import DeviceMesh
-
     from namedmesh.layout import Layout
 
-__all__ = ["DENSE", "View", "Views", "named", "quoted"]
+__all__ = ["DENSE", "View", "Views", "named", "product_axes", "quoted"]
 
 DENSE = "mesh"
 """The name of the view that the mesh was made with."""
 
 
 class View(NamedTuple):
-    """One factoring of the ranks: a layout and the torch mesh over it."""
+    """One factoring of the ranks: a layout and the torch mesh over it, or None once the mesh is closed."""
 
     layout: Layout
-    root: DeviceMesh
+    root: Any
 
     def ordered(self, axes: Sequence[str]) -> tuple[str, ...]:
         """The given axes in the order of the layout.
@@ -152,6 +150,24 @@ def named(axes: Sequence[str]) -> str:
         "'dp' and 'tp'"
     """
     return " and ".join(repr(axis) for axis in axes)
+
+
+def product_axes(name: str, layout: Layout) -> tuple[str, ...]:
+    """The axes of a layout that a name joins by ``_`` in its order; none if it does not.
+
+    Example:
+        >>> from namedmesh import Layout
+        >>> product_axes("dp_tp", Layout(dp=2, cp=1, tp=2)), product_axes("tp_dp", Layout(dp=2, tp=2))
+        (('dp', 'tp'), ())
+    """
+    rest, axes = name, list[str]()
+    for axis in layout.axes:
+        if rest == axis:
+            return (*axes, axis)
+        if rest.startswith(f"{axis}_"):
+            rest = rest.removeprefix(f"{axis}_")
+            axes.append(axis)
+    return ()
 
 
 def quoted(axes: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from namedmesh import current
-from namedmesh.agreement import agree, telling
+from namedmesh.consistency import report_failure
 from namedmesh.errors import MeshError
 from namedmesh.mesh import NamedMesh
 
@@ -67,9 +67,9 @@ class Bindings:
             self.base = mesh
             self.changed(None)
             return Bound(self, mesh, before)
-        with telling(call, mesh.layout.ranks):
+        with report_failure(call, mesh.layout.ranks):
             words, make = plan()
-        agree(call, words, ranks=mesh.layout.ranks, rank=mesh.global_rank)
+        mesh.check_consistency(call, words)
         self.fill(mesh, wish, make(), owned=False)
         return Bound(self, mesh, before)
 

@@ -13,13 +13,15 @@ from weakref import WeakSet
 import torch.distributed as dist
 
 from namedmesh._torch import backward_pass
-from namedmesh.agreement import agree, telling
 from namedmesh.compat.axes import DENSE, dense_layout, groups_over
 from namedmesh.compat.binding import Bindings, Bound
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.state import LegacyState, answer_of
+from namedmesh.consistency import report_failure
 from namedmesh.errors import MeshError
-from namedmesh.init import init_mesh
+from namedmesh.groups import GroupPool
+from namedmesh.init import create_mesh, version_fields
+from namedmesh.launch import default_group_device
 from namedmesh.layout import Layout
 from namedmesh.options import GroupOptions
 from namedmesh.tensor_parallel.collectives import Peers
@@ -187,7 +189,7 @@ class ModelParallel:
         call = f"{self.name}.{self.function}"
         words = {name: repr(sizes[axis]) for axis, name in self.sizes.items()}
         words |= {"backends": repr(dict(backends)), "timeout": repr(timeout)}
-        with telling(call, range(world)):
+        with report_failure(call, range(world)):
             if self.state.touched():
                 raise ContractError(
                     f"{self.name}'s model parallelism is initialised already, for {self._described()}; call the "
@@ -200,15 +202,25 @@ class ModelParallel:
                 for axis, backend in backends.items()
                 if backend is not None
             }
-        agree(call, words, ranks=range(world), rank=dist.get_rank())
-        if whole["tp"] < sizes["tp"]:
-            warnings.warn(
-                f"{self.sizes['tp']} is {sizes['tp']}, but the world has {world} ranks; {self.name}'s "
-                f"{self.function} goes on with {world}",
-                stacklevel=3,
+            layout = Layout(**{axis: whole.get(axis, -1) for axis in _ORDER}, world_size=world)
+            pool = GroupPool(defaults=GroupOptions(timeout=timeout))
+        try:
+            pool.check_consistency(
+                call,
+                words | version_fields(),
+                ranks=range(world),
+                wanted=[(layout, (axis,), options.get(axis, GroupOptions())) for axis in layout],
             )
-        layout = Layout(**{axis: whole.get(axis, -1) for axis in _ORDER}, world_size=world)
-        mesh = init_mesh(layout, timeout=timeout, options=options)
+            if whole["tp"] < sizes["tp"]:
+                warnings.warn(
+                    f"{self.sizes['tp']} is {sizes['tp']}, but the world has {world} ranks; {self.name}'s "
+                    f"{self.function} goes on with {world}",
+                    stacklevel=3,
+                )
+            mesh = create_mesh(layout, pool, default_group_device(), options)
+        except BaseException:
+            pool.close()
+            raise
         try:
             answers = self._answers(mesh)
         except BaseException:

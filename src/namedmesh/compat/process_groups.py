@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from namedmesh import launch
-from namedmesh.agreement import telling
 from namedmesh.compat.axes import groups_over
+from namedmesh.consistency import report_failure
 from namedmesh.errors import LayoutError
 from namedmesh.init import init_mesh
 
@@ -61,7 +61,7 @@ class ProcessGroups:
         if not dist.is_initialized():
             launch.init()
         world = dist.get_world_size()
-        with telling("ProcessGroups", range(world)):
+        with report_failure("ProcessGroups", range(world)):
             if min(tp, pp, dp) < 1:
                 raise LayoutError(
                     f"tp={tp}, pp={pp}, dp={dp}: each of the sizes has to be 1 or more, in a world of {world}"

@@ -6,6 +6,8 @@ everybody on the way back, what is gathered is cut, and so on.
 
 from __future__ import annotations
 
+import weakref
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -45,9 +47,10 @@ class Peers:
     """
 
     source: DeviceMesh | dist.ProcessGroup | None
-    group: dist.ProcessGroup | None = field(init=False, repr=False, compare=False)
     size: int = field(init=False)
     rank: int = field(init=False)
+    # Weak: a layer must not keep a group alive after torch destroyed it.
+    _reference: Callable[[], dist.ProcessGroup | None] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Accessors of a mesh cost microseconds each: too much for every forward.
@@ -58,21 +61,50 @@ class Peers:
             group, size, rank = None, 1, 0
         else:
             group, size, rank = source, source.size(), source.rank()
-        object.__setattr__(self, "group", group)
+            object.__setattr__(self, "source", weakref.ref(source))
+        object.__setattr__(self, "_reference", _nothing if group is None else weakref.ref(group))
         object.__setattr__(self, "size", size)
         object.__setattr__(self, "rank", rank)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group, or None for this process alone.
+
+        Raises:
+            MeshError: it was destroyed, and no group has been created in its place.
+        """
+        group = self._reference()
+        if group is None and self.source is not None:
+            group = self._found_again()
+        return group
+
+    def _found_again(self) -> dist.ProcessGroup:
+        """The group that has the place of a destroyed one: a mesh that is made again gets groups of the same names."""
+        if isinstance(self.source, DeviceMesh):
+            with suppress(RuntimeError, ValueError):
+                group: dist.ProcessGroup = self.source.get_group()
+                object.__setattr__(self, "_reference", weakref.ref(group))
+                return group
+        raise MeshError(
+            f"the process group of {self.size} ranks that this layer works on was destroyed; make the layer again on a "
+            "mesh that is open"
+        )
 
     def __deepcopy__(self, memo: dict[int, object]) -> Peers:
         # Immutable, and a process group cannot be copied.
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        if isinstance(self.source, dist.ProcessGroup):
+        if self.source is not None and not isinstance(self.source, DeviceMesh):
             raise MeshError(
                 f"a layer over a process group of {self.size} ranks cannot be pickled: the group lives in this "
                 "process only; save the layer's state_dict(), and load it into a layer made where it is needed"
             )
         return Peers, (self.source,)
+
+
+def _nothing() -> None:
+    """The group of one rank alone."""
 
 
 ALONE = Peers(None)

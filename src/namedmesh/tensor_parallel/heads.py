@@ -34,11 +34,14 @@ class Heads:
     def concerning(self, features: int) -> Iterator[tuple[str, int]]:
         """The counts that a cut of ``features`` has to respect: queries, keys and values, or both."""
         width = self.head_dim
-        if width and self.queries and features == self.queries[1] * width:
+        if width and self.queries and features % (self.queries[1] * width) == 0:  # or queries and their gates
             yield self.queries
             return
         if width and self.keys and features == self.keys[1] * width:
             yield self.keys
+            return
+        if self.queries and features == self.queries[1]:  # a number for each head
+            yield self.queries
             return
         for count in (self.queries, self.keys):
             if count is not None:
@@ -143,7 +146,7 @@ def _last(layout: Shard) -> bool:
 
 def called_attention(fqn: str, module: nn.Module) -> bool:
     """Whether a module's name, or that of its class, says that it is attention."""
-    called = f"{fqn.rpartition('.')[2]} {type(module).__name__}".lower()
+    called = f"{fqn.rpartition('.')[2]} {type(module).__name__}".lower().replace("attentiondecoderlayer", "")
     return any(word in called for word in _ATTENTION)
 
 
@@ -171,17 +174,32 @@ def _stated(modules: dict[str, nn.Module], fqn: str) -> Iterator[tuple[str, Head
             direct = _heads(module, module)
             if direct is not None:
                 yield owner, direct
-        config = getattr(module, "config", None)
+        config = _own_config(module)
         if attention and config is not None:
             stated = _heads(config, module)
             if stated is not None:
                 yield f"{owner}.config" if owner else "config", stated
 
 
+def _own_config(module: nn.Module) -> object:
+    """A module's configuration; that of its layer, where transformers' layers differ."""
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    layers = getattr(config, "per_layer_config", None)
+    return config if layers is None or index is None else layers[index]
+
+
+def _stated_value(source: object, name: str) -> object:
+    """An attribute; None where it is missing, or is another one in every layer (a RuntimeError in transformers)."""
+    try:
+        return getattr(source, name, None)
+    except RuntimeError:
+        return None
+
+
 def _heads(source: object, module: nn.Module) -> Heads | None:
     """What a module or its configuration states; what the module says of itself counts more."""
     queries, keys = _first_count(source, _QUERY_HEADS), _first_count(source, _KV_HEADS)
-    groups = _value(module, GROUPS)
+    groups = _stated_value(module, GROUPS)
     if queries is not None and _is_count(groups) and queries[1] % groups == 0:
         own = queries[1] // groups
         if keys is None or keys[1] != own:
@@ -195,26 +213,18 @@ def _head_dim(
     source: object, module: nn.Module, queries: tuple[str, int] | None, keys: tuple[str, int] | None
 ) -> int | None:
     """The features of one head: stated, or the width that fits the linears of the module."""
-    for stated in (_value(module, "head_dim"), _value(source, "head_dim")):
+    for stated in (_stated_value(module, "head_dim"), _stated_value(source, "head_dim")):
         if _is_count(stated):
             return stated
     if queries is None:
         return None
     outputs = {linear.out_features for linear in module.modules() if isinstance(linear, nn.Linear)}
-    wholes = [_value(source, name) for name in ("hidden_size", "dim", "embed_dim", "d_model")]
+    wholes = [_stated_value(source, name) for name in ("hidden_size", "dim", "embed_dim", "d_model")]
     widths = [whole // queries[1] for whole in wholes if _is_count(whole)]
     widths += sorted({features // queries[1] for features in outputs if features % queries[1] == 0})
     count = (keys or queries)[1]
     fitting = (width for width in widths if {width * queries[1], width * count} <= outputs)
     return next(fitting, next(iter(widths), None))
-
-
-def _value(source: object, name: str) -> object:
-    """An attribute, or None where there is none, or none for all layers."""
-    try:
-        return getattr(source, name, None)
-    except Exception:  # noqa: BLE001  a configuration whose layers differ refuses with an error of its own
-        return None
 
 
 def _is_count(value: object) -> TypeGuard[int]:
@@ -223,7 +233,7 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 def _first_count(source: object, names: tuple[str, ...]) -> tuple[str, int] | None:
     for name in names:
-        value = _value(source, name)
+        value = _stated_value(source, name)
         if _is_count(value):
             return name, value
     return None

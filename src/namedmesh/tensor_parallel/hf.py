@@ -173,31 +173,26 @@ def _entries(
     model: nn.Module | None, key: str, name: str, names: Mapping[str, str]
 ) -> dict[str, ParallelStyle] | None:
     """What one key comes to: itself, or one entry a module where they differ; None if it cannot be told."""
+    known = {key: _STYLES[name]()} if name in _STYLES else None
     if model is None:
-        return {key: _STYLES[name]()} if name in _STYLES else None
+        return known
     found = {fqn: module for fqn, module in model.named_modules() if matches(key, fqn)}
     if found and all(isinstance(module, nn.ModuleList) for module in found.values()):
         return _entries(model, f"{key}.*", name, names)
     if name == "colwise" and names_keys_or_values(key):
         return {key: KeyValueParallel()}
-    heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
-    if name == "colwise" and key.endswith("query_key_value") and isinstance(heads, int):
-        return {key: FusedColwiseParallel(interleaved=heads)}
-    if name in _OWNERS:
-        return _same_or_apart(key, {fqn: _owner(model, fqn, name, names) for fqn in found})
-    if name == "mla_kv_a_proj":
-        widths = {fqn: _tail_width(model, fqn) for fqn in found}
-        if None in widths.values():
-            return None
-        return _same_or_apart(
-            key, {fqn: SumTailGradient(width) if width else None for fqn, width in widths.items()}
-        )
-    if name == "rowwise":
-        return _same_or_apart(
-            key,
-            {fqn: None if _input_is_whole(model, fqn, names) else RowwiseParallel() for fqn in found},
-        )
-    return {key: _STYLES[name]()} if name in _STYLES else None
+    heads = getattr(_text_config(model), "num_attention_heads", None)
+    if name == "colwise" and key.endswith(".query_key_value") and isinstance(heads, int):
+        return {key: FusedColwiseParallel(interleaved=heads)}  # GPT-NeoX's: head by head
+    if name == "packed_colwise":
+        return {key: FusedColwiseParallel(blocks=2)}
+    makers = {"mla_kv_a_proj": _tail, "rowwise": _row, **dict.fromkeys(_OWNERS, _owner)}
+    if name not in makers:
+        return known
+    try:
+        return _same_or_apart(key, {fqn: makers[name](model, fqn, name, names) for fqn in found})
+    except LookupError:
+        return None
 
 
 def _same_or_apart(key: str, styles: Mapping[str, ParallelStyle | None]) -> dict[str, ParallelStyle]:
@@ -222,6 +217,11 @@ def _owner(model: nn.Module, fqn: str, name: str, names: Mapping[str, str]) -> P
     return LocalParameters(placements) if name == "local_params" else ShardedExperts(placements)
 
 
+def _row(model: nn.Module, fqn: str, _name: str, names: Mapping[str, str]) -> ParallelStyle | None:
+    """The style of a row layer, if a column layer of the plan makes its input."""
+    return None if _input_is_whole(model, fqn, names) else RowwiseParallel()
+
+
 def _bare_placement(module: nn.Module, parameter: str, ndim: int, name: str) -> Placement:
     """How a bare parameter is sharded: a linear's weight, experts stacked in front, or one number a head."""
     dim = max(ndim - 2, 0) if name.endswith("colwise") else ndim - 1
@@ -232,15 +232,22 @@ def _bare_placement(module: nn.Module, parameter: str, ndim: int, name: str) -> 
     return strided_shard(dim, 2) if fused else Shard(dim)
 
 
-def _tail_width(model: nn.Module, fqn: str) -> int | None:
-    """How many features a projection makes for the rotated part of the keys, as its attention says."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for source in (model.get_submodule(fqn.rpartition(".")[0]), text):
+def _tail(model: nn.Module, fqn: str, _name: str, _names: Mapping[str, str]) -> ParallelStyle | None:
+    """The style of a latent projection, of whose features the last go to every head, as its attention says.
+
+    Raises:
+        LookupError: neither the attention module nor the configuration says how many.
+    """
+    for source in (model.get_submodule(fqn.rpartition(".")[0]), _text_config(model)):
         width = getattr(source, "qk_rope_head_dim", None)
         if isinstance(width, int):
-            return width
-    return None
+            return SumTailGradient(width) if width else None
+    raise LookupError(fqn)
+
+
+def _text_config(model: nn.Module) -> Any:
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _input_is_whole(model: nn.Module, fqn: str, names: Mapping[str, str]) -> bool:

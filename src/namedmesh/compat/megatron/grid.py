@@ -113,6 +113,12 @@ class HyperCommGrid:
         if self._pool is None:
             self._pool = GroupPool()
         options = GroupOptions(backend=self.backend, timeout=timeout, **_settings(pg_options))
+        self._pool.check_consistency(
+            "HyperCommGrid.create_pg",
+            {"layout": repr(self.layout), "dims": key, "options": repr(options)},
+            ranks=self.layout.ranks,
+            wanted=[(self.layout, axes, options)],
+        )
         group = self._groups[key] = self._pool.make(self.layout, axes, options)
         return group
 

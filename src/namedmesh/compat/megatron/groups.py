@@ -13,17 +13,18 @@ import torch.distributed as dist
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer
 from namedmesh.compat.megatron.ranks import chunks, level_groups
-from namedmesh.promises import Promise
+from namedmesh.lazy_group import LazyGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from namedmesh.compat.megatron.shape import Shape
     from namedmesh.compat.megatron.wish import Wish
+    from namedmesh.layout import Layout
     from namedmesh.mesh import NamedMesh
     from namedmesh.options import GroupOptions
 
-__all__ = ["REGULAR", "Regular", "make_answers", "product_options"]
+__all__ = ["REGULAR", "Regular", "make_answers", "product_options", "wanted_groups"]
 
 
 class Regular(NamedTuple):
@@ -76,14 +77,22 @@ def product_options(shape: Shape, wish: Wish) -> dict[str, GroupOptions]:
     return options
 
 
+def wanted_groups(
+    shape: Shape, options_of: Callable[[tuple[str, ...]], GroupOptions]
+) -> list[tuple[Layout, tuple[str, ...], GroupOptions]]:
+    """The layout, axes and options of every group over whole axes."""
+    places = [shape.place(row.axes) for row in REGULAR]
+    return [(layout, axes, options_of(axes)) for layout, axes in places]
+
+
 def make_answers(mesh: NamedMesh, shape: Shape, wish: Wish) -> dict[str, Any]:
-    """Make the groups that the mesh does not have yet, or promise them; communicates.
+    """Make the groups that the mesh does not have yet, or reserve them; communicates.
 
     Every rank of the mesh calls this with the same arguments. Megatron has many groups that most jobs never
-    use: a group that can be made without waiting for the other ranks is promised, and made when it is asked for.
+    use: a group that can be made without waiting for the other ranks is reserved, and created on first use.
 
     Returns:
-        For this rank, the value of every slot of the state that a mesh determines, or the promise of it.
+        For this rank, the value of every slot of the state that a mesh determines, or a group to be created on first use.
 
     Raises:
         ContractError: a callback names ranks that are not in the pipeline it was given.
@@ -125,15 +134,15 @@ class _Maker:
         for row in rows:
             layout, axes = self.shape.place(row.axes)
             options = self.mesh.options_of(axes)
-            answers[row.group] = pool.promise(layout, axes, options)
+            answers[row.group] = pool.reserve(layout, axes, options)
             if row.key == "dp_cp" and self.wish.gather_group:
                 apart = replace(options, share=False)
                 answers["dp_cp_gather_group"] = pool.make(layout, axes, apart)
             if row.ranks is not None:
                 answers[row.ranks] = list(layout.group(self.rank, *axes))
             if row.gloo is not None:
-                twin = pool.twin_options(options)
-                answers[row.gloo] = pool.promise(layout, axes, twin) if self.wish.gloo else None
+                twin = pool.gloo_options(options)
+                answers[row.gloo] = pool.reserve(layout, axes, twin) if self.wish.gloo else None
         return answers
 
     def optimizer_parts(self) -> dict[str, Any]:
@@ -215,16 +224,16 @@ class _Maker:
         """Groups over parts of what the axes span: with options of their own, or else those of the axes."""
         options = self.wish.options.get(key) or self.mesh.options_of(axes)
         pool = self.mesh.pool
-        answers = {slot: pool.promise_set(sets, key, options)}
+        answers = {slot: pool.reserve_set(sets, key, options)}
         if twin is not None:
-            gloo = pool.twin_options(options)
-            answers[twin] = pool.promise_set(sets, key, gloo) if self.wish.gloo else None
+            gloo = pool.gloo_options(options)
+            answers[twin] = pool.reserve_set(sets, key, gloo) if self.wish.gloo else None
         return answers
 
 
-def _now(group: dist.ProcessGroup | Promise | None) -> dist.ProcessGroup | None:
+def _now(group: dist.ProcessGroup | LazyGroup | None) -> dist.ProcessGroup | None:
     """A group that is handed out in a container, which cannot wait until it is asked for."""
-    return group.group() if isinstance(group, Promise) else group
+    return group.get_or_create() if isinstance(group, LazyGroup) else group
 
 
 def _checked(choose: Callable[[list[int]], list[int]], pipeline: list[int]) -> list[int]:
@@ -251,11 +260,11 @@ def _sharp(wish: Wish, group: str) -> Iterator[None]:
         os.environ.pop("NCCL_COLLNET_ENABLE", None)
 
 
-def _meet(mesh: NamedMesh, promised: dist.ProcessGroup | Promise | None, wish: Wish, name: str) -> None:
+def _meet(mesh: NamedMesh, reserved: dist.ProcessGroup | LazyGroup | None, wish: Wish, name: str) -> None:
     """A first collective, so that the communicator comes about while the environment asks for SHARP."""
-    if wish.sharp != name or promised is None:
+    if wish.sharp != name or reserved is None:
         return
-    group = _now(promised)
+    group = _now(reserved)
     if mesh.device.type == "cuda":
         dist.barrier(group=group, device_ids=[torch.cuda.current_device()])
         torch.cuda.synchronize()

@@ -8,17 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from namedmesh.agreement import agree, telling
 from namedmesh.compat.binding import Bindings, Bound
 from namedmesh.compat.errors import ContractError
-from namedmesh.compat.megatron.groups import make_answers, product_options
+from namedmesh.compat.megatron.groups import make_answers, product_options, wanted_groups
 from namedmesh.compat.megatron.ranks import default_embedding_ranks, default_position_embedding_ranks
 from namedmesh.compat.megatron.request import Request
 from namedmesh.compat.megatron.shape import shape_of
 from namedmesh.compat.megatron.state import STATE
 from namedmesh.compat.megatron.wish import Wish
+from namedmesh.consistency import report_failure
 from namedmesh.errors import MeshError
-from namedmesh.init import init_mesh
+from namedmesh.groups import GroupPool
+from namedmesh.init import create_mesh, version_fields
+from namedmesh.launch import default_group_device
+from namedmesh.options import GroupOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -205,25 +208,34 @@ def initialize_model_parallel(  # noqa: PLR0917  the original's signature
             "torch.distributed has no default group; call namedmesh.launch.init() or "
             "torch.distributed.init_process_group() before initialize_model_parallel()"
         )
-    world, rank = dist.get_world_size(), dist.get_rank()
+    world = dist.get_world_size()
     call = "megatron.initialize_model_parallel"
-    with telling(call, range(world)):
+    with report_failure(call, range(world)):
         if STATE.dp_group is not None:
             raise ContractError(
                 f"the parallel state is initialised already, for {_described()}; call destroy_model_parallel() first, "
                 "or bind another mesh beside it with namedmesh.compat.megatron.bind(mesh)"
             )
         shape, wish = request.resolved(world)
-        words = request.words() | wish.words(shape)
-    agree(call, words, ranks=range(world), rank=rank)
-    if wish.pp_backend == "ucc":
-        _prepare_ucc()
-    options = product_options(shape, wish)
-    timeout = timedelta(minutes=distributed_timeout_minutes)
-    dense = {name: said for name, said in options.items() if set(name.split("_")) <= set(shape.dense)}
-    mesh = init_mesh(shape.dense, timeout=timeout, options=dense)
+        options = product_options(shape, wish)
+        dense = {name: said for name, said in options.items() if set(name.split("_")) <= set(shape.dense)}
+        experts = {name: said for name, said in options.items() if name not in dense}
+        pool = GroupPool(defaults=GroupOptions(timeout=timedelta(minutes=distributed_timeout_minutes)))
     try:
-        mesh.add_view("expert", options=options, **dict(shape.expert.items()))
+        pool.check_consistency(
+            call,
+            request.words() | wish.words(shape) | version_fields(),
+            ranks=range(world),
+            wanted=wanted_groups(shape, lambda axes: options.get("_".join(axes), GroupOptions())),
+        )
+        if wish.pp_backend == "ucc":
+            _prepare_ucc()
+        mesh = create_mesh(shape.dense, pool, default_group_device(), dense)
+    except BaseException:
+        pool.close()
+        raise
+    try:
+        mesh.create_view("expert", shape.expert, experts)
         answers = make_answers(mesh, shape, wish)
     except BaseException:
         mesh.close()

@@ -12,10 +12,10 @@ from torch.distributed import distributed_c10d as c10d
 
 import namedmesh
 from namedmesh import GroupOptions
-from namedmesh._torch import waits_for_nobody
+from namedmesh._torch import connects_without_blocking
 from namedmesh.compat import megatron
 from namedmesh.compat.megatron import parallel_state
-from namedmesh.promises import Promise
+from namedmesh.lazy_group import LazyGroup
 
 
 def live_groups() -> int:
@@ -35,16 +35,20 @@ def _some_ask() -> list[Any]:
     before = live_groups()
     slow = GroupOptions(nccl={"max_ctas": 4})  # other options: a group of its own over the same ranks
     first, second = (
-        mesh.pool.promise(mesh.layout, ("dp", "tp"), options) for options in (GroupOptions(), slow)
+        mesh.pool.reserve(mesh.layout, ("dp", "tp"), options) for options in (GroupOptions(), slow)
     )
-    assert isinstance(first, Promise)
-    assert isinstance(second, Promise)
+    assert isinstance(first, LazyGroup)
+    assert isinstance(second, LazyGroup)
     told: list[Any] = [live_groups() - before, first.size(), first.rank()]
     if rank == 0:
-        assert first.group() is first.group()
+        assert first.get_or_create() is first.get_or_create()
     dist.barrier()
     told.append(live_groups() - before)
-    groups = [first.group(), second.group()] if rank % 2 else [second.group(), first.group()][::-1]
+    groups = (
+        [first.get_or_create(), second.get_or_create()]
+        if rank % 2
+        else [second.get_or_create(), first.get_or_create()][::-1]
+    )
     told += [summed(groups[0]), summed(groups[1]), groups[0] is not groups[1]]
     told.append(mesh.group("dp", "tp") is groups[0])
     told.append(mesh.flatten("dp", "tp").get_group() is groups[0])
@@ -98,19 +102,19 @@ def test_only_what_is_asked_for_is_made() -> None:
 
 
 def test_backends_that_connect_when_they_are_made_get_no_promise(monkeypatch: Any) -> None:
-    assert waits_for_nobody("gloo")
-    assert waits_for_nobody("cpu:gloo,cuda:nccl")
-    assert not waits_for_nobody("ucc")
-    assert not waits_for_nobody("cpu:mpi,cuda:nccl")
+    assert connects_without_blocking("gloo")
+    assert connects_without_blocking("cpu:gloo,cuda:nccl")
+    assert not connects_without_blocking("ucc")
+    assert not connects_without_blocking("cpu:mpi,cuda:nccl")
     monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
-    assert not waits_for_nobody("gloo")
+    assert not connects_without_blocking("gloo")
 
 
 def _environment() -> list[str | None]:
     mesh = namedmesh.init_mesh(dp=2, tp=2)
     os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
     mesh.group("dp")
-    promise = mesh.pool.promise(namedmesh.Layout(a=2, b=2), ("b",), GroupOptions(share=False))
+    promise = mesh.pool.reserve(namedmesh.Layout(a=2, b=2), ("b",), GroupOptions(share=False))
     megatron.process_groups(mesh)
     told = [os.environ.pop("TORCH_GLOO_LAZY_INIT"), type(promise).__name__]
     megatron.process_groups(mesh)

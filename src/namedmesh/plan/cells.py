@@ -1,4 +1,4 @@
-"""What a picture shows: cells of one rank or, in a large world, of many; the nodes they are in; their colours."""
+"""The cells of a picture, of one rank or, in a large world, of many; the nodes they are in; their colors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ LARGEST = 512
 """How many cells a picture has at most."""
 _ROW = 8
 _DISTINCT = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#f0e442", "#0072b2", "#d55e00", "#8c8c8c")
-# From dark to light, for places that have an order and are too many to tell apart by hue.
+# From dark to light, for coordinates that are too many to tell apart by hue.
 _RAMP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
 _MOST_SHADES = 64
 
 
 @dataclass(frozen=True)
 class Shade:
-    """A background, and the colour of text that can be read on it."""
+    """A background, and the color of text that can be read on it."""
 
     fill: str
     text: str
@@ -33,7 +33,7 @@ class Shade:
 
 @dataclass(frozen=True)
 class Cell:
-    """Some consecutive ranks that are drawn as one: a single one unless the world is large."""
+    """Consecutive ranks that are drawn as one; a single rank unless the world is large."""
 
     first: int
     count: int
@@ -53,7 +53,7 @@ class Box:
 
 
 def shades(size: int) -> tuple[Shade, ...]:
-    """Colours for the places on an axis: hues up to eight places, a ramp above, one shade for several if needed.
+    """Return a color for each coordinate of an axis: hues up to eight, a ramp above, shared shades beyond 64.
 
     Example:
         >>> shades(2)[0], len(shades(1000))
@@ -62,7 +62,7 @@ def shades(size: int) -> tuple[Shade, ...]:
     if size <= len(_DISTINCT):
         return tuple(Shade(fill, _text_on(_channels(fill))) for fill in _DISTINCT[:size])
     count = min(size, _MOST_SHADES)
-    # Every other one is paler, so that neighbours differ however many there are.
+    # Every other one is paler, so that neighbors differ however many there are.
     return tuple(_ramped(number / (count - 1), 0.3 * (number % 2)) for number in range(count))
 
 
@@ -71,16 +71,16 @@ def _channels(fill: str) -> tuple[int, int, int]:
 
 
 def _ramped(at: float, paler: float) -> Shade:
-    place = at * (len(_RAMP) - 1)
-    low = min(int(place), len(_RAMP) - 2)
-    mixed = [round(a + (b - a) * (place - low)) for a, b in zip(_RAMP[low], _RAMP[low + 1], strict=True)]
+    position = at * (len(_RAMP) - 1)
+    low = min(int(position), len(_RAMP) - 2)
+    mixed = [round(a + (b - a) * (position - low)) for a, b in zip(_RAMP[low], _RAMP[low + 1], strict=True)]
     mixed = [round(channel + (255 - channel) * paler) for channel in mixed]
     channels = mixed[0], mixed[1], mixed[2]
     return Shade(f"#{channels[0]:02x}{channels[1]:02x}{channels[2]:02x}", _text_on(channels))
 
 
 def _text_on(channels: tuple[int, int, int]) -> str:
-    """Black or white, whichever contrasts more (relative luminance, with the usual gamma of 2.2)."""
+    """Return black or white, whichever contrasts more (relative luminance, with the usual gamma of 2.2)."""
     linear = [(channel / 255) ** 2.2 for channel in channels]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return "#000000" if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) else "#ffffff"
@@ -124,46 +124,46 @@ class Grid:
 
     @property
     def axes(self) -> dict[str, Layout]:
-        """The axes that can give the colours, with the layout of each."""
+        """The axes that can give the colors, with the layout of each."""
         plan = self.plan
-        found = dict.fromkeys(plan.layout, plan.layout)
+        axes = dict.fromkeys(plan.layout, plan.layout)
         if plan.expert is not None:
-            found |= {axis: plan.expert for axis in plan.expert if axis not in found}
-        return found
+            axes |= {axis: plan.expert for axis in plan.expert if axis not in axes}
+        return axes
 
-    def color_axis(self, wanted: str | None = None) -> str:
-        """The axis that gives the colours: the one that is wanted, or the slowest of more than one place.
+    def color_axis(self, name: str | None = None) -> str:
+        """Return the axis that gives the colors: the one with the name, or the slowest of size above 1.
 
         Raises:
             AxisError: there is no such axis.
         """
         axes = self.axes
-        if wanted is None:
+        if name is None:
             return next((axis for axis, layout in axes.items() if layout[axis] > 1), next(iter(axes)))
-        if wanted not in axes:
-            raise AxisError(f"axis {wanted!r} is not one of {tuple(axes)}{did_you_mean(wanted, axes)}")
-        return wanted
+        if name not in axes:
+            raise AxisError(f"axis {name!r} is not one of {tuple(axes)}{did_you_mean(name, axes)}")
+        return name
 
-    def place(self, cell: Cell, axis: str) -> int | None:
-        """Where a cell stands on an axis; None if it has ranks at several places."""
+    def coordinate(self, cell: Cell, axis: str) -> int | None:
+        """Return the coordinate of a cell on an axis; None if its ranks have several."""
         layout = self.axes[axis]
         stride = layout.strides[layout.axes.index(axis)]
         first, last = cell.first // stride, (cell.first + cell.count - 1) // stride
         return first % layout[axis] if first == last or layout[axis] == 1 else None
 
     def shade(self, cell: Cell, axis: str) -> Shade | None:
-        """The colour of a cell; None if it has ranks at several places."""
-        at = self.place(cell, axis)
-        colours = shades(self.axes[axis][axis])
-        return None if at is None else colours[at * len(colours) // self.axes[axis][axis]]
+        """Return the color of a cell; None if its ranks have several."""
+        at = self.coordinate(cell, axis)
+        colors = shades(self.axes[axis][axis])
+        return None if at is None else colors[at * len(colors) // self.axes[axis][axis]]
 
     def outlined_axis(self) -> str | None:
-        """The axis whose groups are neighbours in the picture: the fastest of more than one place."""
+        """Return the axis whose groups are neighbors in the picture: the fastest of size above 1."""
         layout = self.plan.layout
         return next((axis for axis in reversed(layout.axes) if layout[axis] > 1), None)
 
     def outlines(self, row: tuple[Cell, ...]) -> list[tuple[int, int]]:
-        """The stretches of a row that are in one group of the outlined axis: first and last column."""
+        """Return the first and last column of each group of the outlined axis in a row."""
         axis = self.outlined_axis()
         if axis is None or self.block > 1:
             return []
@@ -172,7 +172,7 @@ class Grid:
         return [(start, stop - 1) for start, stop in zip(starts, [*starts[1:], len(row)], strict=True)]
 
     def check_rank(self, rank: int | None) -> None:
-        """See that a rank is in the world.
+        """Check that a rank is in the world.
 
         Raises:
             LayoutError: it is not.

@@ -12,7 +12,7 @@ from ranks import run_ranks
 from torch.distributed import distributed_c10d as c10d
 
 import namedmesh
-from namedmesh import AgreementError, GroupOptions, Layout, NamedMeshError, agreement
+from namedmesh import AgreementError, GroupOptions, Layout, NamedMeshError, consistency
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -153,7 +153,7 @@ def test_agreeing_ranks_exchange_no_text(monkeypatch: pytest.MonkeyPatch) -> Non
     def never(*_: object) -> None:
         raise AssertionError("the details were exchanged although the hashes agree")
 
-    monkeypatch.setattr(agreement, "_tell", never)
+    monkeypatch.setattr(consistency._Comparison, "_exchange", never)
     assert run_ranks(4, lambda: repr(_right())) == [
         f"<NamedMesh dp=2 x tp=2 (4 ranks), rank {rank} on cpu>" for rank in range(4)
     ]

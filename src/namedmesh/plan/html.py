@@ -1,4 +1,4 @@
-"""A plan as one HTML page without network: the ranks in their nodes; the reader picks the axis and the rank."""
+"""Draw a plan as one HTML page that loads nothing: the ranks in their nodes; the reader picks the axis and the rank."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from namedmesh.plan.grid import Cell, Grid, shades
+from namedmesh.plan.cells import Cell, Grid, shades
 
 if TYPE_CHECKING:
+    from namedmesh.plan.cells import Box
     from namedmesh.plan.core import Plan
-    from namedmesh.plan.grid import Box
 
 __all__ = ["draw_html"]
 
@@ -51,7 +51,7 @@ const data = JSON.parse(document.getElementById("layout").textContent);
 const cells = [...document.querySelectorAll(".rank")];
 const axisOf = name => data.axes.find(axis => axis.name === name);
 const at = (rank, axis) => Math.floor(rank / axis.stride) % axis.size;
-const colour = document.getElementById("axis"), picked = document.getElementById("rank");
+const color = document.getElementById("axis"), picked = document.getElementById("rank");
 const shadeOf = (axis, place) => axis.shades[Math.floor(place * axis.shades.length / axis.size)];
 function place(first, count, axis) {
   const same = Math.floor(first / axis.stride) === Math.floor((first + count - 1) / axis.stride);
@@ -62,7 +62,7 @@ function peers(rank, axis) {
   return Array.from({ length: axis.size }, (_, i) => base + i * axis.stride);
 }
 function paint() {
-  const axis = axisOf(colour.value);
+  const axis = axisOf(color.value);
   for (const cell of cells) {
     const where = place(+cell.dataset.rank, +cell.dataset.count, axis);
     cell.classList.toggle("mixed", where === null);
@@ -84,7 +84,7 @@ function pick() {
   const text = picked.value.trim(), rank = Number(text);
   const valid = text !== "" && Number.isInteger(rank) && rank >= 0 && rank < data.world;
   document.getElementById("nodes").classList.toggle("picked", valid);
-  const mates = valid ? peers(rank, axisOf(colour.value)) : [];
+  const mates = valid ? peers(rank, axisOf(color.value)) : [];
   const blocks = new Set(mates.map(mate => Math.floor(mate / data.block)));
   for (const cell of cells) {
     const block = Math.floor(+cell.dataset.rank / data.block), own = Math.floor(rank / data.block);
@@ -101,7 +101,7 @@ function pick() {
       row.insertCell().textContent = text;
   }
 }
-colour.addEventListener("change", () => { paint(); pick(); });
+color.addEventListener("change", () => { paint(); pick(); });
 picked.addEventListener("input", pick);
 document.querySelector("form").addEventListener("submit", event => event.preventDefault());
 document.getElementById("none").addEventListener("click", () => { picked.value = ""; pick(); });
@@ -116,7 +116,7 @@ def draw_html(plan: Plan, *, color_by: str | None = None, rank: int | None = Non
 
     Args:
         plan: the plan.
-        color_by: the axis that gives the colours at first; by default the slowest of more than one place.
+        color_by: the axis that gives the colors at first; by default the slowest of size above 1.
         rank: the rank that is picked at first.
 
     Returns:
@@ -185,7 +185,7 @@ def _box(grid: Grid, box: Box, axis: str) -> str:
 
 
 def _row(grid: Grid, row: tuple[Cell, ...], axis: str) -> str:
-    """The cells of a row, those of one group of the fastest axis inside an outline."""
+    """Write the cells of a row, those of one group of the fastest axis inside an outline."""
     cells = [_cell(grid, cell, axis) for cell in row]
     groups = grid.outlines(row)
     if not groups:
@@ -194,7 +194,7 @@ def _row(grid: Grid, row: tuple[Cell, ...], axis: str) -> str:
 
 
 def _cell(grid: Grid, cell: Cell, axis: str) -> str:
-    """A cell, coloured already for readers without scripts."""
+    """Write a cell, with its color for readers without scripts."""
     shade = grid.shade(cell, axis)
     style = f' style="background:{shade.fill};color:{shade.text}"' if shade is not None else ""
     return f'<button class="rank" data-rank="{cell.first}" data-count="{cell.count}"{style}>{cell.label}</button>'
@@ -217,5 +217,5 @@ def _layout_data(grid: Grid) -> dict[str, Any]:
 
 
 def _embedded(data: dict[str, Any]) -> str:
-    """JSON that cannot end the element that it stands in."""
+    """Write JSON that cannot end the element that contains it."""
     return json.dumps(data).replace("<", "\\u003c")

@@ -1,0 +1,298 @@
+"""Ranks compare what they were asked for before they create a group, so that a mistake is an error, not a hang.
+
+Every rank counts itself under a small hash in the store of the default group: a handful of requests a rank,
+whatever the size of the world. Only when the hashes differ are the texts exchanged, and one rank writes the
+verdict for all. The number of an attempt is kept in the store, not in the ranks: ranks that failed at different
+moments agree again at their next try.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import defaultdict
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch.distributed as dist
+
+from namedmesh._torch import default_store, default_timeout, state_of_default_group
+from namedmesh.errors import AgreementError, NamedMeshError, listing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+__all__ = ["MISTAKE", "Held", "check_consistency", "report_failure"]
+
+MISTAKE = "mistake"
+"""The field of a request in which a rank says why it fails; the others then need no comparison."""
+
+_HELD = "held groups"
+
+# How long ranks that know of a failure wait for the one that words it, and for each other to read it.
+_VERDICT_TIMEOUT = timedelta(seconds=60)
+
+# Failures from before this moment belong to an earlier default group over the same store.
+_born = time.time()
+
+
+class Held(NamedTuple):
+    """A group that a call wants, and which of its kind this rank holds already: its members must hold the same.
+
+    Attributes:
+        label: its axes, for messages.
+        token: names the group that this rank holds; empty if it holds none.
+        groups: lists the ranks of every group of this kind.
+    """
+
+    label: str
+    token: str
+    groups: Callable[[], Iterable[Sequence[int]]]
+
+
+class _Attempts:
+    """What this rank knows of the comparisons of one default group.
+
+    Attributes:
+        reported: the failed attempts that this rank has raised an error for, by scope and number.
+        alone: how many calls needed no comparison.
+    """
+
+    def __init__(self) -> None:
+        self.reported: set[tuple[str, int]] = set()
+        self.alone = 0
+
+    def end(self) -> None:
+        """Date the next default group: failures before this moment are not its own."""
+        global _born  # noqa: PLW0603  the start of the next default group's life
+        _born = time.time()
+
+
+def check_consistency(
+    call: str,
+    request: Mapping[str, str],
+    *,
+    ranks: range,
+    rank: int,
+    timeout: timedelta | None = None,
+    held: Sequence[Held] = (),
+) -> str:
+    """Return once every rank of ``ranks`` has called this with the same request; communicates.
+
+    Args:
+        call: what is being called, for the message.
+        request: what was asked for, field by field, as text.
+        ranks: the global ranks that take part; all of them must call.
+        rank: this rank.
+        timeout: how long to wait for the other ranks; by default the timeout of the default group.
+        held: the groups that the call wants.
+
+    Returns:
+        A text that no other comparison has, the same on every rank: groups created by this call exchange their
+        addresses under it.
+
+    Raises:
+        AgreementError: on every rank, naming each field that differs and the ranks that differ in it; or,
+            after ``timeout``, naming the ranks that did not call. A rank that calls after that gets the same
+            error, at once; the next try of all ranks is compared anew.
+    """
+    attempts = state_of_default_group(_Attempts)
+    scope = f"namedmesh/{ranks.start}-{ranks.stop}"
+    if len(ranks) == 1 or dist.get_backend() == "fake":
+        attempts.alone += 1  # there is nobody to ask
+        return f"{scope}/alone{attempts.alone}"
+    try:
+        comparison = _Comparison(call, request, ranks, rank, timeout, held, attempts)
+        problems = comparison.problems()
+    except dist.DistNetworkError:
+        raise AgreementError(
+            f"the store of the default group is gone during {call}: the rank that hosts it, usually rank 0, has ended; "
+            "see its output for why"
+        ) from None
+    if problems:
+        raise AgreementError(*problems)
+    return f"{scope}/{comparison.number}"
+
+
+@contextmanager
+def report_failure(call: str, ranks: range, timeout: timedelta | None = None) -> Iterator[None]:
+    """Let the other ranks, which may be waiting in :func:`check_consistency`, know if this one fails before.
+
+    Args:
+        call: what is being called, as in the comparison that the others wait in.
+        ranks: the global ranks that take part.
+        timeout: how long to wait for them.
+    """
+    try:
+        yield
+    except NamedMeshError as error:
+        check_consistency(call, {MISTAKE: str(error)}, ranks=ranks, rank=dist.get_rank(), timeout=timeout)
+        raise
+
+
+class _Comparison:
+    """One attempt of some ranks to agree, as this rank takes part in it."""
+
+    def __init__(  # noqa: PLR0917  one call
+        self,
+        call: str,
+        request: Mapping[str, str],
+        ranks: range,
+        rank: int,
+        timeout: timedelta | None,
+        held: Sequence[Held],
+        attempts: _Attempts,
+    ) -> None:
+        self.call, self.ranks, self.rank, self.held, self.attempts = call, ranks, rank, held, attempts
+        self.request = {"call": call, **request, _HELD: json.dumps([group.token for group in held])}
+        self.timeout = timeout or default_timeout() or timedelta(minutes=30)
+        self.name = f"{ranks.start}-{ranks.stop}"
+        self.scope = dist.PrefixStore(f"namedmesh/{self.name}", default_store())
+        self.number = -1
+
+    def problems(self) -> list[str]:
+        """Take part, and return what is wrong; nothing if all ranks agree."""
+        missed = self._missed_failure()
+        if missed:
+            return missed
+        self.number = self.scope.add("attempt", 0)
+        store = self.store = dist.PrefixStore(str(self.number), self.scope)
+        text = json.dumps(self.request, sort_keys=True)
+        digest = f"digest/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        here = f"here/{self.rank}"
+        store.set(here, "")
+        store.add(digest, 1)
+        if store.add("arrived", 1) == len(self.ranks) and self._conclude():
+            store.set("verdict", "same" if store.add(digest, 0) == len(self.ranks) else "differ")
+        if not _waited(store, "verdict", self.timeout) and self._conclude():
+            self._report_absence()
+        if not _waited(store, "verdict", _VERDICT_TIMEOUT):
+            return [f"{self.call} failed on some ranks, and they ended before they could say why"]
+        verdict = store.get("verdict").decode()
+        if verdict == "differ":
+            verdict = self._exchange()
+        if verdict != "same":
+            return self._read_problems(verdict)
+        store.delete_key(here)
+        if store.add("read", 1) == len(self.ranks):
+            for key in (digest, "arrived", "concluded", "verdict", "read"):
+                store.delete_key(key)
+        return []
+
+    def _conclude(self) -> bool:
+        """Whether this rank is the one that writes the verdict; the attempt is over then."""
+        if self.store.add("concluded", 1) != 1:
+            return False
+        self.scope.add("attempt", 1)
+        return True
+
+    def _missed_failure(self) -> list[str]:
+        """The problems of the last failed attempt, if it failed because this rank did not come."""
+        if not self.scope.check(["absence"]):
+            return []
+        absence = json.loads(self.scope.get("absence"))
+        attempt = (self.name, absence["attempt"])
+        if self.rank not in absence["ranks"] or attempt in self.attempts.reported or absence["time"] < _born:
+            return []
+        self.attempts.reported.add(attempt)
+        problems: list[str] = absence["problems"]
+        return problems
+
+    def _report_absence(self) -> None:
+        """Name the ranks that did not come, for those that did and for those that come now."""
+        absent = [rank for rank in self.ranks if not self.store.check([f"here/{rank}"])]
+        who = "rank " + listing(absent) if len(absent) == 1 else "ranks " + listing(absent)
+        problem = (
+            f"{who} of {self.ranks.start} to {self.ranks.stop - 1} did not call {self.call} within "
+            f"{self.timeout.total_seconds():g} s; every rank of the mesh must call it, so look at what those ranks did "
+            "instead"
+        )
+        record = {"attempt": self.number, "ranks": absent, "time": time.time(), "problems": [problem]}
+        self.scope.set("absence", json.dumps(record))
+        self.store.set(
+            "verdict", json.dumps({"readers": len(self.ranks) - len(absent), "problems": [problem]})
+        )
+
+    def _exchange(self) -> str:
+        """Put this rank's request in the store; the last rank to do so compares all of them."""
+        store, everybody = self.store, len(self.ranks)
+        store.set(f"request/{self.rank}", json.dumps(self.request))
+        if store.add("exchanged", 1) == everybody:
+            requests = [json.loads(store.get(f"request/{other}")) for other in self.ranks]
+            problems = _differences(requests, self.ranks) or self._held_differences(requests)
+            text = json.dumps({"readers": everybody, "problems": problems}) if problems else "same"
+            store.set("problems", text)
+            for other in self.ranks:
+                store.delete_key(f"request/{other}")
+        if not _waited(store, "problems", _VERDICT_TIMEOUT):
+            problems = [
+                f"the ranks do not agree on {self.call}, and some ended before they could say on what"
+            ]
+            return json.dumps({"readers": 0, "problems": problems})
+        return store.get("problems").decode()
+
+    def _held_differences(self, requests: Sequence[Mapping[str, str]]) -> list[str]:
+        """One sentence for each group that only some of its members hold already, with the same request."""
+        tokens = [json.loads(request[_HELD]) for request in requests]
+        problems = []
+        for place, wanted in enumerate(self.held):
+            for members in wanted.groups():
+                holders = [rank for rank in members if tokens[rank - self.ranks.start][place]]
+                if len({tokens[rank - self.ranks.start][place] for rank in members}) > 1:
+                    problems.append(
+                        f"{self.call} wants a group over {wanted.label}, which ranks {listing(holders)} of "
+                        f"{listing(members)} hold from an earlier mesh; close() that mesh on every rank, or on none"
+                    )
+        return problems
+
+    def _read_problems(self, verdict: str) -> list[str]:
+        """Read a verdict, and stay until all have: a rank that hosts the store takes it along when it ends."""
+        outcome = json.loads(verdict)
+        self.attempts.reported.add((self.name, self.number))
+        if self.store.add("read", 1) >= outcome["readers"]:
+            self.store.set("all_read", "")
+        _waited(self.store, "all_read", _VERDICT_TIMEOUT)
+        problems: list[str] = outcome["problems"]
+        return problems
+
+
+def _waited(store: dist.Store, key: str, timeout: timedelta) -> bool:
+    """Whether a key appeared in time. A FileStore tells of it by a plain RuntimeError."""
+    try:
+        store.wait([key], timeout)
+    except dist.DistNetworkError:
+        raise
+    except RuntimeError:
+        return False
+    return True
+
+
+def _differences(requests: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list[str]:
+    """One sentence for each field in which the requests differ.
+
+    Example:
+        >>> _differences([{"layout": "tp=2"}, {"layout": "tp=2"}, {"layout": "tp=1"}], [0, 1, 2])
+        ['layout differs between ranks: tp=2 on ranks 0, 1; tp=1 on rank 2; give every rank the same']
+    """
+    mistakes: dict[str, list[int]] = defaultdict(list)
+    for rank, request in zip(ranks, requests, strict=True):
+        if MISTAKE in request:
+            mistakes[f"gave up on {request['call']}: {request[MISTAKE]}"].append(rank)
+    if mistakes:
+        return [f"rank{'s' * (len(who) > 1)} {listing(who)} {text}" for text, who in [*mistakes.items()][:8]]
+    problems = []
+    fields = dict.fromkeys(field for request in requests for field in request if field != _HELD)
+    for field in fields:
+        holders: dict[str, list[int]] = defaultdict(list)
+        for rank, request in zip(ranks, requests, strict=True):
+            holders[request.get(field, "nothing")].append(rank)
+        if len(holders) > 1:
+            # The value that most ranks hold first: the others are likely the mistake.
+            ordered = sorted(holders.items(), key=lambda item: -len(item[1]))
+            values = "; ".join(
+                f"{value} on rank{'s' * (len(holding) > 1)} {listing(holding)}" for value, holding in ordered
+            )
+            problems.append(f"{field} differs between ranks: {values}; give every rank the same")
+    return problems
