@@ -35,13 +35,14 @@ class Lora(nn.Module):
 
 def adapted_llama() -> Llama:
     torch.manual_seed(0)
-    model = Llama(n_heads=8, n_kv_heads=2, layers=1)
+    model: Any = Llama(n_heads=8, n_kv_heads=2, layers=1)
     model.requires_grad_(False)
     for block in model.layers:
         for owner in (block.attention, block.feed_forward):
             for name, linear in list(owner.named_children()):
                 setattr(owner, name, Lora(linear))
-    return model.double()
+    adapted: Llama = model.double()
+    return adapted
 
 
 def difference(sequence_parallel: bool) -> float:
@@ -98,7 +99,7 @@ def test_other_adapters_are_refused() -> None:
 
 def peft_model(**options: Any) -> Any:
     os.environ["HF_HUB_OFFLINE"] = "1"
-    import peft
+    import peft  # type: ignore[import-not-found]  of the tests' own choosing
     import transformers
 
     torch.manual_seed(0)

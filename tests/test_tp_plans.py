@@ -169,7 +169,9 @@ class Layered:
     num_attention_heads = 4
 
     def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(f"{name} varies across layers")
+        if name in {"num_key_value_heads", "head_dim"}:
+            raise RuntimeError(f"{name} varies across layers")
+        raise AttributeError(name)
 
 
 def test_a_configuration_whose_layers_differ() -> None:
@@ -177,7 +179,7 @@ def test_a_configuration_whose_layers_differ() -> None:
     del attention.n_heads, attention.n_kv_heads
     attention.config, attention.num_key_value_groups = Layered(), 2
     model = nn.ModuleDict({"self_attn": attention})
-    plan = {f"self_attn.{name}": KeyValueParallel() for name in ("wk", "wv")}
+    plan: dict[str, Any] = {f"self_attn.{name}": KeyValueParallel() for name in ("wk", "wv")}
     plan |= {"self_attn.wq": ColwiseParallel(), "self_attn.wo": RowwiseParallel()}
     rows = {row.module: row.placement for row in plan_report(model, 4, plan).rows}
     assert rows["self_attn.wk"] == "Replicate()"

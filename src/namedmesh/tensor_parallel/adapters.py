@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.tensor import Shard
@@ -24,7 +24,7 @@ def adapted_model(model: nn.Module) -> tuple[str, nn.Module] | None:
     """The model inside of a ``PeftModel``, and its name there; None for any other model."""
     if not hasattr(model, "get_base_model"):
         return None
-    inner = model.get_base_model()
+    inner: nn.Module = model.get_base_model()  # type: ignore[operator]  a method, not a module
     name = next((fqn for fqn, module in model.named_modules() if module is inner), None)
     return None if name is None else (name, inner)
 
@@ -68,7 +68,8 @@ def _reason(entry: Entry) -> str | None:
 
 
 def _inside(entry: Entry) -> list[Entry]:
-    module, style = entry.module, entry.style
+    module: Any = entry.module
+    style: Any = entry.style
     column = isinstance(style, ColwiseParallel)
     found = [replace(entry, fqn=f"{entry.fqn}.base_layer", module=module.base_layer)]
     for name in module.lora_A:
