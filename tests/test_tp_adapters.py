@@ -99,7 +99,7 @@ def test_other_adapters_are_refused() -> None:
 
 def peft_model(**options: Any) -> Any:
     os.environ["HF_HUB_OFFLINE"] = "1"
-    import peft  # type: ignore[import-not-found]  of the tests' own choosing
+    import peft
     import transformers
 
     torch.manual_seed(0)

@@ -24,7 +24,7 @@ def adapted_model(model: nn.Module) -> tuple[str, nn.Module] | None:
     """The model inside of a ``PeftModel``, and its name there; None for any other model."""
     if not hasattr(model, "get_base_model"):
         return None
-    inner: nn.Module = model.get_base_model()  # type: ignore[operator]  a method, not a module
+    inner: nn.Module = model.get_base_model()  # type: ignore[operator]  # a method, not a module
     name = next((fqn for fqn, module in model.named_modules() if module is inner), None)
     return None if name is None else (name, inner)
 
