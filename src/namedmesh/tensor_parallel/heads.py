@@ -199,7 +199,7 @@ def _stated_value(source: object, name: str) -> object:
 def _heads(source: object, module: nn.Module) -> Heads | None:
     """What a module or its configuration states; what the module says of itself counts more."""
     queries, keys = _first_count(source, _QUERY_HEADS), _first_count(source, _KV_HEADS)
-    groups = getattr(module, GROUPS, None)
+    groups = _stated_value(module, GROUPS)
     if queries is not None and _is_count(groups) and queries[1] % groups == 0:
         own = queries[1] // groups
         if keys is None or keys[1] != own:
@@ -213,13 +213,13 @@ def _head_dim(
     source: object, module: nn.Module, queries: tuple[str, int] | None, keys: tuple[str, int] | None
 ) -> int | None:
     """The features of one head: stated, or the width that fits the linears of the module."""
-    for stated in (getattr(module, "head_dim", None), _stated_value(source, "head_dim")):
+    for stated in (_stated_value(module, "head_dim"), _stated_value(source, "head_dim")):
         if _is_count(stated):
             return stated
     if queries is None:
         return None
     outputs = {linear.out_features for linear in module.modules() if isinstance(linear, nn.Linear)}
-    wholes = [getattr(source, name, None) for name in ("hidden_size", "dim", "embed_dim", "d_model")]
+    wholes = [_stated_value(source, name) for name in ("hidden_size", "dim", "embed_dim", "d_model")]
     widths = [whole // queries[1] for whole in wholes if _is_count(whole)]
     widths += sorted({features // queries[1] for features in outputs if features % queries[1] == 0})
     count = (keys or queries)[1]

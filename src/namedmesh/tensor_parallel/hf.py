@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import SequenceParallel
 
 from namedmesh._torch import strided_shard
 from namedmesh.errors import PlanError, did_you_mean
+from namedmesh.tensor_parallel.adapters import adapted_model
 from namedmesh.tensor_parallel.experts import IdentityExpert, ShardedExperts
 from namedmesh.tensor_parallel.fused import FusedColwiseParallel
 from namedmesh.tensor_parallel.kv_heads import KeyValueParallel, names_keys_or_values
@@ -88,7 +89,7 @@ def plan_from_hf(
     """Read a Hugging Face tensor-parallel plan into one for ``parallelize``.
 
     From a model, the plan is its configuration's ``base_model_tp_plan`` (with the base model's prefix) and
-    its own ``_tp_plan``. Such a plan is written for all variants of an architecture, so what it says about
+    its own ``_tp_plan``; from a ``PeftModel``, that of the model inside. Such a plan is written for all variants of an architecture, so what it says about
     modules that this model does not have is left out; and if the output head of the model is tied to its
     input embedding, the embedding is cut along the vocabulary too, as the head is.
 
@@ -112,6 +113,9 @@ def plan_from_hf(
         layers.*.mlp.up_proj ColwiseParallel
         layers.*.mlp.down_proj RowwiseParallel
     """
+    if isinstance(model_or_plan, nn.Module) and (adapted := adapted_model(model_or_plan)):
+        prefix, inner = adapted
+        return {f"{prefix}.{key}": style for key, style in plan_from_hf(inner).items()}
     model = None
     if isinstance(model_or_plan, Mapping):
         names = dict(model_or_plan)

@@ -118,7 +118,36 @@ def cover(model: nn.Module, entries: list[Entry]) -> tuple[list[Entry], list[str
             else:
                 reason = _reason(section, fqn, module, styled.get(fqn))
                 places.setdefault(reason, []).extend(f"{fqn}.{name}".lstrip(".") for name in names)
+        for fqn, reason in _whole_heads(section, styled):
+            places.setdefault(reason, []).append(fqn)
     return meant, [f"{listing(names, 4)}: {reason}" for reason, names in places.items()]
+
+
+def _whole_heads(section: Section, styled: dict[str, ParallelStyle]) -> Iterator[tuple[str, str]]:
+    """What makes, or takes, the features of all heads in attention whose ranks have some of them."""
+    if not section.attention:
+        return
+    heads = heads_around(section.inside, next(iter(section.columns)))
+    counts = {count[1] for count in (heads.queries, heads.keys) if count} if heads else set()
+    # A linear behind it takes them for features, as that of an adapter does.
+    counts -= {m.in_features for m in section.inside.values() if isinstance(m, nn.Linear)}
+    main = max(linear.out_features for linear in section.rows.values())
+    remedy = "where each rank has its heads; leave its attention out of the plan"
+    for fqn, row in section.rows.items():
+        if row.out_features in counts and row.out_features != main:
+            yield fqn, f"makes a number for each head, those of all heads on every rank, {remedy}"
+    for fqn, module in section.inside.items():
+        shapes = {tuple(parameter.shape) for parameter in module.parameters(recurse=False)}
+        beside = [linear for name, linear in section.columns.items() if _initial(name) == _initial(fqn)]
+        is_norm = fqn not in styled and "norm" in type(module).__name__.lower()
+        if is_norm and len(beside) == 1 and shapes == {(beside[0].out_features,)}:
+            yield fqn, f"normalizes over the features of all heads, {remedy}"
+
+
+def _initial(fqn: str) -> str:
+    """What the name of a module of queries, keys or values begins with; empty for others."""
+    name = fqn.rpartition(".")[2].removeprefix("w")
+    return name[0] if name.startswith(("q", "k", "v")) else f"other {fqn}"
 
 
 def _left_out(
