@@ -226,6 +226,22 @@ def test_a_norm_for_each_head_is_refused() -> None:
     assert plan_report(model, 2, {}).rows == ()
 
 
+def test_what_makes_or_takes_all_heads_is_refused() -> None:
+    all_heads: Any = Attention(32, 4, 4)
+    all_heads.q_norm, all_heads.k_norm = nn.RMSNorm(32), nn.RMSNorm(32)
+    assert problem_of(all_heads, ATTENTION) == (
+        "q_norm, k_norm: normalizes over the features of all heads, where each rank has its heads; leave its "
+        "attention out of the plan"
+    )
+    numbers: Any = Attention(32, 4, 2)
+    numbers.dt_proj = nn.Linear(32, 4)
+    assert problem_of(numbers, ATTENTION | {"dt_proj": RowwiseParallel()}) == (
+        "dt_proj: makes a number for each head, those of all heads on every rank, where each rank has its heads; "
+        "leave its attention out of the plan"
+    )
+    assert len(plan_report(all_heads, 2, {}).unsharded) == 6
+
+
 def test_a_column_layer_that_gathers_what_the_ranks_use_parts_of() -> None:
     class Gated(Mlp):
         def __init__(self) -> None:
@@ -268,6 +284,17 @@ def test_flat_blocks_backbones_and_heads_are_not_refused() -> None:
     block = Block(32, 8, 4, 48)
     inside = {key[9:]: style for key, style in llama_plan().items() if key.startswith("layers")}
     assert len(plan_report(block, 2, inside).unsharded) == 2
+
+
+def test_what_chooses_the_tokens_to_attend_to_stays_whole() -> None:
+    model: Any = HeadNorms()
+    model.indexer = nn.Module()
+    model.indexer.wq, model.indexer.wk = nn.Linear(32, 6), nn.Linear(32, 6)
+    model.indexer.k_norm, model.indexer.weights = nn.LayerNorm(6), nn.Linear(32, 3)
+    attention = nn.ModuleDict({"attention": model})
+    plan = {f"attention.{name}": style for name, style in ATTENTION.items()}
+    rows = {row.module for row in plan_report(attention, 2, plan).rows}
+    assert rows == {*plan, "attention.q_norm", "attention.k_norm"}
 
 
 class Latent(nn.Module):
