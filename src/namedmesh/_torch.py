@@ -565,7 +565,7 @@ def sharded_parts(placement: Placement) -> tuple[int, int] | None:
 
     # Up to torch 2.9 the one class is a subclass of the other.
     if isinstance(placement, _StridedShard):
-        return placement.dim, placement.split_factor
+        return placement.dim, int(placement.split_factor)
     return (placement.dim, 1) if isinstance(placement, Shard) else None
 
 
