@@ -160,10 +160,23 @@ def weight_norms() -> Pairs:
             yield from against_whole(normed(dim), {"0": style}, noise(2, 4, 8), again=normed(dim))
 
 
+class Normed(nn.Embedding):
+    """Adds to the forward of its base, with a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
+        out: Tensor = self.norm(super().forward(input)) * torch.ones((), dtype=self.weight.dtype)
+        return out
+
+
 def embeddings() -> Pairs:
     ids = torch.tensor([[1, 7, 3, 3], [0, 5, 6, 2]])
     rows = RowwiseParallel(input_layouts=WHOLE)
     yield from against_whole(nn.Sequential(nn.Embedding(8, 8)), {"0": rows}, ids)
+    yield from against_whole(nn.Sequential(Normed()), {"0": rows}, ids)
     scattered = RowwiseParallel(input_layouts=WHOLE, output_layouts=SEQUENCE)
     yield from against_whole(nn.Sequential(nn.Embedding(8, 8)), {"0": scattered}, ids, cut_out=1)
     columns = ColwiseParallel(output_layouts=WHOLE)

@@ -89,9 +89,10 @@ def plan_from_hf(
     """Read a Hugging Face tensor-parallel plan into one for ``parallelize``.
 
     From a model, the plan is its configuration's ``base_model_tp_plan`` (with the base model's prefix) and
-    its own ``_tp_plan``; from a ``PeftModel``, that of the model inside. Such a plan is written for all variants of an architecture, so what it says about
-    modules that this model does not have is left out; and if the output head of the model is tied to its
-    input embedding, the embedding is cut along the vocabulary too, as the head is.
+    its own ``_tp_plan``; from a ``PeftModel``, that of the model inside. Such a plan is written for all
+    variants of an architecture, so what it says about modules that this model does not have is left out, and
+    so is a row layer whose input no column layer makes. If the output head of the model is tied to its input
+    embedding, the embedding is cut along the vocabulary too, as the head is.
 
     Args:
         model_or_plan: a ``PreTrainedModel``, or a plan: a dict of module names to style names.
@@ -115,7 +116,7 @@ def plan_from_hf(
     """
     if isinstance(model_or_plan, nn.Module) and (adapted := adapted_model(model_or_plan)):
         prefix, inner = adapted
-        return {f"{prefix}.{key}": style for key, style in plan_from_hf(inner).items()}
+        return {f"{prefix}.{key}": style for key, style in plan_from_hf(inner, leave_out=leave_out).items()}
     model = None
     if isinstance(model_or_plan, Mapping):
         names = dict(model_or_plan)
@@ -244,7 +245,8 @@ def _column(model: nn.Module, key: str, name: str) -> ParallelStyle | None:
     if name == "colwise" and names_keys_or_values(key):
         return KeyValueParallel()
     if name == "colwise" and key.endswith("query_key_value"):  # GPT-NeoX's: head by head
-        return FusedColwiseParallel(interleaved=_text_config(model).num_attention_heads)
+        heads = getattr(_text_config(model), "num_attention_heads", None)
+        return ColwiseParallel() if heads is None else FusedColwiseParallel(interleaved=heads)
     return _STYLES[name]() if name in _STYLES else None
 
 
