@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import copy
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel import LocalParameters, parallelize, plan_from_hf, plan_report
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 WHOLE, LAST = "Replicate(),", "Shard(dim=-1),"
 
@@ -280,6 +289,25 @@ def test_experts_are_sharded_inside_whatever_their_plan_says_of_gate_and_up(
     style: str, is_concatenated: bool
 ) -> None:
     assert max(run_ranks(2, mixture_difference, style, is_concatenated)) < 1e-12
+
+
+def fused_round_trip(path: str) -> float:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    reference = Mixture("packed_colwise")
+    model = parallelize(copy.deepcopy(reference), mesh, plan_from_hf(reference))
+    options = StateDictOptions(full_state_dict=True)
+    dcp.save(get_model_state_dict(model, options=options), checkpoint_id=path)
+    empty = parallelize(Mixture("packed_colwise"), mesh, plan_from_hf(reference))
+    loaded = get_model_state_dict(empty, options=options)
+    dcp.load(loaded, checkpoint_id=path)
+    set_model_state_dict(empty, loaded, options=options)
+    pairs = zip(empty.parameters(), reference.parameters(), strict=True)
+    return max((whole(mine) - theirs).abs().max().item() for mine, theirs in pairs)
+
+
+def test_a_checkpoint_of_whole_weights_has_fused_ones_too(tmp_path: Path) -> None:
+    assert run_ranks(2, fused_round_trip, str(tmp_path)) == [0.0, 0.0]
 
 
 def test_fused_halves_that_do_not_divide() -> None:
