@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.placement_types import Placement
 
 TORCH = Version(torch.__version__)
 
@@ -544,29 +543,6 @@ def gradient_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
     spec = copy.copy(parameter._spec)
     # The parameter's class is DTensor; importing that here would cost whoever only wants a mesh.
     return type(parameter)(local, spec, requires_grad=False)
-
-
-def strided_shard(dim: int, parts: int) -> Placement:
-    """A dim of several equal parts, one after the other, of each of which a rank has its shard.
-
-    A public ``Shard`` would give the first ranks the first part. ``full_tensor()`` and checkpoints see the
-    parts in their order.
-    """
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    placement: Placement = _StridedShard(dim, split_factor=parts)
-    return placement
-
-
-def sharded_parts(placement: Placement) -> tuple[int, int] | None:
-    """The dim that a placement shards, and how many parts of it one by one; None if it shards nothing."""
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    # Up to torch 2.9 the one class is a subclass of the other.
-    if isinstance(placement, _StridedShard):
-        return placement.dim, int(placement.split_factor)
-    return (placement.dim, 1) if isinstance(placement, Shard) else None
 
 
 @contextmanager

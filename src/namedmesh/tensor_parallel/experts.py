@@ -27,11 +27,13 @@ class ShardedExperts(LocalParameters):
     (hidden states, routing weights) are the same on every rank; the gradient of each, of which a rank computes
     a part, is summed.
 
-    Where gate and up are fused into one weight, a rank holds its part of each, which torch's distributed
-    checkpoints have no word for: save and load with ``StateDictOptions(full_state_dict=True)``.
+    Where gate and up are fused into one weight, the parameter is sharded like any other, rank after rank, so that
+    checkpoints, FSDP2 and optimizers see the weight of the whole model; the ranks exchange rows in every forward,
+    and their gradients in every backward: as many numbers as a rank holds.
 
     Args:
         placements: the layout of each sharded parameter, by name.
+        fused: how many equal blocks the sharded dim of a parameter is made of, by name: 2 for gate and up.
 
     Raises:
         PlanError: when applied to a module that does not own a parameter of such a name, or that owns a
@@ -44,11 +46,14 @@ class ShardedExperts(LocalParameters):
         ShardedExperts({'up_proj': Shard(dim=1), 'down_proj': Shard(dim=2)})
     """
 
-    def __init__(self, placements: Mapping[str, Placement]) -> None:
+    def __init__(
+        self, placements: Mapping[str, Placement], *, fused: Mapping[str, int] | None = None
+    ) -> None:
         super().__init__(placements)
+        self.fused = dict(fused or {})
 
     def __repr__(self) -> str:
-        return f"ShardedExperts({self.placements})"
+        return f"ShardedExperts({self.placements}{f', fused={self.fused}' if self.fused else ''})"
 
     def misfits(self, module: nn.Module) -> list[str]:
         """A sentence for each parameter that the module does not own, or that would be added more than once."""

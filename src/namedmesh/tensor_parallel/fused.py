@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Shard
 
 from namedmesh.errors import PlanError, listing
+from namedmesh.tensor_parallel.blocks import Blocks
 from namedmesh.tensor_parallel.heads import heads_around
 from namedmesh.tensor_parallel.other_rows import column_of, with_forward
 from namedmesh.tensor_parallel.placements import misfits
-from namedmesh.tensor_parallel.regions import exchange
 from namedmesh.tensor_parallel.styles import ColwiseParallel
 from namedmesh.tensor_parallel.uncovered import sections, starred
 
@@ -23,62 +21,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-    from namedmesh.tensor_parallel.collectives import Peers
     from namedmesh.tensor_parallel.entry import Entry
     from namedmesh.tensor_parallel.setup import Setup
     from namedmesh.tensor_parallel.uncovered import Section
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Rows that lie in blocks, of each of which every rank works on its part, and holds others.
-
-    What a rank holds is its piece of all rows, one after the other, as of any sharded weight.
-
-    Args:
-        sizes: the number of rows of each block.
-        size: the number of ranks, which divides each of them.
-
-    Example:
-        Two blocks of 4 rows on 2 ranks: rank 0 holds rows 0 to 3 and works on 0, 1, 4 and 5, the last two of
-        which rank 1 holds:
-
-        >>> Blocks((4, 4), 2).moved(0, 0), Blocks((4, 4), 2).moved(1, 0)
-        ([(0, 2)], [(4, 6)])
-    """
-
-    sizes: tuple[int, ...]
-    size: int
-
-    def moved(self, holder: int, worker: int) -> list[tuple[int, int]]:
-        """The rows, from and to, that one rank holds and another one works on."""
-        width = sum(self.sizes) // self.size
-        start, found = 0, []
-        for rows in self.sizes:
-            part = rows // self.size
-            low = max(holder * width, start + worker * part)
-            high = min((holder + 1) * width, start + (worker + 1) * part)
-            if low < high:
-                found.append((low, high))
-            start += rows
-        return found
-
-    def select(self, whole: Tensor, rank: int) -> Tensor:
-        """The rows that a rank works on, out of all rows."""
-        moves = [move for holder in range(self.size) for move in self.moved(holder, rank)]
-        return torch.cat([whole[low:high] for low, high in moves])
-
-    def collect(self, piece: Tensor, peers: Peers) -> Tensor:
-        """The rows that this rank works on, from the ranks that hold them; their gradients go back."""
-        first = peers.rank * piece.shape[0]
-        sent = [self.moved(peers.rank, worker) for worker in range(self.size)]
-        received = [self.moved(holder, peers.rank) for holder in range(self.size)]
-        outgoing = torch.cat([piece[low - first : high - first] for ranges in sent for low, high in ranges])
-        return exchange(outgoing, peers, _lengths(sent), _lengths(received))
-
-
-def _lengths(moves: list[list[tuple[int, int]]]) -> list[int]:
-    return [sum(high - low for low, high in ranges) for ranges in moves]
 
 
 class FusedColwiseParallel(ColwiseParallel):
@@ -186,16 +131,9 @@ class FusedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
         """This rank's part of every block, in the order of the blocks."""
-        weight = self._rows(self.weight)
-        return column_of(self._setup, input, weight, None if self.bias is None else self._rows(self.bias))
-
-    def _rows(self, parameter: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() and isinstance(parameter, DTensor):
-            # What the compiler knows to trace: all rows are gathered, and the parts of their gradients summed.
-            gathered = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-            return self._blocks.select(gathered, self._setup.peers.rank)
-        piece = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        return self._blocks.collect(piece, self._setup.peers)
+        blocks, peers = self._blocks, self._setup.peers
+        bias = None if self.bias is None else blocks.of(self.bias, peers)
+        return column_of(self, input, blocks.of(self.weight, peers), bias)
 
 
 def fused_problems(model: nn.Module, entries: list[Entry], tp_size: int) -> list[str]:

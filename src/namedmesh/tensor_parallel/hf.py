@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel
 
-from namedmesh._torch import strided_shard
 from namedmesh.errors import PlanError, did_you_mean
 from namedmesh.tensor_parallel.adapters import adapted_model
 from namedmesh.tensor_parallel.experts import IdentityExpert, ShardedExperts
@@ -253,14 +252,16 @@ def _column(model: nn.Module, key: str, name: str) -> ParallelStyle | None:
 def _owner(model: nn.Module, fqn: str, name: str, names: Mapping[str, str]) -> ParallelStyle | None:
     """The style of a module whose own parameters the plan names, for those that it has."""
     module = model.get_submodule(fqn)
-    placements = {}
+    placements, fused = {}, {}
     for parameter, value in module.named_parameters(recurse=False):
         style = next((style for key, style in names.items() if matches(key, f"{fqn}.{parameter}")), None)
         if style in _BARE:
-            placements[parameter] = _bare_placement(module, parameter, value.ndim, style)
+            placements[parameter] = _bare_placement(value.ndim, style)
+            if _is_fused(module, parameter, style):
+                fused[parameter] = 2
     if not placements:
         return SumOutput() if name == "all_reduce" else None
-    return LocalParameters(placements) if name == "local_params" else ShardedExperts(placements)
+    return LocalParameters(placements) if name == "local_params" else ShardedExperts(placements, fused=fused)
 
 
 def _row(model: nn.Module, fqn: str, _name: str, names: Mapping[str, str]) -> ParallelStyle | None:
@@ -268,14 +269,19 @@ def _row(model: nn.Module, fqn: str, _name: str, names: Mapping[str, str]) -> Pa
     return None if _input_is_whole(model, fqn, names) else RowwiseParallel()
 
 
-def _bare_placement(module: nn.Module, parameter: str, ndim: int, name: str) -> Placement:
+def _bare_placement(ndim: int, name: str) -> Placement:
     """How a bare parameter is sharded: a linear's weight, experts stacked in front, or one number a head."""
-    dim = max(ndim - 2, 0) if name.endswith("colwise") else ndim - 1
+    return Shard(max(ndim - 2, 0) if name.endswith("colwise") else ndim - 1)
+
+
+def _is_fused(module: nn.Module, parameter: str, name: str) -> bool:
+    """Whether a bare parameter is gate and up, one after the other.
+
+    Experts say how the two are fused: so, or row by row, whose halves are no parts. Some plans say "colwise" of
+    the former.
+    """
     fused = name.startswith("packed") or parameter == "gate_up_proj"
-    # Experts say how gate and up are fused: one after the other, or row by row, whose halves are no parts. Some
-    # plans say "colwise" of the former.
-    fused = fused and getattr(module, "is_concatenated", True)
-    return strided_shard(dim, 2) if fused else Shard(dim)
+    return fused and bool(getattr(module, "is_concatenated", True))
 
 
 def _tail(model: nn.Module, fqn: str, _name: str, _names: Mapping[str, str]) -> ParallelStyle | None:

@@ -179,4 +179,4 @@ class KeyValueLinear(nn.Linear):
         mine, count = self._shared.of_rank(self._setup.peers.rank), self._shared.heads
         weight = rows_of(self.weight, mine, count)
         bias = None if self.bias is None else rows_of(self.bias, mine, count)
-        return column_of(self._setup, input, weight, bias)
+        return column_of(self, input, weight, bias)

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from namedmesh._torch import gradient_like, replaced_parameters
 from namedmesh.errors import PlanError
+from namedmesh.tensor_parallel.blocks import Blocks
 from namedmesh.tensor_parallel.collectives import Peers, all_reduce, sum_backward, sum_forward
 from namedmesh.tensor_parallel.styles import cut_parameters
 
@@ -46,6 +47,7 @@ class LocalParameters(ParallelStyle):
     def __init__(self, placements: Mapping[str, Placement] | None = None) -> None:
         super().__init__()
         self.placements = None if placements is None else dict(placements)
+        self.fused: dict[str, int] = {}
 
     def __repr__(self) -> str:
         return f"LocalParameters({self.placements or ''})"
@@ -70,10 +72,18 @@ class LocalParameters(ParallelStyle):
         if problems:
             raise PlanError(*problems)
         cut_parameters(self)("", module, device_mesh)
-        names = tuple(self.parameter_placements(module))
+        placements = self.parameter_placements(module)
+        blocks = {
+            name: (
+                placement.dim,
+                Blocks.equal(module.get_parameter(name).shape[placement.dim], count, device_mesh),
+            )
+            for name, count in self.fused.items()
+            if isinstance(placement := placements[name], Shard)
+        }
         # Inside all hooks, where FSDP2 has put the whole parameters already. An object, and no closure,
         # because a deep copy of the module must not call the forward of the original.
-        module.forward = _LocalForward(module, module.forward, names, Peers(device_mesh))
+        module.forward = _LocalForward(module, module.forward, tuple(placements), blocks, Peers(device_mesh))
         return module
 
 
@@ -81,14 +91,27 @@ class _LocalForward:
     """A module's own forward, with plain tensors where its parameters are."""
 
     def __init__(
-        self, module: nn.Module, original: Callable[..., Any], names: tuple[str, ...], peers: Peers
+        self,
+        module: nn.Module,
+        original: Callable[..., Any],
+        names: tuple[str, ...],
+        blocks: Mapping[str, tuple[int, Blocks]],
+        peers: Peers,
     ) -> None:
         self.module, self.original, self.names, self.peers = module, original, names, peers
+        self.blocks = blocks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        values = {name: self._piece(getattr(self.module, name)) for name in self.names}
+        values = {name: self._value(name) for name in self.names}
         with replaced_parameters(self.module, values):
             return self.original(*args, **kwargs)
+
+    def _value(self, name: str) -> Tensor:
+        parameter = getattr(self.module, name)
+        if name in self.blocks:
+            dim, blocks = self.blocks[name]
+            return blocks.of(parameter, self.peers, dim)
+        return self._piece(parameter)
 
     def _piece(self, parameter: Tensor) -> Tensor:
         if not isinstance(parameter, DTensor):

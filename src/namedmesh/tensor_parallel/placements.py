@@ -15,7 +15,6 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from namedmesh._torch import sharded_parts
 from namedmesh.tensor_parallel.weight_norm import norm_placements, weight_norm
 
 if TYPE_CHECKING:
@@ -121,8 +120,4 @@ def placement_name(placement: Placement) -> str:
         >>> placement_name(Shard(0)), placement_name(Replicate())
         ('Shard(0)', 'Replicate()')
     """
-    found = sharded_parts(placement)
-    if found is None:
-        return f"{type(placement).__name__}()"
-    dim, parts = found
-    return f"Shard({dim})" if parts == 1 else f"Shard({dim}) of {parts} parts"
+    return f"Shard({placement.dim})" if isinstance(placement, Shard) else f"{type(placement).__name__}()"

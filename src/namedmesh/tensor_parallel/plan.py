@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from namedmesh._torch import absent_children, sharded_parts
+from namedmesh._torch import absent_children
 from namedmesh.errors import PlanError, did_you_mean, listing
 from namedmesh.tensor_parallel.adapters import with_adapters
 from namedmesh.tensor_parallel.entry import Entry
 from namedmesh.tensor_parallel.fused import fused_problems
 from namedmesh.tensor_parallel.heads import head_problems, with_counts
+from namedmesh.tensor_parallel.local import LocalParameters
 from namedmesh.tensor_parallel.placements import misfits, parameter_placements
 from namedmesh.tensor_parallel.setup import NAME
 from namedmesh.tensor_parallel.ties import find_ties
@@ -179,10 +181,10 @@ def _size_problems(entries: list[Entry], tp_size: int) -> list[str]:
     places: dict[tuple[str, str, int, int], list[str]] = defaultdict(list)
     for entry in entries:
         for name, placement in (parameter_placements(entry.style, entry.module) or {}).items():
-            found = sharded_parts(placement)
-            if found is None or (name == "bias" and hasattr(entry.module, "out_features")):
+            if not isinstance(placement, Shard) or (name == "bias" and hasattr(entry.module, "out_features")):
                 continue  # a bias is cut as the output features are: say it once
-            dim, parts = found
+            dim = placement.dim
+            parts = entry.style.fused.get(name, 1) if isinstance(entry.style, LocalParameters) else 1
             size = entry.module.get_parameter(name).shape[dim]
             if size % (tp_size * parts):
                 places[entry.key, _size_name(entry.module, name, dim), size, parts].append(entry.fqn)

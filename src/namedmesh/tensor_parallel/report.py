@@ -7,8 +7,8 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
-from namedmesh._torch import sharded_parts
 from namedmesh.tensor_parallel.placements import parameter_placements, placement_name
 from namedmesh.tensor_parallel.plan import resolve
 
@@ -146,11 +146,10 @@ def _rows(entry: Entry, tp_size: int) -> list[Row]:
 
 
 def _local_shape(shape: tuple[int, ...], placement: Placement, tp_size: int) -> tuple[int, ...]:
-    found = sharded_parts(placement)
-    if found is None:
+    if not isinstance(placement, Shard):
         return shape
     sizes = list(shape)
-    sizes[found[0]] //= tp_size
+    sizes[placement.dim] //= tp_size
     return tuple(sizes)
 
 
