@@ -92,9 +92,10 @@ def _lonely_question() -> list[Any]:
     if dist.get_rank() == 0:
         parallel_state.get_tensor_and_data_parallel_group()
     sums = [summed(dist.new_group(range(8), use_local_synchronization=True))]
-    net = fully_shard(tiny.model(), mesh=namedmesh.current_mesh()["dp"])
-    if hasattr(net, "set_separate_reduce_scatter_group"):
-        net.set_separate_reduce_scatter_group(True)
+    net = tiny.model()
+    sharded: Any = fully_shard(net, mesh=namedmesh.current_mesh()["dp"])
+    if hasattr(sharded, "set_separate_reduce_scatter_group"):
+        sharded.set_separate_reduce_scatter_group(True)
     tiny.losses(net, tiny.batch(4), steps=1)
     sums.append(summed(parallel_state.get_tensor_and_data_parallel_group()))
     parallel_state.destroy_model_parallel()

@@ -314,6 +314,6 @@ def test_parameters_that_deepspeed_cannot_train_are_refused() -> None:
             mark_parameters(model)
         assert str(caught.value) == (
             "parameters 0.weight, 0.bias, 1.weight, 1.bias are DTensors, which DeepSpeed's optimizers cannot work with; use "
-            "layers whose parameters are plain pieces, such as those of namedmesh.compat.megatron.tensor_parallel"
+            "layers whose parameters are plain shards, such as those of namedmesh.compat.megatron.tensor_parallel"
         )
         mesh.close()

@@ -91,7 +91,7 @@ def test_nothing_keeps_a_destroyed_default_group(make: Callable[[], object]) -> 
         assert world() is not None
     # Reference counting alone: an exit collects no garbage before it is too late.
     assert world() is None
-    assert not current.open_meshes()
+    assert not current._alive
     del kept
 
 

@@ -79,6 +79,81 @@ def test_a_launcher_that_shows_each_rank_one_device(monkeypatch: pytest.MonkeyPa
     assert launch.local_device(None, environment) == torch.device("cuda", 0)
 
 
+class Accelerators:
+    """Stands for torch.cuda on a machine with some devices; in use once something was selected or asked for."""
+
+    def __init__(self, count: int, current: int | None = None) -> None:
+        self.count, self.current = count, current
+
+    def is_available(self) -> bool:
+        return self.count > 0
+
+    def device_count(self) -> int:
+        return self.count
+
+    def is_initialized(self) -> bool:
+        return self.current is not None
+
+    def current_device(self) -> int:
+        self.current = self.current or 0
+        return self.current
+
+    def set_device(self, device: torch.device) -> None:
+        self.current = device.index
+
+
+@pytest.mark.parametrize(
+    ("asked", "bound", "current", "expected"),
+    [
+        (None, None, None, ("cuda:3", 3)),  # not in use: the local rank's, which is selected
+        ("cuda", None, None, ("cuda:3", 3)),
+        (None, None, 1, ("cuda:1", 1)),  # in use: the current one
+        ("cuda", None, 1, ("cuda:1", 1)),
+        (None, "cuda:2", None, ("cuda:2", 2)),  # bound: that one, whatever is current
+        (None, "cuda:2", 0, ("cuda:2", 0)),
+        ("cuda", "cuda:2", 0, ("cuda:2", 0)),
+        ("cuda:1", "cuda:2", None, ("cuda:1", None)),  # what was asked for, without a look at the hardware
+        ("cpu", "cuda:2", None, ("cpu", None)),
+        ("cpu", None, None, ("cpu", None)),
+    ],
+)
+def test_the_device_of_a_group_that_exists(
+    monkeypatch: pytest.MonkeyPatch,
+    asked: str | None,
+    bound: str | None,
+    current: int | None,
+    expected: tuple[str, int | None],
+) -> None:
+    cuda = Accelerators(4, current)
+    see(monkeypatch, "cuda", 4)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: cuda)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(launch, "bound_device", lambda: bound and torch.device(bound))
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert (str(launch.default_group_device(asked)), cuda.current) == expected
+
+
+def test_the_device_of_a_group_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Accelerators(4)
+    see(monkeypatch, "cuda", 4)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: cuda)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(launch, "bound_device", lambda: None)
+    assert (launch.default_group_device(), cuda.current) == (torch.device("cpu"), None)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("no_launcher")
+def test_a_group_bound_to_a_device() -> None:
+    dist.init_process_group(
+        "nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda:0")
+    )
+    mesh = namedmesh.init_mesh(dp=-1, tp=1)
+    assert str(mesh.device) == "cuda:0"
+    mesh.close()
+    dist.destroy_process_group()
+
+
 MESSAGES: list[tuple[int, dict[str, str], Any, str]] = [
     (
         2,
@@ -134,6 +209,14 @@ ENVIRONMENTS: list[tuple[dict[str, str], str]] = [
     (
         {"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
         "RANK is 4 and WORLD_SIZE is 4; a rank is at least 0 and below the world size",
+    ),
+    (
+        {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "66000"},
+        "MASTER_PORT is 66000; a port is at least 1 and below 65536",
+    ),
+    (
+        {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "http"},
+        "MASTER_PORT is 'http'; it is an int that the launcher sets, such as torchrun",
     ),
 ]
 

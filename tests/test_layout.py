@@ -290,8 +290,8 @@ MESSAGES: list[tuple[Any, type[Exception], str]] = [
         lambda: Layout(pp=2, tp=2).where(pp=2, tp=-1),
         LayoutError,
         "2 problems:\n"
-        "  - coordinate pp=2 is outside the axis; its coordinates are 0 to 1\n"
-        "  - coordinate tp=-1 is outside the axis; its coordinates are 0 to 1",
+        "  - coordinate pp=2 is outside the axis; its coordinates are the ints 0 to 1\n"
+        "  - coordinate tp=-1 is outside the axis; its coordinates are the ints 0 to 1",
     ),
 ]
 
@@ -301,6 +301,107 @@ def test_messages(call: Any, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind) as caught:
         call()
     assert str(caught.value) == text
+
+
+WITHOUT_INTS: list[tuple[Any, str]] = [
+    (
+        lambda: Layout(pp=2, dp=2).rank(pp=0.5, dp=True),  # type: ignore[arg-type]
+        "2 problems:\n"
+        "  - coordinate pp=0.5 is outside the axis; its coordinates are the ints 0 to 1\n"
+        "  - coordinate dp=True is outside the axis; its coordinates are the ints 0 to 1",
+    ),
+    (
+        lambda: Layout(pp=2, dp=2).where(pp=1.0),  # type: ignore[arg-type]
+        "coordinate pp=1.0 is outside the axis; its coordinates are the ints 0 to 1",
+    ),
+    (
+        lambda: Layout(pp=2, dp=2).coords(1.5),  # type: ignore[arg-type]
+        "rank 1.5 is not an int; give one of the ranks of pp=2 x dp=2 (4 ranks)",
+    ),
+    (
+        lambda: Layout(pp=2, dp=2).group("1", "dp"),  # type: ignore[arg-type]
+        "rank '1' is not an int; give one of the ranks of pp=2 x dp=2 (4 ranks)",
+    ),
+    (
+        lambda: Layout(pp=2, dp=2).neighbour(1, "dp", 0.5),  # type: ignore[arg-type]
+        "step 0.5 is not an int; give the number of places to go",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "text"), WITHOUT_INTS)
+def test_ranks_and_coordinates_are_ints(call: Any, text: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        call()
+    assert str(caught.value) == text
+
+
+def test_ranks_and_coordinates_may_be_ints_of_numpy() -> None:
+    layout = Layout(pp=2, dp=2)
+    assert layout.coords(np.int64(3)) == {"pp": 1, "dp": 1}  # type: ignore[arg-type]
+    assert layout.rank(pp=np.int32(1), dp=0) == 2  # type: ignore[arg-type]
+
+
+def test_an_axis_may_be_called_as_an_argument_is() -> None:
+    for name in ("self", "cls", "axes", "order", "rank", "axis", "step", "sizes", "coords", "name"):
+        layout = Layout(**{name: 2, "tp": 4})
+        assert layout.rank(**{name: 1, "tp": 2}) == 6
+        assert layout.where(**{name: 1}) == (4, 5, 6, 7)
+        assert Layout.from_order(f"tp-{name}", **{name: 2, "tp": 4}) == layout
+
+
+IN_A_GRAPH: dict[str, Any] = {
+    "axes": lambda layout: len(layout.axes),
+    "coords": lambda layout: layout.coords(13)["dp"],
+    "count": lambda layout: layout.count("pp"),
+    "from_order": lambda _: Layout.from_order("tp-dp", tp=2, dp=2).world_size,
+    "from_shape": lambda _: Layout.from_shape(("dp", "tp"), (2, 3)).world_size,
+    "group": lambda layout: layout.group(13, "pp", "tp")[1],
+    "group_rank": lambda layout: layout.group_rank(13, "pp", "tp"),
+    "groups": lambda layout: layout.groups("tp")[1][0],
+    "items": lambda layout: dict(layout.items())["pp"],
+    "neighbour": lambda layout: layout.neighbour(9, "pp", -1),
+    "order": lambda layout: len(layout.order),
+    "partition": lambda layout: layout.partition("dp", "tp")[1],
+    "rank": lambda layout: layout.rank(pp=1, dp=0, tp=1),
+    "rank_offset": lambda layout: layout.rank_offset,
+    "ranks": lambda layout: layout.ranks[-1],
+    "size": lambda layout: layout.size("pp", "tp"),
+    "sizes": lambda layout: layout.sizes[0],
+    "strides": lambda layout: layout.strides[0],
+    "where": lambda layout: layout.where(pp=1)[0],
+    "world_size": lambda layout: layout.world_size,
+    "[]": lambda layout: layout["tp"],
+    "in": lambda layout: 1 if "tp" in layout else 2,
+    "iter": lambda layout: len(list(layout)),
+    "==": lambda layout: 1 if layout == Layout(pp=2, dp=2, tp=2) else 2,
+    "hash": lambda layout: hash(layout) % 7,
+    "str": lambda layout: len(str(layout) + repr(layout)),
+}
+
+
+@pytest.mark.parametrize("name", IN_A_GRAPH)
+def test_nothing_breaks_a_graph(name: str) -> None:
+    """Cold and warm, in one graph, with no second compilation."""
+    import torch
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    layout = Layout(pp=2, dp=2, tp=2, rank_offset=8)
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        factor: int = IN_A_GRAPH[name](layout)
+        return x * factor + 1
+
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    x = torch.arange(3.0)
+    assert [compiled(x).tolist() for _ in range(3)] == [step(x).tolist()] * 3
+    assert counter.frame_count == 1
+
+
+def test_every_accessor_was_in_a_graph() -> None:
+    assert {name for name in dir(Layout) if not name.startswith("_")} <= set(IN_A_GRAPH)
 
 
 def test_a_layout_is_frozen() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime as dt
 import inspect
 import logging
-from typing import TYPE_CHECKING, Any
+import pydoc
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +18,7 @@ import namedmesh
 from namedmesh import GroupOptions, Layout, NamedMesh
 from namedmesh.compat import migration
 from namedmesh.compat.migration import TABLE, advise
-from namedmesh.compat.migration.table import SECTIONS, rows
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from namedmesh.migrate.table import SECTIONS, rows
 
 # Every public function and module-level name of Megatron's parallel_state, written out.
 _LISTED = """
@@ -232,7 +231,7 @@ def test_flags_that_are_passed_on_are_listed() -> None:
 def test_an_unchecked_getter_is_told_apart() -> None:
     assert advise("get_context_parallel_group()").notes == ()
     assert advise("get_context_parallel_group(False)").notes == (
-        "check_initialized=False answered None before initialisation; a mesh that exists always has its axes, and an "
+        "check_initialized=False answered None before initialization; a mesh that exists always has its axes, and an "
         "unknown axis is an AxisError",
     )
 
@@ -254,7 +253,7 @@ def test_every_replacement_can_be_executed(world: str, tmp_path: Path) -> None:
 
 
 def _oracle(sizes: dict[str, int], levels: list[int], **more: Any) -> Any:
-    """Megatron's module, initialised for the default group; only what it takes gloo for is left out."""
+    """Megatron's module, initialized for the default group; only what it takes gloo for is left out."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -391,7 +390,7 @@ def test_gloo_groups_are_those_of_megatron(tmp_path: Path) -> None:
 
 # initialize_model_parallel, argument by argument.
 
-INITIALISATIONS = [
+INITIALIZATIONS = [
     ("", ("pp=1, dp=-1, tp=1",)),
     ("2, 4", ("pp=4, dp=-1, tp=2",)),
     ("tensor_model_parallel_size=2, pipeline_model_parallel_size=4", ("pp=4, dp=-1, tp=2",)),
@@ -431,8 +430,8 @@ INITIALISATIONS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "expected"), INITIALISATIONS)
-def test_initialisation_becomes_a_mesh_and_its_views(arguments: str, expected: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("arguments", "expected"), INITIALIZATIONS)
+def test_initialization_becomes_a_mesh_and_its_views(arguments: str, expected: tuple[str, ...]) -> None:
     advice = advise(f"initialize_model_parallel({arguments})")
     assert (advice.replacement, *advice.once) == (f"namedmesh.init_mesh({expected[0]})", *expected[1:])
 
@@ -477,8 +476,8 @@ def test_sizes_that_are_no_literals_are_put_in_as_they_stand() -> None:
 
 
 @pytest.mark.oracle("megatron.core")
-@pytest.mark.parametrize("arguments", [given for given, _ in INITIALISATIONS if "nccl" not in given])
-def test_initialisation_gives_the_groups_of_megatron(arguments: str) -> None:
+@pytest.mark.parametrize("arguments", [given for given, _ in INITIALIZATIONS if "nccl" not in given])
+def test_initialization_gives_the_groups_of_megatron(arguments: str) -> None:
     from megatron.core import parallel_state
 
     call = f"initialize_model_parallel({arguments}{', ' * bool(arguments)}create_gloo_process_groups=False)"
@@ -521,6 +520,12 @@ def test_the_page_has_every_entry_with_its_replacement() -> None:
         for legacy, advice in rows(section):
             assert f"    {legacy}" in text
             assert (advice.replacement or "stays") in text
+
+
+def test_the_page_in_the_examples_is_the_one_that_help_shows() -> None:
+    page = Path(__file__).parents[1] / "examples" / "migration.txt"
+    assert page.read_text(encoding="utf-8") == migration.__doc__
+    assert pydoc.render_doc(migration).count("get_all_ranks()") == 1
 
 
 def test_all_lists_what_can_be_imported() -> None:

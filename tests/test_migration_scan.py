@@ -13,7 +13,7 @@ import pytest
 
 from namedmesh.__main__ import COMMANDS, main
 from namedmesh.compat.migration import Finding, scan
-from namedmesh.compat.migration.report import statements
+from namedmesh.migrate.report import merge_setup
 
 FORMS = """
 import megatron.core
@@ -232,7 +232,7 @@ mpu.set_data_parallel_rank(0)
 """.lstrip()
 MORE = "def f(mpu):\n    mpu.get_context_parallel_group(check_initialized=False)\n    mpu.get_nothing()\n"
 UNCHECKED = (
-    "check_initialized=False answered None before initialisation; a mesh that exists always has its axes, and an "
+    "check_initialized=False answered None before initialization; a mesh that exists always has its axes, and an "
     "unknown axis is an AxisError"
 )
 REPORT = f"""\
@@ -273,7 +273,7 @@ def test_a_view_that_several_calls_need_is_made_once(tmp_path: Path) -> None:
         "mpu.get_expert_data_parallel_group_gloo(True)\nmpu.get_expert_model_parallel_group()\n"
         "mpu.initialize_model_parallel(2, expert_model_parallel_size=4, num_distributed_optimizer_instances=2)\n",
     )
-    assert statements(scan([tmp_path]).findings) == [
+    assert merge_setup(scan([tmp_path]).findings) == [
         'mesh.add_view("expert", pp=1, edp=-1, ep=4, etp=2)',
         'mesh.add_view("expert_optimizer", options={"edp_shard": namedmesh.GroupOptions(gloo_twin=True)}, '
         'pp=mesh.size("pp"), edp_replicate=num_distributed_optimizer_instances, edp_shard=-1, ep=mesh.size("ep"), '

@@ -12,7 +12,7 @@ from ranks import fake_world
 
 import namedmesh
 from namedmesh import GroupOptions, LayoutError
-from namedmesh.options import nccl_options
+from namedmesh.options import nccl_options, normalized_backend
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,7 +84,70 @@ def test_nccl_settings_reach_the_communicator() -> None:
     assert torch.cuda.is_available()
 
 
+def backends_of_torch(name: str | None) -> dict[str, str]:
+    """What torch itself makes of the name of a backend."""
+    from torch.distributed.distributed_c10d import Backend, BackendConfig
+
+    # Like init_process_group, which gives every name to Backend first.
+    config = BackendConfig(Backend(name or "undefined"))
+    return {kind: str(backend) for kind, backend in config.get_device_backend_map().items()}
+
+
+NAMES = ("nccl", "NCCL", "gloo", "Gloo", "fake", "mpi", "xccl", "cpu:gloo,cuda:nccl", "CUDA:NCCL,cpu:GLOO")
+
+
+@pytest.mark.parametrize("name", [None, "undefined", "UNDEFINED", *NAMES])
+def test_backends_are_read_as_torch_reads_them(name: str | None) -> None:
+    assert normalized_backend(name) == backends_of_torch(name)
+
+
+def test_backends_do_not_depend_on_spelling() -> None:
+    assert str(normalized_backend("CUDA:NCCL,cpu:gloo")) == str(normalized_backend("cpu:gloo,cuda:nccl"))
+    assert str(normalized_backend("NCCL")) == str(normalized_backend("nccl"))
+    assert [
+        normalized_backend(name).get("cuda") == "nccl" for name in ("NCCL", "cpu:gloo,cuda:nccl", "gloo")
+    ] == [
+        True,
+        True,
+        False,
+    ]
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "mps", "cpu"])
+def test_without_a_name_the_accelerator_decides(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    found = None if kind == "cpu" else torch.device(kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: found)
+    assert normalized_backend(None) == {kind: dist.Backend.default_device_backend_map[kind]}
+
+
+KNOWN = "gloo, nccl, xccl, ucc, mpi, fake, or one for each type of device such as 'cpu:gloo,cuda:nccl'"
+WRONG_BACKENDS: list[tuple[str, str]] = [
+    (
+        "ncll",
+        f"backend 'ncll' names 'ncll', which is none that torch knows; the backends are {KNOWN}; did you mean 'nccl'?",
+    ),
+    (
+        "cpu:,cuda:nccl",
+        f"backend 'cpu:,cuda:nccl' names '', which is none that torch knows; the backends are {KNOWN}",
+    ),
+    ("cpu:gloo,CPU:mpi", "backend 'cpu:gloo,CPU:mpi' names device type 'cpu' 2 times; name each one once"),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), WRONG_BACKENDS)
+def test_wrong_backends_are_refused(name: str, text: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        normalized_backend(name)
+    assert str(caught.value) == text
+
+
 MESSAGES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"nccl": 3, "backend": 7},
+        "2 problems:\n"
+        "  - nccl is 3; it maps settings to values, as in {'max_ctas': 32}\n"
+        "  - backend is 7; it is a name such as 'gloo'",
+    ),
     (
         {"nccl": {"max_cta": 4}},
         "NCCL has no setting 'max_cta' that a group can give; the settings are blocking, cga_cluster_size, "
@@ -108,6 +171,10 @@ def test_messages(arguments: dict[str, Any], text: str) -> None:
 
 FILES: list[tuple[str | None, str]] = [
     (None, "the options file 'nccl.yaml' cannot be read: No such file or directory"),
+    (
+        "1: {max_ctas: 1}\n",
+        "the options file 'nccl.yaml' must map names of axes to settings, such as 'tp: {max_ctas: 32}'",
+    ),
     (
         "- tp\n",
         "the options file 'nccl.yaml' must map names of axes to settings, such as 'tp: {max_ctas: 32}'",

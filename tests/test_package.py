@@ -32,6 +32,8 @@ ROOMS = (
     "dialects",
     "options",
     "_torch",
+    "launchers",
+    "rendezvous",
     "launch",
     "lazy_group",
     "consistency",
@@ -44,6 +46,7 @@ ROOMS = (
     "init",
     "tensor_parallel",
     "plan",
+    "migrate",
     "compat",
     "__main__",
 )

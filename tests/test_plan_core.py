@@ -13,7 +13,7 @@ from namedmesh import Layout, LayoutError
 from namedmesh.dialects import DIALECTS, Kind
 from namedmesh.plan import Members, Plan, make_plan, plan_rank
 from namedmesh.plan.members import first_groups, group_of, group_of_kind, nth_group
-from namedmesh.plan.nodes import better_order, crossing, placements, talkative
+from namedmesh.plan.nodes import bandwidth_bound, better_order, crossing, placements
 
 small = st.integers(1, 4)
 
@@ -134,7 +134,7 @@ def test_crossing_groups_are_counted(case: tuple[Layout, list[str]], block: int)
 
 @given(plans(), st.sampled_from([1, 2, 3, 4, 8]))
 def test_a_better_order_is_better(plan: Plan, block: int) -> None:
-    far = talkative(placements(plan.arrangement, block))
+    far = bandwidth_bound(placements(plan.arrangement, block))
     order = better_order(plan.arrangement, block) if far else None
     if order is not None:
         sizes = dict(plan.layout.items()) | {
@@ -143,7 +143,7 @@ def test_a_better_order_is_better(plan: Plan, block: int) -> None:
         like = "megatron" if plan.arrangement.dialect.name == "megatron" else None
         again = make_plan(world_size=plan.world_size, like=like, order=order, **sizes)
         assert dict(again.layout.items()) == dict(plan.layout.items())
-        assert not talkative(placements(again.arrangement, block))
+        assert not bandwidth_bound(placements(again.arrangement, block))
 
 
 def test_embedding_groups_are_the_ends_of_a_pipeline() -> None:

@@ -1,4 +1,4 @@
-"""The doctor on real ranks: a healthy job, one with a rank missing, one with a wrong group, one that hangs."""
+"""The command doctor on real ranks: a healthy job, an absent rank, a wrong group, a collective that hangs."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import io
 import json
 import os
 import socket
+from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 
 from namedmesh.__main__ import main
-from namedmesh.errors import LaunchError
 from namedmesh.init import init_mesh
-from namedmesh.plan.doctor import checks, examination, report, rollcall
+from namedmesh.plan.doctor import checks, report, run
 
 if TYPE_CHECKING:
     from namedmesh.mesh import NamedMesh
@@ -45,7 +46,7 @@ def test_a_healthy_job() -> None:
     assert data["slowest_rank"] in range(4)
 
 
-def test_experts_are_examined_too() -> None:
+def test_experts_are_checked_too() -> None:
     told = run_ranks(4, lambda: doctor("--tp", "2", "--ep", "4", "--etp", "1"), init=False)
     assert [status for status, _, _ in told] == [0] * 4
     lines = told[0][1].splitlines()
@@ -60,17 +61,37 @@ def absent(*missing: int) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize(
     ("missing", "words"),
-    [((2,), "rank 2 of 4 did not"), ((0, 3), "ranks 0, 3 of 4 did not")],
+    [((2,), "rank 2 of 0 to 3 did not"), ((0, 3), "ranks 0, 3 of 0 to 3 did not")],
 )
 def test_a_rank_that_does_not_show_up_is_named(missing: tuple[int, ...], words: str) -> None:
     told = run_ranks(4, absent, *missing, init=False)
     there = [told[rank] for rank in range(4) if rank not in missing]
     assert [status for status, _, _ in there] == [1] * len(there)
     assert there[0][2] == (
-        f"namedmesh doctor: {words} show up within 2 s; look at what the launcher started there, or wait longer "
-        "with --timeout\n"
+        f"namedmesh doctor: {words} call namedmesh doctor within 2 s; every rank of the job must call it, so look at what those "
+        "ranks did instead, or wait longer with --timeout\n"
     )
     assert [(out, err) for _, out, err in there[1:]] == [("", "")] * (len(there) - 1)
+
+
+def late() -> tuple[int, str, str]:
+    """Rank 2 comes when the others have given up on it."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    others = dist.PrefixStore("others", store)
+    if os.environ["RANK"] == "2":
+        others.wait(["ended"], timedelta(seconds=60))
+    told = doctor("--tp", "2", "--timeout", "2")
+    others.set("ended", "")
+    return told
+
+
+def test_a_rank_that_comes_too_late_is_absent_to_itself_too() -> None:
+    told = run_ranks(4, late, init=False)
+    assert [status for status, _, _ in told] == [1, 1, 1, 1]
+    assert [bool(err) for _, _, err in told] == [True, False, False, False]
+    assert told[0][2].startswith(
+        "namedmesh doctor: rank 2 of 0 to 3 did not call namedmesh doctor within 2 s"
+    )
 
 
 def with_wrong_groups(*ranks: int) -> tuple[int, str, str]:
@@ -80,11 +101,11 @@ def with_wrong_groups(*ranks: int) -> tuple[int, str, str]:
     def wrong(*arguments: Any, **keywords: Any) -> NamedMesh:
         mesh = real(*arguments, **keywords)
         if mesh.global_rank in ranks:
-            mesh._groups["tp",] = mesh.group("pp")
+            mesh._groups[mesh._version, ("tp",)] = mesh.group("pp")
         return mesh
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(examination, "init_mesh", wrong)
+        patch.setattr(run, "init_mesh", wrong)
         return doctor("pp=2,tp=2", "--timeout", "3")
 
 
@@ -113,7 +134,7 @@ def without_a_peer() -> tuple[int, str, str]:
         raise RuntimeError("Connection closed by peer\nand much more")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(examination, "init_mesh", fail)
+        patch.setattr(run, "init_mesh", fail)
         return doctor("tp=2")
 
 
@@ -161,17 +182,19 @@ def test_rank_zero_hosts_the_store_where_no_launcher_does() -> None:
     assert [status for status, _, _ in run_ranks(2, hosted, free_port(), 2, init=False)] == [0, 0]
     told = run_ranks(2, hosted, free_port(), 3, init=False)
     assert [status for status, _, _ in told] == [1, 1]
-    assert "rank 2 of 3 did not show up" in told[0][2]
+    assert "rank 2 of 0 to 2 did not call namedmesh doctor" in told[0][2]
 
 
-def test_an_absent_host_is_named() -> None:
+def test_an_absent_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with pytest.raises(LaunchError) as caught:
-        rollcall.call_the_roll(timedelta(seconds=1), environment)
-    assert str(caught.value).startswith(
-        f"rank 0, which hosts the store at 127.0.0.1:{port}, did not answer within 1 s; look at what became of it, or "
-        "at MASTER_ADDR and MASTER_PORT ("
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    status, _, err = doctor("--timeout", "1")
+    assert status == 1
+    assert err.startswith(
+        f"namedmesh doctor: rank 0, which hosts the store of the job at 127.0.0.1:{port}, did not answer within 1 s; "
+        "see its output for why, and check MASTER_ADDR and MASTER_PORT ("
     )
 
 
@@ -179,19 +202,22 @@ def seen(axis: str, ranks: tuple[int, ...], bandwidth: float, problem: str = "")
     return checks.AxisReport(axis, ranks, problem, latency=0.001, bandwidth=bandwidth)
 
 
-def test_a_diagnosis_names_the_slowest_group_and_rank() -> None:
+def test_a_summary_names_the_slowest_group_and_rank() -> None:
     reports = {
         rank: checks.RankReport(
-            rank, 2.0 if rank == 3 else 1.0, [seen("tp", (rank - rank % 2, rank - rank % 2 + 1), 10.0 - rank)]
+            rank,
+            "node",
+            2.0 if rank == 3 else 1.0,
+            [seen("tp", (rank - rank % 2, rank - rank % 2 + 1), 10.0 - rank)],
         )
         for rank in range(4)
     }
     again = {
-        rank: checks.RankReport.from_data(json.loads(json.dumps(one.as_data())))
+        rank: checks.RankReport.from_data(json.loads(json.dumps(asdict(one))))
         for rank, one in reports.items()
     }
     assert again == reports
-    found = report.diagnose(again)
+    found = report.summarize(again)
     assert (found.slowest_rank, found.slowest_factor) == (3, 2.0)
     assert (found.axes[0].slowest_group, found.axes[0].slowest_bandwidth, found.axes[0].groups) == (
         (2, 3),
@@ -201,8 +227,8 @@ def test_a_diagnosis_names_the_slowest_group_and_rank() -> None:
 
 
 def test_a_rank_that_stops_answering_is_named() -> None:
-    one = checks.RankReport(0, 1.0, [seen("tp", (0, 1), 1.0, "a collective did not end within 3 s")])
-    assert report.diagnose({0: one, 1: None}).problems == (
+    one = checks.RankReport(0, "node", 1.0, [seen("tp", (0, 1), 1.0, "a collective did not end within 3 s")])
+    assert report.summarize({0: one, 1: None}).problems == (
         "axis tp, rank 0: a collective did not end within 3 s",
         "rank 1 stopped answering in the middle of the checks",
     )
@@ -227,15 +253,15 @@ def test_a_sum_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda _: 1)
     monkeypatch.setattr(torch.distributed, "all_gather", gather)
     monkeypatch.setattr(torch.distributed, "all_reduce", off_by_one)
-    probe = checks.Probe("tp", (0,), None)
+    probe = checks.Group("tp", (0,), None)
     assert (
-        checks._wrong(probe, 0, torch.device("cpu"), timedelta(seconds=1))
+        checks._problem(probe, 0, torch.device("cpu"), timedelta(seconds=1))
         == "an all-reduce gave 2 instead of 1"
     )
 
 
 def test_the_bar_moves_on_and_goes_away(capsys: pytest.CaptureFixture[str]) -> None:
-    hidden, shown = examination._Progress(2, shown=False), examination._Progress(2, shown=True)
+    hidden, shown = run._Progress(2, shown=False), run._Progress(2, shown=True)
     for bar in (hidden, shown):
         bar("checking tp")
         bar("timing tp")

@@ -1,4 +1,4 @@
-"""Pictures: well-formed, every rank in them, the right colour on each; and the examples are up to date."""
+"""Pictures: well-formed, every rank in them, the right color on each; and the examples are up to date."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from namedmesh import AxisError, LayoutError
 from namedmesh.plan import draw_html, draw_svg, make_plan
-from namedmesh.plan.grid import Cell, Grid, shades
+from namedmesh.plan.cells import Cell, Grid, shades
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "plan"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -98,7 +98,7 @@ def test_outlines_hold_the_groups_of_the_fastest_axis() -> None:
 
 
 @pytest.mark.parametrize("axis", ["pp", "dp", "tp", "ep"])
-def test_colours_follow_the_axis(axis: str) -> None:
+def test_colors_follow_the_axis(axis: str) -> None:
     plan = make_plan(world_size=32, tp=2, pp=2, ep=4, etp=1)
     layout = plan.expert if axis == "ep" else plan.layout
     assert layout is not None
@@ -115,7 +115,7 @@ def test_colours_follow_the_axis(axis: str) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 8, 9, 16, 64, 8192])
-def test_neighbouring_colours_differ_and_their_text_can_be_read(size: int) -> None:
+def test_neighboring_colors_differ_and_their_text_can_be_read(size: int) -> None:
     def linear(fill: str) -> list[float]:
         parts = [int(fill[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         return [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
@@ -139,15 +139,15 @@ def test_a_large_world_is_summed_up() -> None:
     assert grid.block == 2048
     cells = [cell for box in grid.boxes for row in box.rows for cell in row]
     assert [cell.first for cell in cells] == list(range(0, 2**20, 2048))
-    assert [grid.place(cell, "pp") for cell in cells] == [i // 32 for i in range(512)]
-    assert {grid.place(cell, "tp") for cell in cells} == {None}
+    assert [grid.coordinate(cell, "pp") for cell in cells] == [i // 32 for i in range(512)]
+    assert {grid.coordinate(cell, "tp") for cell in cells} == {None}
     assert cells[1].label == "2048\N{EN DASH}4095"
     text = draw_svg(plan, color_by="dp")
     assert text.count('fill="url(#hatch)"') == 512
     uneven = Grid(make_plan(world_size=1000, gpus_per_node=8))
     last = uneven.boxes[-1].rows[-1][-1]
     assert (last.first + last.count, uneven.block) == (1000, 8)
-    assert Grid(make_plan("tp=2")).place(Cell(1, 1), "tp") == 1
+    assert Grid(make_plan("tp=2")).coordinate(Cell(1, 1), "tp") == 1
 
 
 def test_the_page_carries_the_layout_for_its_script() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import tiny
@@ -17,9 +17,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import namedmesh
-from namedmesh import GroupOptions, MeshError
+from namedmesh import GroupOptions, Layout, MeshError
 from namedmesh.compat import fairscale
 from namedmesh.compat.megatron import parallel_state
+from namedmesh.lazy_group import LazyGroup
 from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def make() -> namedmesh.NamedMesh:
 def trained(mesh: namedmesh.NamedMesh, *, compiled: bool = False) -> list[float]:
     """Losses and gradient norms of some steps of tensor and data parallelism with clipping."""
     net = parallelize(tiny.model(), mesh["tp"], PLAN)
-    for block in net:
+    for block in net.children():
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(net, mesh=mesh["dp"])
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
@@ -118,7 +119,8 @@ def _together(second: Callable[[], namedmesh.NamedMesh]) -> list[Any]:
     told.append(first["tp"] == other["tp"])
     tensor = distribute_tensor(torch.arange(4.0), other["tp"], [Shard(0)])
     first.close()
-    told.append(tensor.add(1).redistribute(placements=[Replicate()]).to_local().tolist())
+    added: Any = tensor.add(1)  # typed as a plain tensor
+    told.append(added.redistribute(placements=[Replicate()]).to_local().tolist())
     told.append(trained(other) == expected)
     other.close()
     other.close()
@@ -137,7 +139,7 @@ def _overlapping() -> list[Any]:
     part = namedmesh.init_mesh(dp=2, tp=2, rank_offset=rank // 4 * 4, part=True)
     part.add_view("expert", edp=1, ep=4)
     whole.add_view("expert", edp=2, ep=4)
-    told = [part.group("tp") is whole.group("tp"), part.group("ep") is whole.group("ep")]
+    told: list[Any] = [part.group("tp") is whole.group("tp"), part.group("ep") is whole.group("ep")]
     told.append(part.group("dp") is whole.group("dp"))
     summed(None)  # a group may be destroyed when all its members have it
     whole.close()
@@ -163,12 +165,9 @@ def _apart() -> list[Any]:
     first = make()
     slow = {"tp": GroupOptions(timeout=timedelta(seconds=44))}
     told: list[Any] = []
-    for refused in (
-        lambda: namedmesh.init_mesh(dp=2, tp=2, share_groups=False),
-        lambda: namedmesh.init_mesh(dp=2, tp=2, options=slow),
-    ):
+    for arguments in ({"share_groups": False}, {"options": slow}):
         try:
-            refused()
+            namedmesh.init_mesh(Layout(dp=2, tp=2), **cast("Any", arguments))
         except MeshError as error:
             told.append(APART in str(error))
     named = namedmesh.init_mesh(data=2, tensor=2, share_groups=False)
@@ -200,6 +199,7 @@ def _closing() -> list[Any]:
     """One group destroyed by hand; and a group that was reserved, asked for after close."""
     mesh = make()
     lazy = mesh.pool.reserve(mesh.layout, ("dp", "tp"), GroupOptions(timeout=timedelta(seconds=33)))
+    assert isinstance(lazy, LazyGroup)
     summed(mesh.group("tp"))
     dist.destroy_process_group(mesh.group("tp"))
     mesh.close()

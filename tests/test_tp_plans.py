@@ -20,6 +20,7 @@ import namedmesh.tensor_parallel as tp
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
+    KeyValueParallel,
     LocalParameters,
     PrepareModuleInput,
     RowwiseParallel,
@@ -93,14 +94,13 @@ def test_sizes_that_do_not_divide() -> None:
 
 def test_heads_that_do_not_divide() -> None:
     model = Llama(n_heads=8, n_kv_heads=2, layers=5)
-    assert problem_of(model, llama_plan(), 4) == (
+    columns = {f"layers.*.attention.{name}": ColwiseParallel() for name in ("wk", "wv")}
+    assert problem_of(model, llama_plan() | columns, 4) == (
         "layers.0.attention.n_kv_heads, layers.1.attention.n_kv_heads, layers.2.attention.n_kv_heads and 2 more: "
         "2 heads are not divisible by the tp size 4, and 'layers.*.attention.wk', 'layers.*.attention.wv' would "
-        "cut them; choose a tp size that divides 2, or leave those out"
+        "cut them; give them KeyValueParallel(), or choose a tp size that divides 2"
     )
-    # The keys and values of few heads may stay whole on every rank.
-    whole = {key: style for key, style in llama_plan().items() if key[-2:] not in {"wk", "wv"}}
-    assert plan_report(model, 4, whole).tp_size == 4
+    assert plan_report(model, 4, llama_plan()).tp_size == 4
     # A model that states heads can have its feed-forward cut into any number of pieces.
     feed_forward = {key: style for key, style in llama_plan().items() if "feed_forward" in key}
     few: Any = Llama(n_heads=2, n_kv_heads=2)
@@ -138,10 +138,9 @@ def test_heads_from_a_configuration() -> None:
     assert problem_of(model, plan, 4) == (
         "2 problems:\n"
         "  - self_attn.config.num_attention_heads: 6 heads are not divisible by the tp size 4, and "
-        "'self_attn.q_proj', 'self_attn.o_proj' would cut them; choose a tp size that divides 6, or leave those "
-        "out\n"
+        "'self_attn.q_proj', 'self_attn.o_proj' would cut them; choose a tp size that divides 6\n"
         "  - self_attn.config.num_key_value_heads: 3 heads are not divisible by the tp size 4, and "
-        "'self_attn.k_proj' would cut them; choose a tp size that divides 3, or leave those out"
+        "'self_attn.k_proj' would cut them; choose a tp size that divides 3"
     )
     gathered = plan | {
         "self_attn.q_proj": ColwiseParallel(output_layouts=Replicate()),
@@ -149,6 +148,42 @@ def test_heads_from_a_configuration() -> None:
         "self_attn.o_proj": RowwiseParallel(input_layouts=Replicate()),
     }
     assert plan_report(model, 4, gathered).tp_size == 4
+
+
+def test_heads_of_an_attention_that_states_no_width() -> None:
+    attention: Any = Llama(n_heads=8, n_kv_heads=2).layers[0].attention
+    del attention.head_dim
+    plan = {
+        "wq": ColwiseParallel(),
+        "wk": KeyValueParallel(),
+        "wv": KeyValueParallel(),
+        "wo": RowwiseParallel(),
+    }
+    assert {row.module for row in plan_report(attention, 4, plan).rows} == set(plan)
+    assert "'wq', 'wo' would cut them" in problem_of(attention, plan, 16)
+
+
+class Layered:
+    """A configuration whose layers differ, and which says so when it is asked for one value."""
+
+    num_attention_heads = 4
+
+    def __getattr__(self, name: str) -> Any:
+        if name in {"num_key_value_heads", "head_dim"}:
+            raise RuntimeError(f"{name} varies across layers")
+        raise AttributeError(name)
+
+
+def test_a_configuration_whose_layers_differ() -> None:
+    attention: Any = Llama(n_heads=4, n_kv_heads=2).layers[0].attention
+    del attention.n_heads, attention.n_kv_heads
+    attention.config, attention.num_key_value_groups = Layered(), 2
+    model = nn.ModuleDict({"self_attn": attention})
+    plan: dict[str, Any] = {f"self_attn.{name}": KeyValueParallel() for name in ("wk", "wv")}
+    plan |= {"self_attn.wq": ColwiseParallel(), "self_attn.wo": RowwiseParallel()}
+    rows = {row.module: row.placement for row in plan_report(model, 4, plan).rows}
+    assert rows["self_attn.wk"] == "Replicate()"
+    assert {row.placement for row in plan_report(model, 2, plan).rows} == {"Shard(0)", "Shard(1)"}
 
 
 def test_sizes_that_only_the_caller_knows() -> None:
@@ -212,6 +247,17 @@ def test_a_stage_without_some_modules_takes_the_plan_of_the_whole_model() -> Non
     stage.tok_embeddings = stage.output = None
     report = plan_report(stage, 2, llama_plan())
     assert {row.module.partition(".")[0] for row in report.rows} == {"layers"}
+
+
+def test_a_stage_with_an_empty_container_takes_it_too() -> None:
+    stage: Any = Llama()
+    stage.layers = nn.ModuleList()
+    assert {row.module for row in plan_report(stage, 2, llama_plan()).rows} == {"tok_embeddings", "output"}
+    stage.layers = nn.ModuleDict()
+    assert plan_report(stage, 2, llama_plan()).rows
+    assert "'layer.*.attention.wq' matches no module" in problem_of(
+        stage, {"layer.*.attention.wq": ColwiseParallel()}
+    )
 
 
 # --- the mesh, and applying twice ---------------------------------------------------------------------------
@@ -348,6 +394,8 @@ def test_the_report_counts_what_each_rank_then_holds(tied: bool) -> None:
         held = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
         assert report.parameters_per_rank == held
         for row in report.rows:
+            if not row.parameter:  # a style that moves activations only
+                continue
             parameter = model.get_parameter(f"{row.module}.{row.parameter}")
             assert isinstance(parameter, DTensor)
             assert (row.global_shape, row.local_shape) == (parameter.shape, parameter.to_local().shape)

@@ -1,7 +1,8 @@
 """The command line: ``python -m namedmesh COMMAND``, or ``namedmesh COMMAND``.
 
-A command is a module with a ``SUMMARY``, ``configure(parser)`` and ``run(arguments)``, which returns the exit
-status; a new one is a line in ``COMMANDS``. These modules do not import torch unless they are run.
+A new command is a row in the ``COMMANDS`` of a module ``cli``, with its summary, a function that declares its
+arguments and one that runs it and returns the exit status, and a row in :data:`COMMANDS` here. Such a module does not
+import torch until a command runs.
 """
 
 from __future__ import annotations
@@ -12,33 +13,31 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from namedmesh.errors import NamedMeshError
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS: dict[str, str] = {
-    "plan": "namedmesh.plan.command",
-    "partitions": "namedmesh.plan.partitions_command",
-    "shard": "namedmesh.plan.shard_command",
-    "diff": "namedmesh.plan.diff_command",
-    "doctor": "namedmesh.plan.doctor.command",
-    "migrate": "namedmesh.compat.migration.command",
+    **dict.fromkeys(("plan", "partitions", "shard", "diff", "doctor"), "namedmesh.plan.cli"),
+    "migrate": "namedmesh.migrate.cli",
 }
 """The commands, and the module of each."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command; a mistake in its arguments or in the layout becomes a message on standard error.
 
     Args:
         argv: the arguments; by default those of the process.
 
     Returns:
-        The exit status of the command.
+        The exit status of the command; 1 if the layout is wrong, 2 if the arguments are.
 
     Raises:
-        SystemExit: with status 2 for arguments that do not fit, after a message on standard error; with 0
+        SystemExit: with status 2 for arguments that do not exist, after a message on standard error; with 0
             after the help.
 
     Example:
@@ -48,29 +47,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     # The modules of the other commands are loaded for the general help only.
-    wanted = {argv[0]: COMMANDS[argv[0]]} if argv and argv[0] in COMMANDS else COMMANDS
-    arguments = _parser(wanted).parse_args(argv)
+    parser = _parser(argv[:1] if argv and argv[0] in COMMANDS else COMMANDS)
+    arguments = parser.parse_args(argv)
     try:
         status: int = arguments.run(arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as head, has seen enough
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except NamedMeshError as error:
+        from namedmesh.plan.spec import UsageError
+
+        sys.stderr.write(f"namedmesh {argv[0]}: {error}\n")
+        return 2 if isinstance(error, UsageError) else 1
     return status
 
 
-def _parser(wanted: Mapping[str, str]) -> argparse.ArgumentParser:
+def _parser(names: Iterable[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="namedmesh", description="Name your parallel axes once.", allow_abbrev=False
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True, prog="namedmesh")
-    for name, module_name in wanted.items():
-        module = import_module(module_name)
-        command = commands.add_parser(
-            name, help=module.SUMMARY, description=module.SUMMARY, allow_abbrev=False
-        )
-        module.configure(command)
-        command.set_defaults(run=module.run)
+    for name in names:
+        summary, configure, run = import_module(COMMANDS[name]).COMMANDS[name]
+        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        configure(command)
+        command.set_defaults(run=run)
     return parser
 
 

@@ -11,7 +11,6 @@ import os
 import sys
 import weakref
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -25,6 +24,7 @@ from namedmesh.errors import MeshError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from datetime import timedelta
 
     from torch.distributed.tensor import DTensor
 
@@ -44,6 +44,9 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 # torch 2.15 made it public under another name and warns at the old one.
 _set_timeout: Any = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout
 
+
+# The types of the names of groups differ between versions.
+_untyped: Any = c10d
 
 # The default group.
 
@@ -187,14 +190,14 @@ def new_group_among_members(
     store = dist.PrefixStore(store_prefix, default_store())
     full = c10d.Backend(backend)
     timeout = timeout or c10d._get_default_timeout(full)
-    devices: dict[str, str] = c10d.BackendConfig(full).get_device_backend_map()
+    devices = c10d.BackendConfig(full).get_device_backend_map()
     late = [] if connect else [device for device, part in devices.items() if part == "gloo"]
     if late and len(late) == len(devices):
         group = _unconnected_gloo(members, rank, store, name, timeout, late)
         _register(group, full, store, name)
     else:
         at_once = ",".join(f"{device}:{part}" for device, part in devices.items() if device not in late)
-        group, _ = c10d._new_process_group_helper(
+        group, _ = _untyped._new_process_group_helper(
             len(members),
             rank,
             members,
@@ -255,14 +258,14 @@ def _add_gloo(  # noqa: PLR0917  one call
 
 def _register(group: Any, backend: Any, store: dist.Store, name: str) -> None:
     """Enter a group into torch's tables, as torch's own functions do."""
-    world, tag = c10d._world, f"ptd:{name}"
+    world, tag = _untyped._world, f"ptd:{name}"
     world.pg_map[group] = (backend, dist.PrefixStore(f"{name}/", store))
     world.pg_names[group] = name
     world.pg_backend_config[group] = str(c10d.BackendConfig(backend))
     world.tags_to_pg.setdefault("", []).append(group)
     world.tags_to_pg.setdefault(tag, []).append(group)
     world.pg_to_tag[group] = tag
-    c10d._register_process_group(name, group)
+    _untyped._register_process_group(name, group)
 
 
 def connects_without_blocking(backend: str) -> bool:
@@ -408,6 +411,94 @@ def constant_under_compile(function: F) -> F:
 # Tensors and modules.
 
 
+def is_observed(tensor: torch.Tensor) -> bool:
+    """Whether somebody may keep what an operation on this tensor returns, so that nothing may write into it later.
+
+    A dispatch mode sees every operation: selective activation checkpointing is one, and keeps outputs. So are
+    the modes of fake tensors, which like meta tensors and the compiler know functional collectives only.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    return bool(torch._C._len_torch_dispatch_stack()) or type(tensor) is not torch.Tensor or tensor.is_meta
+
+
+def functional_collective(name: str, tensor: torch.Tensor, *arguments: Any, group: Any) -> torch.Tensor:
+    """Start a collective that writes into a new tensor; the result is for :func:`wait_tensor`.
+
+    Args:
+        name: of the operator, such as ``"all_reduce"``.
+        tensor: contiguous.
+        *arguments: what the operator takes between the tensor and the group.
+        group: the ranks.
+    """
+    operator = getattr(torch.ops._c10d_functional, name).default
+    started: torch.Tensor = operator(tensor, *arguments, group.group_name)
+    return started
+
+
+def wait_tensor(started: torch.Tensor) -> torch.Tensor:
+    """The result of a functional collective, once it is there."""
+    waited: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(started)
+    return waited
+
+
+_probes: dict[str, torch.nn.Parameter] = {}
+
+
+def cast_once(parameter: torch.Tensor, piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A piece of a parameter in another type; the same tensor each time, up to the end of the autocast block.
+
+    That is what autocast does itself, and torch has no way to put something into its cache, and none to be told
+    when it is emptied. So autocast casts a parameter of our own, and what is kept is kept in the metadata of the
+    node that made this cast.
+    """
+    piece = piece.detach()
+    if not parameter.requires_grad or piece.is_inference() or is_observed(piece):
+        return piece.to(dtype)
+    device = piece.device.type
+    if device not in _probes:
+        _probes[device] = torch.nn.Parameter(torch.zeros(1, 1, device=device))
+    with torch.enable_grad():
+        node: Any = torch.mm(_probes[device], _probes[device]).grad_fn
+    if node is None:  # inference mode
+        return piece.to(dtype)
+    kept: dict[Any, Any] = node.next_functions[0][0].metadata
+    key = id(parameter), dtype
+    known = kept.get(key)
+    if known is None or known[0] is not parameter or known[1] != piece._version:
+        known = kept[key] = parameter, piece._version, piece.to(dtype)
+    cast: torch.Tensor = known[2]
+    return cast
+
+
+def no_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that a function made, as autograd hands it out for users to write into: not as a view."""
+    if torch.compiler.is_compiling():  # which cannot ask, and keeps views apart itself
+        return tensor
+    return tensor.data if tensor._is_view() else tensor
+
+
+def computed_now(ctx: Any) -> tuple[bool, ...]:
+    """For which tensor inputs of a function this backward pass computes gradients; only in its backward.
+
+    ``ctx.needs_input_grad`` says for which of them some pass may: zero-bubble schedules ask for the gradients of
+    inputs and of weights in two passes.
+    """
+    return tuple(node is not None and _executes(node) for node, _ in ctx.next_functions)
+
+
+def _executes(node: Any) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # a leaf that was asked for by name
+        return True
+
+
+def backward_pass() -> int:
+    """The number of the backward pass that runs in this thread, -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
 def all_gather_single(out: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """Start to write every rank's ``local``, one after the other along dim 0, into ``out``."""
     work: dist.Work = _all_gather(out, local, group=group, async_op=True)
@@ -422,7 +513,7 @@ def reduce_scatter_single(
     return work
 
 
-def settled(tensor: torch.Tensor) -> torch.Tensor:
+def synchronous(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor behind an asynchronous result, waited for; any other tensor as it is. Not differentiable."""
     if isinstance(tensor, AsyncCollectiveTensor):
         waited: torch.Tensor = tensor.wait()
@@ -457,6 +548,10 @@ def gradient_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
 @contextmanager
 def replaced_parameters(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Let a module see other tensors in place of some of its own parameters, for one forward."""
+    if torch.compiler.is_compiling():  # which follows this way only
+        with torch.nn.utils.stateless._reparametrize_module(module, dict(values)):
+            yield
+        return
     parameters: dict[str, Any] = module._parameters  # no public way to put a plain tensor here
     own = {name: parameters[name] for name in values}
     parameters.update(values)
@@ -464,6 +559,11 @@ def replaced_parameters(module: torch.nn.Module, values: Mapping[str, torch.Tens
         yield
     finally:
         parameters.update(own)
+
+
+def pre_hooks(module: torch.nn.Module) -> dict[int, Any]:
+    """The forward pre-hooks of a module by their numbers, to look at and to change."""
+    return module._forward_pre_hooks
 
 
 def absent_children(model: torch.nn.Module) -> list[str]:

@@ -207,13 +207,12 @@ class _Comparison:
     def _report_absence(self) -> None:
         """Name the ranks that did not come, for those that did and for those that come now."""
         absent = [rank for rank in self.ranks if not self.store.check([f"here/{rank}"])]
-        who = "rank " + listing(absent) if len(absent) == 1 else "ranks " + listing(absent)
-        problems = [
-            f"{who} of {self.ranks.start} to {self.ranks.stop - 1} did not call {self.call} within "
+        problem = (
+            f"{_ranks(absent)} of {self.ranks.start} to {self.ranks.stop - 1} did not call {self.call} within "
             f"{self.timeout.total_seconds():g} s; every rank of the mesh must call it, so look at what those ranks did "
             "instead"
-        ]
-        self._fail(self.ranks, self.number, problems, absent)
+        )
+        self._fail(self.ranks, self.number, [problem], absent)
 
     def _fail(self, ranks: range, number: int, problems: list[str], absent: Sequence[int]) -> None:
         """Write why an attempt failed, also for the ranks that come to it later."""
@@ -250,17 +249,17 @@ class _Comparison:
         if not waiting:
             return
         call = scope.get(f"{number}/here/{waiting[0]}").decode()
-        problems = [
+        problem = (
             f"rank {self.rank} is in {self.call} of ranks {self.ranks.start} to {self.ranks.stop - 1}, and waits there for "
-            f"rank {listing(waiting)}, which waits for it in {call} of ranks {ranks.start} to {ranks.stop - 1}; give these "
+            f"{_ranks(waiting)}, which waits for it in {call} of ranks {ranks.start} to {ranks.stop - 1}; give these "
             "ranks the same sizes, and let them make their meshes in the same order"
-        ]
+        )
         self.attempts.reported.add((f"{ranks.start}-{ranks.stop}", number))
         arrived = [rank for rank in self.ranks if self.store.check([f"here/{rank}"])]
         for failed, attempt, present in ((ranks, number, here), (self.ranks, self.number, arrived)):
             if _scope(failed).add(f"{attempt}/concluded", 1) == 1:
                 _scope(failed).add("attempt", 1)
-                self._fail(failed, attempt, problems, [rank for rank in failed if rank not in present])
+                self._fail(failed, attempt, [problem], [rank for rank in failed if rank not in present])
 
     def _exchange(self) -> str:
         """Put this rank's request in the store; the last rank to do so compares all of them."""
@@ -289,10 +288,10 @@ class _Comparison:
                 holders = [rank for rank in members if tokens[rank - self.ranks.start][place]]
                 if len({tokens[rank - self.ranks.start][place] for rank in members}) > 1:
                     problems.append(
-                        f"{self.call} wants a group over {wanted.label}, which ranks {listing(holders)} of "
-                        f"{listing(members)} hold from an earlier mesh; close() that mesh on every rank, or on none"
+                        f"{self.call} needs the group over {wanted.label} of ranks {listing(members)}, and it still belongs to "
+                        f"an earlier mesh on {_ranks(holders)} only; close() that mesh on every rank"
                     )
-        return problems
+        return problems[:8]
 
     def _read_problems(self, verdict: str) -> list[str]:
         """Read a verdict, and stay until all have: a rank that hosts the store takes it along when it ends."""
@@ -308,6 +307,11 @@ class _Comparison:
 def _scope(ranks: range) -> dist.Store:
     """Where a set of ranks compares."""
     return dist.PrefixStore(f"namedmesh/{ranks.start}-{ranks.stop}", default_store())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Some ranks in a sentence."""
+    return f"rank{'s' * (len(ranks) != 1)} {listing(ranks)}"
 
 
 def _waited(store: dist.Store, key: str, timeout: timedelta) -> bool:
@@ -333,7 +337,7 @@ def _differences(requests: Sequence[Mapping[str, str]], ranks: Sequence[int]) ->
         if MISTAKE in request:
             mistakes[f"gave up on {request['call']}: {request[MISTAKE]}"].append(rank)
     if mistakes:
-        return [f"rank{'s' * (len(who) > 1)} {listing(who)} {text}" for text, who in [*mistakes.items()][:8]]
+        return [f"{_ranks(who)} {text}" for text, who in [*mistakes.items()][:8]]
     problems = []
     fields = dict.fromkeys(field for request in requests for field in request if field != _HELD)
     for field in fields:
@@ -343,8 +347,6 @@ def _differences(requests: Sequence[Mapping[str, str]], ranks: Sequence[int]) ->
         if len(holders) > 1:
             # The value that most ranks hold first: the others are likely the mistake.
             ordered = sorted(holders.items(), key=lambda item: -len(item[1]))
-            values = "; ".join(
-                f"{value} on rank{'s' * (len(holding) > 1)} {listing(holding)}" for value, holding in ordered
-            )
+            values = "; ".join(f"{value} on {_ranks(holding)}" for value, holding in ordered)
             problems.append(f"{field} differs between ranks: {values}; give every rank the same")
     return problems

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,7 @@ from namedmesh._torch import (
 from namedmesh.consistency import Held, check_consistency
 from namedmesh.errors import MeshError
 from namedmesh.lazy_group import LazyGroup
-from namedmesh.options import GroupOptions, nccl_options
+from namedmesh.options import GroupOptions, nccl_options, normalized_backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Communicator", "GroupPool", "GroupRegistry", "new_group_by_everyone"]
 
-_Key = tuple[tuple[int, ...], str, "timedelta | None", object, bool]
+_Key = tuple[tuple[int, ...], object, "timedelta | None", object, bool]
 
 
 @dataclass(frozen=True)
@@ -267,7 +268,8 @@ class GroupPool:
         if len(ranks) == 1 or self._find_borrowed(ranks, options) or self._has_to_create_now(options):
             return self.make(layout, axes, options)
         self._partitions.append((layout, tuple(axes), options))
-        return self._reserve(ranks, _label(axes), options)
+        lazy = self._reserve(ranks, _label(axes), options)
+        return lazy.created or lazy
 
     def reserve_set(
         self, sets: Sequence[Sequence[int]], label: str, options: GroupOptions
@@ -281,7 +283,11 @@ class GroupPool:
             return self.make_sets(sets, label, options).get(mine or ())
         if mine is None:
             return None
-        return self._find_borrowed(mine, options) or self._reserve(mine, label, options)
+        borrowed = self._find_borrowed(mine, options)
+        if borrowed is not None:
+            return borrowed
+        lazy = self._reserve(mine, label, options)
+        return lazy.created or lazy
 
     def gloo_options(self, options: GroupOptions) -> GroupOptions:
         """The options of the gloo group beside one with the given options; where that is gloo, it is the same."""
@@ -404,12 +410,16 @@ class GroupPool:
 
     def _lazy(self, ranks: tuple[int, ...], identity: object, label: str, options: GroupOptions) -> LazyGroup:
         arguments = self._arguments(options, label)
-        name = group_name(ranks, identity, arguments["backend"])
+        name = group_name(ranks, identity, _by_device(arguments["backend"]))
         return LazyGroup(ranks, self.rank, label, self.token, name, arguments, self.registry.lock)
 
     def _created(self, lazy: LazyGroup) -> dist.ProcessGroup:
-        """A group that has been reserved, created now; blocks until its members connect."""
-        return lazy.created or lazy.create()
+        """A group that has been reserved, created now; blocks until its members connect, if it has to.
+
+        gloo connects at the first collective, as NCCL does: a member that closes its mesh at once would break one
+        that is still connecting.
+        """
+        return lazy.created or lazy.create(connect=not lazy.connects_later)
 
     def _split(self, layout: Layout, axes: Sequence[str], arguments: dict[str, Any]) -> dist.ProcessGroup:
         """One call for the whole partition: with a bound device a communicator is split off the default one."""
@@ -420,7 +430,7 @@ class GroupPool:
                 f"to {bound_device()}: every rank would have to take part; start without bind_device (or device_id)"
             )
         backend = arguments.pop("backend")
-        if backend != self.registry.default_backend:
+        if _by_device(backend) != _by_device(self.registry.default_backend):
             # Only the default backend can be split; any other is created by everyone, group by group.
             groups = layout.groups(*axes)
             made = [dist.new_group(list(ranks), backend=backend, **arguments) for ranks in groups]
@@ -460,7 +470,7 @@ class GroupPool:
         backend, timeout = self._resolved(options)
         fits = (
             self._shares(options)
-            and backend == _normalized(dist.get_backend(group))
+            and _by_device(backend) == _by_device(dist.get_backend(group))
             and timeout in (None, self.registry.default_timeout)
             and not options.nccl
             and not options.high_priority
@@ -484,7 +494,7 @@ class GroupPool:
             "timeout": timeout,
             "group_desc": f"namedmesh:{label}",
         }
-        if "nccl" in backend and (options.nccl or options.high_priority):
+        if "nccl" in dict(_by_device(backend)).values() and (options.nccl or options.high_priority):
             arguments["pg_options"] = nccl_options(options, timeout)
         return arguments
 
@@ -497,7 +507,7 @@ class GroupPool:
 
     def _resolved(self, options: GroupOptions) -> tuple[str, timedelta | None]:
         registry = self.registry
-        backend = _normalized(options.backend or self.defaults.backend or registry.default_backend)
+        backend = (options.backend or self.defaults.backend or registry.default_backend).lower()
         timeout = options.timeout or self.defaults.timeout or registry.default_timeout
         if registry.default_backend == "fake":
             timeout = None  # nothing waits there, and its groups do not tell one
@@ -514,16 +524,18 @@ class GroupPool:
         return key if self._shares(options) else (label, key)
 
     def _shared_key(self, ranks: tuple[int, ...], options: GroupOptions) -> _Key:
-        return (ranks, *self._resolved(options), options.nccl, options.high_priority)
+        backend, timeout = self._resolved(options)
+        return (ranks, _by_device(backend), timeout, options.nccl, options.high_priority)
 
 
 def _label(axes: Sequence[str]) -> str:
     return "_".join(axes)
 
 
-def _normalized(backend: str) -> str:
-    """One spelling for each backend, as torch reads it."""
-    return backend.lower()
+@cache
+def _by_device(backend: str) -> tuple[tuple[str, str], ...]:
+    """Which backend serves which type of device: the same for every spelling."""
+    return tuple(sorted(normalized_backend(backend).items()))
 
 
 def new_group_by_everyone(ranks: Sequence[int] | None, **options: Any) -> Any:

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from namedmesh import launch
 from namedmesh._version import __version__
 from namedmesh.consistency import report_failure
+from namedmesh.current import check_told_apart
 from namedmesh.errors import AxisError, LayoutError, NamedMeshError, did_you_mean
 from namedmesh.groups import GroupPool
 from namedmesh.layout import Layout
-from namedmesh.mesh import NamedMesh, check_told_apart
+from namedmesh.mesh import NamedMesh
 from namedmesh.options import GroupOptions
 from namedmesh.views import product_axes
 
@@ -80,7 +81,7 @@ def init_mesh(
     """
     launched = not dist.is_initialized()
     if launched:
-        device = launch.init(device, backend=backend, timeout=timeout)
+        device = launch.init(device, backend=backend, timeout=timeout, call="init_mesh")
     try:
         return _init_mesh(
             _Request(layout, sizes, world_size, rank_offset, part),
@@ -114,7 +115,7 @@ class _Request(NamedTuple):
         return f"Layout({', '.join(words)})"
 
 
-def _init_mesh(  # noqa: PLR0917  one call
+def _init_mesh(
     request: _Request,
     backend: str | None,
     timeout: timedelta | None,

@@ -1,26 +1,34 @@
 """From the environment of a process to a device, a backend and the default process group.
 
-Understands what torchrun sets (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``);
-without any of it, a process is a world of one.
+Understands what torchrun sets (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``), and
+what srun, mpirun and mpiexec set; without any of it, a process is a world of one.
 """
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
 
-from namedmesh.errors import LaunchError, listing
+from namedmesh._torch import bound_device
+from namedmesh.errors import LaunchError, NamedMeshError, listing
+from namedmesh.launchers import int_variable, torchrun_variables
+from namedmesh.options import GroupOptions, normalized_backend
+from namedmesh.rendezvous import hosts_store, open_store, wait_for_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from datetime import timedelta
 
 __all__ = ["check_environment", "default_group_device", "init", "local_device"]
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# How long a rank that cannot go on tries to reach the others, to tell them.
+_MISTAKE_TIMEOUT = timedelta(seconds=60)
 # What narrows the devices that a process sees, per kind of device.
 _VISIBILITY = {
     "cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
@@ -34,25 +42,34 @@ def init(
     backend: str | None = None,
     timeout: timedelta | None = None,
     bind_device: bool = False,
+    call: str = "launch.init",
 ) -> torch.device:
     """Make the default process group from the environment, and select this process's device.
+
+    The variables of torchrun come first. Without them, those of srun, mpirun or mpiexec are understood, and the
+    variables that torchrun would have set are put into ``os.environ``, where other libraries look for them.
 
     Args:
         device: ``"cpu"``, a kind such as ``"cuda"`` (the index is this process's local rank), or one device
             such as ``"cuda:1"``. By default the accelerator that torch finds, else the CPU.
         backend: a backend as ``init_process_group`` takes it. By default torch's own for the device: NCCL on
             CUDA, gloo on the CPU.
-        timeout: how long a collective of the default group may take. Groups of a mesh inherit it.
+        timeout: how long the ranks wait for each other here, and how long a collective of the default group may
+            take. Groups of a mesh inherit it.
         bind_device: bind the default group to the device, which makes its communicator at once and lets torch
             split subgroups off it. With it, every rank of the world must take part whenever a group is made,
             so a mesh over a part of the world is not to be had.
+        call: what messages say that the ranks called.
 
     Returns:
         The device of this process. It is made the current one.
 
     Raises:
         LaunchError: the environment is incomplete, or it points at a device that is not there; all problems
-            at once. Nothing has been initialised then.
+            at once. Nothing has been initialized then.
+        LayoutError: the timeout is not a positive ``timedelta``, or torch does not know the backend.
+        AgreementError: some ranks did not call this within ``timeout``, or one of them gave up; the same on
+            every rank.
 
     Example:
         >>> import os, torch.distributed as dist
@@ -69,20 +86,55 @@ def init(
             f"the default process group exists already (backend {dist.get_backend()}, {dist.get_world_size()} "
             "ranks); call launch.init() once, or leave it to init_mesh()"
         )
-    environment = os.environ
-    chosen = local_device(device, environment)
+    os.environ.update(torchrun_variables(os.environ))
+    rank, world_size = _rank_and_world_size(os.environ)
+    try:
+        GroupOptions(timeout=timeout)
+        chosen = local_device(device)
+        backend = backend or dist.get_default_backend_for_device(chosen)
+        normalized_backend(backend)
+    except NamedMeshError as error:
+        with suppress(NamedMeshError):  # there may be nobody to tell
+            _store_of_all(call, rank, world_size, _MISTAKE_TIMEOUT, mistake=str(error))
+        raise
     if chosen.type != "cpu":
         torch.get_device_module(chosen).set_device(chosen)
-    backend = backend or dist.get_default_backend_for_device(chosen)
-    bound = chosen if bind_device and chosen.type != "cpu" else None
-    if not any(name in environment for name in ("RANK", "WORLD_SIZE")):
-        dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=bound
-        )
-        return chosen
-    check_environment(environment)
-    dist.init_process_group(backend, timeout=timeout, device_id=bound)
+    store = _store_of_all(call, rank, world_size, timeout or default_pg_timeout)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=chosen if bind_device and chosen.type != "cpu" else None,
+    )
     return chosen
+
+
+def _store_of_all(
+    call: str, rank: int, world_size: int, timeout: timedelta, mistake: str | None = None
+) -> dist.Store:
+    """A store for the default group, once all ranks have called; with a mistake, the other ranks are told of it."""
+    if world_size == 1:
+        return dist.HashStore()
+    return wait_for_ranks(
+        open_store(os.environ, rank, timeout),
+        call,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        is_host=hosts_store(os.environ, rank),
+        restart=os.environ.get("TORCHELASTIC_RESTART_COUNT", ""),
+        mistake=mistake,
+    )
+
+
+def _rank_and_world_size(environment: Mapping[str, str]) -> tuple[int, int]:
+    """This process's place in the job; that of one alone, where nothing is said about it."""
+    if "RANK" not in environment and "WORLD_SIZE" not in environment:
+        return 0, 1
+    check_environment(environment)
+    return int(environment["RANK"]), int(environment["WORLD_SIZE"])
 
 
 def local_device(
@@ -112,9 +164,9 @@ def local_device(
                 f"device {wanted} is not there: {_visible(wanted.type, count)}; name one of those, or 'cpu'"
             )
         return wanted
-    local_rank = _int_variable(
-        environment, "LOCAL_RANK", _int_variable(environment, "RANK", 0) % max(count, 1)
-    )
+    local_rank = int_variable(environment, "LOCAL_RANK")
+    if local_rank is None:
+        local_rank = (int_variable(environment, "RANK") or 0) % max(count, 1)
     if local_rank < count:
         return torch.device(wanted.type, local_rank)
     if count == 1 and _sees_one_of_its_own(wanted.type, environment):
@@ -128,6 +180,9 @@ def local_device(
 def default_group_device(device: str | torch.device | None = None) -> torch.device:
     """The device that goes with a default group which exists already.
 
+    It is the one that the group is bound to, or else the current one. Where no device of its kind is in use
+    yet, there is no current one: then it is the device of the local rank, which is made the current one.
+
     Args:
         device: the device that was asked for, if any.
 
@@ -136,18 +191,24 @@ def default_group_device(device: str | torch.device | None = None) -> torch.devi
     """
     backend = dist.get_backend()
     if backend == "fake":  # stands for any hardware, also for one that is not here
-        return torch.device(device or "cpu")
-    if device is None and backend in ("gloo", "mpi"):
+        return torch.device("cpu" if device is None else device)
+    bound = bound_device()
+    if device is None and bound is None and backend in ("gloo", "mpi"):
         return torch.device("cpu")
-    if device is not None and torch.device(device).index is None:
-        kind = torch.device(device).type
-    elif device is not None:
-        return local_device(device)
+    wanted = bound if device is None and bound is not None else _wanted(device)
+    one_is_asked_for = device is not None and ":" in str(wanted)
+    if wanted.type == "cpu" or one_is_asked_for or not _device_count(wanted.type):
+        return local_device(wanted)
+    module = torch.get_device_module(wanted.type)
+    if bound is not None and bound.type == wanted.type:
+        chosen = bound
+    elif module.is_initialized():
+        return torch.device(wanted.type, module.current_device())
     else:
-        kind = _wanted(None).type
-    if kind == "cpu" or not _device_count(kind):
-        return local_device(kind)
-    return torch.device(kind, torch.get_device_module(kind).current_device())
+        chosen = local_device(wanted.type)
+    if not module.is_initialized():
+        module.set_device(chosen)
+    return chosen
 
 
 def _wanted(device: str | torch.device | None) -> torch.device:
@@ -182,18 +243,6 @@ def _sees_one_of_its_own(kind: str, environment: Mapping[str, str]) -> bool:
     return any(environment.get(name) and "," not in environment[name] for name in _VISIBILITY.get(kind, ()))
 
 
-def _int_variable(environment: Mapping[str, str], name: str, default: int) -> int:
-    text = environment.get(name)
-    if text is None:
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise LaunchError(
-            f"{name} is {text!r}; it is an int that the launcher sets, such as torchrun"
-        ) from None
-
-
 def check_environment(environment: Mapping[str, str]) -> None:
     """See that a launcher's variables are all there, and fit each other.
 
@@ -211,13 +260,15 @@ def check_environment(environment: Mapping[str, str]) -> None:
             f"{listing(present)} {'is' if len(present) == 1 else 'are'} set, but not {listing(missing)}; start the "
             "script with torchrun, or unset all of them for a world of one"
         )
-    elif (
-        not 0
-        <= (rank := _int_variable(environment, "RANK", 0))
-        < (world := _int_variable(environment, "WORLD_SIZE", 1))
-    ):
-        problems.append(
-            f"RANK is {rank} and WORLD_SIZE is {world}; a rank is at least 0 and below the world size"
+    else:
+        rank, world, port = (
+            int_variable(environment, name) or 0 for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")
         )
+        if not 0 <= rank < world:
+            problems.append(
+                f"RANK is {rank} and WORLD_SIZE is {world}; a rank is at least 0 and below the world size"
+            )
+        if not 0 < port < 2**16:
+            problems.append(f"MASTER_PORT is {port}; a port is at least 1 and below 65536")
     if problems:
         raise LaunchError(*problems)

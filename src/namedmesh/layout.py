@@ -11,7 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from namedmesh.errors import AxisError, LayoutError, did_you_mean, listing
-from namedmesh.sizes import axis_name_problems, checked_int, checked_size, fitted, product
+from namedmesh.sizes import as_int, axis_name_problems, checked_int, checked_size, fitted, product
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -247,7 +247,9 @@ class Layout:
             >>> Layout(pp=2, dp=3, tp=4).size("pp", "tp")
             8
         """
-        return prod(self.sizes[i] for i in self._chosen(axes))
+        return prod(
+            [self.sizes[i] for i in self._chosen(axes)]
+        )  # a graph of torch.compile takes no generator
 
     def count(self, *axes: str) -> int:
         """The number of groups over ``axes``.
@@ -274,7 +276,7 @@ class Layout:
             for axis, size, stride in zip(self.axes, self.sizes, self.strides, strict=True)
         }
 
-    def rank(self, **coords: int) -> int:
+    def rank(self, /, **coords: int) -> int:
         """The rank at the given coordinates.
 
         Args:
@@ -299,7 +301,7 @@ class Layout:
             coords.get(axis, 0) * stride for axis, stride in zip(self.axes, self.strides, strict=True)
         )
 
-    def where(self, **coords: int) -> tuple[int, ...]:
+    def where(self, /, **coords: int) -> tuple[int, ...]:
         """Every rank at the given coordinates, ascending.
 
         Raises:
@@ -385,9 +387,12 @@ class Layout:
             >>> layout.neighbour(1, "pp"), layout.neighbour(1, "pp", -1)
             (3, 7)
         """
+        steps = as_int(step)
+        if steps is None:
+            raise LayoutError(f"step {step!r} is not an int; give the number of places to go")
         i = self._index(axis)
         at = self._local(rank) // self.strides[i] % self.sizes[i]
-        return rank + ((at + step) % self.sizes[i] - at) * self.strides[i]
+        return rank + ((at + steps) % self.sizes[i] - at) * self.strides[i]
 
     def partition(self, *axes: str) -> tuple[object, ...]:
         """A small key that two layouts share exactly if their groups over the given axes are the same.
@@ -421,7 +426,10 @@ class Layout:
         return sorted({self._place[axis] for axis in axes})
 
     def _local(self, rank: int) -> int:
-        local = rank - self.rank_offset
+        number = as_int(rank)
+        if number is None:
+            raise LayoutError(f"rank {rank!r} is not an int; give one of the ranks of {self}")
+        local = number - self.rank_offset
         if not 0 <= local < self.world_size:
             ranks = self.ranks
             raise LayoutError(
@@ -434,9 +442,9 @@ class Layout:
         if unknown:
             raise AxisError(*unknown)
         outside = [
-            f"coordinate {axis}={at} is outside the axis; its coordinates are 0 to {self[axis] - 1}"
+            f"coordinate {axis}={at!r} is outside the axis; its coordinates are the ints 0 to {self[axis] - 1}"
             for axis, at in coords.items()
-            if not 0 <= at < self[axis]
+            if as_int(at) not in range(self[axis])
         ]
         if outside:
             raise LayoutError(*outside)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from namedmesh._torch import destroy_group, is_registered, new_group_among_members
+from namedmesh._torch import (
+    connects_without_blocking,
+    destroy_group,
+    is_registered,
+    new_group_among_members,
+)
 from namedmesh.errors import MeshError
 
 if TYPE_CHECKING:
@@ -63,6 +68,11 @@ class LazyGroup:
         """The group if it exists, and nobody destroyed it by hand."""
         group = self._group
         return group if group is not None and is_registered(group) else None
+
+    @property
+    def connects_later(self) -> bool:
+        """Whether the group may be created without blocking on its other members."""
+        return connects_without_blocking(self._arguments["backend"])
 
     def get_or_create(self) -> dist.ProcessGroup:
         """The group, created now if it was not; does not block on other ranks.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-__all__ = ["NamedMesh"]
+__all__ = ["NamedMesh", "current_mesh"]
 
 
 class NamedMesh:
@@ -68,12 +68,12 @@ class NamedMesh:
         self._flat: dict[tuple[str, ...], tuple[str, GroupOptions, DeviceMesh]] = {}
         # Answers by the names they are asked with, and those that nobody foresaw.
         self._meshes: dict[str | tuple[str, ...], DeviceMesh] = {}
-        self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        self._groups: dict[tuple[str, tuple[str, ...]], dist.ProcessGroup] = {}
         self._sizes: dict[tuple[str, ...], int] = {}
         self._ranks: dict[tuple[str, ...], int] = {}
         self._answers: dict[tuple[object, ...], object] = {}
         # Guards the constants of compiled code: no two meshes, and no two states of one, have the same.
-        self._version = next(_versions)
+        self._version = _next_version()
         self._prepare_answers()
         current.register(self)
         pool.registry.users[id(self)] = self._end
@@ -93,7 +93,7 @@ class NamedMesh:
         layout = layout_of_mesh(mesh)
         pool = GroupPool()
         groups = {axis: mesh.get_group(axis) for axis in layout.axes}
-        check_told_apart(layout, mesh.device_type, groups)
+        current.check_told_apart(layout, mesh.device_type, groups)
         for axis, group in groups.items():
             pool.borrow(layout.group(pool.rank, axis), group, axis)
         return cls(layout, mesh, pool, default_group_device(mesh.device_type))
@@ -119,7 +119,7 @@ class NamedMesh:
         pool = GroupPool()
         layout = layout_of_groups(groups, pool.rank, rank_offset)
         chosen = default_group_device(device)
-        check_told_apart(layout, chosen.type, groups)
+        current.check_told_apart(layout, chosen.type, groups)
         for axis, group in groups.items():
             pool.borrow(layout.group(pool.rank, axis), group, axis)
         ranks = (
@@ -153,7 +153,7 @@ class NamedMesh:
             MeshError: the mesh is closed, or there is no group over these axes yet.
         """
         try:
-            return self._groups[axes]
+            return self._groups[self._version, axes]  # compiled code guards the version, and not the group
         except KeyError:
             return self._find_group(axes, self._version)
 
@@ -184,7 +184,8 @@ class NamedMesh:
     @property
     def device_mesh(self) -> DeviceMesh:
         """The torch mesh over all axes of the layout."""
-        return self._views.first.root
+        root: DeviceMesh = self._views.first.root
+        return root
 
     @property
     def views(self) -> dict[str, Layout]:
@@ -219,14 +220,7 @@ class NamedMesh:
         Raises:
             MeshError: the axes have no gloo group; it is created where their options say ``gloo_twin``.
         """
-        view, ordered = self._place(axes)
-        group = self.pool.find(view.layout, ordered, self.pool.gloo_options(self.options_of(ordered)))
-        if group is None:
-            raise MeshError(
-                f"there is no gloo group over {named(ordered)}; ask for one when the group is made, with "
-                "options=GroupOptions(gloo_twin=True)"
-            )
-        return group
+        return self._find_gloo_group(axes, self._version)
 
     def options_of(self, ordered: tuple[str, ...]) -> GroupOptions:
         """The options of a group over axes of one view: what was set for all together, or for each.
@@ -283,7 +277,7 @@ class NamedMesh:
             name = name or "_".join(ordered)
             self._views.check_product(name, ordered)
             options = options or self.options_of(ordered)
-            check_told_apart(
+            current.check_told_apart(
                 view.layout,
                 self.device.type,
                 {name: self.pool.existing(view.layout, ordered, options)},
@@ -351,15 +345,15 @@ class NamedMesh:
         """
         if self.closed:
             return
-        self._end()
+        self._end("was closed")
         self.pool.close()
 
-    def _end(self) -> None:
+    def _end(self, reason: str = "ended with the default process group, which was destroyed") -> None:
         """Let go of every group, because the mesh is closed or the default group is being destroyed."""
         if self.closed:
             return
-        self.closed = True
-        self._version = next(_versions)
+        self.closed, self._end_reason = True, reason
+        self._version = _next_version()
         for view in self._all_views:
             forget(view.root)
         self._all_views = Views(View(self.layout, None))
@@ -382,7 +376,7 @@ class NamedMesh:
         current.deselect(self)
 
     def __copy__(self) -> Self:
-        """The same mesh."""
+        """The same mesh: a copy of something that holds a mesh shares it."""
         return self
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
@@ -401,7 +395,7 @@ class NamedMesh:
 
     def group_named(self, name: str) -> dist.ProcessGroup | None:
         """The group of this rank over an axis or a flattened product of this name, if there is one."""
-        return self._groups.get((name,))
+        return self._groups.get((self._version, (name,)))
 
     # For the dialects, which create groups of this mesh.
 
@@ -427,14 +421,8 @@ class NamedMesh:
     # Behind the accessors.
 
     def _check_open(self) -> None:
-        if not self.closed:
-            return
-        if not self.pool.closed:
-            raise MeshError(
-                f"the mesh over {self.layout} ended with the default process group, which was destroyed; make another "
-                "with init_mesh()"
-            )
-        raise MeshError(f"the mesh over {self.layout} was closed; make another with init_mesh()")
+        if self.closed:
+            raise MeshError(f"the mesh over {self.layout} {self._end_reason}; make another with init_mesh()")
 
     @property
     def _views(self) -> Views:
@@ -444,7 +432,8 @@ class NamedMesh:
 
     def _prepare_answers(self) -> None:
         """Work out the answers for each axis and product: under ``torch.compile`` an accessor must not learn."""
-        self._version = next(_versions)
+        self._version = _next_version()
+        self._groups.clear()
         rank = self.global_rank
         self._axes: dict[str, None] = {}
         self._sizes[()] = self.layout.world_size
@@ -457,13 +446,13 @@ class NamedMesh:
                     self._ranks[axis,] = view.layout.group_rank(rank, axis)
                     mesh = self._meshes.get(axis) or view.root[axis]
                     self._meshes[axis] = self._meshes[axis,] = mesh
-                    self._groups[axis,] = mesh.get_group()
+                    self._groups[self._version, (axis,)] = mesh.get_group()
         for ordered, (name, _, mesh) in self._flat.items():
             layout = self._all_views.of(ordered).layout
             for axes in ((name,), ordered):
                 self._sizes[axes] = layout.size(*ordered)
                 self._ranks[axes] = layout.group_rank(rank, *ordered)
-                self._groups[axes] = mesh.get_group()
+                self._groups[self._version, axes] = mesh.get_group()
 
     def _place(self, axes: Sequence[str]) -> tuple[View, tuple[str, ...]]:
         """The view that has the axes, and the axes in its order; without axes, the whole mesh."""
@@ -472,7 +461,7 @@ class NamedMesh:
         return view, view.ordered(expanded)
 
     @constant_under_compile
-    def _find_ranks(self, axes: tuple[str, ...], version: int) -> tuple[int, ...]:
+    def _find_ranks(self, axes: tuple[str, ...], version: str) -> tuple[int, ...]:
         """The ranks over axes that no answer stands ready for."""
         view, ordered = self._place(axes)
         key = ("ranks", ordered, version)
@@ -481,7 +470,7 @@ class NamedMesh:
         return self._answers[key]  # type: ignore[return-value]
 
     @constant_under_compile
-    def _slice(self, axes: tuple[str, ...], version: int) -> DeviceMesh:
+    def _slice(self, axes: tuple[str, ...], _version: str) -> DeviceMesh:
         view = self._views.of(axes)
         if len(set(axes)) != len(axes) or not axes:
             raise AxisError(f"axes {axes} are not a selection of {view.layout.axes}; name each axis once")
@@ -497,15 +486,27 @@ class NamedMesh:
         return self._answers[key]  # type: ignore[return-value]
 
     @constant_under_compile
-    def _find_group(self, axes: tuple[str, ...], version: int) -> dist.ProcessGroup:
+    def _find_group(self, axes: tuple[str, ...], _version: str) -> dist.ProcessGroup:
         if not axes:
             raise AxisError(f"no axis is named; name one or more of {self.layout.axes}")
         view, ordered = self._place(axes)
-        group = self._groups.get(ordered) or self.pool.find(view.layout, ordered, self.options_of(ordered))
+        known = self._groups.get((self._version, ordered))
+        group = known or self.pool.find(view.layout, ordered, self.options_of(ordered))
         if group is None:
             raise MeshError(
                 f"there is no group over {named(ordered)} yet; call mesh.flatten({quoted(ordered)}) once, on every "
                 "rank, before it is asked for"
+            )
+        return group
+
+    @constant_under_compile
+    def _find_gloo_group(self, axes: tuple[str, ...], _version: str) -> dist.ProcessGroup:
+        view, ordered = self._place(axes)
+        group = self.pool.find(view.layout, ordered, self.pool.gloo_options(self.options_of(ordered)))
+        if group is None:
+            raise MeshError(
+                f"there is no gloo group over {named(ordered)}; ask for one when the group is made, with "
+                "options=GroupOptions(gloo_twin=True)"
             )
         return group
 
@@ -564,7 +565,7 @@ class NamedMesh:
         existing = {
             axis: self.pool.existing(layout, (axis,), self._axis_options(axis, options)) for axis in new
         }
-        check_told_apart(layout, self.device.type, existing)
+        current.check_told_apart(layout, self.device.type, existing)
         return layout
 
     def _axis_options(self, axis: str, options: Mapping[str, GroupOptions]) -> GroupOptions:
@@ -577,48 +578,31 @@ class NamedMesh:
         return [(layout, (axis,), self._axis_options(axis, options)) for axis in layout]
 
 
+def current_mesh() -> NamedMesh:
+    """The mesh that code without a mesh argument works on.
+
+    Returns:
+        The innermost mesh entered with ``with mesh:``; outside of any, the only mesh that is alive.
+
+    Raises:
+        MeshError: there is no mesh, or there are several and none was selected, or the selected one is closed.
+
+    Example:
+        >>> current_mesh()
+        Traceback (most recent call last):
+        namedmesh.errors.MeshError: no mesh is alive in this process; call namedmesh.init_mesh(...) first
+    """
+    return cast("NamedMesh", current.current())
+
+
 _versions = count()
+
+
+def _next_version() -> str:
+    """A text that no other mesh has; the compiler guards texts, and may take a changed number for a variable one."""
+    return str(next(_versions))
 
 
 def _option_axes(name: str, layout: Layout) -> tuple[str, ...]:
     """The axes that an option is for: one of the layout, several joined by ``_``, or one that a view will have."""
     return (name,) if name in layout else product_axes(name, layout) or (name,)
-
-
-def check_told_apart(
-    layout: Layout,
-    device_type: str,
-    groups: Mapping[str, dist.ProcessGroup | None],
-    ordered: Sequence[str] | None = None,
-) -> None:
-    """Refuse a mesh that torch would take for another one that is alive, but that has other groups.
-
-    DTensor remembers operations by mesh, and takes meshes of the same names, ranks and device for one: results
-    of one mesh would come back on the groups of the other.
-
-    Args:
-        layout: the layout of the new mesh.
-        device_type: its kind of device.
-        groups: for each name, the group that it will have, or None for a new one.
-        ordered: the axes of the name, where it is a product.
-
-    Raises:
-        MeshError: all problems at once.
-    """
-    problems = []
-    for other in current.open_meshes():
-        if other.device.type != device_type:
-            continue
-        for name, group in groups.items():
-            theirs = other.group_named(name)
-            if theirs is None or theirs is group:
-                continue
-            ranks = layout.group(other.global_rank, *(ordered or (name,)))
-            if len(ranks) > 1 and ranks == other.ranks(name):
-                problems.append(
-                    f"{name!r} would be on another process group than the {name!r} of the open mesh over {other.layout}, and "
-                    "torch takes meshes with the same names and ranks for one; share the groups (the same options on "
-                    "both meshes), close the other mesh first, or choose another name"
-                )
-    if problems:
-        raise MeshError(*problems)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["GroupOptions", "nccl_options"]
+__all__ = ["GroupOptions", "nccl_options", "normalized_backend"]
 
 # The fields of torch's NCCL configuration that a group can set. max_ctas and the like are ints, net_name a string.
 _NCCL_FIELDS = (
@@ -46,7 +46,8 @@ class GroupOptions:
             options. Turn it off for code that overlaps two collectives over the same ranks.
 
     Raises:
-        LayoutError: a setting that NCCL does not have, or a timeout that is not positive.
+        LayoutError: a setting that NCCL does not have, a timeout that is not positive, or a backend that is no
+            string; all problems at once.
 
     Example:
         >>> GroupOptions(nccl={"max_ctas": 32}, high_priority=True).nccl
@@ -61,13 +62,22 @@ class GroupOptions:
     share: bool = True
 
     def __post_init__(self) -> None:
-        settings = dict(self.nccl)
-        problems = [
+        try:
+            settings, problems = dict(self.nccl), []
+        except (TypeError, ValueError):
+            settings, problems = (
+                {},
+                [f"nccl is {self.nccl!r}; it maps settings to values, as in {{'max_ctas': 32}}"],
+            )
+        problems += [
             f"NCCL has no setting {name!r} that a group can give; the settings are {', '.join(_NCCL_FIELDS)}"
             f"{did_you_mean(name, _NCCL_FIELDS)}"
             for name in settings
             if name not in _NCCL_FIELDS
         ]
+        backend: object = self.backend
+        if backend is not None and not isinstance(backend, str):
+            problems.append(f"backend is {backend!r}; it is a name such as 'gloo'")
         if self.timeout is not None and (
             not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0)
         ):
@@ -166,7 +176,9 @@ def _from_text(text: str, path: str) -> dict[str, GroupOptions]:
         table = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise LayoutError(f"the options file {path!r} is not YAML: {error}") from None
-    if not isinstance(table, dict) or not all(isinstance(settings, dict) for settings in table.values()):
+    if not isinstance(table, dict) or not all(
+        isinstance(axis, str) and isinstance(settings, dict) for axis, settings in table.items()
+    ):
         raise LayoutError(
             f"the options file {path!r} must map names of axes to settings, such as 'tp: {{max_ctas: 32}}'"
         )
@@ -180,6 +192,57 @@ def _from_text(text: str, path: str) -> dict[str, GroupOptions]:
     if problems:
         raise LayoutError(*problems)
     return options
+
+
+def normalized_backend(backend: str | None) -> dict[str, str]:
+    """Which backend serves which type of device, as torch reads the name of one, or of several.
+
+    Two names that mean the same give equal answers, so groups can be shared whatever the spelling, and
+    ``normalized_backend(name).get("cuda") == "nccl"`` says whether NCCL options apply there.
+
+    Args:
+        backend: a name as ``new_group`` and ``init_process_group`` take it, such as ``"nccl"``, ``"NCCL"`` or
+            ``"cpu:gloo,cuda:nccl"``; None or ``"undefined"``, which is what a group made without a name
+            reports, for the backend that torch chooses.
+
+    Raises:
+        LayoutError: a name that torch does not know, or a device that is named twice.
+
+    Example:
+        >>> normalized_backend("CPU:gloo,cuda:NCCL") == normalized_backend("cuda:nccl,cpu:gloo")
+        True
+        >>> normalized_backend("NCCL")
+        {'cuda': 'nccl'}
+    """
+    import torch  # options themselves need no torch
+    import torch.distributed as dist
+
+    known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+    default = dist.Backend.default_device_backend_map
+    name = (backend or dist.Backend.UNDEFINED).lower()
+    if name == dist.Backend.UNDEFINED:
+        accelerator = torch.accelerator.current_accelerator()
+        kind = accelerator.type if accelerator is not None else "cpu"
+        return {kind: default[kind]} if kind in default else {}
+    if ":" not in name:
+        pairs = [(kind, name) for kind in dist.Backend.backend_capability.get(name, ["cpu", "cuda", "xpu"])]
+    else:
+        pairs = [(kind, which) for kind, _, which in (pair.partition(":") for pair in name.split(","))]
+    problems = [
+        f"backend {backend!r} names {which!r}, which is none that torch knows; the backends are "
+        f"{', '.join(known)}, or one for each type of device such as 'cpu:gloo,cuda:nccl'{did_you_mean(which, known)}"
+        for which in dict.fromkeys(which for _, which in pairs)
+        if which not in known
+    ]
+    kinds = [kind for kind, _ in pairs]
+    problems += [
+        f"backend {backend!r} names device type {kind!r} {kinds.count(kind)} times; name each one once"
+        for kind in dict.fromkeys(kinds)
+        if kinds.count(kind) > 1
+    ]
+    if problems:
+        raise LayoutError(*problems)
+    return dict(sorted(pairs))
 
 
 def nccl_options(options: GroupOptions, timeout: timedelta | None = None) -> object:

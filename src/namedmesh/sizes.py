@@ -5,12 +5,12 @@ from __future__ import annotations
 import operator
 from keyword import iskeyword
 from math import prod
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex, cast
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["RESERVED", "axis_name_problems", "checked_int", "checked_size", "fitted", "product"]
+__all__ = ["RESERVED", "as_int", "axis_name_problems", "checked_int", "checked_size", "fitted", "product"]
 
 # What `Layout` and `init_mesh` take by keyword beside the axes.
 RESERVED = (
@@ -58,13 +58,25 @@ def product(axes: Iterable[str], sizes: Iterable[int]) -> str:
     return " x ".join(f"{axis}={size}" for axis, size in zip(axes, sizes, strict=True))
 
 
+def as_int(value: object) -> int | None:
+    """The int that a value is, if it is one; True and False are none.
+
+    Example:
+        >>> as_int(2), as_int(2.0), as_int(True)
+        (2, None, None)
+    """
+    if type(value) is int:
+        return value
+    try:
+        return None if isinstance(value, bool) else operator.index(cast("SupportsIndex", value))
+    except TypeError:
+        return None
+
+
 def checked_int(what: str, value: SupportsIndex, least: int, problems: list[str]) -> int:
     """An int of at least ``least``; anything else is a problem, and ``least`` to go on checking with."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if isinstance(value, bool) or number < least:
+    number = as_int(value)
+    if number is None or number < least:
         problems.append(f"{what} is {value!r}; it is an int of at least {least}")
         return least
     return number
@@ -72,11 +84,8 @@ def checked_int(what: str, value: SupportsIndex, least: int, problems: list[str]
 
 def checked_size(axis: object, value: SupportsIndex, problems: list[str]) -> int:
     """The size of an axis, or -1; anything else is a problem, and 1 to go on checking with."""
-    try:
-        size = operator.index(value)
-    except TypeError:
-        size = 0
-    if isinstance(value, bool) or (size < 1 and size != -1):
+    size = as_int(value)
+    if size is None or (size < 1 and size != -1):
         problems.append(
             f"axis {axis!r} has size {value!r}; a size is an int of at least 1, or -1 for whatever is left"
         )
@@ -88,7 +97,7 @@ def fitted(
     axes: tuple[str, ...], sizes: tuple[int, ...], world_size: int | None, problems: list[str]
 ) -> tuple[int, ...]:
     """The sizes with -1 replaced; a world that they do not fit is a problem."""
-    known = prod(size for size in sizes if size != -1)
+    known = prod([size for size in sizes if size != -1])
     if world_size is None or (known == world_size and -1 not in sizes):
         return sizes
     if -1 in sizes and world_size % known == 0:

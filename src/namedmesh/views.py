@@ -160,7 +160,7 @@ def product_axes(name: str, layout: Layout) -> tuple[str, ...]:
         >>> product_axes("dp_tp", Layout(dp=2, cp=1, tp=2)), product_axes("tp_dp", Layout(dp=2, tp=2))
         (('dp', 'tp'), ())
     """
-    rest, axes = name, []
+    rest, axes = name, list[str]()
     for axis in layout.axes:
         if rest == axis:
             return (*axes, axis)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 from namedmesh import current
@@ -94,7 +94,7 @@ class Bindings:
         """Follow what was selected, deselected or closed."""
         if closed is not None:
             self.drop(closed)
-        self.show(current.selected_mesh() or self.base)
+        self.show(cast("NamedMesh | None", current.selected_mesh()) or self.base)
 
     def show(self, mesh: NamedMesh | None) -> None:
         """Let the state answer for a mesh, which need not be bound."""

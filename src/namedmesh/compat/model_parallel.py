@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import warnings
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakSet
 
 import torch.distributed as dist
 
-from namedmesh.consistency import report_failure
+from namedmesh._torch import backward_pass
 from namedmesh.compat.axes import DENSE, dense_layout, groups_over
 from namedmesh.compat.binding import Bindings, Bound
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.state import LegacyState, answer_of
+from namedmesh.consistency import report_failure
 from namedmesh.errors import MeshError
 from namedmesh.groups import GroupPool
 from namedmesh.init import create_mesh, version_fields
@@ -100,6 +102,7 @@ class ModelParallel:
         self.sizes = dict(sizes)
         self.state = AxisState()
         self.bindings = Bindings(self.state)
+        self._used: WeakSet[Peers] = WeakSet()  # the state keeps them, for as long as their mesh is open
 
     def bind(self, mesh: NamedMesh) -> Bound:
         """Let the accessors and layers answer from a mesh that exists; communicates the first time.
@@ -304,8 +307,18 @@ class ModelParallel:
         return dist.get_rank() // size * size
 
     def peers(self) -> Peers:
-        """The tensor-parallel ranks of this moment."""
-        return self.found(self.state.peers, "the tensor-parallel group")
+        """The tensor-parallel ranks of this moment.
+
+        A backward pass repeats the forwards that were checkpointed, and may do so after the ``with`` block that
+        selected their mesh: there they are the ranks that forwards had before, if all had the same.
+        """
+        if backward_pass() >= 0 and len(self._used) == 1:
+            (used,) = self._used
+            return used
+        peers = self.found(self.state.peers, "the tensor-parallel group")
+        if peers not in self._used:
+            self._used.add(peers)
+        return peers
 
     def _answers(self, mesh: NamedMesh) -> dict[str, Any]:
         """The groups, which are those of the mesh, and their ranks; communicates where one has to be made."""

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from namedmesh import launch
-from namedmesh.consistency import report_failure
 from namedmesh.compat.axes import groups_over
+from namedmesh.consistency import report_failure
 from namedmesh.errors import LayoutError
 from namedmesh.init import init_mesh
 

@@ -8,9 +8,12 @@ have them, as the slots that they are.
 from __future__ import annotations
 
 import sys
+import threading
+from itertools import count
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from namedmesh._torch import constant_under_compile
 from namedmesh.lazy_group import LazyGroup
 
 if TYPE_CHECKING:
@@ -19,6 +22,10 @@ if TYPE_CHECKING:
     from namedmesh.mesh import NamedMesh
 
 __all__ = ["LegacyState", "answer_of", "make_patchable"]
+
+
+_versions = count()
+_reading = threading.RLock()
 
 
 class LegacyState:
@@ -31,16 +38,20 @@ class LegacyState:
         mesh: the mesh that the answers are of.
         made: the answers before anybody patched them.
         owned: whether the dialect made the mesh, and therefore closes it.
-        later: the groups that are made when they are first asked for.
+        later: the groups that are created on first use.
+        constants: those of them that compiled code has as constants.
+        version: another number whenever the answers are those of another mesh.
     """
 
-    __slots__ = ("later", "made", "mesh", "owned")
+    __slots__ = ("constants", "later", "made", "mesh", "owned", "version")
 
     slots: ClassVar[tuple[str, ...]] = ()
     made: dict[str, Any]
     mesh: NamedMesh | None
     owned: bool
     later: dict[str, LazyGroup]
+    constants: set[str]
+    version: int
 
     def __init__(self) -> None:
         self.clear()
@@ -49,12 +60,13 @@ class LegacyState:
         """Forget every answer, and what was set or patched."""
         for slot in self.slots:
             setattr(self, slot, None)
-        self.made, self.mesh, self.owned, self.later = {}, None, False, {}
+        self.made, self.mesh, self.owned, self.later, self.constants = {}, None, False, {}, set()
+        self.version = next(_versions)
         self.follow()
 
     def fill(self, mesh: NamedMesh, answers: Mapping[str, Any], *, owned: bool) -> None:
         """Take the answers of a mesh; slots that are not among them stay as they were set by hand."""
-        self.mesh, self.owned = mesh, owned
+        self.mesh, self.owned, self.version = mesh, owned, next(_versions)
         self.later = {slot: value for slot, value in answers.items() if isinstance(value, LazyGroup)}
         self.made = {slot: value for slot, value in answers.items() if slot not in self.later}
         for slot in answers:
@@ -63,11 +75,22 @@ class LegacyState:
 
     def read(self, slot: str) -> Any:
         """The value of a slot; a group that is made when it is first asked for is made now."""
-        value = getattr(self, slot)
-        if value is None and slot in self.later:
-            value = self.made[slot] = self.later.pop(slot).get_or_create()
-            self.put(slot, value)
-        return value
+        with _reading:  # another thread may be creating it
+            if slot in self.constants:
+                return self.later[slot].get_or_create()
+            if getattr(self, slot) is None and slot in self.later:
+                value = self.made[slot] = self.later[slot].get_or_create()
+                del self.later[slot]
+                self.put(slot, value)
+            return getattr(self, slot)
+
+    @constant_under_compile
+    def read_constant(self, slot: str, _version: int) -> Any:
+        """As :meth:`read`, while code is compiled that keeps the value: the slot stays empty, which the code guards."""
+        if slot not in self.later:
+            return getattr(self, slot)
+        self.constants.add(slot)
+        return self.read(slot)
 
     def read_all(self) -> None:
         """Make every group that nobody has asked for yet."""
@@ -89,11 +112,12 @@ class LegacyState:
 
     def saved(self) -> tuple[Any, ...]:
         """Everything, to be put back with :meth:`load`."""
-        return (self.made, self.mesh, self.owned, self.later, *(getattr(self, slot) for slot in self.slots))
+        own = (self.made, self.mesh, self.owned, self.later, self.constants, self.version)
+        return (*own, *(getattr(self, slot) for slot in self.slots))
 
     def load(self, saved: tuple[Any, ...]) -> None:
         """Put back what :meth:`saved` returned."""
-        self.made, self.mesh, self.owned, self.later, *values = saved
+        self.made, self.mesh, self.owned, self.later, self.constants, self.version, *values = saved
         for slot, value in zip(self.slots, values, strict=True):
             setattr(self, slot, value)
 

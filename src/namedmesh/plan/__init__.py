@@ -1,4 +1,4 @@
-"""The offline planner: what a layout amounts to, in numbers, tables and pictures, without torch or a GPU.
+"""The offline planner: describe a layout in numbers, tables and pictures, without torch or a GPU.
 
 Every function computes and returns frozen dataclasses; text and pictures are made from those. Names are loaded
 when they are first used. What needs torch and real ranks lives apart, in :mod:`namedmesh.plan.doctor`.
@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from namedmesh.plan.comparison import Comparison, Difference, compare
-    from namedmesh.plan.core import Groups, Plan, make_plan
+    from namedmesh.plan.core import Groups, Plan, RankPlan, make_plan, plan_rank
     from namedmesh.plan.costs import Memory, Model, estimate_memory, estimate_traffic
+    from namedmesh.plan.html import draw_html
     from namedmesh.plan.members import Members
     from namedmesh.plan.nodes import Placement
-    from namedmesh.plan.one_rank import RankPlan, plan_rank
-    from namedmesh.plan.page import draw_html
     from namedmesh.plan.partitions import Partition, list_partitions
     from namedmesh.plan.shard import Cut, Piece, cut_weight
     from namedmesh.plan.spec import Spec, SpecError, UsageError, parse_spec
@@ -52,12 +51,11 @@ __all__ = [
 
 _HOMES = {
     "comparison": ("Comparison", "Difference", "compare"),
-    "core": ("Groups", "Plan", "make_plan"),
+    "core": ("Groups", "Plan", "RankPlan", "make_plan", "plan_rank"),
     "costs": ("Memory", "Model", "estimate_memory", "estimate_traffic"),
     "members": ("Members",),
     "nodes": ("Placement",),
-    "one_rank": ("RankPlan", "plan_rank"),
-    "page": ("draw_html",),
+    "html": ("draw_html",),
     "partitions": ("Partition", "list_partitions"),
     "shard": ("Cut", "Piece", "cut_weight"),
     "spec": ("Spec", "SpecError", "UsageError", "parse_spec"),

@@ -1,4 +1,4 @@
-"""Two layouts side by side: which kinds of groups are the same ranks in both, and which are not."""
+"""Compare two layouts: which kinds of groups have the same ranks in both, and which do not."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def compare(first: str, second: str, *, world_size: int | None = None) -> Compar
         LayoutError: sizes that do not fit, or two worlds of different size.
 
     Example:
-        >>> found = compare("megatron tp=2,pp=4", "fairscale tp=2,pp=4", world_size=16)
-        >>> {" x ".join(kind.axes): kind.same for kind in found.kinds}
+        >>> comparison = compare("megatron tp=2,pp=4", "fairscale tp=2,pp=4", world_size=16)
+        >>> {" x ".join(kind.axes): kind.same for kind in comparison.kinds}
         {'pp': False, 'dp': False, 'cp': True, 'tp': True, 'pp x tp': False}
     """
     one, other = resolve(first, world_size=world_size), resolve(second, world_size=world_size)
@@ -83,78 +83,69 @@ def compare(first: str, second: str, *, world_size: int | None = None) -> Compar
     axes = list(dict.fromkeys((*one.dense, *other.dense)))
     if "dp" in axes:  # where only one of them splits dp in two, both parts together are the other's dp
         axes = [axis for axis in axes if axis not in _PARTS]
-    chosen: list[tuple[str, ...]] = [(axis,) for axis in axes]
-    chosen += [("pp", "tp")] if {"pp", "tp"} <= {*one.dense, *other.dense} else []
-    kinds = [_difference(one.dense, other.dense, axes) for axes in chosen]
+    kinds_of_groups: list[tuple[str, ...]] = [(axis,) for axis in axes]
+    kinds_of_groups += [("pp", "tp")] if {"pp", "tp"} <= {*one.dense, *other.dense} else []
+    kinds = [_difference(one.dense, other.dense, axes) for axes in kinds_of_groups]
     if one.expert is not None and other.expert is not None:
-        more = dict.fromkeys(axis for axis in (*one.expert, *other.expert) if (axis,) not in chosen)
-        kinds += [_difference(one.expert, other.expert, (axis,)) for axis in more]
+        expert_axes = dict.fromkeys((*one.expert, *other.expert))
+        kinds += [
+            _difference(one.expert, other.expert, (axis,))
+            for axis in expert_axes
+            if (axis,) not in kinds_of_groups
+        ]
     return Comparison(one, other, tuple(kinds))
 
 
-def _difference(one: Layout, other: Layout, axes: tuple[str, ...]) -> Difference:
-    sides = [_side(layout, axes) for layout in (one, other)]
+def _difference(first: Layout, second: Layout, axes: tuple[str, ...]) -> Difference:
+    names = {*axes, *(_PARTS if "dp" in axes else ())}
+    both = [(layout, tuple(axis for axis in layout if axis in names)) for layout in (first, second)]
     # An axis that a layout does not have is one of size 1.
-    keys = [layout.partition(*here)[2] if here else () for layout, here, _, _, _ in sides]
+    partitions = [layout.partition(*own)[2] if own else () for layout, own in both]
+    sizes = [layout.size(*own) if own else None for layout, own in both]
+    counts = [layout.count(*own) if own else None for layout, own in both]
+    examples = [tuple(first_groups(layout, Kind("", own), _EXAMPLES)) if own else () for layout, own in both]
     return Difference(
         axes,
-        keys[0] == keys[1],
-        (sides[0][2], sides[1][2]),
-        (sides[0][3], sides[1][3]),
-        (sides[0][4], sides[1][4]),
+        partitions[0] == partitions[1],
+        (sizes[0], sizes[1]),
+        (counts[0], counts[1]),
+        (examples[0], examples[1]),
     )
 
 
-def _side(
-    layout: Layout, axes: tuple[str, ...]
-) -> tuple[Layout, tuple[str, ...], int | None, int | None, tuple[Members, ...]]:
-    wanted = {*axes, *(_PARTS if "dp" in axes else ())}
-    here = tuple(axis for axis in layout if axis in wanted)
-    if not here:
-        return layout, here, None, None, ()
-    groups = tuple(first_groups(layout, Kind("", here), _EXAMPLES))
-    return layout, here, layout.size(*here), layout.count(*here), groups
-
-
-def diff_document(found: Comparison) -> Document:
-    """A comparison in words and tables."""
+def diff_document(comparison: Comparison) -> Document:
+    """Write a comparison as text and tables."""
     head = "\n".join(
         f"{letter}: {side.dialect.name} {side.dense}"
-        for letter, side in (("a", found.first), ("b", found.second))
+        for letter, side in (("a", comparison.first), ("b", comparison.second))
     )
-    differing = [kind for kind in found.kinds if not kind.same]
+    differing = [kind for kind in comparison.kinds if not kind.same]
     table = Table(
         ("groups over", "size a", "size b", "groups a", "groups b", "ranks"),
         tuple(
             (" x ".join(kind.axes), *kind.sizes, *kind.counts, "same" if kind.same else "different")
-            for kind in found.kinds
+            for kind in comparison.kinds
         ),
     )
     examples = [
         f"{' x '.join(kind.axes)}\n  a: {_shown(kind, 0)}\n  b: {_shown(kind, 1)}" for kind in differing
     ]
-    verdict = (
-        f"{len(differing)} of {len(found.kinds)} kinds of groups differ"
+    summary = (
+        f"{len(differing)} of {len(comparison.kinds)} kinds of groups differ"
         if differing
-        else f"all {len(found.kinds)} kinds of groups are the same"
+        else f"all {len(comparison.kinds)} kinds of groups are the same"
     )
     data = {
-        "world_size": found.first.dense.world_size,
-        "a": dict(found.first.dense.items()),
-        "b": dict(found.second.dense.items()),
-        "same": found.same,
+        "world_size": comparison.first.dense.world_size,
+        "a": dict(comparison.first.dense.items()),
+        "b": dict(comparison.second.dense.items()),
+        "same": comparison.same,
         "kinds": [
-            {
-                "axes": list(kind.axes),
-                "same": kind.same,
-                "sizes": list(kind.sizes),
-                "counts": list(kind.counts),
-                "examples": [[list(group[:16]) for group in side] for side in kind.examples],
-            }
-            for kind in found.kinds
+            {**vars(kind), "examples": [[group[:16] for group in side] for side in kind.examples]}
+            for kind in comparison.kinds
         ],
     }
-    return Document((head, table, *examples, verdict), lambda: data, lambda: table)
+    return Document((head, table, *examples, summary), lambda: data, lambda: table)
 
 
 def _shown(kind: Difference, side: int) -> str:

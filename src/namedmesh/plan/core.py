@@ -1,21 +1,26 @@
-"""A plan: the layouts of a job, the groups of each kind, and what to look out for; numbers only, no text layout."""
+"""Compute a plan: the layouts of a job, the groups of each kind, one rank of it, and warnings; numbers, no text."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING
 
 from namedmesh.dialects import DIALECTS, EXPERT, PLAIN, Arrangement, Kind, arrange, kinds_of
 from namedmesh.errors import AxisError, LayoutError, did_you_mean
 from namedmesh.layout import Layout
-from namedmesh.plan.members import Members, first_groups, group_of_kind
-from namedmesh.plan.nodes import Placement, better_order, placements, talkative
-from namedmesh.plan.spec import Spec, UsageError, near_misses, parse_spec
+from namedmesh.plan.members import Members, first_groups, group_of, group_of_kind
+from namedmesh.plan.nodes import Placement, bandwidth_bound, better_order, placements
+from namedmesh.plan.spec import Spec, UsageError, near_misses, parse_spec, size_problems
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Groups", "Plan", "make_plan", "resolve"]
+__all__ = ["Groups", "OnAxis", "Plan", "RankPlan", "make_plan", "plan_rank", "resolve"]
+
+
+_EXPERT_SHARDS = ("pp", "ep", "etp")  # the axes that shard the experts; over the others they are replicated
+_DATA = ("dp", "dp_replicate", "dp_shard")
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class Groups:
         layout: the layout that the axes are of.
         size: how many ranks a group has.
         count: how many groups there are.
-        communicator: what serves it once groups over the same ranks are shared: ``"own"``, ``"world"`` (the
+        communicator: what serves it if groups over the same ranks are shared: ``"own"``, ``"world"`` (the
             default group), ``"none"`` (a single rank), or the name of the kind that has the same ranks.
     """
 
@@ -39,11 +44,11 @@ class Groups:
 
     @property
     def name(self) -> str:
-        """What the dialect calls it."""
+        """The dialect's name of the kind."""
         return self.kind.name
 
     def first(self, limit: int) -> list[Members]:
-        """The first groups, by their lowest rank; the cost is that of ``limit``.
+        """Return the first groups, by their lowest rank; the cost is that of ``limit``.
 
         Example:
             >>> [group[:] for group in make_plan("pp=2,tp=2").groups("tp").first(1)]
@@ -54,7 +59,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a job's layout amounts to.
+    """The sizes, groups, communicators and warnings of a job's layout.
 
     Args:
         arrangement: the layouts and whose rank table they are.
@@ -63,10 +68,10 @@ class Plan:
         asked: how many process groups a rank asks for (rank 0, which is in one of every kind).
         held: how many communicators it holds if groups over the same ranks are shared, beside the world's.
         calls: how many groups the whole world is made of, if each is made.
-        gpus_per_node: how many ranks a node has, if that was said.
-        nvlink_domain: how many ranks are joined by NVLink, if that was said.
-        placements: which axes stay inside a node; empty if nothing was said about nodes.
-        warnings: a sentence for each thing that may not be meant.
+        gpus_per_node: how many ranks a node has, if given.
+        nvlink_domain: how many ranks are joined by NVLink, if given.
+        placements: which axes stay inside a node; empty if no nodes are given.
+        warnings: a sentence for each thing that may be a mistake.
     """
 
     arrangement: Arrangement
@@ -101,16 +106,66 @@ class Plan:
         return _groups(self.arrangement, Kind("model replica", self.replica_axes), "")
 
     def groups(self, name: str) -> Groups:
-        """The groups of one kind, by its name.
+        """Return the groups of one kind, by its name.
 
         Raises:
             AxisError: no kind of groups has this name.
         """
-        for found in self.kinds:
-            if found.name == name:
-                return found
-        names = tuple(found.name for found in self.kinds)
+        by_name = {groups.name: groups for groups in self.kinds}
+        if name in by_name:
+            return by_name[name]
+        names = tuple(by_name)
         raise AxisError(f"{name!r} is not one of {names}{did_you_mean(name, names)}")
+
+
+@dataclass(frozen=True)
+class OnAxis:
+    """A rank on one axis: its coordinate, the size of the axis, and the ranks of its group over the axis."""
+
+    axis: str
+    at: int
+    size: int
+    peers: Members
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """The coordinates, groups and shards of one rank.
+
+    Args:
+        rank: the rank.
+        axes: its coordinate on each axis, slowest first, those of the experts' layout at the end.
+        node: the number of its node, if the plan has nodes.
+        previous: the rank of the pipeline stage before this one; None on the first stage, or without stages.
+        next: the rank of the stage after it; None on the last.
+        batch: the ranks that work on the same samples; itself included.
+        data_rank: which part of the global batch it works on.
+        data_size: how many parts there are.
+        slice: the axes that shard the parameters, with the shard of this rank and how many shards there are.
+        copies: the ranks that hold the same shard; itself included.
+        expert_slice: likewise the axes that shard the experts; empty without a layout of their own.
+        expert_copies: the ranks that hold the same experts; itself included.
+        groups: the group of each kind that it is in, by the name of the kind.
+    """
+
+    rank: int
+    axes: tuple[OnAxis, ...]
+    node: int | None
+    previous: int | None
+    next: int | None
+    batch: Members
+    data_rank: int
+    data_size: int
+    slice: tuple[OnAxis, ...]
+    copies: Members
+    expert_slice: tuple[OnAxis, ...]
+    expert_copies: Members
+    groups: dict[str, Members]
+
+    @property
+    def share(self) -> int:
+        """One over the fraction of the parameters that it holds, experts aside."""
+        return prod(axis.size for axis in self.slice)
 
 
 def make_plan(
@@ -124,7 +179,7 @@ def make_plan(
     nvlink_domain: int | None = None,
     **sizes: int,
 ) -> Plan:
-    """What a layout amounts to, without a process group, a GPU or torch.
+    """Plan a layout, without a process group, a GPU or torch.
 
     Args:
         spec: a spec string, ``"pp=2,dp=-1,tp=2"`` or ``"megatron tp=2,pp=4"``, or a layout. A string without a
@@ -155,30 +210,70 @@ def make_plan(
         [(0, 1, 4, 5, 8, 9, 12, 13), (2, 3, 6, 7, 10, 11, 14, 15)]
     """
     arrangement = resolve(spec, world_size=world_size, like=like, order=order, **sizes)
-    _check_blocks(gpus_per_node, nvlink_domain)
+    problems = size_problems({"gpus_per_node": gpus_per_node, "nvlink_domain": nvlink_domain})
+    if problems:
+        raise LayoutError(*problems)
     kinds = _shared(arrangement)
-    # Rank 0 is the first of everything, so it is in a group of every kind.
-    made = [(found, group_of_kind(found.layout, 0, found.kind)) for found in kinds]
+    # Rank 0 is the first of every axis, so it is in a group of every kind.
+    members = [(kind.kind, group_of_kind(kind.layout, 0, kind.kind)) for kind in kinds]
     communicators = {
-        (group, twin)
-        for found, group in made
+        (group, gloo)
+        for kind, group in members
         if group is not None and len(group) > 1
-        for twin in range(found.kind.twins + 1)
-        if twin or len(group) < arrangement.dense.world_size
+        for gloo in range(kind.twins + 1)
+        if gloo or len(group) < arrangement.dense.world_size
     }
     node = gpus_per_node or nvlink_domain
-    places = placements(arrangement, node, nvlink_domain) if node is not None else ()
+    placed = placements(arrangement, node, nvlink_domain) if node is not None else ()
     return Plan(
         arrangement,
         kinds,
         tuple(axis for axis in arrangement.dense if axis in arrangement.dialect.cuts),
-        asked=sum(found.kind.twins + 1 for found in kinds),
+        asked=sum(groups.kind.twins + 1 for groups in kinds),
         held=len(communicators),
-        calls=sum(found.count * (found.kind.twins + 1) for found in kinds),
+        calls=sum(groups.count * (groups.kind.twins + 1) for groups in kinds),
         gpus_per_node=gpus_per_node,
         nvlink_domain=nvlink_domain,
-        placements=places,
-        warnings=_warnings(arrangement, places, gpus_per_node, nvlink_domain),
+        placements=placed,
+        warnings=_warnings(arrangement, placed, gpus_per_node, nvlink_domain),
+    )
+
+
+def plan_rank(plan: Plan, rank: int) -> RankPlan:
+    """Describe one rank of a plan.
+
+    Args:
+        plan: the plan.
+        rank: a rank of its world.
+
+    Raises:
+        LayoutError: the rank is not in the layout.
+
+    Example:
+        >>> five = plan_rank(make_plan(world_size=16, tp=2, pp=4), 5)
+        >>> five.previous, five.next, five.batch[:], five.copies[:], five.share
+        (1, 9, (0, 1, 4, 5, 8, 9, 12, 13), (5, 7), 8)
+    """
+    dense = plan.layout
+    axes = _on_axes(dense, rank)
+    data = tuple(axis for axis in dense if axis in _DATA)
+    previous, following = _stages(dense, rank)
+    expert_axes = () if plan.expert is None else _on_axes(plan.expert, rank)
+    groups = {kind.name: group_of_kind(kind.layout, rank, kind.kind) for kind in plan.kinds}
+    return RankPlan(
+        rank,
+        axes + tuple(own for own in expert_axes if own.axis not in dense),
+        rank // plan.gpus_per_node if plan.gpus_per_node else None,
+        previous,
+        following,
+        batch=group_of(dense, rank, *(axis for axis in dense if axis not in data)),
+        data_rank=dense.group_rank(rank, *data) if data else 0,
+        data_size=dense.size(*data) if data else 1,
+        slice=tuple(own for own in axes if own.axis in plan.replica_axes and own.size > 1),
+        copies=group_of(dense, rank, *(axis for axis in dense if axis not in plan.replica_axes)),
+        expert_slice=tuple(own for own in expert_axes if own.axis in _EXPERT_SHARDS and own.size > 1),
+        expert_copies=_copies(plan.expert, rank) if plan.expert is not None else Members(rank, ()),
+        groups={name: group for name, group in groups.items() if group is not None},
     )
 
 
@@ -191,7 +286,7 @@ def resolve(
     order: str | None = None,
     **sizes: int,
 ) -> Arrangement:
-    """The layouts that a spec, or sizes, stand for; arguments and errors are those of :func:`make_plan`.
+    """Resolve a spec, or sizes, to layouts; arguments and errors are those of :func:`make_plan`.
 
     Example:
         >>> resolve("fairscale tp=2,pp=4", world_size=16).dense
@@ -250,9 +345,9 @@ def _groups(arrangement: Arrangement, kind: Kind, communicator: str) -> Groups:
 
 
 def _shared(arrangement: Arrangement) -> tuple[Groups, ...]:
-    """The groups of each kind, each with the first kind that has the same ranks."""
+    """Return the groups of each kind, with the communicator that serves them."""
     owners: dict[object, str] = {}
-    found = []
+    shared = []
     for kind in kinds_of(arrangement):
         groups = _groups(arrangement, kind, "")
         if groups.size == 1:
@@ -260,41 +355,32 @@ def _shared(arrangement: Arrangement) -> tuple[Groups, ...]:
         elif groups.size == arrangement.dense.world_size:
             communicator = "world"
         else:
-            # Ranks that two kinds share at one rank they share everywhere, so one rank is enough to ask.
+            # Two kinds that have the same ranks at one rank have the same ranks everywhere.
             owner = owners.setdefault(group_of_kind(groups.layout, 0, kind), kind.name)
             communicator = "own" if owner == kind.name else owner
-        found.append(Groups(kind, groups.layout, groups.size, groups.count, communicator))
-    return tuple(found)
-
-
-def _check_blocks(gpus_per_node: int | None, nvlink_domain: int | None) -> None:
-    given = {"gpus_per_node": gpus_per_node, "nvlink_domain": nvlink_domain}
-    problems = [
-        f"{name} is {value}; it is an int of at least 1"
-        for name, value in given.items()
-        if value is not None and value < 1
-    ]
-    if problems:
-        raise LayoutError(*problems)
+        shared.append(replace(groups, communicator=communicator))
+    return tuple(shared)
 
 
 def _warnings(
     arrangement: Arrangement,
-    places: tuple[Placement, ...],
+    placed: tuple[Placement, ...],
     gpus_per_node: int | None,
     nvlink_domain: int | None,
 ) -> tuple[str, ...]:
     dense = arrangement.dense
-    said = [*arrangement.notes, *near_misses(dense)]
+    warnings = [*arrangement.notes, *near_misses(dense)]
     if gpus_per_node is not None and dense.world_size % gpus_per_node and dense.world_size > gpus_per_node:
-        said.append(
+        warnings.append(
             f"{dense.world_size} ranks do not fill nodes of {gpus_per_node}: the last has {dense.world_size % gpus_per_node}"
         )
-    far = talkative(places)
+    far = bandwidth_bound(placed)
     block = nvlink_domain or gpus_per_node
     if far and block is not None:
-        said.append(_crossing_warning(arrangement, far, block, "node" if nvlink_domain is None else "domain"))
-    return tuple(said)
+        warnings.append(
+            _crossing_warning(arrangement, far, block, "node" if nvlink_domain is None else "domain")
+        )
+    return tuple(warnings)
 
 
 def _crossing_warning(arrangement: Arrangement, far: list[Placement], block: int, what: str) -> str:
@@ -308,3 +394,23 @@ def _crossing_warning(arrangement: Arrangement, far: list[Placement], block: int
     dialect = arrangement.dialect
     orders = "in any order" if dialect.orderable else f"in the order of {dialect.name}"
     return f"{names} {verb} {where}, {orders}; choose {inner} so that it divides {block}"
+
+
+def _copies(expert: Layout, rank: int) -> Members:
+    """Return the ranks that hold the same experts as a rank."""
+    return group_of(expert, rank, *(axis for axis in expert if axis not in _EXPERT_SHARDS))
+
+
+def _on_axes(layout: Layout, rank: int) -> tuple[OnAxis, ...]:
+    return tuple(
+        OnAxis(axis, at, layout[axis], group_of(layout, rank, axis))
+        for axis, at in layout.coords(rank).items()
+    )
+
+
+def _stages(layout: Layout, rank: int) -> tuple[int | None, int | None]:
+    if "pp" not in layout:
+        return None, None
+    at, last = layout.coords(rank)["pp"], layout["pp"] - 1
+    before = layout.neighbour(rank, "pp", -1) if at > 0 else None
+    return before, layout.neighbour(rank, "pp") if at < last else None

@@ -1,4 +1,4 @@
-"""What a layout costs a rank: bytes of memory, and bytes that each axis moves in a training step.
+"""Estimate the costs of a layout for a rank: bytes of memory, and bytes that each axis sends in a training step.
 
 Estimates by published formulas, each named where it is used; activations are not part of the memory.
 """
@@ -27,7 +27,7 @@ _HALF = 2  # bytes of a bfloat16 number
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of a transformer, as far as they are known; None is not known.
+    """The sizes of a transformer; None is unknown.
 
     Args:
         layers: how many layers.
@@ -70,7 +70,7 @@ class Memory:
 
 
 def estimate_memory(params: int, *, tp: int = 1, pp: int = 1, data: int = 1, stage: int = 0) -> Memory:
-    """Memory of weights, gradients and optimizer state in mixed-precision training with Adam.
+    """Estimate the memory of weights, gradients and optimizer state in mixed-precision training with Adam.
 
     A rank has P = params / (tp x pp) parameters. Each takes 2 bytes as a weight, 2 as a gradient and 12 in the
     optimizer (a weight, a mean and a variance of 4 bytes each). Stage 1 divides the optimizer's part over the
@@ -105,7 +105,7 @@ def estimate_memory(params: int, *, tp: int = 1, pp: int = 1, data: int = 1, sta
 
 
 def estimate_traffic(model: Model, sizes: Mapping[str, int], *, stage: int = 0) -> dict[str, float]:
-    """Bytes that one rank sends in a training step, by axis, the most first; bfloat16 throughout.
+    """Estimate the bytes that one rank sends in a training step, by axis, the most first; bfloat16 throughout.
 
     - dp: gradients are all-reduced, 2 (d-1)/d of their bytes in a ring; with stage 3, weights are gathered
       twice and gradients reduce-scattered, 3 (d-1)/d. d counts the context-parallel ranks too. Source: the ZeRO
@@ -134,28 +134,28 @@ def estimate_traffic(model: Model, sizes: Mapping[str, int], *, stage: int = 0) 
     """
     tp, pp, cp, ep = (sizes.get(axis, 1) for axis in ("tp", "pp", "cp", "ep"))
     data = sizes.get("dp", 1) * cp
-    found: dict[str, float] = {}
+    traffic: dict[str, float] = {}
     if model.params is not None and data > 1:
         rounds = 3 if stage >= 3 else 2  # noqa: PLR2004  the stage that gathers weights
-        found["dp"] = rounds * (data - 1) / data * _HALF * model.params / (tp * pp)
+        traffic["dp"] = rounds * (data - 1) / data * _HALF * model.params / (tp * pp)
     if model.layers is not None and model.hidden is not None and model.seq is not None:
         layers = model.layers / pp
         activations = _HALF * model.batch * model.seq / cp * model.hidden
         heads = model.heads or 1
         kv = activations * 2 * (model.kv_heads or heads) / heads / tp
-        found["tp"] = layers * 4 * 2 * (tp - 1) / tp * activations
-        found["pp"] = (2 * activations) if pp > 1 else 0
-        found["cp"] = layers * 3 * (cp - 1) * kv
-        found["ep"] = layers * 4 * model.top_k * (ep - 1) / ep * activations / tp
-    ranked = sorted(found.items(), key=lambda item: -item[1])
+        traffic["tp"] = layers * 4 * 2 * (tp - 1) / tp * activations
+        traffic["pp"] = (2 * activations) if pp > 1 else 0
+        traffic["cp"] = layers * 3 * (cp - 1) * kv
+        traffic["ep"] = layers * 4 * model.top_k * (ep - 1) / ep * activations / tp
+    ranked = sorted(traffic.items(), key=lambda item: -item[1])
     return {axis: sent for axis, sent in ranked if sent}
 
 
 def parse_count(text: str) -> int:
-    """A number of parameters: ``7B``, ``1.3e9``, ``350M``.
+    """Parse a number of parameters: ``7B``, ``1.3e9``, ``350M``.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the text is none.
 
     Example:
         >>> parse_count("7B"), parse_count("350_000_000")
@@ -165,10 +165,10 @@ def parse_count(text: str) -> int:
 
 
 def parse_bytes(text: str) -> int:
-    """An amount of memory: ``80GB``, ``80GiB``.
+    """Parse an amount of memory: ``80GB``, ``80GiB``.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the text is none.
 
     Example:
         >>> parse_bytes("80GB"), parse_bytes("1 GiB")

@@ -1,4 +1,4 @@
-"""Groups that are described, not listed: who is in a group costs the same in a world of eight and of a million."""
+"""Groups as a first rank and strides, so that their cost does not depend on the size of the world."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _runs(layout: Layout, axes: Iterable[str]) -> Runs:
 
 
 def group_of(layout: Layout, rank: int, *axes: str) -> Members:
-    """The group over ``axes`` that a rank is in: the same ranks as :meth:`namedmesh.Layout.group`.
+    """Return the group over ``axes`` that a rank is in: the same ranks as :meth:`namedmesh.Layout.group`.
 
     Raises:
         AxisError: a name that is no axis.
@@ -100,7 +100,7 @@ def group_of(layout: Layout, rank: int, *axes: str) -> Members:
 
 
 def nth_group(layout: Layout, index: int, *axes: str) -> Members:
-    """One group of the partition, by its place in :meth:`namedmesh.Layout.groups`.
+    """Return one group of the partition, by its index in :meth:`namedmesh.Layout.groups`.
 
     Example:
         >>> from namedmesh import Layout
@@ -114,15 +114,15 @@ def nth_group(layout: Layout, index: int, *axes: str) -> Members:
 
 
 def first_groups(layout: Layout, kind: Kind, limit: int) -> list[Members]:
-    """The first groups of a kind, in the order of the partition; over no axis, each rank is a group."""
+    """Return the first groups of a kind, in the order of the partition; over no axis, each rank is a group."""
     count = min(limit, layout.count(*kind.axes) if kind.axes else layout.world_size)
     return [_part(nth_group(layout, index, *kind.axes), kind) for index in range(count)]
 
 
 def group_of_kind(layout: Layout, rank: int, kind: Kind) -> Members | None:
-    """The group of a kind that a rank is in, if it is in one."""
-    found = _part(group_of(layout, rank, *kind.axes), kind)
-    return found if rank in found else None
+    """Return the group of a kind that a rank is in, if it is in one."""
+    group = _part(group_of(layout, rank, *kind.axes), kind)
+    return group if rank in group else None
 
 
 def _part(ranks: Members, kind: Kind) -> Members:
@@ -134,7 +134,7 @@ def _part(ranks: Members, kind: Kind) -> Members:
 
 
 def in_words(ranks: Sequence[int], limit: int = 16) -> str:
-    """Ranks for people: all of them, or the first ones, the last one and how many.
+    """Write ranks for people: all of them, or the first ones, the last one and how many.
 
     Example:
         >>> in_words((0, 2, 4)), in_words(range(0, 64, 2), limit=4)

@@ -1,4 +1,4 @@
-"""Nodes and NVLink domains: which groups stay inside one, which cross, and an order under which fewer do."""
+"""Nodes and NVLink domains: which groups stay inside one, which cross, and an order under which fewer cross."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from namedmesh.errors import LayoutError, NamedMeshError
 if TYPE_CHECKING:
     from namedmesh.layout import Layout
 
-__all__ = ["Placement", "better_order", "crossing", "placements", "talkative"]
+__all__ = ["Placement", "bandwidth_bound", "better_order", "crossing", "placements"]
 
-_TALKATIVE = ("tp", "etp", "ep")
+_BANDWIDTH_BOUND = ("tp", "etp", "ep")
 # What an order string names: where tp and dp stand decides where etp and edp do.
 _TOKENS = ("tp", "cp", "ep", "dp", "dp_shard", "dp_replicate", "pp")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the groups over one axis lie.
+    """The nodes and NVLink domains of the groups over one axis.
 
     Args:
         axis: the axis.
@@ -42,7 +42,7 @@ class Placement:
 
     @property
     def words(self) -> str:
-        """Where they lie, for people.
+        """The same in words.
 
         Example:
             >>> Placement("tp", "dense", 4, 8, 0).words, Placement("tp", "dense", 3, 8, 3).words
@@ -65,7 +65,7 @@ def _crossed(crossed: int, groups: int, what: str) -> str:
 
 
 def crossing(layout: Layout, axis: str, block: int) -> int:
-    """How many groups over an axis have ranks in several blocks of consecutive ranks.
+    """Count the groups over an axis that have ranks in several blocks of consecutive ranks.
 
     Args:
         layout: the layout.
@@ -108,7 +108,7 @@ def crossing(layout: Layout, axis: str, block: int) -> int:
 
 
 def _late(below: int, block: int, t: int) -> int:
-    """How many numbers below a bound are t or more, modulo block."""
+    """Count the numbers below a bound that are t or more, modulo block."""
     whole, rest = divmod(below, block)
     return whole * (block - t) + max(0, rest - t)
 
@@ -116,7 +116,7 @@ def _late(below: int, block: int, t: int) -> int:
 def placements(
     arrangement: Arrangement, gpus_per_node: int, nvlink_domain: int | None = None
 ) -> tuple[Placement, ...]:
-    """Where the groups over each axis lie, slowest axis first, the experts' own axes at the end.
+    """Place the groups over each axis on nodes, slowest axis first, the experts' own axes at the end.
 
     Args:
         arrangement: the layouts.
@@ -125,15 +125,15 @@ def placements(
 
     Example:
         >>> from namedmesh.dialects import PLAIN
-        >>> [place.words for place in placements(arrange(PLAIN, {"pp": 4, "tp": 2}, world_size=16), 8)]
+        >>> [placement.words for placement in placements(arrange(PLAIN, {"pp": 4, "tp": 2}, world_size=16), 8)]
         ['crosses nodes', 'inside a node', 'inside a node']
     """
-    found = []
+    placed = []
     for view, layout in ((DENSE, arrangement.dense), (EXPERT, arrangement.expert)):
         for axis in layout or ():
             if layout is None or (view == EXPERT and axis in arrangement.dense):
                 continue
-            found.append(
+            placed.append(
                 Placement(
                     axis,
                     view,
@@ -143,24 +143,24 @@ def placements(
                     None if nvlink_domain is None else crossing(layout, axis, nvlink_domain),
                 )
             )
-    return tuple(found)
+    return tuple(placed)
 
 
-def talkative(found: tuple[Placement, ...]) -> list[Placement]:
-    """The axes that should stay where the fast links are, and do not.
+def bandwidth_bound(placed: tuple[Placement, ...]) -> list[Placement]:
+    """Return the axes that should stay inside the fast links, and do not.
 
     These exchange activations inside every layer: tp, etp and ep.
     """
     return [
-        place
-        for place in found
-        if place.axis in _TALKATIVE
-        and (place.across_nodes if place.across_domains is None else place.across_domains)
+        placement
+        for placement in placed
+        if placement.axis in _BANDWIDTH_BOUND
+        and (placement.across_nodes if placement.across_domains is None else placement.across_domains)
     ]
 
 
 def better_order(arrangement: Arrangement, block: int) -> str | None:
-    """An order of the axes, fastest first, under which tp and ep stay inside a block, as near as can be.
+    """Find an order of the axes, fastest first, under which tp and ep stay inside a block, close to the given one.
 
     Args:
         arrangement: the layouts as they are.
@@ -189,12 +189,12 @@ def better_order(arrangement: Arrangement, block: int) -> str | None:
             made = arrange(dialect, sizes, world_size=arrangement.dense.world_size, order="-".join(tokens))
         except NamedMeshError:  # the experts' pipelines would be other ranks
             continue
-        if not talkative(placements(made, block)):
+        if not bandwidth_bound(placements(made, block)):
             return made.dense.order if made.expert is None else "-".join(tokens)
     return None
 
 
 def _moves(tokens: tuple[str, ...], now: list[str]) -> int:
-    """How many pairs of axes change places."""
-    place = [now.index(token) for token in tokens]
-    return sum(a > b for i, a in enumerate(place) for b in place[i + 1 :])
+    """Count the pairs of axes that are swapped."""
+    positions = [now.index(token) for token in tokens]
+    return sum(a > b for i, a in enumerate(positions) for b in positions[i + 1 :])

@@ -1,25 +1,29 @@
-"""Every way to cut a world into tensor, context, pipeline and data parallel ranks, and what rules some of them out."""
+"""List every factoring of a world into tensor, context, pipeline and data parallel ranks, and what rules some out."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import isqrt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from namedmesh.dialects import PLAIN, arrange
 from namedmesh.errors import LayoutError
 from namedmesh.plan.costs import STAGES, Memory, Model, estimate_memory, estimate_traffic
 from namedmesh.plan.nodes import placements
+from namedmesh.plan.spec import size_problems
+from namedmesh.plan.tables import Cell, Document, Table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-__all__ = ["Partition", "list_partitions"]
+__all__ = ["Partition", "list_partitions", "partitions_document"]
+
+_SHOWN = 200
 
 
 @dataclass(frozen=True)
 class Partition:
-    """One way to cut a world.
+    """One factoring of a world.
 
     Args:
         tp: tensor-parallel size.
@@ -62,7 +66,7 @@ def list_partitions(
     memory: int | None = None,
     stage: int = 3,
 ) -> tuple[Partition, ...]:
-    """Every tp x cp x pp x dp that makes up a world, and with experts every ep inside it.
+    """List every tp x cp x pp x dp that makes up a world, and with experts every ep inside it.
 
     Args:
         world_size: how many ranks there are.
@@ -95,12 +99,7 @@ def list_partitions(
 def _problems(
     world_size: int, model: Model, gpus_per_node: int | None, memory: int | None, stage: int
 ) -> list[str]:
-    numbers = {"world_size": world_size, "gpus_per_node": gpus_per_node, **vars(model)}
-    problems = [
-        f"{name} is {value}; it is an int of at least 1"
-        for name, value in numbers.items()
-        if value is not None and value < 1
-    ]
+    problems = size_problems({"world_size": world_size, "gpus_per_node": gpus_per_node, **vars(model)})
     if stage not in STAGES:
         problems.append(f"stage {stage} is not one of ZeRO's {STAGES}")
     if memory is not None and model.params is None:
@@ -133,7 +132,7 @@ def _judged(
             )
             for at in STAGES
         )
-    reasons = _misfits(sizes, model)
+    reasons = _incompatibilities(sizes, model)
     if memory is not None and estimates[stage].total > memory:
         reasons.append(f"needs {estimates[stage].total / 1e9:.1f} GB of {memory / 1e9:.1f} at stage {stage}")
     return Partition(
@@ -145,10 +144,10 @@ def _judged(
     )
 
 
-def _misfits(sizes: dict[str, int], model: Model) -> list[str]:
-    """What of a model cannot be cut like this."""
+def _incompatibilities(sizes: dict[str, int], model: Model) -> list[str]:
+    """Return a sentence for each size of a model that does not divide by that of its axis."""
     kv_heads = model.kv_heads if model.kv_heads is not None else model.heads
-    cuts = [
+    divisions = [
         ("heads", model.heads, "tp", sizes["tp"]),
         ("key and value heads", kv_heads if kv_heads != model.heads else None, "tp", sizes["tp"]),
         ("hidden features", model.hidden, "tp", sizes["tp"]),
@@ -158,7 +157,7 @@ def _misfits(sizes: dict[str, int], model: Model) -> list[str]:
     ]
     reasons = [
         f"{count} {what} do not divide by {axis}={size}"
-        for what, count, axis, size in cuts
+        for what, count, axis, size in divisions
         if count is not None and count % size
     ]
     # Each context-parallel rank takes a chunk from either end, so that causal attention is balanced.
@@ -172,5 +171,82 @@ def _crossing(sizes: dict[str, int], gpus_per_node: int | None) -> tuple[str, ..
         return ()
     dense = {axis: size for axis, size in sizes.items() if axis != "ep"}
     expert = {"ep": sizes["ep"], "etp": 1} if sizes["ep"] > 1 else {}
-    made = arrange(PLAIN, {**dense, **expert})
-    return tuple(place.axis for place in placements(made, gpus_per_node) if place.across_nodes)
+    arrangement = arrange(PLAIN, {**dense, **expert})
+    return tuple(
+        placement.axis for placement in placements(arrangement, gpus_per_node) if placement.across_nodes
+    )
+
+
+_MEMORY = tuple(f"bytes_stage_{stage}" for stage in STAGES)
+_SENT = tuple(f"sent_{axis}" for axis in ("tp", "cp", "pp", "dp", "ep"))
+
+
+def partitions_document(
+    partitions: Sequence[Partition], headline: str = "", *, everything: bool = False
+) -> Document:
+    """Write partitions as a table; rows that are ruled out have an x and the reason."""
+    shown = partitions if everything else partitions[:_SHOWN]
+    has_values = {
+        "ep": any(partition.ep > 1 for partition in partitions),
+        "memory 0/1/2/3": any(partition.memory for partition in partitions),
+        "sent": any(partition.traffic for partition in partitions),
+        "crosses nodes": any(partition.crossing for partition in partitions),
+        "ruled out": any(partition.reasons for partition in partitions),
+    }
+    columns = ("tp", "cp", "pp", "dp", *(column for column, filled in has_values.items() if filled))
+    rows = tuple(tuple(map(_cells(partition).__getitem__, columns)) for partition in shown)
+    table = Table(columns, rows, frozenset(i for i, partition in enumerate(shown) if not partition.fits))
+    more = f"... and {len(partitions) - len(shown)} more" if len(shown) < len(partitions) else ""
+    notes = []
+    if has_values["memory 0/1/2/3"]:
+        notes.append(
+            "memory: GB of weights, gradients and optimizer state (Adam, mixed precision) by ZeRO stage; no activations"
+        )
+    if has_values["sent"]:
+        notes.append("sent: GB that a rank sends in a step by axis, the most first")
+    flat_columns = ("tp", "cp", "pp", "dp", "ep", "fits", "reasons", "crossing", *_MEMORY, *_SENT)
+    return Document(
+        (headline, table, more, "\n".join(notes)),
+        lambda: {"partitions": [_data(partition) for partition in partitions]},
+        lambda: Table(flat_columns, tuple(_flat_row(partition) for partition in partitions)),
+    )
+
+
+def _cells(partition: Partition) -> dict[str, Cell]:
+    sent = " > ".join(f"{axis} {_gigabytes(amount)}" for axis, amount in partition.traffic)
+    return {
+        **partition.sizes,
+        "memory 0/1/2/3": " / ".join(_gigabytes(memory.total) for memory in partition.memory),
+        "sent": sent or None,
+        "crosses nodes": " ".join(partition.crossing) or None,
+        "ruled out": "; ".join(partition.reasons),
+    }
+
+
+def _gigabytes(amount: float) -> str:
+    return f"{amount / 1e9:.3g}"
+
+
+def _data(partition: Partition) -> dict[str, Any]:
+    return {
+        **partition.sizes,
+        "fits": partition.fits,
+        "reasons": partition.reasons,
+        "crossing": partition.crossing,
+        "memory": [{**asdict(memory), "total": memory.total} for memory in partition.memory],
+        "sent": dict(partition.traffic),
+    }
+
+
+def _flat_row(partition: Partition) -> tuple[Cell, ...]:
+    sent = dict(partition.traffic)
+    totals = [estimate.total for estimate in partition.memory]
+    memory: list[Cell] = [*totals] or [None] * len(STAGES)
+    return (
+        *partition.sizes.values(),
+        int(partition.fits),
+        "; ".join(partition.reasons),
+        " ".join(partition.crossing),
+        *memory,
+        *(sent.get(column.removeprefix("sent_")) for column in _SENT),
+    )

@@ -1,11 +1,12 @@
-"""How the weight of a linear layer is cut over tensor-parallel ranks."""
+"""Shard the weight of a linear layer over tensor-parallel ranks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from namedmesh.errors import LayoutError, did_you_mean
+from namedmesh.plan.spec import size_problems
 from namedmesh.plan.tables import Document, Table
 
 __all__ = ["Cut", "Piece", "cut_weight", "shard_document"]
@@ -16,13 +17,13 @@ _SHOWN = 32
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank has of a weight.
+    """The shard of a weight that one rank has.
 
     Args:
         rank: its position among the tensor-parallel ranks.
-        start: the first index that it has, on the dim that is cut.
-        stop: the index after its last; equal to ``start`` for a rank that has nothing.
-        shape: the piece as (inputs, outputs), the A_i of y = x A.
+        start: its first index, on the dim that is sharded.
+        stop: the index after its last; equal to ``start`` for an empty shard.
+        shape: its shape as (inputs, outputs), the A_i of y = x A.
     """
 
     rank: int
@@ -38,13 +39,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Cut:
-    """A weight, cut.
+    """The shards of a weight.
 
     Args:
         inputs: the number of input features.
         outputs: the number of output features.
-        style: ``"column"`` cuts the outputs, ``"row"`` the inputs.
-        pieces: one for each rank.
+        style: ``"column"`` shards the outputs, ``"row"`` the inputs.
+        pieces: one shard for each rank.
     """
 
     inputs: int
@@ -54,18 +55,18 @@ class Cut:
 
     @property
     def even(self) -> bool:
-        """Whether all ranks have equally much."""
+        """Whether all shards have the same shape."""
         return len({piece.shape for piece in self.pieces}) == 1
 
 
 def cut_weight(inputs: int, outputs: int, *, tp: int, style: Literal["column", "row"] | str) -> Cut:  # noqa: PYI051  the two are shown to the reader
-    """Cut a weight as torch does: in chunks of the rounded-up size, the last ones smaller or empty.
+    """Shard a weight as torch does: in chunks of the rounded-up size, the last ones smaller or empty.
 
     Args:
         inputs: the number of input features.
         outputs: the number of output features.
         tp: how many ranks share it.
-        style: ``"column"`` cuts the outputs, ``"row"`` the inputs.
+        style: ``"column"`` shards the outputs, ``"row"`` the inputs.
 
     Raises:
         LayoutError: a size below 1, or another style; all problems at once.
@@ -78,11 +79,7 @@ def cut_weight(inputs: int, outputs: int, *, tp: int, style: Literal["column", "
         >>> [piece.stop - piece.start for piece in cut_weight(10, 4, tp=4, style="row").pieces]
         [3, 3, 3, 1]
     """
-    problems = [
-        f"{name} is {size}; it is an int of at least 1"
-        for name, size in (("the number of inputs", inputs), ("the number of outputs", outputs), ("tp", tp))
-        if size < 1
-    ]
+    problems = size_problems({"the number of inputs": inputs, "the number of outputs": outputs, "tp": tp})
     if style not in STYLES:
         problems.append(f"style {style!r} is not one of {STYLES}{did_you_mean(style, STYLES)}")
     if problems:
@@ -98,20 +95,20 @@ def cut_weight(inputs: int, outputs: int, *, tp: int, style: Literal["column", "
 
 
 def shard_document(cut: Cut, *, everything: bool = False) -> Document:
-    """A cut in words and as a table."""
-    what, layer = (
+    """Write the shards of a weight as text and as a table."""
+    features, layer = (
         ("outputs", "ColumnParallelLinear") if cut.style == "column" else ("inputs", "RowParallelLinear")
     )
     sizes = sorted({piece.stop - piece.start for piece in cut.pieces}, reverse=True)
     headline = f"{layer} {cut.inputs} -> {cut.outputs} over {len(cut.pieces)} ranks: "
     if cut.even:
-        headline += f"{sizes[0]} {what} on each, A_i of shape {cut.pieces[0].shape}"
+        headline += f"{sizes[0]} {features} on each, A_i of shape {cut.pieces[0].shape}"
     else:
-        headline += f"uneven, {' or '.join(map(str, sizes))} {what} on each; torch's chunks are like this, Megatron-style layers refuse it"
+        headline += f"uneven, {' or '.join(map(str, sizes))} {features} on each; torch's chunks are like this, Megatron-style layers refuse it"
     shown = cut.pieces if everything else cut.pieces[:_SHOWN]
     rows = tuple((piece.rank, _range(piece), str(piece.shape), str(piece.weight_shape)) for piece in shown)
     more = f"... and {len(cut.pieces) - len(shown)} more ranks" if len(shown) < len(cut.pieces) else ""
-    table = Table(("tp rank", f"{what}", "A_i (in, out)", "torch weight (out, in)"), rows)
+    table = Table(("tp rank", f"{features}", "A_i (in, out)", "torch weight (out, in)"), rows)
     flat = Table(
         ("rank", "start", "stop", "in", "out"),
         tuple((piece.rank, piece.start, piece.stop, *piece.shape) for piece in cut.pieces),
@@ -122,10 +119,7 @@ def shard_document(cut: Cut, *, everything: bool = False) -> Document:
         "style": cut.style,
         "tp": len(cut.pieces),
         "even": cut.even,
-        "pieces": [
-            {"rank": piece.rank, "start": piece.start, "stop": piece.stop, "shape": list(piece.shape)}
-            for piece in cut.pieces
-        ],
+        "pieces": [asdict(piece) for piece in cut.pieces],
     }
     return Document((headline, table, more), lambda: data, lambda: flat)
 

@@ -1,4 +1,4 @@
-"""Spec strings, ``pp=2,dp=-1,tp=2`` or ``megatron tp=2,pp=4``: the one place where they are read."""
+"""Parse spec strings, ``pp=2,dp=-1,tp=2`` or ``megatron tp=2,pp=4``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.sizes import axis_name_problems
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
-__all__ = ["Spec", "SpecError", "UsageError", "near_misses", "parse_spec"]
+__all__ = ["Spec", "SpecError", "UsageError", "near_misses", "parse_spec", "size_problems"]
 
 _ITEM = re.compile(r"[^,\s]+")
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a spec string says.
+    """The sizes, and the dialect, of a spec string.
 
     Args:
         text: the string.
@@ -61,7 +61,7 @@ class SpecError(UsageError):
 
 
 def parse_spec(text: str) -> Spec:
-    """Read a spec string.
+    """Parse a spec string.
 
     Args:
         text: axes with their sizes, slowest first, separated by commas or blanks: ``pp=2,dp=-1,tp=2``. A size
@@ -99,7 +99,7 @@ def parse_spec(text: str) -> Spec:
 
 
 def near_misses(axes: Iterable[str]) -> list[str]:
-    """A sentence for each axis whose name is nearly a usual one: allowed, but perhaps not meant.
+    """Return a warning for each axis whose name is nearly a usual one: allowed, but perhaps a typo.
 
     Example:
         >>> near_misses(["dp", "tpp", "rows"])
@@ -110,6 +110,20 @@ def near_misses(axes: Iterable[str]) -> list[str]:
         f"axis {axis!r} is not one of the usual names{hint}"
         for axis in axes
         if axis not in usual and (hint := did_you_mean(axis, usual))
+    ]
+
+
+def size_problems(sizes: Mapping[str, int | None]) -> list[str]:
+    """Return a sentence for each size below 1, by name; None is no size.
+
+    Example:
+        >>> size_problems({"tp": 0, "pp": 2, "world_size": None})
+        ['tp is 0; it is an int of at least 1']
+    """
+    return [
+        f"{name} is {size}; it is an int of at least 1"
+        for name, size in sizes.items()
+        if size is not None and size < 1
     ]
 
 

@@ -1,4 +1,4 @@
-"""A plan as one SVG picture: the ranks in their nodes, coloured by an axis, the groups of another outlined."""
+"""Draw a plan as one SVG picture: the ranks in their nodes, colored by an axis, the groups of another outlined."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from math import ceil, sqrt
 from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
-from namedmesh.plan.grid import Cell, Grid, shades
+from namedmesh.plan.cells import Cell, Grid, shades
 
 if TYPE_CHECKING:
+    from namedmesh.plan.cells import Box
     from namedmesh.plan.core import Plan
-    from namedmesh.plan.grid import Box
 
 __all__ = ["draw_svg"]
 
@@ -24,7 +24,7 @@ _TICKS = 16
 
 @dataclass(frozen=True)
 class _Size:
-    """How large a cell is drawn, and its text."""
+    """The size of a cell, and of its text."""
 
     width: int
     height: int
@@ -40,11 +40,11 @@ def draw_svg(plan: Plan, *, color_by: str | None = None) -> str:
 
     Args:
         plan: the plan.
-        color_by: the axis that gives the colours; by default the slowest of more than one place.
+        color_by: the axis that gives the colors; by default the slowest of size above 1.
 
     Returns:
         An SVG document. Up to 512 ranks each has a cell; above, a cell stands for a range of ranks, hatched
-        where they are at several places on the axis.
+        where they differ on the axis.
 
     Raises:
         AxisError: there is no such axis.
@@ -79,7 +79,7 @@ class _Picture:
         self.width = 2 * _MARGIN + max(512, boxes, words)
 
     def document(self) -> str:
-        """The whole picture."""
+        """Draw the whole picture."""
         top = self._head()
         for number, box in enumerate(self.grid.boxes):
             x = _MARGIN + number % self.across * (self.box_width + self.size.pad)
@@ -88,7 +88,7 @@ class _Picture:
         down = ceil(len(self.grid.boxes) / self.across)
         width = self.width
         height = top + down * (self.box_height + self.size.pad) - self.size.pad + _MARGIN
-        title = f"{self.grid.plan.layout}, coloured by {self.axis}"
+        title = f"{self.grid.plan.layout}, colored by {self.axis}"
         start = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
             f'height="{height}" font-family="Helvetica, Arial, sans-serif" role="img">'
@@ -103,17 +103,17 @@ class _Picture:
         return "\n".join(lines) + "\n"
 
     def _note(self) -> str:
-        note, outlined = f"coloured by {self.axis}", self.grid.outlined_axis()
+        note, outlined = f"colored by {self.axis}", self.grid.outlined_axis()
         if self.grid.block > 1:
             return f"{note}; each cell is {self.grid.block} ranks, hatched where they differ in {self.axis}"
         return note if outlined is None else f"{note}; outlined: groups of {outlined}"
 
     def _head(self) -> int:
-        """The heading and the legend; returns where the boxes begin."""
+        """Draw the heading and the legend; return the y coordinate below."""
         self._text(_MARGIN, _MARGIN + 14, self.title, 20, weight="bold")
         self._text(_MARGIN, _MARGIN + 38, self.note, 14, fill=_SOFT)
         size = self.grid.axes[self.axis][self.axis]
-        colours = shades(size)
+        colors = shades(size)
         step = ceil(size / _TICKS)
         x, y = _MARGIN, _MARGIN + 52
         for at in range(0, size, step):
@@ -121,7 +121,7 @@ class _Picture:
             wide = 24 + 9 * len(name) + 10
             if x + wide > self.width - _MARGIN:
                 x, y = _MARGIN, y + 24
-            shade = colours[at * len(colours) // size]
+            shade = colors[at * len(colors) // size]
             self.parts.append(
                 f'<rect x="{x}" y="{y}" width="18" height="18" rx="4" fill="{shade.fill}" '
                 f'stroke="{_SOFT}" stroke-width="0.75"/>'
@@ -153,7 +153,7 @@ class _Picture:
         step = self.size.width + self.size.gap
         for column, cell in enumerate(row):
             self._cell(cell, x + column * step, y)
-        reach = self.size.gap / 2 - 1.25  # the outlines of neighbours do not touch
+        reach = self.size.gap / 2 - 1.25  # the outlines of neighbors do not touch
         for first, last in self.grid.outlines(row):
             self.parts.append(
                 f'<rect class="group" x="{x + first * step - reach}" y="{y - reach}" '
@@ -180,7 +180,7 @@ class _Picture:
         self.parts.append("</g>")
 
     def _words(self, cell: Cell) -> list[str]:
-        """What stands below the rank, where there is room: its place on the axes."""
+        """Return the lines below the rank, where there is room: its coordinates."""
         if not self.size.small:
             return []
         layout = self.grid.plan.layout
@@ -189,12 +189,12 @@ class _Picture:
         return [" ".join(words[i : i + step]) for i in range(0, len(words), step)]
 
     def _tip(self, cell: Cell) -> str:
-        places = ", ".join(
+        coordinates = ", ".join(
             f"{axis} {'several' if at is None else at}"
             for axis in self.grid.axes
-            for at in [self.grid.place(cell, axis)]
+            for at in [self.grid.coordinate(cell, axis)]
         )
-        return f"rank{'s' * (cell.count > 1)} {cell.label}: {places}"
+        return f"rank{'s' * (cell.count > 1)} {cell.label}: {coordinates}"
 
     def _text(
         self,

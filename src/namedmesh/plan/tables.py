@@ -35,11 +35,11 @@ class Table:
 
 @dataclass(frozen=True)
 class Document:
-    """What a command has to say.
+    """The output of a command.
 
     Args:
         parts: paragraphs and tables, for people.
-        data: makes the same as JSON values, when they are wanted.
+        data: makes the same as JSON values.
         table: makes the rows that a spreadsheet wants.
     """
 
@@ -49,7 +49,7 @@ class Document:
 
 
 def show(document: Document, how: str) -> None:
-    """Write a document to standard output; with ``rich``, if that is installed and a terminal is looking."""
+    """Write a document to standard output; with ``rich``, if that is installed and the output is a terminal."""
     if how == "text" and sys.stdout.isatty() and _has_rich():
         _show_rich(document)
     else:
@@ -63,7 +63,7 @@ def _has_rich() -> bool:
 
 
 def rendered(document: Document, how: str) -> str:
-    """A document in one of :data:`FORMATS`.
+    """Render a document in one of :data:`FORMATS`.
 
     Example:
         >>> print(rendered(Document((), dict, lambda: Table(("axis", "size"), (("tp", 2),))), "csv"), end="")
@@ -84,7 +84,7 @@ def rendered(document: Document, how: str) -> str:
 
 
 def as_text(table: Table) -> str:
-    """A table with aligned columns; numbers stand to the right.
+    """Render a table with aligned columns, numbers to the right.
 
     Example:
         >>> print(as_text(Table(("axis", "size"), (("tp", 2), ("dp_shard", 64)))))

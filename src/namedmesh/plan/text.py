@@ -1,7 +1,8 @@
-"""Plans as documents: what :mod:`namedmesh.plan.core` computed, for people and for programs."""
+"""Write the plans of :mod:`namedmesh.plan.core` as documents, for people and for programs."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -11,28 +12,27 @@ from namedmesh.plan.tables import Cell, Document, Table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from namedmesh.plan.core import Groups, Plan
-    from namedmesh.plan.one_rank import OnAxis, RankPlan
+    from namedmesh.plan.core import Groups, OnAxis, Plan, RankPlan
 
 __all__ = ["plan_document", "rank_document"]
 
 _WIDTH = 100
 _LINES = 3
-"""How many lines of groups of one kind are shown unless all are wanted."""
+"""How many lines of groups of one kind are shown by default."""
 _LISTED = 4096
-"""How many ranks of one kind are listed for programs unless all are wanted."""
+"""How many ranks of one kind are listed for programs by default."""
 
 
 def plan_document(plan: Plan, *, everything: bool = False) -> Document:
-    """A plan in words and tables.
+    """Write a plan as text and tables.
 
     Args:
         plan: the plan.
         everything: whether to list every group, however many there are.
     """
     parts: list[str | Table] = [_headline(plan), _kinds_table(plan)]
-    listed = [found for found in plan.kinds if everything or found.communicator == "own"]
-    parts += [_groups_text(found, everything) for found in listed]
+    listed = [kind for kind in plan.kinds if everything or kind.communicator == "own"]
+    parts += [_groups_text(kind, everything) for kind in listed]
     parts += [_replicas_text(plan, everything), _communicators_text(plan)]
     if plan.placements:
         parts += [_placements_table(plan)]
@@ -43,12 +43,12 @@ def plan_document(plan: Plan, *, everything: bool = False) -> Document:
 
 
 def rank_document(plan: Plan, one: RankPlan) -> Document:
-    """One rank in words."""
+    """Write one rank as text."""
     where = f", node {one.node}" if one.node is not None else ""
     lines = [f"rank {one.rank} of {plan.layout}{where}"]
-    lines += [_axis_line(place) for place in one.axes]
+    lines += [_axis_line(own) for own in one.axes]
     if "pp" in plan.layout and plan.layout["pp"] > 1:
-        lines.append(f"  pipeline: {_neighbours(one)}")
+        lines.append(f"  pipeline: {_neighbors(one)}")
     lines += [_batch_line(one), f"  parameters: {_slice_words(one.slice, one.copies)}"]
     if plan.expert is not None:
         lines.append(f"  experts: {_slice_words(one.expert_slice, one.expert_copies)}")
@@ -77,41 +77,32 @@ def _headline(plan: Plan) -> str:
 def _kinds_table(plan: Plan) -> Table:
     return Table(
         ("kind", "axes", "size", "groups", "communicator"),
-        tuple(
-            (
-                found.name,
-                _axes(found),
-                found.size,
-                found.count,
-                _communicator(found),
-            )
-            for found in plan.kinds
-        ),
+        tuple((kind.name, _axes(kind), kind.size, kind.count, _communicator(kind)) for kind in plan.kinds),
     )
 
 
-def _axes(found: Groups) -> str:
-    text = " x ".join(found.kind.axes)
-    return {"all": text, "ends": f"ends of {text}", "first": f"first of {text}"}[found.kind.members]
+def _axes(groups: Groups) -> str:
+    text = " x ".join(groups.kind.axes)
+    return {"all": text, "ends": f"ends of {text}", "first": f"first of {text}"}[groups.kind.members]
 
 
-def _communicator(found: Groups) -> str:
+def _communicator(groups: Groups) -> str:
     plain = {"own": "its own", "world": "the world's", "none": "none, one rank"}
-    return plain.get(found.communicator, f"that of {found.communicator}")
+    return plain.get(groups.communicator, f"that of {groups.communicator}")
 
 
-def _groups_text(found: Groups, everything: bool) -> str:
-    title = f"{found.name}, {found.count} groups of {found.size} rank{'s' * (found.size != 1)}:"
-    shown = found.first(found.count if everything else _LINES * _WIDTH // 4)
+def _groups_text(groups: Groups, everything: bool) -> str:
+    title = f"{groups.name}, {groups.count} groups of {groups.size} rank{'s' * (groups.size != 1)}:"
+    shown = groups.first(groups.count if everything else _LINES * _WIDTH // 4)
     texts = [f"({in_words(group, len(group) if everything else 16)})" for group in shown]
     lines, used = _filled(texts, None if everything else _LINES)
-    if used < found.count:
-        lines.append(f"... and {found.count - used} more")
+    if used < groups.count:
+        lines.append(f"... and {groups.count - used} more")
     return "\n  ".join([title, *lines])
 
 
 def _filled(texts: Sequence[str], limit: int | None) -> tuple[list[str], int]:
-    """Texts in lines, up to a number of lines, and how many of the texts are in them."""
+    """Fill lines with texts, up to a number of lines; return the lines, and how many texts are in them."""
     lines = [""]
     for used, text in enumerate(texts):
         if lines[-1] and len(lines[-1]) + 1 + len(text) > _WIDTH:
@@ -123,16 +114,16 @@ def _filled(texts: Sequence[str], limit: int | None) -> tuple[list[str], int]:
 
 
 def _replicas_text(plan: Plan, everything: bool) -> str:
-    found = plan.replicas
-    axes = " x ".join(found.kind.axes) or "nothing"
-    shown = found.first(found.count if everything else 8)
-    lines = [f"{found.count} model replica{'s' * (found.count != 1)}, each over {axes}"]
+    replicas = plan.replicas
+    axes = " x ".join(replicas.kind.axes) or "nothing"
+    shown = replicas.first(replicas.count if everything else 8)
+    lines = [f"{replicas.count} model replica{'s' * (replicas.count != 1)}, each over {axes}"]
     lines += [
         f"  {number}: {in_words(group, len(group) if everything else 16)}"
         for number, group in enumerate(shown)
     ]
-    if len(shown) < found.count:
-        lines.append(f"  ... and {found.count - len(shown)} more")
+    if len(shown) < replicas.count:
+        lines.append(f"  ... and {replicas.count - len(shown)} more")
     return "\n".join(lines)
 
 
@@ -149,20 +140,20 @@ def _placements_table(plan: Plan) -> Table:
     columns: tuple[str, ...] = ("axis", "size", "groups", "across nodes")
     columns += ("across NVLink domains",) if plan.nvlink_domain is not None else ()
     rows = []
-    for place in plan.placements:
-        row: tuple[Cell, ...] = (place.axis, place.size, place.groups, place.across_nodes)
-        row += (place.across_domains,) if plan.nvlink_domain is not None else ()
-        rows.append((*row, place.words))
+    for placement in plan.placements:
+        row: tuple[Cell, ...] = (placement.axis, placement.size, placement.groups, placement.across_nodes)
+        row += (placement.across_domains,) if plan.nvlink_domain is not None else ()
+        rows.append((*row, placement.words))
     return Table((*columns, "where"), tuple(rows))
 
 
-def _axis_line(place: OnAxis) -> str:
-    if place.size == 1:
-        return f"  {place.axis}: 0 of 1, alone"
-    return f"  {place.axis}: {place.at} of {place.size}, with ranks {in_words(place.peers)}"
+def _axis_line(own: OnAxis) -> str:
+    if own.size == 1:
+        return f"  {own.axis}: 0 of 1, alone"
+    return f"  {own.axis}: {own.at} of {own.size}, with ranks {in_words(own.peers)}"
 
 
-def _neighbours(one: RankPlan) -> str:
+def _neighbors(one: RankPlan) -> str:
     before = f"receives from rank {one.previous}" if one.previous is not None else "the first stage"
     after = f"sends to rank {one.next}" if one.next is not None else "the last stage"
     return f"{before}, {after}"
@@ -174,8 +165,8 @@ def _batch_line(one: RankPlan) -> str:
 
 
 def _slice_words(cut: Sequence[OnAxis], copies: Members) -> str:
-    parts = ", ".join(f"{place.axis} part {place.at} of {place.size}" for place in cut) or "all of them"
-    whole = prod(place.size for place in cut)
+    parts = ", ".join(f"{own.axis} part {own.at} of {own.size}" for own in cut) or "all of them"
+    whole = prod(own.size for own in cut)
     share = f" (1/{whole})" if whole > 1 else ""
     held = f"the same on ranks {in_words(copies)}" if len(copies) > 1 else "held by no other rank"
     return f"{parts}{share}, {held}"
@@ -187,76 +178,69 @@ def _plan_data(plan: Plan, everything: bool) -> dict[str, Any]:
         "world_size": plan.world_size,
         "axes": dict(plan.layout.items()),
         "expert_axes": None if plan.expert is None else dict(plan.expert.items()),
-        "kinds": [_groups_data(found, everything) for found in plan.kinds],
+        "kinds": [_groups_data(groups, everything) for groups in plan.kinds],
         "replicas": _groups_data(plan.replicas, everything),
         "communicators": {"asked": plan.asked, "held": plan.held, "groups_in_world": plan.calls},
         "gpus_per_node": plan.gpus_per_node,
         "nvlink_domain": plan.nvlink_domain,
         "placements": [
-            {
-                "axis": place.axis,
-                "layout": place.view,
-                "size": place.size,
-                "groups": place.groups,
-                "across_nodes": place.across_nodes,
-                "across_domains": place.across_domains,
-            }
-            for place in plan.placements
+            {"layout" if name == "view" else name: value for name, value in asdict(placement).items()}
+            for placement in plan.placements
         ],
         "warnings": list(plan.warnings),
     }
 
 
-def _groups_data(found: Groups, everything: bool) -> dict[str, Any]:
+def _groups_data(groups: Groups, everything: bool) -> dict[str, Any]:
     return {
-        "name": found.name,
-        "axes": list(found.kind.axes),
-        "layout": found.kind.view,
-        "members": found.kind.members,
-        "size": found.size,
-        "count": found.count,
-        "communicator": found.communicator,
-        "groups": [list(group) for group in _listed(found, everything)],
+        "name": groups.name,
+        "axes": list(groups.kind.axes),
+        "layout": groups.kind.view,
+        "members": groups.kind.members,
+        "size": groups.size,
+        "count": groups.count,
+        "communicator": groups.communicator,
+        "groups": [list(group) for group in _listed(groups, everything)],
     }
 
 
 def _groups_table(plan: Plan, everything: bool) -> Table:
     columns = ("kind", "axes", "layout", "size", "count", "group", "ranks")
     rows: list[tuple[Cell, ...]] = []
-    for found in plan.kinds:
-        start = (found.name, " ".join(found.kind.axes), found.kind.view, found.size, found.count)
-        listed = _listed(found, everything)
+    for groups in plan.kinds:
+        start = (groups.name, " ".join(groups.kind.axes), groups.kind.view, groups.size, groups.count)
+        listed = _listed(groups, everything)
         rows += [(*start, number, " ".join(map(str, group))) for number, group in enumerate(listed)]
         if not listed:
             rows.append((*start, None, None))
     return Table(columns, tuple(rows))
 
 
-def _listed(found: Groups, everything: bool) -> list[Members]:
-    return found.first(found.count if everything else _LISTED // found.size)
+def _listed(groups: Groups, everything: bool) -> list[Members]:
+    return groups.first(groups.count if everything else _LISTED // groups.size)
 
 
 def _rank_data(one: RankPlan) -> dict[str, Any]:
     return {
         "rank": one.rank,
-        "coords": {place.axis: place.at for place in one.axes},
+        "coords": {own.axis: own.at for own in one.axes},
         "node": one.node,
         "previous": one.previous,
         "next": one.next,
         "data_rank": one.data_rank,
         "data_size": one.data_size,
         "share": one.share,
-        "slice": {place.axis: [place.at, place.size] for place in one.slice},
+        "slice": {own.axis: [own.at, own.size] for own in one.slice},
         "batch": _described(one.batch),
         "copies": _described(one.copies),
-        "expert_slice": {place.axis: [place.at, place.size] for place in one.expert_slice},
+        "expert_slice": {own.axis: [own.at, own.size] for own in one.expert_slice},
         "expert_copies": _described(one.expert_copies),
         "groups": {name: _described(group) for name, group in one.groups.items()},
     }
 
 
 def _described(ranks: Members) -> dict[str, Any]:
-    """A group that may be as large as the world: its ranks where they are few, and always how they go on."""
+    """Describe a group that may be as large as the world: its sizes and strides, and its ranks if they are few."""
     return {
         "size": len(ranks),
         "first": ranks.first,

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
-from torch.utils.hooks import unserializable_hook
 
-from namedmesh.tensor_parallel.guards import install_guards
+from namedmesh.tensor_parallel.guards import avoid_native_path, install_guards, restored_on_error
+from namedmesh.tensor_parallel.local import sum_gradients
 from namedmesh.tensor_parallel.plan import resolve
 from namedmesh.tensor_parallel.setup import NAME
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch import Tensor, nn
+    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
     from namedmesh.tensor_parallel.entry import Entry
@@ -32,7 +31,9 @@ def parallelize(
 ) -> nn.Module:
     """Apply tensor parallelism to a model, strictly: a plan that does not fit changes nothing.
 
-    All the ranks of ``mesh`` call it with the same plan, once for a model, and before ``fully_shard``.
+    All the ranks of ``mesh`` call it with the same plan, once for a model, and before ``fully_shard``. Norms over
+    the features of one head, and activations with one number for all features, between sharded layers get
+    ``LocalParameters`` if the plan leaves them out. A linear with LoRA adapters is named as if it had none.
 
     Args:
         model: the model; changed in place. It may be on the meta device.
@@ -51,7 +52,8 @@ def parallelize(
     Raises:
         PlanError: with every problem there is: the mesh has several axes, a name matches nothing, two names
             match one module, a style does not fit a module, features, vocabulary or heads do not divide, a
-            tie would break, or the model is already parallelized.
+            trainable parameter between sharded layers is in no style, a column layer is several layers in one
+            and the plan does not say how they lie, a tie would break, or the model is already parallelized.
 
     Example:
         Under plain python, a world of one, rank 0 has all 16 rows of ``w1``; on 2 ranks each has 8 of them:
@@ -67,12 +69,14 @@ def parallelize(
         >>> dist.destroy_process_group()
     """
     resolved = resolve(model, mesh, plan, must_divide)
-    for entry in resolved.entries:
-        applied = _apply_entry(entry, mesh, src_data_rank)
-        if entry.module is model:
-            model = applied
-    for tie in resolved.ties:
-        tie.restore()
+    with restored_on_error(model):
+        for entry in resolved.entries:
+            applied = _apply_entry(entry, mesh, src_data_rank)
+            if entry.module is model:
+                model = applied
+        for tie in resolved.ties:
+            tie.restore()
+    avoid_native_path(model)
     return model
 
 
@@ -86,23 +90,5 @@ def _apply_entry(entry: Entry, mesh: DeviceMesh, src_data_rank: int | None) -> n
     for name, parameter in applied.named_parameters():
         parameter.requires_grad_(trainable.get(name, parameter.requires_grad))
     if isinstance(entry.style, SequenceParallel):
-        _finish_sums(applied)
+        sum_gradients(applied)
     return applied
-
-
-def _finish_sums(module: nn.Module) -> None:
-    """Have partial gradients of replicated parameters summed when they arrive.
-
-    torch leaves them partial: then a rank's piece of the gradient is not the gradient, and the optimizers of
-    some of its versions drop the update.
-    """
-
-    def finish(gradient: Tensor) -> Tensor:
-        if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
-            return gradient.redistribute(placements=[Replicate()])
-        return gradient
-
-    hook = unserializable_hook(finish)  # it belongs to this process; saving a model need not warn of it
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_hook(hook)

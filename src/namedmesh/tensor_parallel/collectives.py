@@ -6,6 +6,8 @@ everybody on the way back, what is gathered is cut, and so on.
 
 from __future__ import annotations
 
+import weakref
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +15,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from namedmesh._torch import all_gather_single, reduce_scatter_single, settled
+from namedmesh._torch import (
+    all_gather_single,
+    functional_collective,
+    is_observed,
+    no_view,
+    reduce_scatter_single,
+    synchronous,
+    wait_tensor,
+)
 from namedmesh.errors import MeshError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -37,9 +47,10 @@ class Peers:
     """
 
     source: DeviceMesh | dist.ProcessGroup | None
-    group: dist.ProcessGroup | None = field(init=False, repr=False, compare=False)
     size: int = field(init=False)
     rank: int = field(init=False)
+    # Weak: a layer must not keep a group alive after torch destroyed it.
+    _reference: Callable[[], dist.ProcessGroup | None] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Accessors of a mesh cost microseconds each: too much for every forward.
@@ -50,16 +61,41 @@ class Peers:
             group, size, rank = None, 1, 0
         else:
             group, size, rank = source, source.size(), source.rank()
-        object.__setattr__(self, "group", group)
+            object.__setattr__(self, "source", weakref.ref(source))
+        object.__setattr__(self, "_reference", _nothing if group is None else weakref.ref(group))
         object.__setattr__(self, "size", size)
         object.__setattr__(self, "rank", rank)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group, or None for this process alone.
+
+        Raises:
+            MeshError: it was destroyed, and no group has been created in its place.
+        """
+        group = self._reference()
+        if group is None and self.source is not None:
+            group = self._found_again()
+        return group
+
+    def _found_again(self) -> dist.ProcessGroup:
+        """The group that has the place of a destroyed one: a mesh that is made again gets groups of the same names."""
+        if isinstance(self.source, DeviceMesh):
+            with suppress(RuntimeError, ValueError):
+                group: dist.ProcessGroup = self.source.get_group()
+                object.__setattr__(self, "_reference", weakref.ref(group))
+                return group
+        raise MeshError(
+            f"the process group of {self.size} ranks that this layer works on was destroyed; make the layer again on a "
+            "mesh that is open"
+        )
 
     def __deepcopy__(self, memo: dict[int, object]) -> Peers:
         # Immutable, and a process group cannot be copied.
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        if isinstance(self.source, dist.ProcessGroup):
+        if self.source is not None and not isinstance(self.source, DeviceMesh):
             raise MeshError(
                 f"a layer over a process group of {self.size} ranks cannot be pickled: the group lives in this "
                 "process only; save the layer's state_dict(), and load it into a layer made where it is needed"
@@ -67,65 +103,124 @@ class Peers:
         return Peers, (self.source,)
 
 
+def _nothing() -> None:
+    """The group of one rank alone."""
+
+
+ALONE = Peers(None)
+"""One rank, with nobody to communicate with."""
+
+
 @dataclass(frozen=True)
 class Pending:
     """A tensor that is being filled by a collective."""
 
     tensor: Tensor
-    work: dist.Work | None
+    finish: Callable[[Tensor], Tensor] | None = None
 
     def wait(self) -> Tensor:
         """The tensor, once it is filled."""
-        if self.work is not None:
-            self.work.wait()
-        return self.tensor
+        return self.tensor if self.finish is None else self.finish(self.tensor)
 
 
-def start_all_reduce(tensor: Tensor, peers: Peers) -> Pending:
-    """Start summing a contiguous tensor over the peers, in place."""
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+def start_all_reduce(tensor: Tensor, peers: Peers, operation: str = "sum", *, mine: bool = False) -> Pending:
+    """Start summing a tensor over the peers.
+
+    Args:
+        tensor: my part.
+        peers: the ranks.
+        operation: ``"sum"``, or how to combine the parts otherwise: ``"max"``.
+        mine: the caller made the tensor and gave it to nobody, so that the sum may be written into it. It is
+            not where somebody sees every operation, and may have kept the tensor.
+    """
     if peers.size == 1:
-        return Pending(tensor, None)
-    return Pending(tensor, dist.all_reduce(tensor, group=peers.group, async_op=True))
+        return Pending(tensor)
+    sent = sendable(tensor)
+    if is_observed(sent):
+        return Pending(functional_collective("all_reduce", sent, operation, group=peers.group), wait_tensor)
+    sent = sent if mine or sent is not tensor else tensor.clone()
+    work = dist.all_reduce(sent, _OPERATIONS[operation], peers.group, async_op=True)
+    return Pending(sent, _after(work))
 
 
-def all_reduce(
-    tensor: Tensor, peers: Peers, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-) -> Tensor:
-    """Sum a contiguous tensor over the peers (or combine it otherwise), in place."""
-    if peers.size > 1:
-        dist.all_reduce(tensor, operation, group=peers.group)
-    return tensor
+def all_reduce(tensor: Tensor, peers: Peers, operation: str = "sum", *, mine: bool = False) -> Tensor:
+    """The sum of a tensor over the peers; the arguments are those of :func:`start_all_reduce`."""
+    if peers.size == 1 or is_observed(tensor):
+        return start_all_reduce(tensor, peers, operation, mine=mine).wait()
+    sent = sendable(tensor)
+    sent = sent if mine or sent is not tensor else tensor.clone()
+    dist.all_reduce(sent, _OPERATIONS[operation], peers.group)
+    return sent
 
 
 def start_all_gather(local: Tensor, peers: Peers, dim: int) -> Pending:
     """Start joining every peer's tensor, one after the other along ``dim``."""
     if peers.size == 1:
-        return Pending(local, None)
+        return Pending(local)
     # Collectives know dim 0 only.
-    first = local.movedim(dim, 0).contiguous()
+    first = sendable(local.movedim(dim, 0))
+    if is_observed(first):
+        full = functional_collective("all_gather_into_tensor", first, peers.size, group=peers.group)
+        return Pending(full, lambda full: wait_tensor(full).movedim(0, dim))
     full = first.new_empty((first.shape[0] * peers.size, *first.shape[1:]))
-    work = all_gather_single(full, first, peers.group)
-    return Pending(full.movedim(0, dim), work)
+    return Pending(full, _after(all_gather_single(full, first, peers.group), dim))
 
 
 def all_gather(local: Tensor, peers: Peers, dim: int) -> Tensor:
     """Every peer's tensor, one after the other along ``dim``; contiguous."""
-    return start_all_gather(local, peers, dim).wait().contiguous()
+    return no_view(start_all_gather(local, peers, dim).wait().contiguous())
 
 
 def start_reduce_scatter(full: Tensor, peers: Peers, dim: int) -> Pending:
     """Start summing over the peers; each keeps its piece of ``dim``, which must be divisible."""
     if peers.size == 1:
-        return Pending(full, None)
-    first = full.movedim(dim, 0).contiguous()
+        return Pending(full)
+    first = sendable(full.movedim(dim, 0))
+    if is_observed(first):
+        piece = functional_collective("reduce_scatter_tensor", first, "sum", peers.size, group=peers.group)
+        return Pending(piece, lambda piece: wait_tensor(piece).movedim(0, dim))
     piece = first.new_empty((first.shape[0] // peers.size, *first.shape[1:]))
-    work = reduce_scatter_single(piece, first, peers.group)
-    return Pending(piece.movedim(0, dim), work)
+    return Pending(piece, _after(reduce_scatter_single(piece, first, peers.group), dim))
 
 
 def reduce_scatter(full: Tensor, peers: Peers, dim: int) -> Tensor:
     """The sum over the peers, of which each keeps its piece of ``dim``; contiguous."""
-    return start_reduce_scatter(full, peers, dim).wait().contiguous()
+    return no_view(start_reduce_scatter(full, peers, dim).wait().contiguous())
+
+
+def all_to_all(
+    outgoing: Tensor, peers: Peers, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
+) -> Tensor:
+    """What the peers send me, in rank order, for one piece of dim 0 to each; of equal lengths by default."""
+    outgoing = sendable(outgoing)
+    if is_observed(outgoing):
+        equal = [outgoing.shape[0] // peers.size] * peers.size
+        lengths = (receive or equal, send or equal)
+        return wait_tensor(functional_collective("all_to_all_single", outgoing, *lengths, group=peers.group))
+    length = outgoing.shape[0] if receive is None else sum(receive)
+    incoming = outgoing.new_empty(length, *outgoing.shape[1:])
+    dist.all_to_all_single(incoming, outgoing, receive, send, group=peers.group)
+    return incoming
+
+
+def sendable(tensor: Tensor) -> Tensor:
+    """A tensor whose memory holds its values, in order: a collective reads that, and nothing else."""
+    if torch.compiler.is_compiling() or tensor.is_conj() or tensor.is_neg():  # the compiler cannot ask
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous()
+
+
+def _after(work: dist.Work, dim: int = 0) -> Callable[[Tensor], Tensor]:
+    """Wait for the work, then put the dim in front back to where it was."""
+
+    def finish(filled: Tensor) -> Tensor:
+        work.wait()
+        return filled.movedim(0, dim) if dim else filled
+
+    return finish
 
 
 def my_piece(full: Tensor, peers: Peers, dim: int) -> Tensor:
@@ -139,8 +234,8 @@ class _SumForward(torch.autograd.Function):
 
     @staticmethod
     def forward(_ctx: Any, partial: Tensor, peers: Peers) -> Tensor:
-        """Sum a copy: the caller may still need its own part."""
-        return all_reduce(settled(partial).clone(memory_format=torch.contiguous_format), peers)
+        """The caller may still need its own part."""
+        return all_reduce(synchronous(partial), peers)
 
     @staticmethod
     def backward(_ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -155,13 +250,13 @@ class _SumBackward(torch.autograd.Function):
     def forward(ctx: Any, replicated: Tensor, peers: Peers) -> Tensor:
         """A fresh view, so that autograd does not write on the caller's tensor."""
         ctx.peers = peers
-        replicated = settled(replicated)
+        replicated = synchronous(replicated)
         return replicated.view_as(replicated)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Sum a copy: another consumer may hold the same gradient."""
-        return all_reduce(gradient.clone(memory_format=torch.contiguous_format), ctx.peers), None
+        """Another consumer may hold the same gradient."""
+        return all_reduce(synchronous(gradient), ctx.peers), None
 
 
 class _Gather(torch.autograd.Function):
@@ -171,7 +266,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, piece: Tensor, peers: Peers, dim: int) -> Tensor:
         """Every peer gets the whole tensor."""
         ctx.peers, ctx.dim = peers, dim
-        return all_gather(settled(piece), peers, dim)
+        return all_gather(synchronous(piece), peers, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -186,7 +281,7 @@ class _Split(torch.autograd.Function):
     def forward(ctx: Any, replicated: Tensor, peers: Peers, dim: int) -> Tensor:
         """No communication: everybody cuts for itself."""
         ctx.peers, ctx.dim = peers, dim
-        return my_piece(settled(replicated), peers, dim)
+        return my_piece(synchronous(replicated), peers, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -201,7 +296,7 @@ class _SumScatter(torch.autograd.Function):
     def forward(ctx: Any, partial: Tensor, peers: Peers, dim: int) -> Tensor:
         """Each peer gets its piece of the sum."""
         ctx.peers, ctx.dim = peers, dim
-        return reduce_scatter(settled(partial), peers, dim)
+        return reduce_scatter(synchronous(partial), peers, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -209,9 +304,34 @@ class _SumScatter(torch.autograd.Function):
         return all_gather(gradient, ctx.peers, ctx.dim), None, None
 
 
-# The functions to call: torch leaves ``apply`` without types.
-sum_forward: Callable[[Tensor, Peers], Tensor] = _SumForward.apply
-sum_backward: Callable[[Tensor, Peers], Tensor] = _SumBackward.apply
-gather: Callable[[Tensor, Peers, int], Tensor] = _Gather.apply
-split: Callable[[Tensor, Peers, int], Tensor] = _Split.apply
-sum_scatter: Callable[[Tensor, Peers, int], Tensor] = _SumScatter.apply
+def sum_forward(partial: Tensor, peers: Peers) -> Tensor:
+    """The sum over the peers; the gradient, the same on every peer, passes through."""
+    return partial if peers.size == 1 else _sum_forward(partial, peers)
+
+
+def sum_backward(replicated: Tensor, peers: Peers) -> Tensor:
+    """A tensor that every peer has; its gradient, of which each peer makes a part, is summed."""
+    return replicated if peers.size == 1 else _sum_backward(replicated, peers)
+
+
+def gather(piece: Tensor, peers: Peers, dim: int) -> Tensor:
+    """The peers' pieces, joined along a dim; each gets back the gradient of its own piece."""
+    return piece if peers.size == 1 else _gather(piece, peers, dim)
+
+
+def split(replicated: Tensor, peers: Peers, dim: int) -> Tensor:
+    """My piece of a tensor that every peer has; the gradient is joined again."""
+    return replicated if peers.size == 1 else _split(replicated, peers, dim)
+
+
+def sum_scatter(partial: Tensor, peers: Peers, dim: int) -> Tensor:
+    """My piece, along a dim, of the sum over the peers; the gradient is gathered."""
+    return partial if peers.size == 1 else _sum_scatter(partial, peers, dim)
+
+
+# torch leaves ``apply`` without types.
+_sum_forward: Callable[[Tensor, Peers], Tensor] = _SumForward.apply
+_sum_backward: Callable[[Tensor, Peers], Tensor] = _SumBackward.apply
+_gather: Callable[[Tensor, Peers, int], Tensor] = _Gather.apply
+_split: Callable[[Tensor, Peers, int], Tensor] = _Split.apply
+_sum_scatter: Callable[[Tensor, Peers, int], Tensor] = _SumScatter.apply

@@ -62,7 +62,8 @@ class RowwiseEmbedding(nn.Embedding):
 
     def _refuse_strangers(self, ids: Tensor) -> None:
         """An id outside the vocabulary belongs to no rank, and its vector would silently be zeros."""
-        if ids.device.type == "cpu" and ids.numel() and ids.dtype in {torch.int32, torch.int64}:
+        plain = type(ids) is Tensor and ids.device.type == "cpu"  # looking at values there costs little
+        if plain and ids.numel() and ids.dtype in {torch.int32, torch.int64}:
             low, high = torch.aminmax(ids)
             if low < 0 or high >= self.num_embeddings:
                 raise IndexError(

@@ -5,9 +5,12 @@ Left alone, torch cuts it into unequal pieces, and the next gather of them ends 
 
 from __future__ import annotations
 
+import copy
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -21,9 +24,8 @@ from torch.distributed.tensor.parallel import (
 from namedmesh.tensor_parallel.setup import check_cut, same_layout, sharded_dim
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from torch import nn
     from torch.distributed.tensor.parallel import ParallelStyle
     from torch.distributed.tensor.placement_types import Placement
 
@@ -44,6 +46,40 @@ def install_guards(module: nn.Module, style: ParallelStyle, tp_size: int) -> Non
     elif isinstance(style, ColwiseParallel | RowwiseParallel) and type(style).__module__.startswith("torch."):
         # The fast styles look for themselves. Here the output is still a DTensor of the global shape.
         _guard_outputs(module, (None,), style.output_layouts, tp_size)
+
+
+def avoid_native_path(model: nn.Module) -> None:
+    """Have encoder layers with sharded parts run their Python forward in evaluation too.
+
+    Without gradients torch hands the weights of such a layer to one native function, past the modules.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and any(
+            isinstance(parameter, DTensor) for parameter in module.parameters()
+        ):
+            module.activation_relu_or_gelu = 0  # neither: the native function knows these two only
+
+
+@contextmanager
+def restored_on_error(model: nn.Module) -> Iterator[None]:
+    """Put every module back as it was if the block fails: no model is left half sharded."""
+    before = [
+        (module, type(module), {name: _shallow(value) for name, value in vars(module).items()})
+        for module in model.modules()
+    ]
+    try:
+        yield
+    except BaseException:
+        for module, kind, state in before:
+            module.__class__ = kind
+            vars(module).clear()
+            vars(module).update(state)
+        raise
+
+
+def _shallow(value: object) -> object:
+    """A copy of a container; parameters, hooks and submodules stand in such."""
+    return copy.copy(value) if isinstance(value, dict | set | list) else value
 
 
 def _guard_inputs(module: nn.Module, style: PrepareModuleInput, tp_size: int) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeGuard
 
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from namedmesh.errors import listing
+from namedmesh.tensor_parallel.kv_heads import GROUPS, KeyValueParallel
 from namedmesh.tensor_parallel.setup import is_replicated, sharded_dim
 
 if TYPE_CHECKING:
@@ -34,44 +34,98 @@ class Heads:
     def concerning(self, features: int) -> Iterator[tuple[str, int]]:
         """The counts that a cut of ``features`` has to respect: queries, keys and values, or both."""
         width = self.head_dim
-        if width and self.queries and features == self.queries[1] * width:
+        if width and self.queries and features % (self.queries[1] * width) == 0:  # or queries and their gates
             yield self.queries
             return
         if width and self.keys and features == self.keys[1] * width:
             yield self.keys
             return
+        if self.queries and features == self.queries[1]:  # a number for each head
+            yield self.queries
+            return
         for count in (self.queries, self.keys):
             if count is not None:
                 yield count
+
+    @property
+    def fused_features(self) -> int | None:
+        """The features of queries, keys and values together, where they are known."""
+        if self.queries is None or self.head_dim is None:
+            return None
+        return (self.queries[1] + 2 * (self.keys or self.queries)[1]) * self.head_dim
+
+    def can_share(self, tp_size: int) -> bool:
+        """Whether ranks that do not divide the kv heads can share them: each has its queries, each head too."""
+        if self.queries is None or self.keys is None:
+            return False
+        return self.queries[1] % tp_size == 0 and self.queries[1] % self.keys[1] == 0
+
+
+def with_counts(model: nn.Module, entries: list[Entry], tp_size: int) -> list[Entry]:
+    """The entries, those of keys and values with the head counts that the model states around them."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    bound = []
+    for entry in entries:
+        if isinstance(entry.style, KeyValueParallel) and isinstance(entry.module, nn.Linear):
+            queries, keys = _counts_around(modules, entry)
+            style = entry.style.on_ranks(tp_size, queries, keys, _grouping(modules, entry.fqn))
+            bound.append(replace(entry, style=style))
+        else:
+            bound.append(entry)
+    return bound
+
+
+def _counts_around(modules: dict[str, nn.Module], entry: Entry) -> tuple[int | None, int | None]:
+    for _, heads in _stated(modules, entry.fqn):
+        queries, keys = heads.queries, heads.keys or heads.queries
+        return queries and queries[1], keys and keys[1]
+    return None, None
+
+
+def _grouping(modules: dict[str, nn.Module], fqn: str) -> nn.Module | None:
+    """The nearest module around a linear that keeps how many queries share a kv head."""
+    tokens = fqn.split(".")
+    around = (modules.get(".".join(tokens[:depth])) for depth in range(len(tokens) - 1, -1, -1))
+    return next((module for module in around if hasattr(module, GROUPS)), None)
 
 
 def head_problems(model: nn.Module, entries: list[Entry], tp_size: int) -> list[str]:
     """Head counts that the ranks cannot share equally, once for all the layers that one key matches."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    places: dict[tuple[str, str, int], list[str]] = defaultdict(list)
+    merged: dict[tuple[str, int, str], tuple[dict[str, None], dict[str, None]]] = {}
     for entry in entries:
-        features = _cut_features(entry)
-        if features is None:
-            continue
-        for owner, heads in _stated(modules, entry.fqn):
-            for name, count in heads.concerning(features):
-                if count % tp_size:
-                    place = f"{owner}.{name}" if owner else name
-                    places[entry.key, name, count].append(place)
-            break  # the nearest statement counts
-    merged: dict[tuple[str, int], tuple[list[str], dict[str, None]]] = {}
-    for (key, name, count), found in places.items():
-        keys, where = merged.setdefault((name, count), ([], {}))
-        keys.append(repr(key))
-        where.update(dict.fromkeys(found))
+        for place, count, remedy in _misfit_counts(modules, entry, tp_size):
+            keys, where = merged.setdefault((place.rpartition(".")[2], count, remedy), ({}, {}))
+            keys[repr(entry.key)] = None
+            where[place] = None
     return [
         f"{listing(where, 3)}: {count} heads are not divisible by the tp size {tp_size}, and "
-        f"{listing(keys, 4)} would cut them; choose a tp size that divides {count}, or leave those out"
-        for (_, count), (keys, where) in merged.items()
+        f"{listing(keys, 4)} would cut them; {remedy}"
+        for (_, count, remedy), (keys, where) in merged.items()
     ]
 
 
-def _cut_features(entry: Entry) -> int | None:
+def _misfit_counts(
+    modules: dict[str, nn.Module], entry: Entry, tp_size: int
+) -> Iterator[tuple[str, int, str]]:
+    """Where a count is stated that the ranks do not divide, the count, and what helps."""
+    features = sharded_features(entry)
+    if features is None:
+        return
+    for owner, heads in _stated(modules, entry.fqn):
+        concerned = list(heads.concerning(features))
+        for name, count in concerned:
+            if count % tp_size == 0 or (isinstance(entry.style, KeyValueParallel) and entry.style.shared):
+                continue
+            remedy = f"choose a tp size that divides {count}"
+            column = isinstance(entry.style, ColwiseParallel)
+            if column and concerned == [heads.keys] and heads.can_share(tp_size):
+                remedy = f"give them KeyValueParallel(), or {remedy}"
+            yield (f"{owner}.{name}" if owner else name), count, remedy
+        return  # the nearest statement counts
+
+
+def sharded_features(entry: Entry) -> int | None:
     """The features of a linear that each rank gets a piece of, and so of the heads; None if there are none."""
     if not isinstance(entry.module, nn.Linear):
         return None
@@ -90,6 +144,17 @@ def _last(layout: Shard) -> bool:
     return sharded_dim(layout, 3) == 2  # noqa: PLR2004  the last of three
 
 
+def called_attention(fqn: str, module: nn.Module) -> bool:
+    """Whether a module's name, or that of its class, says that it is attention."""
+    called = f"{fqn.rpartition('.')[2]} {type(module).__name__}".lower().replace("attentiondecoderlayer", "")
+    return any(word in called for word in _ATTENTION)
+
+
+def heads_around(modules: dict[str, nn.Module], fqn: str) -> Heads | None:
+    """The heads that the nearest module around says it has; None if none does."""
+    return next((heads for _, heads in _stated(modules, fqn)), None)
+
+
 def _stated(modules: dict[str, nn.Module], fqn: str) -> Iterator[tuple[str, Heads]]:
     """What the modules around a linear say about heads, the nearest first.
 
@@ -104,40 +169,71 @@ def _stated(modules: dict[str, nn.Module], fqn: str) -> Iterator[tuple[str, Head
             continue
         module = modules[owner]
         own_name = tokens[depth - 1] if depth else ""
-        called = f"{own_name} {type(module).__name__}".lower()
-        attention = attention or any(word in called for word in _ATTENTION)
+        attention = attention or called_attention(own_name, module)
         if attention or depth == len(tokens):
-            direct = _heads(module)
+            direct = _heads(module, module)
             if direct is not None:
                 yield owner, direct
-        config = getattr(module, "config", None)
+        config = _own_config(module)
         if attention and config is not None:
-            stated = _heads(config)
+            stated = _heads(config, module)
             if stated is not None:
                 yield f"{owner}.config" if owner else "config", stated
 
 
-def _heads(source: object) -> Heads | None:
+def _own_config(module: nn.Module) -> object:
+    """A module's configuration; that of its layer, where transformers' layers differ."""
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    layers = getattr(config, "per_layer_config", None)
+    return config if layers is None or index is None else layers[index]
+
+
+def _stated_value(source: object, name: str) -> object:
+    """An attribute; None where it is missing, or is another one in every layer (a RuntimeError in transformers)."""
+    try:
+        return getattr(source, name, None)
+    except RuntimeError:
+        return None
+
+
+def _heads(source: object, module: nn.Module) -> Heads | None:
+    """What a module or its configuration states; what the module says of itself counts more."""
     queries, keys = _first_count(source, _QUERY_HEADS), _first_count(source, _KV_HEADS)
+    groups = _stated_value(module, GROUPS)
+    if queries is not None and _is_count(groups) and queries[1] % groups == 0:
+        own = queries[1] // groups
+        if keys is None or keys[1] != own:
+            keys = (f"{queries[0]} // {GROUPS}", own)
     if queries is None and keys is None:
         return None
-    width = getattr(source, "head_dim", None)
-    if not isinstance(width, int) and queries is not None:
-        whole = next(
-            (
-                value
-                for name in ("hidden_size", "dim", "embed_dim", "d_model")
-                if isinstance(value := getattr(source, name, None), int)
-            ),
-            None,
-        )
-        width = whole // queries[1] if whole else None
-    return Heads(queries, keys, width if isinstance(width, int) else None)
+    return Heads(queries, keys, _head_dim(source, module, queries, keys))
+
+
+def _head_dim(
+    source: object, module: nn.Module, queries: tuple[str, int] | None, keys: tuple[str, int] | None
+) -> int | None:
+    """The features of one head: stated, or the width that fits the linears of the module."""
+    for stated in (_stated_value(module, "head_dim"), _stated_value(source, "head_dim")):
+        if _is_count(stated):
+            return stated
+    if queries is None:
+        return None
+    outputs = {linear.out_features for linear in module.modules() if isinstance(linear, nn.Linear)}
+    wholes = [_stated_value(source, name) for name in ("hidden_size", "dim", "embed_dim", "d_model")]
+    widths = [whole // queries[1] for whole in wholes if _is_count(whole)]
+    widths += sorted({features // queries[1] for features in outputs if features % queries[1] == 0})
+    count = (keys or queries)[1]
+    fitting = (width for width in widths if {width * queries[1], width * count} <= outputs)
+    return next(fitting, next(iter(widths), None))
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _first_count(source: object, names: tuple[str, ...]) -> tuple[str, int] | None:
     for name in names:
-        value = getattr(source, name, None)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        value = _stated_value(source, name)
+        if _is_count(value):
             return name, value
     return None

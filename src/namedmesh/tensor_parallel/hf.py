@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +11,16 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel
 
 from namedmesh.errors import PlanError, did_you_mean
+from namedmesh.tensor_parallel.adapters import adapted_model
+from namedmesh.tensor_parallel.experts import IdentityExpert, ShardedExperts
+from namedmesh.tensor_parallel.fused import FusedColwiseParallel
+from namedmesh.tensor_parallel.kv_heads import KeyValueParallel, names_keys_or_values
 from namedmesh.tensor_parallel.local import LocalParameters, SumOutput, SumTailGradient
 from namedmesh.tensor_parallel.plan import matches
 from namedmesh.tensor_parallel.styles import ColwiseParallel, RowwiseParallel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch.distributed.tensor.parallel import ParallelStyle
     from torch.distributed.tensor.placement_types import Placement
@@ -41,41 +46,64 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "sequence_parallel": lambda: SequenceParallel(use_local_output=True),
     "replicated_with_grad_allreduce": LocalParameters,
     "all_reduce": SumOutput,
+    "moe_identity_expert": IdentityExpert,
 }
-_PACKED = "a fused weight has to be cut inside each of its parts, which no Shard placement can say"
 _EXPERTS = (
-    "it cuts the weights of mixture-of-experts layers, which a tensor-parallel plan here does not cover"
+    "it gives each rank whole experts (expert parallelism), while tensor parallelism gives each rank a shard of "
+    "every expert"
 )
-_UNSUPPORTED = {
-    "packed_colwise": _PACKED,
-    "packed_rowwise": _PACKED,
-    "moe_tp_experts": _EXPERTS,
-    "moe_identity_expert": _EXPERTS,
-    "grouped_gemm": _EXPERTS,
-    "ep_dispatch_experts": _EXPERTS,
-}
-# How a bare parameter, one that is no module's weight or bias, is cut.
-_BARE: dict[str, Placement] = {"colwise": Shard(0), "rowwise": Shard(-1)}
+_UNSUPPORTED = {"grouped_gemm": _EXPERTS, "ep_dispatch_experts": _EXPERTS}
+# What shards a bare parameter, one that is no module's weight or bias, and what its module needs for that.
+_BARE = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
+_COLUMNS = ("colwise", "packed_colwise")
+_OWNERS = ("local_params", "moe_tp_experts", "all_reduce")
 # Handled one by one, with a look at the model or at the rest of the plan.
-_SPECIAL = ("replicate", "local_params", "mla_kv_a_proj")
+_SPECIAL = (
+    "replicate",
+    "mla_kv_a_proj",
+    "packed_colwise",
+    "packed_rowwise",
+    "local_params",
+    "moe_tp_experts",
+)
 
 
-def plan_from_hf(model_or_plan: nn.Module | Mapping[str, str]) -> dict[str, ParallelStyle]:
+# Plans of transformers that fit no number of ranks but one, by the model type and the style that makes it so.
+_UNWORKABLE = {
+    ("doge", "self_attn.dt_proj", "rowwise"): (
+        "dt_proj's output has a number for each of all heads, of which q_proj and k_proj leave each rank a part"
+    ),
+    ("esmc", "self_attn.q_proj", "colwise"): (
+        "q_norm and k_norm take the features of all heads, of which q_proj and k_proj leave each rank a part"
+    ),
+    ("neomme", "self_attn.q_proj", "colwise"): (
+        "alpha has a number for each of all heads, of which q_proj leaves each rank a part"
+    ),
+}
+
+
+def plan_from_hf(
+    model_or_plan: nn.Module | Mapping[str, str], *, leave_out: Sequence[str] = ()
+) -> dict[str, ParallelStyle]:
     """Read a Hugging Face tensor-parallel plan into one for ``parallelize``.
 
     From a model, the plan is its configuration's ``base_model_tp_plan`` (with the base model's prefix) and
-    its own ``_tp_plan``. Such a plan is written for all variants of an architecture, so what it says about
-    modules that this model does not have is left out; and if the output head of the model is tied to its
-    input embedding, the embedding is cut along the vocabulary too, as the head is.
+    its own ``_tp_plan``; from a ``PeftModel``, that of the model inside. Such a plan is written for all
+    variants of an architecture, so what it says about modules that this model does not have is left out, and
+    so is a row layer whose input no column layer makes. If the output head of the model is tied to its input
+    embedding, the embedding is cut along the vocabulary too, as the head is.
 
     Args:
         model_or_plan: a ``PreTrainedModel``, or a plan: a dict of module names to style names.
+        leave_out: patterns of entries of the plan to leave out, such as ``"*.self_attn.*"`` (``*`` stands for
+            any text, dots included). What they name stays whole on every rank.
 
     Returns:
         A dict of module names to styles. A module that every rank keeps whole (``"replicate"``) is not in it.
 
     Raises:
-        PlanError: if the model has no plan; or with every style that is unknown or not supported.
+        PlanError: if the model has no plan, if a pattern matches no entry of it, or if it is known not to work;
+            or with every style that is unknown or not supported.
 
     Example:
         >>> from namedmesh.tensor_parallel import plan_from_hf
@@ -85,28 +113,40 @@ def plan_from_hf(model_or_plan: nn.Module | Mapping[str, str]) -> dict[str, Para
         layers.*.mlp.up_proj ColwiseParallel
         layers.*.mlp.down_proj RowwiseParallel
     """
+    if isinstance(model_or_plan, nn.Module) and (adapted := adapted_model(model_or_plan)):
+        prefix, inner = adapted
+        return {f"{prefix}.{key}": style for key, style in plan_from_hf(inner, leave_out=leave_out).items()}
     model = None
     if isinstance(model_or_plan, Mapping):
         names = dict(model_or_plan)
     else:
         model = model_or_plan
         names = _names_of(model)
+    idle = [pattern for pattern in leave_out if not fnmatch.filter(names, pattern)]
+    if idle:
+        raise PlanError(*(f"leave_out: {pattern!r} matches no entry of the plan" for pattern in idle))
+    names = {
+        key: name
+        for key, name in names.items()
+        if not any(fnmatch.fnmatchcase(key, pattern) for pattern in leave_out)
+    }
+    _refuse_unworkable(model, names)
     bare = _bare_parameters(model, names)
     plan: dict[str, ParallelStyle] = {}
     problems = []
     for key, name in names.items():
         if name == "replicate" or key in bare:
             continue
-        style = _STYLES[name]() if name in _STYLES else _special_style(model, key, name, bare)
-        if style is None:
+        entries = _entries(model, key, name, names)
+        if entries is None:
             problems.append(f"{key!r}: {_reason(model, name)}; change or remove this entry")
         else:
-            plan[key] = style
+            plan.update(entries)
     problems += [
-        f"{key!r}: {name!r} cuts a bare parameter, which needs 'local_params' at its module; "
+        f"{key!r}: {name!r} shards a bare parameter, which needs 'local_params' or 'moe_tp_experts' at its module; "
         f"change or remove this entry"
         for key, (owner, name) in bare.items()
-        if names.get(owner) != "local_params" or name not in _BARE
+        if names.get(owner) not in _OWNERS or name not in _BARE
     ]
     if problems:
         raise PlanError(*problems)
@@ -137,6 +177,17 @@ def _names_of(model: nn.Module) -> dict[str, str]:
     return {key: name for key, name in stated.items() if any(matches(key, fqn) for fqn in there)}
 
 
+def _refuse_unworkable(model: nn.Module | None, names: Mapping[str, str]) -> None:
+    """Say what is wrong with a plan of transformers, instead of leaving it to a forward with sizes that differ."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    for (model_type, layer, style), reason in _UNWORKABLE.items():
+        if kind == model_type and any(key.endswith(layer) and name == style for key, name in names.items()):
+            raise PlanError(
+                f"the attention of {type(model).__name__} cannot be sharded as its plan says: {reason}; leave it "
+                f"out: plan_from_hf(model, leave_out=['*.self_attn.*'])"
+            )
+
+
 def _base_prefix(model: nn.Module) -> str:
     """What the base model's names start with in this model: ``"model."``, or nothing for the base model."""
     base = getattr(model, "base_model", model)
@@ -158,20 +209,92 @@ def _bare_parameters(model: nn.Module | None, names: Mapping[str, str]) -> dict[
     }
 
 
-def _special_style(
-    model: nn.Module | None, key: str, name: str, bare: Mapping[str, tuple[str, str]]
-) -> ParallelStyle | None:
-    """The styles whose meaning depends on the model; None if it cannot be told, or for any other name."""
+def _entries(
+    model: nn.Module | None, key: str, name: str, names: Mapping[str, str]
+) -> dict[str, ParallelStyle] | None:
+    """What one key comes to: itself, or one entry a module where they differ; None if it cannot be told."""
     if model is None:
+        return {key: _STYLES[name]()} if name in _STYLES else None
+    found = {fqn: module for fqn, module in model.named_modules() if matches(key, fqn)}
+    if found and all(isinstance(module, nn.ModuleList) for module in found.values()):
+        return _entries(model, f"{key}.*", name, names)
+    makers = {"mla_kv_a_proj": _tail, "rowwise": _row, **dict.fromkeys(_OWNERS, _owner)}
+    if name not in makers:
+        style = _column(model, key, name)
+        return None if style is None else {key: style}
+    try:
+        return _same_or_apart(key, {fqn: makers[name](model, fqn, name, names) for fqn in found})
+    except LookupError:
         return None
-    if name == "local_params":
-        return LocalParameters(
-            {param.rpartition(".")[2]: _BARE[style] for param, (owner, style) in bare.items() if owner == key}
-        )
-    width = getattr(_text_config(model), "qk_rope_head_dim", None)
-    if name == "mla_kv_a_proj" and isinstance(width, int):
-        return SumTailGradient(width)
-    return None
+
+
+def _same_or_apart(key: str, styles: Mapping[str, ParallelStyle | None]) -> dict[str, ParallelStyle]:
+    """One entry for all modules that a key matches, if they get the same; without those that get none."""
+    distinct = {repr(style): style for style in styles.values()}
+    if len(distinct) == 1:
+        ((_, style),) = distinct.items()
+        return {} if style is None else {key: style}
+    return {fqn: style for fqn, style in styles.items() if style is not None}
+
+
+def _column(model: nn.Module, key: str, name: str) -> ParallelStyle | None:
+    """A style by its name alone, or by that of the layer too; None if there is none of that name."""
+    if name == "packed_colwise":
+        return FusedColwiseParallel(blocks=2)
+    if name == "colwise" and names_keys_or_values(key):
+        return KeyValueParallel()
+    if name == "colwise" and key.endswith("query_key_value"):  # GPT-NeoX's: head by head
+        heads = getattr(_text_config(model), "num_attention_heads", None)
+        return ColwiseParallel() if heads is None else FusedColwiseParallel(interleaved=heads)
+    return _STYLES[name]() if name in _STYLES else None
+
+
+def _owner(model: nn.Module, fqn: str, name: str, names: Mapping[str, str]) -> ParallelStyle | None:
+    """The style of a module whose own parameters the plan names, for those that it has."""
+    module = model.get_submodule(fqn)
+    placements, fused = {}, {}
+    for parameter, value in module.named_parameters(recurse=False):
+        style = next((style for key, style in names.items() if matches(key, f"{fqn}.{parameter}")), None)
+        if style in _BARE:
+            placements[parameter] = _bare_placement(value.ndim, style)
+            if _is_fused(module, parameter, style):
+                fused[parameter] = 2
+    if not placements:
+        return SumOutput() if name == "all_reduce" else None
+    return LocalParameters(placements) if name == "local_params" else ShardedExperts(placements, fused=fused)
+
+
+def _row(model: nn.Module, fqn: str, _name: str, names: Mapping[str, str]) -> ParallelStyle | None:
+    """The style of a row layer, if a column layer of the plan makes its input."""
+    return None if _input_is_whole(model, fqn, names) else RowwiseParallel()
+
+
+def _bare_placement(ndim: int, name: str) -> Placement:
+    """How a bare parameter is sharded: a linear's weight, experts stacked in front, or one number a head."""
+    return Shard(max(ndim - 2, 0) if name.endswith("colwise") else ndim - 1)
+
+
+def _is_fused(module: nn.Module, parameter: str, name: str) -> bool:
+    """Whether a bare parameter is gate and up, one after the other.
+
+    Experts say how the two are fused: so, or row by row, whose halves are no parts. Some plans say "colwise" of
+    the former.
+    """
+    fused = name.startswith("packed") or parameter == "gate_up_proj"
+    return fused and bool(getattr(module, "is_concatenated", True))
+
+
+def _tail(model: nn.Module, fqn: str, _name: str, _names: Mapping[str, str]) -> ParallelStyle | None:
+    """The style of a latent projection, of whose features the last go to every head, as its attention says.
+
+    Raises:
+        LookupError: neither the attention module nor the configuration says how many.
+    """
+    for source in (model.get_submodule(fqn.rpartition(".")[0]), _text_config(model)):
+        width = getattr(source, "qk_rope_head_dim", None)
+        if isinstance(width, int):
+            return SumTailGradient(width) if width else None
+    raise LookupError(fqn)
 
 
 def _text_config(model: nn.Module) -> Any:
@@ -179,17 +302,43 @@ def _text_config(model: nn.Module) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
+def _input_is_whole(model: nn.Module, fqn: str, names: Mapping[str, str]) -> bool:
+    """Whether the plan has no column layer beside a row layer, to make its input.
+
+    A plan may name a layer that only some variants of a block share, such as the output projection of linear
+    attention, whose other projections it leaves whole.
+    """
+    scope = fqn
+    while scope and isinstance(model.get_submodule(fqn), nn.Linear):
+        scope = scope.rpartition(".")[0]
+        inside = [
+            f"{scope}.{name}".lstrip(".")
+            for name, module in model.get_submodule(scope).named_modules()
+            if isinstance(module, nn.Linear)
+        ]
+        if len(inside) > 1:
+            columns = [key for key, name in names.items() if name in _COLUMNS]
+            return not any(matches(key, other) for key in columns for other in inside)
+    return False
+
+
 def _reason(model: nn.Module | None, name: object) -> str:
     """Why a style name has no answer."""
     if name in _UNSUPPORTED:
         return f"{name!r} is not supported: {_UNSUPPORTED[str(name)]}"
     if name in _SPECIAL:
-        missing = (
-            "pass the model instead of a dict" if model is None else "its config has no qk_rope_head_dim"
-        )
-        return f"{name!r} depends on the model: {missing}"
+        return f"{name!r} depends on the model: {_missing(model, name)}"
     known = (*_STYLES, *_UNSUPPORTED, *_SPECIAL)
     return f"{name!r} is not a style that transformers has{did_you_mean(name, known)}"
+
+
+def _missing(model: nn.Module | None, name: object) -> str:
+    """What of the model a style would need to know."""
+    if model is None:
+        return "pass the model instead of a dict"
+    if name == "mla_kv_a_proj":
+        return "its config has no qk_rope_head_dim"
+    return "here it names a module, not a parameter of experts; name the parameter"
 
 
 def _cut_tied_embedding(model: nn.Module, plan: dict[str, ParallelStyle]) -> None:

@@ -8,16 +8,18 @@ the styles make, and plain pieces in those of legacy code.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from namedmesh._torch import gradient_like, settled
-from namedmesh.errors import MeshError
+from namedmesh._torch import computed_now, gradient_like, is_observed, no_view, synchronous
+from namedmesh.errors import MeshError, PlanError
+from namedmesh.tensor_parallel.autocast import autocast_piece, autocast_value
 from namedmesh.tensor_parallel.collectives import (
+    ALONE,
     all_gather,
     all_reduce,
     gather,
@@ -27,7 +29,16 @@ from namedmesh.tensor_parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from namedmesh.tensor_parallel.setup import Setup, check_cut, is_replicated, sharded_dim
+from namedmesh.tensor_parallel.placements import placement_name
+from namedmesh.tensor_parallel.setup import (
+    Setup,
+    check_cut,
+    check_features,
+    is_replicated,
+    name_of,
+    sharded_dim,
+)
+from namedmesh.tensor_parallel.shared_input import SharedGradient, shared_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,19 +56,12 @@ class ColwiseLinear(nn.Linear):
         setup = self._setup
         if torch.compiler.is_compiling():
             return through_dtensor(self, input, Replicate())
-        local = input if type(input) is Tensor else setup.plain(input)
-        if local is None:
-            return through_dtensor(self, input, Replicate())
-        last = local.ndim - 1
-        gather_dim = sharded_dim(setup.input_layout, local.ndim)
+        last = input.ndim - 1
+        operand = column_operand(self, setup, input)
         whole_output = is_replicated(setup.output_layout)
-        if (
-            gather_dim == last
-            or (gather_dim is None and not is_replicated(setup.input_layout))
-            or not (whole_output or sharded_dim(setup.output_layout, local.ndim) == last)
-        ):
+        if operand is None or not (whole_output or sharded_dim(setup.output_layout, input.ndim) == last):
             return through_dtensor(self, input, Replicate())
-        output = column(local, self.weight, self.bias, setup.peers, gather_dim)
+        output = column(operand.value, self.weight, self.bias, *operand[1:])
         if whole_output:
             output = gather(output, setup.peers, last)
         return output if setup.use_local_output else setup.hand_out(output)
@@ -73,23 +77,58 @@ class RowwiseLinear(nn.Linear):
         setup = self._setup
         if torch.compiler.is_compiling():
             return through_dtensor(self, input, Shard(-1))
-        local = input if type(input) is Tensor else setup.plain(input)
-        if local is None:
-            return through_dtensor(self, input, Shard(-1))
-        last = local.ndim - 1
-        scatter_dim = sharded_dim(setup.output_layout, local.ndim)
-        whole_input = is_replicated(setup.input_layout)
-        if not (whole_input or sharded_dim(setup.input_layout, local.ndim) == last) or (
-            scatter_dim is None and not is_replicated(setup.output_layout)
+        last = input.ndim - 1
+        layout = setup.layout_of(input)
+        scatter_dim = sharded_dim(setup.output_layout, input.ndim)
+        whole_input = layout is not None and is_replicated(layout)
+        if (
+            layout is None
+            or not (whole_input or sharded_dim(layout, input.ndim) == last)
+            or (scatter_dim is None and not is_replicated(setup.output_layout))
         ):
             return through_dtensor(self, input, Shard(-1))
+        local = input.to_local() if isinstance(input, DTensor) else input
         if scatter_dim is not None:
             shape = torch.Size((*local.shape[:-1], self.out_features))
             check_cut(self, "the output", shape, scatter_dim, setup.peers.size)
         if whole_input:
+            check_features(self, local, self.in_features)
             local = split(local, setup.peers, last)
         output = row(local, self.weight, self.bias, setup.peers, scatter_dim)
         return output if setup.use_local_output else setup.hand_out(output)
+
+
+class ColumnOperand(NamedTuple):
+    """The input of a column layer as a plain tensor, and how its gradient is summed; see :func:`column`."""
+
+    value: Tensor
+    peers: Peers
+    gather_dim: int | None
+    shared: SharedGradient | None
+
+
+def column_operand(module: nn.Module, setup: Setup, value: Tensor) -> ColumnOperand | None:
+    """An input of a column layer for explicit collectives; None if they cannot move what it is laid out as.
+
+    Raises:
+        PlanError: the style is to gather an input that is gathered already.
+    """
+    layout = setup.layout_of(value)
+    gather_dim = None if layout is None else sharded_dim(layout, value.ndim)
+    if layout is None or (gather_dim is None and not is_replicated(layout)) or gather_dim == value.ndim - 1:
+        return None
+    if not isinstance(value, DTensor):
+        shared = shared_gradient(value, setup.peers)
+        if shared is not None and gather_dim is not None:
+            raise PlanError(
+                f"{name_of(module)}: the input is laid out as {placement_name(layout)} by this style, but a SharedInput above has made it whole; "
+                f"leave input_layouts at Replicate(), or take the SharedInput out of the plan"
+            )
+        return ColumnOperand(value, setup.peers, gather_dim, shared)
+    if gather_dim is None:
+        # As in DTensor arithmetic: whoever made it sums the parts of its gradient, of all its users at once.
+        return ColumnOperand(value.to_local(grad_placements=(Partial(),)), ALONE, None, None)
+    return ColumnOperand(value.to_local(), setup.peers, gather_dim, None)
 
 
 def through_dtensor(
@@ -100,15 +139,19 @@ def through_dtensor(
     annotated = setup.annotated(value)
     if annotated.placements != (desired,):
         annotated = annotated.redistribute(placements=(desired,))
+        local = annotated.to_local()
+        if not local.is_contiguous():  # which the DTensor does not know, and a linear of several dims needs
+            annotated = DTensor.from_local(local.contiguous(), setup.mesh, (desired,), run_check=False)
     return setup.finish(module, F.linear(annotated, module.weight, module.bias))
 
 
-def column(
+def column(  # noqa: PLR0917  the operands, and how they are laid out
     value: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     peers: Peers,
     gather_dim: int | None = None,
+    shared: SharedGradient | None = None,
     *,
     gather_again: bool = False,
 ) -> Tensor:
@@ -120,10 +163,13 @@ def column(
         bias: my part of the bias, or None.
         peers: over whom the gradient of the input is summed.
         gather_dim: gather the input along this dim first; its gradient is reduced and scattered.
+        shared: where this layer's part of the input's gradient goes, to be summed together with others'.
         gather_again: keep only the piece of the input for the backward, and gather it there once more: less
             memory, one more collective.
     """
-    return _column(*_autocast(value, weight, bias), peers, gather_dim, gather_again)
+    if shared is None:  # or else it is cast inside: another tensor's gradient would not be the shared one
+        value = autocast_value(value)
+    return _column(value, weight, bias, peers, gather_dim, gather_again, shared)
 
 
 def row(
@@ -138,19 +184,7 @@ def row(
         peers: over whom the output is summed.
         scatter_dim: keep only my piece of the sum, along this dim.
     """
-    return _row(*_autocast(value, weight, bias), peers, scatter_dim)
-
-
-def _autocast(value: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The three operands in the type that autocast would give them; outside autocast, as they are.
-
-    The backward runs outside autocast, so the casts have to be operations of their own.
-    """
-    device = value.device.type
-    if not torch.is_autocast_enabled(device) or not value.is_floating_point():
-        return value, weight, bias
-    dtype = torch.get_autocast_dtype(device)
-    return value.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return _row(autocast_value(value), weight, bias, peers, scatter_dim)
 
 
 def _refuse_double_backward() -> None:
@@ -162,16 +196,32 @@ def _refuse_double_backward() -> None:
         )
 
 
+def _rows(tensor: Tensor) -> Tensor:
+    """One row for each token."""
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _conjugate(tensor: Tensor) -> Tensor:
+    return tensor.conj() if tensor.is_complex() else tensor
+
+
+def _input_part(gradient: Tensor, mine: Tensor) -> Tensor:
+    """My part of the gradient of a layer's input, from my piece of the weight; made here, and nobody else's."""
+    return (_rows(gradient) @ _conjugate(mine)).view(*gradient.shape[:-1], mine.shape[1])
+
+
 def _parameter_gradients(
-    ctx: Any, rows: Tensor, value: Tensor | None, weight: Tensor | None, bias: Tensor | None
+    now: tuple[bool, ...], gradient: Tensor, value: Tensor | None, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of weight and bias, from the output's, each of the same kind as its parameter."""
+    """The gradients of weight and bias, from the output's, each of the same kind as its parameter.
+
+    ``now`` says which this pass is for: of the input, the weight and, where there is one, the bias.
+    """
     weight_gradient = bias_gradient = None
-    if value is not None and weight is not None:
-        products = rows.t() @ value.reshape(-1, value.shape[-1])
-        weight_gradient = _gradient(weight, products)
-    if bias is not None and ctx.needs_input_grad[2]:
-        bias_gradient = _gradient(bias, rows.sum(0))
+    if now[1] and value is not None and weight is not None:
+        weight_gradient = _gradient(weight, _rows(gradient).t() @ _conjugate(_rows(value)))
+    if bias is not None and now[2]:
+        bias_gradient = _gradient(bias, _rows(gradient).sum(0))
     return weight_gradient, bias_gradient
 
 
@@ -200,35 +250,43 @@ class _Column(torch.autograd.Function):
         peers: Peers,
         gather_dim: int | None,
         gather_again: bool,
+        shared: SharedGradient | None,
     ) -> Tensor:
-        piece = value = settled(value)
+        piece = value = synchronous(value)
         if gather_dim is not None:
             value = all_gather(piece, peers, gather_dim)
+        if shared is not None:
+            value = autocast_value(value)
+            shared.expect(ctx.needs_input_grad[0])
         gather_again = gather_again and gather_dim is not None
-        _keep(ctx, piece if gather_again else value, weight, bias)
-        ctx.peers, ctx.gather_dim, ctx.gather_again = peers, gather_dim, gather_again
-        return F.linear(value, _piece(weight), None if bias is None else _piece(bias))
+        mine = autocast_piece(weight)
+        _keep(ctx, piece if gather_again else value, weight, bias, mine)
+        ctx.peers, ctx.gather_dim, ctx.gather_again, ctx.shared = peers, gather_dim, gather_again, shared
+        return no_view(F.linear(value, mine, None if bias is None else autocast_piece(bias)))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_double_backward()
-        value, weight, bias = ctx.saved_tensors
-        gradient = settled(gradient)
-        rows = gradient.reshape(-1, gradient.shape[-1])
+        now = computed_now(ctx)
+        value, weight, bias, mine = ctx.saved_tensors
+        mine = _piece(weight) if mine is None else mine
+        gradient = synchronous(gradient)
         pending = gathering = None
-        if value is not None and ctx.gather_again:
+        if now[1] and value is not None and ctx.gather_again:
             gathering = start_all_gather(value, ctx.peers, ctx.gather_dim)
-        if ctx.needs_input_grad[0]:
-            partial = (rows @ _piece(weight)).view(*gradient.shape[:-1], -1)
+        if now[0] and ctx.shared is not None:
+            ctx.shared.add(_rows(gradient), _conjugate(mine), gradient.shape[:-1])
+        elif now[0]:
+            part = _input_part(gradient, mine)
             if ctx.gather_dim is None:
-                pending = start_all_reduce(partial, ctx.peers)
+                pending = start_all_reduce(part, ctx.peers, mine=True)
             else:
-                pending = start_reduce_scatter(partial, ctx.peers, ctx.gather_dim)
+                pending = start_reduce_scatter(part, ctx.peers, ctx.gather_dim)
         if gathering is not None:
             value = gathering.wait()
-        gradients = _parameter_gradients(ctx, rows, value, weight, bias)
+        gradients = _parameter_gradients(now, gradient, value, weight, bias)
         # Contiguous: a pipeline sends it to the stage before as it is.
-        return None if pending is None else pending.wait().contiguous(), *gradients, None, None, None
+        return None if pending is None else pending.wait().contiguous(), *gradients, None, None, None, None
 
 
 class _Row(torch.autograd.Function):
@@ -238,45 +296,62 @@ class _Row(torch.autograd.Function):
     def forward(  # noqa: PLR0917  autograd passes them by position
         ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None, peers: Peers, scatter_dim: int | None
     ) -> Tensor:
-        value = settled(value)
-        _keep(ctx, value, weight, bias)
-        ctx.peers, ctx.scatter_dim = peers, scatter_dim
-        output = F.linear(value, _piece(weight))
+        value, mine = synchronous(value), autocast_piece(weight)
+        _keep(ctx, value, weight, bias, mine)
+        ctx.peers, ctx.scatter_dim, ctx.gathered = peers, scatter_dim, None
+        output = F.linear(value, mine)
         if scatter_dim is None:
-            output = all_reduce(output, peers)
+            output = all_reduce(output, peers, mine=True)
         else:
             output = reduce_scatter(output, peers, scatter_dim)
         if bias is not None:
-            mine = _piece(bias)
+            added = autocast_piece(bias)
             if scatter_dim == output.ndim - 1 and peers.size > 1:
                 width = output.shape[-1]
-                mine = mine.narrow(0, peers.rank * width, width)
-            output.add_(mine)  # after the sum: the bias counts once
-        return output
+                added = added.narrow(0, peers.rank * width, width)
+            # After the sum: the bias counts once. In place, unless somebody may have kept the sum.
+            output = output + added if is_observed(output) else output.add_(added)
+        return no_view(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_double_backward()
-        value, weight, bias = ctx.saved_tensors
-        gradient = settled(gradient)
+        now = computed_now(ctx)
+        value, weight, bias, mine = ctx.saved_tensors
+        mine = _piece(weight) if mine is None else mine
+        whole = synchronous(gradient)
         if ctx.scatter_dim is not None:
             # The whole gradient also makes the bias' gradient the same, and whole, on every rank.
-            gradient = all_gather(gradient, ctx.peers, ctx.scatter_dim)
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        input_gradient = None
-        if ctx.needs_input_grad[0]:
-            input_gradient = (rows @ _piece(weight)).view(*gradient.shape[:-1], -1)
-        return input_gradient, *_parameter_gradients(ctx, rows, value, weight, bias), None, None
+            whole = _gathered_gradient(ctx, gradient, later=ctx.needs_input_grad[1] and not now[1])
+        input_gradient = _input_part(whole, mine) if now[0] else None
+        return input_gradient, *_parameter_gradients(now, whole, value, weight, bias), None, None
 
 
-def _keep(ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Save what the backward will need, and not the input when the weight is frozen."""
+def _gathered_gradient(ctx: Any, gradient: Tensor, *, later: bool) -> Tensor:
+    """All pieces of the output's gradient; kept from the pass for the input to that for the weight."""
+    known, ctx.gathered = ctx.gathered, None
+    if known is not None and known[0] is gradient:
+        whole: Tensor = known[1]
+    else:
+        whole = all_gather(synchronous(gradient), ctx.peers, ctx.scatter_dim)
+    if later:
+        ctx.gathered = gradient, whole
+    return whole
+
+
+def _keep(ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None, mine: Tensor) -> None:
+    """Save what the backward will need: not the input when the weight is frozen, my piece where it was cast."""
     needs_value, needs_weight = ctx.needs_input_grad[:2]
     ctx.save_for_backward(
-        value if needs_weight else None, weight if needs_value or needs_weight else None, bias
+        value if needs_weight else None,
+        weight if needs_value or needs_weight else None,
+        bias,
+        mine if needs_value and mine.dtype is not weight.dtype else None,
     )
 
 
 # The functions to call: torch leaves ``apply`` without types.
-_column: Callable[[Tensor, Tensor, Tensor | None, Peers, int | None, bool], Tensor] = _Column.apply
+_column: Callable[[Tensor, Tensor, Tensor | None, Peers, int | None, bool, SharedGradient | None], Tensor] = (
+    _Column.apply
+)
 _row: Callable[[Tensor, Tensor, Tensor | None, Peers, int | None], Tensor] = _Row.apply

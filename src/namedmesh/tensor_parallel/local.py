@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from namedmesh._torch import gradient_like, replaced_parameters
 from namedmesh.errors import PlanError
+from namedmesh.tensor_parallel.blocks import Blocks
 from namedmesh.tensor_parallel.collectives import Peers, all_reduce, sum_backward, sum_forward
 from namedmesh.tensor_parallel.styles import cut_parameters
 
@@ -46,6 +47,7 @@ class LocalParameters(ParallelStyle):
     def __init__(self, placements: Mapping[str, Placement] | None = None) -> None:
         super().__init__()
         self.placements = None if placements is None else dict(placements)
+        self.fused: dict[str, int] = {}
 
     def __repr__(self) -> str:
         return f"LocalParameters({self.placements or ''})"
@@ -70,10 +72,18 @@ class LocalParameters(ParallelStyle):
         if problems:
             raise PlanError(*problems)
         cut_parameters(self)("", module, device_mesh)
-        names = tuple(self.parameter_placements(module))
+        placements = self.parameter_placements(module)
+        blocks = {
+            name: (
+                placement.dim,
+                Blocks.equal(module.get_parameter(name).shape[placement.dim], count, device_mesh),
+            )
+            for name, count in self.fused.items()
+            if isinstance(placement := placements[name], Shard)
+        }
         # Inside all hooks, where FSDP2 has put the whole parameters already. An object, and no closure,
         # because a deep copy of the module must not call the forward of the original.
-        module.forward = _LocalForward(module, module.forward, names, Peers(device_mesh))
+        module.forward = _LocalForward(module, module.forward, tuple(placements), blocks, Peers(device_mesh))
         return module
 
 
@@ -81,22 +91,70 @@ class _LocalForward:
     """A module's own forward, with plain tensors where its parameters are."""
 
     def __init__(
-        self, module: nn.Module, original: Callable[..., Any], names: tuple[str, ...], peers: Peers
+        self,
+        module: nn.Module,
+        original: Callable[..., Any],
+        names: tuple[str, ...],
+        blocks: Mapping[str, tuple[int, Blocks]],
+        peers: Peers,
     ) -> None:
         self.module, self.original, self.names, self.peers = module, original, names, peers
+        self.blocks = blocks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        values = {name: self._piece(getattr(self.module, name)) for name in self.names}
+        values = {name: self._value(name) for name in self.names}
         with replaced_parameters(self.module, values):
             return self.original(*args, **kwargs)
+
+    def _value(self, name: str) -> Tensor:
+        parameter = getattr(self.module, name)
+        if name in self.blocks:
+            dim, blocks = self.blocks[name]
+            return blocks.of(parameter, self.peers, dim)
+        return self._piece(parameter)
 
     def _piece(self, parameter: Tensor) -> Tensor:
         if not isinstance(parameter, DTensor):
             return parameter
         if parameter.placements == (Replicate(),):
+            if torch.compiler.is_compiling():
+                # The first step does nothing on the way forward, and sums the parts on the way back.
+                parameter = parameter.redistribute(placements=(Replicate(),))
+                whole: Tensor = parameter.to_local(grad_placements=(Partial(),))
+                return whole
             return _shared_parameter(parameter, self.peers)
         piece: Tensor = parameter.to_local()
         return piece
+
+
+class _SummedForward:
+    """A module's own forward, with parameters whose gradients are summed before they arrive.
+
+    torch leaves the gradients of the replicated parameters of ``SequenceParallel`` partial: then a rank's piece
+    of the gradient is not the gradient, and the optimizers of some of its versions drop the update. A hook on a
+    parameter would not outlive ``to_empty``, ``to(dtype)``, or a copy of the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.original = module, module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = self.module.named_parameters(recurse=False)
+        values = {name: _summed(parameter) for name, parameter in own}
+        with replaced_parameters(self.module, values):
+            return self.original(*args, **kwargs)
+
+
+def _summed(parameter: Tensor) -> Tensor:
+    """A parameter as it is, a replicated one with a sum over the ranks on the way back."""
+    if isinstance(parameter, DTensor) and all(placement.is_replicate() for placement in parameter.placements):
+        return parameter.redistribute(placements=parameter.placements)
+    return parameter
+
+
+def sum_gradients(module: nn.Module) -> None:
+    """Have the partial gradients of a module's own replicated parameters summed over the ranks."""
+    module.forward = _SummedForward(module)
 
 
 class _SharedParameter(torch.autograd.Function):
@@ -112,10 +170,33 @@ class _SharedParameter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[DTensor, None]:
         (parameter,) = ctx.saved_tensors
-        return gradient_like(parameter, all_reduce(gradient.clone(), ctx.peers)), None
+        return gradient_like(parameter, all_reduce(gradient, ctx.peers)), None
 
 
 _shared_parameter: Callable[[DTensor, Peers], Tensor] = _SharedParameter.apply
+
+
+class KeepWhole(ParallelStyle):
+    """Keep a module as it is, because every rank computes the same with it.
+
+    For a module between sharded layers that works on what is not sharded: a plan that does not name such a
+    module is refused, because its gradients could be parts. Nothing is changed.
+
+    Example:
+        >>> from namedmesh.tensor_parallel import KeepWhole
+        >>> KeepWhole()
+        KeepWhole()
+    """
+
+    def __repr__(self) -> str:
+        return "KeepWhole()"
+
+    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:  # noqa: ARG002  none, for any
+        """It touches no parameters."""
+        return {}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:  # noqa: ARG002  its signature
+        return module
 
 
 class SumOutput(ParallelStyle):

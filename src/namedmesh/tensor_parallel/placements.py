@@ -15,6 +15,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+from namedmesh.tensor_parallel.weight_norm import norm_placements, weight_norm
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -46,7 +48,9 @@ def _cut_placements(style: ParallelStyle, module: nn.Module) -> dict[str, Placem
     column = isinstance(style, ColwiseParallel)
     if isinstance(module, nn.Embedding):
         return {"weight": Shard(1) if column else Shard(0)}
-    placements: dict[str, Placement] = {"weight": Shard(0) if column else Shard(1)}
+    cut = Shard(0) if column else Shard(1)
+    norm = weight_norm(module)
+    placements: dict[str, Placement] = {"weight": cut} if norm is None else norm_placements(norm, cut)
     if getattr(module, "bias", None) is not None:
         placements["bias"] = Shard(0) if column else Replicate()
     return placements

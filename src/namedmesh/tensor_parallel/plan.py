@@ -8,22 +8,25 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, TypeAlias
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from namedmesh._torch import absent_children
 from namedmesh.errors import PlanError, did_you_mean, listing
+from namedmesh.tensor_parallel.adapters import with_adapters
 from namedmesh.tensor_parallel.entry import Entry
-from namedmesh.tensor_parallel.heads import head_problems
+from namedmesh.tensor_parallel.fused import fused_problems
+from namedmesh.tensor_parallel.heads import head_problems, with_counts
+from namedmesh.tensor_parallel.local import LocalParameters
 from namedmesh.tensor_parallel.placements import misfits, parameter_placements
 from namedmesh.tensor_parallel.setup import NAME
 from namedmesh.tensor_parallel.ties import find_ties
+from namedmesh.tensor_parallel.uncovered import cover
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from torch import nn
 
     from namedmesh.tensor_parallel.ties import Tie
 
@@ -57,6 +60,9 @@ def resolve(
     entries: list[Entry] = []
     matching_problems = _match(model, plan, entries)
     problems += matching_problems
+    entries, adapter_problems = with_adapters(entries)
+    problems += adapter_problems
+    entries = with_counts(model, entries, tp_size)
     fitting = []
     for entry in entries:
         reasons = _reasons_against(entry)
@@ -65,6 +71,10 @@ def resolve(
             fitting.append(entry)
     problems += _size_problems(fitting, tp_size)
     problems += head_problems(model, fitting, tp_size)
+    problems += fused_problems(model, fitting, tp_size)
+    meant, uncovered = cover(model, entries) if tp_size > 1 else ([], [])
+    problems += uncovered
+    entries += meant
     problems += [
         f"{name}: {value} is not divisible by the tp size {tp_size} (from must_divide); "
         f"choose a tp size that divides it"
@@ -107,7 +117,7 @@ def _match(model: nn.Module, plan: object, entries: list[Entry]) -> list[str]:
     if not isinstance(plan, Mapping):
         return [f"a plan is a dict of module names to parallel styles, not a {type(plan).__name__}"]
     names: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
-    absent = absent_children(model)
+    absent = absent_children(model) + [fqn for fqn, module in names.items() if _is_empty(module)]
     problems = []
     owners: dict[int, Entry] = {}
     clashes: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -142,8 +152,13 @@ def matches(key: str, fqn: str) -> bool:
     return len(wanted) == len(tokens) and all(map(fnmatchcase, tokens, wanted))
 
 
+def _is_empty(module: nn.Module) -> bool:
+    """Whether a module is a container with nothing in it, as on a pipeline stage that has no layers."""
+    return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and not len(module)
+
+
 def _covers(key: str, absent: str) -> bool:
-    """Whether a key names a submodule that is set to None, or something inside it."""
+    """Whether a key names a submodule that is set to None or empty, or something inside it."""
     wanted, tokens = key.split("."), absent.split(".")
     return len(wanted) >= len(tokens) and all(map(fnmatchcase, tokens, wanted))
 
@@ -163,19 +178,21 @@ def _reasons_against(entry: Entry) -> list[str]:
 
 def _size_problems(entries: list[Entry], tp_size: int) -> list[str]:
     """Sizes that do not divide, once for all the layers that one key matches."""
-    places: dict[tuple[str, str, int], list[str]] = defaultdict(list)
+    places: dict[tuple[str, str, int, int], list[str]] = defaultdict(list)
     for entry in entries:
         for name, placement in (parameter_placements(entry.style, entry.module) or {}).items():
             if not isinstance(placement, Shard) or (name == "bias" and hasattr(entry.module, "out_features")):
                 continue  # a bias is cut as the output features are: say it once
-            shape = entry.module.get_parameter(name).shape
-            size = shape[placement.dim]
-            if size % tp_size:
-                places[entry.key, _size_name(entry.module, name, placement.dim), size].append(entry.fqn)
+            dim = placement.dim
+            parts = entry.style.fused.get(name, 1) if isinstance(entry.style, LocalParameters) else 1
+            size = entry.module.get_parameter(name).shape[dim]
+            if size % (tp_size * parts):
+                places[entry.key, _size_name(entry.module, name, dim), size, parts].append(entry.fqn)
     return [
-        f"{listing((fqn or 'the model' for fqn in fqns), 3)}: {what} {size} is not divisible by the tp size "
-        f"{tp_size}; pad it to {-(-size // tp_size) * tp_size}, or leave {key!r} out of the plan"
-        for (key, what, size), fqns in places.items()
+        f"{listing((fqn or 'the model' for fqn in fqns), 3)}: {what} {size} is not divisible by "
+        f"{f'{parts} times ' if parts > 1 else ''}the tp size {tp_size}; pad it to "
+        f"{-(-size // (tp_size * parts)) * tp_size * parts}, or leave {key!r} out of the plan"
+        for (key, what, size, parts), fqns in places.items()
     ]
 
 

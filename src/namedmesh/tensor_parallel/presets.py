@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.tensor import Replicate, Shard
 
+from namedmesh.tensor_parallel.kv_heads import KeyValueParallel
 from namedmesh.tensor_parallel.local import LocalParameters
+from namedmesh.tensor_parallel.shared_input import SharedInput
 from namedmesh.tensor_parallel.styles import ColwiseParallel, RowwiseParallel
 
 if TYPE_CHECKING:
@@ -21,6 +23,9 @@ def llama_plan(
     The names are ``tok_embeddings``, ``layers.*.attention_norm``, ``layers.*.attention.{wq,wk,wv,wo}``,
     ``layers.*.ffn_norm``, ``layers.*.feed_forward.{w1,w2,w3}``, ``norm`` and ``output``. The model's
     attention works on the heads it finds, ``view(batch, sequence, -1, head_dim)``.
+
+    The input of ``attention``, and of ``feed_forward``, is one :class:`SharedInput`: gathered once for its
+    column layers where the sequence is sharded, and its gradient summed once.
 
     Args:
         sequence_parallel: between the sharded parts each rank keeps its piece of the sequence; the norms run
@@ -48,8 +53,12 @@ def llama_plan(
             use_local_output=not loss_parallel,
         ),
     }
-    for name in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"):
-        plan[f"layers.*.{name}"] = ColwiseParallel(input_layouts=between)
+    for name in ("attention", "feed_forward"):
+        plan[f"layers.*.{name}"] = SharedInput(input_layouts=between)
+    for name in ("attention.wq", "feed_forward.w1", "feed_forward.w3"):
+        plan[f"layers.*.{name}"] = ColwiseParallel()
+    for name in ("attention.wk", "attention.wv"):
+        plan[f"layers.*.{name}"] = KeyValueParallel()
     for name in ("attention.wo", "feed_forward.w2"):
         plan[f"layers.*.{name}"] = RowwiseParallel(output_layouts=between)
     if sequence_parallel:

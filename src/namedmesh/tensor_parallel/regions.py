@@ -10,11 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
-from namedmesh._torch import settled
+from namedmesh._torch import synchronous
 from namedmesh.errors import ShapeError
-from namedmesh.tensor_parallel.collectives import all_gather, reduce_scatter
+from namedmesh.tensor_parallel.collectives import all_gather, all_to_all, reduce_scatter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,15 +29,16 @@ class _GatherParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, piece: Tensor, peers: Peers, dim: int) -> Tensor:
         ctx.peers, ctx.dim = peers, dim
-        return all_gather(settled(piece), peers, dim)
+        return all_gather(synchronous(piece), peers, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return reduce_scatter(gradient, ctx.peers, ctx.dim), None, None
 
 
-gather_parts: Callable[[Tensor, Peers, int], Tensor] = _GatherParts.apply
-"""Join the peers' pieces along a dim, for ranks that go on differently: each gradient is a part of the whole."""
+def gather_parts(piece: Tensor, peers: Peers, dim: int) -> Tensor:
+    """Join the peers' pieces along a dim, for ranks that go on differently: each gradient is a part of the whole."""
+    return piece if peers.size == 1 else _gather_parts(piece, peers, dim)
 
 
 def gather_uneven(piece: Tensor, peers: Peers, sizes: Sequence[int], *, parts: bool = True) -> Tensor:
@@ -66,7 +66,7 @@ def gather_uneven(piece: Tensor, peers: Peers, sizes: Sequence[int], *, parts: b
             f"rank {peers.rank} has a piece of length {piece.shape[0]} (shape {tuple(piece.shape)}), but the "
             f"sizes {lengths} say {lengths[peers.rank]}; pass the length of every rank's piece, in rank order"
         )
-    return _gather_uneven(piece, peers, lengths, parts)
+    return piece if peers.size == 1 else _gather_uneven(piece, peers, lengths, parts)
 
 
 def sum_scatter_uneven(partial: Tensor, peers: Peers, sizes: Sequence[int]) -> Tensor:
@@ -88,7 +88,7 @@ def sum_scatter_uneven(partial: Tensor, peers: Peers, sizes: Sequence[int]) -> T
     """
     lengths = _lengths(sizes, peers)
     _check_sum(partial, lengths, "the sizes")
-    return _sum_scatter_uneven(partial, peers, lengths)
+    return partial if peers.size == 1 else _sum_scatter_uneven(partial, peers, lengths)
 
 
 def exchange(
@@ -124,7 +124,7 @@ def exchange(
             f"dim 0 of shape {tuple(outgoing.shape)} has length {length}, which cannot be cut into "
             f"{peers.size} equal pieces; pass the length of each piece"
         )
-    return _exchange(outgoing, peers, sending, receiving)
+    return outgoing if peers.size == 1 else _exchange(outgoing, peers, sending, receiving)
 
 
 def _lengths(sizes: Sequence[int], peers: Peers) -> list[int]:
@@ -146,8 +146,6 @@ def _check_sum(whole: Tensor, lengths: list[int], what: str) -> None:
 
 def _join(piece: Tensor, peers: Peers, lengths: list[int]) -> Tensor:
     """All pieces. They travel at one common length: not every backend takes others."""
-    if peers.size == 1:
-        return piece
     longest = max(lengths)
     padded = all_gather(_padded(piece, longest), peers, 0)
     return torch.cat([padded.narrow(0, i * longest, length) for i, length in enumerate(lengths)])
@@ -160,8 +158,6 @@ def _cut(whole: Tensor, peers: Peers, lengths: list[int]) -> Tensor:
 
 def _sum_and_cut(whole: Tensor, peers: Peers, lengths: list[int]) -> Tensor:
     """My piece of the sum."""
-    if peers.size == 1:
-        return whole
     longest = max(lengths)
     padded = torch.cat([_padded(piece, longest) for piece in whole.split(lengths)])
     return reduce_scatter(padded, peers, 0).narrow(0, 0, lengths[peers.rank]).contiguous()
@@ -178,7 +174,7 @@ class _GatherUneven(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, piece: Tensor, peers: Peers, lengths: list[int], parts: bool) -> Tensor:
         ctx.peers, ctx.lengths, ctx.parts = peers, lengths, parts
-        return _join(settled(piece), peers, lengths)
+        return _join(synchronous(piece), peers, lengths)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
@@ -192,7 +188,7 @@ class _SumScatterUneven(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, peers: Peers, lengths: list[int]) -> Tensor:
         ctx.peers, ctx.lengths = peers, lengths
-        return _sum_and_cut(settled(partial), peers, lengths)
+        return _sum_and_cut(synchronous(partial), peers, lengths)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -207,13 +203,7 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, outgoing: Tensor, peers: Peers, send: list[int] | None, receive: list[int] | None
     ) -> Tensor:
         ctx.peers, ctx.send, ctx.receive = peers, send, receive
-        outgoing = settled(outgoing).contiguous()
-        if peers.size == 1:
-            return outgoing.view_as(outgoing)
-        length = outgoing.shape[0] if receive is None else sum(receive)
-        incoming = outgoing.new_empty(length, *outgoing.shape[1:])
-        dist.all_to_all_single(incoming, outgoing, receive, send, group=peers.group)
-        return incoming
+        return all_to_all(synchronous(outgoing), peers, send, receive)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
@@ -221,6 +211,7 @@ class _Exchange(torch.autograd.Function):
         return _exchange(gradient, ctx.peers, ctx.receive, ctx.send), None, None, None
 
 
+_gather_parts: Callable[[Tensor, Peers, int], Tensor] = _GatherParts.apply
 _gather_uneven: Callable[[Tensor, Peers, list[int], bool], Tensor] = _GatherUneven.apply
 _sum_scatter_uneven: Callable[[Tensor, Peers, list[int]], Tensor] = _SumScatterUneven.apply
 _exchange: Callable[[Tensor, Peers, list[int] | None, list[int] | None], Tensor] = _Exchange.apply

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from namedmesh.errors import ShapeError
 from namedmesh.tensor_parallel.collectives import Peers
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
@@ -53,16 +53,24 @@ class Setup:
             return local
         return DTensor.from_local(local, self.mesh, (self.output_layout,), run_check=False)
 
-    def plain(self, value: object) -> Tensor | None:
+    def layout_of(self, value: Tensor) -> Placement | None:
+        """How an input is laid out; None if its pieces are none that explicit collectives can move."""
+        if not isinstance(value, DTensor):
+            return self.input_layout
+        layout = value.placements[0]
+        if value.device_mesh != self.mesh:
+            return None
+        dim = sharded_dim(layout, value.ndim)
+        # torch pads pieces of different lengths; a collective of its own may not get them.
+        return layout if dim is None or value.shape[dim] % self.peers.size == 0 else None
+
+    def plain(self, value: Tensor) -> Tensor | None:
         """The local tensor of an input that is laid out as annotated; None if it has another layout."""
-        if isinstance(value, DTensor):
-            if value.device_mesh != self.mesh or not same_layout(
-                value.placements[0], self.input_layout, value.ndim
-            ):
-                return None
-            local: Tensor = value.to_local()
-            return local
-        return value if isinstance(value, torch.Tensor) else None
+        layout = self.layout_of(value)
+        if layout is None or not same_layout(layout, self.input_layout, value.ndim):
+            return None
+        local: Tensor = value.to_local() if isinstance(value, DTensor) else value
+        return local
 
     def annotated(self, tensor: Tensor) -> DTensor:
         """An input as a DTensor in the layout that the style declares."""
@@ -114,6 +122,24 @@ def is_replicated(layout: Placement) -> bool:
     return isinstance(layout, Replicate)
 
 
+def check_features(module: torch.nn.Module, value: Tensor, features: int) -> None:
+    """Refuse an input of another number of features, of which each rank would take its part all the same.
+
+    Raises:
+        ShapeError: the last dim of the input has another length.
+    """
+    if value.shape[-1] != features:
+        raise ShapeError(
+            f"{name_of(module)}: the input, of shape {tuple(value.shape)}, has {value.shape[-1]} features, but the "
+            f"layer takes {features}; pass all {features} of them"
+        )
+
+
+def name_of(module: torch.nn.Module) -> str:
+    """A module's name in error messages."""
+    return getattr(module, NAME, None) or type(module).__name__
+
+
 def check_cut(module: torch.nn.Module, what: str, shape: torch.Size, dim: int, tp_size: int) -> None:
     """Refuse to cut a dim into pieces of different lengths.
 
@@ -126,9 +152,8 @@ def check_cut(module: torch.nn.Module, what: str, shape: torch.Size, dim: int, t
     length = shape[dim]
     if length % tp_size == 0:
         return
-    name = getattr(module, NAME, None) or type(module).__name__
     longer = -(-length // tp_size) * tp_size
     raise ShapeError(
-        f"{name}: dim {dim} of {what}, of shape {tuple(shape)}, has length {length}, which cannot be cut "
+        f"{name_of(module)}: dim {dim} of {what}, of shape {tuple(shape)}, has length {length}, which cannot be cut "
         f"into {tp_size} equal pieces (the tp size); pad it to {longer}, or to another multiple of {tp_size}"
     )

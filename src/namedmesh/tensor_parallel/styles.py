@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
@@ -14,6 +16,7 @@ from namedmesh.tensor_parallel.embedding import ColwiseEmbedding, RowwiseEmbeddi
 from namedmesh.tensor_parallel.linear import ColwiseLinear, RowwiseLinear
 from namedmesh.tensor_parallel.placements import misfits, parameter_placements
 from namedmesh.tensor_parallel.setup import Setup
+from namedmesh.tensor_parallel.weight_norm import use_local_norm, weight_norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,24 +105,73 @@ def _shard(
 ) -> nn.Module:
     """Cut the parameters, then give the module the forward for them."""
     problems = misfits(style, module)
+    norm = weight_norm(module)
+    if norm is None and "weight" not in dict(module.named_parameters(recurse=False)):
+        problems.append(
+            "its weight is computed from other parameters at every forward; remove the parametrization "
+            "(torch.nn.utils.parametrize.remove_parametrizations), or leave the module out of the plan"
+        )
     if problems:
         raise PlanError(*(f"{type(module).__name__}: {problem}" for problem in problems))
     setup = Setup(mesh, style.input_layouts[0], style.output_layouts[0], style.use_local_output)
     partition = cut_parameters(style)
     # A subclass may do anything in its forward, and so may a forward set on the instance.
     ours = None if "forward" in vars(module) else local_compute.get(type(module))
+    if ours is None and norm is None and _extends_the_forward(style, module, local_compute):
+        partition("", module, mesh)  # and not the modules inside, which work on plain tensors
+        sharded: Any = next(ours for base, ours in local_compute.items() if isinstance(module, base))
+        kind: Any = type(module)
+        module.__class__ = _on_sharded_base(kind, sharded)
+        module._setup = setup  # type: ignore[assignment]  # noqa: SLF001  it is one of ours now
+        return module
     if ours is None:
         return distribute_module(module, mesh, partition, _input_hook(setup, desired), _output_hook(setup))
     distribute_module(module, mesh, partition)
+    if norm is not None:
+        use_local_norm(module, norm, Shard(0 if isinstance(style, ColwiseParallel) else 1), setup.peers)
     module.__class__ = ours
     module._setup = setup  # type: ignore[assignment]  # noqa: SLF001  it is one of ours now
     return module
 
 
-def cut_parameters(style: ParallelStyle) -> Callable[[str, nn.Module, DeviceMesh], None]:
-    """For ``distribute_module``: replace the parameters with DTensors, frozen ones included."""
+def _extends_the_forward(
+    style: ColwiseParallel | RowwiseParallel, module: nn.Module, local_compute: Kinds
+) -> bool:
+    """Whether a subclass only adds to the forward of its base: it calls it, and leaves the weight to it."""
+    bases = type(module).__mro__
+    forwards = [
+        vars(kind)["forward"]
+        for kind in bases[: next(i for i, kind in enumerate(bases) if kind in local_compute)]
+        if "forward" in vars(kind)
+    ]
+    # What is trained besides must get the same output on every rank, or its gradient would be a part.
+    others = [name for name, _ in module.named_parameters() if name not in {"weight", "bias"}]
+    return (
+        "forward" not in vars(module)
+        and all(map(_leaves_the_weight_alone, forwards))
+        and (not others or isinstance(style.output_layouts[0], Replicate))
+    )
 
-    def partition(_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+
+def _leaves_the_weight_alone(forward: Callable[..., Any]) -> bool:
+    """Whether a forward calls ``super()``, and asks its weight and bias at most for their dtype."""
+    names = [str(instruction.argval) for instruction in dis.get_instructions(forward)]
+    uses = {names[i + 1] for i, name in enumerate(names[:-1]) if name in {"weight", "bias"}}
+    return "super" in names and uses <= {"dtype", "device"}
+
+
+@cache
+def _on_sharded_base(kind: Any, ours: Any) -> type[nn.Module]:
+    """The class again, with ours where its ``super().forward`` goes."""
+    return type(kind.__name__, (kind, ours), {"__module__": kind.__module__})
+
+
+def cut_parameters(style: ParallelStyle) -> Callable[[str, nn.Module, DeviceMesh], None]:
+    """For ``distribute_module``: replace the module's own parameters with DTensors, frozen ones included."""
+
+    def partition(fqn: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        if fqn:  # a child of a subclass; torch replicates what it owns
+            return
         for name, placement in (parameter_placements(style, module) or {}).items():
             parameter = getattr(module, name)
             cut = distribute_tensor(parameter, mesh, [placement], src_data_rank=style.src_data_rank)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch.autograd.function import once_differentiable
 
+from namedmesh._torch import is_observed
 from namedmesh.errors import ShapeError
 from namedmesh.tensor_parallel.collectives import all_reduce
 
@@ -108,10 +108,10 @@ def shorten(
 def _norm_of_parts(norms: Tensor, norm_type: float, peers: Peers) -> Tensor:
     """The norms of whole vectors, from those of the peers' parts of them."""
     if norm_type == math.inf:
-        return all_reduce(norms, peers, dist.ReduceOp.MAX)
+        return all_reduce(norms, peers, "max", mine=True)
     if norm_type == 0:  # the number of features that are not zero
-        return all_reduce(norms, peers)
-    return all_reduce(norms.pow(norm_type), peers).pow(1 / norm_type)
+        return all_reduce(norms, peers, mine=True)
+    return all_reduce(norms.pow(norm_type), peers, mine=True).pow(1 / norm_type)
 
 
 def _in_part(ids: Tensor, first: int, length: int) -> tuple[Tensor, Tensor]:
@@ -178,16 +178,18 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, target: Tensor, peers: Peers, label_smoothing: float) -> Tensor:
         part = logits.shape[-1]
         elsewhere, mine = _in_part(target, peers.rank * part, part)
-        highest = all_reduce(logits.amax(-1), peers, dist.ReduceOp.MAX)
+        highest = all_reduce(logits.amax(-1), peers, "max", mine=True)
         shifted = logits - highest.unsqueeze(-1)
-        of_target = shifted.gather(-1, mine.unsqueeze(-1)).squeeze(-1).masked_fill_(elsewhere, 0)
+        of_target = shifted.gather(-1, mine.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
         mean = shifted.mean(-1) if label_smoothing else None
-        probabilities = shifted.exp_()  # in place: the difference is ours
-        sums = all_reduce(torch.stack([of_target, probabilities.sum(-1)]), peers)
+        # Into the memory of the difference, unless somebody may have kept that.
+        into = None if is_observed(shifted) else shifted
+        probabilities = torch.exp(shifted, out=into)
+        sums = all_reduce(torch.stack([of_target, probabilities.sum(-1)]), peers, mine=True)
         of_target, total = sums[0], sums[1]
         normaliser = total.log()
         loss = normaliser - of_target
-        probabilities.div_(total.unsqueeze(-1))
+        probabilities = torch.div(probabilities, total.unsqueeze(-1), out=into)
         spread = label_smoothing * part / (part - 1) if label_smoothing else 0.0
         if mean is not None:
             # The logarithm of a probability is the shifted logit less the normaliser; of a probability that

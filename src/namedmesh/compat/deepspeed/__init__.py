@@ -26,8 +26,8 @@ from namedmesh.compat.modules import Replacement
 
 if TYPE_CHECKING:
     from namedmesh.compat.deepspeed.grid import PipelineParallelGrid
+    from namedmesh.compat.deepspeed.model_parallel_unit import ModelParallelUnit, SequenceParallelUnit, mpu
     from namedmesh.compat.deepspeed.parameters import mark_parameters
-    from namedmesh.compat.deepspeed.unit import ModelParallelUnit, SequenceParallelUnit, mpu
 
 __all__ = [
     "ModelParallelUnit",
@@ -43,11 +43,11 @@ __all__ = [
 ]
 
 _LAZY = {
-    "ModelParallelUnit": "unit",
+    "ModelParallelUnit": "model_parallel_unit",
     "PipelineParallelGrid": "grid",
-    "SequenceParallelUnit": "unit",
+    "SequenceParallelUnit": "model_parallel_unit",
     "mark_parameters": "parameters",
-    "mpu": "unit",
+    "mpu": "model_parallel_unit",
 }
 
 _REPLACEMENT = Replacement(

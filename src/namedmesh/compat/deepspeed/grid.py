@@ -1,42 +1,108 @@
-"""DeepSpeed's pipeline grid: where this rank stands in a topology, and its groups, over one NamedMesh."""
+"""DeepSpeed's pipeline grid: this rank's coordinates in a topology, and its groups, over one NamedMesh."""
 
 from __future__ import annotations
 
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from namedmesh.consistency import report_failure
-from namedmesh.compat.deepspeed.places import checked_mesh, group_over, topology_of
-from namedmesh.compat.deepspeed.wanted import alternating, check_group, checked_topology
+from namedmesh.compat.deepspeed.model_parallel_unit import Getters, axis_map, check_mesh, get_or_create_group
+from namedmesh.compat.deepspeed.process_topology import (
+    ProcessTopology,
+    default_topology,
+    validate_topology,
+)
 from namedmesh.compat.errors import ContractAttributeError, ContractError, ContractTypeError
-from namedmesh.errors import LayoutError, did_you_mean
+from namedmesh.consistency import report_failure
+from namedmesh.errors import LayoutError, did_you_mean, listing
 from namedmesh.init import init_mesh
+from namedmesh.views import named
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from namedmesh.compat.deepspeed.process_topology import ProcessTopology
-    from namedmesh.compat.deepspeed.wanted import Topology
+    from namedmesh.compat.deepspeed.process_topology import Topology
+    from namedmesh.layout import Layout
     from namedmesh.mesh import NamedMesh
 
 __all__ = ["PipelineParallelGrid"]
 
 _CALL = "deepspeed.PipelineParallelGrid"
+# The attributes, which the original has too, that the getters return.
+_ATTRIBUTES = {
+    "world": {"rank": "global_rank"},
+    "pipe": {"group": "pp_proc_group", "size": "pipe_parallel_size", "rank": "stage_id"},
+    "data": {
+        "group": "dp_proc_group",
+        "ranks": "dp_group",
+        "size": "data_parallel_size",
+        "rank": "data_parallel_id",
+    },
+    "model": {"group": "ds_model_proc_group", "size": "ds_model_world_size", "rank": "ds_model_rank"},
+    "slice": {"group": "slice_proc_group", "size": "slice_parallel_size", "rank": "_slice_rank"},
+}
 
 
-class PipelineParallelGrid:
-    """Stages, replicas and tensor-parallel ranks, as DeepSpeed's pipelines and models ask for them; communicates.
+def topology_of(layout: Layout) -> tuple[ProcessTopology, dict[str, tuple[str, ...]]]:
+    """Return a topology over the ranks of a layout, and the layout's axes for each of its own.
+
+    Axes of no kind of parallelism of DeepSpeed's keep their names. A grid needs pipe and data: one that the layout
+    lacks has size 1.
+
+    Raises:
+        LayoutError: two axes stand for the same kind, or dp_replicate and dp_shard do not adjoin.
+
+    Example:
+        >>> from namedmesh import Layout
+        >>> topology_of(Layout(dp=4, tp=2))
+        (ProcessTopology(axes=['pipe', 'data', 'model'], dims=[1, 4, 2]), {'pipe': (), 'data': ('dp',), 'model': ('tp',)})
+    """
+    kinds = axis_map(layout)
+    del kinds["sequence"]
+    names = {axis: kind for kind, own in kinds.items() for axis in own}
+    axes = {kind: () for kind in ("pipe", "data") if not kinds[kind]} | {
+        # Two axes of one kind have the position of the first.
+        names.get(axis, axis): kinds.get(names.get(axis, ""), (axis,))
+        for axis in layout.axes
+    }
+    topology = ProcessTopology(list(axes), [layout.size(*own) if own else 1 for own in axes.values()])
+    mesh_axes = dict(zip(axes, topology.layout.axes, strict=True))
+    if any(
+        own and topology.layout.partition(mesh_axes[axis]) != layout.partition(*own)
+        for axis, own in axes.items()
+    ):
+        raise LayoutError(
+            f"axes {named(kinds['data'])} do not adjoin in {layout}, and a topology of DeepSpeed's has one data axis; put "
+            "one right after the other"
+        )
+    return topology, axes
+
+
+def _check_group(group: object, world: int) -> None:
+    """Refuse a group of fewer ranks than the world: the original ignores it, and uses all ranks.
+
+    Raises:
+        LayoutError: it is one.
+    """
+    if isinstance(group, dist.ProcessGroup) and group.size() != world:
+        raise LayoutError(
+            f"process_group has the ranks {listing(dist.get_process_group_ranks(group))}, but a grid is over the whole "
+            f"world of {world} ranks (DeepSpeed's is, too, whatever group it is given); leave it out"
+        )
+
+
+class PipelineParallelGrid(Getters):
+    """Stages, replicas and tensor-parallel ranks, as DeepSpeed's pipelines and models use them; communicates.
 
     Every rank of the world makes one, with the same topology. The groups are those of a :class:`namedmesh.NamedMesh`,
     whose axes are called pp, dp and tp: no two of them have the same ranks.
 
     Args:
-        topology: axes pipe and data, and possibly model and others. Left out, the prime factors of the number of
+        topology: axes pipe and data, and possibly model and others. By default the prime factors of the number of
             ranks go to pipe and data in turns.
-        process_group: taken for the original's sake: a group of all ranks, or None.
+        process_group: a group of all ranks, or None; accepted as the original accepts it.
 
     Attributes:
         mesh: the mesh with the groups; it leads to everything else that namedmesh does.
@@ -47,12 +113,12 @@ class PipelineParallelGrid:
         stage_id: this rank's coordinate on pipe; ``is_first_stage`` and ``is_last_stage`` follow from it.
         data_parallel_id: its coordinate on data.
         ds_model_proc_group: the group of every rank with the same coordinate on data, that is of one replica of the
-            model; ``ds_model_world_size`` is its size and ``ds_model_rank`` this rank's place in it.
+            model; ``ds_model_world_size`` is its size and ``ds_model_rank`` this rank's position in it.
         dp_group: the ranks along data, ``dp_proc_group`` their group, and ``dp_groups`` those of all such groups.
         pp_group: the ranks along pipe, ``pp_proc_group`` their group, and ``pipe_groups`` those of all such groups.
         p2p_groups: for each rank, it and the next in its pipeline; after the last stage comes the first.
         slice_group: the ranks along model, ``slice_proc_group`` their group, and ``model_groups`` those of all such
-            groups, which is there only if the model is cut.
+            groups, which exists only if the model is sharded.
 
     Raises:
         ContractError: ``torch.distributed`` has no default group, or the topology is not one of all its ranks.
@@ -87,13 +153,13 @@ class PipelineParallelGrid:
             )
         world = dist.get_world_size()
         with report_failure(_CALL, range(world)):
-            check_group(process_group, world)
-            asked = alternating(world) if topology is None else topology
-            ours = checked_topology(asked, world, dist.get_rank())
+            _check_group(process_group, world)
+            given = default_topology(world) if topology is None else topology
+            ours = validate_topology(given, world, dist.get_rank())
         mesh = init_mesh(ours.layout)
         axes = {axis: (own,) for axis, own in zip(ours.axes, ours.layout.axes, strict=True)}
         try:
-            self._fill(asked, ours, mesh, axes)
+            self._fill(given, ours, mesh, axes)
         except BaseException:
             mesh.close()
             raise
@@ -101,7 +167,7 @@ class PipelineParallelGrid:
 
     @classmethod
     def from_mesh(cls, mesh: NamedMesh) -> PipelineParallelGrid:
-        """A grid over a mesh that exists, whose groups it uses; communicates.
+        """Make a grid over a mesh that exists, whose groups it uses; communicates.
 
         Every rank of the mesh calls it. A group that is missing is made, and belongs to the mesh.
 
@@ -111,7 +177,7 @@ class PipelineParallelGrid:
 
         Raises:
             LayoutError: the mesh is over a part of the world, or its axes make no topology.
-            MeshError: what was given is no open mesh.
+            MeshError: ``mesh`` is no open mesh.
             AgreementError: the other ranks did not call this.
 
         Example:
@@ -124,7 +190,7 @@ class PipelineParallelGrid:
             >>> dist.destroy_process_group()
         """
         call = f"{_CALL}.from_mesh"
-        checked_mesh(mesh, call)
+        check_mesh(mesh, call)
         ranks = mesh.layout.ranks
         with report_failure(call, ranks):
             if len(ranks) != dist.get_world_size():
@@ -141,17 +207,17 @@ class PipelineParallelGrid:
         return grid
 
     def _fill(
-        self, asked: Topology, ours: ProcessTopology, mesh: NamedMesh, axes: Mapping[str, tuple[str, ...]]
+        self, given: Topology, ours: ProcessTopology, mesh: NamedMesh, axes: Mapping[str, tuple[str, ...]]
     ) -> None:
-        """Take this rank's place and groups.
+        """Set this rank's coordinates and groups.
 
         Args:
-            asked: the topology as it was given, which is what the grid shows.
-            ours: the same as one of ours, which is what it answers from.
+            given: the topology as it was given, which :meth:`topology` returns.
+            ours: the same as one of ours, which the getters answer from.
             mesh: the mesh.
             axes: the mesh's axes for each of the topology's.
         """
-        self._topo, self._ranks, self.mesh = asked, ours, mesh
+        self._topo, self._topology, self.mesh = given, ours, mesh
         self.global_rank, self.world_size = mesh.global_rank, mesh.layout.world_size
         self.pipe_parallel_size = ours.get_dim("pipe")
         self.data_parallel_size = ours.get_dim("data")
@@ -166,28 +232,29 @@ class PipelineParallelGrid:
 
         replica = [own for axis, owns in axes.items() if axis != "data" for own in owns]
         ranks = members(replica)
-        self.ds_model_proc_group = group_over(mesh, replica)
+        self.ds_model_proc_group = get_or_create_group(mesh, replica)
         self.ds_model_world_size, self.ds_model_rank = len(ranks), ranks.index(self.global_rank)
-        self.dp_group, self.dp_proc_group = members(axes["data"]), group_over(mesh, axes["data"])
-        self.pp_group, self.pp_proc_group = members(axes["pipe"]), group_over(mesh, axes["pipe"])
+        self.dp_group, self.dp_proc_group = members(axes["data"]), get_or_create_group(mesh, axes["data"])
+        self.pp_group, self.pp_proc_group = members(axes["pipe"]), get_or_create_group(mesh, axes["pipe"])
         slices = axes.get("model", ())
-        self.slice_group, self.slice_proc_group = members(slices), group_over(mesh, slices)
+        self._slice_rank = self._coordinate("model") if slices else 0
+        self.slice_group, self.slice_proc_group = members(slices), get_or_create_group(mesh, slices)
 
     @cached_property
     def dp_groups(self) -> list[list[int]]:
         """The ranks of every group along data."""
-        return self._ranks.get_axis_comm_lists("data")
+        return self._topology.get_axis_comm_lists("data")
 
     @cached_property
     def pipe_groups(self) -> list[list[int]]:
         """The ranks of every group along pipe."""
-        return self._ranks.get_axis_comm_lists("pipe")
+        return self._topology.get_axis_comm_lists("pipe")
 
     @cached_property
     def p2p_groups(self) -> list[list[int]]:
         """For each rank, it and the next in its pipeline; after the last stage comes the first."""
-        layout = self._ranks.layout
-        pipe = self._ranks.mesh_axis("pipe")
+        layout = self._topology.layout
+        pipe = self._topology.mesh_axis("pipe")
         return [[rank, layout.neighbour(rank, pipe)] for rank in layout.ranks]
 
     @cached_property
@@ -197,8 +264,8 @@ class PipelineParallelGrid:
         Raises:
             ContractAttributeError: there is one rank along model; the original has no such attribute then.
         """
-        self._check_cut("model_groups")
-        return self._ranks.get_axis_comm_lists("model")
+        self._check_sharded("model_groups")
+        return self._topology.get_axis_comm_lists("model")
 
     @cached_property
     def mp_group(self) -> list[int]:
@@ -207,10 +274,10 @@ class PipelineParallelGrid:
         Raises:
             ContractAttributeError: there is one rank along model; the original has no such attribute then.
         """
-        self._check_cut("mp_group")
+        self._check_sharded("mp_group")
         return []
 
-    def _check_cut(self, name: str) -> None:
+    def _check_sharded(self, name: str) -> None:
         if self.model_parallel_size == 1:
             raise ContractAttributeError(
                 f"the grid has no {name}, because its model-parallel size is 1; DeepSpeed's has none then either"
@@ -231,7 +298,7 @@ class PipelineParallelGrid:
         return self._topo
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """The rank of another stage at this rank's other coordinates.
+        """Return the rank of another stage at this rank's other coordinates.
 
         Args:
             stage_id: the stage.
@@ -247,19 +314,16 @@ class PipelineParallelGrid:
                 f"stage_to_global() got stage_id={stage_id!r} and pipe={kwargs['pipe']!r}, which are the same; give "
                 "stage_id alone"
             )
-        at = self._ranks.get_coord(self.global_rank)._asdict()
+        at = self._topology.get_coord(self.global_rank)._asdict()
         unknown = [axis for axis in kwargs if axis not in at]
         if unknown:
             raise LayoutError(
                 *(f"axis {axis!r} is not one of {tuple(at)}{did_you_mean(axis, at)}" for axis in unknown)
             )
-        return self._ranks.get_rank(**{**at, "pipe": stage_id, **kwargs})
+        return self._topology.get_rank(**{**at, "pipe": stage_id, **kwargs})
 
-    # What DeepSpeed asks of an mpu. Nothing here communicates.
-
-    def get_global_rank(self) -> int:
-        """This rank."""
-        return self.global_rank
+    def _answer(self, kind: str, answer: str) -> Any:
+        return getattr(self, _ATTRIBUTES[kind][answer])
 
     def get_stage_id(self) -> int:
         """This rank's stage."""
@@ -269,73 +333,5 @@ class PipelineParallelGrid:
         """The pipeline that this rank is in."""
         return self._coordinate("data")
 
-    def get_pipe_parallel_rank(self) -> int:
-        """This rank's stage."""
-        return self.get_stage_id()
-
-    def get_pipe_parallel_world_size(self) -> int:
-        """The number of stages."""
-        return self.pipe_parallel_size
-
-    def get_pipe_parallel_group(self) -> dist.ProcessGroup:
-        """The group of this rank's pipeline."""
-        return self.pp_proc_group
-
-    def get_pipeline_model_parallel_rank(self) -> int:
-        """This rank's stage."""
-        return self.get_pipe_parallel_rank()
-
-    def get_pipeline_model_parallel_world_size(self) -> int:
-        """The number of stages."""
-        return self.get_pipe_parallel_world_size()
-
-    def get_data_parallel_rank(self) -> int:
-        """The pipeline that this rank is in."""
-        return self.data_parallel_id
-
-    def get_data_parallel_world_size(self) -> int:
-        """The number of pipelines."""
-        return self.data_parallel_size
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """The group of the ranks that do what this one does in the other pipelines."""
-        return self.dp_proc_group
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        """The ranks of :meth:`get_data_parallel_group`."""
-        return self.dp_group
-
-    def get_model_parallel_rank(self) -> int:
-        """This rank's place in its replica of the model."""
-        return self.ds_model_rank
-
-    def get_model_parallel_world_size(self) -> int:
-        """The number of ranks of a replica of the model, all its stages and slices."""
-        return self.ds_model_world_size
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        """The group of this rank's replica of the model."""
-        return self.ds_model_proc_group
-
-    def get_slice_parallel_rank(self) -> int:
-        """Which slice of the layers this rank has."""
-        return self._coordinate("model") if "model" in self._ranks.axes else 0
-
-    def get_slice_parallel_world_size(self) -> int:
-        """Over how many ranks the layers are cut."""
-        return self.slice_parallel_size
-
-    def get_slice_parallel_group(self) -> dist.ProcessGroup:
-        """The group of the ranks that share a layer."""
-        return self.slice_proc_group
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        """Which slice of the layers this rank has."""
-        return self.get_slice_parallel_rank()
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        """Over how many ranks the layers are cut."""
-        return self.get_slice_parallel_world_size()
-
     def _coordinate(self, axis: str) -> int:
-        return int(getattr(self._ranks.get_coord(self.global_rank), axis))
+        return int(getattr(self._topology.get_coord(self.global_rank), axis))

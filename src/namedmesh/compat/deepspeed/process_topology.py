@@ -1,4 +1,4 @@
-"""DeepSpeed's topologies: named axes over ranks, answered from a :class:`namedmesh.Layout`.
+"""DeepSpeed's topologies: named axes over ranks, computed by a :class:`namedmesh.Layout`.
 
 Ranks are row-major, the last axis the fastest. Nothing here needs a process group, or torch: a topology of a
 million ranks costs what one of eight costs, until its whole :attr:`ProcessTopology.mapping` is read.
@@ -6,18 +6,23 @@ million ranks costs what one of eight costs, until its whole :attr:`ProcessTopol
 
 from __future__ import annotations
 
+import operator
 from collections import namedtuple
 from functools import cached_property
 from itertools import product, starmap
-from typing import TYPE_CHECKING, Any
+from keyword import iskeyword
+from math import prod
+from typing import TYPE_CHECKING, Any, Protocol
 
-from namedmesh.compat.deepspeed.axes import layout_of, place_of
 from namedmesh.compat.errors import (
     ContractAttributeError,
     ContractError,
+    ContractIndexError,
     ContractTypeError,
 )
 from namedmesh.errors import LayoutError, did_you_mean, listing
+from namedmesh.layout import Layout
+from namedmesh.sizes import RESERVED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -26,7 +31,12 @@ __all__ = [
     "PipeDataParallelTopology",
     "PipeModelDataParallelTopology",
     "ProcessTopology",
+    "Topology",
+    "default_topology",
+    "validate_topology",
 ]
+
+_CANONICAL = {"pipe": "pp", "data": "dp", "model": "tp"}
 
 
 class ProcessTopology:
@@ -62,12 +72,12 @@ class ProcessTopology:
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         self.axes = axes
         self.dims = dims
-        self.layout = layout_of(axes, dims)
+        self.layout = _layout_of(axes, dims)
         self.ProcessCoord: Any = namedtuple("ProcessCoord", tuple(axes))  # type: ignore[misc]  # noqa: PYI024  a name per axis
         self._names = dict(zip(axes, self.layout.axes, strict=True))
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """The rank at some coordinates.
+        """Return the rank at some coordinates.
 
         Args:
             **coord_kwargs: one coordinate for each axis.
@@ -83,22 +93,22 @@ class ProcessTopology:
         """
         if len(coord_kwargs) != len(self._names):
             raise LayoutError(
-                f"get_rank() got {len(coord_kwargs)} coordinates, {_said(coord_kwargs)}, for {self._words}; give one for "
+                f"get_rank() got {len(coord_kwargs)} coordinates, {_listed(coord_kwargs)}, for {self._words}; give one for "
                 "each axis, or ask filter_match() for all ranks that share some"
             )
         unknown = [self._unknown(axis) for axis in coord_kwargs if axis not in self._names]
         if unknown:
             raise ContractTypeError(*unknown)
-        places = {axis: place_of(at, self.layout[self._names[axis]]) for axis, at in coord_kwargs.items()}
+        coords = {axis: _coordinate(at, self.layout[self._names[axis]]) for axis, at in coord_kwargs.items()}
         outside = [
             f"coordinate {axis}={coord_kwargs[axis]!r} is outside of its axis; the coordinates of {axis!r} are 0 to "
             f"{self.layout[self._names[axis]] - 1}"
-            for axis, place in places.items()
-            if place is None
+            for axis, coord in coords.items()
+            if coord is None
         ]
         if outside:
             raise ContractError(*outside)
-        return self.layout.rank(**{self._names[axis]: at for axis, at in places.items() if at is not None})
+        return self.layout.rank(**{self._names[axis]: at for axis, at in coords.items() if at is not None})
 
     def get_axis_names(self) -> Sequence[str]:
         """The names, slowest axis first.
@@ -116,7 +126,7 @@ class ProcessTopology:
         inner_sep: str = "_",
         outer_sep: str = "-",
     ) -> str:
-        """Where a rank stands, as the names of checkpoint files say it.
+        """Return the coordinates of a rank, as the names of checkpoint files have them.
 
         Args:
             rank: the rank.
@@ -140,7 +150,7 @@ class ProcessTopology:
         return outer_sep.join(f"{axis}{inner_sep}{at[axis]:02d}" for axis in shown)
 
     def get_dim(self, axis: str) -> int:
-        """The size of an axis; 0 if the topology does not have it.
+        """Return the size of an axis; 0 if the topology does not have it.
 
         Example:
             >>> topology = ProcessTopology(["x", "y"], [2, 3])
@@ -150,7 +160,7 @@ class ProcessTopology:
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:
-        """The coordinates of a rank, as a named tuple.
+        """Return the coordinates of a rank, as a named tuple.
 
         Raises:
             LayoutError: the rank is not in the topology.
@@ -160,15 +170,15 @@ class ProcessTopology:
             >>> coord, coord.y
             (ProcessCoord(x=1, y=1), 1)
         """
-        found = place_of(rank, self.layout.world_size)
-        if found is None:
+        index = _coordinate(rank, self.layout.world_size)
+        if index is None:
             raise LayoutError(
                 f"rank {rank!r} is not in the topology of {self._words}; its ranks are 0 to {self.layout.world_size - 1}"
             )
-        return self.ProcessCoord(*self.layout.coords(found).values())
+        return self.ProcessCoord(*self.layout.coords(index).values())
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """The ranks of every group along an axis; none if the topology does not have it.
+        """Return the ranks of every group along an axis; none if the topology does not have it.
 
         Returns:
             Groups by their first rank, ranks inside a group ascending.
@@ -183,7 +193,7 @@ class ProcessTopology:
         return [list(ranks) for ranks in self.layout.groups(self._names[axis])]
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """Every rank at some coordinates, ascending; none where a coordinate is outside of its axis.
+        """Return every rank at some coordinates, ascending; none where a coordinate is outside of its axis.
 
         Args:
             **filter_kwargs: a coordinate for some of the axes.
@@ -195,19 +205,19 @@ class ProcessTopology:
             >>> ProcessTopology(["pipe", "data", "model"], [2, 2, 2]).filter_match(pipe=0, data=1)
             [2, 3]
         """
-        places = {}
+        coords = {}
         for axis, at in filter_kwargs.items():
-            # In the order given, as the original: what comes after a filter that nothing passes is not looked at.
+            # In the order given, as the original: names after a filter that no rank matches are not checked.
             if axis not in self._names:
                 raise ContractAttributeError(self._unknown(axis))
-            place = place_of(at, self.layout[self._names[axis]])
-            if place is None:
+            coord = _coordinate(at, self.layout[self._names[axis]])
+            if coord is None:
                 return []
-            places[self._names[axis]] = place
-        return list(self.layout.where(**places))
+            coords[self._names[axis]] = coord
+        return list(self.layout.where(**coords))
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """Every rank at one coordinate of an axis, ascending; none where it is outside of the axis.
+        """Return every rank at one coordinate of an axis, ascending; none where it is outside of the axis.
 
         Raises:
             LayoutError: the topology does not have the axis.
@@ -217,8 +227,8 @@ class ProcessTopology:
             [0, 3]
         """
         name = self.mesh_axis(axis)
-        place = place_of(idx, self.layout[name])
-        return [] if place is None else list(self.layout.where(**{name: place}))
+        coord = _coordinate(idx, self.layout[name])
+        return [] if coord is None else list(self.layout.where(**{name: coord}))
 
     def world_size(self) -> int:
         """The number of ranks.
@@ -231,7 +241,7 @@ class ProcessTopology:
 
     @cached_property
     def mapping(self) -> dict[Any, int]:
-        """Every coordinate with its rank, in the order of the ranks; made when it is first read.
+        """Every coordinate with its rank, in the order of the ranks; computed on first use.
 
         Example:
             >>> ProcessTopology(["x", "y"], [1, 2]).mapping
@@ -241,7 +251,7 @@ class ProcessTopology:
         return dict(zip(coords, self.layout.ranks, strict=True))
 
     def mesh_axis(self, axis: str) -> str:
-        """The name that an axis has in :attr:`layout`, and so on a mesh made from it.
+        """Return the name that an axis has in :attr:`layout`, and so on a mesh made from it.
 
         Raises:
             LayoutError: the topology does not have the axis.
@@ -277,7 +287,7 @@ class ProcessTopology:
 class PipeDataParallelTopology(ProcessTopology):
     """Pipelines and their replicas: the axes pipe and data.
 
-    Neighbouring ranks are replicas of one stage, so the sums of gradients, which are large, stay where the
+    Neighboring ranks are replicas of one stage, so the sums of gradients, which are large, stay where the
     links are fast.
 
     Args:
@@ -294,11 +304,11 @@ class PipeDataParallelTopology(ProcessTopology):
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Pipelines whose stages are cut over neighbouring ranks, and their replicas: the axes pipe, data and model.
+    """Pipelines whose stages are sharded over neighboring ranks, and their replicas: the axes pipe, data and model.
 
     Args:
         num_pp: how many stages a pipeline has.
-        num_mp: over how many ranks the layers of a stage are cut.
+        num_mp: over how many ranks the layers of a stage are sharded.
         num_dp: how many replicas there are.
 
     Example:
@@ -310,7 +320,7 @@ class PipeModelDataParallelTopology(ProcessTopology):
         super().__init__(axes=["pipe", "data", "model"], dims=[num_pp, num_dp, num_mp])
 
 
-def _said(coords: dict[str, int]) -> str:
+def _listed(coords: dict[str, int]) -> str:
     return listing(f"{axis}={at!r}" for axis, at in coords.items()) or "none"
 
 
@@ -333,3 +343,141 @@ def _prime_factors(N: int) -> list[int]:  # noqa: N803  the original's name
             rest //= candidate
         candidate += 1
     return [*factors, rest] if rest > 1 else factors
+
+
+def _layout_of(axes: Sequence[str], dims: Sequence[int]) -> Layout:
+    """Return the layout of a topology, under names that a NamedMesh can have.
+
+    Example:
+        >>> _layout_of(["pipe", "data"], [2, 4])
+        Layout(pp=2, dp=4)
+    """
+    if isinstance(axes, str):
+        raise ContractTypeError(f"axes is the string {axes!r}; give a list with one name for each axis")
+    names, sizes = list(axes), list(dims)
+    problems = [] if names else ["no axis is named; name at least one"]
+    for name in dict.fromkeys(names):
+        if not isinstance(name, str) or not name.isidentifier() or iskeyword(name) or name.startswith("_"):
+            problems.append(
+                f"axis name {name!r} cannot be a field of a coordinate; use letters, digits and underscores, the first a "
+                "letter"
+            )
+        if names.count(name) > 1:
+            problems.append(
+                f"axis {name!r} is named {names.count(name)} times; each axis needs a name of its own"
+            )
+    mismatch = f"{len(names)} axes {names} but {len(sizes)} dims {sizes}; give one size for each axis"
+    problems += [mismatch] * (len(sizes) > len(names))
+    if problems:
+        raise LayoutError(*problems)
+    if len(sizes) < len(names):
+        raise ContractIndexError(mismatch)
+    no_size = {
+        name: f"axis {name!r} has size {size!r}; a size is an int of at least 1"
+        for name, size in zip(names, sizes, strict=True)
+    }
+    mistyped = [
+        no_size[name] for name, size in zip(names, sizes, strict=True) if not hasattr(size, "__index__")
+    ]
+    if mistyped:
+        raise ContractTypeError(*mistyped)
+    integers = [operator.index(size) for size in sizes]
+    empty = [no_size[name] for name, size in zip(names, integers, strict=True) if size < 1]
+    if empty:
+        raise LayoutError(*empty)
+    return Layout.from_shape(_mesh_names(names), integers)
+
+
+def _mesh_names(axes: Sequence[str]) -> list[str]:
+    """Return the names that a mesh has for the axes of a topology: the canonical ones, unless they are in use.
+
+    Example:
+        >>> _mesh_names(["pipe", "data", "expert"]), _mesh_names(["pipe", "pp", "device"])
+        (['pp', 'dp', 'expert'], ['pipe', 'pp', 'device_axis'])
+    """
+    mesh_axes: list[str] = []
+    for axis in axes:
+        name = _CANONICAL.get(axis, axis)
+        name = axis if name != axis and name in axes else name
+        while name in {*RESERVED, "self"} or name in mesh_axes or (name != axis and name in axes):
+            name += "_axis"
+        mesh_axes.append(name)
+    return mesh_axes
+
+
+def _coordinate(value: object, size: int) -> int | None:
+    """Return a coordinate or rank as an int, if it equals one below ``size``: the original compares by equality.
+
+    Example:
+        >>> _coordinate(2, 3), _coordinate(2.0, 3), _coordinate(3, 3), _coordinate(-1, 3), _coordinate("2", 3)
+        (2, 2, None, None, None)
+    """
+    try:
+        at = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return range(size).index(value) if value in range(size) else None  # type: ignore[arg-type]
+    return at if 0 <= at < size else None
+
+
+class Topology(Protocol):
+    """What a grid needs of a topology, DeepSpeed's own or one of ours."""
+
+    def get_axis_names(self) -> Sequence[str]:
+        """The names, slowest axis first."""
+
+    def get_dim(self, axis: str) -> int:
+        """The size of an axis."""
+
+    def get_coord(self, rank: int) -> Any:
+        """The coordinates of a rank."""
+
+
+def default_topology(world: int) -> PipeDataParallelTopology:
+    """Return the default topology of a world: its prime factors, to pipe and data in turns.
+
+    Example:
+        >>> default_topology(12)
+        PipeDataParallelTopology(axes=['pipe', 'data'], dims=[6, 2])
+    """
+    factors = _prime_factors(world)
+    return PipeDataParallelTopology(num_pp=prod(factors[::2]), num_dp=prod(factors[1::2]))
+
+
+def validate_topology(topology: Topology, world: int, rank: int) -> ProcessTopology:
+    """Check a topology for a grid, and return it as one of ours.
+
+    Args:
+        topology: ours, DeepSpeed's, or one like them.
+        world: how many ranks there are.
+        rank: this one.
+
+    Raises:
+        ContractError: it has another number of ranks.
+        ContractAttributeError: it has no axis pipe, or no axis data.
+        LayoutError: it is not row-major: this rank has other coordinates there.
+    """
+    ours = topology
+    if not isinstance(ours, ProcessTopology):
+        axes = topology.get_axis_names()
+        ours = ProcessTopology(axes, [topology.get_dim(axis) for axis in axes])
+    sizes = " x ".join(f"{axis}={ours.get_dim(axis)}" for axis in ours.axes)
+    if ours.world_size() != world:
+        raise ContractError(
+            f"the topology {sizes} has {ours.world_size()} ranks, but the world has {world}; change a size, or start "
+            "another number of ranks"
+        )
+    missing = [axis for axis in ("pipe", "data") if axis not in ours.axes]
+    if missing:
+        raise ContractAttributeError(
+            *(
+                f"the topology {sizes} has no axis {axis!r}; give it one, of size 1 if need be"
+                for axis in missing
+            )
+        )
+    theirs, expected = tuple(topology.get_coord(rank=rank)), tuple(ours.layout.coords(rank).values())
+    if theirs != expected:
+        raise LayoutError(
+            f"the topology {sizes} has rank {rank} at {theirs}, and row-major order at {expected}; the last axis has to be "
+            "the fastest"
+        )
+    return ours

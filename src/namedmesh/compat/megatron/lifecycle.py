@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from namedmesh.consistency import report_failure
 from namedmesh.compat.binding import Bindings, Bound
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.megatron.groups import make_answers, product_options, wanted_groups
@@ -17,6 +16,7 @@ from namedmesh.compat.megatron.request import Request
 from namedmesh.compat.megatron.shape import shape_of
 from namedmesh.compat.megatron.state import STATE
 from namedmesh.compat.megatron.wish import Wish
+from namedmesh.consistency import report_failure
 from namedmesh.errors import MeshError
 from namedmesh.groups import GroupPool
 from namedmesh.init import create_mesh, version_fields

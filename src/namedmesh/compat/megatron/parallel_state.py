@@ -19,7 +19,6 @@ Example:
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from namedmesh.compat.errors import ContractError
@@ -41,7 +40,7 @@ from namedmesh.compat.megatron.ranks import (
 )
 from namedmesh.compat.megatron.single_groups import *
 from namedmesh.compat.megatron.single_groups import __all__ as _single_groups
-from namedmesh.compat.megatron.state import STATE, VARIABLES, late
+from namedmesh.compat.megatron.state import STATE, VARIABLES, late, warn_deprecated
 from namedmesh.compat.state import make_patchable
 
 __all__ = [  # noqa: PLE0604  lists of names, which ruff does not look into
@@ -78,9 +77,7 @@ def is_initialized() -> bool:
 
 def is_unitialized() -> bool:
     """Whether there are no groups; deprecated, as in the original, spelling included."""
-    warnings.warn(
-        "is_unitialized is deprecated; call is_initialized instead", DeprecationWarning, stacklevel=2
-    )
+    warn_deprecated("is_unitialized is deprecated; call is_initialized instead")
     return not is_initialized()
 
 

@@ -5,14 +5,16 @@ An accessor reads a slot and returns. :data:`VARIABLES` says which slot each of 
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.state import LegacyState, answer_of
 
-__all__ = ["STATE", "VARIABLES", "State", "late", "missing", "unknown_size"]
+__all__ = ["STATE", "VARIABLES", "State", "late", "missing", "unknown_size", "warn_deprecated"]
 
 VARIABLES = {
     "_CONTEXT_PARALLEL_GLOBAL_RANKS": "cp_ranks",
@@ -150,7 +152,8 @@ def late(slot: str, what: str, remedy: str = "", *, check_initialized: bool = Tr
     Raises:
         ContractError: there is nothing to hand out.
     """
-    value = STATE.read(slot)
+    compiling = torch.compiler.is_compiling()
+    value = STATE.read_constant(slot, STATE.version) if compiling else STATE.read(slot)
     if value is None and check_initialized:
         raise missing(what, remedy)
     return value
@@ -169,6 +172,12 @@ def missing(what: str, remedy: str = "") -> ContractError:
         f"{what} is not there: Megatron's parallel state is not initialised; call initialize_model_parallel(...), "
         "or namedmesh.compat.megatron.bind(mesh) with a mesh that exists (once, on every rank)"
     )
+
+
+def warn_deprecated(text: str) -> None:
+    """Warn of a deprecated accessor, where the compiler is not looking: a warning would break the graph."""
+    if not torch.compiler.is_compiling():
+        warnings.warn(text, DeprecationWarning, stacklevel=3)
 
 
 def unknown_size(what: str) -> int:

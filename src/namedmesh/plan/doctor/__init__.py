@@ -1,1 +1,1 @@
-"""The doctor: real ranks check every group of a layout, and measure it."""
+"""The command ``doctor``: the ranks of a job check every group of a layout, and measure it."""

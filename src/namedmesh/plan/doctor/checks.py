@@ -1,10 +1,11 @@
-"""What each rank does: a collective whose answer is known on every group, and how long collectives take."""
+"""Check every group of one rank by a collective with a known result, and measure collectives."""
 
 from __future__ import annotations
 
+import platform
 import statistics
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,15 +19,15 @@ if TYPE_CHECKING:
 
     from namedmesh.mesh import NamedMesh
 
-__all__ = ["AxisReport", "Probe", "RankReport", "examine", "probes"]
+__all__ = ["AxisReport", "Group", "RankReport", "check_groups", "first_line", "groups_to_check"]
 
 WORLD = "world"
 _WARM, _LATENCY_ROUNDS, _BANDWIDTH_ROUNDS, _LOCAL_ROUNDS = 3, 20, 5, 9
 
 
 @dataclass(frozen=True)
-class Probe:
-    """A group to look at: its axis, the ranks that should be in it, and the group itself."""
+class Group:
+    """A group to check: its axis, the ranks that should be in it, and the group itself."""
 
     axis: str
     ranks: tuple[int, ...]
@@ -35,7 +36,7 @@ class Probe:
 
 @dataclass
 class AxisReport:
-    """What one rank saw of one axis: seconds of a small all-reduce, bytes per second of a large one."""
+    """The result of one rank on one axis: seconds of a small all-reduce, bytes per second of a large one."""
 
     axis: str
     ranks: tuple[int, ...]
@@ -46,31 +47,28 @@ class AxisReport:
 
 @dataclass
 class RankReport:
-    """What one rank saw: its axes, and the seconds that a matrix product takes it without the others."""
+    """The results of one rank: its host name, its axes, and the seconds of a matrix product that needs no other rank."""
 
     rank: int
+    host: str = ""
     local: float = 0.0
     axes: list[AxisReport] = field(default_factory=list)
 
-    def as_data(self) -> dict[str, Any]:
-        """As JSON values."""
-        return asdict(self)
-
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> RankReport:
-        """Back from JSON values."""
+        """Make a report of the JSON values that ``asdict`` made of one."""
         axes = [AxisReport(**{**axis, "ranks": tuple(axis["ranks"])}) for axis in data["axes"]]
-        return cls(data["rank"], data["local"], axes)
+        return cls(data["rank"], data["host"], data["local"], axes)
 
 
-def probes(mesh: NamedMesh) -> list[Probe]:
-    """The groups of this rank that have more than one rank: each axis, of views too, and the world."""
-    found = [Probe(axis, mesh.ranks(axis), mesh.group(axis)) for axis in mesh.coords if mesh.size(axis) > 1]
-    return [*found, Probe(WORLD, tuple(mesh.layout.ranks), dist.group.WORLD)]
+def groups_to_check(mesh: NamedMesh) -> list[Group]:
+    """Return the groups of this rank that have more than one rank: each axis, of views too, and the world."""
+    groups = [Group(axis, mesh.ranks(axis), mesh.group(axis)) for axis in mesh.coords if mesh.size(axis) > 1]
+    return [*groups, Group(WORLD, tuple(mesh.layout.ranks), dist.group.WORLD)]
 
 
-def examine(
-    found: list[Probe],
+def check_groups(
+    groups: list[Group],
     rank: int,
     device: torch.device,
     *,
@@ -80,55 +78,55 @@ def examine(
 ) -> RankReport:
     """Check and measure each group in turn; every rank of the mesh calls this, and it communicates.
 
-    The first group that gives a wrong answer, or none in time, ends it: what follows would mean nothing.
+    The first group that gives a wrong result, or none in time, ends it: later results would mean nothing.
 
     Args:
-        found: the groups.
+        groups: the groups.
         rank: this rank.
         device: where the tensors are.
         timeout: how long a collective may take.
         megabytes: the size of the large all-reduce.
         step: called with a word before each thing that takes time.
     """
-    report = RankReport(rank)
-    for probe in found:
-        step(f"checking {probe.axis}")
-        report.axes.append(AxisReport(probe.axis, probe.ranks, _wrong(probe, rank, device, timeout)))
+    report = RankReport(rank, platform.node())
+    for group in groups:
+        step(f"checking {group.axis}")
+        report.axes.append(AxisReport(group.axis, group.ranks, _problem(group, rank, device, timeout)))
         if report.axes[-1].problem:
             return report
     step("timing this rank alone")
-    report.local = statistics.median(_local(device))
-    for probe, seen in zip(found, report.axes, strict=True):
-        step(f"timing {probe.axis}")
+    report.local = statistics.median(_local_times(device))
+    for group, axis in zip(groups, report.axes, strict=True):
+        step(f"timing {group.axis}")
         try:
-            seen.latency, seen.bandwidth = _timed(probe, device, megabytes)
+            axis.latency, axis.bandwidth = _measure(group, device, megabytes)
         except (RuntimeError, TimeoutError) as error:
-            seen.problem = _first_line(error)
+            axis.problem = first_line(error)
             return report
     return report
 
 
-def _wrong(probe: Probe, rank: int, device: torch.device, timeout: timedelta) -> str:
-    """What is wrong with a group; nothing if its ranks, and the sum over them, are as they should be."""
+def _problem(group: Group, rank: int, device: torch.device, timeout: timedelta) -> str:
+    """Return the problem of a group; empty if its ranks, and the sum over them, are right."""
     try:
         mine = torch.tensor([rank], dtype=torch.int64, device=device)
-        seen = [torch.empty_like(mine) for _ in range(dist.get_world_size(probe.group))]
-        _finish(dist.all_gather(seen, mine, group=probe.group, async_op=True), timeout)
-        members = tuple(int(one.item()) for one in seen)
-        if members != probe.ranks:
-            return f"its group has ranks {listing(members)} instead of {listing(probe.ranks)}"
+        members = [torch.empty_like(mine) for _ in range(dist.get_world_size(group.group))]
+        _wait(dist.all_gather(members, mine, group=group.group, async_op=True), timeout)
+        ranks = tuple(int(member.item()) for member in members)
+        if ranks != group.ranks:
+            return f"its group has ranks {listing(ranks)} instead of {listing(group.ranks)}"
         total = mine + 1
-        _finish(dist.all_reduce(total, group=probe.group, async_op=True), timeout)
-        expected = sum(probe.ranks) + len(probe.ranks)
+        _wait(dist.all_reduce(total, group=group.group, async_op=True), timeout)
+        expected = sum(group.ranks) + len(group.ranks)
         if int(total.item()) != expected:
             return f"an all-reduce gave {int(total.item())} instead of {expected}"
     except (RuntimeError, TimeoutError) as error:
-        return _first_line(error)
+        return first_line(error)
     return ""
 
 
-def _finish(work: Any, timeout: timedelta) -> None:
-    """Wait for a collective without being at the mercy of its own timeout, which may abort the process."""
+def _wait(work: Any, timeout: timedelta) -> None:
+    """Wait for a collective by polling: its own timeout may abort the process."""
     deadline = time.monotonic() + timeout.total_seconds()
     pause = 0.0
     while not work.is_completed():
@@ -139,38 +137,37 @@ def _finish(work: Any, timeout: timedelta) -> None:
     work.wait()
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, or its type."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _timed(probe: Probe, device: torch.device, megabytes: float) -> tuple[float, float]:
-    """Seconds of a small all-reduce, and the bus bandwidth of a large one in bytes per second.
+def _measure(group: Group, device: torch.device, megabytes: float) -> tuple[float, float]:
+    """Return the seconds of a small all-reduce, and the bus bandwidth of a large one in bytes per second.
 
-    A ring sends 2 (n-1)/n of the bytes over each link, so that is what is counted, whatever the algorithm.
+    A ring sends 2 (n-1)/n of the bytes over each link; that is what counts, whatever the algorithm.
     """
     small = torch.ones(1, device=device)
     large = torch.ones(max(1, int(megabytes * 2**20 / 4)), device=device)
-    latency = statistics.median(_rounds(small, probe, device, _LATENCY_ROUNDS))
-    seconds = statistics.median(_rounds(large, probe, device, _BANDWIDTH_ROUNDS))
-    size = len(probe.ranks)
+    latency = statistics.median(_rounds(small, group, device, _LATENCY_ROUNDS))
+    seconds = statistics.median(_rounds(large, group, device, _BANDWIDTH_ROUNDS))
+    size = len(group.ranks)
     return latency, 2 * (size - 1) / size * large.numel() * 4 / seconds
 
 
-def _rounds(tensor: torch.Tensor, probe: Probe, device: torch.device, count: int) -> Iterator[float]:
+def _rounds(tensor: torch.Tensor, group: Group, device: torch.device, count: int) -> Iterator[float]:
     for number in range(_WARM + count):
         tensor.fill_(1)
         _synchronize(device)
         start = time.perf_counter()
-        dist.all_reduce(
-            tensor, group=probe.group
-        )  # it answered the check; looking again and again costs time
+        dist.all_reduce(tensor, group=group.group)
         _synchronize(device)
         if number >= _WARM:
             yield time.perf_counter() - start
 
 
-def _local(device: torch.device) -> Iterator[float]:
-    """Seconds of a matrix product that needs nobody else: it tells a slow rank from a slow link."""
+def _local_times(device: torch.device) -> Iterator[float]:
+    """Time a matrix product that needs no other rank: it tells a slow rank from a slow link."""
     size = 256 if device.type == "cpu" else 4096
     matrix = torch.full((size, size), 1 / size, device=device)
     for number in range(_WARM + _LOCAL_ROUNDS):

@@ -1,4 +1,4 @@
-"""From what every rank saw to one table and a list of what is wrong."""
+"""Summarize the reports of all ranks as one table and a list of problems."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from namedmesh.plan.doctor.checks import AxisReport, RankReport
 
-__all__ = ["Diagnosis", "diagnose", "doctor_document"]
+__all__ = ["Summary", "doctor_document", "summarize"]
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class AxisSummary:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
-    """What the doctor found.
+class Summary:
+    """The results of all ranks.
 
     Args:
-        axes: the axes that were measured; empty if something is wrong.
+        axes: the axes that were measured; empty if there is a problem.
         slowest_rank: the rank whose own matrix product took longest.
         slowest_factor: its time over the median.
-        problems: a sentence for each thing that is wrong, with the axis and the ranks.
+        problems: a sentence for each problem, with the axis and the ranks.
     """
 
     axes: tuple[AxisSummary, ...]
@@ -47,20 +47,20 @@ class Diagnosis:
     problems: tuple[str, ...]
 
 
-def diagnose(reports: Mapping[int, RankReport | None]) -> Diagnosis:
-    """Put together what the ranks saw; None stands for a rank that did not report."""
-    there = [report for report in reports.values() if report is not None]
+def summarize(reports: Mapping[int, RankReport | None]) -> Summary:
+    """Summarize the reports of all ranks; None stands for a rank that did not report."""
+    present = [report for report in reports.values() if report is not None]
     silent = [rank for rank, report in reports.items() if report is None]
-    problems = _problems(there)
+    problems = _problems(present)
     if silent:
         problems.append(f"{_ranks(silent)} stopped answering in the middle of the checks")
-    if problems or not there:
-        return Diagnosis((), None, 1.0, tuple(problems))
-    names = [seen.axis for seen in there[0].axes]
-    columns = list(zip(*(report.axes for report in there), strict=True))
-    slowest = max(there, key=lambda report: report.local)
-    median = statistics.median(report.local for report in there)
-    return Diagnosis(
+    if problems or not present:
+        return Summary((), None, 1.0, tuple(problems))
+    names = [axis.axis for axis in present[0].axes]
+    columns = list(zip(*(report.axes for report in present), strict=True))
+    slowest = max(present, key=lambda report: report.local)
+    median = statistics.median(report.local for report in present)
+    return Summary(
         tuple(_summary(name, column) for name, column in zip(names, columns, strict=True)),
         slowest.rank,
         slowest.local / median if median else 1.0,
@@ -68,14 +68,14 @@ def diagnose(reports: Mapping[int, RankReport | None]) -> Diagnosis:
     )
 
 
-def _problems(there: Sequence[RankReport]) -> list[str]:
-    """What ranks complain about, by axis, and each complaint once for all ranks that have it."""
-    complaints: dict[tuple[str, str], list[int]] = {}
-    for report in there:
-        for seen in report.axes:
-            if seen.problem:
-                complaints.setdefault((seen.axis, seen.problem), []).append(report.rank)
-    return [f"axis {axis}, {_ranks(ranks)}: {problem}" for (axis, problem), ranks in complaints.items()]
+def _problems(present: Sequence[RankReport]) -> list[str]:
+    """Return the problems by axis, each once for all ranks that have it."""
+    holders: dict[tuple[str, str], list[int]] = {}
+    for report in present:
+        for axis in report.axes:
+            if axis.problem:
+                holders.setdefault((axis.axis, axis.problem), []).append(report.rank)
+    return [f"axis {axis}, {_ranks(ranks)}: {problem}" for (axis, problem), ranks in holders.items()]
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -84,50 +84,53 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _summary(name: str, column: Sequence[AxisReport]) -> AxisSummary:
     by_group: dict[tuple[int, ...], list[AxisReport]] = {}
-    for seen in column:
-        by_group.setdefault(seen.ranks, []).append(seen)
-    speeds = {group: statistics.median(seen.bandwidth for seen in here) for group, here in by_group.items()}
-    slowest = min(speeds, key=lambda group: speeds[group])
+    for report in column:
+        by_group.setdefault(report.ranks, []).append(report)
+    bandwidths = {
+        group: statistics.median(report.bandwidth for report in reports)
+        for group, reports in by_group.items()
+    }
+    slowest = min(bandwidths, key=lambda group: bandwidths[group])
     return AxisSummary(
         name,
         len(slowest),
         len(by_group),
-        statistics.median(seen.latency for seen in column),
-        statistics.median(speeds.values()),
+        statistics.median(report.latency for report in column),
+        statistics.median(bandwidths.values()),
         slowest,
-        speeds[slowest],
+        bandwidths[slowest],
     )
 
 
-def doctor_document(found: Diagnosis, headline: str) -> Document:
-    """A diagnosis in words and as a table."""
+def doctor_document(summary: Summary, headline: str) -> Document:
+    """Write a summary as text and as a table."""
     columns = ("axis", "size", "groups", "latency us", "GB/s", "slowest group", "its GB/s")
     rows = tuple(
         (
-            seen.axis,
-            seen.size,
-            seen.groups,
-            round(seen.latency * 1e6, 1),
-            round(seen.bandwidth / 1e9, 3),
-            listing(seen.slowest_group),
-            round(seen.slowest_bandwidth / 1e9, 3),
+            axis.axis,
+            axis.size,
+            axis.groups,
+            round(axis.latency * 1e6, 1),
+            round(axis.bandwidth / 1e9, 3),
+            listing(axis.slowest_group),
+            round(axis.slowest_bandwidth / 1e9, 3),
         )
-        for seen in found.axes
+        for axis in summary.axes
     )
     table = Table(columns, rows)
     parts: list[str | Table] = [headline]
-    if found.problems:
-        parts.append("\n".join(f"wrong: {problem}" for problem in found.problems))
+    if summary.problems:
+        parts.append("\n".join(f"wrong: {problem}" for problem in summary.problems))
     else:
         parts += [table, "every group has the right ranks and gives the right sum"]
-    if found.slowest_rank is not None:
+    if summary.slowest_rank is not None:
         parts.append(
-            f"slowest rank: {found.slowest_rank}, {found.slowest_factor:.2f} times the median for work of its own"
+            f"slowest rank: {summary.slowest_rank}, {summary.slowest_factor:.2f} times the median for work of its own"
         )
     data = {
-        "problems": list(found.problems),
-        "slowest_rank": found.slowest_rank,
-        "slowest_factor": found.slowest_factor,
+        "problems": list(summary.problems),
+        "slowest_rank": summary.slowest_rank,
+        "slowest_factor": summary.slowest_factor,
         "axes": [dict(zip(columns, row, strict=True)) for row in rows],
     }
     return Document(tuple(parts), lambda: data, lambda: table)

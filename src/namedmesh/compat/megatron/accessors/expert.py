@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING
 
-from namedmesh.compat.megatron.state import STATE, late, missing, unknown_size
+from namedmesh.compat.megatron.state import STATE, late, missing, unknown_size, warn_deprecated
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -147,10 +146,8 @@ def get_expert_data_parallel_group(
 
 def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> dist.ProcessGroup:
     """The old name of :func:`get_expert_data_parallel_group`; deprecated."""
-    warnings.warn(
-        "get_data_modulo_expert_parallel_group is deprecated; call get_expert_data_parallel_group instead",
-        DeprecationWarning,
-        stacklevel=2,
+    warn_deprecated(
+        "get_data_modulo_expert_parallel_group is deprecated; call get_expert_data_parallel_group instead"
     )
     return get_expert_data_parallel_group(partial_expert_data_parallel=partial_expert_data_parallel)
 

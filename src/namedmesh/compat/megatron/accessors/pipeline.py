@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from namedmesh.compat.errors import ContractError
-from namedmesh.compat.megatron.state import STATE, late, missing
+from namedmesh.compat.megatron.state import STATE, late, missing, warn_deprecated
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -163,11 +162,9 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
     """Set the virtual stage; deprecated, as in the original: pass ``vp_stage`` to who asks."""
-    warnings.warn(
+    warn_deprecated(
         "set_virtual_pipeline_model_parallel_rank is deprecated; pass vp_stage to is_pipeline_first_stage() and "
-        "is_pipeline_last_stage() instead",
-        DeprecationWarning,
-        stacklevel=2,
+        "is_pipeline_last_stage() instead"
     )
     STATE.vpp_rank = rank
 

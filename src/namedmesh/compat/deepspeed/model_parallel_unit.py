@@ -1,0 +1,310 @@
+"""The model-parallel unit: what ``deepspeed.initialize(mpu=...)`` reads ranks, sizes and groups from.
+
+DeepSpeed knows many names for them, and checks with ``hasattr`` which exist: a name that exists changes what it does.
+So a unit has the names that mean something on its mesh, and no others.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from namedmesh.compat.errors import ContractAttributeError
+from namedmesh.consistency import report_failure
+from namedmesh.errors import LayoutError, MeshError, did_you_mean
+from namedmesh.layout import Layout
+from namedmesh.mesh import NamedMesh
+from namedmesh.views import named
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch.distributed as dist
+
+__all__ = [
+    "Getters",
+    "ModelParallelUnit",
+    "SequenceParallelUnit",
+    "axis_map",
+    "check_mesh",
+    "get_or_create_group",
+    "mpu",
+]
+
+_AXES = {
+    "pipe": ("pp", "pipe"),
+    "data": ("dp", "data", "dp_replicate", "dp_shard"),
+    "model": ("tp", "model"),
+    "sequence": ("sp", "cp"),
+}
+# Axes that are one kind of parallelism together; two others of the same kind are a mistake.
+_TOGETHER = ({"dp_replicate", "dp_shard"}, {"sp", "cp"})
+_EXPERT = ("edp", "ep", "etp")
+
+
+def axis_map(layout: Layout) -> dict[str, tuple[str, ...]]:
+    """Return the axes of a layout for each of DeepSpeed's kinds of parallelism, in the order of the layout.
+
+    Returns:
+        The axes of ``"pipe"``, ``"data"``, ``"model"`` and ``"sequence"``; none for a kind that the layout lacks.
+
+    Raises:
+        LayoutError: two axes stand for the same kind.
+
+    Example:
+        >>> axis_map(Layout(pp=2, dp_replicate=2, dp_shard=2, tp=2))["data"]
+        ('dp_replicate', 'dp_shard')
+    """
+    axes = {kind: tuple(axis for axis in layout.axes if axis in names) for kind, names in _AXES.items()}
+    problems = [
+        f"axes {named(own)} of {layout} both are what DeepSpeed calls {kind}; use one of them"
+        for kind, own in axes.items()
+        if len(own) > 1 and set(own) not in _TOGETHER
+    ]
+    if problems:
+        raise LayoutError(*problems)
+    return axes
+
+
+def _check_axes(layout: Layout) -> None:
+    """Refuse axes of no kind of parallelism of DeepSpeed's, all of them at once."""
+    known = [name for names in _AXES.values() for name in names]
+    problems = [
+        f"axis {axis!r} is one of the experts', and DeepSpeed makes its own groups for them; leave it out of the mesh"
+        if axis in _EXPERT
+        else f"axis {axis!r} is no kind of parallelism of DeepSpeed's, which are over {', '.join(known)}"
+        f"{did_you_mean(axis, known)}"
+        for axis in layout.axes
+        if axis not in known
+    ]
+    if problems:
+        raise LayoutError(*problems)
+
+
+def get_or_create_group(mesh: NamedMesh, axes: Sequence[str]) -> dist.ProcessGroup:
+    """Return this rank's group over some axes of a mesh, made unless it exists; communicates.
+
+    Args:
+        mesh: the mesh, which owns the group.
+        axes: in any order; for none, the group of this rank alone.
+    """
+    layout = mesh.layout
+    ordered = tuple(axis for axis in layout.axes if axis in axes)
+    if ordered:
+        return mesh.pool.make(layout, ordered, mesh.options_of(ordered))
+    # The pool has a group of one rank for any axis of size 1.
+    alone = Layout(alone=1, others=layout.world_size, rank_offset=layout.rank_offset)
+    return mesh.pool.make(alone, ("alone",), mesh.pool.defaults)
+
+
+def check_mesh(mesh: object, call: str) -> None:
+    """Check that a mesh is open.
+
+    Raises:
+        MeshError: it is something else, or closed.
+    """
+    if not isinstance(mesh, NamedMesh):
+        raise MeshError(
+            f"{call} got a {type(mesh).__name__}; give it a NamedMesh, such as NamedMesh.from_device_mesh(...)"
+        )
+    if mesh.closed:
+        raise MeshError(f"the mesh over {mesh.layout} was closed; give {call} an open one")
+
+
+def _group(kind: str, text: str) -> Callable[[Getters], dist.ProcessGroup]:
+    """Make a getter of a group; ``text`` is its docstring."""
+
+    def getter(self: Getters) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = self._answer(kind, "group")
+        return group
+
+    getter.__doc__ = text
+    return getter
+
+
+def _number(kind: str, answer: str, text: str) -> Callable[[Getters], int]:
+    """Make a getter of a size or a rank; ``text`` is its docstring."""
+
+    def getter(self: Getters) -> int:
+        return int(self._answer(kind, answer))
+
+    getter.__doc__ = text
+    return getter
+
+
+class Getters(ABC):
+    """The getters that a model-parallel unit and a pipeline grid have in common. None of them communicates."""
+
+    @abstractmethod
+    def _answer(self, kind: str, answer: str) -> Any:
+        """Return the ``"group"``, ``"ranks"``, ``"size"`` or this rank's ``"rank"`` of a kind of parallelism."""
+
+    get_global_rank = _number("world", "rank", "This rank.")
+    get_model_parallel_group = _group("model", "The group of this rank's replica of the model.")
+    get_model_parallel_world_size = _number(
+        "model", "size", "The number of ranks of a replica of the model, all its stages and slices."
+    )
+    get_model_parallel_rank = _number("model", "rank", "This rank's position in its replica of the model.")
+    get_data_parallel_group = _group(
+        "data", "The group of the ranks that have the same parameters and other samples."
+    )
+    get_data_parallel_world_size = _number("data", "size", "The number of replicas of the model.")
+    get_data_parallel_rank = _number("data", "rank", "The replica that this rank is in.")
+    get_slice_parallel_group = _group("slice", "The group of the ranks that share a layer.")
+    get_slice_parallel_world_size = _number("slice", "size", "The number of ranks that share a layer.")
+    get_slice_parallel_rank = _number("slice", "rank", "This rank's slice of the layers.")
+    get_tensor_model_parallel_world_size = get_slice_parallel_world_size
+    get_tensor_model_parallel_rank = get_slice_parallel_rank
+    get_pipe_parallel_group = _group("pipe", "The group of this rank's pipeline.")
+    get_pipe_parallel_world_size = _number("pipe", "size", "The number of stages.")
+    get_pipe_parallel_rank = _number("pipe", "rank", "This rank's stage.")
+    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
+    get_pipeline_model_parallel_rank = get_pipe_parallel_rank
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """The ranks of :meth:`get_data_parallel_group`."""
+        return list(self._answer("data", "ranks"))
+
+
+def mpu(mesh: NamedMesh) -> ModelParallelUnit:
+    """Make the unit of a mesh, for ``deepspeed.initialize(mpu=...)``; communicates.
+
+    Every rank of the mesh calls it. Groups that the mesh has are used; the one over pp and tp, and with sequence
+    parallelism the one over the data-parallel and sequence-parallel ranks, is made unless it exists. All of them
+    belong to the mesh.
+
+    Args:
+        mesh: a mesh with any of the axes dp (or dp_replicate and dp_shard), tp, pp, and sp or cp. One that it lacks
+            is of size 1. The names data, model and pipe are as good. sp is DeepSpeed's Ulysses; cp, Megatron's
+            context parallelism, means the same to an optimizer: ranks with the same parameters, each with a part of
+            a sequence. A mesh that has both is sequence-parallel over their product.
+
+    Returns:
+        A :class:`ModelParallelUnit`; with sp or cp a :class:`SequenceParallelUnit`.
+
+    Raises:
+        LayoutError: the mesh has an axis of no kind of parallelism of DeepSpeed's, or two of the same kind.
+        MeshError: ``mesh`` is no open mesh.
+        AgreementError: the other ranks did not call this.
+
+    Example:
+        >>> import namedmesh, torch.distributed as dist
+        >>> mesh = namedmesh.init_mesh(dp=-1, tp=1, device="cpu")
+        >>> unit = mpu(mesh)
+        >>> unit.get_model_parallel_world_size(), unit.get_data_parallel_group() is mesh.group("dp")
+        (1, True)
+        >>> hasattr(unit, "get_sequence_parallel_group"), hasattr(unit, "initialize_sequence_parallel")
+        (False, False)
+        >>> mesh.close()
+        >>> dist.destroy_process_group()
+    """
+    call = "deepspeed.mpu"
+    check_mesh(mesh, call)
+    ranks = mesh.layout.ranks
+    with report_failure(call, ranks):
+        axes = axis_map(mesh.layout)
+        _check_axes(mesh.layout)
+    mesh.check_consistency(call, {"layout": repr(mesh.layout)})
+    kinds = {**axes, "model": axes["pipe"] + axes["model"], "slice": axes["model"]}
+    sequence = kinds.pop("sequence")
+    if not sequence:
+        return ModelParallelUnit(mesh, kinds)
+    kinds |= {"sequence": sequence, "sequence_data": axes["data"] + sequence}
+    return SequenceParallelUnit(mesh, kinds)
+
+
+class ModelParallelUnit(Getters):
+    """Ranks, sizes and groups of one mesh under DeepSpeed's names; :func:`mpu` makes it.
+
+    *Model*-parallel are the ranks of one replica, all its stages and slices: pp and tp. *Tensor-* (or slice-)
+    parallel are those that share a layer: tp. Groups of one rank are groups, too. Nothing here communicates.
+
+    Args:
+        mesh: the mesh.
+        kinds: for each kind of parallelism the axes of the mesh that it is over.
+
+    Attributes:
+        mesh: the mesh, which leads to everything else that namedmesh does.
+    """
+
+    def __init__(self, mesh: NamedMesh, kinds: dict[str, tuple[str, ...]]) -> None:
+        self.mesh = mesh
+        layout, rank = mesh.layout, mesh.global_rank
+        self._answers: dict[str, dict[str, Any]] = {"world": {"rank": rank}}
+        for kind, axes in kinds.items():
+            ranks = layout.group(rank, *axes) if axes else (rank,)
+            self._answers[kind] = {
+                "group": get_or_create_group(mesh, axes),
+                "ranks": ranks,
+                "size": len(ranks),
+                "rank": ranks.index(rank),
+                "first": ranks[0],
+            }
+
+    def __getattr__(self, name: str) -> Any:
+        # DeepSpeed looks for names with hasattr: an answer here would change what it does.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name == "initialize_sequence_parallel":
+            why = "DeepSpeed takes it for a sign that there is no data-parallel group"
+        elif "sequence" in name:
+            why = "its mesh has no axis 'sp' or 'cp'; make the mesh with one, such as init_mesh(dp=-1, sp=2)"
+        elif "expert" in name:
+            why = "DeepSpeed makes the groups of its experts itself"
+        else:
+            known = [each for each in dir(self) if each.startswith("get_")]
+            why = f"it has what DeepSpeed asks of an mpu{did_you_mean(name, known)}"
+        raise ContractAttributeError(f"the mpu has no {name!r}: {why}")
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.mesh!r}>"
+
+    def _answer(self, kind: str, answer: str) -> Any:
+        if answer == "group" and self.mesh.closed:
+            raise MeshError(f"the mesh over {self.mesh.layout} was closed; make another, and an mpu of it")
+        return self._answers[kind][answer]
+
+    get_model_parallel_src_rank = _number(
+        "model", "first", "The first rank of this rank's replica of the model."
+    )
+    get_data_parallel_src_rank = _number(
+        "data", "first", "The first rank of :meth:`get_data_parallel_group`."
+    )
+    get_tensor_model_parallel_group = Getters.get_slice_parallel_group
+    get_tensor_model_parallel_src_rank = _number(
+        "slice", "first", "The first of the ranks that share a layer."
+    )
+    get_pipeline_model_parallel_group = Getters.get_pipe_parallel_group
+
+
+class SequenceParallelUnit(ModelParallelUnit):
+    """The unit of a mesh with an axis sp or cp; it adds the getters of DeepSpeed's sequence parallelism.
+
+    DeepSpeed reduces gradients, and shards optimizer states, over the *sequence-data*-parallel ranks: those of the
+    data- and sequence-parallel axes together. Up to ZeRO stage 2 it divides the sum by the number of data-parallel
+    ranks only, so a rank's loss has to be its part of the mean over the sequence: the mean over its own tokens,
+    divided by the number of parts.
+
+    Stage 3 is different, and says nothing about it: ``deepspeed.initialize`` shards the parameters over the
+    data-parallel ranks alone, and the gradients of the parts are never added. Shard them before, over all ranks that
+    have the same ones; the loss is then the mean over a rank's own tokens, undivided::
+
+        group = unit.get_sequence_data_parallel_group()
+        deepspeed.zero.Init(module=model, data_parallel_group=group, config_dict_or_path=config, mpu=unit)
+        engine, *_ = deepspeed.initialize(model=model, mpu=unit, config=config)
+    """
+
+    get_sequence_parallel_group = _group("sequence", "The group of the ranks that share a sequence.")
+    get_sequence_parallel_world_size = _number(
+        "sequence", "size", "The number of ranks that share a sequence."
+    )
+    get_sequence_parallel_rank = _number("sequence", "rank", "The part of a sequence that this rank has.")
+    get_sequence_data_parallel_group = _group(
+        "sequence_data", "The group of the ranks that have the same parameters."
+    )
+    get_sequence_data_parallel_world_size = _number(
+        "sequence_data", "size", "The number of ranks that have the same parameters."
+    )
+    get_sequence_data_parallel_rank = _number(
+        "sequence_data", "rank", "This rank's position among those that have the same parameters."
+    )

@@ -1,0 +1,290 @@
+"""What SLURM, Open MPI, MPICH and PALS tell a process about its job, as the variables that torchrun sets.
+
+Each of them gives a process its rank in variables of its own, but none gives the address at which the ranks
+meet: that is the first host of the job, and a port that follows from the job's id.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+from namedmesh.errors import LaunchError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["first_host", "int_variable", "torchrun_variables"]
+
+# What torch itself uses where nothing else is known.
+_DEFAULT_PORT = 29500
+# The shells that SLURM starts for an allocation have step ids from here on: they are no tasks of a parallel step.
+_FIRST_STEP_OF_A_SHELL = 0xFFFFFFF0
+# What tells apart two jobs that may share a machine, the narrowest first.
+_JOB_IDS = (
+    "PALS_APID",
+    "PMIX_NAMESPACE",
+    "OMPI_MCA_ess_base_jobid",
+    "PBS_JOBID",
+    "LSB_JOBID",
+    "SLURM_JOB_ID",
+)
+_HOST_FILES = ("PALS_HOSTFILE", "HYDRA_HOST_FILE", "PBS_NODEFILE")
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """The names of the variables of one launcher; of several for one thing, the first that is set counts."""
+
+    name: str
+    command: str
+    rank: tuple[str, ...]
+    size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+    host_list: tuple[str, ...] = ()
+
+
+# From the innermost: mpirun starts its daemons with srun, so its processes also carry what srun set for these.
+_LAUNCHERS = (
+    _Launcher(
+        "Open MPI",
+        "mpirun",
+        rank=("OMPI_COMM_WORLD_RANK",),
+        size=("OMPI_COMM_WORLD_SIZE",),
+        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+        local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    _Launcher(
+        "PALS",
+        "mpiexec",
+        rank=("PALS_RANKID",),
+        size=(),  # that is in PMI_SIZE
+        local_rank=("PALS_LOCAL_RANKID",),
+        local_size=("PALS_LOCAL_SIZE",),
+    ),
+    _Launcher(
+        "MPICH",
+        "mpiexec",
+        rank=("PMI_RANK",),
+        size=("PMI_SIZE",),
+        local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "MPICH_LOCALRANKID"),
+        local_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "MPICH_LOCALNRANKS"),
+    ),
+    _Launcher(
+        "SLURM",
+        "srun",
+        rank=("SLURM_PROCID",),
+        size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        local_rank=("SLURM_LOCALID",),
+        nodes=("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+        host_list=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What a launcher says of one process."""
+
+    launcher: _Launcher
+    rank: int | None
+    size: int | None
+    local_rank: int | None
+    local_size: int | None
+    nodes: int | None
+    host_list: str | None
+    job: str | None
+
+    def completed(self, other: _Place) -> _Place:
+        """With what the other one knows, if it is about the same processes."""
+        if self.rank != other.rank or (None not in (self.size, other.size) and self.size != other.size):
+            return self
+        missing = {
+            field.name: getattr(other, field.name)
+            for field in fields(self)
+            if getattr(self, field.name) is None
+        }
+        return replace(self, **missing)
+
+
+def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """What torchrun would have set for this process, as far as another launcher tells it and it is not set yet.
+
+    Variables of torchrun that are set take precedence. Nothing is returned for a process that no launcher
+    started, such as a shell inside an allocation, or for one that it started alone.
+
+    Args:
+        environment: the variables of the process.
+
+    Raises:
+        LaunchError: a launcher started several processes, but does not say which of them this is, how many
+            they are or where the first one runs; or the variables of torchrun contradict it.
+
+    Example:
+        >>> variables = torchrun_variables({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"})
+        >>> for name, value in variables.items():
+        ...     print(name, value)
+        RANK 1
+        WORLD_SIZE 2
+        LOCAL_WORLD_SIZE 2
+        MASTER_ADDR 127.0.0.1
+        MASTER_PORT 29500
+        >>> torchrun_variables({"SLURM_JOB_ID": "12", "SLURM_NTASKS": "4"})   # a shell of salloc
+        {}
+    """
+    places = [_place(launcher, environment) for launcher in _LAUNCHERS if _started_by(launcher, environment)]
+    if not places:
+        return {}
+    place = places[0]
+    for other in places[1:]:
+        place = place.completed(other)
+    given = {name: int_variable(environment, name) for name in ("RANK", "WORLD_SIZE")}
+    told = {"RANK": place.rank, "WORLD_SIZE": place.size}
+    if None not in given.values() and given != told:
+        return {}  # started by something else within: torchrun, or a test
+    size = place.size if place.size is not None else given["WORLD_SIZE"]
+    if size == 1 and given["WORLD_SIZE"] in (None, 1):
+        return {}
+    _check(place, given, size, environment)
+    found: dict[str, object] = {
+        "RANK": place.rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": place.local_rank,
+        "LOCAL_WORLD_SIZE": place.local_size,
+    }
+    if "MASTER_ADDR" not in environment:
+        found["MASTER_ADDR"] = _address(place, size, environment)
+    found["MASTER_PORT"] = 15000 + crc32(place.job.encode()) % 15000 if place.job else _DEFAULT_PORT
+    return {
+        name: str(value) for name, value in found.items() if value is not None and name not in environment
+    }
+
+
+def first_host(hosts: str) -> str:
+    """The first host of a list in SLURM's short form.
+
+    Raises:
+        LaunchError: there is no host in it, or a bracket is not closed.
+
+    Example:
+        >>> first_host("node[003-005,7],gpu1"), first_host("gpu1,node[1-2]"), first_host("r[1-2]n[04,06]")
+        ('node003', 'gpu1', 'r1n04')
+    """
+    first = re.match(r"(?:[^,\[\]\s]|\[\w+(?:[-,]\w+)*\])+(?=,|$)", hosts.strip())
+    if first is None:
+        raise LaunchError(
+            f"{hosts!r} is not a list of hosts such as 'node[003-005,7],gpu1'; set MASTER_ADDR to the host of rank 0"
+        )
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
+
+
+def int_variable(environment: Mapping[str, str], name: str) -> int | None:
+    """The value of a variable that holds an int; None if it is not set.
+
+    Raises:
+        LaunchError: it is set to something else.
+
+    Example:
+        >>> int_variable({"RANK": "3"}, "RANK")
+        3
+    """
+    text = environment.get(name)
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise LaunchError(
+            f"{name} is {text!r}; it is an int that the launcher sets, such as torchrun"
+        ) from None
+
+
+def _started_by(launcher: _Launcher, environment: Mapping[str, str]) -> bool:
+    if launcher.name == "SLURM":  # the shell of an allocation has the other variables too
+        step = int_variable(environment, "SLURM_STEP_ID")
+        return step is not None and step < _FIRST_STEP_OF_A_SHELL
+    return any(name in environment for name in launcher.rank + launcher.size)
+
+
+def _place(launcher: _Launcher, environment: Mapping[str, str]) -> _Place:
+    def number(names: tuple[str, ...]) -> int | None:
+        return next((int_variable(environment, name) for name in names if name in environment), None)
+
+    if launcher.name == "SLURM":
+        job = ".".join(environment.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    else:
+        job = next((environment[name] for name in _JOB_IDS if name in environment), "")
+    return _Place(
+        launcher,
+        rank=number(launcher.rank),
+        size=number(launcher.size),
+        local_rank=number(launcher.local_rank),
+        local_size=number(launcher.local_size),
+        nodes=number(launcher.nodes),
+        host_list=next((environment[name] for name in launcher.host_list if name in environment), None),
+        job=job or None,
+    )
+
+
+def _check(
+    place: _Place, given: Mapping[str, int | None], size: int | None, environment: Mapping[str, str]
+) -> None:
+    """See that a place is whole, and that what is set already fits it."""
+    launcher, problems = place.launcher, []
+    sizes = launcher.size or ("PMI_SIZE",)
+    where = next((name for name in sizes if name in environment), sizes[0])
+    for name, told in (("RANK", place.rank), ("WORLD_SIZE", place.size)):
+        if None not in (given[name], told) and given[name] != told:
+            problems.append(f"{name} is {given[name]}, but {launcher.name} says {told}; unset {name}")
+    if place.rank is None:
+        problems.append(
+            f"{where} is {size}, but {launcher.rank[0]} is not set; start the script with {launcher.command}, or "
+            f"unset {where} for a world of one"
+        )
+    elif size is None:
+        problems.append(
+            f"{launcher.rank[0]} is {place.rank}, but {where} is not set; set WORLD_SIZE to the number of ranks"
+        )
+    elif not 0 <= place.rank < size:
+        problems.append(
+            f"{launcher.name} gives this process rank {place.rank} of {size}; a rank is at least 0 and below the "
+            "number of ranks"
+        )
+    if problems:
+        raise LaunchError(*problems)
+
+
+def _address(place: _Place, size: int | None, environment: Mapping[str, str]) -> str:
+    """Where rank 0 runs."""
+    if place.nodes == 1 or place.local_size == size:
+        return "127.0.0.1"
+    if place.host_list:
+        return first_host(place.host_list)
+    for name in _HOST_FILES:
+        if name in environment:
+            return _first_line(name, environment[name])
+    if "SLURM_JOB_NODELIST" in environment:
+        return first_host(environment["SLURM_JOB_NODELIST"])
+    raise LaunchError(
+        f"{place.launcher.name} started {size} processes, but does not say on which host rank 0 is; set MASTER_ADDR "
+        "to that host (127.0.0.1 if all are on one)"
+    )
+
+
+def _first_line(variable: str, path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:  # noqa: PTH123  a str is as good as a Path here
+            words = [line.split()[0] for line in file if line.strip() and not line.lstrip().startswith("#")]
+    except OSError as error:
+        raise LaunchError(
+            f"{variable} is {path!r}, which cannot be read: {error.strerror}; set MASTER_ADDR to the host of rank 0"
+        ) from None
+    if not words:
+        raise LaunchError(
+            f"{variable} is {path!r}, which names no host; set MASTER_ADDR to the host of rank 0"
+        )
+    return words[0].partition(":")[0]  # a number of slots may follow

@@ -1,0 +1,193 @@
+"""The calls that take sizes, ``initialize_model_parallel`` and ``RankGenerator``, argument by argument."""
+
+from __future__ import annotations
+
+import ast
+
+from namedmesh.dialects import DIALECTS, Arrangement, arrange
+from namedmesh.errors import NamedMeshError
+from namedmesh.migrate.rules import Advice, Arguments, Entry, view_statement
+
+__all__ = ["INITIALIZE", "RANK_GENERATOR"]
+
+_DENSE_SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "cp": "context_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+}
+_MEGATRON = DIALECTS["megatron"]
+_INSTANCES = "num_distributed_optimizer_instances"
+_LEVELS = "hierarchical_context_parallel_sizes"
+_BACKEND, _NCCL = "pipeline_model_parallel_comm_backend", "nccl_communicator_config_path"
+# Arguments that are no sizes, and what to do about each where it is given.
+_NOTES = {
+    "virtual_pipeline_model_parallel_size": "virtual stages are no axis: keep their number in a variable of your own",
+    "use_sharp": "SHARP is an NCCL setting of an axis: GroupOptions(nccl={'collnet_enable': 1})",
+    "hybrid_context_parallel": "each hybrid group size is a view of its own: mesh.add_view('hybrid', ...)",
+    _NCCL: "the keys of the NCCL file are names of axes: ep_tp is etp, ep_dp is edp",
+    "get_embedding_ranks": "groups that no axis spans are made with torch.distributed.new_subgroups_by_enumeration, "
+    "from mesh.layout.groups('pp')",
+    "high_priority_stream_groups": "pass options={axis: GroupOptions(high_priority=True)} for each of the groups",
+}
+_NO_CP = "where anything asks for 'cp', name that axis too: cp=1"
+_ORDER_UNKNOWN = "the order is not a literal: layouts of the mesh have no 'ep', so leave it out of the string; views follow the order"
+_NOT_ADJOINING = f"{_INSTANCES} cuts dp and cp together, which this order keeps apart; its groups are no view"
+
+
+def _layout_advice(arguments: Arguments) -> Advice:
+    """Return the layout that replaces a ``RankGenerator``."""
+    names = [name for name in arguments.named if name not in {"order", "rank_offset"}]
+    names += ["rank_offset"] * ("rank_offset" in arguments.named)
+    sizes = "".join(f", {name}={ast.unparse(arguments.named[name])}" for name in names)
+    return Advice(
+        f"namedmesh.Layout.from_order({arguments.source('order')}{sizes})",
+        notes=("get_ranks('tp-dp') is layout.groups('tp', 'dp')",),
+    )
+
+
+def _mesh_advice(arguments: Arguments) -> Advice:
+    """Return the mesh, and the views, that replace ``initialize_model_parallel``."""
+    order = _literal_order(arguments)
+    arrangement = _arrangement(order)
+    sizes = {axis: arguments.size(name) for axis, name in _DENSE_SIZES.items()} | {"dp": "-1"}
+    if "context_parallel_size" not in arguments.named:
+        del sizes["cp"]
+    notes = [note for name, note in _NOTES.items() if not arguments.is_off(name)]
+    notes += [_NO_CP] * ("cp" not in sizes)
+    if order is None:
+        named = ", ".join(f"{axis}={sizes[axis]}" for axis in ("tp", "cp", "pp") if axis in sizes)
+        order_source = arguments.source("order")
+        world = "world_size=torch.distributed.get_world_size()"
+        given = [f"namedmesh.Layout.from_order({order_source}, {named}, {world})"]
+        notes.append(_ORDER_UNKNOWN)
+    else:
+        given = [f"{axis}={sizes[axis]}" for axis in arrangement.dense if axis in sizes]
+    if arguments.rest:
+        notes.append(f"what {arguments.rest} holds is not known here; sizes given there are missing")
+    views, view_notes = _views(arguments, arrangement, sizes)
+    given += _settings(arguments)
+    return Advice(f"namedmesh.init_mesh({', '.join(given)})", tuple(views), (*notes, *view_notes))
+
+
+def _settings(arguments: Arguments) -> list[str]:
+    """Return the keywords of ``init_mesh`` that are no sizes."""
+    settings = []
+    if "distributed_timeout_minutes" in arguments.named:
+        minutes = arguments.size("distributed_timeout_minutes")
+        settings.append(f"timeout=datetime.timedelta(minutes={minutes})")
+    from_file = f"namedmesh.GroupOptions.from_yaml({arguments.source(_NCCL)})"
+    backend = f'"pp": namedmesh.GroupOptions(backend={arguments.source(_BACKEND)})'
+    if not arguments.is_off(_BACKEND):
+        unpacked = f"**{from_file}, " * (not arguments.is_off(_NCCL))
+        settings.append(f"options={{{unpacked}{backend}}}")
+    elif not arguments.is_off(_NCCL):
+        settings.append(f"options={from_file}")
+    return settings
+
+
+def _views(
+    arguments: Arguments, arrangement: Arrangement, dense: dict[str, str]
+) -> tuple[list[str], list[str]]:
+    """Return the views that the arguments ask for, and remarks about groups that no view has."""
+    views: list[str] = []
+    notes: list[str] = []
+    several = not arguments.is_one(_INSTANCES)
+    if not (
+        arguments.is_one("expert_model_parallel_size") and arguments.is_off("expert_tensor_parallel_size")
+    ):
+        views += _expert_views(arguments, arrangement, dense, several=several)
+    if several:
+        axes = arrangement.dense.axes
+        if "cp" in dense and abs(axes.index("dp") - axes.index("cp")) > 1:
+            notes.append(_NOT_ADJOINING)
+        else:
+            sizes = [(axis, dense[axis]) for axis in axes if axis in dense and axis != "cp"]
+            views.append(_sized_view("optimizer", _split(sizes, "dp", arguments)))
+    if not arguments.is_off("create_all_gather_group"):
+        views.append(view_statement("gather"))
+    levels = arguments.named.get(_LEVELS)
+    if isinstance(levels, (ast.List, ast.Tuple)) and levels.elts:
+        views.append(view_statement("levels").replace(f"{_LEVELS}[0]", ast.unparse(levels.elts[0])))
+    elif not arguments.is_off(_LEVELS):
+        views.append(view_statement("levels").replace(_LEVELS, arguments.source(_LEVELS)))
+    return views, notes
+
+
+def _expert_views(
+    arguments: Arguments, arrangement: Arrangement, dense: dict[str, str], *, several: bool
+) -> list[str]:
+    as_dense = arguments.is_off("expert_tensor_parallel_size")
+    sizes = {
+        "etp": dense["tp"] if as_dense else arguments.size("expert_tensor_parallel_size"),
+        "ep": arguments.size("expert_model_parallel_size"),
+        "edp": "-1",
+        "pp": dense["pp"],
+    }
+    ordered = [(axis, sizes[axis]) for axis in arrangement.expert or ()]
+    views = [_sized_view("expert", ordered)]
+    if several:
+        views.append(_sized_view("expert_optimizer", _split(ordered, "edp", arguments)))
+    return views
+
+
+def _split(sizes: list[tuple[str, str]], axis: str, arguments: Arguments) -> list[tuple[str, str]]:
+    """Split one axis into the optimizer instances and the rest."""
+    position = [name for name, _ in sizes].index(axis)
+    parts = [(f"{axis}_replicate", arguments.size(_INSTANCES)), (f"{axis}_shard", "-1")]
+    return [*sizes[:position], *parts, *sizes[position + 1 :]]
+
+
+def _sized_view(name: str, sizes: list[tuple[str, str]]) -> str:
+    return f'mesh.add_view("{name}", {", ".join(f"{axis}={size}" for axis, size in sizes)})'
+
+
+def _literal_order(arguments: Arguments) -> str | None:
+    """Return the order string; None where it is not a literal."""
+    value = arguments.named.get("order")
+    if value is None:
+        return _MEGATRON.order
+    return value.value.lower() if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
+
+
+def _arrangement(order: str | None) -> Arrangement:
+    """Return the axes, slowest first; in Megatron's default order if this one is unknown or invalid."""
+    try:
+        return arrange(_MEGATRON, {}, order=order)
+    except NamedMeshError:
+        return arrange(_MEGATRON, {})
+
+
+INITIALIZE = Entry(
+    "initialize_model_parallel",
+    (
+        *(
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+        ),
+        *(_BACKEND, "use_sharp", "context_parallel_size", _LEVELS, "hybrid_context_parallel"),
+        *("expert_model_parallel_size", _INSTANCES, "expert_tensor_parallel_size", _NCCL),
+        *("distributed_timeout_minutes", "order", "get_embedding_ranks", "get_position_embedding_ranks"),
+        *("create_gloo_process_groups", "high_priority_stream_groups", "sharp_enabled_group"),
+        "create_all_gather_group",
+    ),
+    (),
+    (
+        "initialize_model_parallel(tensor_model_parallel_size=2, pipeline_model_parallel_size=4)",
+        "initialize_model_parallel(tensor_model_parallel_size=2, context_parallel_size=2)",
+        "initialize_model_parallel(tensor_model_parallel_size=2, expert_model_parallel_size=4, expert_tensor_parallel_size=1)",
+        "initialize_model_parallel(tensor_model_parallel_size=2, pipeline_model_parallel_size=4, order='tp-pp-dp')",
+        "initialize_model_parallel(distributed_timeout_minutes=10)",
+    ),
+    _mesh_advice,
+)
+"""The entry of ``initialize_model_parallel``."""
+
+RANK_GENERATOR = Entry(
+    "RankGenerator",
+    ("tp", "ep", "dp", "pp", "cp", "order", "rank_offset"),
+    (),
+    ("RankGenerator(tp=2, ep=1, dp=3, pp=4, cp=1, order='tp-dp-pp')",),
+    _layout_advice,
+)
+"""The entry of ``RankGenerator``."""

@@ -1,0 +1,130 @@
+"""Write the report of a scan: text for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from namedmesh.migrate.rules import DIALECT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from namedmesh.migrate.scan import Finding, Scan
+
+__all__ = ["as_json", "as_text", "merge_setup"]
+
+_INSTALL = "import namedmesh.compat.megatron; namedmesh.compat.megatron.install()"
+_VIEW = re.compile(r'mesh\.add_view\("(\w+)"')
+
+
+def as_text(scan: Scan) -> str:
+    """Write the uses by file, the statements to run once, the remarks, and a summary.
+
+    Example:
+        >>> from namedmesh.migrate.scan import scan
+        >>> print(as_text(scan([])), end="")
+        No use of megatron.core.parallel_state in 0 files.
+    """
+    problems = "\n".join(f"{problem.path}: {problem.message}" for problem in scan.problems)
+    blocks = [problems] * bool(problems)
+    if not scan.findings:
+        blocks.append(f"No use of megatron.core.parallel_state in {_count(scan.files, 'file')}.")
+        return "\n\n".join(blocks) + "\n"
+    remarks: dict[str, int] = {}
+    for _, findings in groupby(scan.findings, key=lambda finding: finding.path):
+        blocks.append("\n".join(_line(finding, remarks) for finding in findings))
+    setup = merge_setup(scan.findings)
+    if setup:
+        blocks.append("\n    ".join(["Once, on every rank, after init_mesh:", *setup]))
+    if remarks:
+        blocks.append("\n".join(f"[{number}] {remark}" for remark, number in remarks.items()))
+    return "\n\n".join([*blocks, _summary(scan)]) + "\n"
+
+
+def as_json(scan: Scan) -> str:
+    """Write the same as an object: ``findings``, ``once``, ``problems``, ``summary`` and ``meanwhile``.
+
+    Example:
+        >>> from namedmesh.migrate.scan import scan
+        >>> json.loads(as_json(scan([])))["summary"]["files"]
+        0
+    """
+    data = asdict(scan)
+    report = {
+        "findings": data["findings"],
+        "once": merge_setup(scan.findings),
+        "problems": data["problems"],
+        "summary": _counts(scan),
+        "meanwhile": _INSTALL,
+    }
+    return json.dumps(report, indent=2) + "\n"
+
+
+def merge_setup(findings: Iterable[Finding]) -> list[str]:
+    """Merge the statements that every rank runs once for all of the findings: views first, then products of axes.
+
+    A view that several findings need is added once: with the sizes of the code's own initialization, or with the
+    options that one of them needs.
+    """
+    products: dict[str, None] = {}
+    views: dict[str, str] = {}
+    priorities: dict[str, int] = {}
+    for finding in findings:
+        for statement in finding.once:
+            view = _VIEW.match(statement)
+            if view is None:
+                products[statement] = None
+                continue
+            priority = 2 if "options=" in statement else int(finding.name == "initialize_model_parallel")
+            if priority > priorities.get(view[1], -1):
+                views[view[1]], priorities[view[1]] = statement, priority
+    return [*(views[name] for name in sorted(views)), *sorted(products)]
+
+
+def _line(finding: Finding, remarks: dict[str, int]) -> str:
+    marks = "".join(f" [{remarks.setdefault(note, len(remarks) + 1)}]" for note in finding.notes)
+    otherwise = f"stays in {DIALECT}" if finding.known else "not in the table"
+    doubt = "" if finding.certain else " (by name only)"
+    return (
+        f"{finding.path}:{finding.line}: {finding.legacy}{doubt} -> {finding.replacement or otherwise}{marks}"
+    )
+
+
+def _counts(scan: Scan) -> dict[str, Any]:
+    findings = scan.findings
+    return {
+        "uses": len(findings),
+        "names": len({finding.name for finding in findings}),
+        "files_with_uses": len({finding.path.split("[cell ")[0] for finding in findings}),
+        "files": scan.files,
+        "mesh": sum(bool(finding.replacement) for finding in findings),
+        "dialect": sum(not finding.replacement and finding.known for finding in findings),
+        "unknown": sum(not finding.known for finding in findings),
+        "by_name_only": sum(not finding.certain for finding in findings),
+        "unreadable": len(scan.problems),
+    }
+
+
+def _summary(scan: Scan) -> str:
+    counts = _counts(scan)
+    parts = [f"{counts['mesh']} with a replacement", f"{counts['dialect']} to stay in {DIALECT}"]
+    parts += [f"{counts['unknown']} not in the table"] * bool(counts["unknown"])
+    uses = f"{_count(counts['uses'], 'use')} of {_count(counts['names'], 'name')}"
+    files = f"{_count(counts['files_with_uses'], 'file')} (of {counts['files']})"
+    lines = [f"{uses} in {files}: {', '.join(parts)}."]
+    if counts["by_name_only"]:
+        lines.append(
+            f"{counts['by_name_only']} by name only: no import says where the name comes from; check them."
+        )
+    if counts["unreadable"]:
+        lines.append(f"{_count(counts['unreadable'], 'file')} could not be read; see the top.")
+    lines.append(f"Until all have moved, the code runs unchanged on a mesh with: {_INSTALL}")
+    return "\n".join(lines)
+
+
+def _count(count: int, word: str) -> str:
+    return f"{count} {word}{'s' * (count != 1)}"

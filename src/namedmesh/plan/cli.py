@@ -1,0 +1,273 @@
+"""The commands ``namedmesh plan``, ``partitions``, ``shard``, ``diff`` and ``doctor``.
+
+Each has a function that declares its arguments and one that runs it and returns the exit status; a mistake is raised,
+and ``namedmesh.__main__`` prints it. What only one command needs is imported when that command runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from namedmesh.dialects import AXES, DIALECTS, EXPERT_AXES
+from namedmesh.plan.spec import UsageError
+from namedmesh.plan.tables import FORMATS, show
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+    from namedmesh.plan.core import Plan
+
+__all__ = ["COMMANDS"]
+
+_AXIS_HELP = {
+    "pp": "pipeline stages",
+    "dp_replicate": "data-parallel copies of a sharded model (HSDP)",
+    "dp_shard": "data-parallel ranks that shard one copy (FSDP)",
+    "dp": "data-parallel ranks; inferred when left out",
+    "cp": "context-parallel ranks: parts of a sequence",
+    "tp": "tensor-parallel ranks: parts of a weight",
+    "edp": "copies of an expert; inferred when left out",
+    "ep": "expert-parallel ranks: parts of the set of experts",
+    "etp": "tensor-parallel ranks of an expert",
+}
+_MODEL_HELP = {
+    "layers": "layers",
+    "heads": "attention heads",
+    "kv_heads": "heads of keys and values, if fewer",
+    "hidden": "width of the residual stream",
+    "vocab": "entries of the vocabulary",
+    "seq": "tokens of a sequence",
+    "experts": "experts of a layer; lists every ep too",
+}
+
+
+def _add_layout(parser: ArgumentParser) -> None:
+    """Add a spec string, and a flag for each axis."""
+    parser.add_argument(
+        "spec",
+        nargs="*",
+        metavar="SPEC",
+        help="axes and sizes, slowest first, such as pp=2,dp=-1,tp=2 (-1: whatever is left), or a dialect and "
+        "sizes, such as: megatron tp=2,pp=4",
+    )
+    for axis in (*AXES, *EXPERT_AXES):
+        _add_integer(parser, f"--{axis.replace('_', '-')}", _AXIS_HELP[axis])
+    order = parser.add_mutually_exclusive_group()
+    order.add_argument(
+        "--order",
+        metavar="ORDER",
+        help="the order of the axes, fastest first (default: Megatron's, tp-cp-ep-dp-pp)",
+    )
+    order.add_argument("--like", choices=tuple(DIALECTS), help="the order and the groups of a library")
+
+
+def _add_integer(parser: ArgumentParser, flag: str, text: str, **more: Any) -> None:
+    parser.add_argument(flag, type=int, metavar="N", help=text, **more)
+
+
+def _add_format(parser: ArgumentParser) -> None:
+    parser.add_argument("--format", choices=FORMATS, default="text", help="default: %(default)s")
+    parser.add_argument("--all", action="store_true", help="leave nothing out, however long it gets")
+
+
+def _layout_arguments(arguments: Namespace) -> tuple[str, dict[str, Any]]:
+    """Return the spec and the keywords that :func:`namedmesh.plan.make_plan` takes."""
+    sizes = {axis: getattr(arguments, axis) for axis in (*AXES, *EXPERT_AXES)}
+    keywords = {axis: size for axis, size in sizes.items() if size is not None}
+    return " ".join(arguments.spec), {**keywords, "order": arguments.order, "like": arguments.like}
+
+
+def _configure_plan(parser: ArgumentParser) -> None:
+    _add_integer(parser, "--world-size", "how many ranks there are")
+    _add_layout(parser)
+    _add_integer(parser, "--gpus-per-node", "consecutive ranks on one node")
+    _add_integer(parser, "--nvlink-domain", "consecutive ranks that NVLink joins, if not a node")
+    parser.add_argument("--rank", type=int, metavar="R", help="explain one rank instead")
+    _add_format(parser)
+    parser.add_argument("--svg", metavar="FILE", help="draw the ranks into this file")
+    parser.add_argument("--html", metavar="FILE", help="write a page on which axis and rank can be picked")
+    parser.add_argument(
+        "--color-by", metavar="AXIS", help="the axis that gives the colors (default: the slowest above 1)"
+    )
+
+
+def _plan(arguments: Namespace) -> int:
+    from namedmesh.plan.core import make_plan, plan_rank
+    from namedmesh.plan.text import plan_document, rank_document
+
+    spec, keywords = _layout_arguments(arguments)
+    plan = make_plan(
+        spec,
+        world_size=arguments.world_size,
+        gpus_per_node=arguments.gpus_per_node,
+        nvlink_domain=arguments.nvlink_domain,
+        **keywords,
+    )
+    if arguments.rank is None:
+        document = plan_document(plan, everything=arguments.all)
+    else:
+        document = rank_document(plan, plan_rank(plan, arguments.rank))
+    show(document, arguments.format)
+    _draw(plan, arguments)
+    return 0
+
+
+def _draw(plan: Plan, arguments: Namespace) -> None:
+    """Write the pictures that the arguments name."""
+    if arguments.svg is not None:
+        from namedmesh.plan.svg import draw_svg
+
+        _write(arguments.svg, draw_svg(plan, color_by=arguments.color_by))
+    if arguments.html is not None:
+        from namedmesh.plan.html import draw_html
+
+        _write(arguments.html, draw_html(plan, color_by=arguments.color_by, rank=arguments.rank))
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"{path!r} cannot be written: {error.strerror}; name a file in a folder that exists"
+        ) from None
+
+
+def _configure_partitions(parser: ArgumentParser) -> None:
+    from namedmesh.plan.costs import STAGES
+
+    _add_integer(parser, "--world-size", "how many ranks there are", required=True)
+    _add_integer(parser, "--gpus-per-node", "consecutive ranks on one node")
+    for name, text in _MODEL_HELP.items():
+        _add_integer(parser, f"--{name.replace('_', '-')}", text)
+    _add_integer(parser, "--top-k", "experts of a token (default: 1)", default=1)
+    _add_integer(parser, "--batch", "sequences of a data rank and step (default: 1)", default=1)
+    parser.add_argument("--params", metavar="P", help="parameters, such as 7B: estimates memory and traffic")
+    parser.add_argument(
+        "--memory", metavar="M", help="memory of a rank, such as 80GB: strikes what needs more"
+    )
+    parser.add_argument(
+        "--stage",
+        type=int,
+        choices=STAGES,
+        default=3,
+        help="ZeRO stage to judge by; 3 is FSDP (default: 3)",
+    )
+    parser.add_argument("--fitting", action="store_true", help="leave out what is ruled out")
+    _add_format(parser)
+
+
+def _partitions(arguments: Namespace) -> int:
+    from namedmesh.plan.costs import Model, parse_bytes, parse_count
+    from namedmesh.plan.partitions import list_partitions, partitions_document
+
+    model = Model(
+        **{name: getattr(arguments, name) for name in _MODEL_HELP},
+        params=None if arguments.params is None else parse_count(arguments.params),
+        top_k=arguments.top_k,
+        batch=arguments.batch,
+    )
+    partitions = list_partitions(
+        arguments.world_size,
+        model=model,
+        gpus_per_node=arguments.gpus_per_node,
+        memory=None if arguments.memory is None else parse_bytes(arguments.memory),
+        stage=arguments.stage,
+    )
+    fitting = [partition for partition in partitions if partition.fits]
+    headline = f"{len(partitions)} partitions of {arguments.world_size} ranks, {len(fitting)} of them fit"
+    listed = fitting if arguments.fitting else partitions
+    show(partitions_document(listed, headline, everything=arguments.all), arguments.format)
+    return 0
+
+
+def _configure_shard(parser: ArgumentParser) -> None:
+    from namedmesh.plan.shard import STYLES
+
+    _add_integer(parser, "--in", "input features", dest="inputs", required=True)
+    _add_integer(parser, "--out", "output features", dest="outputs", required=True)
+    _add_integer(parser, "--tp", "tensor-parallel ranks", required=True)
+    parser.add_argument(
+        "--style", choices=STYLES, required=True, help="column cuts the outputs, row the inputs"
+    )
+    _add_format(parser)
+
+
+def _shard(arguments: Namespace) -> int:
+    from namedmesh.plan.shard import cut_weight, shard_document
+
+    cut = cut_weight(arguments.inputs, arguments.outputs, tp=arguments.tp, style=arguments.style)
+    show(shard_document(cut, everything=arguments.all), arguments.format)
+    return 0
+
+
+def _configure_diff(parser: ArgumentParser) -> None:
+    parser.add_argument("--a", required=True, metavar="SPEC", help='such as "megatron tp=2,pp=4"')
+    parser.add_argument("--b", required=True, metavar="SPEC", help='such as "fairscale tp=2,pp=4"')
+    _add_integer(parser, "--world-size", "how many ranks there are")
+    _add_format(parser)
+
+
+def _diff(arguments: Namespace) -> int:
+    from namedmesh.plan.comparison import compare, diff_document
+
+    show(diff_document(compare(arguments.a, arguments.b, world_size=arguments.world_size)), arguments.format)
+    return 0
+
+
+def _configure_doctor(parser: ArgumentParser) -> None:
+    _add_layout(parser)
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds to wait for a rank, or for a collective (default: 60)",
+    )
+    parser.add_argument("--device", help="cpu, cuda, or one device (default: what torch finds)")
+    parser.add_argument("--backend", help="backend of the groups (default: torch's for the device)")
+    parser.add_argument(
+        "--megabytes", type=float, metavar="M", help="size of the large all-reduce (default: 4, on a GPU 64)"
+    )
+    _add_format(parser)
+
+
+def _doctor(arguments: Namespace) -> int:
+    from namedmesh.plan.doctor.run import Settings, run_doctor
+
+    spec, keywords = _layout_arguments(arguments)
+    settings = Settings(
+        arguments.timeout, arguments.device, arguments.backend, arguments.megabytes, arguments.format
+    )
+    return run_doctor(spec, keywords, settings)
+
+
+COMMANDS = {
+    "plan": (
+        "what a layout amounts to: sizes, groups, replicas, communicators, nodes; without a GPU or torch",
+        _configure_plan,
+        _plan,
+    ),
+    "partitions": (
+        "every tp x cp x pp x dp of a world; what a model's sizes or the memory rule out is struck, with the reason",
+        _configure_partitions,
+        _partitions,
+    ),
+    "shard": (
+        "how the weight of a linear layer is cut over tensor-parallel ranks",
+        _configure_shard,
+        _shard,
+    ),
+    "diff": (
+        "which groups differ between two layouts; the exit status is 0 whether any do or not",
+        _configure_diff,
+        _diff,
+    ),
+    "doctor": (
+        "under torchrun: check every group of a layout with a collective, and measure each axis",
+        _configure_doctor,
+        _doctor,
+    ),
+}
+"""For each command its summary, the function that declares its arguments, and the one that runs it."""

@@ -1,0 +1,85 @@
+"""Sharded rows that lie in blocks, of each of which every rank works on its part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from namedmesh.tensor_parallel.regions import exchange
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from namedmesh.tensor_parallel.collectives import Peers
+
+__all__ = ["Blocks"]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Rows that lie in blocks, of each of which every rank works on its part, and holds others.
+
+    What a rank holds is its piece of all rows, one after the other, as of any sharded weight.
+
+    Args:
+        sizes: the number of rows of each block.
+        size: the number of ranks, which divides each of them.
+
+    Example:
+        Two blocks of 4 rows on 2 ranks: rank 0 holds rows 0 to 3 and works on 0, 1, 4 and 5, the last two of
+        which rank 1 holds:
+
+        >>> Blocks((4, 4), 2).moved(0, 0), Blocks((4, 4), 2).moved(1, 0)
+        ([(0, 2)], [(4, 6)])
+    """
+
+    sizes: tuple[int, ...]
+    size: int
+
+    @classmethod
+    def equal(cls, rows: int, count: int, mesh: DeviceMesh) -> Blocks:
+        """So many equal blocks of some rows, over the ranks of a mesh."""
+        return cls((rows // count,) * count, mesh.size())
+
+    def moved(self, holder: int, worker: int) -> list[tuple[int, int]]:
+        """The rows, from and to, that one rank holds and another one works on."""
+        width = sum(self.sizes) // self.size
+        start, found = 0, []
+        for rows in self.sizes:
+            part = rows // self.size
+            low = max(holder * width, start + worker * part)
+            high = min((holder + 1) * width, start + (worker + 1) * part)
+            if low < high:
+                found.append((low, high))
+            start += rows
+        return found
+
+    def select(self, whole: Tensor, rank: int) -> Tensor:
+        """The rows that a rank works on, out of all rows."""
+        moves = [move for holder in range(self.size) for move in self.moved(holder, rank)]
+        return torch.cat([whole[low:high] for low, high in moves])
+
+    def collect(self, piece: Tensor, peers: Peers) -> Tensor:
+        """The rows that this rank works on, from the ranks that hold them; their gradients go back."""
+        first = peers.rank * piece.shape[0]
+        sent = [self.moved(peers.rank, worker) for worker in range(self.size)]
+        received = [self.moved(holder, peers.rank) for holder in range(self.size)]
+        outgoing = torch.cat([piece[low - first : high - first] for ranges in sent for low, high in ranges])
+        return exchange(outgoing, peers, _lengths(sent), _lengths(received))
+
+    def of(self, parameter: Tensor, peers: Peers, dim: int = 0) -> Tensor:
+        """The plain rows that this rank works on, of a parameter that is sharded along ``dim``."""
+        if torch.compiler.is_compiling() and isinstance(parameter, DTensor):
+            # What the compiler knows to trace: all rows are gathered, and the parts of their gradients summed.
+            gathered = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+            return self.select(gathered.movedim(dim, 0), peers.rank).movedim(0, dim)
+        shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return self.collect(shard.movedim(dim, 0), peers).movedim(0, dim)
+
+
+def _lengths(moves: list[list[tuple[int, int]]]) -> list[int]:
+    return [sum(high - low for low, high in ranges) for ranges in moves]

@@ -1,0 +1,182 @@
+"""Keys and values of grouped attention, whatever the number of their heads and of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+
+from namedmesh.errors import PlanError
+from namedmesh.tensor_parallel.other_rows import column_of, rows_of, with_forward
+from namedmesh.tensor_parallel.placements import misfits
+from namedmesh.tensor_parallel.styles import ColwiseParallel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+    from namedmesh.tensor_parallel.setup import Setup
+
+GROUPS = "num_key_value_groups"
+"""The attribute in which an attention module of transformers keeps how many queries share a kv head."""
+
+_NAMES = ("k_proj", "v_proj", "wk", "wv", "key", "value")
+
+
+def names_keys_or_values(fqn: str) -> bool:
+    """Whether a linear's name, or the name of the module that wraps it, says that it makes keys or values.
+
+    Example:
+        >>> names_keys_or_values("layers.*.self_attn.k_proj"), names_keys_or_values("layers.*.mlp.up_proj")
+        (True, False)
+    """
+    return any(token in _NAMES for token in fqn.split(".")[-2:])
+
+
+@dataclass(frozen=True)
+class SharedHeads:
+    """Which kv heads each rank computes where the ranks do not divide them.
+
+    Each rank has as many queries as any other, and needs the heads that those queries attend to. It hands out
+    one head for each ``repeats`` of its queries, in their order: the fewest with which every head serves
+    equally many of the rank's queries.
+
+    Args:
+        queries: the number of query heads; ranks and kv heads divide it.
+        heads: the number of kv heads.
+        size: the number of ranks.
+
+    Example:
+        Four queries of one head over two ranks, which both need it; and 12 queries of 6 heads over four
+        ranks, of which the second has three: the last one of head 1, and both of head 2:
+
+        >>> SharedHeads(4, 1, 2).of_rank(1), SharedHeads(4, 1, 2).repeats
+        ([0], 2)
+        >>> SharedHeads(12, 6, 4).of_rank(1), SharedHeads(12, 6, 4).repeats
+        ([1, 2, 2], 1)
+    """
+
+    queries: int
+    heads: int
+    size: int
+
+    @property
+    def repeats(self) -> int:
+        """How many of a rank's queries share a head that it hands out."""
+        return gcd(self.queries // self.heads, self.queries // self.size)
+
+    def of_rank(self, rank: int) -> list[int]:
+        """The heads that a rank hands out."""
+        mine = self.queries // self.size
+        return [
+            q // (self.queries // self.heads) for q in range(rank * mine, (rank + 1) * mine, self.repeats)
+        ]
+
+
+class KeyValueParallel(ColwiseParallel):
+    """Give each rank the keys, or the values, of the heads that its queries attend to.
+
+    Where the number of ranks divides the kv heads, it is ``ColwiseParallel``. Where it does not (one head for
+    two ranks, six for four), every rank keeps the whole weight, computes the heads that its queries need, and
+    the gradients are summed over the ranks that share a head. The attention then finds one kv head for each
+    group of its queries: it takes the number of repetitions from the shapes, or from an attribute
+    ``num_key_value_groups`` of the module that owns the linear, which is set.
+
+    ``parallelize`` finds the head counts on the attention module or on its configuration; where nothing
+    states them, and none are given, the style is ``ColwiseParallel``.
+
+    Args:
+        input_layouts: how a plain input is laid out: ``Replicate()`` (the default), or ``Shard(dim)`` to
+            gather it first.
+        query_heads: the number of query heads, if no module states it.
+        kv_heads: the number of kv heads, if no module states it.
+
+    Raises:
+        PlanError: when applied to another kind of module, or to one that is already parallelized.
+
+    Example:
+        One kv head of 4 features; of 2 ranks each computes it whole:
+
+        >>> import torch
+        >>> from namedmesh.tensor_parallel import KeyValueParallel, plan_report
+        >>> wk = torch.nn.Linear(16, 4, bias=False, device="meta")
+        >>> plan_report(wk, 2, KeyValueParallel(query_heads=4, kv_heads=1)).rows[0].placement
+        'Replicate()'
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        query_heads: int | None = None,
+        kv_heads: int | None = None,
+    ) -> None:
+        super().__init__(input_layouts=input_layouts)
+        self.query_heads, self.kv_heads = query_heads, kv_heads
+        self.shared: SharedHeads | None = None
+        self.attention: nn.Module | None = None
+
+    def __repr__(self) -> str:
+        counts = (
+            "" if self.kv_heads is None else f", query_heads={self.query_heads}, kv_heads={self.kv_heads}"
+        )
+        return f"KeyValueParallel(input_layouts={self.input_layouts}{counts})"
+
+    def on_ranks(
+        self, size: int, queries: int | None, heads: int | None, attention: nn.Module | None
+    ) -> KeyValueParallel:
+        """The style as it is for so many ranks, with the counts that a model states unless it has its own."""
+        queries, heads = self.query_heads or queries, self.kv_heads or heads
+        bound = KeyValueParallel(input_layouts=self.input_layouts[0], query_heads=queries, kv_heads=heads)
+        if queries and heads and heads % size and not (queries % size or queries % heads):
+            bound.shared, bound.attention = SharedHeads(queries, heads, size), attention
+        return bound
+
+    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
+        """Sharded where the ranks divide the heads, or else whole."""
+        placement = Shard(0) if self.shared is None else Replicate()
+        return {name: placement for name in ("weight", "bias") if getattr(module, name, None) is not None}
+
+    def misfits(self, module: nn.Module) -> list[str]:
+        """A sentence for each reason why the module cannot have its heads shared."""
+        if not isinstance(module, nn.Linear):
+            return [f"KeyValueParallel fits nn.Linear, not {type(module).__name__}; leave it out of the plan"]
+        reasons = []
+        if self.kv_heads and module.out_features % self.kv_heads:
+            reasons.append(f"{self.kv_heads} kv heads do not divide out_features {module.out_features}")
+        if self.shared is not None and (type(module) is not nn.Linear or "forward" in vars(module)):
+            reasons.append(
+                f"KeyValueParallel needs the forward of nn.Linear where ranks share kv heads, but "
+                f"{type(module).__name__} has its own"
+            )
+        return reasons
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        bound = self.on_ranks(device_mesh.size(), None, None, self.attention)
+        if bound.shared is None:
+            return super()._apply(module, device_mesh)
+        problems = misfits(bound, module)
+        if problems:
+            raise PlanError(*(f"{type(module).__name__}: {problem}" for problem in problems))
+        bound.src_data_rank = self.src_data_rank
+        if hasattr(self.attention, GROUPS):
+            setattr(self.attention, GROUPS, bound.shared.repeats)
+        return with_forward(bound, module, device_mesh, KeyValueLinear, _shared=bound.shared)
+
+
+class KeyValueLinear(nn.Linear):
+    """An ``nn.Linear`` of which each rank computes some heads. Made by ``KeyValueParallel``."""
+
+    _setup: Setup
+    _shared: SharedHeads
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
+        """The heads that this rank's queries attend to."""
+        mine, count = self._shared.of_rank(self._setup.peers.rank), self._shared.heads
+        weight = rows_of(self.weight, mine, count)
+        bias = None if self.bias is None else rows_of(self.bias, mine, count)
+        return column_of(self, input, weight, bias)

@@ -1,0 +1,78 @@
+"""Linears under ``torch.nn.utils.weight_norm``, whose weight is computed before every forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn.utils.weight_norm import WeightNorm
+
+from namedmesh._torch import pre_hooks
+from namedmesh.tensor_parallel.collectives import sum_backward, sum_forward
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.distributed.tensor.placement_types import Placement
+
+    from namedmesh.tensor_parallel.collectives import Peers
+
+MAGNITUDE, DIRECTION = "weight_g", "weight_v"
+
+
+def weight_norm(module: nn.Module) -> WeightNorm | None:
+    """The weight norm of a module, if it has one."""
+    found = pre_hooks(module).values()
+    return next((hook for hook in found if isinstance(hook, WeightNorm) and hook.name == "weight"), None)
+
+
+def norm_placements(norm: WeightNorm, cut: Shard) -> dict[str, Placement]:
+    """How the two parameters of a weight are laid out, of which one dim is cut."""
+    return {MAGNITUDE: cut if norm.dim == cut.dim else Replicate(), DIRECTION: cut}
+
+
+@dataclass(frozen=True)
+class LocalWeightNorm:
+    """Computes this rank's piece of the weight, in place of torch's hook.
+
+    Args:
+        dim: the dim of which every slice has a norm of its own, -1 for one norm of the whole weight.
+        cut: the dim that is cut over the ranks.
+        peers: the ranks.
+    """
+
+    dim: int
+    cut: int
+    peers: Peers
+
+    def __call__(self, module: nn.Module, _inputs: object) -> None:
+        """Leave the piece where the module's forward looks for its weight."""
+        magnitude, direction = module.get_parameter(MAGNITUDE), module.get_parameter(DIRECTION)
+        piece = direction.to_local() if isinstance(direction, DTensor) else direction
+        dims = [i for i in range(piece.ndim) if i != self.dim]
+        if self.dim == self.cut:
+            size = magnitude.to_local() if isinstance(magnitude, DTensor) else magnitude
+            norm = torch.linalg.vector_norm(piece, dim=dims, keepdim=True)
+        else:
+            size = _partial(magnitude)
+            squares = sum_forward(piece.abs().square().sum(dims, keepdim=True), self.peers)
+            norm = sum_backward(squares, self.peers).sqrt()
+        module.weight = piece * (size / norm)
+
+
+def _partial(parameter: Tensor) -> Tensor:
+    """A replicated parameter, whose gradient every rank makes a part of."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    moved = parameter.redistribute(placements=(Replicate(),))  # on the way back, a sum over the ranks
+    local: Tensor = moved.to_local(grad_placements=(Partial(),))
+    return local
+
+
+def use_local_norm(module: nn.Module, norm: WeightNorm, cut: Shard, peers: Peers) -> None:
+    """Put our hook where torch's is."""
+    hooks = pre_hooks(module)
+    key = next(key for key, hook in hooks.items() if hook is norm)
+    hooks[key] = LocalWeightNorm(norm.dim, cut.dim, peers)
+    module.weight = None  # type: ignore[assignment]  # the next forward computes it

@@ -1,0 +1,338 @@
+"""Every configuration of Hugging Face that states a tensor-parallel plan, as a tiny random model."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# What the sizes of a configuration become, by the name of the field.
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "embedding_dim", "moe_hidden_size"), 64),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size", "codebook_size"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_hidden_size", "intermediate_size_mlp"), 96),
+    **dict.fromkeys(
+        ("dense_intermediate_size", "prefix_dense_intermediate_size", "shared_intermediate_size"), 96
+    ),
+    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "share_expert_dim"), 48),
+    **dict.fromkeys(("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"), 48),
+    **dict.fromkeys(("shared_experts_intermediate_size",), 48),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "depth", "num_layers_per_stack"), 2),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads"), 8),
+    **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 8),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 8),
+    **dict.fromkeys(("head_dim", "swa_head_dim", "global_head_dim", "linear_head_dim", "qk_head_dim"), 8),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "v_head_dim", "qk_nope_head_dim"), 8),
+    **dict.fromkeys(("qk_rope_head_dim", "index_head_dim", "indexer_head_dim"), 8),
+    **dict.fromkeys(("index_n_heads", "indexer_n_heads"), 8),
+    **dict.fromkeys(("q_lora_rank", "o_lora_rank"), 32),
+    "kv_lora_rank": 16,
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 8),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"), 2),
+    **dict.fromkeys(("n_group", "topk_group"), 1),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
+    **dict.fromkeys(("sliding_window", "sliding_window_size", "keep_window_size"), 4),
+    "index_topk": 4,
+    "max_position_embeddings": 64,
+    "hidden_size_per_layer_input": 16,
+    **dict.fromkeys(("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"), 0.0),
+    **dict.fromkeys(
+        ("residual_dropout", "embedding_dropout", "router_jitter_noise", "input_jitter_noise"), 0.0
+    ),
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "mamba_n_heads": 8,
+    "mamba_num_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_head_dim": 16,
+    "mamba_d_state": 8,
+    "ssm_state_size": 8,
+    "mamba_chunk_size": 4,
+    "chunk_size": 4,
+    "mamba_n_groups": 1,
+    "use_mamba_kernels": False,
+}
+_HALVES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+_WHOLE_HEADS = {**_HALVES, "partial_rotary_factor": 1.0}
+_PLAIN = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+_DENSE_AND_SPARSE = {"mlp_layer_types": ["dense", "sparse"]}
+_INDEXED = {"layer_types": ["linear_attention", "indexed_attention"]}
+_GLOBAL_HEADS = {"global_head_dim": 16}
+_MUSE = {"image_token_id": 63, "out_hidden_size": 256, "projector_hidden_size": 64}
+_MUSE_VISION = {
+    "patch_size": 4,
+    "pos_emb_height": 4,
+    "pos_emb_width": 4,
+    "layer_types": ["full_attention", "window_attention"],
+}
+# Where a configuration needs other values than its fields' names say: above all, a layer of every kind.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "CohereCompassTextConfig": {"rope_parameters": {"full_attention": _HALVES}},
+    "Cosmos3EdgeTextConfig": {"rope_parameters": _HALVES},
+    "DeepseekOcr2TextConfig": _DENSE_AND_SPARSE,
+    "DeepseekV4Config": {
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}
+    },
+    "DiffusionGemmaTextConfig": _GLOBAL_HEADS,
+    "Dots1Config": {"n_shared_experts": 1, "first_k_dense_replace": 1},
+    "Dots3NoteVisionConfig": {
+        **_DENSE_AND_SPARSE,
+        "patch_size": 4,
+        "adapter_in_dim": 64,
+        "adapter_out_dim": 64,
+    },
+    "Dots3NoteTextConfig": {
+        "swa_num_attention_heads": 16,
+        "swa_num_key_value_heads": 16,
+        "swa_q_lora_rank": 24,
+        "swa_kv_lora_rank": 24,
+        "swa_head_dim": 16,
+        "swa_qk_nope_head_dim": 12,
+        "swa_v_head_dim": 8,
+    },
+    "EmbeddingGemma2TextConfig": _GLOBAL_HEADS,
+    "Ernie4_5_VLMoeTextConfig": {
+        "moe_intermediate_size": [48, 48],
+        "rope_parameters": {**_HALVES, "mrope_section": [1, 1, 2]},
+    },
+    "Ernie4_5_VLMoeVisionConfig": {"patch_size": 4},
+    "Gemma3nTextConfig": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "laurel_rank": 8,
+    },
+    "Gemma4TextConfig": _GLOBAL_HEADS,
+    "Gemma4UnifiedTextConfig": _GLOBAL_HEADS,
+    "Gemma4VisionConfig": {"patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 16},
+    "Glm4vTextConfig": {"rope_parameters": _WHOLE_HEADS},
+    "Glm4vMoeTextConfig": {"rope_parameters": _WHOLE_HEADS},
+    "GlmImageTextConfig": {"rope_parameters": _WHOLE_HEADS},
+    "GlmOcrTextConfig": {"rope_parameters": _WHOLE_HEADS},
+    "Glm5NextTextConfig": {
+        **_INDEXED,
+        **_DENSE_AND_SPARSE,
+        "indexer_types": ["full", "full"],
+        "index_kpool": 2,
+        "qk_rope_head_dim": 0,
+    },
+    "GraniteMoeHybridConfig": {"layer_types": ["mamba", "attention"]},
+    "JambaConfig": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_hidden_layers": 4},
+    "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
+    "LongcatFlashConfig": {"qk_head_dim": None, "zero_expert_num": 4},
+    "Llama4Config": {"image_token_index": 63},
+    "Llama4VisionConfig": {
+        "image_size": 16,
+        "patch_size": 4,
+        "vision_output_dim": 64,
+        "projector_input_dim": 64,
+        "projector_output_dim": 64,
+        "intermediate_size": 256,
+    },
+    "MiMoV2FlashConfig": {
+        "num_attention_heads": 16,
+        "rope_parameters": {"full_attention": _PLAIN, "sliding_attention": _PLAIN},
+    },
+    "MuseGlimmerConfig": _MUSE,
+    "MuseGlimmerVisionConfig": _MUSE_VISION,
+    "MuseSparkConfig": {**_MUSE, "audio_token_id": 62},
+    "MuseSparkAudioConfig": {
+        "patch_sizes": (4, 2, 2, 2),
+        "hidden_sizes": (8, 8, 8, 8),
+        "depths": (1, 1, 1, 1),
+        "out_hidden_size": 64,
+        "num_hidden_layers": 4,
+    },
+    "MuseSparkVisionConfig": _MUSE_VISION,
+    "MuseGlimmerAssistantConfig": {
+        "block_size": 4,
+        "target_layer_ids": [0, 1],
+        "layer_types": ["full_attention"] * 2,
+    },
+    "NeoMMEConfig": {"head_dim": 16, "embedding_rank": 32, "patch_size": 4},
+    "PaddleOCRTextConfig": {"rope_parameters": _HALVES},
+    "Phi4MultimodalAudioConfig": {
+        "num_blocks": 1,
+        "ext_pw_out_channel": 64,
+        "depthwise_separable_out_channel": 64,
+        "nemo_conv_channels": 8,
+        "bias_max_distance": 8,
+    },
+    "Phi4MultimodalVisionConfig": {"image_size": 16, "crop_size": 16, "patch_size": 4},
+    "Qwen2_5OmniTextConfig": {"rope_parameters": _HALVES},
+    "Qwen2_5_VLTextConfig": {"rope_parameters": _HALVES},
+    "Qwen2VLTextConfig": {"rope_parameters": _HALVES},
+    "Qwen3OmniMoeTalkerCodePredictorConfig": {"num_code_groups": 10},
+    "Qwen3OmniMoeTalkerTextConfig": {"shared_expert_intermediate_size": 48},
+    "Qwen4ExpTextConfig": {
+        **_INDEXED,
+        "indexer_kv_heads": 1,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+        "hc_lowrank": 16,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 50,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "split_ngram_parts": 8,
+    },
+    "T5GemmaModuleConfig": {"dropout_rate": 0.0},
+    "T5Gemma2TextConfig": {"dropout_rate": 0.0},
+    "T5Gemma2DecoderConfig": {"dropout_rate": 0.0},
+}
+# Where the model to build is not the first that its name suggests.
+CLASSES = {"T5GemmaModuleConfig": "T5GemmaEncoder"}
+# Models that mix single precision into what they compute, so that they do not run in double precision.
+SINGLE = ("Inkling2TextConfig",)
+
+
+def _noise(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def _ids(*image: int) -> torch.Tensor:
+    ids = torch.randint(3, 63, (2, 8), generator=torch.Generator().manual_seed(0))
+    ids[:, : len(image)] = torch.tensor(image, dtype=torch.int64)
+    return ids
+
+
+def _grid() -> torch.Tensor:
+    return torch.tensor([[1, 4, 4]])
+
+
+def _muse() -> dict[str, Any]:
+    return {
+        "input_ids": _ids(63, 63),
+        "pixel_values": _noise(16, 96),
+        "image_grid_thw": _grid(),
+    }
+
+
+# What goes into the models that want more than the ids of tokens.
+INPUTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "DeepseekOcr2VisionEncoderConfig": lambda: {"inputs_embeds": _noise(2, 8, 64), "num_patches": 4},
+    "Dots3NoteVisionConfig": lambda: {"pixel_values": _noise(16, 48), "grid_thw": _grid()},
+    "Ernie4_5_VLMoeVisionConfig": lambda: {"hidden_states": _noise(16, 48), "grid_thw": _grid()},
+    "Gemma4VisionConfig": lambda: {
+        "pixel_values": _noise(2, 16, 48),
+        "pixel_position_ids": torch.cartesian_prod(torch.arange(4), torch.arange(4)).expand(2, -1, -1),
+    },
+    "Llama4Config": lambda: {"input_ids": _ids(63, 63, 63, 63), "pixel_values": _noise(2, 3, 16, 16)},
+    "Llama4VisionConfig": lambda: {"pixel_values": _noise(2, 3, 16, 16)},
+    "MuseGlimmerConfig": _muse,
+    "MuseSparkConfig": _muse,
+    "MuseGlimmerVisionConfig": lambda: {"pixel_values": _noise(16, 96), "grid_thw": _grid()},
+    "MuseGlimmerAssistantConfig": lambda: {
+        "noise_embeds": _noise(2, 4, 64),
+        "context_hidden_states": _noise(2, 4, 128),
+    },
+    "Qwen3OmniMoeTalkerCodePredictorConfig": lambda: {"inputs_embeds": _noise(2, 8, 64)},
+    "Qwen3OmniMoeTalkerTextConfig": lambda: {"inputs_embeds": _noise(2, 8, 64)},
+    "T5Gemma2DecoderConfig": lambda: {"input_ids": _ids(), "encoder_hidden_states": _noise(2, 8, 64)},
+    "VoxtralRealtimeTextConfig": lambda: {"input_ids": _ids(), "t_cond": _noise(1, 1, 64)},
+}
+
+
+@cache
+def configurations() -> dict[str, type]:
+    """Every configuration class with a tensor-parallel plan, by name."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import transformers
+
+    found = {}
+    for path in sorted((Path(transformers.__file__).parent / "models").glob("*/configuration_*.py")):
+        if "base_model_tp_plan" in path.read_text():
+            module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
+            own = [kind for kind in vars(module).values() if _states_a_plan(kind, module.__name__)]
+            # A class that only gives another one an old name states nothing of its own.
+            found.update({kind.__name__: kind for kind in own if kind.__base__ not in own})
+    return found
+
+
+def _states_a_plan(value: object, module: str) -> bool:
+    return (
+        inspect.isclass(value)
+        and value.__module__ == module
+        and bool(getattr(value, "base_model_tp_plan", None))
+    )
+
+
+def fields(config_class: type) -> set[str]:
+    return {name for kind in config_class.__mro__ for name in vars(kind).get("__annotations__", {})}
+
+
+def _a_layer_of_every_kind(config_class: Any) -> dict[str, Any]:
+    default = config_class()
+    names = fields(config_class) & {"layer_types", "mlp_layer_types"}
+    stated = {name: getattr(default, name, None) for name in sorted(names)}
+    kinds = {name: list(dict.fromkeys(value)) for name, value in stated.items() if value}
+    layers = max((2, *map(len, kinds.values())))
+    lists = {name: (found * layers)[:layers] for name, found in kinds.items() if len(found) > 1}
+    return {"num_hidden_layers": layers, **lists} if lists else {}
+
+
+def tiny_config(config_class: Any) -> Any:
+    known = fields(config_class)
+    options = {key: value for key, value in SIZES.items() if key in known}
+    options.update(_a_layer_of_every_kind(config_class))
+    options.update({name: tiny_config(kind) for name, kind in (config_class.sub_configs or {}).items()})
+    options.update(OVERRIDES.get(config_class.__name__, {}))
+    return config_class(**options)
+
+
+def model_class(config_class: Any) -> Any:
+    """The causal language model of a configuration, or its base model."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        module = importlib.import_module(config_class.__module__.replace("configuration_", "modeling_"))
+    except ModuleNotFoundError:  # another architecture's model
+        return AutoModelForCausalLM._model_mapping[config_class]
+    wanted = CLASSES.get(config_class.__name__)
+    if wanted is not None:
+        return getattr(module, wanted)
+    candidates = [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value)
+        and value.__module__ == module.__name__
+        and getattr(value, "config_class", None) is config_class
+        and not value.__name__.endswith("PreTrainedModel")
+    ]
+    endings = ("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM", "TextModel", "Model", "")
+    return next(kind for ending in endings for kind in candidates if kind.__name__.endswith(ending))
+
+
+def tiny_model(name: str) -> Any:
+    """A random model whose every parameter matters, in double precision if it runs in that."""
+    torch.manual_seed(0)
+    config_class = configurations()[name]
+    kind = model_class(config_class)
+    model = kind._from_config(tiny_config(config_class), experts_implementation="eager").eval()
+    model = model.float() if name in SINGLE else model.double()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:  # some are left as they were allocated
+            parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
+        else:
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def inputs(name: str) -> dict[str, Any]:
+    make = INPUTS.get(name)
+    return {"input_ids": _ids()} if make is None else make()
+
+
+def forward(model: Any, name: str) -> torch.Tensor:
+    """The logits, or the last hidden states."""
+    output = model(**inputs(name), **({"use_cache": False} if hasattr(model.config, "use_cache") else {}))
+    value: torch.Tensor = output[0]
+    return value

@@ -1,0 +1,124 @@
+"""Every tiny model of Hugging Face, tensor-parallel, against the whole model.
+
+As a script it goes through all the configurations: ``python tests/hf_sweep.py 2 4 8`` for three tp sizes.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+import time
+import traceback
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import hf_models
+import torch
+import torch.distributed as dist
+from threads import run_threads
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from namedmesh.errors import PlanError
+from namedmesh.tensor_parallel import parallelize, plan_from_hf, plan_report
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TOLERANCE = 1e-5
+
+# What is refused, and the reason as the error tells it.
+REFUSED = {
+    "DogeConfig": "dt_proj's output has a number for each of all heads",
+    "EsmcConfig": "q_norm and k_norm take the features of all heads",
+    "NeoMMEConfig": "alpha has a number for each of all heads",
+}
+
+
+def step(model: Any, name: str) -> torch.Tensor:
+    """A forward, and the backward of a random loss; the output."""
+    model.zero_grad()
+    output = hf_models.forward(model, name)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=output.dtype)
+    (output * weights).sum().backward()
+    return output.detach()
+
+
+def plan_of(model: Any, name: str, *, refused: bool = True) -> dict[str, Any]:
+    """The plan of a model; without what is refused, as the error says to leave it out."""
+    leave_out = ["*.self_attn.*"] if name in REFUSED and not refused else []
+    return plan_from_hf(model, leave_out=leave_out)
+
+
+def differences(reference: Any, wanted: torch.Tensor, name: str, refused: bool = True) -> dict[str, float]:
+    """On one rank: the largest relative difference of the output, and of every parameter's gradient."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    model = copy.deepcopy(reference)
+    parallelize(model, mesh, plan_of(model, name, refused=refused), src_data_rank=None)
+    found = {"output": _difference(step(model, name), wanted)}
+    for (fqn, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        found[fqn] = _difference(mine.grad, theirs.grad)
+    return found
+
+
+def _difference(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
+    if mine is None or theirs is None:
+        one = mine if theirs is None else theirs
+        return 0.0 if one is None else float(_whole(one).abs().max())
+    mine = _whole(mine)
+    if mine.shape != theirs.shape or not torch.isfinite(mine).all():
+        return float("inf")
+    return float((mine - theirs).abs().max() / theirs.abs().max().clamp(min=1e-3))
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def outcome(name: str, tp_size: int, reference: Any, wanted: torch.Tensor) -> str:
+    """``"right"``; or what is wrong; or, where the plan is refused, ``"refused: "`` and the error."""
+    try:
+        plan_report(reference, tp_size, plan_from_hf(reference))
+    except PlanError as error:
+        return f"refused: {error}"
+    except Exception:  # noqa: BLE001  told, so that the others are told too
+        return f"failed: {traceback.format_exc()}"
+    try:
+        ranks = run_threads(tp_size, differences, reference, wanted, name)
+    except AssertionError as error:
+        return f"failed: {error}"
+    wrong = {fqn: value for found in ranks for fqn, value in found.items() if not value < TOLERANCE}
+    return f"wrong: {wrong}" if wrong else "right"
+
+
+def sweep(names: list[str], tp_sizes: tuple[int, ...]) -> Iterator[tuple[str, int, str, float]]:
+    """The outcome for each configuration and tp size, and how many seconds it took."""
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")  # of transformers, about what the configurations are not meant for
+    for name in names:
+        start = time.perf_counter()
+        reference = hf_models.tiny_model(name)
+        wanted = step(reference, name)
+        for tp_size in tp_sizes:
+            result = outcome(name, tp_size, reference, wanted)
+            yield name, tp_size, result, time.perf_counter() - start
+            start = time.perf_counter()
+
+
+def main(arguments: list[str]) -> None:
+    sizes = tuple(int(argument) for argument in arguments if argument.isdigit()) or (2, 4, 8)
+    names = [argument for argument in arguments if not argument.isdigit()] or list(hf_models.configurations())
+    counts: dict[tuple[int, str], int] = {}
+    for name, tp_size, result, seconds in sweep(names, sizes):
+        kind = result.partition(":")[0]
+        counts[tp_size, kind] = counts.get((tp_size, kind), 0) + 1
+        shown = result if kind == "right" else f"{result[:300]} ... {result[-300:]}"
+        print(f"{name:40} tp {tp_size}  {seconds:5.2f} s  {shown}", flush=True)  # noqa: T201  a script
+    for (tp_size, kind), count in sorted(counts.items()):
+        print(f"tp {tp_size}: {count} {kind}")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

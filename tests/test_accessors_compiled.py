@@ -1,0 +1,176 @@
+"""No accessor breaks a compiled graph or has it compiled again, whether it was asked before or not."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from ranks import fake_world
+
+import namedmesh
+from namedmesh import Layout, NamedMeshError
+from namedmesh.compat import deepspeed, ezpz, fairscale
+from namedmesh.compat.fairscale import initialize
+from namedmesh.compat.megatron import parallel_state
+from namedmesh.compat.process_groups import ProcessGroups
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from namedmesh import NamedMesh
+
+
+@pytest.fixture(params=["cold", "warm"])
+def warm(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param == "warm")
+
+
+def assert_one_graph(call: Callable[[], object], *, warm: bool) -> None:
+    """One graph serves the first call, the second, and those after a call outside of compiled code."""
+    if warm:
+        call()
+    torch._dynamo.reset()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        call()
+        return x + 1
+
+    def answering(x: torch.Tensor) -> tuple[torch.Tensor, object]:
+        return x + 1, call()
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled = torch.compile(step, backend="eager", fullgraph=True)
+        for _ in range(2):
+            compiled(torch.ones(2))
+        expected = call()
+        compiled(torch.ones(2))
+        if isinstance(expected, (int, tuple, list, dict)):  # no graph hands out a group that it learnt of
+            answers = torch.compile(answering, backend="eager", fullgraph=True)
+            assert answers(torch.ones(2))[1] == answers(torch.ones(2))[1] == expected
+
+
+MESH: dict[str, Callable[[NamedMesh], object]] = {
+    "size": lambda mesh: mesh.size("tp"),
+    "size of the mesh": lambda mesh: mesh.size(),
+    "size of a product": lambda mesh: mesh.size("dp", "tp"),
+    "rank": lambda mesh: mesh.rank("tp"),
+    "rank in a product": lambda mesh: mesh.rank("tp", "dp"),
+    "ranks": lambda mesh: mesh.ranks("dp", "tp"),
+    "group": lambda mesh: mesh.group("tp"),
+    "group of a product": lambda mesh: mesh.group("dp", "cp"),
+    "group of the world": lambda mesh: mesh.group("pp", "dp", "tp"),
+    "gloo group": lambda mesh: mesh.gloo_group("dp"),
+    "slice": lambda mesh: mesh["tp"],
+    "slice of several": lambda mesh: mesh["dp", "tp"],
+    "first": lambda mesh: mesh.is_first("pp"),
+    "last": lambda mesh: mesh.is_last("pp"),
+    "next": lambda mesh: mesh.next("pp"),
+    "previous": lambda mesh: mesh.prev("tp"),
+    "coordinates": lambda mesh: mesh.coords,
+    "device": lambda mesh: mesh.device,
+    "torch's mesh": lambda mesh: mesh.device_mesh,
+    "views": lambda mesh: mesh.views,
+    "options": lambda mesh: mesh.options_of(("tp",)),
+    "current mesh": lambda _: namedmesh.current_mesh().size("tp"),
+}
+
+
+@pytest.mark.parametrize("name", MESH)
+def test_accessors_of_a_mesh(name: str, warm: bool) -> None:
+    with fake_world(8, 5):
+        mesh = namedmesh.init_mesh(pp=2, dp=2, cp=1, tp=2)
+        assert_one_graph(lambda: MESH[name](mesh), warm=warm)
+        mesh.close()
+
+
+def accessors(place: Any) -> list[str]:
+    """The functions of a dialect that can be called without arguments and answer in these layouts."""
+    names = []
+    for name in dir(place):
+        function = getattr(place, name)
+        if not name.startswith(("get_", "is_")) and not name.endswith("_initialized"):
+            continue
+        if inspect.isroutine(function) and all(
+            parameter.default is not parameter.empty
+            for parameter in inspect.signature(function).parameters.values()
+        ):
+            names.append(name)
+    return names
+
+
+def _megatron() -> None:
+    parallel_state.initialize_model_parallel(2, 2, num_distributed_optimizer_instances=2)
+
+
+DIALECTS: dict[str, tuple[Any, Callable[[], object], Callable[[], object]]] = {
+    "megatron": (parallel_state, _megatron, parallel_state.destroy_model_parallel),
+    "fairscale": (
+        fairscale.initialize,
+        lambda: initialize.initialize_model_parallel(2, 2),
+        initialize.destroy_model_parallel,
+    ),
+    "ezpz": (
+        ezpz.tp,
+        lambda: ezpz.tp.initialize_tensor_parallel(2, 2),
+        ezpz.tp.destroy_tensor_parallel,
+    ),
+}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_accessors_of_dialects(dialect: str, warm: bool) -> None:
+    place, start, stop = DIALECTS[dialect]
+    names = accessors(place)
+    assert len(names) > 10
+    walked = 0
+    with fake_world(8, 5), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for name in names:
+            answers = False
+            start()
+            with suppress(NamedMeshError):
+                getattr(place, name)()
+                answers = True
+            stop()
+            if not answers:  # a group that this rank is not in
+                continue
+            start()
+            assert_one_graph(getattr(place, name), warm=warm)
+            stop()
+            walked += 1
+    assert walked >= len(names) - 4
+
+
+def test_accessors_of_deepspeed_and_of_three_groups(warm: bool) -> None:
+    with fake_world(8, 5):
+        mesh = namedmesh.init_mesh(pp=2, dp=2, tp=2)
+        for place in (deepspeed.mpu(mesh), deepspeed.PipelineParallelGrid.from_mesh(mesh)):
+            for name in accessors(place):
+                with suppress(NamedMeshError):
+                    getattr(place, name)()
+                    assert_one_graph(getattr(place, name), warm=warm)
+        groups = ProcessGroups.bind(mesh)
+        assert_one_graph(
+            lambda: (groups.tp_group, groups.tp_rank, groups.dp_size, groups.is_last_stage), warm=warm
+        )
+        mesh.close()
+
+
+def test_another_mesh_is_compiled_anew() -> None:
+    """A constant of one mesh is never the answer of another."""
+    with fake_world(8, 5):
+
+        def step(x: torch.Tensor, mesh: NamedMesh) -> tuple[torch.Tensor, int, int]:
+            return x + 1, mesh.rank("dp", "tp"), mesh.group("pp", "dp").size()
+
+        compiled = torch.compile(step, backend="eager", fullgraph=True)
+        for layout in (Layout(pp=2, dp=2, tp=2), Layout(pp=1, dp=2, tp=4)):
+            mesh = namedmesh.init_mesh(layout)
+            mesh.flatten("pp", "dp")
+            _, *answers = compiled(torch.ones(2), mesh)
+            assert answers == [mesh.rank("dp", "tp"), mesh.size("pp", "dp")]
+            mesh.close()

@@ -1,0 +1,261 @@
+"""Ranks that come late, never, with a mistake or for a second time, before there is a default group."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from namedmesh import AgreementError, NamedMeshError, launch
+from namedmesh.rendezvous import wait_for_ranks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SOON = timedelta(seconds=3)
+ABSENT = (
+    "rank {} of 0 to {} did not call {} within {:g} s; every rank of the job must call it, so look at what those ranks "
+    "did instead"
+)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def refused(**arguments: Any) -> str:
+    """The error that launch.init ends in."""
+    with pytest.raises(NamedMeshError) as caught:
+        launch.init("cpu", **arguments)
+    assert not dist.is_initialized()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def reduced() -> float:
+    """A sum over the ranks of the default group, which ends with it."""
+    total = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(total)
+    dist.barrier()
+    dist.destroy_process_group()
+    return total.item()
+
+
+def _one_stays_away(absent: int, port: int | None, call: str = "launch.init") -> str | None:
+    if port is not None:
+        os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
+    return None if int(os.environ["RANK"]) == absent else refused(timeout=SOON, call=call)
+
+
+@pytest.mark.parametrize("port", [None, "own"], ids=["of an agent", "of rank 0"])
+def test_who_does_not_come_is_named_on_every_rank(port: str | None) -> None:
+    told = run_ranks(4, _one_stays_away, 3, free_port() if port else None, "init_mesh", init=False)
+    assert told == ["AgreementError: " + ABSENT.format(3, 3, "init_mesh", 3)] * 3 + [None]
+
+
+def test_without_rank_0_nobody_can_say_more_than_that() -> None:
+    port = free_port()
+    told = run_ranks(2, _one_stays_away, 0, port, init=False)
+    assert told[1] == (
+        f"LaunchError: rank 0, which hosts the store of the job at 127.0.0.1:{port}, did not answer within 3 s; see its "
+        "output for why, and check MASTER_ADDR and MASTER_PORT (The client socket has timed out after 3000ms while "
+        f"trying to connect to (127.0.0.1, {port}).)"
+    )
+
+
+def _late(port: int | None) -> tuple[str, float]:
+    """Rank 2 comes when the others have given up; then all try again."""
+    if port is not None:
+        os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
+    store = dist.FileStore(os.environ["TOLD"], 3)
+    if int(os.environ["RANK"]) == 2:
+        store.wait(["gave up"], timedelta(seconds=60))
+    said = refused(timeout=SOON)
+    store.set("gave up", "")
+    launch.init("cpu", timeout=timedelta(seconds=60))
+    return said, reduced()
+
+
+@pytest.mark.parametrize("port", [None, "own"], ids=["of an agent", "of rank 0"])
+def test_a_latecomer_is_told_and_the_next_try_works(
+    port: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOLD", str(tmp_path / "told"))
+    told = run_ranks(3, _late, free_port() if port else None, init=False)
+    assert told == [("AgreementError: " + ABSENT.format(2, 2, "launch.init", 3), 6.0)] * 3
+
+
+def _mistaken(port: int | None, who: int) -> tuple[str, float]:
+    if port is not None:
+        os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
+    wrong: Any = 30
+    said = refused(timeout=wrong if int(os.environ["RANK"]) == who else timedelta(seconds=60))
+    launch.init("cpu", timeout=timedelta(seconds=60))
+    return said, reduced()
+
+
+@pytest.mark.parametrize("port", [None, "own"], ids=["of an agent", "of rank 0"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_mistake_on_one_rank_is_told_to_the_others(port: str | None, who: int) -> None:
+    told = run_ranks(2, _mistaken, free_port() if port else None, who, init=False)
+    text = "timeout is 30; it is a datetime.timedelta longer than nothing"
+    assert told[who] == (f"LayoutError: {text}", 3.0)
+    assert told[1 - who] == (f"AgreementError: rank {who} gave up on launch.init: {text}", 3.0)
+
+
+def _again_and_again() -> list[float]:
+    sums = []
+    for _ in range(5):
+        launch.init("cpu")
+        sums.append(reduced())
+    return sums
+
+
+def test_a_default_group_can_be_made_again() -> None:
+    assert run_ranks(4, _again_and_again, init=False) == [[10.0] * 5] * 4
+
+
+def _restarted(path: str, present: list[int]) -> list[float] | None:
+    """Two lives over one store: in the first only some came and were killed while they waited."""
+    rank = int(os.environ["RANK"])
+    if rank in present:
+        child = os.fork()
+        if child == 0:
+            launch.init("cpu")
+            os._exit(0)
+        store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+        store.wait([f"namedmesh/launch/rank/{rank}"], timedelta(seconds=60))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    life = dist.FileStore(path, 4)
+    life.set(f"dead/{rank}", "")
+    life.wait([f"dead/{other}" for other in range(4)], timedelta(seconds=60))
+    if rank in present and len(present) < 4:  # the worst order: who was never there comes first
+        life.wait(["first"], timedelta(seconds=60))
+    else:
+        life.set("first", "")
+    launch.init("cpu", timeout=timedelta(seconds=60))
+    return [reduced()]
+
+
+@pytest.mark.parametrize("present", [[0, 1, 2], [3], [0, 1, 2, 3]])
+def test_a_restart_over_the_same_store(present: list[int], tmp_path: Path) -> None:
+    told = run_ranks(4, _restarted, str(tmp_path / "life"), present, init=False)
+    assert told == [[10.0]] * 4
+
+
+def _given_up_and_restarted(path: str) -> tuple[str | None, float]:
+    """Rank 3 comes first when the job is restarted because it did not come."""
+    rank, said = int(os.environ["RANK"]), None
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
+    life = dist.FileStore(path, 4)
+    if rank != 3:
+        said = refused(timeout=SOON)
+        life.set(f"dead/{rank}", "")
+        life.wait(["first"], timedelta(seconds=60))
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    life.wait([f"dead/{other}" for other in range(3)], timedelta(seconds=60))
+    life.set("first", "")
+    launch.init("cpu", timeout=timedelta(seconds=60))
+    return said, reduced()
+
+
+def test_a_restart_does_not_fail_for_what_failed_before(tmp_path: Path) -> None:
+    told = run_ranks(4, _given_up_and_restarted, str(tmp_path / "life"), init=False)
+    text = "AgreementError: " + ABSENT.format(3, 3, "launch.init", 3)
+    assert told == [(text, 10.0)] * 3 + [(None, 10.0)]
+
+
+def _meet_in_a_file(path: str, absent: int | None) -> str | float | None:
+    rank = int(os.environ["RANK"])
+    if rank == absent:
+        return None
+    store: dist.Store = dist.FileStore(path, 3)
+    try:
+        wait = SOON if absent else SOON * 20
+        store = wait_for_ranks(store, "training", rank=rank, world_size=3, timeout=wait)
+    except AgreementError as error:
+        return str(error)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    return reduced()
+
+
+def test_a_file_is_as_good_as_a_server(tmp_path: Path) -> None:
+    assert run_ranks(3, _meet_in_a_file, str(tmp_path / "a"), None, init=False) == [6.0] * 3
+    told = run_ranks(3, _meet_in_a_file, str(tmp_path / "b"), 1, init=False)
+    text = ABSENT.format(1, 2, "training", 3)
+    assert told == [text, None, text]
+
+
+def _port_is_taken() -> str:
+    taken = socket.socket()
+    taken.bind(("", 0))
+    taken.listen()
+    port = taken.getsockname()[1]
+    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False", WORLD_SIZE="2")
+    said = refused().replace(str(port), "PORT")
+    return said[: said.index(" (")] + said[said.index(")") + 1 :]
+
+
+def test_a_port_that_is_taken() -> None:
+    (told,) = run_ranks(1, _port_is_taken, init=False)
+    assert told == (
+        "LaunchError: rank 0 cannot host the store of the job at 127.0.0.1:PORT; set MASTER_ADDR to its host and "
+        "MASTER_PORT to a port that is free there, the same on every rank"
+    )
+
+
+def _as_rank_1() -> str:
+    os.environ.update(RANK="1", WORLD_SIZE="3")
+    return refused(timeout=timedelta(seconds=60))
+
+
+def test_two_processes_that_say_they_are_the_same_rank() -> None:
+    assert (
+        run_ranks(2, _as_rank_1, init=False)
+        == [
+            "AgreementError: two processes call launch.init as rank 1; give each its own RANK, and each job on a machine its "
+            "own MASTER_PORT"
+        ]
+        * 2
+    )
+
+
+RESTARTED = """
+import os, sys, torch, torch.distributed as dist
+from namedmesh import launch
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+    sys.exit(3)
+launch.init("cpu")
+total = torch.ones(1)
+dist.all_reduce(total)
+print("sum", total.item(), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_torchrun_restarts_a_job_in_which_one_rank_never_came(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(RESTARTED, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    own = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    run = subprocess.run(
+        [*command, "--max-restarts=1", "--monitor-interval=0.1", str(script)],
+        env=own | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (run.returncode, run.stdout.split("\n")[:2]) == (0, ["sum 2.0"] * 2), run.stderr

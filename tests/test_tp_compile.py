@@ -1,0 +1,185 @@
+"""torch.compile takes a whole plan in one graph; autocast does what it does for the whole model."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  torch's own spelling
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from tp_models import Attention, Llama
+
+from namedmesh.tensor_parallel import (
+    ColwiseParallel,
+    LocalParameters,
+    RowwiseParallel,
+    SequenceParallel,
+    SumOutput,
+    llama_plan,
+    parallelize,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NORMS = ("layers.*.attention_norm", "layers.*.ffn_norm", "norm")
+
+
+class NormedAttention(Attention):
+    """With a norm over the features of each head, of queries and of keys."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 8, 4)
+        self.q_norm, self.k_norm = nn.RMSNorm(4), nn.RMSNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.wq, self.wk, self.wv))
+        q, k, v = (part.transpose(1, 2) for part in (self.q_norm(q), self.k_norm(k), v))
+        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        result: Tensor = self.wo(out.transpose(1, 2).flatten(2))
+        return result
+
+
+class Summed(nn.Module):
+    """Every rank makes a part of the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.rest = nn.Linear(8, 8, bias=False), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.rest(self.up(x).sum(-1))
+        return out
+
+
+def ids() -> Tensor:
+    return torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
+
+
+def values(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+OneLayer = partial(Llama, layers=1)
+HEADS: dict[str, Any] = dict.fromkeys(("wq", "wk", "wv"), ColwiseParallel())
+HEADS |= {"wo": RowwiseParallel(), "q_norm": LocalParameters(), "k_norm": LocalParameters()}
+CASES: dict[str, tuple[Callable[[], nn.Module], Any, Callable[[], Tensor]]] = {
+    "sequence": (OneLayer, llama_plan(sequence_parallel=True), ids),
+    "torch's norms": (
+        OneLayer,
+        llama_plan(sequence_parallel=True) | dict.fromkeys(NORMS, SequenceParallel(use_local_output=True)),
+        ids,
+    ),
+    "norms of heads": (NormedAttention, HEADS, lambda: values(2, 8, 32)),
+    "summed": (Summed, {"up": ColwiseParallel(), "rest": SumOutput()}, lambda: values(2, 8, 8)),
+}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def compiled_case(name: str) -> tuple[int, float]:
+    """In how many graphs, and how far outputs and gradients are from those of one process."""
+    make, plan, given = CASES[name]
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    reference = make().double()
+    model = parallelize(copy.deepcopy(reference), mesh, plan)
+    wanted = reference(given())
+    wanted.square().sum().backward()
+    counter = CompileCounterWithBackend("aot_eager")
+    got = torch.compile(model, backend=counter, fullgraph=True)(given())
+    got.square().sum().backward()
+    apart = [(got - wanted).abs().max().item()]
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        apart.append((whole(mine.grad) - theirs.grad).abs().max().item())
+    return counter.frame_count, max(apart)
+
+
+@pytest.mark.filterwarnings("default")  # torch.compile's own
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_is_one_graph(name: str) -> None:
+    for graphs, apart in run_ranks(2, compiled_case, name):
+        assert graphs == 1
+        assert apart < 1e-12
+
+
+class Twice(nn.Module):
+    """A model that uses its layers twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self.down(torch.tanh(self.up(x)))
+        return x
+
+
+def autocast_types(dtype: torch.dtype) -> tuple[float, set[str]]:
+    """Under autocast: how far from one process, and in which types outputs and gradients come."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    reference = Twice().to(dtype)
+    model = parallelize(copy.deepcopy(reference), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    x = values(2, 4, 8).to(dtype)
+    outs = []
+    for one in (reference, model):
+        with torch.autocast("cpu", torch.bfloat16):
+            outs.append(one(x))
+        outs[-1].float().square().sum().backward()
+    types = {str(outs[0].dtype), str(outs[1].dtype)}
+    apart = (outs[0] - outs[1]).abs().max().item()
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert mine.grad.dtype is theirs.grad.dtype is dtype
+        apart = max(apart, (whole(mine.grad) - theirs.grad).abs().max().item())
+    return apart, types
+
+
+def test_autocast_leaves_float64_as_it_is() -> None:
+    for apart, types in run_ranks(2, autocast_types, torch.float64):
+        assert types == {"torch.float64"}
+        assert apart < 1e-6  # the loss is computed in float32
+
+
+def casts(batches: int) -> list[int]:
+    """How often weights are cast in two blocks of several batches each, by one process and by ours."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    reference = Twice()
+    model = parallelize(copy.deepcopy(reference), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    counts = []
+    for one in (reference, model):
+        count = 0
+        for _ in range(2):
+            with (
+                torch.profiler.profile(record_shapes=True) as profile,
+                torch.autocast("cpu", torch.bfloat16),
+            ):
+                losses = [one(torch.ones(3, 5, 8)).sum() for _ in range(batches)]
+            torch.stack(losses).sum().backward()
+            events: Any = profile.events()
+            shapes = [e.input_shapes[0] for e in events if e.name == "aten::_to_copy"]
+            # Activations have three dims here, and [1, 1] is what tells us of the block.
+            count += sum(len(shape) == 2 and shape != [1, 1] for shape in shapes)
+        counts.append(count)
+    return counts
+
+
+def test_a_block_casts_each_weight_once() -> None:
+    for found in run_ranks(2, casts, 3):
+        assert found == [4, 4]

@@ -1,0 +1,401 @@
+"""Modules, tensors and devices that are not the usual ones: exact, or refused before anything changes."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from ranks import fake_world, run_ranks
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from tp_models import Llama, Mlp
+
+from namedmesh.errors import PlanError, ShapeError
+from namedmesh.tensor_parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    SharedInput,
+    llama_plan,
+    parallelize,
+)
+from namedmesh.tensor_parallel.collectives import (
+    Peers,
+    all_gather,
+    all_reduce,
+    gather,
+    reduce_scatter,
+    split,
+    sum_forward,
+    sum_scatter,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WHOLE = Replicate()
+PAIR: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+SEQUENCE_PAIR: dict[str, Any] = {
+    "up": ColwiseParallel(input_layouts=Shard(1)),
+    "down": RowwiseParallel(output_layouts=Shard(1)),
+}
+
+
+def tp_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def differences(model: nn.Module, reference: nn.Module, given: Tensor, mine: Tensor | None = None) -> float:
+    """How far outputs and gradients are from those of one process."""
+    got, wanted = model(given if mine is None else mine), reference(given)
+    (whole(got).abs().square()).sum().backward()
+    wanted.abs().square().sum().backward()
+    found = [(whole(got) - wanted).abs()]
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        found.append((whole(one.grad) - other.grad).abs())
+    return max(float(difference.detach().max()) for difference in found if difference.numel())
+
+
+# --- numbers ------------------------------------------------------------------------------------------------
+
+
+def numbers() -> dict[str, float]:
+    mesh = tp_mesh()
+    torch.manual_seed(0)
+    found = {}
+    for name, dtype in (("real", torch.float64), ("complex", torch.complex128)):
+        reference = Mlp()
+        reference.up, reference.down = nn.Linear(8, 16, dtype=dtype), nn.Linear(16, 8, dtype=dtype)
+        for layout, plan in (("whole", PAIR), ("shared", PAIR | {"": SharedInput()})):
+            model = parallelize(copy.deepcopy(reference), mesh, plan)
+            reference.zero_grad()
+            found[f"{name}, {layout}"] = differences(model, reference, torch.randn(4, 6, 8, dtype=dtype) / 8)
+    empty = torch.randn(0, 6, 8, dtype=torch.float64)
+    for plan in (PAIR, PAIR | {"": SharedInput()}):
+        reference = Mlp().double()
+        model = parallelize(copy.deepcopy(reference), mesh, plan)
+        value = empty.clone().requires_grad_()
+        found[f"empty, {len(plan)}"] = differences(model, reference, empty, value)
+        assert value.grad is not None
+        assert value.grad.shape == empty.shape
+    no_tokens = torch.zeros(2, 0, dtype=torch.long)
+    for sequence in (False, True):
+        model = parallelize(Llama(layers=1), mesh, llama_plan(sequence_parallel=sequence))
+        model(no_tokens).sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    return found
+
+
+def test_complex_layers_and_empty_batches() -> None:
+    for found in run_ranks(2, numbers):
+        assert max(found.values()) < 1e-12, found
+
+
+def conjugated() -> list[float]:
+    """Tensors of which the memory does not hold the values: a conjugate, and a negative."""
+    peers = Peers(torch.distributed.group.WORLD)
+    value = torch.arange(4).to(torch.complex128) + 1j * (1 + peers.rank)
+    conjugate, negative = value.conj(), value.conj().imag
+    assert conjugate.is_conj()
+    assert negative.is_neg()
+    made = [
+        (all_reduce(conjugate, peers), 2 * torch.arange(4) - 3j),
+        (all_reduce(negative, peers), torch.full((4,), -3.0)),
+        (all_gather(negative, peers, 0), torch.tensor([-1.0] * 4 + [-2.0] * 4)),
+        (reduce_scatter(negative, peers, 0), torch.full((2,), -3.0)),
+    ]
+    return [(one - other).abs().max().item() for one, other in made]
+
+
+def test_conjugates_and_negatives_are_sent_as_what_they_mean() -> None:
+    for found in run_ranks(2, conjugated):
+        assert max(found) == 0
+
+
+def uneven() -> list[float]:
+    """DTensors of a length that the ranks do not divide, which torch pads and a collective of ours may not get."""
+    mesh = tp_mesh()
+    torch.manual_seed(0)
+    found = []
+    for plan, shape in (
+        (PAIR, (2, 7, 8)),
+        ({"up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel()}, (2, 7, 8)),
+        ({"up": RowwiseParallel(), "down": ColwiseParallel(output_layouts=WHOLE)}, (2, 7, 8)),
+    ):
+        reference = Mlp().double()
+        model = parallelize(copy.deepcopy(reference), mesh, plan)
+        x = torch.randn(shape, dtype=torch.float64)
+        for layout in (Shard(1), Shard(0), WHOLE):
+            reference.zero_grad()
+            model.zero_grad()
+            placed = distribute_tensor(x, mesh, [layout], src_data_rank=None)
+            found.append(differences(model, reference, x, placed))
+    return found
+
+
+def test_dtensors_of_uneven_pieces() -> None:
+    for found in run_ranks(2, uneven):
+        assert len(found) == 9
+        assert max(found) < 1e-12, found
+
+
+def too_many_features() -> str:
+    layer = nn.ModuleDict({"out": nn.Linear(64, 8)})
+    model = parallelize(layer, tp_mesh(), {"out": RowwiseParallel(input_layouts=WHOLE)})
+    with pytest.raises(ShapeError) as caught:
+        model["out"](torch.zeros(2, 65))  # type: ignore[index]
+    return str(caught.value)
+
+
+def test_a_row_layer_refuses_another_number_of_features() -> None:
+    text = "out: the input, of shape (2, 65), has 65 features, but the layer takes 64; pass all 64 of them"
+    assert run_ranks(2, too_many_features) == [text] * 2
+
+
+def gathered_twice() -> str:
+    plan = llama_plan(sequence_parallel=True)
+    plan["layers.*.feed_forward.w1"] = ColwiseParallel(input_layouts=Shard(1))
+    model = parallelize(Llama(), tp_mesh(), plan)
+    with pytest.raises(PlanError) as caught:
+        model(torch.zeros(2, 8, dtype=torch.long))
+    return str(caught.value)
+
+
+def test_an_input_is_not_gathered_twice() -> None:
+    text = (
+        "layers.0.feed_forward.w1: the input is laid out as Shard(1) by this style, but a SharedInput above "
+        "has made it whole; leave input_layouts at Replicate(), or take the SharedInput out of the plan"
+    )
+    assert run_ranks(2, gathered_twice) == [text] * 2
+
+
+# --- one rank -----------------------------------------------------------------------------------------------
+
+
+def in_place() -> bool:
+    """What a function returns can be written into, on one rank as on several."""
+    mesh, peers = tp_mesh(), Peers(tp_mesh())
+    plan = {"up": ColwiseParallel(output_layouts=WHOLE), "down": RowwiseParallel(input_layouts=WHOLE)}
+    for style in (plan, PAIR, SEQUENCE_PAIR, PAIR | {"": SharedInput()}):
+        model = parallelize(Mlp(), mesh, style)
+        model(torch.ones(2, 4, 8)).mul_(2).sum().backward()
+        hidden = model.up(torch.ones(2, 4, 8))  # type: ignore[operator]
+        hidden.add_(1).sum().backward()
+    x = torch.ones(2, 4, requires_grad=True)
+    outputs = (
+        sum_forward(x * 1, peers),
+        gather(x * 1, peers, 1),
+        split(x * 1, peers, 1),
+        sum_scatter(x * 1, peers, 1),
+    )
+    for output in outputs:
+        output.mul_(2).sum().backward()
+    return True
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_outputs_can_be_written_into(tp_size: int) -> None:
+    assert all(run_ranks(tp_size, in_place))
+
+
+# --- no numbers ---------------------------------------------------------------------------------------------
+
+
+def meta_step(sequence: bool) -> None:
+    with fake_world(4):
+        with torch.device("meta"):
+            model = Llama()
+        parallelize(model, tp_mesh(), llama_plan(sequence_parallel=sequence), src_data_rank=None)
+        logits = model(torch.zeros(2, 8, dtype=torch.long, device="meta"))
+        assert logits.is_meta
+        assert logits.shape == (2, 8, 32)
+        logits.sum().backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            assert parameter.grad.shape == parameter.shape
+
+
+def fake_step(sequence: bool) -> None:
+    with fake_world(4):
+        mesh = tp_mesh()
+        with FakeTensorMode():
+            model = parallelize(Llama(), mesh, llama_plan(sequence_parallel=sequence), src_data_rank=None)
+            logits = model(torch.zeros(2, 8, dtype=torch.long))
+            assert logits.shape == (2, 8, 32)
+            logits.sum().backward()
+            assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("step", [meta_step, fake_step])
+def test_forward_and_backward_without_numbers(step: Callable[[bool], None], sequence: bool) -> None:
+    run_ranks(1, step, sequence, init=False)  # no backward in the process that forks
+
+
+# --- modules ------------------------------------------------------------------------------------------------
+
+
+class Dropped(nn.Linear):
+    """A linear with a module inside that has no weight, and one that has."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.dropout, self.norm = nn.Dropout(0.0), nn.LayerNorm(inputs)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
+        return self.dropout(super().forward(self.norm(input)))  # type: ignore[no-any-return]
+
+
+def normed(dim: int | None) -> nn.Module:
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        layer: nn.Module = nn.utils.weight_norm(nn.Linear(8, 8), dim=dim)  # type: ignore[arg-type]
+    return layer
+
+
+def modules() -> dict[str, float]:
+    mesh = tp_mesh()
+    styles = {
+        "columns": ColwiseParallel(output_layouts=WHOLE),
+        "rows": RowwiseParallel(input_layouts=WHOLE),
+    }
+    makers: dict[str, Callable[[], nn.Module]] = {"children": lambda: Dropped(8, 8)}
+    for dim in (0, 1, None):
+        makers[f"weight norm {dim}"] = lambda dim=dim: normed(dim)  # type: ignore[misc]
+    found = {}
+    for name, make in makers.items():
+        for kind, style in styles.items():
+            pair = []
+            for _ in range(2):
+                torch.manual_seed(0)
+                pair.append(nn.Sequential(make().double()))
+            model = parallelize(pair[0], mesh, {"0": style})
+            found[f"{name}, {kind}"] = differences(model, pair[1], torch.randn(4, 8, dtype=torch.float64))
+    return found
+
+
+def test_subclasses_with_children_and_weight_norms() -> None:
+    for found in run_ranks(2, modules):
+        assert len(found) == 8
+        assert max(found.values()) < 1e-12, found
+
+
+def encoder() -> float:
+    """In evaluation torch would hand the weights to a native function."""
+    torch.manual_seed(0)
+    reference = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dtype=torch.float64).eval()
+    model = parallelize(
+        copy.deepcopy(reference), tp_mesh(), {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()}
+    )
+    x = torch.randn(2, 4, 8, dtype=torch.float64)
+    with torch.no_grad():
+        return max(float((one(x) - reference(x)).abs().max()) for one in (model, copy.deepcopy(model)))
+
+
+def test_an_encoder_layer_in_evaluation() -> None:
+    assert max(run_ranks(2, encoder)) < 1e-12
+
+
+class Failing(ParallelStyle):
+    """A style that starts, and fails."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:  # noqa: ARG002  torch's signature
+        module.register_buffer("left", torch.zeros(1))
+        raise ZeroDivisionError("of somebody else's style")
+
+
+def failing_style() -> None:
+    with fake_world(2):
+        model = Llama(tied=True)
+        before = dict(model.named_parameters())
+        kinds = [type(module) for module in model.modules()]
+        plan = llama_plan(sequence_parallel=True) | {"layers.*.attention_norm": Failing()}
+        with pytest.raises(ZeroDivisionError):
+            parallelize(model, tp_mesh(), plan)
+        after = dict(model.named_parameters())
+        assert all(after[name] is parameter for name, parameter in before.items())
+        assert list(after) == list(before)
+        assert [type(module) for module in model.modules()] == kinds
+        assert not list(model.buffers())
+        assert model.output.weight is model.tok_embeddings.weight
+        parallelize(model, tp_mesh(), llama_plan(sequence_parallel=True))
+        assert all(isinstance(p, DTensor) for name, p in model.named_parameters())
+
+
+def test_nothing_is_left_half_sharded() -> None:
+    run_ranks(1, failing_style, init=False)
+
+
+def test_a_computed_weight_is_refused() -> None:
+    with fake_world(2):
+        layer = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        with pytest.raises(PlanError) as caught:
+            ColwiseParallel()._apply(layer, tp_mesh())
+    assert str(caught.value) == (
+        "ParametrizedLinear: its weight is computed from other parameters at every forward; remove the "
+        "parametrization (torch.nn.utils.parametrize.remove_parametrizations), or leave the module out of the plan"
+    )
+
+
+# --- norms of torch's SequenceParallel -------------------------------------------------------------------------
+
+
+def surviving() -> dict[str, float]:
+    """The gradients of norms are whole after everything that replaces parameters."""
+    mesh = tp_mesh()
+    norms = dict.fromkeys(
+        ("layers.*.attention_norm", "layers.*.ffn_norm", "norm"), SequenceParallel(use_local_output=True)
+    )
+    torch.manual_seed(0)
+    reference = Llama(layers=1)
+
+    def fresh() -> nn.Module:
+        return parallelize(copy.deepcopy(reference), mesh, llama_plan(sequence_parallel=True) | norms)
+
+    state = {name: value.detach().clone() for name, value in fresh().state_dict().items()}
+
+    def emptied() -> nn.Module:
+        model = fresh().to_empty(device="cpu")
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(state[name])
+        return model
+
+    def assigned() -> nn.Module:
+        model = fresh()
+        model.load_state_dict(state, assign=True)
+        return model.requires_grad_()
+
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "fresh": fresh,
+        "to_empty": emptied,
+        "deepcopy": lambda: copy.deepcopy(fresh()),
+        "assign": assigned,
+        "double": lambda: fresh().to(torch.float64),
+    }
+    found = {}
+    ids = torch.randint(0, 32, (2, 8))
+    for name, make in makers.items():
+        model, other = make(), copy.deepcopy(reference)
+        other = other.double() if name == "double" else other
+        found[name] = differences(model, other, ids)
+        norm = model.norm.weight.grad  # type: ignore[union-attr]
+        assert isinstance(norm, DTensor)
+        assert norm.placements == (WHOLE,)
+    return found
+
+
+def test_norm_gradients_are_whole_whatever_replaced_the_parameters() -> None:
+    for found in run_ranks(2, surviving):
+        assert len(found) == 5
+        assert max(found.values()) < 1e-4, found

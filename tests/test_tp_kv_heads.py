@@ -1,0 +1,193 @@
+"""Grouped attention over any number of ranks that divides the queries, against one process."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import parallelize_module
+from tp_compare import training_difference
+from tp_models import Attention, Llama
+
+from namedmesh.errors import PlanError
+from namedmesh.tensor_parallel import (
+    ColwiseParallel,
+    KeyValueParallel,
+    RowwiseParallel,
+    llama_plan,
+    parallelize,
+    plan_from_hf,
+    plan_report,
+)
+from namedmesh.tensor_parallel.kv_heads import SharedHeads
+
+COUNTS = [
+    (queries, heads, size)
+    for size in (2, 3, 4)
+    for queries in (size, 2 * size, 3 * size)
+    for heads in range(1, queries + 1)
+    if queries % heads == 0 and heads % size
+]
+
+
+def mesh_of(size: int) -> Any:
+    return init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+
+
+@pytest.mark.parametrize(("queries", "heads", "size"), [*COUNTS, (32, 4, 8), (64, 8, 16), (48, 6, 8)])
+def test_every_query_gets_its_own_head(queries: int, heads: int, size: int) -> None:
+    shared = SharedHeads(queries, heads, size)
+    given = [head for rank in range(size) for head in shared.of_rank(rank) for _ in range(shared.repeats)]
+    assert given == [query // (queries // heads) for query in range(queries)]
+
+
+def llama_differences(sequence_parallel: bool) -> dict[tuple[int, int], float]:
+    size = torch.distributed.get_world_size()
+    mesh = mesh_of(size)
+    found = {}
+    for queries, heads, of_size in COUNTS:
+        if of_size != size or queries == size:
+            continue
+        torch.manual_seed(0)
+        reference = Llama(
+            dim=4 * queries, n_heads=queries, n_kv_heads=heads, vocab=24, hidden=12 * size, layers=1
+        ).double()
+        model = parallelize(copy.deepcopy(reference), mesh, llama_plan(sequence_parallel=sequence_parallel))
+        ids = torch.randint(0, 24, (2, 12), generator=torch.Generator().manual_seed(0))
+        found[queries, heads] = training_difference(model, reference, ids, steps=2)
+    return found
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_llama_with_any_number_of_kv_heads_trains_as_the_whole_one(
+    size: int, sequence_parallel: bool
+) -> None:
+    for found in run_ranks(size, llama_differences, sequence_parallel):
+        assert found
+        assert max(found.values()) < 1e-11, found
+
+
+class Biased(Attention):
+    """As the attention of Qwen2: with biases on q, k and v."""
+
+    def __init__(self, dim: int, n_heads: int, n_kv_heads: int) -> None:
+        super().__init__(dim, n_heads, n_kv_heads)
+        self.wq, self.wk, self.wv = (nn.Linear(dim, old.out_features) for old in (self.wq, self.wk, self.wv))
+
+
+def attention_plan(between: Any = None) -> dict[str, Any]:
+    inputs = between or Replicate()
+    return {
+        "wq": ColwiseParallel(input_layouts=inputs),
+        "wk": KeyValueParallel(input_layouts=inputs),
+        "wv": KeyValueParallel(input_layouts=inputs),
+        "wo": RowwiseParallel(output_layouts=inputs),
+    }
+
+
+def bias_difference(compiled: bool) -> float:
+    torch.manual_seed(0)
+    reference: nn.Module = Biased(24, 6, 2).double()
+    model = parallelize(copy.deepcopy(reference), mesh_of(3), attention_plan())
+    if compiled:
+        model.compile(backend="aot_eager")
+    return training_difference(model, reference, torch.randn(2, 5, 24, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_biases_and_the_gradient_of_the_input(compiled: bool) -> None:
+    assert max(run_ranks(3, bias_difference, compiled)) < 1e-12
+
+
+def pieces_difference() -> float:
+    """Plain torch applies the style too, with counts that the caller gives."""
+    torch.manual_seed(0)
+    reference = Attention(16, 4, 1).double()
+    model = copy.deepcopy(reference)
+    plan = attention_plan() | {name: KeyValueParallel(query_heads=4, kv_heads=1) for name in ("wk", "wv")}
+    parallelize_module(model, mesh_of(2), plan)
+    return training_difference(model, reference, torch.randn(2, 5, 16, dtype=torch.float64))
+
+
+def test_torch_applies_the_style_with_given_counts() -> None:
+    assert max(run_ranks(2, pieces_difference)) < 1e-12
+
+
+# --- what the errors say, and that what they say helps -------------------------------------------------------
+
+
+def problem_of(model: nn.Module, plan: Any, tp_size: int) -> str:
+    with pytest.raises(PlanError) as caught:
+        plan_report(model, tp_size, plan)
+    return str(caught.value)
+
+
+def test_a_plain_column_style_that_would_cut_a_head_names_the_style_that_is_right() -> None:
+    plan = attention_plan() | {"wk": ColwiseParallel(), "wv": ColwiseParallel()}
+    assert problem_of(Attention(16, 4, 1), plan, 2) == (
+        "n_kv_heads: 1 heads are not divisible by the tp size 2, and 'wk', 'wv' would cut them; "
+        "give them KeyValueParallel(), or choose a tp size that divides 1"
+    )
+    assert plan_report(Attention(16, 4, 1), 2, attention_plan()).tp_size == 2
+    assert plan_report(Attention(16, 4, 1), 1, plan).tp_size == 1
+
+
+def test_queries_must_divide() -> None:
+    assert problem_of(Attention(24, 6, 2), attention_plan(), 4) == (
+        "2 problems:\n"
+        "  - n_heads: 6 heads are not divisible by the tp size 4, and 'wq', 'wo' would cut them; choose a tp size "
+        "that divides 6\n"
+        "  - n_kv_heads: 2 heads are not divisible by the tp size 4, and 'wk', 'wv' would cut them; choose a tp "
+        "size that divides 2"
+    )
+
+
+# --- transformers --------------------------------------------------------------------------------------------
+
+
+def hf_model(kind: str, implementation: str, kv_heads: int) -> Any:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=kv_heads,
+        head_dim=8,
+        pad_token_id=0,
+        attn_implementation=implementation,
+    )
+    return getattr(transformers, f"{kind}ForCausalLM")(config).double()
+
+
+def hf_difference(kind: str, implementation: str, kv_heads: int) -> float:
+    reference = hf_model(kind, implementation, kv_heads)
+    model = copy.deepcopy(reference)
+    parallelize(model, mesh_of(torch.distributed.get_world_size()), plan_from_hf(model))
+    ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
+    return training_difference(model, reference, ids, pick="logits")
+
+
+@pytest.mark.oracle("transformers")
+@pytest.mark.parametrize(
+    ("kind", "implementation", "kv_heads", "size"),
+    [("Llama", "eager", 1, 2), ("Llama", "sdpa", 2, 4), ("Qwen2", "sdpa", 1, 4), ("Qwen3", "eager", 2, 4)],
+)
+def test_models_of_transformers_share_their_kv_heads(
+    kind: str, implementation: str, kv_heads: int, size: int
+) -> None:
+    hf_model(kind, implementation, kv_heads)  # imported once, before the ranks are forked
+    # Some of them compute their norms and softmax in single precision.
+    assert max(run_ranks(size, hf_difference, kind, implementation, kv_heads)) < 1e-5

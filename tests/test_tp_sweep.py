@@ -1,0 +1,94 @@
+"""Every configuration of Hugging Face with a tensor-parallel plan: right on two ranks, or refused for a reason.
+
+``python tests/hf_sweep.py 2 4 8`` goes through more ranks, which takes minutes.
+"""
+
+from __future__ import annotations
+
+import os
+
+import hf_models
+import pytest
+from hf_sweep import REFUSED, TOLERANCE, differences, step, sweep
+from ranks import run_ranks
+from threads import run_threads
+
+from namedmesh.errors import PlanError
+from namedmesh.tensor_parallel import plan_from_hf
+
+PARTS = 6
+# A dense model, a mixture of experts, latent attention, and what has an embedding with a forward of its own.
+MORE_RANKS = ["LlamaConfig", "MixtralConfig", "DeepseekV2Config", "Gemma3TextConfig"]
+
+
+def unexpected(names: list[str], tp_sizes: tuple[int, ...]) -> dict[str, str]:
+    """Every second one of the names, those of this rank: what is not as expected, by configuration."""
+    found = {}
+    for name, tp_size, result, _ in sweep(names[int(os.environ["RANK"]) :: 2], tp_sizes):
+        reason = REFUSED.get(name)
+        as_expected = (
+            result == "right" if reason is None else result.startswith("refused") and reason in result
+        )
+        if not as_expected:
+            found[f"{name}, tp {tp_size}"] = result
+    return found
+
+
+@pytest.mark.oracle("transformers")
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_configuration_is_right_on_two_ranks_or_refused(part: int) -> None:
+    names = list(hf_models.configurations())[part::PARTS]
+    # The ranks of the world are threads of these two processes, of which each takes half of the models.
+    assert run_ranks(2, unexpected, names, (2,), init=False, timeout=240) == [{}, {}]
+
+
+@pytest.mark.oracle("transformers")
+def test_more_ranks() -> None:
+    hf_models.configurations()
+    assert run_ranks(2, unexpected, MORE_RANKS, (4, 8), init=False, timeout=240) == [{}, {}]
+
+
+def experts_differences(names: list[str]) -> dict[str, float]:
+    """In single precision, which is what the experts' faster implementations are made for."""
+    found = {}
+    for name in names:
+        model = hf_models.tiny_model(name).float()
+        for implementation in ("grouped_mm", "batched_mm"):
+            model.config._experts_implementation = implementation
+            wanted = step(model, name)
+            ranks = run_threads(2, differences, model, wanted, name)
+            found[f"{name}, {implementation}"] = max(value for rank in ranks for value in rank.values())
+    return {name: value for name, value in found.items() if not value < TOLERANCE}
+
+
+@pytest.mark.oracle("transformers")
+def test_every_implementation_of_experts() -> None:
+    names = ["MixtralConfig", "Qwen3MoeConfig", "AriaTextConfig", "NemotronHConfig", "InklingTextConfig"]
+    hf_models.configurations()
+    assert run_ranks(1, experts_differences, names, init=False) == [{}]
+
+
+def refused_differences() -> dict[str, float]:
+    found = {}
+    for name in REFUSED:
+        model = hf_models.tiny_model(name)
+        ranks = run_threads(2, differences, model, step(model, name), name, False)
+        found[name] = max(value for rank in ranks for value in rank.values())
+    return {name: value for name, value in found.items() if not value < TOLERANCE}
+
+
+@pytest.mark.oracle("transformers")
+def test_what_is_refused_is_right_when_left_out_as_the_error_says() -> None:
+    assert set(REFUSED) <= set(hf_models.configurations())
+    assert run_ranks(1, refused_differences, init=False) == [{}]
+
+
+@pytest.mark.oracle("transformers")
+def test_the_text_of_a_refusal() -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_from_hf(hf_models.tiny_model("NeoMMEConfig"))
+    assert str(caught.value) == (
+        "the attention of NeoMMEForMaskedLM cannot be sharded as its plan says: alpha has a number for each of all "
+        "heads, of which q_proj leaves each rank a part; leave it out: "
+        "plan_from_hf(model, leave_out=['*.self_attn.*'])"
+    )

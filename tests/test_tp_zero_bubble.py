@@ -1,0 +1,199 @@
+"""Backward in two passes, as zero-bubble schedules do it: nothing is computed or communicated twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining.schedules import (
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from tp_models import Block
+
+from namedmesh.compat import megatron
+from namedmesh.compat.megatron import tensor_parallel as megatron_layers
+from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, SharedInput, parallelize
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+COUNTED = {"mm", "addmm", "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"}
+
+
+class Counted(TorchDispatchMode):
+    """Counts matrix products, an added one as one, and collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented
+        name = func._schema.name.partition("::")[2]
+        if name in COUNTED:
+            self.calls["mm" if name == "addmm" else name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def block_plan(sequence: bool, shared: bool) -> dict[str, Any]:
+    """A plan for one block, of our fast styles."""
+    layout = Shard(1) if sequence else Replicate()
+    plan: dict[str, Any] = {}
+    for part, columns, row in (
+        ("attention", ("wq", "wk", "wv"), "wo"),
+        ("feed_forward", ("w1", "w3"), "w2"),
+    ):
+        column = ColwiseParallel(input_layouts=Replicate() if shared else layout)
+        plan |= {f"{part}.{name}": column for name in columns}
+        plan[f"{part}.{row}"] = RowwiseParallel(output_layouts=layout)
+        if shared:
+            plan[part] = SharedInput(input_layouts=layout)
+    return plan
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    """The gradients that one backward leaves, taken away."""
+    found = []
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        found.append(parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad)
+        parameter.grad = None
+    return found
+
+
+def two_passes(model: nn.Module, make_input: Callable[[], torch.Tensor]) -> dict[str, Any]:
+    """Counts of a backward in one pass and in two, and how far their gradients are apart."""
+    value = make_input().requires_grad_()
+    with Counted() as once:
+        out = model(value)
+        out.square().sum().backward()
+    wanted = [value.grad, *gradients(model)]
+    other = make_input().requires_grad_()
+    with Counted() as for_input:
+        out = model(other)
+        inputs, groups = stage_backward_input([out.square().sum()], None, [other], model.parameters())
+    with Counted() as for_weights:
+        stage_backward_weight(model.parameters(), groups)
+    found = [inputs[0], *gradients(model)]
+    return {
+        "once": dict(once.calls),
+        "twice": dict(for_input.calls + for_weights.calls),
+        "in the second": {name for name in for_weights.calls if name != "mm"},
+        "apart": max((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True)),  # type: ignore[operator]
+    }
+
+
+class LegacyMlp(nn.Module):
+    """Two layers of a dialect, of whose output only the tensor counts."""
+
+    def __init__(self, up: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down = up, down
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.up, self.down):
+            out: Any = layer(x)
+            x = out[0] if isinstance(out, tuple) else out
+        return x
+
+
+def all_passes() -> dict[str, dict[str, Any]]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    found = {}
+    for sequence in (False, True):
+        for shared in (False, True):
+            torch.manual_seed(0)
+            model = parallelize(Block(32, 8, 4, 48).double(), mesh, block_plan(sequence, shared))
+            found[f"{sequence=}, {shared=}"] = two_passes(
+                model, lambda: torch.linspace(-1, 1, 2 * 8 * 32, dtype=torch.float64).view(2, 8, 32)
+            )
+    megatron.initialize_model_parallel(tensor_model_parallel_size=2)
+    layers = megatron_layers
+    torch.manual_seed(0)
+    model = LegacyMlp(
+        layers.ColumnParallelLinear(8, 16, gather_output=False),
+        layers.RowParallelLinear(16, 8, input_is_parallel=True, bias=False),
+    )
+    found["megatron"] = two_passes(model, lambda: torch.ones(4, 2, 8))
+    return found
+
+
+def test_two_passes_do_what_one_does() -> None:
+    for found in run_ranks(2, all_passes):
+        assert len(found) == 5
+        for name, result in found.items():
+            assert result["apart"] < 1e-12, (name, result)
+            assert result["once"] == result["twice"], (name, result)
+            assert not result["in the second"], (name, result)
+
+
+SCHEDULES = {
+    "one pass": (ScheduleInterleaved1F1B, ((0, 2), (1, 3))),
+    "interleaved": (ScheduleInterleavedZeroBubble, ((0, 2), (1, 3))),
+    "ZBV": (ScheduleZBVZeroBubble, ((0, 3), (1, 2))),
+}
+MICROBATCHES = 4
+
+
+def blocks() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Block(16, 4, 2, 24).double() for _ in range(4)]
+
+
+def scheduled(name: str) -> tuple[Counter[str], float]:
+    """What one step takes on this rank, and how far its gradients are from those of the whole model."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    kind, places = SCHEDULES[name]
+    reference = nn.Sequential(*blocks())
+    torch.manual_seed(1)
+    inputs = torch.randn(MICROBATCHES, 6, 16, dtype=torch.float64)
+
+    def loss_of(out: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
+        return out.square().sum()
+
+    loss_of(reference(inputs), inputs).backward()
+    mine = places[mesh.get_local_rank("pp")]
+    models = [parallelize(blocks()[i], mesh["tp"], block_plan(False, True)) for i in mine]
+    stages: Any = [
+        PipelineStage(model, i, 4, torch.device("cpu"), group=mesh.get_group("pp"))
+        for model, i in zip(models, mine, strict=True)
+    ]
+    schedule = kind(stages, MICROBATCHES, loss_fn=loss_of, scale_grads=False)
+    first, last = 0 in mine, 3 in mine
+    for _ in range(2):
+        for model in models:
+            model.zero_grad()
+        with Counted() as counted:
+            schedule.step(*((inputs,) if first else ()), target=inputs if last else None)
+    apart = 0.0
+    for model, i in zip(models, mine, strict=True):
+        for one, other in zip(model.parameters(), reference[i].parameters(), strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            whole = one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad
+            apart = max(apart, (whole - other.grad).abs().max().item())
+    return counted.calls, apart
+
+
+@pytest.mark.filterwarnings("default")  # torch's own, from its pipelines
+@pytest.mark.parametrize("name", ["interleaved", "ZBV"])
+def test_a_schedule_of_two_passes_takes_what_one_of_one_takes(name: str) -> None:
+    totals = []
+    for schedule in ("one pass", name):
+        ranks = run_ranks(4, scheduled, schedule)
+        assert max(apart for _, apart in ranks) < 1e-12, ranks
+        totals.append(sum((calls for calls, _ in ranks), Counter()))
+    assert totals[0] == totals[1]
+    assert totals[0]["mm"] > 0

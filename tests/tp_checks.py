@@ -1,0 +1,418 @@
+"""Small checks that together pass through every collective of the tensor-parallel styles and layers.
+
+Each runs as one rank of a world, and yields pairs: what this rank has, and what it should have by the arithmetic
+of one process.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  torch's own spelling
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from tp_models import Llama
+
+from namedmesh.tensor_parallel import (
+    ColwiseParallel,
+    IdentityExpert,
+    LocalParameters,
+    RowwiseParallel,
+    ShardedExperts,
+    SumOutput,
+    SumTailGradient,
+    llama_plan,
+    parallelize,
+)
+from namedmesh.tensor_parallel.collectives import Peers
+from namedmesh.tensor_parallel.layers import (
+    column_linear,
+    feature_embedding,
+    row_linear,
+    vocabulary_embedding,
+)
+from namedmesh.tensor_parallel.regions import exchange, gather_parts, gather_uneven, sum_scatter_uneven
+from namedmesh.tensor_parallel.vocabulary import Lookup, cross_entropy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    Pairs: TypeAlias = Iterator[tuple[Tensor, Tensor]]
+
+SEQUENCE, WHOLE = Shard(1), Replicate()
+
+
+def tp_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def filled(module: nn.Module) -> nn.Module:
+    """The same values on every rank, whose threads share one generator of random numbers."""
+    generator = torch.Generator().manual_seed(0)
+    module = module.double()
+    for parameter in module.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, dtype=torch.float64, generator=generator) / 2)
+    return module
+
+
+def piece(tensor: Tensor, dim: int | None) -> Tensor:
+    return tensor if dim is None else tensor.chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
+
+
+def against_whole(
+    module: nn.Module,
+    plan: dict[str, Any],
+    value: Tensor,
+    *,
+    cut_in: int | None = None,
+    cut_out: int | None = None,
+    again: nn.Module | None = None,
+) -> Pairs:
+    """A module under a plan against itself: output, input gradient, parameter gradients whole and as pieces."""
+    reference = filled(module)
+    copied = copy.deepcopy(reference) if again is None else filled(again)
+    model = parallelize(copied, tp_mesh(), plan, src_data_rank=None)
+    differentiable = value.is_floating_point()
+    theirs = value.clone().requires_grad_(differentiable)
+    mine = piece(value, cut_in).clone().requires_grad_(differentiable)
+    wanted, got = reference(theirs), model(mine)
+    weights = noise(*wanted.shape)
+    (wanted * weights).sum().backward()
+    (got * piece(weights, cut_out)).sum().backward()
+    yield got, piece(wanted, cut_out)
+    if mine.grad is not None and theirs.grad is not None:
+        yield mine.grad, piece(theirs.grad, cut_in)
+    for (name, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert parameter.grad is not None, name
+        assert other.grad is not None, name
+        if isinstance(parameter.grad, DTensor):
+            yield parameter.grad.full_tensor(), other.grad
+            assert isinstance(parameter, DTensor)
+            cut = distribute_tensor(
+                other.grad, parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
+            yield parameter.grad.to_local(), cut.to_local()
+        else:
+            yield parameter.grad, other.grad
+
+
+def against_function(
+    mine: Callable[..., Tensor],
+    whole: Callable[..., Tensor],
+    arguments: list[tuple[Tensor, int | None]],
+    cut_out: int | None,
+) -> Pairs:
+    """A function of pieces against one of whole tensors; each argument with the dim along which it is cut."""
+    theirs = [value.clone().requires_grad_() for value, _ in arguments]
+    ours = [piece(value, dim).clone().requires_grad_() for value, dim in arguments]
+    wanted, got = whole(*theirs), mine(*ours)
+    weights = noise(*wanted.shape)
+    (wanted * weights).sum().backward()
+    (got * piece(weights, cut_out)).sum().backward()
+    yield got, piece(wanted, cut_out)
+    for (_, dim), one, other in zip(arguments, ours, theirs, strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        yield one.grad, piece(other.grad, dim)
+
+
+# --- styles -------------------------------------------------------------------------------------------------
+
+
+def column_and_row() -> Pairs:
+    two = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8))
+    yield from against_whole(two, {"0": ColwiseParallel(), "2": RowwiseParallel()}, noise(2, 4, 8))
+
+
+def sequence_column_and_row() -> Pairs:
+    two = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8))
+    plan = {"0": ColwiseParallel(input_layouts=SEQUENCE), "2": RowwiseParallel(output_layouts=SEQUENCE)}
+    yield from against_whole(two, plan, noise(2, 4, 8), cut_in=1, cut_out=1)
+
+
+def gathered_and_split() -> Pairs:
+    two = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8))
+    plan = {"0": ColwiseParallel(output_layouts=WHOLE), "2": RowwiseParallel(input_layouts=WHOLE)}
+    yield from against_whole(two, plan, noise(2, 4, 8))
+    # Alone: the gather's backward would not look at more of the gradient than its own piece.
+    yield from against_whole(nn.Sequential(nn.Linear(12, 8)), {"0": plan["2"]}, noise(2, 4, 12))
+
+
+def weight_norms() -> Pairs:
+    def normed(dim: int) -> nn.Module:
+        return nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 8), dim=dim))
+
+    for dim in (0, 1, -1):
+        column = ColwiseParallel(output_layouts=WHOLE)
+        for style in (column, RowwiseParallel(input_layouts=WHOLE)):
+            # Its weight is computed, so that it cannot be copied.
+            yield from against_whole(normed(dim), {"0": style}, noise(2, 4, 8), again=normed(dim))
+
+
+class Normed(nn.Embedding):
+    """Adds to the forward of its base, with a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
+        out: Tensor = self.norm(super().forward(input)) * torch.ones((), dtype=self.weight.dtype)
+        return out
+
+
+def embeddings() -> Pairs:
+    ids = torch.tensor([[1, 7, 3, 3], [0, 5, 6, 2]])
+    rows = RowwiseParallel(input_layouts=WHOLE)
+    yield from against_whole(nn.Sequential(nn.Embedding(8, 8)), {"0": rows}, ids)
+    yield from against_whole(nn.Sequential(Normed()), {"0": rows}, ids)
+    scattered = RowwiseParallel(input_layouts=WHOLE, output_layouts=SEQUENCE)
+    yield from against_whole(nn.Sequential(nn.Embedding(8, 8)), {"0": scattered}, ids, cut_out=1)
+    columns = ColwiseParallel(output_layouts=WHOLE)
+    yield from against_whole(nn.Sequential(nn.Embedding(8, 8)), {"0": columns}, ids)
+    of_pieces = RowwiseParallel(input_layouts=SEQUENCE)
+    yield from against_whole(nn.Sequential(nn.Embedding(8, 8)), {"0": of_pieces}, ids, cut_in=1)
+
+
+def llamas() -> Pairs:
+    ids = torch.tensor([[1, 7, 3, 3], [0, 5, 6, 2]])
+    for sequence_parallel in (False, True):
+        for kv_heads in (2, 1):
+            model = Llama(dim=16, n_heads=4, n_kv_heads=kv_heads, hidden=12, layers=1)
+            yield from against_whole(model, llama_plan(sequence_parallel=sequence_parallel), ids)
+
+
+class Heads(nn.Module):
+    """A norm over each head's features, a number for each head, and a tail that every head uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(4))
+        self.up, self.norm, self.down = nn.Linear(8, 16), nn.LayerNorm(4), nn.Linear(16, 8)
+        self.latent, self.expand = nn.Linear(8, 6), nn.Linear(4, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.norm(self.up(x).unflatten(-1, (-1, 4))) * self.scale.unsqueeze(-1)
+        rest, tail = self.latent(x).split([4, 2], -1)
+        keys = self.expand(rest).unflatten(-1, (-1, 4)) + tail.sum(-1)[..., None, None]
+        out: Tensor = self.down(torch.tanh(heads * keys).flatten(-2))
+        return out
+
+
+def heads() -> Pairs:
+    plan = {
+        "0": LocalParameters({"scale": Shard(0)}),
+        "0.up": ColwiseParallel(),
+        "0.norm": LocalParameters(),
+        "0.latent": SumTailGradient(2),
+        "0.expand": ColwiseParallel(),
+        "0.down": RowwiseParallel(),
+    }
+    yield from against_whole(nn.Sequential(Heads()), plan, noise(2, 3, 8))
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.tanh(self.inner(x)).sum(-1, keepdim=True)
+        return out
+
+
+def parts() -> Pairs:
+    plan = {"0": SumOutput(), "0.inner": ColwiseParallel()}
+    yield from against_whole(nn.Sequential(Parts()), plan, noise(2, 3, 4))
+
+
+class Experts(nn.Module):
+    """Two experts and one that returns its input, weighted by a router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(2, 8, 4))
+        self.down = nn.Parameter(torch.empty(2, 4, 8))
+        self.same = nn.Identity()
+
+    def forward(self, x: Tensor, *, weights: Tensor) -> Tensor:
+        hidden = torch.tanh(torch.einsum("...i,eoi->...eo", x, self.up))
+        out = torch.einsum("...eo,eio->...ei", hidden, self.down)
+        mixed: Tensor = (out * weights[..., :2, None]).sum(-2) + self.same(x) * weights[..., 2:]
+        return mixed
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(4, 3), Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.experts(x, weights=self.router(x).softmax(-1))
+        return out
+
+
+def experts() -> Pairs:
+    plan = {
+        "experts": ShardedExperts({"up": Shard(1), "down": Shard(2)}),
+        "experts.same": IdentityExpert(),
+    }
+    yield from against_whole(Mixture(), plan, noise(2, 3, 4))
+
+
+# --- layers of legacy code and their regions ----------------------------------------------------------------
+
+
+def legacy_linears() -> Pairs:
+    peers = Peers(tp_mesh())
+    x, up, down = (noise(4, 2, 8), None), (noise(12, 8), 0), (noise(8, 12), 1)
+    y = (noise(4, 2, 12), 2)
+
+    def plain(value: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(value, weight)
+
+    yield from against_function(
+        lambda value, weight: column_linear(value, weight, None, peers, gather_output=True),
+        plain,
+        [x, up],
+        None,
+    )
+    yield from against_function(
+        lambda value, weight: column_linear(value, weight, None, peers, gather_dim=0),
+        plain,
+        [(x[0], 0), up],
+        2,
+    )
+    yield from against_function(
+        lambda value, weight: row_linear(value, weight, peers, input_is_parallel=False),
+        plain,
+        [(y[0], None), down],
+        None,
+    )
+    yield from against_function(
+        lambda value, weight: row_linear(value, weight, peers, scatter_dim=0), plain, [y, down], 0
+    )
+
+
+def legacy_embeddings() -> Pairs:
+    peers = Peers(tp_mesh())
+    ids = torch.tensor([[1, 7, 3, 3], [0, 5, 6, 2]])
+    weight = noise(8, 8)
+
+    def plain(weight: Tensor) -> Tensor:
+        return F.embedding(ids, weight)
+
+    yield from against_function(
+        lambda weight: vocabulary_embedding(ids, weight, peers), plain, [(weight, 0)], None
+    )
+    yield from against_function(
+        lambda weight: vocabulary_embedding(ids, weight, peers, scatter_swapped=True),
+        lambda weight: plain(weight).transpose(0, 1),
+        [(weight, 0)],
+        0,
+    )
+    yield from against_function(
+        lambda weight: feature_embedding(ids, weight, peers), plain, [(weight, 1)], None
+    )
+    for norm_type in (2.0, math.inf, 0.0):
+        mine, whole = piece(weight, 1).clone(), weight.clone()
+        if norm_type == 0.0:  # unequal numbers on the ranks
+            mine, whole = mine * (mine > 0), whole * (whole > 0)
+        how = Lookup(max_norm=0.7, norm_type=norm_type)
+        yield (
+            feature_embedding(ids, mine, peers, how),
+            F.embedding(ids, whole, max_norm=0.7, norm_type=norm_type),
+        )
+
+
+def legacy_loss() -> Pairs:
+    peers = Peers(tp_mesh())
+    target = torch.tensor([1, 7, 3])
+    yield from against_function(
+        lambda logits: cross_entropy(logits, target, peers, dtype=None),
+        lambda logits: F.cross_entropy(logits, target, reduction="none"),
+        [(noise(3, 8) * 4, 1)],
+        None,
+    )
+
+
+def regions() -> Pairs:
+    mesh = tp_mesh()
+    peers, size = Peers(mesh), mesh.size()
+    lengths = [3, *[1] * (size - 1)]
+    whole = noise(sum(lengths), 4)
+    weights = [noise(sum(lengths), 4) * (rank + 1) for rank in range(size)]
+    total = torch.stack(weights).sum(0)
+
+    def mine_of(tensor: Tensor) -> Tensor:
+        pieces: Sequence[Tensor] = tensor.split(lengths)
+        return pieces[peers.rank]
+
+    # Every rank makes another part of the gradient.
+    even = noise(2 * size, 4)
+    start = piece(even, 0).clone().requires_grad_()
+    joined = gather_parts(start, peers, 0)
+    (joined * even * (peers.rank + 1)).sum().backward()
+    assert start.grad is not None
+    yield joined, even
+    yield start.grad, piece(even * sum(range(1, size + 1)), 0)
+
+    start = mine_of(whole).clone().requires_grad_()
+    joined = gather_uneven(start, peers, lengths)
+    (joined * weights[peers.rank]).sum().backward()
+    assert start.grad is not None
+    yield joined, whole
+    yield start.grad, mine_of(total)
+
+    start = weights[peers.rank].clone().requires_grad_()
+    mine = sum_scatter_uneven(start, peers, lengths)
+    (mine * mine_of(whole)).sum().backward()
+    assert start.grad is not None
+    yield mine, mine_of(total)
+    yield start.grad, whole
+
+    sent = [noise(size, 4) * (rank + 1) for rank in range(size)]
+    start = sent[peers.rank].clone().requires_grad_()
+    received = exchange(start, peers)
+    (received * noise(size, 4)).sum().backward()
+    assert start.grad is not None
+    yield received, torch.stack([rows[peers.rank] for rows in sent])
+    yield start.grad, noise(size, 4)[peers.rank].expand(size, 4)
+
+
+CHECKS: tuple[Callable[[], Pairs], ...] = (
+    column_and_row,
+    sequence_column_and_row,
+    gathered_and_split,
+    weight_norms,
+    embeddings,
+    llamas,
+    heads,
+    parts,
+    experts,
+    legacy_linears,
+    legacy_embeddings,
+    legacy_loss,
+    regions,
+)
+
+
+def largest_difference(check: Callable[[], Pairs]) -> float:
+    """Of one check on one rank; infinite where shapes differ."""
+    worst = 0.0
+    for mine, wanted in check():
+        if mine.shape != wanted.shape or not torch.isfinite(mine).all():
+            return math.inf
+        worst = max(worst, float((mine - wanted).detach().abs().max()))
+    return worst

@@ -1,0 +1,66 @@
+"""A parallelized model against the whole one: forward, gradients, training steps and what a checkpoint gets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gradient_of(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
+
+
+def training_difference(
+    model: nn.Module, reference: nn.Module, data: Tensor, *, steps: int = 3, pick: str = ""
+) -> float:
+    """The largest difference of anything in some steps of AdamW: 0 where parallel training is right.
+
+    Compared are the output, the input's gradient (of data that has one), every parameter's gradient, whole and
+    as this rank's piece, and in the end every entry of the state dict.
+    """
+    # Some gradients are zero but for rounding (a bias of keys): a small eps would make steps of the rounding.
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=1e-3) for m in (model, reference)]
+    differences = [0.0]
+    for step in range(steps):
+        inputs = [data.roll(step, 0).clone().requires_grad_(data.is_floating_point()) for _ in optimizers]
+        outputs: list[Any] = [m(x) for m, x in zip((model, reference), inputs, strict=True)]
+        got, wanted = (getattr(out, pick) for out in outputs) if pick else outputs
+        differences.append((whole(got) - wanted).abs().max().item())
+        for output in (got, wanted):
+            whole(output).square().sum().backward()
+        if data.is_floating_point():
+            gradients = [gradient_of(x) for x in inputs]
+            differences.append((gradients[0] - gradients[1]).abs().max().item())
+        for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None), name
+            if theirs.grad is not None:
+                differences += _gradient_differences(mine, theirs.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    wanted_state = reference.state_dict()
+    assert list(model.state_dict()) == list(wanted_state)
+    for name, value in model.state_dict().items():
+        assert value.shape == wanted_state[name].shape, name
+        differences.append((whole(value) - wanted_state[name]).abs().max().item())
+    return max(differences)
+
+
+def _gradient_differences(mine: Tensor, wanted: Tensor) -> list[float]:
+    differences = [(whole(gradient_of(mine)) - wanted).abs().max().item()]
+    if isinstance(mine, DTensor):
+        assert isinstance(mine.grad, DTensor)
+        assert mine.grad.placements == mine.placements
+        piece = distribute_tensor(wanted, mine.device_mesh, mine.placements, src_data_rank=None)
+        differences.append((mine.grad.to_local() - piece.to_local()).abs().max().item())
+    return differences
