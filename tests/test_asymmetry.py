@@ -139,8 +139,10 @@ def _closed_by_one() -> list[Any]:
 
 def test_a_mesh_that_one_rank_closed_is_named() -> None:
     for error, *rest in run_ranks(4, _closed_by_one):
-        assert "init_mesh wants a group over tp, which ranks 1 of 0, 1 hold from an earlier mesh" in error
-        assert "close() that mesh on every rank, or on none" in error
+        assert (
+            "init_mesh needs the group over tp of ranks 0, 1, and it still belongs to an earlier mesh on rank 1 only; "
+            "close() that mesh on every rank"
+        ) in error
         assert rest == [[2.0, 2.0], 1]
 
 

@@ -225,8 +225,10 @@ def test_a_mesh_lives_until_it_is_closed() -> None:
         mesh = namedmesh.current_mesh()
         with mesh:
             mesh.close()
-            with pytest.raises(MeshError, match="no mesh is alive"):
+            with pytest.raises(MeshError, match="was closed; leave the block first"):
                 namedmesh.current_mesh()
+        with pytest.raises(MeshError, match="no mesh is alive"):
+            namedmesh.current_mesh()
         assert live_groups() == 1
 
 

@@ -127,9 +127,11 @@ def register(mesh: Mesh) -> None:
     _alive.append(mesh)
 
 
-def unregister(mesh: Mesh) -> None:
-    """Note that a mesh was closed."""
+def unregister(mesh: Mesh, *, deselect: bool = False) -> None:
+    """Note that a mesh was closed; ``deselect`` it, too, where its default group is gone and every mesh with it."""
     _alive[:] = [other for other in _alive if other is not mesh]
+    if deselect:
+        _selected[:] = [other for other in _selected if other is not mesh]
     _tell(closed=mesh)
 
 

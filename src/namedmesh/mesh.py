@@ -76,7 +76,7 @@ class NamedMesh:
         self._version = _next_version()
         self._prepare_answers()
         current.register(self)
-        pool.registry.users[id(self)] = self._end
+        pool.registry.users[id(self)] = self._end_with_default_group
 
     # Adopting what exists.
 
@@ -346,12 +346,15 @@ class NamedMesh:
         if self.closed:
             return
         self._end("was closed")
+        current.unregister(self)
         self.pool.close()
 
-    def _end(self, reason: str = "ended with the default process group, which was destroyed") -> None:
-        """Let go of every group, because the mesh is closed or the default group is being destroyed."""
-        if self.closed:
-            return
+    def _end_with_default_group(self) -> None:
+        """Let go of every group, because torch is destroying the default group."""
+        self._end("ended with the default process group, which was destroyed")
+        current.unregister(self, deselect=True)
+
+    def _end(self, reason: str) -> None:
         self.closed, self._end_reason = True, reason
         self._version = _next_version()
         for view in self._all_views:
@@ -360,7 +363,6 @@ class NamedMesh:
         for answers in (self._meshes, self._groups, self._sizes, self._ranks, self._flat, self._answers):
             answers.clear()  # what a closed mesh is asked for, it has to look up, and finds that it is closed
         self.pool.registry.users.pop(id(self), None)
-        current.unregister(self)
 
     # Selecting a mesh for code that names none.
 
