@@ -343,12 +343,12 @@ SETTERS = (
 
 
 @pytest.mark.oracle("megatron.core")
-@pytest.mark.parametrize("initialised", [True, False])
-def test_what_is_set_wins_as_in_the_original(initialised: bool) -> None:
+@pytest.mark.parametrize("initialized", [True, False])
+def test_what_is_set_takes_precedence_as_in_the_original(initialized: bool) -> None:
     told = []
     for module in (oracle(), parallel_state):
         with fake_world(16, 13):
-            if initialised:
+            if initialized:
                 module.initialize_model_parallel(2, 4, create_gloo_process_groups=False)
             seen = []
             for number, (setter, getter) in enumerate(SETTERS):
@@ -391,7 +391,7 @@ def test_variables_can_be_assigned_and_given_back(monkeypatch: pytest.MonkeyPatc
         assert not parallel_state.model_parallel_is_initialized()
         assert parallel_state.get_tensor_model_parallel_group(check_initialized=False) is None
         with pytest.raises(
-            AssertionError, match="the tensor-parallel group is not there: it was set to None"
+            AssertionError, match="the tensor model parallel group is not initialized: it was set to None"
         ):
             parallel_state.get_tensor_model_parallel_group()
         del parallel_state._TENSOR_MODEL_PARALLEL_GROUP
@@ -462,7 +462,7 @@ def test_groups_beside_the_mesh_and_their_timeouts() -> None:
 
 
 def test_the_memory_buffer_is_made_and_destroyed_with_the_groups() -> None:
-    with pytest.raises(AssertionError, match="the global memory buffer is not there"):
+    with pytest.raises(AssertionError, match="the global memory buffer is not initialized"):
         parallel_state.get_global_memory_buffer()
     with fake_world(4):
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
@@ -618,9 +618,8 @@ def test_use_before_and_twice() -> None:
     with pytest.raises(AssertionError) as caught:
         parallel_state.get_tensor_model_parallel_group()
     assert str(caught.value) == (
-        "the tensor-parallel group is not there: Megatron's parallel state is not initialised; call "
-        "initialize_model_parallel(...), or namedmesh.compat.megatron.bind(mesh) with a mesh that exists (once, on "
-        "every rank)"
+        "the tensor model parallel group is not initialized; call initialize_model_parallel(...), or "
+        "namedmesh.compat.megatron.bind(mesh) with a mesh that exists (once, on every rank)"
     )
     with pytest.raises(AssertionError, match=r"call namedmesh\.launch\.init\(\) or torch"):
         parallel_state.initialize_model_parallel()
@@ -633,7 +632,7 @@ def test_use_before_and_twice() -> None:
         with pytest.raises(AssertionError) as caught:
             parallel_state.initialize_model_parallel(4, create_gloo_process_groups=False)
         assert str(caught.value) == (
-            "the parallel state is initialised already, for pp=1 x dp=4 x cp=1 x tp=2 (8 ranks); call "
+            "the parallel state is already initialized, for pp=1 x dp=4 x cp=1 x tp=2 (8 ranks); call "
             "destroy_model_parallel() first, or bind another mesh beside it with namedmesh.compat.megatron.bind(mesh)"
         )
         assert answers(parallel_state) == told
