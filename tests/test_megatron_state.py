@@ -28,6 +28,7 @@ from namedmesh import NamedMeshError
 from namedmesh.compat import megatron
 from namedmesh.compat.megatron import parallel_state
 from namedmesh.compat.megatron.state import VARIABLES
+from namedmesh.dialects import MEGATRON_GROUPS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,6 +74,56 @@ def test_every_public_name_is_there_with_the_same_signature() -> None:
         inspect.signature(kind) for kind in (parallel_state.RankGenerator, theirs.RankGenerator)
     )
     assert list(ours.parameters) == list(original.parameters)
+
+
+def test_each_row_of_the_table_is_what_its_accessor_answers() -> None:
+    """The accessor that a row names answers with the row's variable, over the row's axes."""
+    with fake_world(32, 13):
+        parallel_state.initialize_model_parallel(
+            2,
+            2,
+            context_parallel_size=2,
+            hierarchical_context_parallel_sizes=[2],
+            hybrid_context_parallel=True,
+            expert_model_parallel_size=2,
+            create_all_gather_group=True,
+        )
+        mesh = megatron.current_mesh()
+        layouts = {"dense": mesh.layout, "expert": mesh.views["expert"]}
+        for row in MEGATRON_GROUPS:
+            name, *flags = row.name.split()
+            arguments: dict[str, Any] = dict.fromkeys(flags, True)
+            ranks = list(layouts[row.view].group(13, *row.axes))
+            if name == "hierarchical_context_parallel":
+                assert [
+                    dist.get_process_group_ranks(group) for group in getattr(parallel_state, row.variable)
+                ] == [ranks]
+                assert parallel_state.get_hierarchical_context_parallel_groups() is getattr(
+                    parallel_state, row.variable
+                )
+                continue
+            if name == "hybrid_data_context_parallel":
+                assert getattr(parallel_state, row.variable) == {
+                    size: parallel_state.get_hybrid_data_context_parallel_groups(group_size=size)
+                    for size in (2, 4)
+                }
+                continue
+            if name == "inter_distributed_optimizer_instance":  # there is one instance only
+                assert getattr(parallel_state, row.variable) is None
+                continue
+            if row.slot in {"embedding_group", "position_embedding_group"}:
+                ranks = ranks[:1] if row.members == "first" else [ranks[0], ranks[-1]]
+                assert getattr(parallel_state, row.ranks) == (ranks if 13 in ranks else None)
+                if 13 not in ranks:
+                    continue
+            group = getattr(parallel_state, f"get_{name}_group")(**arguments)
+            assert group is getattr(parallel_state, row.variable), row.name
+            assert dist.get_process_group_ranks(group) == ranks, row.name
+            if row.ranks:
+                assert getattr(parallel_state, row.ranks) == ranks
+            if row.gloo:
+                gloo = getattr(parallel_state, f"get_{name}_group_gloo")(**arguments)
+                assert gloo is getattr(parallel_state, row.gloo)
 
 
 @pytest.mark.oracle("megatron.core")
