@@ -1,5 +1,7 @@
 """A training step of 8 MLP blocks under tensor parallelism of 2: explicit layers, torch's styles, and ours.
 
+Then one of a sequence-parallel Llama, against torch's styles: time, bytes sent, and activations kept.
+
     python benchmarks/tp_step.py [--rounds FACTOR] [--size 0|1|2]
 
 Three models with the same weights live in the same two processes (gloo, one thread each). Every round takes
@@ -11,6 +13,7 @@ ColumnParallelLinear and RowParallelLinear, as published; without fairscale they
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import sys
 import time
@@ -33,6 +36,9 @@ if TYPE_CHECKING:
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from ranks import run_ranks
+from test_tp_collectives import CASES
+from test_tp_collectives import step as counted_step
+from tp_models import Llama
 
 TP_SIZE = 2
 BLOCKS = 8
@@ -178,6 +184,58 @@ def _ratio(seconds: dict[str, list[float]], name: str, width: int) -> str:
     return f"{statistics.median(mine / theirs for mine, theirs in pairs):{width}.2f}"
 
 
+# hidden, feed-forward, heads, kv heads, batch, sequence, rounds
+LLAMAS = (
+    (64, 192, 8, 4, 1, 32, 120),
+    (256, 768, 8, 4, 2, 64, 60),
+    (768, 2048, 12, 4, 2, 256, 8),
+)
+
+
+def measure_llamas(rounds: float) -> list[tuple[dict[str, list[float]], float, float]]:
+    """One rank's seconds of every step, and our bytes sent and kept over torch's, for each size."""
+    mesh = init_device_mesh("cpu", (TP_SIZE,), mesh_dim_names=("tp",))
+    found = []
+    for dim, wide, heads, kv_heads, batch, sequence, turns in LLAMAS:
+        torch.manual_seed(0)
+        model = Llama(vocab=256, dim=dim, n_heads=heads, n_kv_heads=kv_heads, hidden=wide)
+        case = CASES["sequence"]
+        models = {
+            "stock": parallelize_module(copy.deepcopy(model), mesh, case.torchs),
+            "ours": ours.parallelize(copy.deepcopy(model), mesh, case.ours),
+        }
+        ids = torch.randint(0, 256, (batch, sequence))
+        seconds: dict[str, list[float]] = {name: [] for name in models}
+        for turn in range(3 + max(3, int(turns * rounds))):
+            for name in models if turn % 2 else reversed(models):
+                dist.barrier()
+                start = time.perf_counter()
+                models[name].zero_grad()
+                models[name](ids).square().mean().backward()
+                seconds[name].append(time.perf_counter() - start)
+        counts = {name: counted_step(one, ids, case) for name, one in models.items()}
+        sent, kept = (
+            getattr(counts["ours"], what) / getattr(counts["stock"], what) for what in ("sent", "kept")
+        )
+        found.append(({name: times[3:] for name, times in seconds.items()}, sent, kept))
+    return found
+
+
+def print_llamas(rounds: float) -> None:
+    """One line for each size of the Llama."""
+    print(f"\na Llama of 2 layers, sequence parallel, {TP_SIZE} ranks: ours to torch's styles with one")
+    print("PrepareModuleInput for each of attention and feed-forward")
+    print(f"{'size':>10} {'stock ms':>9} {'ours ms':>9} {'time':>6} {'sent':>6} {'kept':>6}")
+    for size, first, second in zip(
+        LLAMAS, *run_ranks(TP_SIZE, measure_llamas, rounds, timeout=1800), strict=True
+    ):
+        seconds = {name: list(map(max, first[0][name], second[0][name])) for name in first[0]}
+        cells = [f"{size[0]}x{size[1]}".rjust(10)]
+        cells += [_milliseconds(seconds[name], 9) for name in ("stock", "ours")]
+        cells += [_ratio(seconds, "stock", 6), f"{first[1]:6.3f}", f"{first[2]:6.3f}"]
+        print(" ".join(cells))
+
+
 def main() -> None:
     """Print one line for each size."""
     parser = argparse.ArgumentParser(description="A training step under tensor parallelism of 2, on gloo.")
@@ -200,6 +258,8 @@ def main() -> None:
         cells += [_milliseconds(seconds.get(name), 9) for name in ("explicit", "stock", "ours")]
         cells += [_ratio(seconds, name, width) for name, width in (("explicit", 9), ("stock", 7))]
         print(" ".join(cells))
+    if arguments.size is None:
+        print_llamas(arguments.rounds)
 
 
 if __name__ == "__main__":

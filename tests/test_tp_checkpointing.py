@@ -35,7 +35,7 @@ from namedmesh.tensor_parallel.regions import exchange, gather_parts, gather_une
 from namedmesh.tensor_parallel.vocabulary import cross_entropy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 STEPS = 3
 aten = torch.ops.aten
@@ -43,7 +43,7 @@ PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.
 KEEP, REPEAT = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def products(ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+def products(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     """Keep every matrix product."""
     return KEEP if op in PRODUCTS else REPEAT
 
@@ -112,7 +112,8 @@ NORMS = ("layers.*.attention_norm", "layers.*.ffn_norm", "norm")
 PLANS: dict[str, dict[str, Any]] = {
     "plain": llama_plan(),
     "sequence": SEQUENCE_PLAN,
-    "torch's preparation": SEQUENCE_PLAN | {"layers.*.attention": PREPARED, "layers.*.feed_forward": PREPARED},
+    "torch's preparation": SEQUENCE_PLAN
+    | {"layers.*.attention": PREPARED, "layers.*.feed_forward": PREPARED},
     "torch's norms": SEQUENCE_PLAN | dict.fromkeys(NORMS, SequenceParallel(use_local_output=True)),
     "gathered": llama_plan()
     | {
@@ -221,8 +222,8 @@ class Legacy(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in (self.up, self.down):
-            x = layer(x)
-            x = torch.tanh(x[0] if isinstance(x, tuple) else x)
+            out: Any = layer(x)
+            x = torch.tanh(out[0] if isinstance(out, tuple) else out)
         return x
 
 
@@ -242,7 +243,7 @@ def one_process(model: Legacy, peers: Peers) -> nn.Sequential:
     up, down = nn.Linear(8, 16).double(), nn.Linear(16, 8).double()
     with torch.no_grad():
         for ours, layer, dim in ((model.up, up, 0), (model.down, down, 1)):
-            layer.weight.copy_(all_gather(ours.weight.detach(), peers, dim))  # type: ignore[arg-type]
+            layer.weight.copy_(all_gather(ours.get_parameter("weight").detach(), peers, dim))
             layer.bias.zero_()
     return nn.Sequential(up, nn.Tanh(), down, nn.Tanh())
 
@@ -269,7 +270,7 @@ def legacy_difference(
             one.step()
     pairs = zip(((model.up, 0), (model.down, 1)), (reference[0], reference[2]), strict=True)
     return max(
-        apart(all_gather(ours.weight.detach(), peers, dim), layer.weight)  # type: ignore[arg-type]
+        apart(all_gather(ours.get_parameter("weight").detach(), peers, dim), layer.get_parameter("weight"))
         for (ours, dim), layer in pairs
     )
 
@@ -298,7 +299,7 @@ def test_legacy_layers_under_every_policy() -> None:
         assert max(found.values()) < 1e-12, found
 
 
-def outcome(call: Callable[..., Tensor], given: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+def outcome(call: Callable[..., Tensor], given: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """The output, and the gradients of a differentiable input and of parameters."""
     value = given.clone().requires_grad_(given.is_floating_point() or given.is_complex())
     for parameter in parameters:

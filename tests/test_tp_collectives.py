@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -92,15 +92,13 @@ CASES = {
 }
 
 
-@dataclass
 class Traffic(TorchDispatchMode):
     """Counts collectives, and the bytes that a rank sends in them around a ring."""
 
-    calls: Counter[str] = field(default_factory=Counter)
-    bytes: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__init__()
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: Counter[str] = Counter()
+        self.bytes = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
@@ -149,9 +147,12 @@ def step(model: nn.Module, ids: torch.Tensor, case: Case) -> Step:
         kept.append(local(tensor))
         return tensor
 
-    with Traffic() as forward, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        with loss_parallel() if case.loss else nullcontext():
-            loss = F.cross_entropy(model(ids).flatten(0, 1), ids.roll(-1, 1).flatten())
+    with (
+        Traffic() as forward,
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        loss_parallel() if case.loss else nullcontext(),
+    ):
+        loss = F.cross_entropy(model(ids).flatten(0, 1), ids.roll(-1, 1).flatten())
     parameters = {local(parameter).untyped_storage().data_ptr() for parameter in model.parameters()}
     with Traffic() as backward, loss_parallel() if case.loss else nullcontext():
         loss.backward()
@@ -159,8 +160,14 @@ def step(model: nn.Module, ids: torch.Tensor, case: Case) -> Step:
         optimizer.step()
     loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
     modes = forward, backward, update
-    calls = [dict(mode.calls) for mode in modes]
-    return Step(*calls, sum(mode.bytes for mode in modes), kept_bytes(kept, parameters), loss.item())
+    return Step(
+        forward=dict(forward.calls),
+        backward=dict(backward.calls),
+        update=dict(update.calls),
+        sent=sum(mode.bytes for mode in modes),
+        kept=kept_bytes(kept, parameters),
+        loss=loss.item(),
+    )
 
 
 def both(mesh: DeviceMesh, case: Case) -> tuple[Step, Step]:
@@ -192,7 +199,9 @@ def test_a_step_sends_and_keeps_no_more_than_torchs(
         ours, torchs = found[name]
         assert abs(ours.loss - torchs.loss) < 1e-5
         assert sum(ours.forward.values()) <= sum(torchs.forward.values()), (ours, torchs)
-        calls = [sum(sum(part.values()) for part in (s.forward, s.backward, s.update)) for s in (ours, torchs)]
+        calls = [
+            sum(sum(part.values()) for part in (s.forward, s.backward, s.update)) for s in (ours, torchs)
+        ]
         assert calls[0] <= calls[1], (ours, torchs)
         assert ours.sent <= torchs.sent, (ours, torchs)
         # The mask of the ids that other ranks have, a byte for each; torch keeps its own out of autograd's sight.
@@ -212,7 +221,7 @@ def names_in_backward(mesh: DeviceMesh, plan: dict[str, Any], value: torch.Tenso
             names.append(func._schema.name.partition("::")[2])
             return func(*args, **(kwargs or {}))
 
-    with Names():
+    with Names():  # type: ignore[no-untyped-call]
         out.sum().backward()
     wanted = {"mm", "addmm", "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "wait_tensor"}
     return [name for name in names if name in wanted]

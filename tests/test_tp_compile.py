@@ -154,3 +154,32 @@ def test_autocast_leaves_float64_as_it_is() -> None:
     for apart, types in run_ranks(2, autocast_types, torch.float64):
         assert types == {"torch.float64"}
         assert apart < 1e-6  # the loss is computed in float32
+
+
+def casts(batches: int) -> list[int]:
+    """How often weights are cast in two blocks of several batches each, by one process and by ours."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    reference = Twice()
+    model = parallelize(copy.deepcopy(reference), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    counts = []
+    for one in (reference, model):
+        count = 0
+        for _ in range(2):
+            with (
+                torch.profiler.profile(record_shapes=True) as profile,
+                torch.autocast("cpu", torch.bfloat16),
+            ):
+                losses = [one(torch.ones(3, 5, 8)).sum() for _ in range(batches)]
+            torch.stack(losses).sum().backward()
+            events: Any = profile.events()
+            shapes = [e.input_shapes[0] for e in events if e.name == "aten::_to_copy"]
+            # Activations have three dims here, and [1, 1] is what tells us of the block.
+            count += sum(len(shape) == 2 and shape != [1, 1] for shape in shapes)
+        counts.append(count)
+    return counts
+
+
+def test_a_block_casts_each_weight_once() -> None:
+    for found in run_ranks(2, casts, 3):
+        assert found == [4, 4]

@@ -64,7 +64,7 @@ def differences(model: nn.Module, reference: nn.Module, given: Tensor, mine: Ten
         assert one.grad is not None
         assert other.grad is not None
         found.append((whole(one.grad) - other.grad).abs())
-    return max(difference.max().item() for difference in found if difference.numel())
+    return max(float(difference.detach().max()) for difference in found if difference.numel())
 
 
 # --- numbers ------------------------------------------------------------------------------------------------
@@ -136,11 +136,11 @@ def uneven() -> list[float]:
         reference = Mlp().double()
         model = parallelize(copy.deepcopy(reference), mesh, plan)
         x = torch.randn(shape, dtype=torch.float64)
-        found += [
-            differences(model, reference, x, distribute_tensor(x, mesh, [layout], src_data_rank=None))
-            for layout in (Shard(1), Shard(0), WHOLE)
-            if not (reference.zero_grad() or model.zero_grad())
-        ]
+        for layout in (Shard(1), Shard(0), WHOLE):
+            reference.zero_grad()
+            model.zero_grad()
+            placed = distribute_tensor(x, mesh, [layout], src_data_rank=None)
+            found.append(differences(model, reference, x, placed))
     return found
 
 
@@ -159,10 +159,25 @@ def too_many_features() -> str:
 
 
 def test_a_row_layer_refuses_another_number_of_features() -> None:
-    text = (
-        "out: the input, of shape (2, 65), has 65 features, but the layer takes 64; pass all 64 of them"
-    )
+    text = "out: the input, of shape (2, 65), has 65 features, but the layer takes 64; pass all 64 of them"
     assert run_ranks(2, too_many_features) == [text] * 2
+
+
+def gathered_twice() -> str:
+    plan = llama_plan(sequence_parallel=True)
+    plan["layers.*.feed_forward.w1"] = ColwiseParallel(input_layouts=Shard(1))
+    model = parallelize(Llama(), tp_mesh(), plan)
+    with pytest.raises(PlanError) as caught:
+        model(torch.zeros(2, 8, dtype=torch.long))
+    return str(caught.value)
+
+
+def test_an_input_is_not_gathered_twice() -> None:
+    text = (
+        "layers.0.feed_forward.w1: the input is laid out as Shard(1) by this style, but a SharedInput above "
+        "has made it whole; leave input_layouts at Replicate(), or take the SharedInput out of the plan"
+    )
+    assert run_ranks(2, gathered_twice) == [text] * 2
 
 
 # --- one rank -----------------------------------------------------------------------------------------------
@@ -178,13 +193,14 @@ def in_place() -> bool:
         hidden = model.up(torch.ones(2, 4, 8))  # type: ignore[operator]
         hidden.add_(1).sum().backward()
     x = torch.ones(2, 4, requires_grad=True)
-    for function in (
-        lambda x: sum_forward(x, peers),
-        lambda x: gather(x, peers, 1),
-        lambda x: split(x, peers, 1),
-        lambda x: sum_scatter(x, peers, 1),
-    ):
-        function(x * 1).mul_(2).sum().backward()
+    outputs = (
+        sum_forward(x * 1, peers),
+        gather(x * 1, peers, 1),
+        split(x * 1, peers, 1),
+        sum_scatter(x * 1, peers, 1),
+    )
+    for output in outputs:
+        output.mul_(2).sum().backward()
     return True
 
 
@@ -196,8 +212,7 @@ def test_outputs_can_be_written_into(tp_size: int) -> None:
 # --- no numbers ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_forward_and_backward_on_the_meta_device(sequence: bool) -> None:
+def meta_step(sequence: bool) -> None:
     with fake_world(4):
         with torch.device("meta"):
             model = Llama()
@@ -211,20 +226,21 @@ def test_forward_and_backward_on_the_meta_device(sequence: bool) -> None:
             assert parameter.grad.shape == parameter.shape
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_forward_and_backward_of_fake_tensors(sequence: bool) -> None:
+def fake_step(sequence: bool) -> None:
     with fake_world(4):
         mesh = tp_mesh()
         with FakeTensorMode():
-            fake_step(mesh, sequence)
+            model = parallelize(Llama(), mesh, llama_plan(sequence_parallel=sequence), src_data_rank=None)
+            logits = model(torch.zeros(2, 8, dtype=torch.long))
+            assert logits.shape == (2, 8, 32)
+            logits.sum().backward()
+            assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def fake_step(mesh: DeviceMesh, sequence: bool) -> None:
-    model = parallelize(Llama(), mesh, llama_plan(sequence_parallel=sequence), src_data_rank=None)
-    logits = model(torch.zeros(2, 8, dtype=torch.long))
-    assert logits.shape == (2, 8, 32)
-    logits.sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("step", [meta_step, fake_step])
+def test_forward_and_backward_without_numbers(step: Callable[[bool], None], sequence: bool) -> None:
+    run_ranks(1, step, sequence, init=False)  # no backward in the process that forks
 
 
 # --- modules ------------------------------------------------------------------------------------------------
@@ -233,9 +249,9 @@ def fake_step(mesh: DeviceMesh, sequence: bool) -> None:
 class Dropped(nn.Linear):
     """A linear with a module inside that has no weight, and one that has."""
 
-    def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
-        self.dropout, self.norm = nn.Dropout(0.0), nn.LayerNorm(sizes[0])
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.dropout, self.norm = nn.Dropout(0.0), nn.LayerNorm(inputs)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
         return self.dropout(super().forward(self.norm(input)))  # type: ignore[no-any-return]
@@ -283,7 +299,7 @@ def encoder() -> float:
     )
     x = torch.randn(2, 4, 8, dtype=torch.float64)
     with torch.no_grad():
-        return max((one(x) - reference(x)).abs().max().item() for one in (model, copy.deepcopy(model)))
+        return max(float((one(x) - reference(x)).abs().max()) for one in (model, copy.deepcopy(model)))
 
 
 def test_an_encoder_layer_in_evaluation() -> None:
@@ -293,12 +309,12 @@ def test_an_encoder_layer_in_evaluation() -> None:
 class Failing(ParallelStyle):
     """A style that starts, and fails."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:  # noqa: ARG002  torch's signature
         module.register_buffer("left", torch.zeros(1))
         raise ZeroDivisionError("of somebody else's style")
 
 
-def test_nothing_is_left_half_sharded() -> None:
+def failing_style() -> None:
     with fake_world(2):
         model = Llama(tied=True)
         before = dict(model.named_parameters())
@@ -314,6 +330,10 @@ def test_nothing_is_left_half_sharded() -> None:
         assert model.output.weight is model.tok_embeddings.weight
         parallelize(model, tp_mesh(), llama_plan(sequence_parallel=True))
         assert all(isinstance(p, DTensor) for name, p in model.named_parameters())
+
+
+def test_nothing_is_left_half_sharded() -> None:
+    run_ranks(1, failing_style, init=False)
 
 
 def test_a_computed_weight_is_refused() -> None:
@@ -338,9 +358,10 @@ def surviving() -> dict[str, float]:
     )
     torch.manual_seed(0)
     reference = Llama(layers=1)
-    fresh = lambda: parallelize(  # noqa: E731
-        copy.deepcopy(reference), mesh, llama_plan(sequence_parallel=True) | norms
-    )
+
+    def fresh() -> nn.Module:
+        return parallelize(copy.deepcopy(reference), mesh, llama_plan(sequence_parallel=True) | norms)
+
     state = {name: value.detach().clone() for name, value in fresh().state_dict().items()}
 
     def emptied() -> nn.Module:

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import copy
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from namedmesh.errors import PlanError
-from namedmesh.tensor_parallel import LocalParameters, parallelize, plan_from_hf
+from namedmesh.tensor_parallel import LocalParameters, parallelize, plan_from_hf, plan_report
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 WHOLE, LAST = "Replicate(),", "Shard(dim=-1),"
 
@@ -81,6 +90,14 @@ def test_every_name_without_an_answer_is_told_at_once() -> None:
     for name in ("packed_rowwise", "moe_tp_experts"):
         with pytest.raises(PlanError, match=f"'x': '{name}' depends on the model: pass the model"):
             plan_from_hf({"x": name})
+
+
+def test_entries_that_are_left_out() -> None:
+    plan = {"a.q.x": "colwise", "a.o": "grouped_gemm", "b": "colwise"}
+    assert list(plan_from_hf(plan, leave_out=["a.*"])) == ["b"]
+    with pytest.raises(PlanError) as caught:
+        plan_from_hf(plan, leave_out=["a.*", "c.*"])
+    assert str(caught.value) == "leave_out: 'c.*' matches no entry of the plan"
 
 
 def test_a_model_without_a_plan() -> None:
@@ -216,6 +233,145 @@ def parts_difference() -> float:
 
 def test_an_output_of_parts_is_summed() -> None:
     assert max(run_ranks(2, parts_difference)) < 1e-12
+
+
+class Experts(nn.Module):
+    """Three experts, stacked, with gate and up fused as transformers does."""
+
+    def __init__(self, *, is_concatenated: bool = True) -> None:
+        super().__init__()
+        self.is_concatenated = is_concatenated
+        self.gate_up_proj = nn.Parameter(torch.randn(3, 16, 4))
+        self.down_proj = nn.Parameter(torch.randn(3, 4, 8))
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        fused = torch.einsum("ti,koi->tko", x, self.gate_up_proj)
+        gate, up = fused.chunk(2, -1) if self.is_concatenated else (fused[..., ::2], fused[..., 1::2])
+        out = torch.einsum("tko,kio->tki", torch.tanh(gate) * up, self.down_proj)
+        picked = out.gather(1, chosen.unsqueeze(-1).expand(-1, -1, 4))
+        summed: torch.Tensor = (picked * weights.unsqueeze(-1)).sum(1)
+        return summed
+
+
+class Mixture(nn.Module):
+    """A router and experts, which state their plan."""
+
+    def __init__(self, style: str, *, is_concatenated: bool = True) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(4, 3), Experts(is_concatenated=is_concatenated)
+        self._tp_plan = {
+            "experts.gate_up_proj": style,
+            "experts.down_proj": "rowwise",
+            "experts": "moe_tp_experts",
+        }
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        out: torch.Tensor = self.experts(x, chosen, weights)
+        return out
+
+
+def mixture_difference(style: str, is_concatenated: bool) -> float:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    reference = Mixture(style, is_concatenated=is_concatenated).double()
+    model = parallelize(copy.deepcopy(reference), mesh, plan_from_hf(reference))
+    # What a checkpoint gets is the whole weight, its parts in their order.
+    stored = model.state_dict()["experts.gate_up_proj"].full_tensor()
+    assert torch.equal(stored, reference.experts.gate_up_proj)
+    return largest_difference(model, reference, torch.randn(6, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("style", "is_concatenated"), [("packed_colwise", True), ("colwise", True), ("colwise", False)]
+)
+def test_experts_are_sharded_inside_whatever_their_plan_says_of_gate_and_up(
+    style: str, is_concatenated: bool
+) -> None:
+    assert max(run_ranks(2, mixture_difference, style, is_concatenated)) < 1e-12
+
+
+def fused_round_trip(path: str) -> float:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    reference = Mixture("packed_colwise")
+    model = parallelize(copy.deepcopy(reference), mesh, plan_from_hf(reference))
+    options = StateDictOptions(full_state_dict=True)
+    dcp.save(get_model_state_dict(model, options=options), checkpoint_id=path)
+    empty = parallelize(Mixture("packed_colwise"), mesh, plan_from_hf(reference))
+    loaded = get_model_state_dict(empty, options=options)
+    dcp.load(loaded, checkpoint_id=path)
+    set_model_state_dict(empty, loaded, options=options)
+    pairs = zip(empty.parameters(), reference.parameters(), strict=True)
+    return max((whole(mine) - theirs).abs().max().item() for mine, theirs in pairs)
+
+
+def test_a_checkpoint_of_whole_weights_has_fused_ones_too(tmp_path: Path) -> None:
+    assert run_ranks(2, fused_round_trip, str(tmp_path)) == [0.0, 0.0]
+
+
+def test_fused_halves_that_do_not_divide() -> None:
+    model = Mixture("packed_colwise")
+    with pytest.raises(PlanError) as caught:
+        plan_report(model, 3, plan_from_hf(model))
+    assert str(caught.value) == (
+        "2 problems:\n"
+        "  - experts: dim 1 of gate_up_proj 16 is not divisible by 2 times the tp size 3; pad it to 18, or leave "
+        "'experts' out of the plan\n"
+        "  - experts: dim 2 of down_proj 8 is not divisible by the tp size 3; pad it to 9, or leave 'experts' out "
+        "of the plan"
+    )
+    model._tp_plan.pop("experts.down_proj")
+    with pytest.raises(PlanError) as caught:
+        plan_report(model, 2, plan_from_hf(model))
+    assert str(caught.value) == (
+        "experts: ShardedExperts sums the output over the ranks, but 'down_proj' of Experts is whole on every rank "
+        "and would count once for each; name a layout that shards it"
+    )
+    report = plan_report(Mixture("packed_colwise"), 2, plan_from_hf(Mixture("packed_colwise")))
+    assert [(row.placement, row.local_shape) for row in report.rows] == [
+        ("Shard(1) of 2 parts", (3, 8, 4)),
+        ("Shard(2)", (3, 4, 4)),
+    ]
+
+
+class Layer(nn.Module):
+    """Attention of one of two kinds, with names that the plan of the model has for either."""
+
+    def __init__(self, *, linear: bool, tail: int) -> None:
+        super().__init__()
+        self.qk_rope_head_dim = tail
+        self.mixed = nn.Linear(4, 8)
+        if not linear:
+            self.q_proj, self.sinks = nn.Linear(4, 8), nn.Parameter(torch.zeros(2))
+        self.kv_a_proj, self.o_proj = nn.Linear(4, 6), nn.Linear(8, 4)
+
+
+def test_layers_that_differ_get_entries_of_their_own() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList([Layer(linear=True, tail=0), Layer(linear=False, tail=2)])
+    model.layers.append(Layer(linear=False, tail=3))
+    model.heads = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    model._tp_plan = {  # type: ignore[assignment]  # as transformers writes it
+        "layers.*.q_proj": "colwise",
+        "layers.*.sinks": "colwise",
+        "layers.*": "local_params",
+        "layers.*.kv_a_proj": "mla_kv_a_proj",
+        "layers.*.o_proj": "rowwise",
+        "heads": "colwise_gather_output",
+    }
+    plan = plan_from_hf(model)
+    row = repr(plan.pop("layers.1.o_proj"))
+    assert row.startswith("RowwiseParallel(")
+    assert row == repr(plan.pop("layers.2.o_proj"))
+    assert {key: repr(style).partition("(input")[0] for key, style in plan.items()} == {
+        "layers.*.q_proj": "ColwiseParallel",
+        "layers.1": "LocalParameters({'sinks': Shard(dim=0)})",
+        "layers.2": "LocalParameters({'sinks': Shard(dim=0)})",
+        "layers.1.kv_a_proj": "SumTailGradient(2)",
+        "layers.2.kv_a_proj": "SumTailGradient(3)",
+        "heads.*": "ColwiseParallel",
+    }
 
 
 # --- transformers itself ------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ LLAMAS = {
         llama_plan(sequence_parallel=True)
         | {
             "layers.*.attention.wo": TorchRowwise(output_layouts=Shard(1)),
-            "layers.*.feed_forward.w1": TorchColwise(input_layouts=Shard(1)),
+            "layers.*.feed_forward.w1": TorchColwise(),
             "tok_embeddings": TorchRowwise(input_layouts=Replicate(), output_layouts=Shard(1)),
         },
         ours=False,

@@ -20,6 +20,7 @@ import namedmesh.tensor_parallel as tp
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
+    KeyValueParallel,
     LocalParameters,
     PrepareModuleInput,
     RowwiseParallel,
@@ -149,6 +150,42 @@ def test_heads_from_a_configuration() -> None:
     assert plan_report(model, 4, gathered).tp_size == 4
 
 
+def test_heads_of_an_attention_that_states_no_width() -> None:
+    attention: Any = Llama(n_heads=8, n_kv_heads=2).layers[0].attention
+    del attention.head_dim
+    plan = {
+        "wq": ColwiseParallel(),
+        "wk": KeyValueParallel(),
+        "wv": KeyValueParallel(),
+        "wo": RowwiseParallel(),
+    }
+    assert {row.module for row in plan_report(attention, 4, plan).rows} == set(plan)
+    assert "'wq', 'wo' would cut them" in problem_of(attention, plan, 16)
+
+
+class Layered:
+    """A configuration whose layers differ, and which says so when it is asked for one value."""
+
+    num_attention_heads = 4
+
+    def __getattr__(self, name: str) -> Any:
+        if name in {"num_key_value_heads", "head_dim"}:
+            raise RuntimeError(f"{name} varies across layers")
+        raise AttributeError(name)
+
+
+def test_a_configuration_whose_layers_differ() -> None:
+    attention: Any = Llama(n_heads=4, n_kv_heads=2).layers[0].attention
+    del attention.n_heads, attention.n_kv_heads
+    attention.config, attention.num_key_value_groups = Layered(), 2
+    model = nn.ModuleDict({"self_attn": attention})
+    plan: dict[str, Any] = {f"self_attn.{name}": KeyValueParallel() for name in ("wk", "wv")}
+    plan |= {"self_attn.wq": ColwiseParallel(), "self_attn.wo": RowwiseParallel()}
+    rows = {row.module: row.placement for row in plan_report(model, 4, plan).rows}
+    assert rows["self_attn.wk"] == "Replicate()"
+    assert {row.placement for row in plan_report(model, 2, plan).rows} == {"Shard(0)", "Shard(1)"}
+
+
 def test_sizes_that_only_the_caller_knows() -> None:
     assert problem_of(Mlp(), UP_DOWN, must_divide={"kv heads": 3, "experts": 4}) == (
         "kv heads: 3 is not divisible by the tp size 2 (from must_divide); choose a tp size that divides it"
@@ -210,6 +247,17 @@ def test_a_stage_without_some_modules_takes_the_plan_of_the_whole_model() -> Non
     stage.tok_embeddings = stage.output = None
     report = plan_report(stage, 2, llama_plan())
     assert {row.module.partition(".")[0] for row in report.rows} == {"layers"}
+
+
+def test_a_stage_with_an_empty_container_takes_it_too() -> None:
+    stage: Any = Llama()
+    stage.layers = nn.ModuleList()
+    assert {row.module for row in plan_report(stage, 2, llama_plan()).rows} == {"tok_embeddings", "output"}
+    stage.layers = nn.ModuleDict()
+    assert plan_report(stage, 2, llama_plan()).rows
+    assert "'layer.*.attention.wq' matches no module" in problem_of(
+        stage, {"layer.*.attention.wq": ColwiseParallel()}
+    )
 
 
 # --- the mesh, and applying twice ---------------------------------------------------------------------------

@@ -9,8 +9,12 @@ import os
 
 import hf_models
 import pytest
-from hf_sweep import REFUSED, sweep
+from hf_sweep import REFUSED, TOLERANCE, differences, step, sweep
 from ranks import run_ranks
+from threads import run_threads
+
+from namedmesh.errors import PlanError
+from namedmesh.tensor_parallel import plan_from_hf
 
 PARTS = 6
 # A dense model, a mixture of experts, latent attention, and what has an embedding with a forward of its own.
@@ -44,6 +48,47 @@ def test_more_ranks() -> None:
     assert run_ranks(2, unexpected, MORE_RANKS, (4, 8), init=False, timeout=240) == [{}, {}]
 
 
+def experts_differences(names: list[str]) -> dict[str, float]:
+    """In single precision, which is what the experts' faster implementations are made for."""
+    found = {}
+    for name in names:
+        model = hf_models.tiny_model(name).float()
+        for implementation in ("grouped_mm", "batched_mm"):
+            model.config._experts_implementation = implementation
+            wanted = step(model, name)
+            ranks = run_threads(2, differences, model, wanted, name)
+            found[f"{name}, {implementation}"] = max(value for rank in ranks for value in rank.values())
+    return {name: value for name, value in found.items() if not value < TOLERANCE}
+
+
 @pytest.mark.oracle("transformers")
-def test_what_is_refused_is_a_configuration() -> None:
+def test_every_implementation_of_experts() -> None:
+    names = ["MixtralConfig", "Qwen3MoeConfig", "AriaTextConfig", "NemotronHConfig", "InklingTextConfig"]
+    hf_models.configurations()
+    assert run_ranks(1, experts_differences, names, init=False) == [{}]
+
+
+def refused_differences() -> dict[str, float]:
+    found = {}
+    for name in REFUSED:
+        model = hf_models.tiny_model(name)
+        ranks = run_threads(2, differences, model, step(model, name), name, False)
+        found[name] = max(value for rank in ranks for value in rank.values())
+    return {name: value for name, value in found.items() if not value < TOLERANCE}
+
+
+@pytest.mark.oracle("transformers")
+def test_what_is_refused_is_right_when_left_out_as_the_error_says() -> None:
     assert set(REFUSED) <= set(hf_models.configurations())
+    assert run_ranks(1, refused_differences, init=False) == [{}]
+
+
+@pytest.mark.oracle("transformers")
+def test_the_text_of_a_refusal() -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_from_hf(hf_models.tiny_model("NeoMMEConfig"))
+    assert str(caught.value) == (
+        "the attention of NeoMMEForMaskedLM cannot be sharded as its plan says: alpha has a number for each of all "
+        "heads, of which q_proj leaves each rank a part; leave it out: "
+        "plan_from_hf(model, leave_out=['*.self_attn.*'])"
+    )

@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from tp_models import Block
 
@@ -35,7 +35,7 @@ class Counted(TorchDispatchMode):
     """Counts matrix products, an added one as one, and collectives."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,17 +49,17 @@ class Counted(TorchDispatchMode):
 
 def block_plan(sequence: bool, shared: bool) -> dict[str, Any]:
     """A plan for one block, of our fast styles."""
-    layout = {"input_layouts": Shard(1)} if sequence else {}
+    layout = Shard(1) if sequence else Replicate()
     plan: dict[str, Any] = {}
     for part, columns, row in (
         ("attention", ("wq", "wk", "wv"), "wo"),
         ("feed_forward", ("w1", "w3"), "w2"),
     ):
-        column = ColwiseParallel() if shared else ColwiseParallel(**layout)
+        column = ColwiseParallel(input_layouts=Replicate() if shared else layout)
         plan |= {f"{part}.{name}": column for name in columns}
-        plan[f"{part}.{row}"] = RowwiseParallel(**{"output_layouts": Shard(1)} if sequence else {})
+        plan[f"{part}.{row}"] = RowwiseParallel(output_layouts=layout)
         if shared:
-            plan[part] = SharedInput(**layout)
+            plan[part] = SharedInput(input_layouts=layout)
     return plan
 
 
@@ -104,8 +104,8 @@ class LegacyMlp(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in (self.up, self.down):
-            x = layer(x)
-            x = x[0] if isinstance(x, tuple) else x
+            out: Any = layer(x)
+            x = out[0] if isinstance(out, tuple) else out
         return x
 
 
@@ -166,7 +166,7 @@ def scheduled(name: str) -> tuple[Counter[str], float]:
     loss_of(reference(inputs), inputs).backward()
     mine = places[mesh.get_local_rank("pp")]
     models = [parallelize(blocks()[i], mesh["tp"], block_plan(False, True)) for i in mine]
-    stages = [
+    stages: Any = [
         PipelineStage(model, i, 4, torch.device("cpu"), group=mesh.get_group("pp"))
         for model, i in zip(models, mine, strict=True)
     ]
@@ -176,7 +176,7 @@ def scheduled(name: str) -> tuple[Counter[str], float]:
         for model in models:
             model.zero_grad()
         with Counted() as counted:
-            schedule.step(*((inputs,) if first else ()), **({"target": inputs} if last else {}))
+            schedule.step(*((inputs,) if first else ()), target=inputs if last else None)
     apart = 0.0
     for model, i in zip(models, mine, strict=True):
         for one, other in zip(model.parameters(), reference[i].parameters(), strict=True):

@@ -39,7 +39,8 @@ def run_threads(world_size: int, function: Callable[..., T], *args: Any) -> list
                 dist.destroy_process_group()
 
     threaded._install_threaded_pg()
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    c10d: Any = torch._C._distributed_c10d  # of which torch's annotations leave out something
+    c10d._set_thread_isolation_mode(True)
     try:
         threads = [
             threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(world_size)
@@ -50,7 +51,7 @@ def run_threads(world_size: int, function: Callable[..., T], *args: Any) -> list
             thread.join()
     finally:
         threaded.ProcessLocalGroup.reset()
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        c10d._set_thread_isolation_mode(False)
         threaded._uninstall_threaded_pg()
         sys.excepthook = excepthook
     if stories:

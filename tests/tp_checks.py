@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -40,11 +40,12 @@ from namedmesh.tensor_parallel.regions import exchange, gather_parts, gather_une
 from namedmesh.tensor_parallel.vocabulary import Lookup, cross_entropy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
-Pairs = "Iterator[tuple[Tensor, Tensor]]"
+    Pairs: TypeAlias = Iterator[tuple[Tensor, Tensor]]
+
 SEQUENCE, WHOLE = Shard(1), Replicate()
 
 
@@ -76,10 +77,12 @@ def against_whole(
     *,
     cut_in: int | None = None,
     cut_out: int | None = None,
+    again: nn.Module | None = None,
 ) -> Pairs:
     """A module under a plan against itself: output, input gradient, parameter gradients whole and as pieces."""
     reference = filled(module)
-    model = parallelize(copy.deepcopy(reference), tp_mesh(), plan, src_data_rank=None)
+    copied = copy.deepcopy(reference) if again is None else filled(again)
+    model = parallelize(copied, tp_mesh(), plan, src_data_rank=None)
     differentiable = value.is_floating_point()
     theirs = value.clone().requires_grad_(differentiable)
     mine = piece(value, cut_in).clone().requires_grad_(differentiable)
@@ -146,10 +149,34 @@ def gathered_and_split() -> Pairs:
     yield from against_whole(nn.Sequential(nn.Linear(12, 8)), {"0": plan["2"]}, noise(2, 4, 12))
 
 
+def weight_norms() -> Pairs:
+    def normed(dim: int) -> nn.Module:
+        return nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 8), dim=dim))
+
+    for dim in (0, 1, -1):
+        column = ColwiseParallel(output_layouts=WHOLE)
+        for style in (column, RowwiseParallel(input_layouts=WHOLE)):
+            # Its weight is computed, so that it cannot be copied.
+            yield from against_whole(normed(dim), {"0": style}, noise(2, 4, 8), again=normed(dim))
+
+
+class Normed(nn.Embedding):
+    """Adds to the forward of its base, with a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
+        out: Tensor = self.norm(super().forward(input)) * torch.ones((), dtype=self.weight.dtype)
+        return out
+
+
 def embeddings() -> Pairs:
     ids = torch.tensor([[1, 7, 3, 3], [0, 5, 6, 2]])
     rows = RowwiseParallel(input_layouts=WHOLE)
     yield from against_whole(nn.Sequential(nn.Embedding(8, 8)), {"0": rows}, ids)
+    yield from against_whole(nn.Sequential(Normed()), {"0": rows}, ids)
     scattered = RowwiseParallel(input_layouts=WHOLE, output_layouts=SEQUENCE)
     yield from against_whole(nn.Sequential(nn.Embedding(8, 8)), {"0": scattered}, ids, cut_out=1)
     columns = ColwiseParallel(output_layouts=WHOLE)
@@ -329,7 +356,8 @@ def regions() -> Pairs:
     total = torch.stack(weights).sum(0)
 
     def mine_of(tensor: Tensor) -> Tensor:
-        return tensor.split(lengths)[peers.rank]
+        pieces: Sequence[Tensor] = tensor.split(lengths)
+        return pieces[peers.rank]
 
     # Every rank makes another part of the gradient.
     even = noise(2 * size, 4)
@@ -367,6 +395,7 @@ CHECKS: tuple[Callable[[], Pairs], ...] = (
     column_and_row,
     sequence_column_and_row,
     gathered_and_split,
+    weight_norms,
     embeddings,
     llamas,
     heads,

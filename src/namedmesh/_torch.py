@@ -423,9 +423,7 @@ def is_observed(tensor: torch.Tensor) -> bool:
     return bool(torch._C._len_torch_dispatch_stack()) or type(tensor) is not torch.Tensor or tensor.is_meta
 
 
-def functional_collective(
-    name: str, tensor: torch.Tensor, *arguments: Any, group: Any
-) -> torch.Tensor:
+def functional_collective(name: str, tensor: torch.Tensor, *arguments: Any, group: Any) -> torch.Tensor:
     """Start a collective that writes into a new tensor; the result is for :func:`wait_tensor`.
 
     Args:
@@ -445,9 +443,40 @@ def wait_tensor(started: torch.Tensor) -> torch.Tensor:
     return waited
 
 
+_probes: dict[str, torch.nn.Parameter] = {}
+
+
+def cast_once(parameter: torch.Tensor, piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A piece of a parameter in another type; the same tensor each time, up to the end of the autocast block.
+
+    That is what autocast does itself, and torch has no way to put something into its cache, and none to be told
+    when it is emptied. So autocast casts a parameter of our own, and what is kept is kept in the metadata of the
+    node that made this cast.
+    """
+    piece = piece.detach()
+    if not parameter.requires_grad or piece.is_inference() or is_observed(piece):
+        return piece.to(dtype)
+    device = piece.device.type
+    if device not in _probes:
+        _probes[device] = torch.nn.Parameter(torch.zeros(1, 1, device=device))
+    with torch.enable_grad():
+        node: Any = torch.mm(_probes[device], _probes[device]).grad_fn
+    if node is None:  # inference mode
+        return piece.to(dtype)
+    kept: dict[Any, Any] = node.next_functions[0][0].metadata
+    key = id(parameter), dtype
+    known = kept.get(key)
+    if known is None or known[0] is not parameter or known[1] != piece._version:
+        known = kept[key] = parameter, piece._version, piece.to(dtype)
+    cast: torch.Tensor = known[2]
+    return cast
+
+
 def no_view(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that a function made, as autograd hands it out for users to write into: not as a view."""
-    return torch.ops.aten._unsafe_view.default(tensor, tensor.shape) if tensor._is_view() else tensor
+    if torch.compiler.is_compiling():  # which cannot ask, and keeps views apart itself
+        return tensor
+    return tensor.data if tensor._is_view() else tensor
 
 
 def computed_now(ctx: Any) -> tuple[bool, ...]:
@@ -536,7 +565,7 @@ def sharded_parts(placement: Placement) -> tuple[int, int] | None:
 
     # Up to torch 2.9 the one class is a subclass of the other.
     if isinstance(placement, _StridedShard):
-        return placement.dim, placement.split_factor
+        return placement.dim, int(placement.split_factor)
     return (placement.dim, 1) if isinstance(placement, Shard) else None
 
 

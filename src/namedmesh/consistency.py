@@ -203,9 +203,8 @@ class _Comparison:
     def _report_absence(self) -> None:
         """Name the ranks that did not come, for those that did and for those that come now."""
         absent = [rank for rank in self.ranks if not self.store.check([f"here/{rank}"])]
-        who = "rank " + listing(absent) if len(absent) == 1 else "ranks " + listing(absent)
         problem = (
-            f"{who} of {self.ranks.start} to {self.ranks.stop - 1} did not call {self.call} within "
+            f"{_ranks(absent)} of {self.ranks.start} to {self.ranks.stop - 1} did not call {self.call} within "
             f"{self.timeout.total_seconds():g} s; every rank of the mesh must call it, so look at what those ranks did "
             "instead"
         )
@@ -242,10 +241,10 @@ class _Comparison:
                 holders = [rank for rank in members if tokens[rank - self.ranks.start][place]]
                 if len({tokens[rank - self.ranks.start][place] for rank in members}) > 1:
                     problems.append(
-                        f"{self.call} wants a group over {wanted.label}, which ranks {listing(holders)} of "
-                        f"{listing(members)} hold from an earlier mesh; close() that mesh on every rank, or on none"
+                        f"{self.call} needs the group over {wanted.label} of ranks {listing(members)}, and it still belongs to "
+                        f"an earlier mesh on {_ranks(holders)} only; close() that mesh on every rank"
                     )
-        return problems
+        return problems[:8]
 
     def _read_problems(self, verdict: str) -> list[str]:
         """Read a verdict, and stay until all have: a rank that hosts the store takes it along when it ends."""
@@ -256,6 +255,11 @@ class _Comparison:
         _waited(self.store, "all_read", _VERDICT_TIMEOUT)
         problems: list[str] = outcome["problems"]
         return problems
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Some ranks in a sentence."""
+    return f"rank{'s' * (len(ranks) != 1)} {listing(ranks)}"
 
 
 def _waited(store: dist.Store, key: str, timeout: timedelta) -> bool:
@@ -281,7 +285,7 @@ def _differences(requests: Sequence[Mapping[str, str]], ranks: Sequence[int]) ->
         if MISTAKE in request:
             mistakes[f"gave up on {request['call']}: {request[MISTAKE]}"].append(rank)
     if mistakes:
-        return [f"rank{'s' * (len(who) > 1)} {listing(who)} {text}" for text, who in [*mistakes.items()][:8]]
+        return [f"{_ranks(who)} {text}" for text, who in [*mistakes.items()][:8]]
     problems = []
     fields = dict.fromkeys(field for request in requests for field in request if field != _HELD)
     for field in fields:
@@ -291,8 +295,6 @@ def _differences(requests: Sequence[Mapping[str, str]], ranks: Sequence[int]) ->
         if len(holders) > 1:
             # The value that most ranks hold first: the others are likely the mistake.
             ordered = sorted(holders.items(), key=lambda item: -len(item[1]))
-            values = "; ".join(
-                f"{value} on rank{'s' * (len(holding) > 1)} {listing(holding)}" for value, holding in ordered
-            )
+            values = "; ".join(f"{value} on {_ranks(holding)}" for value, holding in ordered)
             problems.append(f"{field} differs between ranks: {values}; give every rank the same")
     return problems

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from namedmesh.errors import MeshError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
-    from namedmesh.mesh import NamedMesh
+    import torch
+    import torch.distributed as dist
+
+    from namedmesh.layout import Layout
 
 __all__ = [
-    "current_mesh",
+    "check_told_apart",
+    "current",
     "deselect",
-    "open_meshes",
     "register",
     "select",
     "selected_mesh",
@@ -22,28 +25,36 @@ __all__ = [
     "watch",
 ]
 
+
+class Mesh(Protocol):
+    """What is asked of a mesh here."""
+
+    layout: Layout
+    device: torch.device
+    global_rank: int
+    closed: bool
+
+    def ranks(self, *axes: str) -> tuple[int, ...]:
+        """The ranks over some axes."""
+
+    def group_named(self, name: str) -> dist.ProcessGroup | None:
+        """The group over an axis or a product."""
+
+
+# A mesh is alive until it is closed, as its groups are.
+_alive: list[Mesh] = []
 # Process-wide rather than per thread: autograd runs backward functions in threads of its own, and code in
 # them must see the mesh that was selected around the training step.
-# A mesh is alive until it is closed: its groups are.
-_alive: list[NamedMesh] = []
-_selected: list[NamedMesh] = []
+_selected: list[Mesh] = []
 # The dialects: their accessors are too fast to ask here each time, so they are told of every change.
-_watchers: list[Callable[[NamedMesh | None], None]] = []
+_watchers: list[Callable[[Any], None]] = []
 
 
-def current_mesh() -> NamedMesh:
-    """The mesh that code without a mesh argument works on.
-
-    Returns:
-        The innermost mesh entered with ``with mesh:``; outside of any, the only mesh that is alive.
+def current() -> Mesh:
+    """The innermost mesh entered with ``with mesh:``; outside of any, the only mesh that is alive.
 
     Raises:
         MeshError: there is no mesh, or there are several and none was selected, or the selected one is closed.
-
-    Example:
-        >>> current_mesh()
-        Traceback (most recent call last):
-        namedmesh.errors.MeshError: no mesh is alive in this process; call namedmesh.init_mesh(...) first
     """
     if _selected:
         mesh = _selected[-1]
@@ -62,39 +73,73 @@ def current_mesh() -> NamedMesh:
     )
 
 
-def selected_mesh() -> NamedMesh | None:
+def selected_mesh() -> Mesh | None:
     """The innermost mesh entered with ``with mesh:``, if there is one."""
     return _selected[-1] if _selected else None
 
 
-def open_meshes() -> tuple[NamedMesh, ...]:
-    """The meshes that are alive."""
-    return tuple(_alive)
+def check_told_apart(
+    layout: Layout,
+    device_type: str,
+    groups: Mapping[str, dist.ProcessGroup | None],
+    ordered: Sequence[str] | None = None,
+) -> None:
+    """Refuse a mesh that torch would take for another one that is alive, but that has other groups.
+
+    DTensor remembers operations by mesh, and takes meshes of the same names, ranks and device for one: results
+    of one mesh would come back on the groups of the other.
+
+    Args:
+        layout: the layout of the new mesh.
+        device_type: its kind of device.
+        groups: for each name, the group that it will have, or None for a new one.
+        ordered: the axes of the name, where it is a product.
+
+    Raises:
+        MeshError: all problems at once.
+    """
+    problems = []
+    for other in _alive:
+        if other.device.type != device_type:
+            continue
+        for name, group in groups.items():
+            theirs = other.group_named(name)
+            if theirs is None or theirs is group:
+                continue
+            ranks = layout.group(other.global_rank, *(ordered or (name,)))
+            if len(ranks) > 1 and ranks == other.ranks(name):
+                problems.append(
+                    f"{name!r} would be on another process group than the {name!r} of the open mesh over {other.layout}, and "
+                    "torch takes meshes with the same names and ranks for one; share the groups (the same options on "
+                    "both meshes), close the other mesh first, or choose another name"
+                )
+    if problems:
+        raise MeshError(*problems)
 
 
-def watch(changed: Callable[[NamedMesh | None], None]) -> None:
+def watch(changed: Callable[[Any], None]) -> None:
     """Have a dialect told whenever a mesh is selected, deselected or closed; with the mesh if it was closed."""
     _watchers.append(changed)
 
 
-def register(mesh: NamedMesh) -> None:
+def register(mesh: Mesh) -> None:
     """Note that a mesh is alive."""
     _alive.append(mesh)
 
 
-def unregister(mesh: NamedMesh) -> None:
+def unregister(mesh: Mesh) -> None:
     """Note that a mesh was closed."""
     _alive[:] = [other for other in _alive if other is not mesh]
     _tell(closed=mesh)
 
 
-def select(mesh: NamedMesh) -> None:
+def select(mesh: Mesh) -> None:
     """Make a mesh the current one, until :func:`deselect`."""
     _selected.append(mesh)
     _tell()
 
 
-def deselect(mesh: NamedMesh) -> None:
+def deselect(mesh: Mesh) -> None:
     """Undo the last :func:`select` of this mesh."""
     for i in reversed(range(len(_selected))):
         if _selected[i] is mesh:
@@ -103,6 +148,6 @@ def deselect(mesh: NamedMesh) -> None:
             return
 
 
-def _tell(closed: NamedMesh | None = None) -> None:
+def _tell(closed: Mesh | None = None) -> None:
     for changed in _watchers:
         changed(closed)

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from namedmesh import launch
 from namedmesh._version import __version__
 from namedmesh.consistency import report_failure
+from namedmesh.current import check_told_apart
 from namedmesh.errors import AxisError, LayoutError, NamedMeshError, did_you_mean
 from namedmesh.groups import GroupPool
 from namedmesh.layout import Layout
-from namedmesh.mesh import NamedMesh, check_told_apart
+from namedmesh.mesh import NamedMesh
 from namedmesh.options import GroupOptions
 from namedmesh.views import product_axes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-__all__ = ["NamedMesh"]
+__all__ = ["NamedMesh", "current_mesh"]
 
 
 class NamedMesh:
@@ -93,7 +93,7 @@ class NamedMesh:
         layout = layout_of_mesh(mesh)
         pool = GroupPool()
         groups = {axis: mesh.get_group(axis) for axis in layout.axes}
-        check_told_apart(layout, mesh.device_type, groups)
+        current.check_told_apart(layout, mesh.device_type, groups)
         for axis, group in groups.items():
             pool.borrow(layout.group(pool.rank, axis), group, axis)
         return cls(layout, mesh, pool, default_group_device(mesh.device_type))
@@ -119,7 +119,7 @@ class NamedMesh:
         pool = GroupPool()
         layout = layout_of_groups(groups, pool.rank, rank_offset)
         chosen = default_group_device(device)
-        check_told_apart(layout, chosen.type, groups)
+        current.check_told_apart(layout, chosen.type, groups)
         for axis, group in groups.items():
             pool.borrow(layout.group(pool.rank, axis), group, axis)
         ranks = (
@@ -277,7 +277,7 @@ class NamedMesh:
             name = name or "_".join(ordered)
             self._views.check_product(name, ordered)
             options = options or self.options_of(ordered)
-            check_told_apart(
+            current.check_told_apart(
                 view.layout,
                 self.device.type,
                 {name: self.pool.existing(view.layout, ordered, options)},
@@ -345,14 +345,14 @@ class NamedMesh:
         """
         if self.closed:
             return
-        self._end()
+        self._end("was closed")
         self.pool.close()
 
-    def _end(self) -> None:
+    def _end(self, reason: str = "ended with the default process group, which was destroyed") -> None:
         """Let go of every group, because the mesh is closed or the default group is being destroyed."""
         if self.closed:
             return
-        self.closed = True
+        self.closed, self._end_reason = True, reason
         self._version = _next_version()
         for view in self._all_views:
             forget(view.root)
@@ -374,6 +374,10 @@ class NamedMesh:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         current.deselect(self)
+
+    def __copy__(self) -> Self:
+        """The same mesh: a copy of something that holds a mesh shares it."""
+        return self
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """The same mesh: a copy of something that holds a mesh shares it."""
@@ -417,14 +421,8 @@ class NamedMesh:
     # Behind the accessors.
 
     def _check_open(self) -> None:
-        if not self.closed:
-            return
-        if not self.pool.closed:
-            raise MeshError(
-                f"the mesh over {self.layout} ended with the default process group, which was destroyed; make another "
-                "with init_mesh()"
-            )
-        raise MeshError(f"the mesh over {self.layout} was closed; make another with init_mesh()")
+        if self.closed:
+            raise MeshError(f"the mesh over {self.layout} {self._end_reason}; make another with init_mesh()")
 
     @property
     def _views(self) -> Views:
@@ -567,7 +565,7 @@ class NamedMesh:
         existing = {
             axis: self.pool.existing(layout, (axis,), self._axis_options(axis, options)) for axis in new
         }
-        check_told_apart(layout, self.device.type, existing)
+        current.check_told_apart(layout, self.device.type, existing)
         return layout
 
     def _axis_options(self, axis: str, options: Mapping[str, GroupOptions]) -> GroupOptions:
@@ -578,6 +576,23 @@ class NamedMesh:
         self, layout: Layout, options: Mapping[str, GroupOptions]
     ) -> list[tuple[Layout, Sequence[str], GroupOptions]]:
         return [(layout, (axis,), self._axis_options(axis, options)) for axis in layout]
+
+
+def current_mesh() -> NamedMesh:
+    """The mesh that code without a mesh argument works on.
+
+    Returns:
+        The innermost mesh entered with ``with mesh:``; outside of any, the only mesh that is alive.
+
+    Raises:
+        MeshError: there is no mesh, or there are several and none was selected, or the selected one is closed.
+
+    Example:
+        >>> current_mesh()
+        Traceback (most recent call last):
+        namedmesh.errors.MeshError: no mesh is alive in this process; call namedmesh.init_mesh(...) first
+    """
+    return cast("NamedMesh", current.current())
 
 
 _versions = count()
@@ -591,42 +606,3 @@ def _next_version() -> str:
 def _option_axes(name: str, layout: Layout) -> tuple[str, ...]:
     """The axes that an option is for: one of the layout, several joined by ``_``, or one that a view will have."""
     return (name,) if name in layout else product_axes(name, layout) or (name,)
-
-
-def check_told_apart(
-    layout: Layout,
-    device_type: str,
-    groups: Mapping[str, dist.ProcessGroup | None],
-    ordered: Sequence[str] | None = None,
-) -> None:
-    """Refuse a mesh that torch would take for another one that is alive, but that has other groups.
-
-    DTensor remembers operations by mesh, and takes meshes of the same names, ranks and device for one: results
-    of one mesh would come back on the groups of the other.
-
-    Args:
-        layout: the layout of the new mesh.
-        device_type: its kind of device.
-        groups: for each name, the group that it will have, or None for a new one.
-        ordered: the axes of the name, where it is a product.
-
-    Raises:
-        MeshError: all problems at once.
-    """
-    problems = []
-    for other in current.open_meshes():
-        if other.device.type != device_type:
-            continue
-        for name, group in groups.items():
-            theirs = other.group_named(name)
-            if theirs is None or theirs is group:
-                continue
-            ranks = layout.group(other.global_rank, *(ordered or (name,)))
-            if len(ranks) > 1 and ranks == other.ranks(name):
-                problems.append(
-                    f"{name!r} would be on another process group than the {name!r} of the open mesh over {other.layout}, and "
-                    "torch takes meshes with the same names and ranks for one; share the groups (the same options on "
-                    "both meshes), close the other mesh first, or choose another name"
-                )
-    if problems:
-        raise MeshError(*problems)

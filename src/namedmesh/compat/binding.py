@@ -8,9 +8,10 @@ namedmesh. :class:`Bindings` decides which mesh the answers are of.
 from __future__ import annotations
 
 import sys
+import threading
 from itertools import count
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 from weakref import WeakKeyDictionary
 
 from namedmesh import current
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Bindings", "Bound", "LegacyState", "ask_group", "make_patchable"]
 
 _versions = count()
+_reading = threading.RLock()
 
 
 class LegacyState:
@@ -75,13 +77,14 @@ class LegacyState:
 
     def read(self, slot: str) -> Any:
         """Return the value of a slot; a group that does not exist yet is created."""
-        value = getattr(self, slot)
-        if slot in self.constants:
-            return self.lazy[slot].get_or_create()
-        if value is None and slot in self.lazy:
-            value = self.unpatched[slot] = self.lazy.pop(slot).get_or_create()
-            self.put(slot, value)
-        return value
+        with _reading:  # another thread may be creating it
+            if slot in self.constants:
+                return self.lazy[slot].get_or_create()
+            if getattr(self, slot) is None and slot in self.lazy:
+                value = self.unpatched[slot] = self.lazy[slot].get_or_create()
+                del self.lazy[slot]
+                self.put(slot, value)
+            return getattr(self, slot)
 
     @constant_under_compile
     def read_constant(self, slot: str, _version: int) -> Any:
@@ -237,7 +240,7 @@ class Bindings:
         """Follow a mesh that was selected, deselected or closed."""
         if closed is not None:
             self.drop(closed)
-        self.show(current.selected_mesh() or self.base)
+        self.show(cast("NamedMesh | None", current.selected_mesh()) or self.base)
 
     def show(self, mesh: NamedMesh | None) -> None:
         """Let the state answer for a mesh, which need not be bound."""

@@ -9,9 +9,10 @@ from torch.distributed.tensor.parallel import (
 
 from namedmesh.tensor_parallel.apply import parallelize
 from namedmesh.tensor_parallel.experts import IdentityExpert, ShardedExperts
+from namedmesh.tensor_parallel.fused import FusedColwiseParallel
 from namedmesh.tensor_parallel.hf import plan_from_hf
 from namedmesh.tensor_parallel.kv_heads import KeyValueParallel
-from namedmesh.tensor_parallel.local import LocalParameters, SumOutput, SumTailGradient
+from namedmesh.tensor_parallel.local import KeepWhole, LocalParameters, SumOutput, SumTailGradient
 from namedmesh.tensor_parallel.presets import llama_plan
 from namedmesh.tensor_parallel.report import PlanReport, plan_report
 from namedmesh.tensor_parallel.shared_input import SharedInput
@@ -19,7 +20,9 @@ from namedmesh.tensor_parallel.styles import ColwiseParallel, RowwiseParallel
 
 __all__ = [
     "ColwiseParallel",
+    "FusedColwiseParallel",
     "IdentityExpert",
+    "KeepWhole",
     "KeyValueParallel",
     "LocalParameters",
     "PlanReport",

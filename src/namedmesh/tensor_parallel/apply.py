@@ -31,7 +31,9 @@ def parallelize(
 ) -> nn.Module:
     """Apply tensor parallelism to a model, strictly: a plan that does not fit changes nothing.
 
-    All the ranks of ``mesh`` call it with the same plan, once for a model, and before ``fully_shard``.
+    All the ranks of ``mesh`` call it with the same plan, once for a model, and before ``fully_shard``. Norms over
+    the features of one head, and activations with one number for all features, between sharded layers get
+    ``LocalParameters`` if the plan leaves them out. A linear with LoRA adapters is named as if it had none.
 
     Args:
         model: the model; changed in place. It may be on the meta device.
@@ -50,7 +52,8 @@ def parallelize(
     Raises:
         PlanError: with every problem there is: the mesh has several axes, a name matches nothing, two names
             match one module, a style does not fit a module, features, vocabulary or heads do not divide, a
-            tie would break, or the model is already parallelized.
+            trainable parameter between sharded layers is in no style, a column layer is several layers in one
+            and the plan does not say how they lie, a tie would break, or the model is already parallelized.
 
     Example:
         Under plain python, a world of one, rank 0 has all 16 rows of ``w1``; on 2 ranks each has 8 of them:

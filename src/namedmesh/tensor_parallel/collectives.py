@@ -123,6 +123,9 @@ class Pending:
         return self.tensor if self.finish is None else self.finish(self.tensor)
 
 
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
 def start_all_reduce(tensor: Tensor, peers: Peers, operation: str = "sum", *, mine: bool = False) -> Pending:
     """Start summing a tensor over the peers.
 
@@ -138,15 +141,19 @@ def start_all_reduce(tensor: Tensor, peers: Peers, operation: str = "sum", *, mi
     sent = sendable(tensor)
     if is_observed(sent):
         return Pending(functional_collective("all_reduce", sent, operation, group=peers.group), wait_tensor)
-    if not mine and sent is tensor:
-        sent = tensor.clone()
-    work = dist.all_reduce(sent, getattr(dist.ReduceOp, operation.upper()), peers.group, async_op=True)
+    sent = sent if mine or sent is not tensor else tensor.clone()
+    work = dist.all_reduce(sent, _OPERATIONS[operation], peers.group, async_op=True)
     return Pending(sent, _after(work))
 
 
 def all_reduce(tensor: Tensor, peers: Peers, operation: str = "sum", *, mine: bool = False) -> Tensor:
     """The sum of a tensor over the peers; the arguments are those of :func:`start_all_reduce`."""
-    return start_all_reduce(tensor, peers, operation, mine=mine).wait()
+    if peers.size == 1 or is_observed(tensor):
+        return start_all_reduce(tensor, peers, operation, mine=mine).wait()
+    sent = sendable(tensor)
+    sent = sent if mine or sent is not tensor else tensor.clone()
+    dist.all_reduce(sent, _OPERATIONS[operation], peers.group)
+    return sent
 
 
 def start_all_gather(local: Tensor, peers: Peers, dim: int) -> Pending:
@@ -192,9 +199,7 @@ def all_to_all(
     if is_observed(outgoing):
         equal = [outgoing.shape[0] // peers.size] * peers.size
         lengths = (receive or equal, send or equal)
-        return wait_tensor(
-            functional_collective("all_to_all_single", outgoing, *lengths, group=peers.group)
-        )
+        return wait_tensor(functional_collective("all_to_all_single", outgoing, *lengths, group=peers.group))
     length = outgoing.shape[0] if receive is None else sum(receive)
     incoming = outgoing.new_empty(length, *outgoing.shape[1:])
     dist.all_to_all_single(incoming, outgoing, receive, send, group=peers.group)
@@ -203,7 +208,9 @@ def all_to_all(
 
 def sendable(tensor: Tensor) -> Tensor:
     """A tensor whose memory holds its values, in order: a collective reads that, and nothing else."""
-    return tensor.resolve_conj().resolve_neg().contiguous()
+    if torch.compiler.is_compiling() or tensor.is_conj() or tensor.is_neg():  # the compiler cannot ask
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous()
 
 
 def _after(work: dist.Work, dim: int = 0) -> Callable[[Tensor], Tensor]:

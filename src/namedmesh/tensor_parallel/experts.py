@@ -27,6 +27,9 @@ class ShardedExperts(LocalParameters):
     (hidden states, routing weights) are the same on every rank; the gradient of each, of which a rank computes
     a part, is summed.
 
+    Where gate and up are fused into one weight, a rank holds its part of each, which torch's distributed
+    checkpoints have no word for: save and load with ``StateDictOptions(full_state_dict=True)``.
+
     Args:
         placements: the layout of each sharded parameter, by name.
 

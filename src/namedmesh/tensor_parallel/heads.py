@@ -34,15 +34,25 @@ class Heads:
     def concerning(self, features: int) -> Iterator[tuple[str, int]]:
         """The counts that a cut of ``features`` has to respect: queries, keys and values, or both."""
         width = self.head_dim
-        if width and self.queries and features == self.queries[1] * width:
+        if width and self.queries and features % (self.queries[1] * width) == 0:  # or queries and their gates
             yield self.queries
             return
         if width and self.keys and features == self.keys[1] * width:
             yield self.keys
             return
+        if self.queries and features == self.queries[1]:  # a number for each head
+            yield self.queries
+            return
         for count in (self.queries, self.keys):
             if count is not None:
                 yield count
+
+    @property
+    def fused_features(self) -> int | None:
+        """The features of queries, keys and values together, where they are known."""
+        if self.queries is None or self.head_dim is None:
+            return None
+        return (self.queries[1] + 2 * (self.keys or self.queries)[1]) * self.head_dim
 
     def can_share(self, tp_size: int) -> bool:
         """Whether ranks that do not divide the kv heads can share them: each has its queries, each head too."""
@@ -99,22 +109,23 @@ def _misfit_counts(
     modules: dict[str, nn.Module], entry: Entry, tp_size: int
 ) -> Iterator[tuple[str, int, str]]:
     """Where a count is stated that the ranks do not divide, the count, and what helps."""
-    features = _cut_features(entry)
+    features = sharded_features(entry)
     if features is None:
         return
     for owner, heads in _stated(modules, entry.fqn):
-        for name, count in heads.concerning(features):
+        concerned = list(heads.concerning(features))
+        for name, count in concerned:
             if count % tp_size == 0 or (isinstance(entry.style, KeyValueParallel) and entry.style.shared):
                 continue
             remedy = f"choose a tp size that divides {count}"
             column = isinstance(entry.style, ColwiseParallel)
-            if column and (name, count) == heads.keys and heads.can_share(tp_size):
+            if column and concerned == [heads.keys] and heads.can_share(tp_size):
                 remedy = f"give them KeyValueParallel(), or {remedy}"
             yield (f"{owner}.{name}" if owner else name), count, remedy
         return  # the nearest statement counts
 
 
-def _cut_features(entry: Entry) -> int | None:
+def sharded_features(entry: Entry) -> int | None:
     """The features of a linear that each rank gets a piece of, and so of the heads; None if there are none."""
     if not isinstance(entry.module, nn.Linear):
         return None
@@ -133,6 +144,17 @@ def _last(layout: Shard) -> bool:
     return sharded_dim(layout, 3) == 2  # noqa: PLR2004  the last of three
 
 
+def called_attention(fqn: str, module: nn.Module) -> bool:
+    """Whether a module's name, or that of its class, says that it is attention."""
+    called = f"{fqn.rpartition('.')[2]} {type(module).__name__}".lower().replace("attentiondecoderlayer", "")
+    return any(word in called for word in _ATTENTION)
+
+
+def heads_around(modules: dict[str, nn.Module], fqn: str) -> Heads | None:
+    """The heads that the nearest module around says it has; None if none does."""
+    return next((heads for _, heads in _stated(modules, fqn)), None)
+
+
 def _stated(modules: dict[str, nn.Module], fqn: str) -> Iterator[tuple[str, Heads]]:
     """What the modules around a linear say about heads, the nearest first.
 
@@ -147,23 +169,37 @@ def _stated(modules: dict[str, nn.Module], fqn: str) -> Iterator[tuple[str, Head
             continue
         module = modules[owner]
         own_name = tokens[depth - 1] if depth else ""
-        called = f"{own_name} {type(module).__name__}".lower()
-        attention = attention or any(word in called for word in _ATTENTION)
+        attention = attention or called_attention(own_name, module)
         if attention or depth == len(tokens):
             direct = _heads(module, module)
             if direct is not None:
                 yield owner, direct
-        config = getattr(module, "config", None)
+        config = _own_config(module)
         if attention and config is not None:
             stated = _heads(config, module)
             if stated is not None:
                 yield f"{owner}.config" if owner else "config", stated
 
 
+def _own_config(module: nn.Module) -> object:
+    """A module's configuration; that of its layer, where transformers' layers differ."""
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    layers = getattr(config, "per_layer_config", None)
+    return config if layers is None or index is None else layers[index]
+
+
+def _stated_value(source: object, name: str) -> object:
+    """An attribute; None where it is missing, or is another one in every layer (a RuntimeError in transformers)."""
+    try:
+        return getattr(source, name, None)
+    except RuntimeError:
+        return None
+
+
 def _heads(source: object, module: nn.Module) -> Heads | None:
     """What a module or its configuration states; what the module says of itself counts more."""
     queries, keys = _first_count(source, _QUERY_HEADS), _first_count(source, _KV_HEADS)
-    groups = getattr(module, GROUPS, None)
+    groups = _stated_value(module, GROUPS)
     if queries is not None and _is_count(groups) and queries[1] % groups == 0:
         own = queries[1] // groups
         if keys is None or keys[1] != own:
@@ -177,13 +213,13 @@ def _head_dim(
     source: object, module: nn.Module, queries: tuple[str, int] | None, keys: tuple[str, int] | None
 ) -> int | None:
     """The features of one head: stated, or the width that fits the linears of the module."""
-    for stated in (getattr(module, "head_dim", None), getattr(source, "head_dim", None)):
+    for stated in (_stated_value(module, "head_dim"), _stated_value(source, "head_dim")):
         if _is_count(stated):
             return stated
     if queries is None:
         return None
     outputs = {linear.out_features for linear in module.modules() if isinstance(linear, nn.Linear)}
-    wholes = [getattr(source, name, None) for name in ("hidden_size", "dim", "embed_dim", "d_model")]
+    wholes = [_stated_value(source, name) for name in ("hidden_size", "dim", "embed_dim", "d_model")]
     widths = [whole // queries[1] for whole in wholes if _is_count(whole)]
     widths += sorted({features // queries[1] for features in outputs if features % queries[1] == 0})
     count = (keys or queries)[1]
@@ -197,7 +233,7 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 def _first_count(source: object, names: tuple[str, ...]) -> tuple[str, int] | None:
     for name in names:
-        value = getattr(source, name, None)
+        value = _stated_value(source, name)
         if _is_count(value):
             return name, value
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +12,16 @@ from torch.distributed.tensor.parallel import SequenceParallel
 
 from namedmesh._torch import strided_shard
 from namedmesh.errors import PlanError, did_you_mean
+from namedmesh.tensor_parallel.adapters import adapted_model
 from namedmesh.tensor_parallel.experts import IdentityExpert, ShardedExperts
+from namedmesh.tensor_parallel.fused import FusedColwiseParallel
 from namedmesh.tensor_parallel.kv_heads import KeyValueParallel, names_keys_or_values
 from namedmesh.tensor_parallel.local import LocalParameters, SumOutput, SumTailGradient
 from namedmesh.tensor_parallel.plan import matches
 from namedmesh.tensor_parallel.styles import ColwiseParallel, RowwiseParallel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch.distributed.tensor.parallel import ParallelStyle
     from torch.distributed.tensor.placement_types import Placement
@@ -66,22 +69,42 @@ _SPECIAL = (
 )
 
 
-def plan_from_hf(model_or_plan: nn.Module | Mapping[str, str]) -> dict[str, ParallelStyle]:
+# Plans of transformers that fit no number of ranks but one, by the model type and the style that makes it so.
+_UNWORKABLE = {
+    ("doge", "self_attn.dt_proj", "rowwise"): (
+        "dt_proj's output has a number for each of all heads, of which q_proj and k_proj leave each rank a part"
+    ),
+    ("esmc", "self_attn.q_proj", "colwise"): (
+        "q_norm and k_norm take the features of all heads, of which q_proj and k_proj leave each rank a part"
+    ),
+    ("neomme", "self_attn.q_proj", "colwise"): (
+        "alpha has a number for each of all heads, of which q_proj leaves each rank a part"
+    ),
+}
+
+
+def plan_from_hf(
+    model_or_plan: nn.Module | Mapping[str, str], *, leave_out: Sequence[str] = ()
+) -> dict[str, ParallelStyle]:
     """Read a Hugging Face tensor-parallel plan into one for ``parallelize``.
 
     From a model, the plan is its configuration's ``base_model_tp_plan`` (with the base model's prefix) and
-    its own ``_tp_plan``. Such a plan is written for all variants of an architecture, so what it says about
-    modules that this model does not have is left out; and if the output head of the model is tied to its
-    input embedding, the embedding is cut along the vocabulary too, as the head is.
+    its own ``_tp_plan``; from a ``PeftModel``, that of the model inside. Such a plan is written for all
+    variants of an architecture, so what it says about modules that this model does not have is left out, and
+    so is a row layer whose input no column layer makes. If the output head of the model is tied to its input
+    embedding, the embedding is cut along the vocabulary too, as the head is.
 
     Args:
         model_or_plan: a ``PreTrainedModel``, or a plan: a dict of module names to style names.
+        leave_out: patterns of entries of the plan to leave out, such as ``"*.self_attn.*"`` (``*`` stands for
+            any text, dots included). What they name stays whole on every rank.
 
     Returns:
         A dict of module names to styles. A module that every rank keeps whole (``"replicate"``) is not in it.
 
     Raises:
-        PlanError: if the model has no plan; or with every style that is unknown or not supported.
+        PlanError: if the model has no plan, if a pattern matches no entry of it, or if it is known not to work;
+            or with every style that is unknown or not supported.
 
     Example:
         >>> from namedmesh.tensor_parallel import plan_from_hf
@@ -91,12 +114,24 @@ def plan_from_hf(model_or_plan: nn.Module | Mapping[str, str]) -> dict[str, Para
         layers.*.mlp.up_proj ColwiseParallel
         layers.*.mlp.down_proj RowwiseParallel
     """
+    if isinstance(model_or_plan, nn.Module) and (adapted := adapted_model(model_or_plan)):
+        prefix, inner = adapted
+        return {f"{prefix}.{key}": style for key, style in plan_from_hf(inner, leave_out=leave_out).items()}
     model = None
     if isinstance(model_or_plan, Mapping):
         names = dict(model_or_plan)
     else:
         model = model_or_plan
         names = _names_of(model)
+    idle = [pattern for pattern in leave_out if not fnmatch.filter(names, pattern)]
+    if idle:
+        raise PlanError(*(f"leave_out: {pattern!r} matches no entry of the plan" for pattern in idle))
+    names = {
+        key: name
+        for key, name in names.items()
+        if not any(fnmatch.fnmatchcase(key, pattern) for pattern in leave_out)
+    }
+    _refuse_unworkable(model, names)
     bare = _bare_parameters(model, names)
     plan: dict[str, ParallelStyle] = {}
     problems = []
@@ -143,6 +178,17 @@ def _names_of(model: nn.Module) -> dict[str, str]:
     return {key: name for key, name in stated.items() if any(matches(key, fqn) for fqn in there)}
 
 
+def _refuse_unworkable(model: nn.Module | None, names: Mapping[str, str]) -> None:
+    """Say what is wrong with a plan of transformers, instead of leaving it to a forward with sizes that differ."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    for (model_type, layer, style), reason in _UNWORKABLE.items():
+        if kind == model_type and any(key.endswith(layer) and name == style for key, name in names.items()):
+            raise PlanError(
+                f"the attention of {type(model).__name__} cannot be sharded as its plan says: {reason}; leave it "
+                f"out: plan_from_hf(model, leave_out=['*.self_attn.*'])"
+            )
+
+
 def _base_prefix(model: nn.Module) -> str:
     """What the base model's names start with in this model: ``"model."``, or nothing for the base model."""
     base = getattr(model, "base_model", model)
@@ -173,23 +219,14 @@ def _entries(
     found = {fqn: module for fqn, module in model.named_modules() if matches(key, fqn)}
     if found and all(isinstance(module, nn.ModuleList) for module in found.values()):
         return _entries(model, f"{key}.*", name, names)
-    if name == "colwise" and names_keys_or_values(key):
-        return {key: KeyValueParallel()}
-    if name in _OWNERS:
-        return _same_or_apart(key, {fqn: _owner(model, fqn, name, names) for fqn in found})
-    if name == "mla_kv_a_proj":
-        widths = {fqn: _tail_width(model, fqn) for fqn in found}
-        if None in widths.values():
-            return None
-        return _same_or_apart(
-            key, {fqn: SumTailGradient(width) if width else None for fqn, width in widths.items()}
-        )
-    if name == "rowwise":
-        return _same_or_apart(
-            key,
-            {fqn: None if _input_is_whole(model, fqn, names) else RowwiseParallel() for fqn in found},
-        )
-    return {key: _STYLES[name]()} if name in _STYLES else None
+    makers = {"mla_kv_a_proj": _tail, "rowwise": _row, **dict.fromkeys(_OWNERS, _owner)}
+    if name not in makers:
+        style = _column(model, key, name)
+        return None if style is None else {key: style}
+    try:
+        return _same_or_apart(key, {fqn: makers[name](model, fqn, name, names) for fqn in found})
+    except LookupError:
+        return None
 
 
 def _same_or_apart(key: str, styles: Mapping[str, ParallelStyle | None]) -> dict[str, ParallelStyle]:
@@ -199,6 +236,18 @@ def _same_or_apart(key: str, styles: Mapping[str, ParallelStyle | None]) -> dict
         ((_, style),) = distinct.items()
         return {} if style is None else {key: style}
     return {fqn: style for fqn, style in styles.items() if style is not None}
+
+
+def _column(model: nn.Module, key: str, name: str) -> ParallelStyle | None:
+    """A style by its name alone, or by that of the layer too; None if there is none of that name."""
+    if name == "packed_colwise":
+        return FusedColwiseParallel(blocks=2)
+    if name == "colwise" and names_keys_or_values(key):
+        return KeyValueParallel()
+    if name == "colwise" and key.endswith("query_key_value"):  # GPT-NeoX's: head by head
+        heads = getattr(_text_config(model), "num_attention_heads", None)
+        return ColwiseParallel() if heads is None else FusedColwiseParallel(interleaved=heads)
+    return _STYLES[name]() if name in _STYLES else None
 
 
 def _owner(model: nn.Module, fqn: str, name: str, names: Mapping[str, str]) -> ParallelStyle | None:
@@ -214,6 +263,11 @@ def _owner(model: nn.Module, fqn: str, name: str, names: Mapping[str, str]) -> P
     return LocalParameters(placements) if name == "local_params" else ShardedExperts(placements)
 
 
+def _row(model: nn.Module, fqn: str, _name: str, names: Mapping[str, str]) -> ParallelStyle | None:
+    """The style of a row layer, if a column layer of the plan makes its input."""
+    return None if _input_is_whole(model, fqn, names) else RowwiseParallel()
+
+
 def _bare_placement(module: nn.Module, parameter: str, ndim: int, name: str) -> Placement:
     """How a bare parameter is sharded: a linear's weight, experts stacked in front, or one number a head."""
     dim = max(ndim - 2, 0) if name.endswith("colwise") else ndim - 1
@@ -224,15 +278,22 @@ def _bare_placement(module: nn.Module, parameter: str, ndim: int, name: str) -> 
     return strided_shard(dim, 2) if fused else Shard(dim)
 
 
-def _tail_width(model: nn.Module, fqn: str) -> int | None:
-    """How many features a projection makes for the rotated part of the keys, as its attention says."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for source in (model.get_submodule(fqn.rpartition(".")[0]), text):
+def _tail(model: nn.Module, fqn: str, _name: str, _names: Mapping[str, str]) -> ParallelStyle | None:
+    """The style of a latent projection, of whose features the last go to every head, as its attention says.
+
+    Raises:
+        LookupError: neither the attention module nor the configuration says how many.
+    """
+    for source in (model.get_submodule(fqn.rpartition(".")[0]), _text_config(model)):
         width = getattr(source, "qk_rope_head_dim", None)
         if isinstance(width, int):
-            return width
-    return None
+            return SumTailGradient(width) if width else None
+    raise LookupError(fqn)
+
+
+def _text_config(model: nn.Module) -> Any:
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _input_is_whole(model: nn.Module, fqn: str, names: Mapping[str, str]) -> bool:

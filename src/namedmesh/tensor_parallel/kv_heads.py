@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from namedmesh.errors import PlanError
+from namedmesh.tensor_parallel.other_rows import column_of, rows_of, with_forward
 from namedmesh.tensor_parallel.placements import misfits
 from namedmesh.tensor_parallel.styles import ColwiseParallel
-from namedmesh.tensor_parallel.whole_weights import column_of, make_whole, rows_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -165,7 +165,7 @@ class KeyValueParallel(ColwiseParallel):
         bound.src_data_rank = self.src_data_rank
         if hasattr(self.attention, GROUPS):
             setattr(self.attention, GROUPS, bound.shared.repeats)
-        return make_whole(bound, module, device_mesh, KeyValueLinear, _shared=bound.shared)
+        return with_forward(bound, module, device_mesh, KeyValueLinear, _shared=bound.shared)
 
 
 class KeyValueLinear(nn.Linear):

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from namedmesh._torch import computed_now, gradient_like, is_observed, no_view, synchronous
-from namedmesh.errors import MeshError
+from namedmesh.errors import MeshError, PlanError
+from namedmesh.tensor_parallel.autocast import autocast_piece, autocast_value
 from namedmesh.tensor_parallel.collectives import (
     ALONE,
     all_gather,
@@ -28,11 +29,13 @@ from namedmesh.tensor_parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
+from namedmesh.tensor_parallel.placements import placement_name
 from namedmesh.tensor_parallel.setup import (
     Setup,
     check_cut,
     check_features,
     is_replicated,
+    name_of,
     sharded_dim,
 )
 from namedmesh.tensor_parallel.shared_input import SharedGradient, shared_gradient
@@ -54,7 +57,7 @@ class ColwiseLinear(nn.Linear):
         if torch.compiler.is_compiling():
             return through_dtensor(self, input, Replicate())
         last = input.ndim - 1
-        operand = column_operand(setup, input)
+        operand = column_operand(self, setup, input)
         whole_output = is_replicated(setup.output_layout)
         if operand is None or not (whole_output or sharded_dim(setup.output_layout, input.ndim) == last):
             return through_dtensor(self, input, Replicate())
@@ -104,14 +107,23 @@ class ColumnOperand(NamedTuple):
     shared: SharedGradient | None
 
 
-def column_operand(setup: Setup, value: Tensor) -> ColumnOperand | None:
-    """An input of a column layer for explicit collectives; None if they cannot move what it is laid out as."""
+def column_operand(module: nn.Module, setup: Setup, value: Tensor) -> ColumnOperand | None:
+    """An input of a column layer for explicit collectives; None if they cannot move what it is laid out as.
+
+    Raises:
+        PlanError: the style is to gather an input that is gathered already.
+    """
     layout = setup.layout_of(value)
     gather_dim = None if layout is None else sharded_dim(layout, value.ndim)
     if layout is None or (gather_dim is None and not is_replicated(layout)) or gather_dim == value.ndim - 1:
         return None
     if not isinstance(value, DTensor):
-        shared = shared_gradient(value, setup.peers) if gather_dim is None else None
+        shared = shared_gradient(value, setup.peers)
+        if shared is not None and gather_dim is not None:
+            raise PlanError(
+                f"{name_of(module)}: the input is laid out as {placement_name(layout)} by this style, but a SharedInput above has made it whole; "
+                f"leave input_layouts at Replicate(), or take the SharedInput out of the plan"
+            )
         return ColumnOperand(value, setup.peers, gather_dim, shared)
     if gather_dim is None:
         # As in DTensor arithmetic: whoever made it sums the parts of its gradient, of all its users at once.
@@ -155,12 +167,9 @@ def column(  # noqa: PLR0917  the operands, and how they are laid out
         gather_again: keep only the piece of the input for the backward, and gather it there once more: less
             memory, one more collective.
     """
-    if shared is not None:
-        # The value is cast inside: a cast outside would be another tensor, whose gradient is not shared.
-        weight, bias = autocast_operands(value.device.type, weight, bias)
-        return _column(value, weight, bias, peers, gather_dim, gather_again, shared)
-    value, weight, bias = autocast_operands(value.device.type, value, weight, bias)
-    return _column(value, weight, bias, peers, gather_dim, gather_again, None)
+    if shared is None:  # or else it is cast inside: another tensor's gradient would not be the shared one
+        value = autocast_value(value)
+    return _column(value, weight, bias, peers, gather_dim, gather_again, shared)
 
 
 def row(
@@ -175,24 +184,7 @@ def row(
         peers: over whom the output is summed.
         scatter_dim: keep only my piece of the sum, along this dim.
     """
-    value, weight, bias = autocast_operands(value.device.type, value, weight, bias)
-    return _row(value, weight, bias, peers, scatter_dim)
-
-
-def autocast_operands(device: str, *operands: Any) -> tuple[Any, ...]:
-    """Operands in the type that autocast gives them, float64 as it is; outside autocast, all as they are.
-
-    The backward runs outside autocast, so the casts have to be operations of their own.
-    """
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return operands
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        operand.to(dtype)
-        if operand is not None and operand.is_floating_point() and operand.dtype is not torch.float64
-        else operand
-        for operand in operands
-    )
+    return _row(autocast_value(value), weight, bias, peers, scatter_dim)
 
 
 def _refuse_double_backward() -> None:
@@ -213,9 +205,8 @@ def _conjugate(tensor: Tensor) -> Tensor:
     return tensor.conj() if tensor.is_complex() else tensor
 
 
-def _input_part(gradient: Tensor, weight: Tensor) -> Tensor:
-    """My part of the gradient of a layer's input; made here, and nobody else's."""
-    mine = _piece(weight)
+def _input_part(gradient: Tensor, mine: Tensor) -> Tensor:
+    """My part of the gradient of a layer's input, from my piece of the weight; made here, and nobody else's."""
     return (_rows(gradient) @ _conjugate(mine)).view(*gradient.shape[:-1], mine.shape[1])
 
 
@@ -265,26 +256,28 @@ class _Column(torch.autograd.Function):
         if gather_dim is not None:
             value = all_gather(piece, peers, gather_dim)
         if shared is not None:
-            (value,) = autocast_operands(value.device.type, value)
+            value = autocast_value(value)
             shared.expect(ctx.needs_input_grad[0])
         gather_again = gather_again and gather_dim is not None
-        _keep(ctx, piece if gather_again else value, weight, bias)
+        mine = autocast_piece(weight)
+        _keep(ctx, piece if gather_again else value, weight, bias, mine)
         ctx.peers, ctx.gather_dim, ctx.gather_again, ctx.shared = peers, gather_dim, gather_again, shared
-        return no_view(F.linear(value, _piece(weight), None if bias is None else _piece(bias)))
+        return no_view(F.linear(value, mine, None if bias is None else autocast_piece(bias)))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_double_backward()
         now = computed_now(ctx)
-        value, weight, bias = ctx.saved_tensors
+        value, weight, bias, mine = ctx.saved_tensors
+        mine = _piece(weight) if mine is None else mine
         gradient = synchronous(gradient)
         pending = gathering = None
         if now[1] and value is not None and ctx.gather_again:
             gathering = start_all_gather(value, ctx.peers, ctx.gather_dim)
         if now[0] and ctx.shared is not None:
-            ctx.shared.add(_rows(gradient), _conjugate(_piece(weight)), gradient.shape[:-1])
+            ctx.shared.add(_rows(gradient), _conjugate(mine), gradient.shape[:-1])
         elif now[0]:
-            part = _input_part(gradient, weight)
+            part = _input_part(gradient, mine)
             if ctx.gather_dim is None:
                 pending = start_all_reduce(part, ctx.peers, mine=True)
             else:
@@ -303,33 +296,34 @@ class _Row(torch.autograd.Function):
     def forward(  # noqa: PLR0917  autograd passes them by position
         ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None, peers: Peers, scatter_dim: int | None
     ) -> Tensor:
-        value = synchronous(value)
-        _keep(ctx, value, weight, bias)
+        value, mine = synchronous(value), autocast_piece(weight)
+        _keep(ctx, value, weight, bias, mine)
         ctx.peers, ctx.scatter_dim, ctx.gathered = peers, scatter_dim, None
-        output = F.linear(value, _piece(weight))
+        output = F.linear(value, mine)
         if scatter_dim is None:
             output = all_reduce(output, peers, mine=True)
         else:
             output = reduce_scatter(output, peers, scatter_dim)
         if bias is not None:
-            mine = _piece(bias)
+            added = autocast_piece(bias)
             if scatter_dim == output.ndim - 1 and peers.size > 1:
                 width = output.shape[-1]
-                mine = mine.narrow(0, peers.rank * width, width)
+                added = added.narrow(0, peers.rank * width, width)
             # After the sum: the bias counts once. In place, unless somebody may have kept the sum.
-            output = output + mine if is_observed(output) else output.add_(mine)
+            output = output + added if is_observed(output) else output.add_(added)
         return no_view(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_double_backward()
         now = computed_now(ctx)
-        value, weight, bias = ctx.saved_tensors
+        value, weight, bias, mine = ctx.saved_tensors
+        mine = _piece(weight) if mine is None else mine
         whole = synchronous(gradient)
         if ctx.scatter_dim is not None:
             # The whole gradient also makes the bias' gradient the same, and whole, on every rank.
             whole = _gathered_gradient(ctx, gradient, later=ctx.needs_input_grad[1] and not now[1])
-        input_gradient = _input_part(whole, weight) if now[0] else None
+        input_gradient = _input_part(whole, mine) if now[0] else None
         return input_gradient, *_parameter_gradients(now, whole, value, weight, bias), None, None
 
 
@@ -345,16 +339,19 @@ def _gathered_gradient(ctx: Any, gradient: Tensor, *, later: bool) -> Tensor:
     return whole
 
 
-def _keep(ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Save what the backward will need, and not the input when the weight is frozen."""
+def _keep(ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None, mine: Tensor) -> None:
+    """Save what the backward will need: not the input when the weight is frozen, my piece where it was cast."""
     needs_value, needs_weight = ctx.needs_input_grad[:2]
     ctx.save_for_backward(
-        value if needs_weight else None, weight if needs_value or needs_weight else None, bias
+        value if needs_weight else None,
+        weight if needs_value or needs_weight else None,
+        bias,
+        mine if needs_value and mine.dtype is not weight.dtype else None,
     )
 
 
 # The functions to call: torch leaves ``apply`` without types.
-_column: Callable[
-    [Tensor, Tensor, Tensor | None, Peers, int | None, bool, SharedGradient | None], Tensor
-] = _Column.apply
+_column: Callable[[Tensor, Tensor, Tensor | None, Peers, int | None, bool, SharedGradient | None], Tensor] = (
+    _Column.apply
+)
 _row: Callable[[Tensor, Tensor, Tensor | None, Peers, int | None], Tensor] = _Row.apply

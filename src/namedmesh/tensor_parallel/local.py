@@ -153,6 +153,29 @@ class _SharedParameter(torch.autograd.Function):
 _shared_parameter: Callable[[DTensor, Peers], Tensor] = _SharedParameter.apply
 
 
+class KeepWhole(ParallelStyle):
+    """Keep a module as it is, because every rank computes the same with it.
+
+    For a module between sharded layers that works on what is not sharded: a plan that does not name such a
+    module is refused, because its gradients could be parts. Nothing is changed.
+
+    Example:
+        >>> from namedmesh.tensor_parallel import KeepWhole
+        >>> KeepWhole()
+        KeepWhole()
+    """
+
+    def __repr__(self) -> str:
+        return "KeepWhole()"
+
+    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:  # noqa: ARG002  none, for any
+        """It touches no parameters."""
+        return {}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:  # noqa: ARG002  its signature
+        return module
+
+
 class SumOutput(ParallelStyle):
     """Sum a module's output over the ranks, each of which computed a part of it.
 

@@ -8,21 +8,23 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, TypeAlias
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from namedmesh._torch import absent_children, sharded_parts
 from namedmesh.errors import PlanError, did_you_mean, listing
+from namedmesh.tensor_parallel.adapters import with_adapters
 from namedmesh.tensor_parallel.entry import Entry
+from namedmesh.tensor_parallel.fused import fused_problems
 from namedmesh.tensor_parallel.heads import head_problems, with_counts
 from namedmesh.tensor_parallel.placements import misfits, parameter_placements
 from namedmesh.tensor_parallel.setup import NAME
 from namedmesh.tensor_parallel.ties import find_ties
+from namedmesh.tensor_parallel.uncovered import cover
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from torch import nn
 
     from namedmesh.tensor_parallel.ties import Tie
 
@@ -56,6 +58,8 @@ def resolve(
     entries: list[Entry] = []
     matching_problems = _match(model, plan, entries)
     problems += matching_problems
+    entries, adapter_problems = with_adapters(entries)
+    problems += adapter_problems
     entries = with_counts(model, entries, tp_size)
     fitting = []
     for entry in entries:
@@ -65,6 +69,10 @@ def resolve(
             fitting.append(entry)
     problems += _size_problems(fitting, tp_size)
     problems += head_problems(model, fitting, tp_size)
+    problems += fused_problems(model, fitting, tp_size)
+    meant, uncovered = cover(model, entries) if tp_size > 1 else ([], [])
+    problems += uncovered
+    entries += meant
     problems += [
         f"{name}: {value} is not divisible by the tp size {tp_size} (from must_divide); "
         f"choose a tp size that divides it"
@@ -107,7 +115,7 @@ def _match(model: nn.Module, plan: object, entries: list[Entry]) -> list[str]:
     if not isinstance(plan, Mapping):
         return [f"a plan is a dict of module names to parallel styles, not a {type(plan).__name__}"]
     names: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
-    absent = absent_children(model)
+    absent = absent_children(model) + [fqn for fqn, module in names.items() if _is_empty(module)]
     problems = []
     owners: dict[int, Entry] = {}
     clashes: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -142,8 +150,13 @@ def matches(key: str, fqn: str) -> bool:
     return len(wanted) == len(tokens) and all(map(fnmatchcase, tokens, wanted))
 
 
+def _is_empty(module: nn.Module) -> bool:
+    """Whether a module is a container with nothing in it, as on a pipeline stage that has no layers."""
+    return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and not len(module)
+
+
 def _covers(key: str, absent: str) -> bool:
-    """Whether a key names a submodule that is set to None, or something inside it."""
+    """Whether a key names a submodule that is set to None or empty, or something inside it."""
     wanted, tokens = key.split("."), absent.split(".")
     return len(wanted) >= len(tokens) and all(map(fnmatchcase, tokens, wanted))
 

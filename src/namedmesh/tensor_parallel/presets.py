@@ -24,6 +24,9 @@ def llama_plan(
     ``layers.*.ffn_norm``, ``layers.*.feed_forward.{w1,w2,w3}``, ``norm`` and ``output``. The model's
     attention works on the heads it finds, ``view(batch, sequence, -1, head_dim)``.
 
+    The input of ``attention``, and of ``feed_forward``, is one :class:`SharedInput`: gathered once for its
+    column layers where the sequence is sharded, and its gradient summed once.
+
     Args:
         sequence_parallel: between the sharded parts each rank keeps its piece of the sequence; the norms run
             on it, and every length must be a multiple of the tp size.

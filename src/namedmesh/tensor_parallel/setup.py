@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from namedmesh.errors import ShapeError
 from namedmesh.tensor_parallel.collectives import Peers
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement

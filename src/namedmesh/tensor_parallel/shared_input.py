@@ -122,49 +122,49 @@ class SharedGradient:
     def __init__(self, peers: Peers, scatter_dim: int | None) -> None:
         self.peers, self.scatter_dim = peers, scatter_dim
         self._layers = 0
-        self._pass = -1
-        self._added = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._pass, self._added = -1, 0
         self._sum: Tensor | None = None
         self._pending: Pending | None = None
 
     def expect(self, needed: bool) -> None:
-        """A layer tells that it will add its part."""
+        """Note a layer, and whether it will add a part."""
         self._layers += needed
 
     def add(self, rows: Tensor, weight: Tensor, leading: torch.Size) -> None:
-        """Add ``rows @ weight``; with the last layer's part, the sum over the ranks is started."""
+        """Add ``rows @ weight``; with the last layer's part, the sum over the ranks is started.
+
+        Args:
+            rows: the gradient of the layer's output, a row for each token.
+            weight: the layer's.
+            leading: the dims of the input before its features.
+        """
         if self._pass != backward_pass():  # what is left of a pass that failed does not count
             self._clear()
             self._pass = backward_pass()
         if self._sum is None:
-            self._sum = rows @ weight
+            part = rows @ weight
         else:
-            self._sum = torch.addmm(self._sum, rows, weight)
+            part = torch.addmm(self._sum.view(-1, weight.shape[1]), rows, weight)
+        self._sum = part.view(*leading, weight.shape[1])
         self._added += 1
         if self._added == self._layers:
-            self._start(leading)
-        else:
-            self._leading = leading
+            self._pending, self._sum = self._start(self._sum), None
 
-    def _start(self, leading: torch.Size) -> None:
-        part, self._sum = self._sum, None
-        assert part is not None
-        part = part.view(*leading, part.shape[-1])
+    def _start(self, part: Tensor) -> Pending:
         if self.scatter_dim is None:
-            self._pending = start_all_reduce(part, self.peers, mine=True)
-        else:
-            self._pending = start_reduce_scatter(part, self.peers, self.scatter_dim)
-
-    def _clear(self) -> None:
-        self._pass, self._added, self._sum, self._pending = -1, 0, None, None
+            return start_all_reduce(part, self.peers, mine=True)
+        return start_reduce_scatter(part, self.peers, self.scatter_dim)
 
     def result(self) -> Tensor | None:
         """The sum over the ranks of all parts that were added in this pass; None where there were none."""
         if self._pass != backward_pass():
             return None
-        if self._sum is not None:  # not every layer took part in this pass
-            self._start(self._leading)
         pending = self._pending
+        if self._sum is not None:  # not every layer took part in this pass
+            pending = self._start(self._sum)
         self._clear()
         return None if pending is None else pending.wait().contiguous()
 

@@ -119,7 +119,9 @@ def _shard(
     ours = None if "forward" in vars(module) else local_compute.get(type(module))
     if ours is None and norm is None and _extends_the_forward(style, module, local_compute):
         partition("", module, mesh)  # and not the modules inside, which work on plain tensors
-        module.__class__ = _on_sharded_base(type(module), tuple(local_compute.items()))
+        sharded: Any = next(ours for base, ours in local_compute.items() if isinstance(module, base))
+        kind: Any = type(module)
+        module.__class__ = _on_sharded_base(kind, sharded)
         module._setup = setup  # type: ignore[assignment]  # noqa: SLF001  it is one of ours now
         return module
     if ours is None:
@@ -159,11 +161,8 @@ def _leaves_the_weight_alone(forward: Callable[..., Any]) -> bool:
 
 
 @cache
-def _on_sharded_base(
-    kind: type[nn.Module], local_compute: tuple[tuple[type[nn.Module], type[nn.Module]], ...]
-) -> type[nn.Module]:
+def _on_sharded_base(kind: Any, ours: Any) -> type[nn.Module]:
     """The class again, with ours where its ``super().forward`` goes."""
-    ours = next(sharded for base, sharded in local_compute if issubclass(kind, base))
     return type(kind.__name__, (kind, ours), {"__module__": kind.__module__})
 
 

@@ -47,6 +47,7 @@ class LocalWeightNorm:
     peers: Peers
 
     def __call__(self, module: nn.Module, _inputs: object) -> None:
+        """Leave the piece where the module's forward looks for its weight."""
         magnitude, direction = module.get_parameter(MAGNITUDE), module.get_parameter(DIRECTION)
         piece = direction.to_local() if isinstance(direction, DTensor) else direction
         dims = [i for i in range(piece.ndim) if i != self.dim]
@@ -57,7 +58,7 @@ class LocalWeightNorm:
             size = _partial(magnitude)
             squares = sum_forward(piece.abs().square().sum(dims, keepdim=True), self.peers)
             norm = sum_backward(squares, self.peers).sqrt()
-        module.weight = piece * (size / norm)  # type: ignore[assignment]
+        module.weight = piece * (size / norm)
 
 
 def _partial(parameter: Tensor) -> Tensor:

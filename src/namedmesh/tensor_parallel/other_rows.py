@@ -1,7 +1,4 @@
-"""Column layers whose weight every rank keeps whole, computing only the output features that it needs.
-
-For weights of which the ranks need overlapping rows, or rows that no placement can say.
-"""
+"""Column layers that work on other rows of their weight than the ones that a rank holds."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
 
-from namedmesh.tensor_parallel.linear import column
-from namedmesh.tensor_parallel.setup import Setup, sharded_dim
+from namedmesh.tensor_parallel.linear import column, column_operand
+from namedmesh.tensor_parallel.setup import Setup
 from namedmesh.tensor_parallel.styles import cut_parameters
 
 if TYPE_CHECKING:
@@ -23,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ColwiseParallel
 
 
-def make_whole(
+def with_forward(
     style: ColwiseParallel, module: nn.Module, mesh: DeviceMesh, kind: type[nn.Module], **attributes: Any
 ) -> nn.Module:
     """Lay out a linear's parameters as its style says, and give it the forward of another class."""
@@ -56,10 +53,9 @@ def rows_of(parameter: Tensor, blocks: Sequence[int], count: int) -> Tensor:
 
 def column_of(setup: Setup, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A column layer of this rank's rows: as many on every rank, wherever they come from."""
-    local = None if torch.compiler.is_compiling() else setup.plain(value)
-    gather_dim = None if local is None else sharded_dim(setup.input_layout, local.ndim)
-    if local is not None and (gather_dim is None or gather_dim < local.ndim - 1):
-        return column(local, weight, bias, setup.peers, gather_dim)
+    operand = None if torch.compiler.is_compiling() else column_operand(setup, value)
+    if operand is not None:
+        return column(operand.value, weight, bias, *operand[1:])
     whole = setup.annotated(value).redistribute(placements=[Replicate()])
     rows = DTensor.from_local(weight, setup.mesh, [Shard(0)], run_check=False)
     added = None if bias is None else DTensor.from_local(bias, setup.mesh, [Shard(0)], run_check=False)

@@ -1,0 +1,35 @@
+"""What autocast does to the operands of a linear layer; our arithmetic is below it, and has to do it itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from namedmesh._torch import cast_once
+
+
+def _cast_to(tensor: Tensor) -> torch.dtype | None:
+    """The type that autocast would give a tensor; None where it leaves it as it is."""
+    device = tensor.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    dtype = torch.get_autocast_dtype(device)
+    kept = not tensor.is_floating_point() or tensor.dtype in {torch.float64, dtype}
+    return None if kept else dtype
+
+
+def autocast_value(value: Tensor) -> Tensor:
+    """An activation in the type that autocast gives it. The backward runs outside autocast: the cast is a step."""
+    dtype = _cast_to(value)
+    return value if dtype is None else value.to(dtype)
+
+
+def autocast_piece(parameter: Tensor) -> Tensor:
+    """My plain piece of a parameter, in the type that autocast gives it; inside a forward of our own only.
+
+    As autocast does, it casts a parameter once, however often it is used in one autocast block.
+    """
+    piece: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    dtype = _cast_to(piece)
+    return piece if dtype is None else cast_once(parameter, piece, dtype)

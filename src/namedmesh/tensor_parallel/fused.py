@@ -1,0 +1,226 @@
+"""Column layers that are several layers in one: q, k and v, or gate and up, in one weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from namedmesh.errors import PlanError, listing
+from namedmesh.tensor_parallel.heads import heads_around
+from namedmesh.tensor_parallel.other_rows import column_of, with_forward
+from namedmesh.tensor_parallel.placements import misfits
+from namedmesh.tensor_parallel.regions import exchange
+from namedmesh.tensor_parallel.styles import ColwiseParallel
+from namedmesh.tensor_parallel.uncovered import sections, starred
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+    from namedmesh.tensor_parallel.collectives import Peers
+    from namedmesh.tensor_parallel.entry import Entry
+    from namedmesh.tensor_parallel.setup import Setup
+    from namedmesh.tensor_parallel.uncovered import Section
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Rows that lie in blocks, of each of which every rank works on its part, and holds others.
+
+    What a rank holds is its piece of all rows, one after the other, as of any sharded weight.
+
+    Args:
+        sizes: the number of rows of each block.
+        size: the number of ranks, which divides each of them.
+
+    Example:
+        Two blocks of 4 rows on 2 ranks: rank 0 holds rows 0 to 3 and works on 0, 1, 4 and 5, the last two of
+        which rank 1 holds:
+
+        >>> Blocks((4, 4), 2).moved(0, 0), Blocks((4, 4), 2).moved(1, 0)
+        ([(0, 2)], [(4, 6)])
+    """
+
+    sizes: tuple[int, ...]
+    size: int
+
+    def moved(self, holder: int, worker: int) -> list[tuple[int, int]]:
+        """The rows, from and to, that one rank holds and another one works on."""
+        width = sum(self.sizes) // self.size
+        start, found = 0, []
+        for rows in self.sizes:
+            part = rows // self.size
+            low = max(holder * width, start + worker * part)
+            high = min((holder + 1) * width, start + (worker + 1) * part)
+            if low < high:
+                found.append((low, high))
+            start += rows
+        return found
+
+    def select(self, whole: Tensor, rank: int) -> Tensor:
+        """The rows that a rank works on, out of all rows."""
+        moves = [move for holder in range(self.size) for move in self.moved(holder, rank)]
+        return torch.cat([whole[low:high] for low, high in moves])
+
+    def collect(self, piece: Tensor, peers: Peers) -> Tensor:
+        """The rows that this rank works on, from the ranks that hold them; their gradients go back."""
+        first = peers.rank * piece.shape[0]
+        sent = [self.moved(peers.rank, worker) for worker in range(self.size)]
+        received = [self.moved(holder, peers.rank) for holder in range(self.size)]
+        outgoing = torch.cat([piece[low - first : high - first] for ranges in sent for low, high in ranges])
+        return exchange(outgoing, peers, _lengths(sent), _lengths(received))
+
+
+def _lengths(moves: list[list[tuple[int, int]]]) -> list[int]:
+    return [sum(high - low for low, high in ranges) for ranges in moves]
+
+
+class FusedColwiseParallel(ColwiseParallel):
+    """Give each rank its part of every layer that one ``nn.Linear`` is made of.
+
+    The output features of such a linear lie in blocks (all queries, then all keys, then all values; gate, then
+    up), of which the model takes its parts with ``chunk`` or ``split`` by the sizes that it finds; or they lie
+    head by head, each with its queries, keys and values. ``ColwiseParallel`` would cut blocks in the middle.
+
+    The parameters are sharded like any other, rank after rank, so that checkpoints, FSDP2 and optimizers see
+    the weight of the whole model. Where they lie in blocks the ranks exchange rows in every forward, and their
+    gradients in every backward: as many numbers as a rank holds.
+
+    Args:
+        blocks: the number of equal blocks, or the output features of each.
+        interleaved: instead, the number of heads (or of groups of heads) that lie one after the other.
+        input_layouts: how a plain input is laid out: ``Replicate()`` (the default), or ``Shard(dim)`` to
+            gather it first.
+
+    Raises:
+        PlanError: neither or both are given; or when applied to another kind of module, to one that is already
+            parallelized, or where the sizes do not fit.
+
+    Example:
+        >>> import torch
+        >>> from namedmesh.tensor_parallel import FusedColwiseParallel, plan_report
+        >>> qkv = torch.nn.Linear(16, 48, bias=False, device="meta")
+        >>> plan_report(qkv, 2, FusedColwiseParallel(blocks=3)).rows[0].local_shape
+        (24, 16)
+    """
+
+    def __init__(
+        self,
+        *,
+        blocks: int | Sequence[int] | None = None,
+        interleaved: int | None = None,
+        input_layouts: Placement | None = None,
+    ) -> None:
+        super().__init__(input_layouts=input_layouts)
+        if (blocks is None) == (interleaved is None):
+            raise PlanError(
+                f"FusedColwiseParallel got blocks={blocks} and interleaved={interleaved}; give one of them: blocks "
+                f"for q|k|v or gate|up, one after the other, interleaved for q, k and v head by head"
+            )
+        self.blocks = tuple(blocks) if isinstance(blocks, Sequence) else blocks
+        self.interleaved = interleaved
+
+    def __repr__(self) -> str:
+        layout = f"blocks={self.blocks}" if self.interleaved is None else f"interleaved={self.interleaved}"
+        return f"FusedColwiseParallel({layout}, input_layouts={self.input_layouts})"
+
+    def sizes(self, module: nn.Linear) -> tuple[int, ...]:
+        """The output features of each block."""
+        if isinstance(self.blocks, int):
+            return (module.out_features // self.blocks,) * self.blocks
+        return self.blocks or (module.out_features,)
+
+    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
+        """All sharded, rank after rank."""
+        return {name: Shard(0) for name in ("weight", "bias") if getattr(module, name, None) is not None}
+
+    def misfits(self, module: nn.Module) -> list[str]:
+        """A sentence for each reason why the module is not made of such parts."""
+        if not isinstance(module, nn.Linear):
+            return [f"FusedColwiseParallel fits nn.Linear, not {type(module).__name__}"]
+        reasons = []
+        features = module.out_features
+        if self.interleaved is not None and features % self.interleaved:
+            reasons.append(f"{self.interleaved} interleaved heads do not divide out_features {features}")
+        if self.blocks is not None and sum(self.sizes(module)) != features:
+            reasons.append(f"blocks={self.blocks} do not add up to out_features {features}")
+        if self.blocks is not None and (type(module) is not nn.Linear or "forward" in vars(module)):
+            reasons.append(f"blocks need the forward of nn.Linear, but {type(module).__name__} has its own")
+        return reasons
+
+    def size_misfits(self, module: nn.Linear, tp_size: int) -> list[str]:
+        """A sentence for each part that the ranks cannot share equally."""
+        if self.interleaved is not None:
+            counts, what = [self.interleaved], "interleaved heads"
+        else:
+            counts, what = list(dict.fromkeys(self.sizes(module))), "output features of a block"
+        return [
+            f"{count} {what} are not divisible by the tp size {tp_size}; choose a tp size that divides {count}"
+            for count in counts
+            if count % tp_size
+        ]
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        problems = misfits(self, module)
+        if isinstance(module, nn.Linear):
+            problems = problems or self.size_misfits(module, device_mesh.size())
+        if problems or not isinstance(module, nn.Linear):
+            raise PlanError(*(f"{type(module).__name__}: {problem}" for problem in problems))
+        if self.interleaved is not None:
+            return super()._apply(module, device_mesh)
+        blocks = Blocks(self.sizes(module), device_mesh.size())
+        return with_forward(self, module, device_mesh, FusedLinear, _blocks=blocks)
+
+
+class FusedLinear(nn.Linear):
+    """An ``nn.Linear`` of several blocks, of which each rank computes its parts. Made by ``FusedColwiseParallel``."""
+
+    _setup: Setup
+    _blocks: Blocks
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
+        """This rank's part of every block, in the order of the blocks."""
+        weight = self._rows(self.weight)
+        return column_of(self._setup, input, weight, None if self.bias is None else self._rows(self.bias))
+
+    def _rows(self, parameter: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() and isinstance(parameter, DTensor):
+            # What the compiler knows to trace: all rows are gathered, and the parts of their gradients summed.
+            gathered = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+            return self._blocks.select(gathered, self._setup.peers.rank)
+        piece = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return self._blocks.collect(piece, self._setup.peers)
+
+
+def fused_problems(model: nn.Module, entries: list[Entry], tp_size: int) -> list[str]:
+    """Parts that the ranks cannot share equally, and column layers of which the plan must say what they are."""
+    places: dict[str, list[str]] = {}
+    for entry in entries:
+        if isinstance(entry.style, FusedColwiseParallel) and isinstance(entry.module, nn.Linear):
+            for reason in entry.style.size_misfits(entry.module, tp_size):
+                places.setdefault(reason, []).append(entry.fqn or "the model")
+    styles = {entry.fqn: entry.style for entry in entries}
+    for section in sections(model, entries) if tp_size > 1 else []:
+        ((fqn, column), *others) = section.columns.items()
+        taken = max(linear.in_features for linear in section.rows.values())
+        if others or isinstance(styles[fqn], FusedColwiseParallel) or column.out_features <= taken:
+            continue
+        counts = heads_around(section.inside, fqn) if section.attention else None
+        if column.out_features % taken == 0 or (counts and column.out_features == counts.fused_features):
+            places.setdefault(_unsaid(column.out_features, taken, section), []).append(fqn)
+    return [f"{listing(fqns, 3)}: {reason}" for reason, fqns in places.items()]
+
+
+def _unsaid(features: int, taken: int, section: Section) -> str:
+    names = ", ".join(starred(section.rows))
+    return (
+        f"{features} output features, of which {names} takes {taken}: several layers in one, whose features may "
+        f"lie in blocks (q|k|v, gate|up) or head by head; say which, with FusedColwiseParallel(blocks=...) or "
+        f"FusedColwiseParallel(interleaved=...)"
+    )

@@ -1,0 +1,271 @@
+"""Trainable parameters between sharded layers that no style covers: their gradients would be parts, silently.
+
+Between a column layer and the row layer that takes its features each rank works on its own part of them. A
+parameter that takes part there has a different gradient on every rank, of which the sum is the right one. The
+plan says where such sections begin and end, but not what a forward does: the rest is read off names and sizes.
+A layer with as many features as go into the section, or come out of it, is taken to stand outside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from namedmesh.errors import listing
+from namedmesh.tensor_parallel.entry import Entry
+from namedmesh.tensor_parallel.heads import called_attention, heads_around, sharded_features
+from namedmesh.tensor_parallel.kv_heads import names_keys_or_values
+from namedmesh.tensor_parallel.local import KeepWhole, LocalParameters
+from namedmesh.tensor_parallel.placements import parameter_placements
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+_ACTIVATION = ("act", "elu", "silu", "swish", "glu")
+
+
+@dataclass
+class Section:
+    """A module in which column layers feed row layers.
+
+    Args:
+        fqn: the module's name.
+        inside: its submodules by fully qualified name, without those of smaller sections inside.
+        columns: the column layers, by name.
+        rows: the row layers, by name.
+    """
+
+    fqn: str
+    inside: dict[str, nn.Module]
+    columns: dict[str, nn.Linear] = field(default_factory=dict)
+    rows: dict[str, nn.Linear] = field(default_factory=dict)
+
+    @property
+    def attention(self) -> bool:
+        """Whether it is called attention."""
+        return called_attention(self.fqn, self.inside[self.fqn])
+
+    def sizes_outside(self, styled: set[str]) -> set[int]:
+        """The numbers of features that go in and come out, through linears without a style, too."""
+        sizes = {linear.in_features for linear in self.columns.values()}
+        sizes |= {linear.out_features for linear in self.rows.values()}
+        for _ in range(2):  # one linear may feed another
+            for fqn, module in self.inside.items():
+                if isinstance(module, nn.Linear) and fqn not in styled and self.leads_in(fqn, module, sizes):
+                    sizes |= {module.in_features, module.out_features}
+        return sizes
+
+    def leads_in(self, fqn: str, linear: nn.Linear, sizes: set[int]) -> bool:
+        """Whether a linear without a style is taken to make the input of a column layer."""
+        if self.attention and (names_keys_or_values(fqn) or linear.in_features == linear.out_features):
+            return False
+        return linear.out_features in sizes
+
+
+def sections(model: nn.Module, entries: list[Entry]) -> list[Section]:
+    """The smallest modules that have a row layer and, to make its input, a column layer."""
+    modules = dict(model.named_modules())
+    layers = [(e, e.module) for e in entries if isinstance(e.module, nn.Linear) and sharded_features(e)]
+    columns = {e.fqn: linear for e, linear in layers if isinstance(e.style, ColwiseParallel)}
+    rows = {e.fqn: linear for e, linear in layers if isinstance(e.style, RowwiseParallel)}
+    owners: dict[str, dict[str, nn.Linear]] = {}
+    for fqn, linear in rows.items():
+        owner = fqn
+        while owner and not any(_is_inside(column, owner) for column in columns):
+            owner = owner.rpartition(".")[0]
+        if any(_is_inside(column, owner) for column in columns):
+            owners.setdefault(owner, {})[fqn] = linear
+    found = []
+    for owner, own_rows in owners.items():
+        smaller = [other for other in owners if other != owner and _is_inside(other, owner)]
+
+        def is_own(fqn: str, owner: str = owner, smaller: list[str] = smaller) -> bool:
+            return _is_inside(fqn, owner) and not any(_is_inside(fqn, other) for other in smaller)
+
+        inside = {fqn: module for fqn, module in modules.items() if is_own(fqn)}
+        own_columns = {fqn: linear for fqn, linear in columns.items() if is_own(fqn)}
+        if own_columns:
+            found.append(Section(owner, inside, own_columns, own_rows))
+    return found
+
+
+def _is_inside(fqn: str, owner: str) -> bool:
+    return not owner or fqn == owner or fqn.startswith(f"{owner}.")
+
+
+def cover(model: nn.Module, entries: list[Entry]) -> tuple[list[Entry], list[str]]:
+    """What a plan leaves out between sharded layers.
+
+    Returns:
+        The entries that can only be meant: a norm over the features of one head inside of attention, and an
+        activation with one number for all features, whose gradients have to be summed. And a sentence for
+        everything else.
+    """
+    styled = {entry.fqn: entry.style for entry in entries}
+    meant: list[Entry] = []
+    places: dict[str, list[str]] = {}
+    for section in sections(model, entries):
+        sizes = section.sizes_outside(set(styled))
+        for fqn, module, names in _left_out(section, styled, sizes):
+            if fqn not in styled and _is_meant(section, fqn, module, names, sizes):
+                meant.append(Entry(fqn, module, LocalParameters(), "(between sharded layers)"))
+            else:
+                reason = _reason(section, fqn, module, styled.get(fqn))
+                places.setdefault(reason, []).extend(f"{fqn}.{name}".lstrip(".") for name in names)
+        for fqn, reason in _whole_heads(section, styled):
+            places.setdefault(reason, []).append(fqn)
+    return meant, [f"{listing(names, 4)}: {reason}" for reason, names in places.items()]
+
+
+def _whole_heads(section: Section, styled: dict[str, ParallelStyle]) -> Iterator[tuple[str, str]]:
+    """What makes, or takes, the features of all heads in attention whose ranks have some of them."""
+    if not section.attention:
+        return
+    heads = heads_around(section.inside, next(iter(section.columns)))
+    counts = {count[1] for count in (heads.queries, heads.keys) if count} if heads else set()
+    # A linear behind it takes them for features, as that of an adapter does.
+    counts -= {m.in_features for m in section.inside.values() if isinstance(m, nn.Linear)}
+    main = max(linear.out_features for linear in section.rows.values())
+    remedy = "where each rank has its heads; leave its attention out of the plan"
+    for fqn, row in section.rows.items():
+        if row.out_features in counts and row.out_features != main:
+            yield fqn, f"makes a number for each head, those of all heads on every rank, {remedy}"
+    for fqn, module in section.inside.items():
+        shapes = {tuple(parameter.shape) for parameter in module.parameters(recurse=False)}
+        beside = [linear for name, linear in section.columns.items() if _initial(name) == _initial(fqn)]
+        is_norm = fqn not in styled and "norm" in type(module).__name__.lower()
+        if is_norm and len(beside) == 1 and shapes == {(beside[0].out_features,)}:
+            yield fqn, f"normalizes over the features of all heads, {remedy}"
+
+
+def _initial(fqn: str) -> str:
+    """What the name of a module of queries, keys or values begins with; empty for others."""
+    name = fqn.rpartition(".")[2].removeprefix("w")
+    return name[0] if name.startswith(("q", "k", "v")) else f"other {fqn}"
+
+
+def _left_out(
+    section: Section, styled: dict[str, ParallelStyle], sizes: set[int]
+) -> Iterator[tuple[str, nn.Module, list[str]]]:
+    """The modules with trainable parameters of their own that may take part on every rank, and the names."""
+    order = list(section.inside)
+    first, last = min(map(order.index, section.columns)), max(map(order.index, section.rows))
+    # Where other layers have no style either, the section is more than its columns and rows.
+    loose = not section.attention and any(
+        _has_features(module) and fqn not in styled for fqn, module in section.inside.items()
+    )
+    networks = _networks_outside(section, styled, sizes)
+    for position, (fqn, module) in enumerate(section.inside.items()):
+        style = styled.get(fqn)
+        if any(_is_inside(fqn, network) for network in networks):
+            continue
+        if isinstance(style, KeepWhole) or (
+            _has_features(module) and _stands_outside(section, fqn, module, sizes)
+        ):
+            continue
+        if loose and not first < position < last and not _is_activation(fqn, module):
+            continue
+        gathered = fqn in styled and _hands_out_all(style)
+        covered = {} if style is None or gathered else parameter_placements(style, module)
+        if covered is None or (style is not None and not gathered and _has_features(module)):
+            continue  # only the style knows, or the module is one that a style works on as a whole
+        names = [
+            name
+            for name, parameter in module.named_parameters(recurse=False)
+            if parameter.requires_grad
+            and name not in covered
+            and (_has_features(module) or (parameter.shape[-1] if parameter.ndim else 1) not in sizes)
+        ]
+        if names:
+            yield fqn, module, names
+
+
+def _networks_outside(section: Section, styled: dict[str, ParallelStyle], sizes: set[int]) -> list[str]:
+    """Modules of several linears without a style that read what goes in, such as what chooses tokens to attend to."""
+    found: list[str] = []
+    for fqn in section.inside:
+        if fqn == section.fqn or any(_is_inside(other, fqn) for other in styled):
+            continue
+        linears = [
+            m for name, m in section.inside.items() if _is_inside(name, fqn) and isinstance(m, nn.Linear)
+        ]
+        reads = sizes | {linear.out_features for linear in linears}
+        if len(linears) > 1 and all(linear.in_features in reads for linear in linears):
+            found.append(fqn)
+    return found
+
+
+def _has_features(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | nn.Embedding) or hasattr(module, "out_channels")
+
+
+def _stands_outside(section: Section, fqn: str, module: nn.Module, sizes: set[int]) -> bool:
+    if isinstance(module, nn.Linear):
+        return section.leads_in(fqn, module, sizes)
+    return (module.embedding_dim if isinstance(module, nn.Embedding) else module.out_channels) in sizes
+
+
+def _hands_out_all(style: ParallelStyle | None) -> bool:
+    """Whether a column style gathers its features, so that every rank gets all of them."""
+    return isinstance(style, ColwiseParallel) and isinstance(style.output_layouts[0], Replicate)
+
+
+def _is_meant(section: Section, fqn: str, module: nn.Module, names: list[str], sizes: set[int]) -> bool:
+    own = dict(module.named_parameters(recurse=False))
+    if fqn == section.fqn or len(own) != len(names):
+        return False
+    if _is_activation(fqn, module):
+        return all(parameter.numel() == 1 for parameter in own.values())
+    heads = heads_around(section.inside, fqn)
+    width = heads and heads.head_dim
+    return (
+        section.attention
+        and not _is_listed(section, fqn)
+        and "norm" in _called(fqn, module)
+        and width not in sizes
+        and all(parameter.shape == (width,) for parameter in own.values())
+    )
+
+
+def _is_listed(section: Section, fqn: str) -> bool:
+    """Whether a module is in a list, such as a norm for each head, of which ranks would take those of others."""
+    return any(token.isdigit() for token in fqn.removeprefix(section.fqn).split("."))
+
+
+def _is_activation(fqn: str, module: nn.Module) -> bool:
+    return not _has_features(module) and any(word in _called(fqn, module) for word in _ACTIVATION)
+
+
+def _called(fqn: str, module: nn.Module) -> str:
+    return f"{fqn.rpartition('.')[2]} {type(module).__name__}".lower()
+
+
+def _reason(section: Section, fqn: str, module: nn.Module, style: ParallelStyle | None) -> str:
+    columns, rows = (starred(names) for names in (section.columns, section.rows))
+    between = f"between {listing(columns, 3)}, whose features are sharded, and {listing(rows, 3)}"
+    if _hands_out_all(style):
+        text = f"every rank gets all the features of this column layer {between}, and uses other ones of them"
+    else:
+        text = f"trainable and in no style, but {between}: each rank would have another gradient"
+    if isinstance(module, nn.Linear) and names_keys_or_values(fqn):
+        return f"{text}; give its module KeyValueParallel()"
+    if _hands_out_all(style):
+        return f"{text}; let each rank have its features, with output_layouts=Shard(-1)"
+    if _is_listed(section, fqn):
+        return f"{text}; leave these layers out of the plan"
+    return (
+        f"{text}; give its module LocalParameters() if the ranks use it on their own features, KeepWhole() if "
+        f"they all use it on the same values, or freeze it"
+    )
+
+
+def starred(names: dict[str, nn.Linear]) -> list[str]:
+    """Names with the layer numbers as wildcards, each once."""
+    generic = (".".join("*" if token.isdigit() else token for token in fqn.split(".")) for fqn in names)
+    return list(dict.fromkeys(generic))

@@ -1,0 +1,161 @@
+"""Low-rank adapters around sharded layers, against one process."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from tp_compare import training_difference
+from tp_models import Llama
+
+from namedmesh.errors import PlanError
+from namedmesh.tensor_parallel import llama_plan, parallelize, plan_from_hf, plan_report
+
+
+class Lora(nn.Module):
+    """As PEFT wraps a linear."""
+
+    def __init__(self, base_layer: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base_layer = base_layer.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base_layer.out_features, bias=False)})
+        self.lora_magnitude_vector = nn.ModuleDict()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x)) * 0.5
+        return out
+
+
+def adapted_llama() -> Llama:
+    torch.manual_seed(0)
+    model: Any = Llama(n_heads=8, n_kv_heads=2, layers=1)
+    model.requires_grad_(False)
+    for block in model.layers:
+        for owner in (block.attention, block.feed_forward):
+            for name, linear in list(owner.named_children()):
+                setattr(owner, name, Lora(linear))
+    adapted: Llama = model.double()
+    return adapted
+
+
+def difference(sequence_parallel: bool) -> float:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    reference = adapted_llama()
+    plan = llama_plan(sequence_parallel=sequence_parallel)
+    model = parallelize(copy.deepcopy(reference), mesh, plan)
+    ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
+    return training_difference(model, reference, ids)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_adapters_train_as_those_of_the_whole_model(size: int, sequence_parallel: bool) -> None:
+    assert max(run_ranks(size, difference, sequence_parallel)) < 1e-10
+
+
+def test_the_report_names_what_is_inside() -> None:
+    rows = {
+        row.module: (row.style, row.placement) for row in plan_report(adapted_llama(), 2, llama_plan()).rows
+    }
+    assert rows["layers.0.attention.wq.base_layer"] == ("ColwiseParallel", "Shard(0)")
+    assert rows["layers.0.attention.wq.lora_B.default"] == ("ColwiseParallel", "Shard(0)")
+    assert rows["layers.0.attention.wo.lora_A.default"] == ("RowwiseParallel", "Shard(1)")
+    assert "layers.0.attention.wo.lora_B.default" not in rows
+
+
+def problem_of(model: nn.Module) -> str:
+    with pytest.raises(PlanError) as caught:
+        plan_report(model, 2, llama_plan())
+    return str(caught.value)
+
+
+def test_other_adapters_are_refused() -> None:
+    model: Any = adapted_llama()
+    model.layers[0].attention.wq.lora_magnitude_vector["default"] = nn.Linear(1, 1)
+    del model.layers[0].attention.wo.lora_A
+    model.output = Lora(nn.Linear(32, 32))
+    model.output.base_layer = nn.Embedding(32, 32)
+    kind = "test_tp_adapters's Lora" if Lora.__module__ == "test_tp_adapters" else "tests's Lora"
+    assert problem_of(model) == (
+        "3 problems:\n"
+        f"  - output: {kind} is an adapter around Embedding, and only LoRA around nn.Linear can be sharded, by a "
+        "column or row style\n"
+        f"  - layers.0.attention.wq: {kind} is a variant of LoRA (lora_magnitude_vector), which cannot be sharded; "
+        "merge it into the model first\n"
+        f"  - layers.0.attention.wo: {kind} is an adapter other than LoRA, which cannot be sharded; merge it into "
+        "the model first"
+    )
+
+
+# --- PEFT itself --------------------------------------------------------------------------------------------
+
+
+def peft_model(**options: Any) -> Any:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import peft
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=8,
+        pad_token_id=0,
+    )
+    adapters = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, **options)
+    return peft.get_peft_model(transformers.Qwen3ForCausalLM(config), adapters).double()
+
+
+def peft_difference() -> float:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    reference = peft_model()
+    model = copy.deepcopy(reference)
+    parallelize(model, mesh, plan_from_hf(model))
+    ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
+    return training_difference(model, reference, ids, pick="logits")
+
+
+@pytest.mark.oracle("transformers", "peft")
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_peft_model_trains_as_the_whole_one(size: int) -> None:
+    peft_model()  # imported once, before the ranks are forked
+    assert max(run_ranks(size, peft_difference)) < 1e-5
+
+
+@pytest.mark.oracle("transformers", "peft")
+def test_dora_is_refused() -> None:
+    model = peft_model(use_dora=True)
+    with pytest.raises(PlanError, match="is a variant of LoRA"):
+        plan_report(model, 2, plan_from_hf(model))
+
+
+class Wrapped(nn.Module):
+    """As a ``PeftModel``: the model inside is two names away."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = nn.Module()
+        self.base_model.model = model
+
+    def get_base_model(self) -> nn.Module:
+        return self.base_model.model  # type: ignore[return-value]
+
+
+def test_the_plan_of_the_model_inside() -> None:
+    inner: Any = nn.Module()
+    inner.up, inner.down = Lora(nn.Linear(8, 16)), Lora(nn.Linear(16, 8))
+    inner._tp_plan = {"up": "colwise", "down": "rowwise"}
+    plan = plan_from_hf(Wrapped(inner))
+    assert list(plan) == ["base_model.model.up", "base_model.model.down"]
+    assert len(plan_report(Wrapped(inner), 2, plan).rows) == 6

@@ -1,0 +1,252 @@
+"""Several layers in one linear: their parts on the ranks, against one process, and in checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F  # noqa: N812  torch's own spelling
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from tp_compare import training_difference, whole
+
+from namedmesh.errors import PlanError
+from namedmesh.tensor_parallel import (
+    ColwiseParallel,
+    FusedColwiseParallel,
+    RowwiseParallel,
+    parallelize,
+    plan_report,
+)
+from namedmesh.tensor_parallel.fused import Blocks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class FusedAttention(nn.Module):
+    """All queries, then all keys, then all values, in one linear; or head by head."""
+
+    def __init__(self, n_heads: int = 4, n_kv_heads: int = 4, *, interleaved: bool = False) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.head_dim, self.interleaved = n_heads, n_kv_heads, 4, interleaved
+        self.qkv = nn.Linear(16, (n_heads + 2 * n_kv_heads) * self.head_dim)
+        self.out = nn.Linear(n_heads * self.head_dim, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fused = self.qkv(x)
+        groups = self.n_heads // self.n_kv_heads
+        if self.interleaved:
+            q, k, v = fused.unflatten(-1, (-1, groups + 2, self.head_dim)).split([groups, 1, 1], -2)
+            q = q.flatten(-3, -2)
+            k, v = k.flatten(-3, -2), v.flatten(-3, -2)
+        else:
+            unit = fused.shape[-1] // (groups + 2)  # the features that this rank finds of keys, and of values
+            q, k, v = (
+                p.unflatten(-1, (-1, self.head_dim)) for p in fused.split([groups * unit, unit, unit], -1)
+            )
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        out = F.scaled_dot_product_attention(
+            q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        )
+        result: Tensor = self.out(out.transpose(1, 2).flatten(2))
+        return result
+
+
+class Chunked(nn.Module):
+    """``chunk(3, -1)``, as written in many models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48, bias=False), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        out: Tensor = self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+        return out
+
+
+class GateUp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(16, 48), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        out: Tensor = self.down(F.silu(gate) * up)
+        return out
+
+
+CASES: dict[str, tuple[nn.Module, dict[str, Any]]] = {
+    "q|k|v by chunk": (Chunked(), {"qkv": FusedColwiseParallel(blocks=3), "out": RowwiseParallel()}),
+    "q|k|v": (FusedAttention(), {"qkv": FusedColwiseParallel(blocks=3), "out": RowwiseParallel()}),
+    "q|k|v, fewer kv heads": (
+        FusedAttention(8, 4),
+        {"qkv": FusedColwiseParallel(blocks=(32, 16, 16)), "out": RowwiseParallel()},
+    ),
+    "head by head": (
+        FusedAttention(interleaved=True),
+        {"qkv": FusedColwiseParallel(interleaved=4), "out": RowwiseParallel()},
+    ),
+    "group by group": (
+        FusedAttention(8, 4, interleaved=True),
+        {"qkv": FusedColwiseParallel(interleaved=4), "out": RowwiseParallel()},
+    ),
+    "gate|up": (GateUp(), {"gate_up": FusedColwiseParallel(blocks=2), "down": RowwiseParallel()}),
+    "gate|up, sharded sequence": (
+        GateUp(),
+        {
+            "gate_up": FusedColwiseParallel(blocks=2, input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+        },
+    ),
+}
+
+
+def difference(case: str, compiled: bool = False) -> float:
+    size = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    module, plan = CASES[case]
+    reference = copy.deepcopy(module).double()
+    model = parallelize(copy.deepcopy(reference), mesh, plan)
+    data = torch.randn(2, 8, 16, dtype=torch.float64)
+    if "sequence" in case:
+        rank, length = torch.distributed.get_rank(), 8 // size
+        model = _Scattered(model, rank * length, length, mesh)
+        reference = _Plain(reference)
+    if compiled:
+        model.compile(backend="aot_eager", fullgraph=True)
+    return training_difference(model, reference, data)
+
+
+class _Plain(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out
+
+
+class _Scattered(_Plain):
+    """Gives the module inside its piece of the sequence, and joins the pieces of the output."""
+
+    def __init__(self, inner: nn.Module, start: int, length: int, mesh: Any) -> None:
+        super().__init__(inner)
+        self.start, self.length, self.mesh = start, length, mesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        piece = (
+            DTensor.from_local(x, self.mesh, run_check=False).redistribute(placements=[Shard(1)]).to_local()
+        )
+        joined = DTensor.from_local(self.inner(piece), self.mesh, [Shard(1)], run_check=False)
+        return joined.full_tensor()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_a_fused_layer_trains_as_the_whole_one(case: str, size: int) -> None:
+    assert max(run_ranks(size, difference, case)) < 1e-10
+
+
+def test_compiled() -> None:
+    assert max(run_ranks(2, difference, "q|k|v, fewer kv heads", True)) < 1e-10
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (8, 4, 4), (12,), (4, 16, 8), (24, 4)])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_row_reaches_the_rank_that_works_on_it(sizes: tuple[int, ...], size: int) -> None:
+    blocks = Blocks(sizes, size)
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    for worker in range(size):
+        got = [row for holder in range(size) for move in blocks.moved(holder, worker) for row in range(*move)]
+        parts = [rows // size for rows in sizes]
+        assert got == [
+            start + worker * part + i for start, part in zip(starts, parts, strict=True) for i in range(part)
+        ]
+
+
+def checkpointed(folder: str) -> list[bool]:
+    """A checkpoint written by tp and data parallelism together, and one of the whole model read by them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    reference = FusedAttention(8, 4)
+    plan = CASES["q|k|v, fewer kv heads"][1]
+    model = parallelize(copy.deepcopy(reference), mesh["tp"], plan)
+    fully_shard(model, mesh=mesh["dp"])
+    model(torch.randn(2, 8, 16)).sum().backward()
+    dcp.save(model.state_dict(), checkpoint_id=f"{folder}/sharded")
+    read = {name: torch.zeros_like(value) for name, value in reference.state_dict().items()}
+    dcp.load(read, checkpoint_id=f"{folder}/sharded")
+    same = [torch.equal(value, read[name]) for name, value in reference.state_dict().items()]
+    dcp.save(
+        {name: value * 2 for name, value in reference.state_dict().items()}, checkpoint_id=f"{folder}/whole"
+    )
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=f"{folder}/whole")
+    model.load_state_dict(state)
+    return same + [torch.equal(whole(value), 2 * read[name]) for name, value in model.state_dict().items()]
+
+
+def test_checkpoints_are_those_of_the_whole_model(tmp_path: Path) -> None:
+    assert all(all(same) for same in run_ranks(4, checkpointed, str(tmp_path)))
+
+
+# --- what a plan must say -----------------------------------------------------------------------------------
+
+
+def problem_of(model: nn.Module, plan: Any, tp_size: int = 2) -> str:
+    with pytest.raises(PlanError) as caught:
+        plan_report(model, tp_size, plan)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "name"), [(case, "qkv") for case in list(CASES)[:5]] + [("gate|up", "gate_up")]
+)
+def test_a_plain_column_style_does_not_say_how_the_features_lie(case: str, name: str) -> None:
+    model, plan = CASES[case]
+    features = model.get_submodule(name).out_features
+    row = "down" if name == "gate_up" else "out"
+    assert problem_of(model, plan | {name: ColwiseParallel()}) == (
+        f"{name}: {features} output features, of which {row} takes {model.get_submodule(row).in_features}: several "
+        "layers in one, whose features may lie in blocks (q|k|v, gate|up) or head by head; say which, with "
+        "FusedColwiseParallel(blocks=...) or FusedColwiseParallel(interleaved=...)"
+    )
+    assert plan_report(model, 2, plan).rows
+
+
+def test_parts_that_do_not_fit() -> None:
+    model = FusedAttention(8, 2)
+    out = {"out": RowwiseParallel()}
+    assert problem_of(model, out | {"qkv": FusedColwiseParallel(blocks=(32, 8, 4))}) == (
+        "qkv: blocks=(32, 8, 4) do not add up to out_features 48"
+    )
+    assert problem_of(model, out | {"qkv": FusedColwiseParallel(interleaved=5)}) == (
+        "qkv: 5 interleaved heads do not divide out_features 48"
+    )
+    assert problem_of(model, out | {"qkv": FusedColwiseParallel(blocks=(32, 8, 8))}, 4) == (
+        "n_kv_heads: 2 heads are not divisible by the tp size 4, and 'qkv' would cut them; choose a tp size that "
+        "divides 2"
+    )
+    assert problem_of(GateUp(), {"gate_up": FusedColwiseParallel(blocks=(40, 8))}, 16) == (
+        "2 problems:\n"
+        "  - gate_up: 40 output features of a block are not divisible by the tp size 16; choose a tp size that "
+        "divides 40\n"
+        "  - gate_up: 8 output features of a block are not divisible by the tp size 16; choose a tp size that "
+        "divides 8"
+    )
+    with pytest.raises(PlanError) as caught:
+        FusedColwiseParallel()
+    assert str(caught.value) == (
+        "FusedColwiseParallel got blocks=None and interleaved=None; give one of them: blocks for q|k|v or gate|up, "
+        "one after the other, interleaved for q, k and v head by head"
+    )
