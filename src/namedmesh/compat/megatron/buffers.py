@@ -66,14 +66,6 @@ class GlobalSymmetricMemoryBuffer:
     Args:
         size_in_mb: its size in MiB.
         process_group: the ranks that share it; all of them make it.
-
-    Example:
-        >>> import namedmesh, torch.distributed as dist
-        >>> mesh = namedmesh.init_mesh(tp=-1, device="cpu")
-        >>> GlobalSymmetricMemoryBuffer(1, mesh.group("tp")).maybe_get_tensor((2,), torch.float32)
-        {'tensor': None, 'handle': None}
-        >>> mesh.close()
-        >>> dist.destroy_process_group()
     """
 
     def __init__(self, size_in_mb: float, process_group: dist.ProcessGroup) -> None:

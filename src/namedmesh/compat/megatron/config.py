@@ -20,9 +20,9 @@ from namedmesh.errors import NamedMeshError
 from namedmesh.options import GroupOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["ParallelConfig", "check_net_name"]
+__all__ = ["ParallelConfig", "check_net_names"]
 
 _MEGATRON = DIALECTS["megatron"]
 
@@ -37,7 +37,7 @@ class ParallelConfig:
     pipeline_model_parallel_comm_backend: str | None = None
     use_sharp: bool = False
     context_parallel_size: int = 1
-    hierarchical_context_parallel_sizes: Sequence[int] | None = None
+    hierarchical_context_parallel_sizes: tuple[int, ...] = ()
     hybrid_context_parallel: bool = False
     expert_model_parallel_size: int = 1
     num_distributed_optimizer_instances: int = 1
@@ -45,8 +45,8 @@ class ParallelConfig:
     nccl_communicator_config_path: str | None = None
     distributed_timeout_minutes: float = 30
     order: str = _MEGATRON.order
-    get_embedding_ranks: Callable[[list[int]], list[int]] | None = None
-    get_position_embedding_ranks: Callable[[list[int]], list[int]] | None = None
+    get_embedding_ranks: Callable[[list[int]], list[int]] = default_embedding_ranks
+    get_position_embedding_ranks: Callable[[list[int]], list[int]] = default_position_embedding_ranks
     create_gloo_process_groups: bool = True
     high_priority_stream_groups: Sequence[str] | None = None
     sharp_enabled_group: str | None = None
@@ -61,35 +61,20 @@ class ParallelConfig:
         return self.tensor_model_parallel_size if etp is None else etp
 
     @property
-    def levels(self) -> tuple[int, ...]:
-        """The sizes of the levels of the context-parallel group; none without levels."""
-        return tuple(self.hierarchical_context_parallel_sizes or ())
-
-    @property
     def sharp_group(self) -> str | None:
         """Which groups use SHARP: ``"dp"``, ``"dp_replica"``, or None."""
         return (self.sharp_enabled_group or "dp") if self.use_sharp else None
-
-    @property
-    def embedding_ranks(self) -> Callable[[list[int]], list[int]]:
-        """Which ranks of a pipeline hold the word embeddings."""
-        return self.get_embedding_ranks or default_embedding_ranks
-
-    @property
-    def position_embedding_ranks(self) -> Callable[[list[int]], list[int]]:
-        """Which ranks of a pipeline hold the position embeddings."""
-        return self.get_position_embedding_ranks or default_position_embedding_ranks
 
     @property
     def beside_sizes(self) -> tuple[object, ...]:
         """What the groups of a mesh depend on beside its axes; a mesh that is bound with the same needs no new ones."""
         return (
             self.virtual_pipeline_model_parallel_size,
-            self.levels,
+            self.hierarchical_context_parallel_sizes,
             self.hybrid_context_parallel,
             self.num_distributed_optimizer_instances,
-            self.embedding_ranks,
-            self.position_embedding_ranks,
+            self.get_embedding_ranks,
+            self.get_position_embedding_ranks,
             self.create_gloo_process_groups,
             bool(self.create_all_gather_group),
             self.pipeline_model_parallel_comm_backend,
@@ -117,8 +102,7 @@ class ParallelConfig:
                 options = GroupOptions.from_yaml(path)
             except NamedMeshError as error:
                 raise ContractRuntimeError(*error.problems) from None
-            for name, of_group in options.items():
-                check_net_name(name, dict(of_group.nccl).get("net_name"))
+            check_net_names({name: dict(of_group.nccl).get("net_name") for name, of_group in options.items()})
         for name in self.high_priority_stream_groups or ():
             of_group = options.get(name, GroupOptions())
             options[name] = GroupOptions(nccl=of_group.nccl, high_priority=True)
@@ -128,11 +112,10 @@ class ParallelConfig:
         """Return every argument as text, for the comparison between ranks; a callback as its answer for one pipeline."""
         layout, axes = axis_map.locate(("pp",))
         pipeline = list(layout.group(layout.rank_offset, *axes))
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        values["get_embedding_ranks"] = self.embedding_ranks(list(pipeline))
-        values["get_position_embedding_ranks"] = self.position_embedding_ranks(list(pipeline))
-        values["options of groups"] = self.options
-        return {name: repr(value) for name, value in values.items()}
+        values = {field.name: getattr(self, field.name) for field in fields(self)} | {"options": self.options}
+        return {
+            name: repr(value(list(pipeline)) if callable(value) else value) for name, value in values.items()
+        }
 
     # The checks, in the order of the original's. An error carries all problems of its step; its type is what the
     # original raises for the first.
@@ -268,21 +251,30 @@ class ParallelConfig:
                 )
         if self.hybrid_context_parallel and dp_cp % 2:
             yield ContractError(f"hybrid_context_parallel needs an even dp x cp, and it is {dp_cp}")
-        if self.levels and prod(self.levels) != cp:
+        levels = self.hierarchical_context_parallel_sizes
+        if levels and prod(levels) != cp:
             yield ContractError(
-                f"hierarchical_context_parallel_sizes are {list(self.levels)}, which multiply to {prod(self.levels)}; "
+                f"hierarchical_context_parallel_sizes are {list(levels)}, which multiply to {prod(levels)}; "
                 f"they have to multiply to the context-parallel size, which is {cp}"
             )
 
 
-def check_net_name(group: str, net_name: object) -> None:
-    """Refuse a network that the original does not let a file of NCCL settings name.
+def check_net_names(net_names: Mapping[str, object]) -> None:
+    """Refuse networks that the original does not let NCCL settings name.
+
+    Args:
+        net_names: the network of each group, or None.
 
     Raises:
-        ContractRuntimeError: the name is given, and is neither IB nor socket.
+        ContractRuntimeError: one is neither IB nor socket.
     """
-    if net_name is not None and str(net_name).lower() not in {"ib", "socket"}:
-        raise ContractRuntimeError(f"net_name of {group!r} is {net_name!r}; it is 'IB' or 'socket'")
+    problems = [
+        f"net_name of {group!r} is {net_name!r}; it is 'IB' or 'socket'"
+        for group, net_name in net_names.items()
+        if net_name is not None and str(net_name).lower() not in {"ib", "socket"}
+    ]
+    if problems:
+        raise ContractRuntimeError(*problems)
 
 
 def _raise_all(problems: Iterable[NamedMeshError]) -> None:

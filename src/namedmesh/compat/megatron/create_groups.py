@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from namedmesh._torch import set_group_timeout
 from namedmesh.compat.errors import ContractRuntimeError
-from namedmesh.compat.megatron.config import check_net_name
+from namedmesh.compat.megatron.config import check_net_names
 from namedmesh.compat.megatron.rank_generator import chunks, level_groups
 from namedmesh.compat.megatron.state import STATE, missing
 from namedmesh.errors import LayoutError
@@ -149,7 +149,7 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any
     settings = nccl_comm_cfgs.get(pg_name)
     if settings is None:
         return None
-    check_net_name(pg_name, settings.get("net_name"))
+    check_net_names({pg_name: settings.get("net_name")})
     try:
         options = GroupOptions.from_settings(settings)
     except LayoutError as error:

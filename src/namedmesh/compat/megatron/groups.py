@@ -81,8 +81,8 @@ def build_groups(mesh: NamedMesh, axis_map: AxisMap, config: ParallelConfig) -> 
         if row.slot not in values:
             builder.over_axes(row)
     builder.context_parallel_levels()
-    builder.embedding("embedding_group", config.embedding_ranks)
-    builder.embedding("position_embedding_group", config.position_embedding_ranks)
+    builder.embedding("embedding_group", config.get_embedding_ranks)
+    builder.embedding("position_embedding_group", config.get_position_embedding_ranks)
     with _sharp_environment(config, "dp_replica"):
         builder.expert_data_parallel_parts()
         _connect_with_sharp(mesh, values["inter_edp_group"], config, "dp_replica")
@@ -144,7 +144,7 @@ class _Builder:
 
     def context_parallel_levels(self) -> None:
         """Build the levels of cp, innermost first, and a group for each power of two inside dp and cp."""
-        sizes = self.config.levels
+        sizes = self.config.hierarchical_context_parallel_sizes
         levels = []
         for level in range(len(sizes)):
             parts = [

@@ -13,6 +13,7 @@ from namedmesh.compat.binding import Bindings, Bound
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.megatron.config import ParallelConfig
 from namedmesh.compat.megatron.groups import axis_options, build_groups, wanted_groups
+from namedmesh.compat.megatron.rank_generator import default_embedding_ranks, default_position_embedding_ranks
 from namedmesh.compat.megatron.state import STATE
 from namedmesh.consistency import report_failure
 from namedmesh.errors import MeshError
@@ -96,11 +97,11 @@ def bind(
     """
     config = ParallelConfig(
         virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
-        hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
+        hierarchical_context_parallel_sizes=tuple(hierarchical_context_parallel_sizes or ()),
         hybrid_context_parallel=hybrid_context_parallel,
         num_distributed_optimizer_instances=num_distributed_optimizer_instances,
-        get_embedding_ranks=get_embedding_ranks,
-        get_position_embedding_ranks=get_position_embedding_ranks,
+        get_embedding_ranks=get_embedding_ranks or default_embedding_ranks,
+        get_position_embedding_ranks=get_position_embedding_ranks or default_position_embedding_ranks,
         create_gloo_process_groups=create_gloo_process_groups,
         create_all_gather_group=create_all_gather_group,
     )
@@ -210,7 +211,7 @@ def initialize_model_parallel(  # noqa: PLR0917  the original's signature
         pipeline_model_parallel_comm_backend=pipeline_model_parallel_comm_backend,
         use_sharp=use_sharp,
         context_parallel_size=context_parallel_size,
-        hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
+        hierarchical_context_parallel_sizes=tuple(hierarchical_context_parallel_sizes or ()),
         hybrid_context_parallel=hybrid_context_parallel,
         expert_model_parallel_size=expert_model_parallel_size,
         num_distributed_optimizer_instances=num_distributed_optimizer_instances,
@@ -218,8 +219,8 @@ def initialize_model_parallel(  # noqa: PLR0917  the original's signature
         nccl_communicator_config_path=nccl_communicator_config_path,
         distributed_timeout_minutes=distributed_timeout_minutes,
         order=order,
-        get_embedding_ranks=get_embedding_ranks,
-        get_position_embedding_ranks=get_position_embedding_ranks,
+        get_embedding_ranks=get_embedding_ranks or default_embedding_ranks,
+        get_position_embedding_ranks=get_position_embedding_ranks or default_position_embedding_ranks,
         create_gloo_process_groups=create_gloo_process_groups,
         high_priority_stream_groups=high_priority_stream_groups,
         sharp_enabled_group=sharp_enabled_group,
