@@ -14,7 +14,7 @@ from namedmesh.errors import AxisError, LayoutError, did_you_mean, listing
 from namedmesh.layout import Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = [
     "AXES",
@@ -32,6 +32,7 @@ __all__ = [
     "kinds_of",
     "nearest",
     "parse_order",
+    "variables_of",
 ]
 
 DENSE, EXPERT = "dense", "expert"
@@ -85,6 +86,19 @@ class Kind:
     def gloo_slot(self) -> str:
         """The attribute of the state that holds the gloo group: ``dp_gloo`` beside ``dp_group``."""
         return self.slot.removesuffix("_group") + "_gloo"
+
+
+def variables_of(kinds: Iterable[Kind]) -> dict[str, str]:
+    """Return the module-level variables of a dialect's original, and the attribute of its state for each.
+
+    Example:
+        >>> variables_of(DIALECTS["ezpz"].kinds[:1])
+        {'_DATA_PARALLEL_GROUP': 'dp_group', '_DATA_PARALLEL_RANKS': 'dp_ranks'}
+    """
+    slots: dict[str, str] = {}
+    for kind in kinds:
+        slots |= {kind.variable: kind.slot, kind.ranks: kind.ranks_slot, kind.gloo: kind.gloo_slot}
+    return {variable: slot for variable, slot in slots.items() if variable}
 
 
 @dataclass(frozen=True)
@@ -192,13 +206,22 @@ _DEEPSPEED_KINDS = (
     Kind("pipe", ("pp",)),
     Kind("slice", ("tp",)),
 )
-_FAIRSCALE_KINDS = (Kind("data", ("dp",)), Kind("pipeline", ("pp",)), Kind("model", ("tp",)))
-_EZPZ_KINDS = (
-    Kind("data", ("dp",)),
-    Kind("pipeline", ("pp",)),
-    Kind("context", ("cp",)),
-    Kind("tensor", ("tp",)),
+# fmt: off
+_FAIRSCALE_KINDS = (
+    Kind("data", ("dp",), slot="dp_group", variable="_DATA_PARALLEL_GROUP"),
+    Kind("pipeline", ("pp",), slot="pp_group", variable="_PIPELINE_PARALLEL_GROUP", ranks="_PIPELINE_PARALLEL_RANKS"),
+    Kind("model", ("tp",), slot="tp_group", variable="_MODEL_PARALLEL_GROUP"),
+    Kind("context", ("cp",), slot="cp_group", variable="_CONTEXT_PARALLEL_GROUP",
+         ranks="_CONTEXT_PARALLEL_GROUP_RANKS"),
 )
+_EZPZ_KINDS = (
+    Kind("data", ("dp",), slot="dp_group", variable="_DATA_PARALLEL_GROUP", ranks="_DATA_PARALLEL_RANKS"),
+    Kind("pipeline", ("pp",), slot="pp_group", variable="_PIPELINE_PARALLEL_GROUP", ranks="_PIPELINE_PARALLEL_RANKS"),
+    Kind("context", ("cp",), slot="cp_group", variable="_CONTEXT_PARALLEL_GROUP",
+         ranks="_CONTEXT_PARALLEL_GROUP_RANKS"),
+    Kind("tensor", ("tp",), slot="tp_group", variable="_TENSOR_PARALLEL_GROUP", ranks="_TENSOR_PARALLEL_RANKS"),
+)
+# fmt: on
 _TORCHTITAN_KINDS = (
     *(Kind(axis, (axis,)) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")),
     Kind("batch", ("dp_replicate", "dp_shard")),
@@ -362,8 +385,8 @@ def kinds_of(arrangement: Arrangement) -> tuple[Kind, ...]:
     dense, expert = arrangement.dense, arrangement.expert
     if arrangement.dialect.kinds:
         kinds = [kind for kind in arrangement.dialect.kinds if kind.view == DENSE or expert is not None]
-        if arrangement.dialect.name == "fairscale" and dense["cp"] > 1:
-            kinds.append(Kind("context", ("cp",)))
+        if arrangement.dialect.name == "fairscale" and dense["cp"] == 1:  # only later sources have cp
+            kinds = [kind for kind in kinds if kind.axes != ("cp",)]
         return tuple(kinds)
     kinds = [Kind(axis, (axis,)) for axis in dense]
     if expert is not None:

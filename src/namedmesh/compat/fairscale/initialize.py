@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from namedmesh.compat.binding import make_patchable
 from namedmesh.compat.model_parallel import ModelParallel
+from namedmesh.dialects import DIALECTS, variables_of
 
 __all__ = [
     "bind",
@@ -72,14 +73,7 @@ get_data_parallel_world_size = DIALECT.get_data_parallel_world_size
 get_pipeline_parallel_group = DIALECT.get_pipeline_parallel_group
 get_pipeline_parallel_ranks = DIALECT.get_pipeline_parallel_ranks
 
-VARIABLES = {
-    "_CONTEXT_PARALLEL_GROUP": "cp_group",
-    "_CONTEXT_PARALLEL_GROUP_RANKS": "cp_ranks",
-    "_DATA_PARALLEL_GROUP": "dp_group",
-    "_MODEL_PARALLEL_GROUP": "tp_group",
-    "_PIPELINE_PARALLEL_GROUP": "pp_group",
-    "_PIPELINE_PARALLEL_RANKS": "pp_ranks",
-}
+VARIABLES = variables_of(DIALECTS["fairscale"].kinds)
 """The original's variables, later sources' included, and the slot that each of them is."""
 
 

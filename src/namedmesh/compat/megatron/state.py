@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from namedmesh.compat.binding import LegacyState, ask_group
 from namedmesh.compat.errors import ContractError
-from namedmesh.dialects import MEGATRON_GROUPS
+from namedmesh.dialects import MEGATRON_GROUPS, variables_of
 
 __all__ = [
     "STATE",
@@ -26,9 +26,7 @@ __all__ = [
 ]
 
 VARIABLES = {
-    **{row.variable: row.slot for row in MEGATRON_GROUPS},
-    **{row.ranks: row.ranks_slot for row in MEGATRON_GROUPS if row.ranks},
-    **{row.gloo: row.gloo_slot for row in MEGATRON_GROUPS if row.gloo},
+    **variables_of(MEGATRON_GROUPS),
     "_GLOBAL_MEMORY_BUFFER": "memory_buffer",
     "_GLOBAL_SYMMETRIC_MEMORY_BUFFER": "symmetric_buffer",
     "_MPU_DATA_PARALLEL_RANK": "set_dp_rank",
