@@ -515,7 +515,7 @@ def started(call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 NOT_INITIALISED = (
-    " is not there: ezpz's model parallelism is not initialised; call initialize_tensor_parallel(...), or "
+    " is not there: ezpz's model parallelism is not initialized; call initialize_tensor_parallel(...), or "
     "namedmesh.compat.ezpz.bind(mesh) with a mesh that exists (once, on every rank)"
 )
 MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
@@ -528,7 +528,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         started(lambda: tp.initialize_tensor_parallel(2)),
         AssertionError,
-        "ezpz's model parallelism is initialised already, for dp=1 x pp=1 x cp=1 x tp=4 (4 ranks); call the function that "
+        "ezpz's model parallelism is initialized already, for dp=1 x pp=1 x cp=1 x tp=4 (4 ranks); call the function that "
         "destroys it first, or bind another mesh beside it with namedmesh.compat.ezpz.bind(mesh)",
     ),
     (tp.get_tensor_parallel_group, AssertionError, "the tensor-parallel group" + NOT_INITIALISED),

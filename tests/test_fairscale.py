@@ -291,7 +291,7 @@ def test_with_switches_between_meshes() -> None:
             "made with, or make it anew"
         )
         assert fairscale.get_model_parallel_world_size() == 2
-        with stranger, pytest.raises(AssertionError, match="is not initialised; call initialize_model_paral"):
+        with stranger, pytest.raises(AssertionError, match="is not initialized; call initialize_model_paral"):
             fairscale.get_model_parallel_world_size()
         fairscale.unbind()
         assert not fairscale.model_parallel_is_initialized()
@@ -350,7 +350,7 @@ def test_variables_can_be_assigned() -> None:
         state._MODEL_PARALLEL_GROUP = dist.group.WORLD  # without any mesh
         assert fairscale.get_model_parallel_rank() == 3
         with pytest.raises(
-            AssertionError, match="initialised already, for groups that were assigned by hand"
+            AssertionError, match="initialized already, for groups that were assigned by hand"
         ):
             fairscale.initialize_model_parallel(2)
         fairscale.destroy_model_parallel()
@@ -810,7 +810,7 @@ def started(call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 NOT_INITIALISED = (
-    " is not there: fairscale's model parallelism is not initialised; call initialize_model_parallel(...), or "
+    " is not there: fairscale's model parallelism is not initialized; call initialize_model_parallel(...), or "
     "namedmesh.compat.fairscale.bind(mesh) with a mesh that exists (once, on every rank)"
 )
 MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
@@ -834,7 +834,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         started(lambda: fairscale.initialize_model_parallel(2)),
         AssertionError,
-        "fairscale's model parallelism is initialised already, for dp=1 x pp=1 x cp=1 x tp=4 (4 ranks); call the function that "
+        "fairscale's model parallelism is initialized already, for dp=1 x pp=1 x cp=1 x tp=4 (4 ranks); call the function that "
         "destroys it first, or bind another mesh beside it with namedmesh.compat.fairscale.bind(mesh)",
     ),
     (fairscale.get_model_parallel_group, AssertionError, "the model-parallel group" + NOT_INITIALISED),

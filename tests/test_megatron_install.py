@@ -251,7 +251,7 @@ def test_the_collection_has_the_original_s_fields() -> None:
 
     from megatron.core.process_groups_config import ProcessGroupCollection as Original
 
-    from namedmesh.compat.megatron.collection import _FIELDS
+    from namedmesh.compat.megatron.process_groups_config import _FIELDS
 
     assert [field.name for field in dataclasses.fields(Original)] == list(_FIELDS)
 

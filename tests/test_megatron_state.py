@@ -27,6 +27,7 @@ from namedmesh import NamedMeshError
 from namedmesh.compat import megatron
 from namedmesh.compat.megatron import parallel_state
 from namedmesh.compat.megatron.state import VARIABLES
+from namedmesh.dialects import MEGATRON_GROUPS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,6 +69,56 @@ def test_every_public_name_is_there_with_the_same_signature() -> None:
         inspect.signature(kind) for kind in (parallel_state.RankGenerator, theirs.RankGenerator)
     )
     assert list(ours.parameters) == list(original.parameters)
+
+
+def test_each_row_of_the_table_is_what_its_accessor_answers() -> None:
+    """The accessor that a row names answers with the row's variable, over the row's axes."""
+    with fake_world(32, 13):
+        parallel_state.initialize_model_parallel(
+            2,
+            2,
+            context_parallel_size=2,
+            hierarchical_context_parallel_sizes=[2],
+            hybrid_context_parallel=True,
+            expert_model_parallel_size=2,
+            create_all_gather_group=True,
+        )
+        mesh = megatron.current_mesh()
+        layouts = {"dense": mesh.layout, "expert": mesh.views["expert"]}
+        for row in MEGATRON_GROUPS:
+            name, *flags = row.name.split()
+            arguments: dict[str, Any] = dict.fromkeys(flags, True)
+            ranks = list(layouts[row.view].group(13, *row.axes))
+            if name == "hierarchical_context_parallel":
+                assert [
+                    dist.get_process_group_ranks(group) for group in getattr(parallel_state, row.variable)
+                ] == [ranks]
+                assert parallel_state.get_hierarchical_context_parallel_groups() is getattr(
+                    parallel_state, row.variable
+                )
+                continue
+            if name == "hybrid_data_context_parallel":
+                assert getattr(parallel_state, row.variable) == {
+                    size: parallel_state.get_hybrid_data_context_parallel_groups(group_size=size)
+                    for size in (2, 4)
+                }
+                continue
+            if name == "inter_distributed_optimizer_instance":  # there is one instance only
+                assert getattr(parallel_state, row.variable) is None
+                continue
+            if row.slot in {"embedding_group", "position_embedding_group"}:
+                ranks = ranks[:1] if row.members == "first" else [ranks[0], ranks[-1]]
+                assert getattr(parallel_state, row.ranks) == (ranks if 13 in ranks else None)
+                if 13 not in ranks:
+                    continue
+            group = getattr(parallel_state, f"get_{name}_group")(**arguments)
+            assert group is getattr(parallel_state, row.variable), row.name
+            assert dist.get_process_group_ranks(group) == ranks, row.name
+            if row.ranks:
+                assert getattr(parallel_state, row.ranks) == ranks
+            if row.gloo:
+                gloo = getattr(parallel_state, f"get_{name}_group_gloo")(**arguments)
+                assert gloo is getattr(parallel_state, row.gloo)
 
 
 @pytest.mark.oracle("megatron.core")
@@ -338,12 +389,12 @@ SETTERS = (
 
 
 @pytest.mark.oracle("megatron.core")
-@pytest.mark.parametrize("initialised", [True, False])
-def test_what_is_set_wins_as_in_the_original(initialised: bool) -> None:
+@pytest.mark.parametrize("initialized", [True, False])
+def test_what_is_set_takes_precedence_as_in_the_original(initialized: bool) -> None:
     told = []
     for module in (oracle(), parallel_state):
         with fake_world(16, 13):
-            if initialised:
+            if initialized:
                 module.initialize_model_parallel(2, 4, create_gloo_process_groups=False)
             seen = []
             for number, (setter, getter) in enumerate(SETTERS):
@@ -386,7 +437,7 @@ def test_variables_can_be_assigned_and_given_back(monkeypatch: pytest.MonkeyPatc
         assert not parallel_state.model_parallel_is_initialized()
         assert parallel_state.get_tensor_model_parallel_group(check_initialized=False) is None
         with pytest.raises(
-            AssertionError, match="the tensor-parallel group is not there: it was set to None"
+            AssertionError, match="the tensor model parallel group is not initialized: it was set to None"
         ):
             parallel_state.get_tensor_model_parallel_group()
         del parallel_state._TENSOR_MODEL_PARALLEL_GROUP
@@ -457,7 +508,7 @@ def test_groups_beside_the_mesh_and_their_timeouts() -> None:
 
 
 def test_the_memory_buffer_is_made_and_destroyed_with_the_groups() -> None:
-    with pytest.raises(AssertionError, match="the global memory buffer is not there"):
+    with pytest.raises(AssertionError, match="the global memory buffer is not initialized"):
         parallel_state.get_global_memory_buffer()
     with fake_world(4):
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
@@ -613,9 +664,8 @@ def test_use_before_and_twice() -> None:
     with pytest.raises(AssertionError) as caught:
         parallel_state.get_tensor_model_parallel_group()
     assert str(caught.value) == (
-        "the tensor-parallel group is not there: Megatron's parallel state is not initialised; call "
-        "initialize_model_parallel(...), or namedmesh.compat.megatron.bind(mesh) with a mesh that exists (once, on "
-        "every rank)"
+        "the tensor model parallel group is not initialized; call initialize_model_parallel(...), or "
+        "namedmesh.compat.megatron.bind(mesh) with a mesh that exists (once, on every rank)"
     )
     with pytest.raises(AssertionError, match=r"call namedmesh\.launch\.init\(\) or torch"):
         parallel_state.initialize_model_parallel()
@@ -628,7 +678,7 @@ def test_use_before_and_twice() -> None:
         with pytest.raises(AssertionError) as caught:
             parallel_state.initialize_model_parallel(4, create_gloo_process_groups=False)
         assert str(caught.value) == (
-            "the parallel state is initialised already, for pp=1 x dp=4 x cp=1 x tp=2 (8 ranks); call "
+            "the parallel state is already initialized, for pp=1 x dp=4 x cp=1 x tp=2 (8 ranks); call "
             "destroy_model_parallel() first, or bind another mesh beside it with namedmesh.compat.megatron.bind(mesh)"
         )
         assert answers(parallel_state) == told

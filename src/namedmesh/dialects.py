@@ -1,18 +1,20 @@
 """The rank tables of the dialects: which axes each API has, in which order, and which groups it makes of them.
 
-Pure data and arithmetic on :class:`namedmesh.Layout`; the planner and the dialects themselves read it.
+Pure data and arithmetic on :class:`namedmesh.Layout`. The planner, the migration page and the dialects read these
+tables: :data:`MEGATRON_GROUPS` has one row for each group of Megatron, and order strings are parsed by
+:func:`parse_order` only.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from namedmesh.errors import AxisError, LayoutError, did_you_mean, listing
 from namedmesh.layout import Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = [
     "AXES",
@@ -20,13 +22,17 @@ __all__ = [
     "DIALECTS",
     "EXPERT",
     "EXPERT_AXES",
+    "MEGATRON_GROUPS",
     "PLAIN",
     "Arrangement",
     "Dialect",
     "Kind",
+    "Order",
     "arrange",
     "kinds_of",
     "nearest",
+    "parse_order",
+    "variables_of",
 ]
 
 DENSE, EXPERT = "dense", "expert"
@@ -39,21 +45,60 @@ _DATA = ("dp_replicate", "dp_shard", "dp")
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of process group.
+    """One kind of process group: a row of a dialect's table.
 
     Args:
-        name: what the dialect calls it.
+        name: what the dialect calls it: the accessor without ``get_`` and ``_group``, and the flags that it takes.
         axes: the axes that vary inside a group.
         view: the layout that has these axes, ``"dense"`` or ``"expert"``.
-        members: all ranks of the group, the two ends of it (one rank, if it has one only), or the first.
-        twins: how many gloo groups the dialect makes beside each.
+        members: all ranks over the axes, the two ends (one rank, if there is one only), the first, or a part of
+            them that does not follow from whole axes.
+        slot: the attribute of the dialect's state that holds the group.
+        key: the name of the group in the dialect's options, such as a file of NCCL settings.
+        variable: the module-level variable of the original that holds the group.
+        ranks: the variable that holds its ranks.
+        gloo: the variable that holds the gloo group over the same ranks.
+        field: its name in a ``ProcessGroupCollection``.
     """
 
     name: str
     axes: tuple[str, ...]
     view: str = DENSE
-    members: Literal["all", "ends", "first"] = "all"
-    twins: int = 0
+    members: Literal["all", "ends", "first", "part"] = "all"
+    slot: str = ""
+    key: str = ""
+    variable: str = ""
+    ranks: str = ""
+    gloo: str = ""
+    field: str = ""
+
+    @property
+    def twins(self) -> int:
+        """The number of gloo groups that the dialect makes beside each group."""
+        return int(bool(self.gloo))
+
+    @property
+    def ranks_slot(self) -> str:
+        """The attribute of the state that holds the ranks: ``tp_ranks`` beside ``tp_group``."""
+        return self.slot.removesuffix("_group") + "_ranks"
+
+    @property
+    def gloo_slot(self) -> str:
+        """The attribute of the state that holds the gloo group: ``dp_gloo`` beside ``dp_group``."""
+        return self.slot.removesuffix("_group") + "_gloo"
+
+
+def variables_of(kinds: Iterable[Kind]) -> dict[str, str]:
+    """Return the module-level variables of a dialect's original, and the attribute of its state for each.
+
+    Example:
+        >>> variables_of(DIALECTS["ezpz"].kinds[:1])
+        {'_DATA_PARALLEL_GROUP': 'dp_group', '_DATA_PARALLEL_RANKS': 'dp_ranks'}
+    """
+    slots: dict[str, str] = {}
+    for kind in kinds:
+        slots |= {kind.variable: kind.slot, kind.ranks: kind.ranks_slot, kind.gloo: kind.gloo_slot}
+    return {variable: slot for variable, slot in slots.items() if variable}
 
 
 @dataclass(frozen=True)
@@ -98,38 +143,85 @@ class Dialect:
         return "-".join(tokens)
 
 
-_MEGATRON_KINDS = (
-    Kind("data_parallel with_context_parallel", ("dp", "cp"), twins=1),
-    Kind("data_parallel", ("dp",), twins=1),
-    Kind("context_parallel", ("cp",)),
-    Kind("model_parallel", ("pp", "tp")),
-    Kind("tensor_model_parallel", ("tp",)),
-    Kind("pipeline_model_parallel", ("pp",)),
-    Kind("embedding", ("pp",), members="ends"),
-    Kind("position_embedding", ("pp",), members="first"),
-    Kind("tensor_and_data_parallel with_context_parallel", ("dp", "cp", "tp")),
-    Kind("tensor_and_data_parallel", ("dp", "tp")),
-    Kind("tensor_and_context_parallel", ("cp", "tp")),
-    Kind("expert_model_parallel", ("ep",), EXPERT),
-    Kind("expert_tensor_parallel", ("etp",), EXPERT),
-    Kind("expert_tensor_and_model_parallel", ("ep", "etp"), EXPERT),
-    Kind("expert_tensor_model_pipeline_parallel", ("pp", "ep", "etp"), EXPERT),
-    Kind("expert_data_parallel", ("edp",), EXPERT, twins=1),
-    Kind("intra_distributed_optimizer_instance", ("pp", "edp", "ep", "etp"), EXPERT),
+# fmt: off
+MEGATRON_GROUPS = (
+    Kind("data_parallel with_context_parallel", ("dp", "cp"), slot="dp_cp_group", key="dp_cp", field="dp_cp",
+         variable="_DATA_PARALLEL_GROUP_WITH_CP", ranks="_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP",
+         gloo="_DATA_PARALLEL_GROUP_WITH_CP_GLOO"),
+    Kind("data_parallel", ("dp",), slot="dp_group", key="dp", field="dp",
+         variable="_DATA_PARALLEL_GROUP", ranks="_DATA_PARALLEL_GLOBAL_RANKS", gloo="_DATA_PARALLEL_GROUP_GLOO"),
+    Kind("context_parallel", ("cp",), slot="cp_group", key="cp", field="cp",
+         variable="_CONTEXT_PARALLEL_GROUP", ranks="_CONTEXT_PARALLEL_GLOBAL_RANKS"),
+    Kind("model_parallel", ("pp", "tp"), slot="mp_group", key="mp", field="mp",
+         variable="_MODEL_PARALLEL_GROUP", ranks="_MODEL_PARALLEL_GLOBAL_RANKS"),
+    Kind("tensor_model_parallel", ("tp",), slot="tp_group", key="tp", field="tp",
+         variable="_TENSOR_MODEL_PARALLEL_GROUP", ranks="_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"),
+    Kind("pipeline_model_parallel", ("pp",), slot="pp_group", key="pp", field="pp",
+         variable="_PIPELINE_MODEL_PARALLEL_GROUP", ranks="_PIPELINE_GLOBAL_RANKS"),
+    Kind("embedding", ("pp",), members="ends", slot="embedding_group", key="embd", field="embd",
+         variable="_EMBEDDING_GROUP", ranks="_EMBEDDING_GLOBAL_RANKS"),
+    Kind("position_embedding", ("pp",), members="first", slot="position_embedding_group", key="pos_embd",
+         field="pos_embd", variable="_POSITION_EMBEDDING_GROUP", ranks="_POSITION_EMBEDDING_GLOBAL_RANKS"),
+    Kind("tensor_and_data_parallel with_context_parallel", ("dp", "cp", "tp"), slot="tp_dp_cp_group",
+         key="tp_dp_cp", field="tp_dp_cp", variable="_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP"),
+    Kind("tensor_and_data_parallel", ("dp", "tp"), slot="tp_dp_group", key="tp_dp",
+         variable="_TENSOR_AND_DATA_PARALLEL_GROUP"),
+    Kind("tensor_and_context_parallel", ("cp", "tp"), slot="tp_cp_group", key="tp_cp", field="tp_cp",
+         variable="_TENSOR_AND_CONTEXT_PARALLEL_GROUP"),
+    Kind("expert_model_parallel", ("ep",), EXPERT, slot="ep_group", key="ep", field="ep",
+         variable="_EXPERT_MODEL_PARALLEL_GROUP", ranks="_EXPERT_MODEL_PARALLEL_RANKS"),
+    Kind("expert_tensor_parallel", ("etp",), EXPERT, slot="etp_group", key="ep_tp", field="expt_tp",
+         variable="_EXPERT_TENSOR_PARALLEL_GROUP"),
+    Kind("expert_tensor_and_model_parallel", ("ep", "etp"), EXPERT, slot="etp_ep_group", key="tp_ep_mp",
+         field="tp_ep", variable="_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"),
+    Kind("expert_tensor_model_pipeline_parallel", ("pp", "ep", "etp"), EXPERT, slot="etp_ep_pp_group",
+         key="tp_ep_pp", field="tp_ep_pp", variable="_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"),
+    Kind("expert_data_parallel", ("edp",), EXPERT, slot="edp_group", key="ep_dp", field="expt_dp",
+         variable="_EXPERT_DATA_PARALLEL_GROUP", gloo="_EXPERT_DATA_PARALLEL_GROUP_GLOO"),
+    Kind("intra_distributed_optimizer_instance", ("pp", "edp", "ep", "etp"), EXPERT, slot="optimizer_group",
+         key="intra_dist_opt_instance", field="intra_dist_opt",
+         variable="_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP"),
+    Kind("data_parallel with_context_parallel independent_all_gather", ("dp", "cp"), members="part",
+         slot="dp_cp_gather_group", key="dp_cp", variable="_DATA_PARALLEL_GROUP_WITH_CP_AG"),
+    Kind("data_parallel with_context_parallel partial_data_parallel", ("dp", "cp"), members="part",
+         slot="intra_dp_cp_group", key="intra_dp_cp", field="intra_dp_cp",
+         variable="_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
+         gloo="_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO"),
+    Kind("hierarchical_context_parallel", ("cp",), members="part", slot="hierarchical_cp_groups", key="hcp",
+         field="hcp", variable="_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS"),
+    Kind("hybrid_data_context_parallel", ("dp", "cp"), members="part", slot="hybrid_groups", key="dp_cp",
+         variable="_HYBRID_DP_CP_GROUPS"),
+    Kind("expert_data_parallel partial_expert_data_parallel", ("edp",), EXPERT, "part", slot="intra_edp_group",
+         key="intra_ep_dp", field="intra_expt_dp", variable="_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
+         gloo="_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO"),
+    Kind("inter_distributed_optimizer_instance", ("edp",), EXPERT, "part", slot="inter_edp_group",
+         key="inter_ep_dp", field="inter_dist_opt", variable="_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"),
 )
+# fmt: on
+"""Megatron's groups, in the order in which they are made; those with ``members="part"`` only on request."""
+
 _DEEPSPEED_KINDS = (
     Kind("ds_model", ("pp", "tp")),
     Kind("data", ("dp",)),
     Kind("pipe", ("pp",)),
     Kind("slice", ("tp",)),
 )
-_FAIRSCALE_KINDS = (Kind("data", ("dp",)), Kind("pipeline", ("pp",)), Kind("model", ("tp",)))
-_EZPZ_KINDS = (
-    Kind("data", ("dp",)),
-    Kind("pipeline", ("pp",)),
-    Kind("context", ("cp",)),
-    Kind("tensor", ("tp",)),
+# fmt: off
+_FAIRSCALE_KINDS = (
+    Kind("data", ("dp",), slot="dp_group", variable="_DATA_PARALLEL_GROUP"),
+    Kind("pipeline", ("pp",), slot="pp_group", variable="_PIPELINE_PARALLEL_GROUP", ranks="_PIPELINE_PARALLEL_RANKS"),
+    Kind("model", ("tp",), slot="tp_group", variable="_MODEL_PARALLEL_GROUP"),
+    Kind("context", ("cp",), slot="cp_group", variable="_CONTEXT_PARALLEL_GROUP",
+         ranks="_CONTEXT_PARALLEL_GROUP_RANKS"),
 )
+_EZPZ_KINDS = (
+    Kind("data", ("dp",), slot="dp_group", variable="_DATA_PARALLEL_GROUP", ranks="_DATA_PARALLEL_RANKS"),
+    Kind("pipeline", ("pp",), slot="pp_group", variable="_PIPELINE_PARALLEL_GROUP", ranks="_PIPELINE_PARALLEL_RANKS"),
+    Kind("context", ("cp",), slot="cp_group", variable="_CONTEXT_PARALLEL_GROUP",
+         ranks="_CONTEXT_PARALLEL_GROUP_RANKS"),
+    Kind("tensor", ("tp",), slot="tp_group", variable="_TENSOR_PARALLEL_GROUP", ranks="_TENSOR_PARALLEL_RANKS"),
+)
+# fmt: on
 _TORCHTITAN_KINDS = (
     *(Kind(axis, (axis,)) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")),
     Kind("batch", ("dp_replicate", "dp_shard")),
@@ -149,7 +241,7 @@ DIALECTS: dict[str, Dialect] = {
             "megatron",
             ("pp", "dp", "cp", "tp"),
             ("pp", *EXPERT_AXES),
-            kinds=_MEGATRON_KINDS,
+            kinds=tuple(row for row in MEGATRON_GROUPS if row.members != "part"),
             orderable=True,
         ),
         Dialect(
@@ -204,12 +296,46 @@ class Arrangement:
         return self.dense
 
 
+class Order(NamedTuple):
+    """An order string, read.
+
+    Args:
+        tokens: the axes, fastest first, with those that it omits at the end.
+        omitted: the allowed axes that it does not name.
+        unknown: what it names that is none of them.
+        repeated: the allowed axes that it names more than once.
+    """
+
+    tokens: list[str]
+    omitted: list[str]
+    unknown: list[str]
+    repeated: list[str]
+
+
+def parse_order(order: str, allowed: Sequence[str]) -> Order:
+    """Read an order string; whether its mistakes matter, and which error they are, is up to the dialect.
+
+    Args:
+        order: names of axes joined by hyphens, fastest first; lower case.
+        allowed: the names that it may have.
+
+    Example:
+        >>> parse_order("tp-dpp", ("tp", "dp", "pp"))
+        Order(tokens=['tp', 'dpp', 'dp', 'pp'], omitted=['dp', 'pp'], unknown=['dpp'], repeated=[])
+    """
+    tokens = order.split("-")
+    omitted = [name for name in allowed if name not in tokens]
+    unknown = [token for token in tokens if token not in allowed]
+    return Order(tokens + omitted, omitted, unknown, [name for name in allowed if tokens.count(name) > 1])
+
+
 def arrange(
     dialect: Dialect,
     sizes: Mapping[str, int],
     *,
     world_size: int | None = None,
     order: str | None = None,
+    check_pipelines: bool = True,
 ) -> Arrangement:
     """The layouts of a dialect for some sizes.
 
@@ -219,6 +345,7 @@ def arrange(
         world_size: how many ranks there are; by default as many as the sizes need.
         order: another order, fastest axis first, with ``ep`` where the experts' axis goes; ``etp`` and ``edp``
             take the places of ``tp`` and ``dp``.
+        check_pipelines: refuse an order under which the pipelines of the experts are other ranks.
 
     Raises:
         AxisError: an axis that the dialect does not have, or that the order does not name.
@@ -240,6 +367,11 @@ def arrange(
     filled = [sizes.get(axis, -1 if axis == inferred else 1) for axis in wanted]
     dense = Layout.from_shape(wanted, filled, world_size=world_size)
     expert = _expert(dialect, sizes, tokens, dense)
+    if check_pipelines and expert and "pp" in dense and dense.partition("pp") != expert.partition("pp"):
+        raise LayoutError(
+            f"the pipelines of {dense} and of the experts' {expert} are not the same ranks; put pp first or last in the "
+            f"order {'-'.join(tokens)!r}"
+        )
     return Arrangement(dialect, dense, expert, notes)
 
 
@@ -253,8 +385,8 @@ def kinds_of(arrangement: Arrangement) -> tuple[Kind, ...]:
     dense, expert = arrangement.dense, arrangement.expert
     if arrangement.dialect.kinds:
         kinds = [kind for kind in arrangement.dialect.kinds if kind.view == DENSE or expert is not None]
-        if arrangement.dialect.name == "fairscale" and dense["cp"] > 1:
-            kinds.append(Kind("context", ("cp",)))
+        if arrangement.dialect.name == "fairscale" and dense["cp"] == 1:  # only later sources have cp
+            kinds = [kind for kind in kinds if kind.axes != ("cp",)]
         return tuple(kinds)
     kinds = [Kind(axis, (axis,)) for axis in dense]
     if expert is not None:
@@ -323,21 +455,20 @@ def _tokens(dialect: Dialect, sizes: Mapping[str, int], order: str | None) -> li
         raise LayoutError(
             f"{dialect.name} has one order, {dialect.order!r}, not {order!r}; leave the order out, or the dialect"
         )
-    tokens = order.split("-")
-    unknown = [token for token in tokens if token not in default]
+    parsed = parse_order(order, default)
     problems = [
         f"{token!r} in the order {order!r} is not one of {listing(default)}{did_you_mean(token, default)}"
-        for token in unknown
+        for token in parsed.unknown
     ]
-    problems += [f"{token!r} is twice in the order {order!r}" for token in default if tokens.count(token) > 1]
-    homeless = [axis for axis, size in sizes.items() if size != 1 and axis in default and axis not in tokens]
+    problems += [f"{token!r} is twice in the order {order!r}" for token in parsed.repeated]
     problems += [
-        f"axis {axis!r} has size {sizes[axis]} but no place in the order {order!r}; add it"
-        for axis in homeless
+        f"axis {axis!r} has size {size} but no place in the order {order!r}; add it"
+        for axis, size in sizes.items()
+        if size != 1 and axis in parsed.omitted
     ]
     if problems:
         raise AxisError(*problems)
-    return tokens + [token for token in default if token not in tokens]
+    return parsed.tokens
 
 
 def _expert(
@@ -355,13 +486,7 @@ def _expert(
     etp = dense["tp"] if dialect.etp_follows_tp and "tp" in dense else 1
     known = {"etp": etp, "edp": 1 if -1 in _own(sizes) else -1, **sizes}
     known |= {axis: dense[axis] for axis in axes if axis in dense}
-    expert = Layout.from_shape(axes, [known.get(axis, 1) for axis in axes], world_size=dense.world_size)
-    if "pp" in dense and dense.partition("pp") != expert.partition("pp"):
-        raise LayoutError(
-            f"the pipelines of {dense} and of the experts' {expert} are not the same ranks; put pp first or last in the "
-            f"order {'-'.join(tokens)!r}"
-        )
-    return expert
+    return Layout.from_shape(axes, [known.get(axis, 1) for axis in axes], world_size=dense.world_size)
 
 
 def _own(sizes: Mapping[str, int]) -> list[int]:

@@ -1,28 +1,181 @@
-"""How a dialect is bound to a mesh, follows ``with mesh:``, and lets go; the same for every dialect."""
+"""What a dialect answers from: an object with a slot for each answer, filled from one mesh at a time.
+
+Legacy code asks several times in every layer of every step, so each answer is an attribute. It also reads and assigns
+the module-level variables in which the original keeps its answers; :func:`make_patchable` gives them to a module of
+namedmesh. :class:`Bindings` decides which mesh the answers are of.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+import sys
+import threading
+from itertools import count
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 from weakref import WeakKeyDictionary
 
 from namedmesh import current
-from namedmesh.consistency import report_failure
+from namedmesh._torch import constant_under_compile
 from namedmesh.errors import MeshError
+from namedmesh.lazy_group import LazyGroup
 from namedmesh.mesh import NamedMesh
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from types import TracebackType
 
-    from namedmesh.compat.state import LegacyState
+__all__ = ["Bindings", "Bound", "LegacyState", "ask_group", "make_patchable"]
 
-__all__ = ["Bindings", "Bound"]
+_versions = count()
+_reading = threading.RLock()
+
+
+class LegacyState:
+    """The answers of a dialect for one mesh; all None where there is none.
+
+    A dialect names its slots, and computes in :meth:`update` those that follow from others.
+
+    Attributes:
+        slots: the names of the slots.
+        mesh: the mesh that the answers are of.
+        unpatched: the answers before any was assigned by hand.
+        owned: whether the dialect made the mesh, and therefore closes it.
+        lazy: the groups that are created on first use.
+        constants: those of them that compiled code has as constants.
+        version: another number whenever the answers are those of another mesh.
+    """
+
+    __slots__ = ("constants", "lazy", "mesh", "owned", "unpatched", "version")
+
+    slots: ClassVar[tuple[str, ...]] = ()
+    unpatched: dict[str, Any]
+    mesh: NamedMesh | None
+    owned: bool
+    lazy: dict[str, LazyGroup]
+    constants: set[str]
+    version: int
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Set every slot to None, and undo every assignment."""
+        for slot in self.slots:
+            setattr(self, slot, None)
+        self.unpatched, self.mesh, self.owned, self.lazy, self.constants = {}, None, False, {}, set()
+        self.version = next(_versions)
+        self.update()
+
+    def fill(self, mesh: NamedMesh, values: Mapping[str, Any], *, owned: bool) -> None:
+        """Take the answers of a mesh; other slots stay as they were set by hand."""
+        self.mesh, self.owned, self.version = mesh, owned, next(_versions)
+        self.lazy = {slot: value for slot, value in values.items() if isinstance(value, LazyGroup)}
+        self.unpatched = {slot: value for slot, value in values.items() if slot not in self.lazy}
+        for slot in values:
+            setattr(self, slot, self.unpatched.get(slot))
+        self.update()
+
+    def read(self, slot: str) -> Any:
+        """Return the value of a slot; a group that does not exist yet is created."""
+        with _reading:  # another thread may be creating it
+            if slot in self.constants:
+                return self.lazy[slot].get_or_create()
+            if getattr(self, slot) is None and slot in self.lazy:
+                value = self.unpatched[slot] = self.lazy[slot].get_or_create()
+                del self.lazy[slot]
+                self.put(slot, value)
+            return getattr(self, slot)
+
+    @constant_under_compile
+    def read_constant(self, slot: str, _version: int) -> Any:
+        """As :meth:`read`, while code is compiled that keeps the value: the slot stays empty, which the code guards."""
+        if slot not in self.lazy:
+            return getattr(self, slot)
+        self.constants.add(slot)
+        return self.read(slot)
+
+    def read_all(self) -> None:
+        """Create every group that does not exist yet."""
+        for slot in list(self.lazy):
+            self.read(slot)
+
+    def put(self, slot: str, value: Any) -> None:
+        """Assign a slot, and compute again those that follow from it."""
+        if slot in self.lazy:
+            # So that the assignment can be undone, and None does not stand for a group to be created.
+            self.read(slot)
+        setattr(self, slot, value)
+        self.update()
+
+    def restore(self, slot: str) -> None:
+        """Undo an assignment."""
+        self.put(slot, self.unpatched.get(slot))
+
+    def saved(self) -> tuple[Any, ...]:
+        """Return everything, to be put back with :meth:`load`."""
+        own = (self.unpatched, self.mesh, self.owned, self.lazy, self.constants, self.version)
+        return (*own, *(getattr(self, slot) for slot in self.slots))
+
+    def load(self, saved: tuple[Any, ...]) -> None:
+        """Put back what :meth:`saved` returned."""
+        self.unpatched, self.mesh, self.owned, self.lazy, self.constants, self.version, *values = saved
+        for slot, value in zip(self.slots, values, strict=True):
+            setattr(self, slot, value)
+
+    def update(self) -> None:
+        """Compute the slots that follow from others."""
+
+
+def ask_group(group: Any, method: str) -> int | None:
+    """Return the ``"size"`` or ``"rank"`` of a group; None for a stand-in without such a method.
+
+    Example:
+        >>> ask_group("no group", "size") is None
+        True
+    """
+    ask = getattr(group, method, None)
+    return None if ask is None else ask()
+
+
+def make_patchable(module: str, state: LegacyState, variables: Mapping[str, str]) -> None:
+    """Give a module the variables of the original, to be read, assigned, and deleted (which undoes an assignment).
+
+    Args:
+        module: the name of a module that is imported, or is being imported.
+        state: the state whose slots the variables are.
+        variables: the slot of each variable.
+    """
+
+    class Patchable(ModuleType):
+        """A module whose legacy variables are slots of a state."""
+
+        def __getattr__(self, name: str) -> Any:
+            if name in variables:
+                return state.read(variables[name])
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name in variables:
+                state.put(variables[name], value)
+            else:
+                super().__setattr__(name, value)
+
+        def __delattr__(self, name: str) -> None:
+            if name in variables:
+                state.restore(variables[name])
+            else:
+                super().__delattr__(name)
+
+        def __dir__(self) -> list[str]:
+            return sorted({*super().__dir__(), *variables})
+
+    sys.modules[module].__class__ = Patchable
 
 
 class Bindings:
     """Which mesh a state shows: the one entered with ``with mesh:``, or else the one that was bound last.
 
-    The answers of the others are kept aside, together with what was patched into them.
+    The answers of the other meshes are kept aside, with what was assigned to them.
 
     Args:
         state: the state of the dialect.
@@ -32,29 +185,15 @@ class Bindings:
         self.state = state
         self.base: NamedMesh | None = None
         self.shown: NamedMesh | None = None
-        self.wishes: WeakKeyDictionary[NamedMesh, object] = WeakKeyDictionary()
+        self.configs: WeakKeyDictionary[NamedMesh, object] = WeakKeyDictionary()
         self._aside: WeakKeyDictionary[NamedMesh, tuple[Any, ...]] = WeakKeyDictionary()
         current.watch(self.changed)
 
-    def bind(
-        self,
-        mesh: NamedMesh,
-        call: str,
-        wish: object,
-        plan: Callable[[], tuple[Mapping[str, str], Callable[[], Mapping[str, Any]]]],
-    ) -> Bound:
-        """Let the state answer for a mesh that exists; communicates the first time.
-
-        Args:
-            mesh: the mesh.
-            call: what the user called, for messages.
-            wish: what was asked for besides; with the same wish, a mesh that is bound needs nothing new.
-            plan: checks whether the mesh will do; returns what the ranks have to agree about, and what makes
-                the answers.
+    def rebind(self, mesh: NamedMesh, config: object) -> Bound | None:
+        """Bind a mesh that was bound before with the same configuration; None if the dialect has to make groups.
 
         Raises:
-            MeshError: what was given is no open mesh.
-            NamedMeshError: the mesh will not do, or the ranks do not agree.
+            MeshError: ``mesh`` is not an open NamedMesh.
         """
         if not isinstance(mesh, NamedMesh):
             raise MeshError(
@@ -62,28 +201,35 @@ class Bindings:
             )
         if mesh.closed:
             raise MeshError(f"the mesh over {mesh.layout} was closed; bind another one")
+        if mesh not in self.configs or self.configs[mesh] != config:
+            return None
+        before, self.base = self.base, mesh
+        self.changed(None)
+        return Bound(self, mesh, before)
+
+    def fill(self, mesh: NamedMesh, config: object, values: Mapping[str, Any], *, owned: bool) -> Bound:
+        """Bind a mesh, and take its answers."""
         before = self.base
-        if mesh in self.wishes and self.wishes[mesh] == wish:
-            self.base = mesh
-            self.changed(None)
-            return Bound(self, mesh, before)
-        with report_failure(call, mesh.layout.ranks):
-            words, make = plan()
-        mesh.check_consistency(call, words)
-        self.fill(mesh, wish, make(), owned=False)
+        if self.shown is not None:  # what was assigned before any mesh stays
+            self.show(mesh)
+        self.shown = mesh
+        self.state.fill(mesh, values, owned=owned)
+        self.configs[mesh] = config
+        self.base = mesh
+        self.changed(None)
         return Bound(self, mesh, before)
 
     def unbind(self) -> None:
-        """Let go of the mesh that is bound; it stays as it is, with its groups."""
+        """Forget the mesh that is bound; it stays as it is, with its groups."""
         if self.base is not None:
             self.drop(self.base)
             self.changed(None)
 
     def destroy(self) -> None:
-        """Forget every answer and whatever was set; a mesh that the dialect made is closed."""
+        """Forget every answer and assignment; a mesh that the dialect made is closed."""
         mesh, owned = self.shown, self.state.owned
         if mesh is not None and owned:
-            mesh.close()  # tells the bindings
+            mesh.close()  # calls changed()
         elif mesh is not None:
             self.drop(mesh)
             self.changed(None)
@@ -91,7 +237,7 @@ class Bindings:
             self.state.clear()
 
     def changed(self, closed: NamedMesh | None) -> None:
-        """Follow what was selected, deselected or closed."""
+        """Follow a mesh that was selected, deselected or closed."""
         if closed is not None:
             self.drop(closed)
         self.show(cast("NamedMesh | None", current.selected_mesh()) or self.base)
@@ -109,19 +255,9 @@ class Bindings:
             self.state.load(aside)
         self.shown = mesh
 
-    def fill(self, mesh: NamedMesh, wish: object, answers: Mapping[str, Any], *, owned: bool) -> None:
-        """Take the answers of a mesh that is bound now."""
-        if self.shown is not None:  # what was set by hand before any mesh stays
-            self.show(mesh)
-        self.shown = mesh
-        self.state.fill(mesh, answers, owned=owned)
-        self.wishes[mesh] = wish
-        self.base = mesh
-        self.changed(None)
-
     def drop(self, mesh: NamedMesh) -> None:
         """Forget a mesh."""
-        self.wishes.pop(mesh, None)
+        self.configs.pop(mesh, None)
         self._aside.pop(mesh, None)
         if self.base is mesh:
             self.base = None
@@ -134,7 +270,7 @@ class Bound:
     """A mesh that a dialect is bound to; leaving a ``with`` block goes back to the one before.
 
     Args:
-        bindings: the dialect's.
+        bindings: the bindings of the dialect.
         mesh: the mesh.
         before: the mesh that the dialect was bound to before, if any.
     """

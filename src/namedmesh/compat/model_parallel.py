@@ -7,17 +7,18 @@ its own names that read the slots of its state.
 from __future__ import annotations
 
 import warnings
+from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 import torch.distributed as dist
 
 from namedmesh._torch import backward_pass
-from namedmesh.compat.axes import DENSE, dense_layout, groups_over
-from namedmesh.compat.binding import Bindings, Bound
+from namedmesh.compat.axis_map import DENSE_AXES, AxisMap, axis_groups
+from namedmesh.compat.binding import Bindings, Bound, LegacyState, ask_group
 from namedmesh.compat.errors import ContractError
-from namedmesh.compat.state import LegacyState, answer_of
 from namedmesh.consistency import report_failure
+from namedmesh.dialects import DIALECTS
 from namedmesh.errors import MeshError
 from namedmesh.groups import GroupPool
 from namedmesh.init import create_mesh, version_fields
@@ -27,7 +28,7 @@ from namedmesh.options import GroupOptions
 from namedmesh.tensor_parallel.collectives import Peers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from datetime import timedelta
 
     from namedmesh.mesh import NamedMesh
@@ -36,18 +37,18 @@ __all__ = ["AxisState", "ModelParallel"]
 
 T = TypeVar("T")
 
-_ORDER = ("dp", "pp", "cp", "tp")
+_ORDER = DIALECTS["fairscale"].axes
 _ANSWERS = ("group", "ranks", "size", "rank")
 
 
 class AxisState(LegacyState):
-    """For each axis this rank's group, the ranks in it, how many they are, and this rank's place among them.
+    """For each axis this rank's group, the ranks in it, their number, and the index of this rank.
 
     Attributes:
         peers: the tensor-parallel ranks, as the layers want them.
     """
 
-    slots = (*(f"{axis}_{answer}" for axis in DENSE for answer in _ANSWERS), "peers")
+    slots = (*(f"{axis}_{answer}" for axis in DENSE_AXES for answer in _ANSWERS), "peers")
     __slots__ = slots
 
     tp_group: dist.ProcessGroup | None
@@ -68,20 +69,22 @@ class AxisState(LegacyState):
     dp_rank: int | None
     peers: Peers | None
 
-    def follow(self) -> None:
-        """Sizes and ranks are those of the groups, also of groups that somebody patched in."""
-        for axis in DENSE:
+    def update(self) -> None:
+        """Compute sizes and ranks from the groups, also from groups that were assigned by hand."""
+        for axis in DENSE_AXES:
             group = getattr(self, f"{axis}_group")
             for answer in ("size", "rank"):
-                setattr(self, f"{axis}_{answer}", answer_of(group, answer))
-        # A stand-in that somebody patched in may know neither.
+                setattr(self, f"{axis}_{answer}", ask_group(group, answer))
+        # A stand-in that was assigned by hand may have neither.
         known = self.tp_size is not None and self.tp_rank is not None
         self.peers = Peers(self.tp_group) if known else None
 
     def touched(self) -> bool:
         """Whether there is a group, or ranks, of a mesh or set by hand."""
         return any(
-            getattr(self, f"{axis}_{answer}") is not None for axis in DENSE for answer in ("group", "ranks")
+            getattr(self, f"{axis}_{answer}") is not None
+            for axis in DENSE_AXES
+            for answer in ("group", "ranks")
         )
 
 
@@ -105,7 +108,7 @@ class ModelParallel:
         self._used: WeakSet[Peers] = WeakSet()  # the state keeps them, for as long as their mesh is open
 
     def bind(self, mesh: NamedMesh) -> Bound:
-        """Let the accessors and layers answer from a mesh that exists; communicates the first time.
+        """Answer from a mesh that exists; communicates the first time.
 
         Every rank of the mesh calls it.
 
@@ -132,19 +135,20 @@ class ModelParallel:
             >>> mesh.close()
             >>> dist.destroy_process_group()
         """
-
-        def plan() -> tuple[Mapping[str, str], Callable[[], Mapping[str, Any]]]:
-            dense_layout(mesh.layout, self.name)
-            return {"layout": repr(mesh.layout)}, lambda: self._answers(mesh)
-
-        return self.bindings.bind(mesh, f"{self.name}.bind", (), plan)
+        bound = self.bindings.rebind(mesh, ())
+        if bound is not None:
+            return bound
+        with report_failure(f"{self.name}.bind", mesh.layout.ranks):
+            AxisMap.from_layout(mesh.layout, self.name)
+        mesh.check_consistency(f"{self.name}.bind", {"layout": repr(mesh.layout)})
+        return self.bindings.fill(mesh, (), self._groups(mesh), owned=False)
 
     def unbind(self) -> None:
-        """Let go of the mesh that is bound; it stays as it is, with its groups."""
+        """Forget the mesh that is bound; it stays as it is, with its groups."""
         self.bindings.unbind()
 
     def current_mesh(self) -> NamedMesh:
-        """The mesh that the accessors answer from at this moment.
+        """Return the mesh that the accessors answer from at this moment.
 
         Raises:
             MeshError: they answer from none.
@@ -177,7 +181,7 @@ class ModelParallel:
             timeout: the timeout of the groups.
 
         Raises:
-            ContractError: no default group, a second initialisation, or sizes that do not divide the world.
+            ContractError: no default group, a second initialization, or sizes that do not divide the world.
             AgreementError: the other ranks did not call this, or not with the same arguments.
         """
         if not dist.is_initialized():
@@ -187,31 +191,31 @@ class ModelParallel:
             )
         world = dist.get_world_size()
         call = f"{self.name}.{self.function}"
-        words = {name: repr(sizes[axis]) for axis, name in self.sizes.items()}
-        words |= {"backends": repr(dict(backends)), "timeout": repr(timeout)}
+        arguments = {name: repr(sizes[axis]) for axis, name in self.sizes.items()}
+        arguments |= {"backends": repr(dict(backends)), "timeout": repr(timeout)}
         with report_failure(call, range(world)):
             if self.state.touched():
                 raise ContractError(
-                    f"{self.name}'s model parallelism is initialised already, for {self._described()}; call the "
+                    f"{self.name}'s model parallelism is initialized already, for {self._described()}; call the "
                     f"function that destroys it first, or bind another mesh beside it with {self.module}.bind(mesh)"
                 )
-            whole = {**sizes, "tp": min(sizes["tp"], world)}
-            self._check(whole, world)
+            fitted = {**sizes, "tp": min(sizes["tp"], world)}
+            self._check(fitted, world)
             options = {
                 axis: GroupOptions(backend=backend)
                 for axis, backend in backends.items()
                 if backend is not None
             }
-            layout = Layout(**{axis: whole.get(axis, -1) for axis in _ORDER}, world_size=world)
+            layout = Layout(**{axis: fitted.get(axis, -1) for axis in _ORDER}, world_size=world)
             pool = GroupPool(defaults=GroupOptions(timeout=timeout))
         try:
             pool.check_consistency(
                 call,
-                words | version_fields(),
+                arguments | version_fields(),
                 ranks=range(world),
                 wanted=[(layout, (axis,), options.get(axis, GroupOptions())) for axis in layout],
             )
-            if whole["tp"] < sizes["tp"]:
+            if fitted["tp"] < sizes["tp"]:
                 warnings.warn(
                     f"{self.sizes['tp']} is {sizes['tp']}, but the world has {world} ranks; {self.name}'s "
                     f"{self.function} goes on with {world}",
@@ -222,23 +226,23 @@ class ModelParallel:
             pool.close()
             raise
         try:
-            answers = self._answers(mesh)
+            groups = self._groups(mesh)
         except BaseException:
             mesh.close()
             raise
-        self.bindings.fill(mesh, (), answers, owned=True)
+        self.bindings.fill(mesh, (), groups, owned=True)
 
-    def found(self, value: T | None, what: str) -> T:
-        """What an accessor hands out.
+    def require(self, value: T | None, what: str) -> T:
+        """Return a value that is not None.
 
         Raises:
-            ContractError: there is nothing to hand out.
+            ContractError: it is None; the message says why ``what`` is not there.
         """
         if value is None:
             if self.state.mesh is not None:
                 raise ContractError(f"{what} is not there: it was set to None")
             raise ContractError(
-                f"{what} is not there: {self.name}'s model parallelism is not initialised; call {self.function}(...), or "
+                f"{what} is not there: {self.name}'s model parallelism is not initialized; call {self.function}(...), or "
                 f"{self.module}.bind(mesh) with a mesh that exists (once, on every rank)"
             )
         return value
@@ -246,68 +250,68 @@ class ModelParallel:
     # The accessors that every such dialect has by the same name.
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """This rank's data-parallel group: the ranks that hold the same parameters."""
-        return self.found(self.state.dp_group, "the data-parallel group")
+        """Return the data-parallel group of this rank: the ranks that hold the same parameters."""
+        return self.require(self.state.dp_group, "the data-parallel group")
 
     def get_data_parallel_ranks(self) -> list[int]:
-        """The global ranks of the data-parallel group."""
-        return self.found(self.state.dp_ranks, "the list of data-parallel ranks")
+        """Return the global ranks of the data-parallel group."""
+        return self.require(self.state.dp_ranks, "the list of data-parallel ranks")
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's place in the data-parallel group."""
-        return self.found(self.state.dp_rank, "the rank in the data-parallel group")
+        """Return the index of this rank in the data-parallel group."""
+        return self.require(self.state.dp_rank, "the rank in the data-parallel group")
 
     def get_data_parallel_world_size(self) -> int:
-        """The number of data-parallel ranks."""
-        return self.found(self.state.dp_size, "the size of the data-parallel group")
+        """Return the number of data-parallel ranks."""
+        return self.require(self.state.dp_size, "the size of the data-parallel group")
 
     def get_pipeline_parallel_group(self) -> dist.ProcessGroup:
-        """This rank's pipeline-parallel group: one rank for each stage."""
-        return self.found(self.state.pp_group, "the pipeline-parallel group")
+        """Return the pipeline-parallel group of this rank: one rank for each stage."""
+        return self.require(self.state.pp_group, "the pipeline-parallel group")
 
     def get_pipeline_parallel_ranks(self) -> list[int]:
-        """The global ranks of the pipeline-parallel group, the first stage first."""
-        return self.found(self.state.pp_ranks, "the list of pipeline-parallel ranks")
+        """Return the global ranks of the pipeline-parallel group, the first stage first."""
+        return self.require(self.state.pp_ranks, "the list of pipeline-parallel ranks")
 
     def get_pipeline_parallel_rank(self) -> int:
-        """This rank's place in the pipeline-parallel group."""
-        return self.found(self.state.pp_rank, "the rank in the pipeline-parallel group")
+        """Return the index of this rank in the pipeline-parallel group."""
+        return self.require(self.state.pp_rank, "the rank in the pipeline-parallel group")
 
     def get_pipeline_parallel_world_size(self) -> int:
-        """The number of pipeline-parallel ranks."""
-        return self.found(self.state.pp_size, "the size of the pipeline-parallel group")
+        """Return the number of pipeline-parallel ranks."""
+        return self.require(self.state.pp_size, "the size of the pipeline-parallel group")
 
     def get_context_parallel_group(self) -> dist.ProcessGroup:
-        """This rank's context-parallel group: the ranks that share each sequence."""
-        return self.found(self.state.cp_group, "the context-parallel group")
+        """Return the context-parallel group of this rank: the ranks that share each sequence."""
+        return self.require(self.state.cp_group, "the context-parallel group")
 
     def get_context_parallel_ranks(self) -> list[int]:
-        """The global ranks of the context-parallel group."""
-        return self.found(self.state.cp_ranks, "the list of context-parallel ranks")
+        """Return the global ranks of the context-parallel group."""
+        return self.require(self.state.cp_ranks, "the list of context-parallel ranks")
 
     def get_context_parallel_rank(self) -> int:
-        """This rank's place in the context-parallel group."""
-        return self.found(self.state.cp_rank, "the rank in the context-parallel group")
+        """Return the index of this rank in the context-parallel group."""
+        return self.require(self.state.cp_rank, "the rank in the context-parallel group")
 
     def get_context_parallel_world_size(self) -> int:
-        """The number of context-parallel ranks."""
-        return self.found(self.state.cp_size, "the size of the context-parallel group")
+        """Return the number of context-parallel ranks."""
+        return self.require(self.state.cp_size, "the size of the context-parallel group")
 
     def first_rank(self) -> int:
-        """The global rank of the first of the tensor-parallel ranks.
+        """Return the global rank of the first of the tensor-parallel ranks.
 
         Raises:
             ContractError: there are none.
         """
-        group: object = self.found(self.state.tp_group, "the tensor-parallel group")
+        group: object = self.require(self.state.tp_group, "the tensor-parallel group")
         if isinstance(group, dist.ProcessGroup):
             return dist.get_process_group_ranks(group)[0]
-        # A stand-in for neighbouring ranks, as tensor-parallel ones are in this layout.
-        size = self.found(self.state.tp_size, "the size of the tensor-parallel group")
+        # A stand-in for neighboring ranks, as tensor-parallel ones are in this layout.
+        size = self.require(self.state.tp_size, "the size of the tensor-parallel group")
         return dist.get_rank() // size * size
 
     def peers(self) -> Peers:
-        """The tensor-parallel ranks of this moment.
+        """Return the tensor-parallel ranks of this moment.
 
         A backward pass repeats the forwards that were checkpointed, and may do so after the ``with`` block that
         selected their mesh: there they are the ranks that forwards had before, if all had the same.
@@ -315,28 +319,26 @@ class ModelParallel:
         if backward_pass() >= 0 and len(self._used) == 1:
             (used,) = self._used
             return used
-        peers = self.found(self.state.peers, "the tensor-parallel group")
+        peers = self.require(self.state.peers, "the tensor-parallel group")
         if peers not in self._used:
             self._used.add(peers)
         return peers
 
-    def _answers(self, mesh: NamedMesh) -> dict[str, Any]:
-        """The groups, which are those of the mesh, and their ranks; communicates where one has to be made."""
-        answers: dict[str, Any] = {}
-        for axis, (group, ranks) in groups_over(mesh, self.name).items():
-            answers |= {f"{axis}_group": group, f"{axis}_ranks": ranks}
-        return answers
+    def _groups(self, mesh: NamedMesh) -> dict[str, Any]:
+        """Return the groups of the mesh and their ranks, slot by slot; communicates where one is made."""
+        values: dict[str, Any] = {}
+        for axis, (group, ranks) in axis_groups(mesh, self.name).items():
+            values |= {f"{axis}_group": group, f"{axis}_ranks": ranks}
+        return values
 
     def _check(self, sizes: Mapping[str, int], world: int) -> None:
-        said = [f"{name}={sizes[axis]}" for axis, name in self.sizes.items()]
-        product = 1
-        for axis in self.sizes:
-            product *= sizes[axis]
+        given = [f"{name}={sizes[axis]}" for axis, name in self.sizes.items()]
+        product = prod(sizes[axis] for axis in self.sizes)
         if min(sizes.values()) < 1:
-            raise ContractError(f"{', '.join(said)}: each of the sizes has to be 1 or more")
+            raise ContractError(f"{', '.join(given)}: each of the sizes has to be 1 or more")
         if world % product:
             raise ContractError(
-                f"the world of {world} ranks cannot be divided by {' x '.join(said)} = {product}; change a size, or start "
+                f"the world of {world} ranks cannot be divided by {' x '.join(given)} = {product}; change a size, or start "
                 "another number of ranks"
             )
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from namedmesh import launch
-from namedmesh.compat.axes import groups_over
+from namedmesh.compat.axis_map import axis_groups
 from namedmesh.consistency import report_failure
 from namedmesh.errors import LayoutError
 from namedmesh.init import init_mesh
@@ -24,7 +24,7 @@ __all__ = ["ProcessGroups"]
 
 
 class ProcessGroups:
-    """A rank's tensor-, pipeline- and data-parallel groups, and its place in each; making it communicates.
+    """A rank's tensor-, pipeline- and data-parallel groups, and its index in each; making it communicates.
 
     Every rank of the world makes it with the same sizes. Of 8 ranks with sizes 2, 2 and 2 the tensor groups are
     (0, 1), (2, 3), (4, 5), (6, 7), the pipeline groups (0, 2), (1, 3), (4, 6), (5, 7) and the data groups (0, 4),
@@ -39,7 +39,7 @@ class ProcessGroups:
         mesh: the mesh behind it, whose groups these are.
         tp_size, pp_size, dp_size: how many ranks each group has.
         tp_group, pp_group, dp_group: this rank's groups.
-        tp_rank, pp_rank, dp_rank: this rank's place in each.
+        tp_rank, pp_rank, dp_rank: the index of this rank in each.
         is_first_stage, is_last_stage: whether its stage is the first, or the last, of the pipeline.
 
     Raises:
@@ -96,7 +96,7 @@ class ProcessGroups:
                 f"axis 'cp' of {mesh.layout} has no place in ProcessGroups, which are over tp, pp and dp; use the mesh itself"
             )
         self.mesh = mesh
-        groups = groups_over(mesh, "ProcessGroups")
+        groups = axis_groups(mesh, "ProcessGroups")
         self.tp_group, self.pp_group, self.dp_group = (groups[axis][0] for axis in ("tp", "pp", "dp"))
         self.tp_size, self.pp_size, self.dp_size = (
             group.size() for group in (self.tp_group, self.pp_group, self.dp_group)

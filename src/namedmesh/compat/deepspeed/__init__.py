@@ -22,7 +22,7 @@ from namedmesh.compat.deepspeed.process_topology import (
     PipeModelDataParallelTopology,
     ProcessTopology,
 )
-from namedmesh.compat.modules import Replacement
+from namedmesh.compat.install import Replacement
 
 if TYPE_CHECKING:
     from namedmesh.compat.deepspeed.grid import PipelineParallelGrid

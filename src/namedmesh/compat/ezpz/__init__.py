@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from namedmesh.compat.ezpz import tp
 from namedmesh.compat.ezpz.dialect import DIALECT
-from namedmesh.compat.modules import Replacement
+from namedmesh.compat.install import Replacement
 
 __all__ = ["bind", "current_mesh", "install", "tp", "unbind", "uninstall"]
 

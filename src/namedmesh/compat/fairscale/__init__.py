@@ -16,7 +16,7 @@ from namedmesh.compat.fairscale.layers import *
 from namedmesh.compat.fairscale.layers import __all__ as _layers
 from namedmesh.compat.fairscale.mappings import *
 from namedmesh.compat.fairscale.mappings import __all__ as _mappings
-from namedmesh.compat.modules import Replacement
+from namedmesh.compat.install import Replacement
 
 __all__ = [  # noqa: PLE0604  lists of names, which ruff does not look into
     *_initialize,

@@ -2,7 +2,7 @@
 
 Ranks are laid out as (dp, pp, cp, tp), tp fastest: fairscale's *model* parallelism is tp. Also here are what later
 sources of fairscale have: the context-parallel accessors and the lists of ranks. The original's variables, such as
-``_MODEL_PARALLEL_GROUP``, can be read and assigned; what is assigned wins until it is deleted, or destroyed.
+``_MODEL_PARALLEL_GROUP``, can be read and assigned; an assignment takes precedence until it is deleted, or the groups are destroyed.
 
 Example:
     >>> import namedmesh, torch.distributed as dist
@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from namedmesh.compat.binding import make_patchable
 from namedmesh.compat.model_parallel import ModelParallel
-from namedmesh.compat.state import make_patchable
+from namedmesh.dialects import DIALECTS, variables_of
 
 __all__ = [
     "bind",
@@ -56,7 +57,7 @@ DIALECT = ModelParallel(
     {"tp": "model_parallel_size_", "pp": "pipeline_length", "cp": "context_parallel_size"},
 )
 _STATE = DIALECT.state
-_found = DIALECT.found
+_require = DIALECT.require
 
 bind = DIALECT.bind
 unbind = DIALECT.unbind
@@ -72,14 +73,7 @@ get_data_parallel_world_size = DIALECT.get_data_parallel_world_size
 get_pipeline_parallel_group = DIALECT.get_pipeline_parallel_group
 get_pipeline_parallel_ranks = DIALECT.get_pipeline_parallel_ranks
 
-VARIABLES = {
-    "_CONTEXT_PARALLEL_GROUP": "cp_group",
-    "_CONTEXT_PARALLEL_GROUP_RANKS": "cp_ranks",
-    "_DATA_PARALLEL_GROUP": "dp_group",
-    "_MODEL_PARALLEL_GROUP": "tp_group",
-    "_PIPELINE_PARALLEL_GROUP": "pp_group",
-    "_PIPELINE_PARALLEL_RANKS": "pp_ranks",
-}
+VARIABLES = variables_of(DIALECTS["fairscale"].kinds)
 """The original's variables, later sources' included, and the slot that each of them is."""
 
 
@@ -109,7 +103,7 @@ def initialize_model_parallel(
         cp_backend: the backend of the context-parallel groups.
 
     Raises:
-        ContractError: there is no default group, a second initialisation, or sizes that do not divide the
+        ContractError: there is no default group, a second initialization, or sizes that do not divide the
             world. After an error everything is as before.
         AgreementError: the other ranks did not call this, or not with the same arguments.
 
@@ -131,9 +125,9 @@ def get_model_parallel_group() -> dist.ProcessGroup:
     """This rank's model-parallel group: the ranks that share each layer.
 
     Raises:
-        ContractError: nothing is initialised or bound, as with every accessor here.
+        ContractError: nothing is initialized or bound, as with every accessor here.
     """
-    return _found(_STATE.tp_group, "the model-parallel group")
+    return _require(_STATE.tp_group, "the model-parallel group")
 
 
 def get_model_parallel_ranks() -> list[int]:
@@ -143,12 +137,12 @@ def get_model_parallel_ranks() -> list[int]:
 
 def get_model_parallel_world_size() -> int:
     """The number of model-parallel ranks."""
-    return _found(_STATE.tp_size, "the size of the model-parallel group")
+    return _require(_STATE.tp_size, "the size of the model-parallel group")
 
 
 def get_model_parallel_rank() -> int:
-    """This rank's place in the model-parallel group."""
-    return _found(_STATE.tp_rank, "the rank in the model-parallel group")
+    """Return the index of this rank in the model-parallel group."""
+    return _require(_STATE.tp_rank, "the rank in the model-parallel group")
 
 
 def get_model_parallel_src_rank() -> int:

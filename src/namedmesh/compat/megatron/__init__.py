@@ -13,10 +13,10 @@ Three ways in, for code at different stages of a move:
 
 from __future__ import annotations
 
+from namedmesh.compat.install import Replacement
 from namedmesh.compat.megatron import parallel_state, tensor_parallel
-from namedmesh.compat.megatron.collection import ProcessGroupCollection, process_groups
-from namedmesh.compat.megatron.grid import HyperCommGrid
-from namedmesh.compat.megatron.lifecycle import (
+from namedmesh.compat.megatron.hyper_comm_grid import HyperCommGrid
+from namedmesh.compat.megatron.initialize import (
     Bound,
     bind,
     current_mesh,
@@ -24,7 +24,7 @@ from namedmesh.compat.megatron.lifecycle import (
     initialize_model_parallel,
     unbind,
 )
-from namedmesh.compat.modules import Replacement
+from namedmesh.compat.megatron.process_groups_config import ProcessGroupCollection, process_groups
 
 __all__ = [
     "Bound",
@@ -54,8 +54,8 @@ _REPLACEMENT = Replacement(
             f"megatron.core.tensor_parallel.{part}": f"{tensor_parallel.__name__}.{part}"
             for part in ("cross_entropy", "layers", "mappings", "utils")
         },
-        "megatron.core.process_groups_config": f"{__name__}.collection",
-        "megatron.core.hyper_comm_grid": f"{__name__}.grid",
+        "megatron.core.process_groups_config": f"{__name__}.process_groups_config",
+        "megatron.core.hyper_comm_grid": f"{__name__}.hyper_comm_grid",
     },
 )
 

@@ -1,4 +1,4 @@
-"""Memory that is allocated once and handed out again: the original's global buffers."""
+"""Memory that is allocated once and used again: the original's global buffers."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class GlobalMemoryBuffer:
         name: str,
         mem_alloc_context: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> torch.Tensor:
-        """A tensor of a shape, uninitialised, on the buffer of this name and type.
+        """A tensor of a shape, uninitialized, on the buffer of this name and type.
 
         Args:
             tensor_shape: its shape.
             dtype: its type.
             name: the name of the buffer.
-            mem_alloc_context: made and entered around an allocation, should there be one.
+            mem_alloc_context: a function that returns a context manager, entered around an allocation.
         """
         length = prod(tensor_shape)
         held = self.buffer.get((name, dtype))
@@ -66,14 +66,6 @@ class GlobalSymmetricMemoryBuffer:
     Args:
         size_in_mb: its size in MiB.
         process_group: the ranks that share it; all of them make it.
-
-    Example:
-        >>> import namedmesh, torch.distributed as dist
-        >>> mesh = namedmesh.init_mesh(tp=-1, device="cpu")
-        >>> GlobalSymmetricMemoryBuffer(1, mesh.group("tp")).maybe_get_tensor((2,), torch.float32)
-        {'tensor': None, 'handle': None}
-        >>> mesh.close()
-        >>> dist.destroy_process_group()
     """
 
     def __init__(self, size_in_mb: float, process_group: dist.ProcessGroup) -> None:

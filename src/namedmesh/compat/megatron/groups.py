@@ -1,256 +1,216 @@
-"""Megatron's groups on a mesh: which there are, and the answers that follow from them."""
+"""Megatron's groups on a mesh: their options, and the groups themselves."""
 
 from __future__ import annotations
 
 import os
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer
-from namedmesh.compat.megatron.ranks import chunks, level_groups
+from namedmesh.compat.megatron.rank_generator import chunks, level_groups
+from namedmesh.dialects import MEGATRON_GROUPS
 from namedmesh.lazy_group import LazyGroup
+from namedmesh.options import GroupOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from namedmesh.compat.megatron.shape import Shape
-    from namedmesh.compat.megatron.wish import Wish
+    from namedmesh.compat.axis_map import AxisMap
+    from namedmesh.compat.megatron.config import ParallelConfig
+    from namedmesh.dialects import Kind
     from namedmesh.layout import Layout
     from namedmesh.mesh import NamedMesh
-    from namedmesh.options import GroupOptions
 
-__all__ = ["REGULAR", "Regular", "make_answers", "product_options", "wanted_groups"]
+__all__ = ["axis_options", "build_groups", "wanted_groups"]
 
-
-class Regular(NamedTuple):
-    """A group over some axes: its slots in the state, Megatron's name for its options, and the axes."""
-
-    group: str
-    key: str
-    axes: tuple[str, ...]
-    ranks: str | None = None
-    gloo: str | None = None
+_ROWS = {row.slot: row for row in MEGATRON_GROUPS}
+_OVER_AXES = [row for row in MEGATRON_GROUPS if row.members == "all" and row.slot != "optimizer_group"]
 
 
-REGULAR = (
-    Regular("dp_cp_group", "dp_cp", ("dp", "cp"), "dp_cp_ranks", "dp_cp_gloo"),
-    Regular("dp_group", "dp", ("dp",), "dp_ranks", "dp_gloo"),
-    Regular("cp_group", "cp", ("cp",), "cp_ranks"),
-    Regular("mp_group", "mp", ("tp", "pp"), "mp_ranks"),
-    Regular("tp_group", "tp", ("tp",), "tp_ranks"),
-    Regular("pp_group", "pp", ("pp",), "pp_ranks"),
-    Regular("tp_dp_cp_group", "tp_dp_cp", ("tp", "dp", "cp")),
-    Regular("tp_dp_group", "tp_dp", ("tp", "dp")),
-    Regular("tp_cp_group", "tp_cp", ("tp", "cp")),
-    Regular("ep_group", "ep", ("ep",), "ep_ranks"),
-    Regular("etp_group", "ep_tp", ("etp",)),
-    Regular("etp_ep_group", "tp_ep_mp", ("etp", "ep")),
-    Regular("etp_ep_pp_group", "tp_ep_pp", ("etp", "ep", "pp")),
-    Regular("edp_group", "ep_dp", ("edp",), None, "edp_gloo"),
-)
-"""The groups over whole axes, in the order they are made."""
+def axis_options(axis_map: AxisMap, config: ParallelConfig) -> dict[str, GroupOptions]:
+    """Return the options of the groups over whole axes, under the names that a mesh has for them.
 
-
-def product_options(shape: Shape, wish: Wish) -> dict[str, GroupOptions]:
-    """The wished options of the groups over whole axes, by the names that a mesh knows them by.
-
-    Megatron gives each group the options of its own name and no other; a mesh would let a group over two axes
-    have those of both. So once anything is wished, every group is told.
+    Megatron gives each group the options of its own name and no other; a mesh lets a group over two axes have those
+    of both. So once any options are given, every group has an entry.
     """
-    from namedmesh.options import GroupOptions
-
-    if not wish.options and wish.pp_backend is None:
+    backend = config.pipeline_model_parallel_comm_backend
+    if not config.options and backend is None:
         return {}
     options = {}
-    for row in REGULAR:
-        _, axes = shape.place(row.axes)
-        said = wish.options.get(row.key, GroupOptions())
-        if row.key == "pp" and wish.pp_backend is not None:
+    for row in _OVER_AXES:
+        of_group = config.options.get(row.key, GroupOptions())
+        if row.key == "pp" and backend is not None:
             # The original gives no NCCL settings to a backend that is not NCCL.
-            said = GroupOptions(backend="ucc") if wish.pp_backend == "ucc" else replace(said, backend="nccl")
-        options["_".join(axes)] = said
+            of_group = GroupOptions(backend="ucc") if backend == "ucc" else replace(of_group, backend="nccl")
+        options["_".join(axis_map.locate(row.axes)[1])] = of_group
     return options
 
 
 def wanted_groups(
-    shape: Shape, options_of: Callable[[tuple[str, ...]], GroupOptions]
+    axis_map: AxisMap, options: Mapping[str, GroupOptions]
 ) -> list[tuple[Layout, tuple[str, ...], GroupOptions]]:
-    """The layout, axes and options of every group over whole axes."""
-    places = [shape.place(row.axes) for row in REGULAR]
-    return [(layout, axes, options_of(axes)) for layout, axes in places]
+    """Return the layout, axes and options of every group over whole axes."""
+    located = [axis_map.locate(row.axes) for row in _OVER_AXES]
+    return [(layout, axes, options.get("_".join(axes), GroupOptions())) for layout, axes in located]
 
 
-def make_answers(mesh: NamedMesh, shape: Shape, wish: Wish) -> dict[str, Any]:
-    """Make the groups that the mesh does not have yet, or reserve them; communicates.
+def build_groups(mesh: NamedMesh, axis_map: AxisMap, config: ParallelConfig) -> dict[str, Any]:
+    """Create the groups that the mesh does not have yet, or reserve them; communicates.
 
-    Every rank of the mesh calls this with the same arguments. Megatron has many groups that most jobs never
-    use: a group that can be made without waiting for the other ranks is reserved, and created on first use.
+    Every rank of the mesh calls this with the same arguments. Megatron has many groups that most jobs never use: a
+    group that can be created without blocking on other ranks is reserved, and created on first use.
 
     Returns:
-        For this rank, the value of every slot of the state that a mesh determines, or a group to be created on first use.
+        For this rank, the value of every slot of the state that a mesh determines.
 
     Raises:
-        ContractError: a callback names ranks that are not in the pipeline it was given.
+        ContractError: a callback returns ranks that are not in the pipeline that it was given.
     """
-    maker = _Maker(mesh, shape, wish)
-    with _sharp(wish, "dp"):
-        answers = maker.regular(REGULAR[:1]) | maker.optimizer_parts()
-        _meet(mesh, answers["dp_cp_group"], wish, "dp")
-    answers |= maker.regular(REGULAR[1:])
-    answers |= maker.context_levels() | maker.hybrid()
-    answers |= maker.embedding("embedding", "embd", wish.embedding_ranks)
-    answers |= maker.embedding("position_embedding", "pos_embd", wish.position_embedding_ranks)
-    with _sharp(wish, "dp_replica"):
-        answers |= maker.expert_parts()
-        _meet(mesh, answers["inter_edp_group"], wish, "dp_replica")
-    answers |= maker.optimizer_instance()
-    if wish.instances == 1:
-        whole = ("dp_cp_group", "dp_cp_gloo", "edp_group", "edp_gloo")
-        answers |= {f"intra_{slot}": answers[slot] for slot in whole}
-    if wish.virtual_size is not None:
-        answers |= {"vpp_rank": 0, "vpp_size": wish.virtual_size}
-    answers["memory_buffer"] = GlobalMemoryBuffer(mesh.device)
+    builder = _Builder(mesh, axis_map, config)
+    values = builder.values
+    with _sharp_environment(config, "dp"):
+        builder.over_axes(_ROWS["dp_cp_group"])
+        builder.data_parallel_parts()
+        _connect_with_sharp(mesh, values["dp_cp_group"], config, "dp")
+    for row in _OVER_AXES:
+        if row.slot not in values:
+            builder.over_axes(row)
+    builder.context_parallel_levels()
+    builder.embedding("embedding_group", config.get_embedding_ranks)
+    builder.embedding("position_embedding_group", config.get_position_embedding_ranks)
+    with _sharp_environment(config, "dp_replica"):
+        builder.expert_data_parallel_parts()
+        _connect_with_sharp(mesh, values["inter_edp_group"], config, "dp_replica")
+    builder.optimizer_instance()
+    if config.virtual_pipeline_model_parallel_size is not None:
+        values |= {"vpp_rank": 0, "vpp_size": config.virtual_pipeline_model_parallel_size}
+    values["memory_buffer"] = GlobalMemoryBuffer(mesh.device)
     # None stands for the default group, as in the original's list.
-    answers["group_list"] = [None, *(made.group for made in mesh.communicators if made.owned)]
-    return answers
+    values["group_list"] = [None, *(made.group for made in mesh.communicators if made.owned)]
+    return values
 
 
-class _Maker:
-    """Makes groups on one mesh; every method is called by every rank, in the same order."""
+class _Builder:
+    """Builds groups on one mesh, and keeps them by slot; every rank calls the same methods in the same order."""
 
-    def __init__(self, mesh: NamedMesh, shape: Shape, wish: Wish) -> None:
-        self.mesh, self.shape, self.wish = mesh, shape, wish
-        self.rank = mesh.global_rank
+    def __init__(self, mesh: NamedMesh, axis_map: AxisMap, config: ParallelConfig) -> None:
+        self.mesh, self.axis_map, self.config = mesh, axis_map, config
+        self.instances = config.num_distributed_optimizer_instances
+        self.values: dict[str, Any] = {}
 
-    def regular(self, rows: Sequence[Regular]) -> dict[str, Any]:
-        """Groups over whole axes, with their ranks and gloo twins."""
-        answers: dict[str, Any] = {}
+    def over_axes(self, row: Kind) -> None:
+        """Build a group over whole axes, with its ranks and its gloo group."""
         pool = self.mesh.pool
-        for row in rows:
-            layout, axes = self.shape.place(row.axes)
-            options = self.mesh.options_of(axes)
-            answers[row.group] = pool.reserve(layout, axes, options)
-            if row.key == "dp_cp" and self.wish.gather_group:
-                apart = replace(options, share=False)
-                answers["dp_cp_gather_group"] = pool.make(layout, axes, apart)
-            if row.ranks is not None:
-                answers[row.ranks] = list(layout.group(self.rank, *axes))
-            if row.gloo is not None:
-                twin = pool.gloo_options(options)
-                answers[row.gloo] = pool.reserve(layout, axes, twin) if self.wish.gloo else None
-        return answers
-
-    def optimizer_parts(self) -> dict[str, Any]:
-        """The contiguous part of the data- and context-parallel group that one optimizer instance has."""
-        if self.wish.instances == 1:
-            return {}
-        layout, axes = self.shape.place(("dp", "cp"))
-        size = layout.size(*axes) // self.wish.instances
-        sets = [part for ranks in layout.groups(*axes) for part in chunks(ranks, size)]
-        return self._sets("intra_dp_cp_group", "intra_dp_cp", sets, axes, twin="intra_dp_cp_gloo")
-
-    def context_levels(self) -> dict[str, Any]:
-        """The groups of the levels of the context-parallel group, innermost first."""
-        if not self.wish.levels:
-            return {}
-        layout, axes = self.shape.place(("cp",))
-        levels = []
-        for level in range(len(self.wish.levels)):
-            sets = [
-                part
-                for ranks in layout.groups(*axes)
-                for part in level_groups(ranks, self.wish.levels, level)
-            ]
-            levels.append(_now(self._sets("level", "hcp", sets, axes)["level"]))
-        return {"cp_levels": levels}
-
-    def hybrid(self) -> dict[str, Any]:
-        """A group for each power of two from 2, as far as the original goes: below half of a group."""
-        answers: dict[int, Any] = {}
-        if self.wish.hybrid:
-            layout, axes = self.shape.place(("dp", "cp"))
-            for power in range(1, layout.size(*axes).bit_length() - 1):
-                sets = [part for ranks in layout.groups(*axes) for part in chunks(ranks, 2**power)]
-                answers[2**power] = _now(self._sets("group", "dp_cp", sets, axes)["group"])
-        return {"hybrid_groups": answers}
-
-    def embedding(self, slot: str, key: str, choose: Callable[[list[int]], list[int]]) -> dict[str, Any]:
-        """The group of the stages that share an embedding; none on a rank of another stage."""
-        layout, axes = self.shape.place(("pp",))
-        chosen = [_checked(choose, list(ranks)) for ranks in layout.groups(*axes)]
-        answers = self._sets(f"{slot}_group", key, chosen, axes)
-        answers[f"{slot}_ranks"] = next((ranks for ranks in reversed(chosen) if self.rank in ranks), None)
-        return answers
-
-    def expert_parts(self) -> dict[str, Any]:
-        """The part of the experts' data-parallel group inside one optimizer instance, and the one across."""
-        if self.wish.instances == 1:
-            return {"inter_edp_group": None}
-        layout, axes = self.shape.place(("edp",))
-        sizes = (layout.size(*axes) // self.wish.instances, self.wish.instances)
-        inside, across = (
-            [part for ranks in layout.groups(*axes) for part in level_groups(ranks, sizes, level)]
-            for level in (0, 1)
-        )
-        return self._sets("intra_edp_group", "intra_ep_dp", inside, axes, twin="intra_edp_gloo") | self._sets(
-            "inter_edp_group", "inter_ep_dp", across, axes
-        )
-
-    def optimizer_instance(self) -> dict[str, Any]:
-        """Every rank of one optimizer instance: the model-parallel ranks of a part of the experts' replicas."""
-        layout, axes = self.shape.place(("edp",))
-        replicas = layout.size(*axes) // self.wish.instances
-        models = layout.groups(*self.shape.place(("etp", "ep", "pp"))[1])
-        sets = [
-            [rank for model in models[i : i + replicas] for rank in model]
-            for i in range(0, len(models), replicas)
-        ]
-        return self._sets("optimizer_group", "intra_dist_opt_instance", sets, ())
-
-    def _sets(
-        self,
-        slot: str,
-        key: str,
-        sets: Sequence[Sequence[int]],
-        axes: tuple[str, ...],
-        *,
-        twin: str | None = None,
-    ) -> dict[str, Any]:
-        """Groups over parts of what the axes span: with options of their own, or else those of the axes."""
-        options = self.wish.options.get(key) or self.mesh.options_of(axes)
-        pool = self.mesh.pool
-        answers = {slot: pool.reserve_set(sets, key, options)}
-        if twin is not None:
+        layout, axes = self.axis_map.locate(row.axes)
+        options = self.mesh.options_of(axes)
+        self.values[row.slot] = pool.reserve(layout, axes, options)
+        if row.ranks:
+            self.values[row.ranks_slot] = list(layout.group(self.mesh.global_rank, *axes))
+        if row.gloo:
             gloo = pool.gloo_options(options)
-            answers[twin] = pool.reserve_set(sets, key, gloo) if self.wish.gloo else None
-        return answers
+            wanted = self.config.create_gloo_process_groups
+            self.values[row.gloo_slot] = pool.reserve(layout, axes, gloo) if wanted else None
+
+    def over_sets(self, slot: str, sets: Sequence[Sequence[int]], *, own_options: bool = False) -> Any:
+        """Build the one of some sets of ranks that has this rank, with options of its own or else those of its axes."""
+        row, pool = _ROWS[slot], self.mesh.pool
+        axes = () if own_options else self.axis_map.locate(row.axes)[1]
+        options = self.config.options.get(row.key) or self.mesh.options_of(axes)
+        self.values[slot] = pool.reserve_set(sets, row.key, options)
+        if row.gloo:
+            gloo = pool.gloo_options(options)
+            wanted = self.config.create_gloo_process_groups
+            self.values[row.gloo_slot] = pool.reserve_set(sets, row.key, gloo) if wanted else None
+        return self.values[slot]
+
+    def data_parallel_parts(self) -> None:
+        """Build the part of dp and cp inside one optimizer instance, and the second group for all-gathers."""
+        if self.config.create_all_gather_group:
+            layout, axes = self.axis_map.locate(("dp", "cp"))
+            options = replace(self.mesh.options_of(axes), share=False)
+            self.values["dp_cp_gather_group"] = self.mesh.pool.make(layout, axes, options)
+        if self.instances > 1:
+            size = self.axis_map.size("dp", "cp") // self.instances
+            parts = [part for ranks in self.axis_map.groups("dp", "cp") for part in chunks(ranks, size)]
+            self.over_sets("intra_dp_cp_group", parts)
+        else:
+            self.values["intra_dp_cp_group"] = self.values["dp_cp_group"]
+            self.values["intra_dp_cp_gloo"] = self.values["dp_cp_gloo"]
+
+    def context_parallel_levels(self) -> None:
+        """Build the levels of cp, innermost first, and a group for each power of two inside dp and cp."""
+        sizes = self.config.hierarchical_context_parallel_sizes
+        levels = []
+        for level in range(len(sizes)):
+            parts = [
+                part for ranks in self.axis_map.groups("cp") for part in level_groups(ranks, sizes, level)
+            ]
+            levels.append(_created(self.over_sets("hierarchical_cp_groups", parts)))
+        if levels:
+            self.values["hierarchical_cp_groups"] = levels
+        # As far as the original goes: sizes below half of a group.
+        powers = range(1, self.axis_map.size("dp", "cp").bit_length() - 1)
+        hybrid = {}
+        for size in (2**power for power in powers if self.config.hybrid_context_parallel):
+            parts = [part for ranks in self.axis_map.groups("dp", "cp") for part in chunks(ranks, size)]
+            hybrid[size] = _created(self.over_sets("hybrid_groups", parts))
+        self.values["hybrid_groups"] = hybrid
+
+    def embedding(self, slot: str, choose: Callable[[list[int]], list[int]]) -> None:
+        """Build the group of the stages that share an embedding; none on a rank of another stage."""
+        sets = [_embedding_stages(choose, list(ranks)) for ranks in self.axis_map.groups("pp")]
+        self.over_sets(slot, sets)
+        mine = next((ranks for ranks in reversed(sets) if self.mesh.global_rank in ranks), None)
+        self.values[_ROWS[slot].ranks_slot] = mine
+
+    def expert_data_parallel_parts(self) -> None:
+        """Build the part of edp inside one optimizer instance, and the group across the instances."""
+        if self.instances == 1:
+            self.values["intra_edp_group"] = self.values["edp_group"]
+            self.values["intra_edp_gloo"] = self.values["edp_gloo"]
+            self.values["inter_edp_group"] = None
+            return
+        groups, size = self.axis_map.groups("edp"), self.axis_map.size("edp") // self.instances
+        self.over_sets("intra_edp_group", [part for ranks in groups for part in chunks(ranks, size)])
+        across = [ranks[start::size] for ranks in groups for start in range(size)]
+        self.over_sets("inter_edp_group", across)
+
+    def optimizer_instance(self) -> None:
+        """Build the group of one optimizer instance: the model-parallel ranks of a part of the experts' replicas."""
+        models = self.axis_map.groups("etp", "ep", "pp")
+        replicas = self.axis_map.size("edp") // self.instances
+        sets = [
+            [rank for model in models[start : start + replicas] for rank in model]
+            for start in range(0, len(models), replicas)
+        ]
+        self.over_sets("optimizer_group", sets, own_options=True)
 
 
-def _now(group: dist.ProcessGroup | LazyGroup | None) -> dist.ProcessGroup | None:
-    """A group that is handed out in a container, which cannot wait until it is asked for."""
+def _created(group: dist.ProcessGroup | LazyGroup | None) -> dist.ProcessGroup | None:
+    """Return a group that is handed out in a container, and therefore cannot be created on first use."""
     return group.get_or_create() if isinstance(group, LazyGroup) else group
 
 
-def _checked(choose: Callable[[list[int]], list[int]], pipeline: list[int]) -> list[int]:
-    chosen = list(choose(list(pipeline)))
-    strangers = [rank for rank in chosen if rank not in pipeline]
-    if strangers or not chosen or len(set(chosen)) != len(chosen):
+def _embedding_stages(choose: Callable[[list[int]], list[int]], pipeline: list[int]) -> list[int]:
+    """Return the ranks that a callback chooses out of a pipeline."""
+    stages = list(choose(list(pipeline)))
+    if not stages or not set(stages) <= set(pipeline) or len(set(stages)) != len(stages):
         raise ContractError(
-            f"{getattr(choose, '__name__', choose)} chose {chosen} of the pipeline {pipeline}; "
+            f"{getattr(choose, '__name__', choose)} chose {stages} of the pipeline {pipeline}; "
             "it has to return one or more of these ranks, each once"
         )
-    return chosen
+    return stages
 
 
 @contextmanager
-def _sharp(wish: Wish, group: str) -> Iterator[None]:
-    """NCCL looks at the environment when a communicator comes about; the groups made inside get SHARP."""
-    if wish.sharp != group:
+def _sharp_environment(config: ParallelConfig, group: str) -> Iterator[None]:
+    """NCCL reads the environment when it creates a communicator; those created inside use SHARP."""
+    if config.sharp_group != group:
         yield
         return
     os.environ["NCCL_COLLNET_ENABLE"] = "1"
@@ -260,11 +220,13 @@ def _sharp(wish: Wish, group: str) -> Iterator[None]:
         os.environ.pop("NCCL_COLLNET_ENABLE", None)
 
 
-def _meet(mesh: NamedMesh, reserved: dist.ProcessGroup | LazyGroup | None, wish: Wish, name: str) -> None:
-    """A first collective, so that the communicator comes about while the environment asks for SHARP."""
-    if wish.sharp != name or reserved is None:
+def _connect_with_sharp(
+    mesh: NamedMesh, reserved: dist.ProcessGroup | LazyGroup | None, config: ParallelConfig, name: str
+) -> None:
+    """Run a first collective, so that NCCL creates the communicator while the environment asks for SHARP."""
+    if config.sharp_group != name or reserved is None:
         return
-    group = _now(reserved)
+    group = _created(reserved)
     if mesh.device.type == "cuda":
         dist.barrier(group=group, device_ids=[torch.cuda.current_device()])
         torch.cuda.synchronize()

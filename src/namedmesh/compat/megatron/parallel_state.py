@@ -1,8 +1,11 @@
 """Megatron's ``parallel_state``: the same names, signatures and answers, over the groups of one NamedMesh.
 
 The functions read one object, :data:`namedmesh.compat.megatron.state.STATE`. The original's variables, such as
-``_TENSOR_MODEL_PARALLEL_GROUP``, can be read and assigned here as there; what is assigned wins over the mesh
-until it is deleted, or the state is destroyed.
+``_TENSOR_MODEL_PARALLEL_GROUP``, can be read and assigned here too; an assignment takes precedence over the mesh until
+the variable is deleted, or the state is destroyed.
+
+Every accessor raises :class:`~namedmesh.compat.errors.ContractError`, which is also an ``AssertionError``, where its
+group is not initialized; with ``check_initialized=False`` it returns None instead.
 
 Example:
     >>> import namedmesh, torch.distributed as dist
@@ -21,37 +24,46 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from namedmesh.compat.errors import ContractError
-from namedmesh.compat.megatron.accessors.data import *
-from namedmesh.compat.megatron.accessors.data import __all__ as _data
-from namedmesh.compat.megatron.accessors.expert import *
-from namedmesh.compat.megatron.accessors.expert import __all__ as _expert
-from namedmesh.compat.megatron.accessors.pipeline import *
-from namedmesh.compat.megatron.accessors.pipeline import __all__ as _pipeline
-from namedmesh.compat.megatron.accessors.tensor import *
-from namedmesh.compat.megatron.accessors.tensor import __all__ as _tensor
+import torch.distributed as dist
+
+from namedmesh.compat.binding import make_patchable
+from namedmesh.compat.errors import ContractError, ContractKeyError
 from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer, GlobalSymmetricMemoryBuffer
-from namedmesh.compat.megatron.lifecycle import destroy_model_parallel, initialize_model_parallel
-from namedmesh.compat.megatron.ranks import (
+from namedmesh.compat.megatron.create_groups import (
+    create_group,
+    create_hierarchical_groups,
+    create_hybrid_dp_cp_groups,
+    get_nccl_options,
+    logger,
+    overwrite_nccl_comm_cfgs,
+    update_pg_timeout,
+)
+from namedmesh.compat.megatron.initialize import destroy_model_parallel, initialize_model_parallel
+from namedmesh.compat.megatron.rank_generator import (
     RankGenerator,
     default_embedding_ranks,
     default_position_embedding_ranks,
     generate_masked_orthogonal_rank_groups,
 )
-from namedmesh.compat.megatron.single_groups import *
-from namedmesh.compat.megatron.single_groups import __all__ as _single_groups
-from namedmesh.compat.megatron.state import STATE, VARIABLES, late, warn_deprecated
-from namedmesh.compat.state import make_patchable
+from namedmesh.compat.megatron.state import (
+    STATE,
+    VARIABLES,
+    missing,
+    raise_missing,
+    warn_deprecated,
+    zero_or_raise,
+)
 
-__all__ = [  # noqa: PLE0604  lists of names, which ruff does not look into
-    *_data,
-    *_expert,
-    *_pipeline,
-    *_single_groups,
-    *_tensor,
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = [
     "GlobalMemoryBuffer",
     "GlobalSymmetricMemoryBuffer",
     "RankGenerator",
+    "create_group",
+    "create_hierarchical_groups",
+    "create_hybrid_dp_cp_groups",
     "default_embedding_ranks",
     "default_position_embedding_ranks",
     "destroy_global_memory_buffer",
@@ -59,35 +71,106 @@ __all__ = [  # noqa: PLE0604  lists of names, which ruff does not look into
     "destroy_model_parallel",
     "generate_masked_orthogonal_rank_groups",
     "get_all_ranks",
+    "get_amax_reduction_group",
+    "get_context_parallel_global_ranks",
+    "get_context_parallel_group",
+    "get_context_parallel_rank",
+    "get_context_parallel_world_size",
+    "get_data_modulo_expert_parallel_group",
+    "get_data_parallel_group",
+    "get_data_parallel_group_gloo",
+    "get_data_parallel_rank",
+    "get_data_parallel_src_rank",
+    "get_data_parallel_world_size",
+    "get_embedding_group",
+    "get_expert_data_parallel_group",
+    "get_expert_data_parallel_group_gloo",
+    "get_expert_data_parallel_rank",
+    "get_expert_data_parallel_world_size",
+    "get_expert_model_parallel_group",
+    "get_expert_model_parallel_rank",
+    "get_expert_model_parallel_src_rank",
+    "get_expert_model_parallel_world_size",
+    "get_expert_tensor_and_model_parallel_group",
+    "get_expert_tensor_and_model_parallel_rank",
+    "get_expert_tensor_and_model_parallel_world_size",
+    "get_expert_tensor_model_pipeline_parallel_group",
+    "get_expert_tensor_parallel_group",
+    "get_expert_tensor_parallel_rank",
+    "get_expert_tensor_parallel_world_size",
     "get_global_memory_buffer",
     "get_global_symmetric_memory_buffer",
+    "get_hierarchical_context_parallel_groups",
+    "get_hybrid_data_context_parallel_groups",
+    "get_inter_distributed_optimizer_instance_group",
+    "get_intra_distributed_optimizer_instance_group",
+    "get_model_parallel_group",
+    "get_model_parallel_src_rank",
+    "get_nccl_options",
+    "get_pipeline_model_parallel_first_rank",
+    "get_pipeline_model_parallel_group",
+    "get_pipeline_model_parallel_last_rank",
+    "get_pipeline_model_parallel_next_rank",
+    "get_pipeline_model_parallel_prev_rank",
+    "get_pipeline_model_parallel_rank",
+    "get_pipeline_model_parallel_world_size",
+    "get_position_embedding_group",
+    "get_tensor_and_context_parallel_group",
+    "get_tensor_and_context_parallel_rank",
+    "get_tensor_and_context_parallel_world_size",
+    "get_tensor_and_data_parallel_group",
+    "get_tensor_model_parallel_group",
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_src_rank",
+    "get_tensor_model_parallel_world_size",
+    "get_virtual_pipeline_model_parallel_rank",
+    "get_virtual_pipeline_model_parallel_world_size",
+    "has_separate_all_gather_group",
     "initialize_model_parallel",
     "is_initialized",
+    "is_pipeline_first_stage",
+    "is_pipeline_last_stage",
+    "is_rank_in_embedding_group",
+    "is_rank_in_position_embedding_group",
     "is_unitialized",
+    "logger",
     "model_parallel_is_initialized",
+    "overwrite_nccl_comm_cfgs",
+    "set_data_parallel_rank",
+    "set_expert_model_parallel_rank",
+    "set_expert_model_parallel_world_size",
+    "set_expert_tensor_parallel_rank",
+    "set_expert_tensor_parallel_world_size",
+    "set_pipeline_model_parallel_rank",
+    "set_pipeline_model_parallel_world_size",
+    "set_tensor_model_parallel_rank",
+    "set_tensor_model_parallel_world_size",
+    "set_virtual_pipeline_model_parallel_rank",
+    "set_virtual_pipeline_model_parallel_world_size",
+    "update_pg_timeout",
 ]
 
 _SYMMETRIC_MEGABYTES = 256
 
 
 def is_initialized() -> bool:
-    """Whether there are groups."""
-    return STATE.initialised
+    """Return whether there are groups."""
+    return STATE.initialized
 
 
 def is_unitialized() -> bool:
-    """Whether there are no groups; deprecated, as in the original, spelling included."""
+    """Return whether there are no groups; deprecated and spelled as in the original."""
     warn_deprecated("is_unitialized is deprecated; call is_initialized instead")
     return not is_initialized()
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether there are tensor-, pipeline- and data-parallel groups."""
+    """Return whether there are tensor-, pipeline- and data-parallel groups."""
     return STATE.model_parallel
 
 
 def get_all_ranks() -> str:
-    """This rank's place in tp, dp, cp, pp and ep, joined by underscores."""
+    """Return this rank's coordinates in tp, dp, cp, pp and ep, joined by underscores."""
     ranks = (
         get_tensor_model_parallel_rank(),
         get_data_parallel_rank(),
@@ -98,27 +181,567 @@ def get_all_ranks() -> str:
     return "_".join(str(rank or 0) for rank in ranks)
 
 
-def get_global_memory_buffer() -> GlobalMemoryBuffer:
-    """The buffer for temporary tensors, which is made with the groups."""
-    return STATE.memory_buffer or late("memory_buffer", "the global memory buffer", "it was destroyed")
+# Tensor-, model- and context-parallel groups.
 
 
-def get_global_symmetric_memory_buffer() -> GlobalSymmetricMemoryBuffer:
-    """The buffer in symmetric memory, once ``_set_global_symmetric_memory_buffer()`` has made it."""
-    return STATE.symmetric_buffer or late(
-        "symmetric_buffer",
-        "the global symmetric memory buffer",
-        "call _set_global_symmetric_memory_buffer() on every rank",
+def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the group of the ranks that together hold one replica of the model: ``mesh.group("pp", "tp")``."""
+    return STATE.mp_group or STATE.get_or_create("mp_group", check_initialized)
+
+
+def get_model_parallel_src_rank() -> int:
+    """Return the first global rank of the model-parallel group."""
+    try:
+        return STATE.mp_ranks[0]
+    except TypeError:  # None, for want of ranks
+        raise missing("mp_group") from None
+
+
+def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the group of the ranks that share each layer: ``mesh.group("tp")``."""
+    return STATE.tp_group or STATE.get_or_create("tp_group", check_initialized)
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    """Return the number of ranks that share each layer; a value that was set takes precedence."""
+    size = STATE.tp_size
+    return raise_missing("tp_group") if size is None else size
+
+
+def get_tensor_model_parallel_rank() -> int:
+    """Return this rank's index in the tensor-parallel group; a value that was set takes precedence."""
+    rank = STATE.tp_rank
+    return raise_missing("tp_group") if rank is None else rank
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """Return the first global rank of the tensor-parallel group."""
+    try:
+        return STATE.tp_ranks[0]
+    except TypeError:  # None, for want of ranks
+        raise missing("tp_group") from None
+
+
+def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
+    """Override the tensor-parallel size; None undoes it."""
+    STATE.put("set_tp_size", world_size)
+
+
+def set_tensor_model_parallel_rank(rank: int | None) -> None:
+    """Override the tensor-parallel rank; None undoes it."""
+    STATE.put("set_tp_rank", rank)
+
+
+def get_context_parallel_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the group of the ranks that share each sequence: ``mesh.group("cp")``."""
+    return STATE.cp_group or STATE.get_or_create("cp_group", check_initialized)
+
+
+def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int]:
+    """Return the global ranks of the context-parallel group, ascending."""
+    ranks = STATE.cp_ranks
+    if ranks is None and check_initialized:
+        raise missing("cp_group")
+    return ranks
+
+
+def get_context_parallel_world_size() -> int:
+    """Return the number of ranks that share each sequence; 0 without ``torch.distributed``."""
+    size = STATE.cp_size
+    return zero_or_raise("cp_group") if size is None else size
+
+
+def get_context_parallel_rank() -> int:
+    """Return this rank's index in the context-parallel group; 0 without ``torch.distributed``."""
+    rank = STATE.cp_rank
+    return zero_or_raise("cp_group") if rank is None else rank
+
+
+def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[ProcessGroup]:
+    """Return the groups of the levels of the context-parallel group, innermost first."""
+    return STATE.hierarchical_cp_groups or STATE.get_or_create("hierarchical_cp_groups", check_initialized)
+
+
+def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the group over tp and cp together: ``mesh.group("cp", "tp")``."""
+    return STATE.tp_cp_group or STATE.get_or_create("tp_cp_group", check_initialized)
+
+
+def get_tensor_and_context_parallel_world_size() -> int:
+    """Return the number of ranks of tp and cp together; 0 without ``torch.distributed``."""
+    size = STATE.tp_cp_size
+    return zero_or_raise("tp_cp_group") if size is None else size
+
+
+def get_tensor_and_context_parallel_rank() -> int:
+    """Return this rank's index in tp and cp together; 0 without ``torch.distributed``."""
+    rank = STATE.tp_cp_rank
+    return zero_or_raise("tp_cp_group") if rank is None else rank
+
+
+def get_tensor_and_data_parallel_group(
+    check_initialized: bool = True, with_context_parallel: bool = False
+) -> ProcessGroup:
+    """Return the group over tp and dp, and cp if ``with_context_parallel``: every rank of one pipeline stage."""
+    if with_context_parallel:
+        return STATE.tp_dp_cp_group or STATE.get_or_create("tp_dp_cp_group", check_initialized)
+    return STATE.tp_dp_group or STATE.get_or_create("tp_dp_group", check_initialized)
+
+
+def get_amax_reduction_group(
+    with_context_parallel: bool = False, tp_only_amax_red: bool = False
+) -> ProcessGroup:
+    """Return the group in which FP8 scaling reduces its maxima.
+
+    Args:
+        with_context_parallel: include the ranks of cp.
+        tp_only_amax_red: leave out the ranks of dp.
+    """
+    if with_context_parallel:
+        if tp_only_amax_red:
+            return STATE.tp_cp_group or STATE.get_or_create("tp_cp_group")
+        return STATE.tp_dp_cp_group or STATE.get_or_create("tp_dp_cp_group")
+    if tp_only_amax_red:
+        return STATE.tp_group or STATE.get_or_create("tp_group")
+    return STATE.tp_dp_group or STATE.get_or_create("tp_dp_group")
+
+
+# Data-parallel groups, with and without the context-parallel ranks, whole or in parts, on gloo too.
+
+
+def get_data_parallel_group(
+    with_context_parallel: bool = False,
+    partial_data_parallel: bool = False,
+    independent_all_gather: bool = False,
+) -> ProcessGroup:
+    """Return the group of the replicas of this rank's parameters: ``mesh.group("dp")``.
+
+    Args:
+        with_context_parallel: together with the ranks that share a sequence: ``mesh.group("dp", "cp")``.
+        partial_data_parallel: only those of this rank's optimizer instance; they include cp.
+        independent_all_gather: the second communicator over the same ranks, for all-gathers; it includes cp.
+
+    Raises:
+        ContractError: there is no such group, or a part is asked for without cp.
+    """
+    if not with_context_parallel:
+        group = STATE.dp_group or STATE.get_or_create("dp_group")
+        if partial_data_parallel:
+            raise _partial_without_cp()
+        return group
+    if partial_data_parallel:
+        return STATE.intra_dp_cp_group or STATE.get_or_create("intra_dp_cp_group")
+    if independent_all_gather:
+        return STATE.dp_cp_gather_group or STATE.get_or_create("dp_cp_gather_group")
+    return STATE.dp_cp_group or STATE.get_or_create("dp_cp_group")
+
+
+def get_data_parallel_group_gloo(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> ProcessGroup:
+    """Return the gloo group over the ranks of :func:`get_data_parallel_group`, for tensors on the CPU.
+
+    Raises:
+        ContractError: there is no such group, or a part is asked for without cp.
+    """
+    if not with_context_parallel:
+        group = STATE.dp_gloo or STATE.get_or_create("dp_gloo")
+        if partial_data_parallel:
+            raise _partial_without_cp()
+        return group
+    if partial_data_parallel:
+        return STATE.intra_dp_cp_gloo or STATE.get_or_create("intra_dp_cp_gloo")
+    return STATE.dp_cp_gloo or STATE.get_or_create("dp_cp_gloo")
+
+
+def _partial_without_cp() -> ContractError:
+    return ContractError(
+        "partial_data_parallel is True without with_context_parallel; a part for the optimizer includes the "
+        "context-parallel ranks, so say with_context_parallel=True too"
     )
 
 
+def has_separate_all_gather_group() -> bool:
+    """Return whether there is a second communicator over the data- and context-parallel ranks."""
+    return STATE.separate_gather
+
+
+def get_data_parallel_world_size(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> int:
+    """Return the number of replicas, as for :func:`get_data_parallel_group`; a value that was set takes precedence; 0 without ``torch.distributed``."""
+    if with_context_parallel:
+        size = STATE.intra_dp_cp_size if partial_data_parallel else STATE.dp_cp_size
+    elif partial_data_parallel:
+        size = STATE.set_dp_size
+        if size is None:
+            get_data_parallel_group(partial_data_parallel=True)  # raises, and says why
+    else:
+        size = STATE.dp_size
+    return zero_or_raise("dp_group") if size is None else size
+
+
+def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
+    """Return this rank's index in :func:`get_data_parallel_group`; a value that was set takes precedence; 0 without ``torch.distributed``."""
+    if with_context_parallel:
+        rank = STATE.intra_dp_cp_rank if partial_data_parallel else STATE.dp_cp_rank
+    elif partial_data_parallel:
+        rank = STATE.set_dp_rank
+        if rank is None:
+            get_data_parallel_group(partial_data_parallel=True)  # raises, and says why
+    else:
+        rank = STATE.dp_rank
+    return zero_or_raise("dp_group") if rank is None else rank
+
+
+def set_data_parallel_rank(rank: int | None) -> None:
+    """Override the data-parallel rank; None undoes it."""
+    STATE.put("set_dp_rank", rank)
+
+
+def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
+    """Return the first global rank of the data-parallel group, with the context-parallel ranks if asked."""
+    try:
+        return STATE.dp_cp_ranks[0] if with_context_parallel else STATE.dp_ranks[0]
+    except TypeError:  # None, for want of ranks
+        raise missing("dp_group") from None
+
+
+def get_hybrid_data_context_parallel_groups(
+    check_initialized: bool = True, group_size: int | None = None
+) -> ProcessGroup:
+    """Return a group of ``group_size`` neighboring ranks out of the data- and context-parallel group.
+
+    Args:
+        check_initialized: raise where there are no groups.
+        group_size: a power of two, or the size of the whole data- and context-parallel group.
+
+    Raises:
+        ContractError: there are no groups yet.
+        ContractKeyError: there is no group of this size.
+    """
+    if get_data_parallel_world_size(with_context_parallel=True) == group_size:
+        return STATE.get_or_create("dp_cp_group", check_initialized)
+    groups = STATE.hybrid_groups or {}
+    if group_size not in groups:
+        raise ContractKeyError(
+            f"there is no hybrid group of size {group_size}; there are {sorted(map(str, groups)) or 'none'}: "
+            "make them with hybrid_context_parallel=True"
+        )
+    return groups[group_size]
+
+
+# Pipeline stages, virtual stages, and the stages that share an embedding.
+
+
+def get_pipeline_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the group of the stages of this rank's pipeline: ``mesh.group("pp")``."""
+    return STATE.pp_group or STATE.get_or_create("pp_group", check_initialized)
+
+
+def get_pipeline_model_parallel_world_size() -> int:
+    """Return the number of stages of a pipeline; a value that was set takes precedence."""
+    size = STATE.pp_size
+    return raise_missing("pp_group") if size is None else size
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    """Return this rank's stage; a value that was set takes precedence."""
+    rank = STATE.pp_rank
+    return raise_missing("pp_group") if rank is None else rank
+
+
+def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
+    """Override the number of stages; None undoes it."""
+    STATE.put("set_pp_size", world_size)
+
+
+def set_pipeline_model_parallel_rank(rank: int | None) -> None:
+    """Override the stage of this rank; None undoes it."""
+    STATE.put("set_pp_rank", rank)
+
+
+def get_pipeline_model_parallel_next_rank() -> int:
+    """Return the global rank of the next stage; after the last comes the first: ``mesh.next("pp")``."""
+    return _stage_at_distance(1)
+
+
+def get_pipeline_model_parallel_prev_rank() -> int:
+    """Return the global rank of the previous stage; before the first comes the last: ``mesh.prev("pp")``."""
+    return _stage_at_distance(-1)
+
+
+def _stage_at_distance(distance: int) -> int:
+    ranks = STATE.pp_ranks
+    if ranks is None:
+        raise missing("pp_group")
+    stage = (STATE.pp_rank + distance) % STATE.pp_size
+    return ranks[stage]
+
+
+def get_pipeline_model_parallel_first_rank() -> int:
+    """Return the global rank of the first stage."""
+    try:
+        return STATE.pp_ranks[0]
+    except TypeError:  # None, for want of ranks
+        raise missing("pp_group") from None
+
+
+def get_pipeline_model_parallel_last_rank() -> int:
+    """Return the global rank of the last stage."""
+    ranks = STATE.pp_ranks
+    if ranks is None:
+        raise missing("pp_group")
+    last = STATE.pp_size - 1
+    return ranks[last]
+
+
+def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Return whether this rank is the first stage.
+
+    Args:
+        ignore_virtual: look at the rank only.
+        vp_stage: the virtual stage that is asked about, where there are any and they are not ignored.
+
+    Raises:
+        ContractError: there are no groups yet, or ``vp_stage`` is needed and missing.
+    """
+    if not ignore_virtual and STATE.vpp_size is not None and _required(vp_stage) != 0:
+        return False
+    rank = STATE.pp_rank
+    return raise_missing("pp_group") if rank is None else bool(rank == 0)
+
+
+def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Return whether this rank is the last stage; the arguments are those of :func:`is_pipeline_first_stage`."""
+    if not ignore_virtual and STATE.vpp_size is not None and _required(vp_stage) != STATE.vpp_size - 1:
+        return False
+    rank = STATE.pp_rank
+    return raise_missing("pp_group") if rank is None else bool(rank == STATE.pp_size - 1)
+
+
+def _required(vp_stage: int | None) -> int:
+    if vp_stage is None:
+        raise ContractError(
+            f"there are {STATE.vpp_size} virtual stages on each rank; say which one is meant with vp_stage="
+        )
+    return vp_stage
+
+
+def get_virtual_pipeline_model_parallel_rank() -> int | None:
+    """Return the virtual stage that was set; None without virtual stages."""
+    return STATE.vpp_rank
+
+
+def get_virtual_pipeline_model_parallel_world_size() -> int | None:
+    """Return the number of virtual stages of each rank; None without virtual stages."""
+    return STATE.vpp_size
+
+
+def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
+    """Set the virtual stage; deprecated, as in the original: pass ``vp_stage`` to the functions that take it."""
+    warn_deprecated(
+        "set_virtual_pipeline_model_parallel_rank is deprecated; pass vp_stage to is_pipeline_first_stage() and "
+        "is_pipeline_last_stage() instead"
+    )
+    STATE.vpp_rank = rank
+
+
+def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
+    """Set the number of virtual stages of each rank."""
+    STATE.vpp_size = world_size
+
+
+def get_embedding_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the group of the stages that hold the word embeddings; only they have it."""
+    return STATE.embedding_group or STATE.get_or_create("embedding_group", check_initialized)
+
+
+def get_position_embedding_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the group of the stages that hold the position embeddings; only they have it."""
+    return STATE.position_embedding_group or STATE.get_or_create(
+        "position_embedding_group", check_initialized
+    )
+
+
+def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Return whether this rank holds word embeddings.
+
+    Args:
+        ignore_virtual: look at the rank only; otherwise the first rank of the group holds them in its first
+            virtual stage and the last one in its last.
+        vp_stage: the virtual stage that is asked about.
+    """
+    ranks = STATE.embedding_ranks
+    rank = dist.get_rank()
+    if ranks is None or rank not in ranks:
+        return False
+    if ignore_virtual:
+        return True
+    if rank == ranks[0]:
+        return is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+    if rank == ranks[-1]:
+        return is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    return True
+
+
+def is_rank_in_position_embedding_group() -> bool:
+    """Return whether this rank holds position embeddings."""
+    ranks = STATE.position_embedding_ranks
+    return ranks is not None and dist.get_rank() in ranks
+
+
+# The experts' groups, and the groups of the instances of a distributed optimizer.
+
+
+def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the group of the ranks over which the experts are distributed: ``mesh.group("ep")``."""
+    return STATE.ep_group or STATE.get_or_create("ep_group", check_initialized)
+
+
+def get_expert_model_parallel_src_rank() -> int:
+    """Return the first global rank of the expert-parallel group."""
+    try:
+        return STATE.ep_ranks[0]
+    except TypeError:  # None, for want of ranks
+        raise missing("ep_group") from None
+
+
+def get_expert_model_parallel_world_size() -> int:
+    """Return the number of ranks over which the experts are distributed; a value that was set takes precedence; 0 without ``torch.distributed``."""
+    size = STATE.ep_size
+    return zero_or_raise("ep_group") if size is None else size
+
+
+def get_expert_model_parallel_rank() -> int:
+    """Return this rank's index in the expert-parallel group; a value that was set takes precedence; 0 without ``torch.distributed``."""
+    rank = STATE.ep_rank
+    return zero_or_raise("ep_group") if rank is None else rank
+
+
+def set_expert_model_parallel_world_size(world_size: int | None) -> None:
+    """Override the expert-parallel size; None undoes it."""
+    STATE.put("set_ep_size", world_size)
+
+
+def set_expert_model_parallel_rank(rank: int | None) -> None:
+    """Override the expert-parallel rank; None undoes it."""
+    STATE.put("set_ep_rank", rank)
+
+
+def get_expert_tensor_parallel_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the group of the ranks that share each expert: ``mesh.group("etp")``."""
+    return STATE.etp_group or STATE.get_or_create("etp_group", check_initialized)
+
+
+def get_expert_tensor_parallel_world_size() -> int | None:
+    """Return the number of ranks that share each expert; a value that was set takes precedence, for tp where there are no groups."""
+    return STATE.etp_size
+
+
+def get_expert_tensor_parallel_rank() -> int | None:
+    """Return this rank's index among those that share each expert; a value that was set takes precedence, for tp where there are no groups."""
+    return STATE.etp_rank
+
+
+def set_expert_tensor_parallel_world_size(world_size: int | None) -> None:
+    """Override the experts' tensor-parallel size; None undoes it."""
+    STATE.put("set_etp_size", world_size)
+
+
+def set_expert_tensor_parallel_rank(rank: int | None) -> None:
+    """Override the experts' tensor-parallel rank; None undoes it."""
+    STATE.put("set_etp_rank", rank)
+
+
+def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the group over etp and ep together: one full set of the experts of a layer."""
+    return STATE.etp_ep_group or STATE.get_or_create("etp_ep_group", check_initialized)
+
+
+def get_expert_tensor_and_model_parallel_world_size() -> int:
+    """Return the number of ranks of etp and ep together; 0 without ``torch.distributed``."""
+    size = STATE.etp_ep_size
+    return zero_or_raise("etp_ep_group") if size is None else size
+
+
+def get_expert_tensor_and_model_parallel_rank() -> int:
+    """Return this rank's index in etp and ep together; 0 without ``torch.distributed``."""
+    rank = STATE.etp_ep_rank
+    return zero_or_raise("etp_ep_group") if rank is None else rank
+
+
+def get_expert_tensor_model_pipeline_parallel_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the group over etp, ep and pp together: one full set of the experts of the model."""
+    return STATE.etp_ep_pp_group or STATE.get_or_create("etp_ep_pp_group", check_initialized)
+
+
+def get_expert_data_parallel_group(
+    check_initialized: bool = True, partial_expert_data_parallel: bool = False
+) -> ProcessGroup:
+    """Return the group of the replicas of this rank's experts: ``mesh.group("edp")``, or its part in an optimizer instance."""
+    if partial_expert_data_parallel:
+        return STATE.intra_edp_group or STATE.get_or_create("intra_edp_group", check_initialized)
+    return STATE.edp_group or STATE.get_or_create("edp_group", check_initialized)
+
+
+def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> ProcessGroup:
+    """Return :func:`get_expert_data_parallel_group`, of which this is the deprecated name."""
+    warn_deprecated(
+        "get_data_modulo_expert_parallel_group is deprecated; call get_expert_data_parallel_group instead"
+    )
+    return get_expert_data_parallel_group(partial_expert_data_parallel=partial_expert_data_parallel)
+
+
+def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
+    """Return the gloo group over the ranks of :func:`get_expert_data_parallel_group`."""
+    if partial_expert_data_parallel:
+        return STATE.intra_edp_gloo or STATE.get_or_create("intra_edp_gloo")
+    return STATE.edp_gloo or STATE.get_or_create("edp_gloo")
+
+
+def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
+    """Return the number of replicas of this rank's experts; 0 without ``torch.distributed``."""
+    size = STATE.intra_edp_size if partial_expert_data_parallel else STATE.edp_size
+    return zero_or_raise("edp_group") if size is None else size
+
+
+def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
+    """Return this rank's index among the replicas of its experts; 0 without ``torch.distributed``."""
+    rank = STATE.intra_edp_rank if partial_expert_data_parallel else STATE.edp_rank
+    return zero_or_raise("edp_group") if rank is None else rank
+
+
+def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the group of every rank of this rank's optimizer instance; the world, where there is one instance."""
+    return STATE.optimizer_group or STATE.get_or_create("optimizer_group", check_initialized)
+
+
+def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the group of the ranks that hold the same part of the state in each optimizer instance."""
+    return STATE.inter_edp_group or STATE.get_or_create("inter_edp_group", check_initialized)
+
+
+# Buffers.
+
+
+def get_global_memory_buffer() -> GlobalMemoryBuffer:
+    """Return the buffer for temporary tensors, which is made with the groups."""
+    return STATE.memory_buffer or STATE.get_or_create("memory_buffer")
+
+
+def get_global_symmetric_memory_buffer() -> GlobalSymmetricMemoryBuffer:
+    """Return the buffer in symmetric memory, once ``_set_global_symmetric_memory_buffer()`` has made it."""
+    return STATE.symmetric_buffer or STATE.get_or_create("symmetric_buffer")
+
+
 def destroy_global_memory_buffer() -> None:
-    """Let the buffer for temporary tensors go."""
+    """Release the buffer for temporary tensors."""
     STATE.memory_buffer = None
 
 
 def destroy_global_symmetric_memory_buffer() -> None:
-    """Let the buffer in symmetric memory go."""
+    """Release the buffer in symmetric memory."""
     STATE.symmetric_buffer = None
 
 

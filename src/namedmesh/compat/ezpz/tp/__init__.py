@@ -1,7 +1,7 @@
 """``ezpz.tp``: tensor, pipeline, context and data parallelism by ezpz's names, over the groups of one NamedMesh.
 
 Ranks are laid out as (dp, pp, cp, tp), tp fastest. The variables that clients patch, such as
-``_TENSOR_PARALLEL_GROUP``, can be read and assigned; what is assigned wins until it is deleted, or destroyed.
+``_TENSOR_PARALLEL_GROUP``, can be read and assigned; an assignment takes precedence until it is deleted, or the groups are destroyed.
 
 Example:
     >>> import namedmesh, torch.distributed as dist
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from namedmesh.compat.binding import make_patchable
 from namedmesh.compat.ezpz.dialect import DIALECT, VARIABLES
 from namedmesh.compat.ezpz.tp import layers, mappings, utils
 from namedmesh.compat.ezpz.tp.utils import (
@@ -25,7 +26,6 @@ from namedmesh.compat.ezpz.tp.utils import (
     ensure_divisibility,
     split_tensor_along_last_dim,
 )
-from namedmesh.compat.state import make_patchable
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -63,7 +63,7 @@ __all__ = [
 ]
 
 _STATE = DIALECT.state
-_found = DIALECT.found
+_require = DIALECT.require
 
 destroy_tensor_parallel = DIALECT.destroy
 get_context_parallel_group = DIALECT.get_context_parallel_group
@@ -108,7 +108,7 @@ def initialize_tensor_parallel(  # noqa: PLR0917  the original's signature
         timeout: the timeout of all these groups; by default the default group's.
 
     Raises:
-        ContractError: there is no default group, a second initialisation, or sizes that do not divide the
+        ContractError: there is no default group, a second initialization, or sizes that do not divide the
             world. After an error everything is as before.
         AgreementError: the other ranks did not call this, or not with the same arguments.
 
@@ -136,24 +136,24 @@ def get_tensor_parallel_group() -> ProcessGroup:
     """This rank's tensor group: the ranks that share each layer.
 
     Raises:
-        ContractError: nothing is initialised or bound, as with every accessor here.
+        ContractError: nothing is initialized or bound, as with every accessor here.
     """
-    return _found(_STATE.tp_group, "the tensor-parallel group")
+    return _require(_STATE.tp_group, "the tensor-parallel group")
 
 
 def get_tensor_parallel_ranks() -> list[int]:
     """The global ranks of the tensor group."""
-    return _found(_STATE.tp_ranks, "the list of tensor-parallel ranks")
+    return _require(_STATE.tp_ranks, "the list of tensor-parallel ranks")
 
 
 def get_tensor_parallel_rank() -> int:
-    """This rank's place in the tensor group."""
-    return _found(_STATE.tp_rank, "the rank in the tensor-parallel group")
+    """Return the index of this rank in the tensor group."""
+    return _require(_STATE.tp_rank, "the rank in the tensor-parallel group")
 
 
 def get_tensor_parallel_world_size() -> int:
     """The number of ranks in the tensor group."""
-    return _found(_STATE.tp_size, "the size of the tensor-parallel group")
+    return _require(_STATE.tp_size, "the size of the tensor-parallel group")
 
 
 def get_tensor_parallel_src_rank() -> int:

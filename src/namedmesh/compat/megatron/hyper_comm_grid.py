@@ -1,4 +1,4 @@
-"""Megatron's communication grid: any number of named dims, groups on request."""
+"""Megatron's ``HyperCommGrid``: any number of named dims, whose groups are made one call at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["HyperCommGrid"]
 
 _NCCL_SETTINGS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
-_UNSET = -(2**31)  # NCCL's mark for a setting that was not made
+_UNSET = -(2**31)  # what NCCL has for a setting without a value
 
 
 class HyperCommGrid:
@@ -150,18 +150,18 @@ class HyperCommGrid:
             self._groups.clear()
 
     def _ordered(self, dims: str | list[str]) -> tuple[tuple[str, ...], str]:
-        asked = [dims] if isinstance(dims, str) else list(dims)
-        unknown = [name for name in asked if name not in self.layout]
-        if unknown or not asked:
+        names = [dims] if isinstance(dims, str) else list(dims)
+        unknown = [name for name in names if name not in self.layout]
+        if unknown or not names:
             raise ContractKeyError(
-                f"{unknown or asked} of {dims!r} is not among the dims {self.dim_names}; name one or more of them"
+                f"{unknown or names} of {dims!r} is not among the dims {self.dim_names}; name one or more of them"
             )
-        axes = tuple(axis for axis in self.layout.axes if axis in asked)
+        axes = tuple(axis for axis in self.layout.axes if axis in names)
         return axes, "-".join(axes)
 
 
 def _world_size() -> int:
-    """What the launcher says, or else the default group: the original asks in this order too."""
+    """Return the size that the launcher set, or else that of the default group, as the original does."""
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
     if dist.is_initialized():
@@ -173,7 +173,7 @@ def _world_size() -> int:
 
 
 def _settings(pg_options: Any) -> dict[str, Any]:
-    """What torch's NCCL options say, as keywords of ours."""
+    """Return torch's NCCL options as keywords of :class:`GroupOptions`."""
     if pg_options is None:
         return {}
     config = getattr(pg_options, "config", None)
@@ -181,6 +181,6 @@ def _settings(pg_options: Any) -> dict[str, Any]:
         raise LayoutError(
             f"pg_options is a {type(pg_options).__name__}; the grid takes torch.distributed.ProcessGroupNCCL.Options"
         )
-    said = {name: getattr(config, name) for name in _NCCL_SETTINGS}
-    nccl = {name: value for name, value in said.items() if value not in {None, "", _UNSET}}
+    settings = {name: getattr(config, name) for name in _NCCL_SETTINGS}
+    nccl = {name: value for name, value in settings.items() if value not in {None, "", _UNSET}}
     return {"nccl": nccl, "high_priority": bool(pg_options.is_high_priority_stream)}

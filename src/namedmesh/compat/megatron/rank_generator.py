@@ -1,10 +1,11 @@
-"""Megatron's rank arithmetic, on :class:`namedmesh.Layout`: order strings, masks, embedding stages."""
+"""Megatron's ``RankGenerator``, its rank arithmetic, and its default embedding stages, on :class:`namedmesh.Layout`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from namedmesh.compat.errors import ContractError, ContractKeyError, ContractRuntimeError
+from namedmesh.dialects import parse_order
 from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.layout import Layout
 
@@ -18,68 +19,38 @@ __all__ = [
     "default_position_embedding_ranks",
     "generate_masked_orthogonal_rank_groups",
     "level_groups",
-    "ordered_layout",
     "ordered_tokens",
 ]
 
-TOKENS = ("tp", "pp", "dp", "ep", "cp")
-"""What an order string can name; one that it leaves out comes after the others, in this order."""
-
 
 def ordered_tokens(order: str, sizes: Mapping[str, int]) -> list[str]:
-    """The tokens of an order string, fastest first, with those that it leaves out at the end.
+    """Return the tokens of an order string, fastest first, with those that it omits at the end.
 
     Args:
-        order: such as ``"tp-cp-ep-dp-pp"``; upper case is as good.
-        sizes: the size of each token.
+        order: such as ``"tp-cp-ep-dp-pp"``, in lower or upper case.
+        sizes: the size of each token, in the order in which omitted ones are added.
 
     Raises:
         ContractRuntimeError: a token of a size other than 1 has no place in the order.
         ContractKeyError: the order names something else.
-
-    Example:
-        >>> ordered_tokens("tp-pp-dp", {"tp": 2, "pp": 2, "dp": 2, "ep": 1, "cp": 1})
-        ['tp', 'pp', 'dp', 'ep', 'cp']
     """
     order = order.lower()
-    tokens = order.split("-")
-    # "tp-dpp" has a mistake rather than no place for dp: the original looks into the string, too.
-    homeless = [token for token in sizes if token not in order and sizes[token] != 1]
-    if homeless:
-        raise ContractRuntimeError(
-            *(
-                f"the size of {token} is {sizes[token]}, but the order {order!r} has no place for it; add {token!r}"
-                for token in homeless
-            )
-        )
-    unknown = [token for token in tokens if token not in sizes]
-    if unknown:
-        raise ContractKeyError(
-            *(
-                f"{token!r} in the order {order!r} is not one of {', '.join(sizes)}{did_you_mean(token, sizes)}"
-                for token in unknown
-            )
-        )
-    return tokens + [token for token in sizes if token not in tokens]
-
-
-def ordered_layout(order: str, sizes: Mapping[str, int], names: Mapping[str, str]) -> Layout:
-    """The layout that an order string and sizes describe.
-
-    Args:
-        order: as for :func:`ordered_tokens`.
-        sizes: the size of each token.
-        names: the axis that each token becomes; tokens that are not in it, of size 1, are left out.
-
-    Example:
-        >>> sizes = {"tp": 2, "pp": 2, "dp": 2, "ep": 1, "cp": 1}
-        >>> ordered_layout("tp-cp-ep-dp-pp", sizes, {"tp": "tp", "dp": "dp", "pp": "pp"})
-        Layout(pp=2, dp=2, tp=2)
-    """
-    slowest_first = [token for token in reversed(ordered_tokens(order, sizes)) if token in names]
-    return Layout.from_shape(
-        [names[token] for token in slowest_first], [sizes[token] for token in slowest_first]
-    )
+    parsed = parse_order(order, tuple(sizes))
+    # "tp-dpp" has a mistake rather than no place for dp: the original searches the string, too.
+    problems = [
+        f"the size of {token} is {sizes[token]}, but the order {order!r} has no place for it; add {token!r}"
+        for token in parsed.omitted
+        if token not in order and sizes[token] != 1
+    ]
+    if problems:
+        raise ContractRuntimeError(*problems)
+    problems = [
+        f"{token!r} in the order {order!r} is not one of {', '.join(sizes)}{did_you_mean(token, sizes)}"
+        for token in parsed.unknown
+    ]
+    if problems:
+        raise ContractKeyError(*problems)
+    return parsed.tokens
 
 
 class RankGenerator:
@@ -123,11 +94,11 @@ class RankGenerator:
         tokens = ordered_tokens(order, self.name_to_size)
         self.order = "-".join(tokens)
         self.ordered_size = [self.name_to_size[token] for token in tokens]
-        self.layout = _row_major(tokens, self.ordered_size, rank_offset)
+        self.layout = _layout_from_fastest(tokens, self.ordered_size, rank_offset)
         self.world_size = self.layout.world_size
 
     def get_mask(self, order: str, token: str) -> list[bool]:
-        """Which tokens of ``order`` are in ``token``, such as ``"tp-dp"``.
+        """Return which tokens of ``order`` are in ``token``, such as ``"tp-dp"``.
 
         Raises:
             LayoutError: a part of ``token`` is not in the order.
@@ -136,8 +107,8 @@ class RankGenerator:
             >>> RankGenerator(2, 1, 2, 2, 1, "tp-dp-pp").get_mask("tp-dp-pp", "tp-pp")
             [True, False, True]
         """
-        ordered, asked = order.split("-"), token.split("-")
-        unknown = [part for part in asked if part not in ordered]
+        ordered, given = order.split("-"), token.split("-")
+        unknown = [part for part in given if part not in ordered]
         if unknown:
             raise LayoutError(
                 *(
@@ -145,10 +116,10 @@ class RankGenerator:
                     for part in unknown
                 )
             )
-        return [part in asked for part in ordered]
+        return [part in given for part in ordered]
 
     def get_ranks(self, token: str) -> list[list[int]]:
-        """Every group over the parallelisms that ``token`` names, such as ``"tp"`` or ``"tp-dp"``.
+        """Return every group over the parallelisms that ``token`` names, such as ``"tp"`` or ``"tp-dp"``.
 
         Raises:
             LayoutError: a part of ``token`` is not in the order.
@@ -160,7 +131,7 @@ class RankGenerator:
 def generate_masked_orthogonal_rank_groups(
     world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]
 ) -> list[list[int]]:
-    """The groups over some of the parallelisms that factor a world.
+    """Return the groups over some of the parallelisms that factor a world.
 
     Args:
         world_size: how many ranks there are.
@@ -176,12 +147,10 @@ def generate_masked_orthogonal_rank_groups(
     """
     pairs = list(zip(parallel_size, mask, strict=False))
     names = [f"axis{i}" for i in range(len(pairs))]
-    layout = _row_major(names, [size for size, _ in pairs])
-    chosen = [name for name, (_, masked) in zip(names, pairs, strict=True) if masked]
-    groups = (
-        [list(ranks) for ranks in layout.groups(*chosen)] if chosen else [[rank] for rank in layout.ranks]
-    )
-    # As many groups as the world has room for, whatever the sizes multiply to: what the original answers.
+    layout = _layout_from_fastest(names, [size for size, _ in pairs])
+    axes = [name for name, (_, masked) in zip(names, pairs, strict=True) if masked]
+    groups = [list(ranks) for ranks in layout.groups(*axes)] if axes else [[rank] for rank in layout.ranks]
+    # As many groups as the world has room for, whatever the sizes multiply to, as in the original.
     count = world_size // len(groups[0])
     if count > len(groups):
         raise ContractError(
@@ -191,16 +160,16 @@ def generate_masked_orthogonal_rank_groups(
     return groups[:count]
 
 
-def _row_major(fastest_first: Sequence[str], sizes: Sequence[int], rank_offset: int = 0) -> Layout:
+def _layout_from_fastest(fastest_first: Sequence[str], sizes: Sequence[int], rank_offset: int = 0) -> Layout:
     return Layout.from_shape(reversed(fastest_first), reversed(sizes), rank_offset=rank_offset)
 
 
 def level_groups(ranks: Sequence[int], sizes: Sequence[int], level: int) -> list[list[int]]:
-    """The groups of one level of a hierarchy inside a group.
+    """Return the groups of one level of a hierarchy inside a group.
 
     Args:
         ranks: the ranks of the group.
-        sizes: the size of each level; level 0 joins neighbours.
+        sizes: the size of each level; level 0 joins neighboring ranks.
         level: which level.
 
     Raises:
@@ -213,7 +182,7 @@ def level_groups(ranks: Sequence[int], sizes: Sequence[int], level: int) -> list
         [[0, 2, 4, 6], [1, 3, 5, 7]]
     """
     names = [f"level{i}" for i in range(len(sizes))]
-    positions = _row_major(names, sizes)
+    positions = _layout_from_fastest(names, sizes)
     if positions.world_size != len(ranks):
         raise ContractError(
             f"the hierarchical sizes {list(sizes)} multiply to {positions.world_size}, but the group has {len(ranks)} "
@@ -223,7 +192,7 @@ def level_groups(ranks: Sequence[int], sizes: Sequence[int], level: int) -> list
 
 
 def chunks(ranks: Sequence[int], size: int) -> list[list[int]]:
-    """Contiguous pieces of a group.
+    """Return contiguous parts of a group.
 
     Example:
         >>> chunks((0, 2, 4, 6), 2)
@@ -233,7 +202,7 @@ def chunks(ranks: Sequence[int], size: int) -> list[list[int]]:
 
 
 def default_embedding_ranks(pp_ranks: Iterable[int]) -> list[int]:
-    """The ranks of a pipeline that hold the word embeddings: the first and the last stage.
+    """Return the ranks of a pipeline that hold the word embeddings: the first and the last stage.
 
     Example:
         >>> default_embedding_ranks([0, 4, 8, 12]), default_embedding_ranks([3])
@@ -244,7 +213,7 @@ def default_embedding_ranks(pp_ranks: Iterable[int]) -> list[int]:
 
 
 def default_position_embedding_ranks(pp_ranks: Iterable[int]) -> list[int]:
-    """The ranks of a pipeline that hold the position embeddings: the first stage.
+    """Return the ranks of a pipeline that hold the position embeddings: the first stage.
 
     Example:
         >>> default_position_embedding_ranks([0, 4, 8, 12])

@@ -1,11 +1,12 @@
-"""Process groups handed from call to call instead of kept in a global state."""
+"""Megatron's ``ProcessGroupCollection``: groups as arguments of a call instead of a global state."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from namedmesh.compat.megatron.lifecycle import bind
+from namedmesh.compat.megatron.initialize import bind
 from namedmesh.compat.megatron.state import STATE
+from namedmesh.dialects import MEGATRON_GROUPS
 from namedmesh.errors import LayoutError, did_you_mean
 
 if TYPE_CHECKING:
@@ -15,29 +16,24 @@ if TYPE_CHECKING:
 
 __all__ = ["ProcessGroupCollection", "process_groups"]
 
-# What each field is in the state.
-_FIELDS = {
-    "tp": "tp_group",
-    "pp": "pp_group",
-    "mp": "mp_group",
-    "embd": "embedding_group",
-    "pos_embd": "position_embedding_group",
-    "cp": "cp_group",
-    "tp_cp": "tp_cp_group",
-    "hcp": "cp_levels",
-    "ep": "ep_group",
-    "expt_tp": "etp_group",
-    "tp_ep": "etp_ep_group",
-    "tp_ep_pp": "etp_ep_pp_group",
-    "tp_dp_cp": "tp_dp_cp_group",
-    "dp": "dp_group",
-    "dp_cp": "dp_cp_group",
-    "expt_dp": "edp_group",
-    "intra_dp_cp": "intra_dp_cp_group",
-    "intra_expt_dp": "intra_edp_group",
-    "inter_dist_opt": "inter_edp_group",
-    "intra_dist_opt": "optimizer_group",
-}
+# In the order of the original.
+_ORDER = (
+    *("tp", "pp", "mp", "embd", "pos_embd", "cp", "tp_cp", "hcp"),
+    *("ep", "expt_tp", "tp_ep", "tp_ep_pp"),
+    *(
+        "tp_dp_cp",
+        "dp",
+        "dp_cp",
+        "expt_dp",
+        "intra_dp_cp",
+        "intra_expt_dp",
+        "inter_dist_opt",
+        "intra_dist_opt",
+    ),
+)
+_SLOTS = {row.field: row.slot for row in MEGATRON_GROUPS}
+_FIELDS = {field: _SLOTS[field] for field in _ORDER}
+"""The slot of the state that each field is."""
 
 
 class ProcessGroupCollection:
@@ -64,12 +60,12 @@ class ProcessGroupCollection:
         vars(self).update(groups)
 
     def __repr__(self) -> str:
-        said = [f"{name}({_shown(vars(self)[name])})" for name in _FIELDS if name in vars(self)]
-        return f"ProcessGroupCollection({', '.join(said) or 'empty'})"
+        shown = [f"{name}({_sizes(vars(self)[name])})" for name in _FIELDS if name in vars(self)]
+        return f"ProcessGroupCollection({', '.join(shown) or 'empty'})"
 
     @classmethod
     def use_mpu_process_groups(cls, required_pgs: Sequence[str] | None = None) -> ProcessGroupCollection:
-        """The groups that the accessors answer with at this moment.
+        """Return the groups of the accessors at this moment.
 
         Args:
             required_pgs: which; by default all. One that there is not, such as the embedding group in the
@@ -78,13 +74,13 @@ class ProcessGroupCollection:
         Raises:
             LayoutError: a name that is none of the groups.
         """
-        chosen = list(_FIELDS) if required_pgs is None else list(required_pgs)
-        _check(chosen)
-        return cls(**{name: STATE.read(_FIELDS[name]) for name in chosen})
+        names = list(_FIELDS) if required_pgs is None else list(required_pgs)
+        _check(names)
+        return cls(**{name: STATE.read(_FIELDS[name]) for name in names})
 
 
 def process_groups(mesh: NamedMesh) -> ProcessGroupCollection:
-    """Megatron's groups on a mesh; communicates if the mesh was never bound.
+    """Return Megatron's groups on a mesh; communicates if the mesh was never bound.
 
     The accessors stay bound to what they were bound to.
 
@@ -117,7 +113,7 @@ def _check(names: Any) -> None:
         raise LayoutError(*problems)
 
 
-def _shown(group: Any) -> object:
+def _sizes(group: Any) -> object:
     if isinstance(group, list):
-        return [_shown(each) for each in group]
+        return [_sizes(each) for each in group]
     return None if group is None else group.size()

@@ -1,4 +1,4 @@
-"""Making single groups the original's way: every rank calls, also for groups it is not in."""
+"""Single groups made as in the original: every rank calls, also for groups that it is not in."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from namedmesh._torch import set_group_timeout
 from namedmesh.compat.errors import ContractRuntimeError
-from namedmesh.compat.megatron.ranks import chunks, level_groups
-from namedmesh.compat.megatron.request import NET_NAMES
+from namedmesh.compat.megatron.config import check_net_names
+from namedmesh.compat.megatron.rank_generator import chunks, level_groups
 from namedmesh.compat.megatron.state import STATE, missing
 from namedmesh.errors import LayoutError
 from namedmesh.groups import new_group_by_everyone
@@ -42,7 +42,7 @@ def create_group(  # noqa: PLR0917  the original's signature
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
 ) -> Any:
-    """A process group beside those of the mesh; communicates, and belongs to the caller.
+    """Create a process group beside those of the mesh; communicates. The group belongs to the caller.
 
     The arguments are those of ``torch.distributed.new_group``. The group is on the list that
     :func:`update_pg_timeout` goes through; ``destroy_model_parallel`` does not destroy it.
@@ -74,9 +74,9 @@ def create_hierarchical_groups(  # noqa: PLR0917  the original's signature
     timeout: timedelta | None = None,
     group_desc: str | None = None,
 ) -> tuple[list[Any], list[Any]]:
-    """Groups at each level of a hierarchy over some ranks; communicates.
+    """Create the groups at each level of a hierarchy over some ranks; communicates.
 
-    With sizes ``[2, 4]`` over 8 ranks, the groups of level 0 join neighbours, (0, 1) (2, 3) (4, 5) (6, 7), and
+    With sizes ``[2, 4]`` over 8 ranks, the groups of level 0 join neighboring ranks, (0, 1) (2, 3) (4, 5) (6, 7), and
     those of level 1 join one rank of each: (0, 2, 4, 6) and (1, 3, 5, 7).
 
     Args:
@@ -97,24 +97,26 @@ def create_hierarchical_groups(  # noqa: PLR0917  the original's signature
     """
     options = pg_options if isinstance(pg_options, list) else [pg_options] * len(hierarchical_group_sizes)
     groups: list[Any] = []
-    twins: list[Any] = []
-    for level, chosen in enumerate(options):
+    gloo_groups: list[Any] = []
+    for level, level_options in enumerate(options):
         for members in level_groups(ranks, hierarchical_group_sizes, level):
             name = f"HIERARCHICAL_{group_desc}"
-            group = create_group(members, timeout=timeout, pg_options=chosen, group_desc=f"{name}_L{level}")
-            twin = None
+            group = create_group(
+                members, timeout=timeout, pg_options=level_options, group_desc=f"{name}_L{level}"
+            )
+            gloo_group = None
             if create_gloo_process_groups:
-                twin = create_group(
+                gloo_group = create_group(
                     members, timeout=timeout, backend="gloo", group_desc=f"{name}_GLOO_L{level}"
                 )
             if rank in members:
                 groups.append(group)
-                twins.append(twin)
-    return groups, twins
+                gloo_groups.append(gloo_group)
+    return groups, gloo_groups
 
 
 def create_hybrid_dp_cp_groups(rank: int, ranks: Sequence[int], pg_options: Any) -> dict[int, Any]:
-    """Groups of neighbours, for each power of two from 2 to below the number of ranks; communicates.
+    """Create groups of neighboring ranks, for each power of two from 2 to below the number of ranks; communicates.
 
     Args:
         rank: this rank.
@@ -134,7 +136,7 @@ def create_hybrid_dp_cp_groups(rank: int, ranks: Sequence[int], pg_options: Any)
 
 
 def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]) -> Any:
-    """NCCL options of a group, from settings by the names of groups; None where there are none for it.
+    """Return the NCCL options of a group, from settings by group name; None where it has none.
 
     Args:
         pg_name: the name, such as ``"dp_cp"``.
@@ -147,24 +149,18 @@ def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any
     settings = nccl_comm_cfgs.get(pg_name)
     if settings is None:
         return None
-    return nccl_options(options_from_settings(pg_name, settings))
-
-
-def options_from_settings(pg_name: str, settings: Mapping[str, Any]) -> GroupOptions:
-    """The options that settings in the original's spelling stand for."""
-    net = settings.get("net_name")
-    if net is not None and str(net).lower() not in NET_NAMES:
-        raise ContractRuntimeError(f"net_name of {pg_name!r} is {net!r}; it is 'IB' or 'socket'")
+    check_net_names({pg_name: settings.get("net_name")})
     try:
-        return GroupOptions.from_settings(settings)
+        options = GroupOptions.from_settings(settings)
     except LayoutError as error:
         raise ContractRuntimeError(*(f"{pg_name}: {problem}" for problem in error.problems)) from None
+    return nccl_options(options)
 
 
 def overwrite_nccl_comm_cfgs(
     nccl_comm_cfgs: dict[str, dict[str, Any]], pg_name: str, key_value_pair: tuple[str, Any]
 ) -> None:
-    """Set one setting of one group in settings by the names of groups.
+    """Set one setting of one group, in settings by group name.
 
     Example:
         >>> settings = {}
@@ -190,7 +186,7 @@ def update_pg_timeout(timeout: timedelta, pg: dist.ProcessGroup | None = None) -
         ContractError: there are no groups yet.
     """
     if pg is None and STATE.group_list is None:
-        raise missing("the list of groups")
+        raise missing("group_list")
     if pg is None:
         STATE.read_all()
     dist.barrier(pg)

@@ -1,21 +1,20 @@
-"""Binding the dialect to a mesh, making one for it, and letting go of it."""
+"""Bind the dialect to a mesh, make a mesh for it, and destroy both."""
 
 from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from namedmesh.compat.axis_map import AxisMap
 from namedmesh.compat.binding import Bindings, Bound
 from namedmesh.compat.errors import ContractError
-from namedmesh.compat.megatron.groups import make_answers, product_options, wanted_groups
-from namedmesh.compat.megatron.ranks import default_embedding_ranks, default_position_embedding_ranks
-from namedmesh.compat.megatron.request import Request
-from namedmesh.compat.megatron.shape import shape_of
+from namedmesh.compat.megatron.config import ParallelConfig
+from namedmesh.compat.megatron.groups import axis_options, build_groups, wanted_groups
+from namedmesh.compat.megatron.rank_generator import default_embedding_ranks, default_position_embedding_ranks
 from namedmesh.compat.megatron.state import STATE
-from namedmesh.compat.megatron.wish import Wish
 from namedmesh.consistency import report_failure
 from namedmesh.errors import MeshError
 from namedmesh.groups import GroupPool
@@ -24,7 +23,7 @@ from namedmesh.launch import default_group_device
 from namedmesh.options import GroupOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from namedmesh.mesh import NamedMesh
 
@@ -58,7 +57,7 @@ def bind(
     create_gloo_process_groups: bool = True,
     create_all_gather_group: bool = False,
 ) -> Bound:
-    """Let the accessors answer from a mesh that exists; communicates the first time.
+    """Answer from a mesh that exists; communicates the first time.
 
     Every rank of the mesh calls it. Groups that the mesh has are used, the others that Megatron knows are made,
     and belong to the mesh. The mesh has axes ``tp``, ``cp``, ``dp`` (or ``dp_replicate`` and ``dp_shard``) and
@@ -73,7 +72,7 @@ def bind(
         num_distributed_optimizer_instances: how many optimizer instances share the replicas.
         get_embedding_ranks: which ranks of a pipeline hold word embeddings; by default the first and the last.
         get_position_embedding_ranks: which hold position embeddings; by default the first.
-        create_gloo_process_groups: whether the data-parallel groups have gloo twins.
+        create_gloo_process_groups: whether the data-parallel groups have gloo groups beside them.
         create_all_gather_group: whether there is a second communicator over dp and cp, for all-gathers.
 
     Returns:
@@ -96,32 +95,35 @@ def bind(
         >>> mesh.close()
         >>> dist.destroy_process_group()
     """
-    wish = Wish(
-        gloo=create_gloo_process_groups,
-        instances=num_distributed_optimizer_instances,
-        levels=tuple(hierarchical_context_parallel_sizes or ()),
-        hybrid=hybrid_context_parallel,
-        gather_group=create_all_gather_group,
-        virtual_size=virtual_pipeline_model_parallel_size,
-        embedding_ranks=get_embedding_ranks or default_embedding_ranks,
-        position_embedding_ranks=get_position_embedding_ranks or default_position_embedding_ranks,
+    config = ParallelConfig(
+        virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
+        hierarchical_context_parallel_sizes=tuple(hierarchical_context_parallel_sizes or ()),
+        hybrid_context_parallel=hybrid_context_parallel,
+        num_distributed_optimizer_instances=num_distributed_optimizer_instances,
+        get_embedding_ranks=get_embedding_ranks or default_embedding_ranks,
+        get_position_embedding_ranks=get_position_embedding_ranks or default_position_embedding_ranks,
+        create_gloo_process_groups=create_gloo_process_groups,
+        create_all_gather_group=create_all_gather_group,
     )
-
-    def plan() -> tuple[Mapping[str, str], Callable[[], Mapping[str, Any]]]:
-        shape = shape_of(mesh)
-        wish.check(shape)
-        return wish.words(shape) | {"views": repr(mesh.views)}, lambda: make_answers(mesh, shape, wish)
-
-    return _BINDINGS.bind(mesh, "megatron.bind", wish, plan)
+    bound = _BINDINGS.rebind(mesh, config.beside_sizes)
+    if bound is not None:
+        return bound
+    with report_failure("megatron.bind", mesh.layout.ranks):
+        axis_map = AxisMap.from_layout(mesh.layout, "Megatron", mesh.views)
+        config.validate_for_mesh(axis_map)
+        fields = config.fields_to_compare(axis_map) | {"views": repr(mesh.views)}
+    mesh.check_consistency("megatron.bind", fields)
+    groups = build_groups(mesh, axis_map, config)
+    return _BINDINGS.fill(mesh, config.beside_sizes, groups, owned=False)
 
 
 def unbind() -> None:
-    """Let go of the mesh that is bound; it stays as it is, with its groups."""
+    """Forget the mesh that is bound; it stays as it is, with its groups."""
     _BINDINGS.unbind()
 
 
 def current_mesh() -> NamedMesh:
-    """The mesh that the accessors answer from at this moment.
+    """Return the mesh that the accessors answer from at this moment.
 
     Raises:
         MeshError: they answer from none.
@@ -170,21 +172,21 @@ def initialize_model_parallel(  # noqa: PLR0917  the original's signature
         context_parallel_size: how many ranks share each sequence (cp).
         hierarchical_context_parallel_sizes: the sizes of the levels of cp, innermost first.
         hybrid_context_parallel: make a group for each power of two inside dp and cp.
-        expert_model_parallel_size: over how many ranks the experts are shared out (ep).
+        expert_model_parallel_size: over how many ranks the experts are distributed (ep).
         num_distributed_optimizer_instances: how many optimizer instances share the replicas.
         expert_tensor_parallel_size: how many ranks share each expert (etp); by default tp.
         nccl_communicator_config_path: a YAML file of NCCL settings by the names of groups.
         distributed_timeout_minutes: the timeout of the groups, in minutes.
-        order: the parallelisms, the one whose ranks are neighbours first.
+        order: the parallelisms, the one whose ranks are adjacent first.
         get_embedding_ranks: which ranks of a pipeline hold word embeddings; by default the first and the last.
         get_position_embedding_ranks: which hold position embeddings; by default the first.
-        create_gloo_process_groups: make gloo twins of the data-parallel groups.
+        create_gloo_process_groups: make a gloo group beside each data-parallel group.
         high_priority_stream_groups: names of groups, such as "dp_cp", whose NCCL streams go first.
         sharp_enabled_group: "dp" (the default with ``use_sharp``) or "dp_replica".
         create_all_gather_group: make a second communicator over dp and cp, for all-gathers.
 
     Raises:
-        ContractError: what the original asserts: no default group, a second initialisation, what does not divide.
+        ContractError: what the original asserts: no default group, a second initialization, what does not divide.
         ContractRuntimeError: sizes that do not fit the world, or an order without a place for one of them.
         ContractKeyError: the order names something unknown.
         ContractFileNotFoundError: there is no file at the path.
@@ -202,7 +204,28 @@ def initialize_model_parallel(  # noqa: PLR0917  the original's signature
         >>> parallel_state.destroy_model_parallel()
         >>> dist.destroy_process_group()
     """
-    request = Request(**locals())
+    config = ParallelConfig(
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        pipeline_model_parallel_size=pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
+        pipeline_model_parallel_comm_backend=pipeline_model_parallel_comm_backend,
+        use_sharp=use_sharp,
+        context_parallel_size=context_parallel_size,
+        hierarchical_context_parallel_sizes=tuple(hierarchical_context_parallel_sizes or ()),
+        hybrid_context_parallel=hybrid_context_parallel,
+        expert_model_parallel_size=expert_model_parallel_size,
+        num_distributed_optimizer_instances=num_distributed_optimizer_instances,
+        expert_tensor_parallel_size=expert_tensor_parallel_size,
+        nccl_communicator_config_path=nccl_communicator_config_path,
+        distributed_timeout_minutes=distributed_timeout_minutes,
+        order=order,
+        get_embedding_ranks=get_embedding_ranks or default_embedding_ranks,
+        get_position_embedding_ranks=get_position_embedding_ranks or default_position_embedding_ranks,
+        create_gloo_process_groups=create_gloo_process_groups,
+        high_priority_stream_groups=high_priority_stream_groups,
+        sharp_enabled_group=sharp_enabled_group,
+        create_all_gather_group=create_all_gather_group,
+    )
     if not dist.is_initialized():
         raise ContractError(
             "torch.distributed has no default group; call namedmesh.launch.init() or "
@@ -213,38 +236,38 @@ def initialize_model_parallel(  # noqa: PLR0917  the original's signature
     with report_failure(call, range(world)):
         if STATE.dp_group is not None:
             raise ContractError(
-                f"the parallel state is initialised already, for {_described()}; call destroy_model_parallel() first, "
+                f"the parallel state is already initialized, for {_described()}; call destroy_model_parallel() first, "
                 "or bind another mesh beside it with namedmesh.compat.megatron.bind(mesh)"
             )
-        shape, wish = request.resolved(world)
-        options = product_options(shape, wish)
-        dense = {name: said for name, said in options.items() if set(name.split("_")) <= set(shape.dense)}
-        experts = {name: said for name, said in options.items() if name not in dense}
+        axis_map = config.validate(world)
+        options = axis_options(axis_map, config)
+        fields = config.fields_to_compare(axis_map) | version_fields()
         pool = GroupPool(defaults=GroupOptions(timeout=timedelta(minutes=distributed_timeout_minutes)))
     try:
-        pool.check_consistency(
-            call,
-            request.words() | wish.words(shape) | version_fields(),
-            ranks=range(world),
-            wanted=wanted_groups(shape, lambda axes: options.get("_".join(axes), GroupOptions())),
-        )
-        if wish.pp_backend == "ucc":
+        pool.check_consistency(call, fields, ranks=range(world), wanted=wanted_groups(axis_map, options))
+        if config.pipeline_model_parallel_comm_backend == "ucc":
             _prepare_ucc()
-        mesh = create_mesh(shape.dense, pool, default_group_device(), dense)
+        dense_options = {
+            name: of_group
+            for name, of_group in options.items()
+            if set(name.split("_")) <= set(axis_map.dense)
+        }
+        mesh = create_mesh(axis_map.dense, pool, default_group_device(), dense_options)
     except BaseException:
         pool.close()
         raise
     try:
-        mesh.create_view("expert", shape.expert, experts)
-        answers = make_answers(mesh, shape, wish)
+        expert_options = {name: of_group for name, of_group in options.items() if name not in dense_options}
+        mesh.create_view("expert", axis_map.expert, expert_options)
+        groups = build_groups(mesh, axis_map, config)
     except BaseException:
         mesh.close()
         raise
-    _BINDINGS.fill(mesh, wish, answers, owned=True)
+    _BINDINGS.fill(mesh, config.beside_sizes, groups, owned=True)
 
 
 def destroy_model_parallel() -> None:
-    """Forget every answer and whatever was set; the groups that ``initialize_model_parallel`` made are destroyed.
+    """Forget every answer and assignment; the groups that ``initialize_model_parallel`` made are destroyed.
 
     A mesh that was bound with :func:`bind` stays, with its groups. Without a state nothing happens.
     """
@@ -256,7 +279,7 @@ def _described() -> str:
 
 
 def _prepare_ucc() -> None:
-    """What the original sets for the UCC backend, where the user has not."""
+    """Set the environment for the UCC backend as the original does, where the user has not."""
     for name, value in _UCC_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ.update(_UCC_FIXED)

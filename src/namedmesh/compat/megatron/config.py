@@ -1,0 +1,284 @@
+"""The arguments of ``initialize_model_parallel`` and ``bind``, and every check of them before a group is made."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING
+
+from namedmesh.compat.axis_map import AxisMap
+from namedmesh.compat.errors import ContractError, ContractFileNotFoundError, ContractRuntimeError
+from namedmesh.compat.megatron.rank_generator import (
+    default_embedding_ranks,
+    default_position_embedding_ranks,
+    ordered_tokens,
+)
+from namedmesh.dialects import DIALECTS, arrange
+from namedmesh.errors import NamedMeshError
+from namedmesh.options import GroupOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+__all__ = ["ParallelConfig", "check_net_names"]
+
+_MEGATRON = DIALECTS["megatron"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """The arguments of ``initialize_model_parallel`` under its names; ``bind`` leaves out what a mesh determines."""
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    pipeline_model_parallel_comm_backend: str | None = None
+    use_sharp: bool = False
+    context_parallel_size: int = 1
+    hierarchical_context_parallel_sizes: tuple[int, ...] = ()
+    hybrid_context_parallel: bool = False
+    expert_model_parallel_size: int = 1
+    num_distributed_optimizer_instances: int = 1
+    expert_tensor_parallel_size: int | None = None
+    nccl_communicator_config_path: str | None = None
+    distributed_timeout_minutes: float = 30
+    order: str = _MEGATRON.order
+    get_embedding_ranks: Callable[[list[int]], list[int]] = default_embedding_ranks
+    get_position_embedding_ranks: Callable[[list[int]], list[int]] = default_position_embedding_ranks
+    create_gloo_process_groups: bool = True
+    high_priority_stream_groups: Sequence[str] | None = None
+    sharp_enabled_group: str | None = None
+    create_all_gather_group: bool | None = False
+
+    # What follows from the arguments.
+
+    @property
+    def etp(self) -> int:
+        """The number of ranks that share each expert; by default as for everything else."""
+        etp = self.expert_tensor_parallel_size
+        return self.tensor_model_parallel_size if etp is None else etp
+
+    @property
+    def sharp_group(self) -> str | None:
+        """Which groups use SHARP: ``"dp"``, ``"dp_replica"``, or None."""
+        return (self.sharp_enabled_group or "dp") if self.use_sharp else None
+
+    @property
+    def beside_sizes(self) -> tuple[object, ...]:
+        """What the groups of a mesh depend on beside its axes; a mesh that is bound with the same needs no new ones."""
+        return (
+            self.virtual_pipeline_model_parallel_size,
+            self.hierarchical_context_parallel_sizes,
+            self.hybrid_context_parallel,
+            self.num_distributed_optimizer_instances,
+            self.get_embedding_ranks,
+            self.get_position_embedding_ranks,
+            self.create_gloo_process_groups,
+            bool(self.create_all_gather_group),
+            self.pipeline_model_parallel_comm_backend,
+            self.sharp_group,
+            self.options,
+        )
+
+    @cached_property
+    def options(self) -> dict[str, GroupOptions]:
+        """Options by Megatron's name of the group, from the file of NCCL settings and the high-priority groups.
+
+        Raises:
+            ContractFileNotFoundError: there is no file at the path.
+            ContractRuntimeError: the file has settings that NCCL does not have.
+        """
+        path = self.nccl_communicator_config_path
+        options: dict[str, GroupOptions] = {}
+        if path is not None:
+            if not os.path.exists(path):  # noqa: PTH110  a str is as good as a Path here
+                raise ContractFileNotFoundError(
+                    f"nccl_communicator_config_path is {path!r}, and there is no such file; give the path of a YAML file "
+                    "such as 'tp: {max_ctas: 32}', or leave it out"
+                )
+            try:
+                options = GroupOptions.from_yaml(path)
+            except NamedMeshError as error:
+                raise ContractRuntimeError(*error.problems) from None
+            check_net_names({name: dict(of_group.nccl).get("net_name") for name, of_group in options.items()})
+        for name in self.high_priority_stream_groups or ():
+            of_group = options.get(name, GroupOptions())
+            options[name] = GroupOptions(nccl=of_group.nccl, high_priority=True)
+        return options
+
+    def fields_to_compare(self, axis_map: AxisMap) -> dict[str, str]:
+        """Return every argument as text, for the comparison between ranks; a callback as its answer for one pipeline."""
+        layout, axes = axis_map.locate(("pp",))
+        pipeline = list(layout.group(layout.rank_offset, *axes))
+        values = {field.name: getattr(self, field.name) for field in fields(self)} | {"options": self.options}
+        return {
+            name: repr(value(list(pipeline)) if callable(value) else value) for name, value in values.items()
+        }
+
+    # The checks, in the order of the original's. An error carries all problems of its step; its type is what the
+    # original raises for the first.
+
+    def validate(self, world_size: int) -> AxisMap:
+        """Check every argument, and return the layouts that the sizes and the order describe.
+
+        Raises:
+            ContractError: what the original asserts.
+            ContractRuntimeError: sizes or orders that it refuses so.
+            ContractFileNotFoundError: there is no file of NCCL settings at the path.
+            ContractKeyError: the order names something unknown.
+        """
+        _raise_all([*self._sharp_problems(), *self._size_problems(world_size)])
+        _ = self.options
+        arrangement = arrange(
+            _MEGATRON,
+            {
+                "tp": self.tensor_model_parallel_size,
+                "pp": self.pipeline_model_parallel_size,
+                "cp": self.context_parallel_size,
+                "ep": self.expert_model_parallel_size,
+                "etp": self.etp,
+            },
+            world_size=world_size,
+            order=self.order.lower(),
+            check_pipelines=False,
+        )
+        dense, expert = arrangement.dense, arrangement.expert or arrangement.dense
+        pp_inside = not self.order.endswith("pp") and dense["pp"] > 1 and expert["edp"] != dense["dp"]
+        if pp_inside or dense.partition("pp") != expert.partition("pp"):
+            raise ContractError(
+                f"the pipelines of {dense} and of the experts' {expert} do not fit together in the order "
+                f"{self.order!r}; put pp last in the order, or choose expert sizes that leave edp = dp"
+            )
+        axis_map = AxisMap.identity(dense, expert)
+        _raise_all(self._group_problems(axis_map))
+        return axis_map
+
+    def validate_for_mesh(self, axis_map: AxisMap) -> None:
+        """Check what ``bind`` takes against the axes of a mesh.
+
+        Raises:
+            ContractError: sizes that do not divide.
+            ContractRuntimeError: virtual stages without a pipeline.
+        """
+        _raise_all([*self._group_problems(axis_map), *self._virtual_problems(axis_map.size("pp"))])
+
+    def _sharp_problems(self) -> Iterator[NamedMeshError]:
+        group = self.sharp_enabled_group
+        if not self.use_sharp and group is not None:
+            yield ContractError(
+                f"sharp_enabled_group is {group!r}, but use_sharp is off; say use_sharp=True, or leave the group out"
+            )
+        if self.use_sharp and group not in {None, "dp", "dp_replica"}:
+            yield ContractError(f"sharp_enabled_group is {group!r}; it is 'dp' or 'dp_replica'")
+        if self.use_sharp and group == "dp_replica" and self.num_distributed_optimizer_instances == 1:
+            yield ContractError(
+                "sharp_enabled_group is 'dp_replica', which only several optimizer instances have; "
+                "set num_distributed_optimizer_instances, or use 'dp'"
+            )
+
+    def _size_problems(self, world: int) -> Iterator[NamedMeshError]:
+        tp, pp, cp = (
+            self.tensor_model_parallel_size,
+            self.pipeline_model_parallel_size,
+            self.context_parallel_size,
+        )
+        sizes = {
+            "tensor_model_parallel_size": tp,
+            "pipeline_model_parallel_size": pp,
+            "context_parallel_size": cp,
+            "expert_model_parallel_size": self.expert_model_parallel_size,
+            "expert_tensor_parallel_size": self.etp,
+            "num_distributed_optimizer_instances": self.num_distributed_optimizer_instances,
+        }
+        if self.expert_tensor_parallel_size is None:
+            del sizes["expert_tensor_parallel_size"]
+        wrong = {
+            name: size
+            for name, size in sizes.items()
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1
+        }
+        if wrong:
+            for name, size in wrong.items():
+                yield ContractRuntimeError(f"{name} is {size!r}; a size is a whole number from 1")
+            return
+        dense = tp * pp * cp
+        if world % dense:
+            yield ContractRuntimeError(
+                f"the world of {world} ranks cannot be divided by tp={tp} x pp={pp} x cp={cp} = {dense}; "
+                "change a size, or start another number of ranks"
+            )
+        yield from self._virtual_problems(pp)
+        try:
+            ordered_tokens(self.order, {"tp": tp, "pp": pp, "dp": world // dense, "ep": 1, "cp": cp})
+        except NamedMeshError as error:
+            yield error
+        expert = self.etp * self.expert_model_parallel_size * pp
+        if world % expert:
+            yield ContractRuntimeError(
+                f"the world of {world} ranks cannot be divided by the experts' etp={self.etp} x "
+                f"ep={self.expert_model_parallel_size} x pp={pp} = {expert}; change a size"
+            )
+        backend = self.pipeline_model_parallel_comm_backend
+        if backend not in {None, "nccl", "ucc"}:
+            yield ContractError(
+                f"pipeline_model_parallel_comm_backend is {backend!r}; it is None (the default backend), 'nccl' or 'ucc'"
+            )
+        if backend == "ucc" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            yield ContractError(
+                "the 'ucc' backend needs CUDA_DEVICE_MAX_CONNECTIONS above 1, and the environment says 1"
+            )
+
+    def _virtual_problems(self, pp: int) -> Iterator[NamedMeshError]:
+        virtual = self.virtual_pipeline_model_parallel_size
+        if virtual is not None and pp == 1:
+            yield ContractRuntimeError(
+                f"virtual_pipeline_model_parallel_size is {virtual}, but pipeline_model_parallel_size is 1; virtual "
+                "stages interleave the stages of a pipeline, which needs 2 or more"
+            )
+
+    def _group_problems(self, axis_map: AxisMap) -> Iterator[NamedMeshError]:
+        instances, dp_cp, cp = (
+            self.num_distributed_optimizer_instances,
+            axis_map.size("dp", "cp"),
+            axis_map.size("cp"),
+        )
+        for name, size in (("dp x cp", dp_cp), ("edp", axis_map.size("edp"))):
+            if instances < 1 or size % instances:
+                yield ContractError(
+                    f"num_distributed_optimizer_instances is {instances}, which does not divide {name} = {size}"
+                )
+        if self.hybrid_context_parallel and dp_cp % 2:
+            yield ContractError(f"hybrid_context_parallel needs an even dp x cp, and it is {dp_cp}")
+        levels = self.hierarchical_context_parallel_sizes
+        if levels and prod(levels) != cp:
+            yield ContractError(
+                f"hierarchical_context_parallel_sizes are {list(levels)}, which multiply to {prod(levels)}; "
+                f"they have to multiply to the context-parallel size, which is {cp}"
+            )
+
+
+def check_net_names(net_names: Mapping[str, object]) -> None:
+    """Refuse networks that the original does not let NCCL settings name.
+
+    Args:
+        net_names: the network of each group, or None.
+
+    Raises:
+        ContractRuntimeError: one is neither IB nor socket.
+    """
+    problems = [
+        f"net_name of {group!r} is {net_name!r}; it is 'IB' or 'socket'"
+        for group, net_name in net_names.items()
+        if net_name is not None and str(net_name).lower() not in {"ib", "socket"}
+    ]
+    if problems:
+        raise ContractRuntimeError(*problems)
+
+
+def _raise_all(problems: Iterable[NamedMeshError]) -> None:
+    """Raise one error with every problem, of the type of the first."""
+    errors = list(problems)
+    if errors:
+        raise type(errors[0])(*(problem for error in errors for problem in error.problems))
