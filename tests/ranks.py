@@ -44,7 +44,7 @@ def run_ranks(
 ) -> list[T]:
     """Run ``function(*args)`` on ``world_size`` forked ranks and return every rank's result, in rank order.
 
-    Each rank is in an initialised default group (unless ``init`` is false), with the variables that torchrun
+    Each rank is in an initialized default group (unless ``init`` is false), with the variables that torchrun
     sets. A rank that raises, dies or does not answer within ``timeout`` seconds fails the test, with every
     rank's story in the message.
     """

@@ -40,7 +40,7 @@ TOLERANCE = 2e-6  # of float32, after six steps: DeepSpeed's stages 0 and 3 refu
 
 
 class Block(nn.Module):
-    """Pieces and copies: a cut vocabulary, norms on every rank, a cut layer with a cut and one with a whole bias."""
+    """Shards and copies: a cut vocabulary, norms on every rank, a cut layer with a cut and one with a whole bias."""
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Run:
         self.sequence = next((axis for axis in ("sp", "cp") if axis in mesh.layout), None)
         torch.manual_seed(seed)
         model = Block(mesh.group("tp"))
-        self.pieces = mark_parameters(model)
+        self.shards = mark_parameters(model)
         if not marked:
             for parameter in model.parameters():
                 vars(parameter).pop("model_parallel", None)
@@ -181,7 +181,7 @@ def _train_all(folder: str) -> dict[str, Any]:
         path, _ = other.engine.load_checkpoint(f"{folder}/{stage}", tag="three")
         other.steps(3, STEPS)
         told[f"stage {stage}, loaded"] = (path is not None, other.end())
-        told["pieces"] = run.pieces
+        told["shards"] = run.shards
         unmarked = Run(mesh, stage, marked=False)
         unmarked.steps(0, 1)
         told[f"stage {stage}, unmarked"] = unmarked.end().norms
@@ -201,13 +201,13 @@ def test_zero_trains_clips_and_saves_as_one_process(tmp_path: Path) -> None:
     assert min(expected.norms) > 2 * CLIP
     rest = Told(expected.losses[3:], expected.norms[3:])
     for told in run_ranks(4, _train_all, str(tmp_path), timeout=170):
-        assert told["pieces"] == ["embed.weight", "up.weight", "up.bias", "down.weight", "head.weight"]
+        assert told["shards"] == ["embed.weight", "up.weight", "up.bias", "down.weight", "head.weight"]
         for stage in STAGES:
             assert near(told[f"stage {stage}"], expected), stage
             loaded, after = told[f"stage {stage}, loaded"]
             assert loaded
             assert near(after, rest), stage
-            # Without the marks the pieces of the second tensor-parallel rank are not counted, and nobody says so.
+            # Without the marks the shards of the second tensor-parallel rank are not counted, and nobody says so.
             assert told[f"stage {stage}, unmarked"][0] < expected.norms[0] - 0.01, stage
 
 

@@ -85,7 +85,7 @@ def test_with_switches_every_dialect() -> None:
 
 
 def test_the_difference_between_dialects_is_that_of_their_groups() -> None:
-    """What `diff` says of Megatron and fairscale is what their own initialisations make."""
+    """What `diff` says of Megatron and fairscale is what their own initializations make."""
     sizes = {"tp": 2, "pp": 4}
     said = {
         kind.axes: kind.same

@@ -228,7 +228,7 @@ def apart(one: Tensor | None, other: Tensor | None) -> float:
     return (one - other).abs().max().item() if one.shape == other.shape else float("inf")
 
 
-def piece(whole: Tensor, dim: int) -> Tensor:
+def shard(whole: Tensor, dim: int) -> Tensor:
     return whole.chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
 
 
@@ -256,28 +256,28 @@ def linear_layers() -> dict[str, float]:
             nn.init.xavier_normal_(whole.weight)
             if whole.bias is not None:
                 whole.bias.copy_(numbers(OUT, seed=4))
-                layer.bias.copy_(whole.bias if dim else piece(whole.bias, 0))
+                layer.bias.copy_(whole.bias if dim else shard(whole.bias, 0))
         inputs = [value.clone().requires_grad_() for _ in range(2)]
-        given = piece(inputs[1], 1) if "input_is_parallel" in arguments else inputs[1]
+        given = shard(inputs[1], 1) if "input_is_parallel" in arguments else inputs[1]
         outputs = [whole(inputs[0]), layer(given)]
         cut = "gather_output" in arguments
-        for output, one in zip(outputs, (gradient, piece(gradient, 1) if cut else gradient), strict=True):
+        for output, one in zip(outputs, (gradient, shard(gradient, 1) if cut else gradient), strict=True):
             output.backward(one)
         expected = inputs[0].grad
         assert expected is not None
         if "input_is_parallel" in arguments:  # a rank gets the gradient of what it used
             used = torch.zeros_like(expected)
             width = H // dist.get_world_size()
-            used[:, dist.get_rank() * width :][:, :width] = piece(expected, 1)
+            used[:, dist.get_rank() * width :][:, :width] = shard(expected, 1)
             expected = used
         bias = whole.bias.grad if whole.bias is not None else None
         found[name] = max(
-            apart(outputs[1], piece(outputs[0], 1) if cut else outputs[0]),
+            apart(outputs[1], shard(outputs[0], 1) if cut else outputs[0]),
             apart(inputs[1].grad, expected),
-            apart(layer.weight.grad, None if whole.weight.grad is None else piece(whole.weight.grad, dim)),
+            apart(layer.weight.grad, None if whole.weight.grad is None else shard(whole.weight.grad, dim)),
             apart(
                 layer.bias.grad if layer.bias is not None else None,
-                bias if dim or bias is None else piece(bias, 0),
+                bias if dim or bias is None else shard(bias, 0),
             ),
             apart(layer.get_master_weight(), whole.weight),
             apart(layer.master_weight, whole.weight),
@@ -288,7 +288,7 @@ def linear_layers() -> dict[str, float]:
             H, OUT, stride=2, keep_master_weight_for_test=True
         )
         halves = layer.master_weight.chunk(2, dim)
-        found[f"{kind}, stride"] = apart(layer.weight, torch.cat([piece(half, dim) for half in halves], dim))
+        found[f"{kind}, stride"] = apart(layer.weight, torch.cat([shard(half, dim) for half in halves], dim))
     tp.destroy_tensor_parallel()
     return found
 
@@ -329,7 +329,7 @@ def embeddings() -> dict[str, float]:
             whole = nn.Embedding(V, H, **options)
             with torch.no_grad():
                 whole.weight.copy_(numbers(V, H, seed=5))
-                layer.weight.copy_(piece(whole.weight, dim))
+                layer.weight.copy_(shard(whole.weight, dim))
             outputs = [whole(ids), layer(ids)]
             for output in outputs:
                 output.backward(numbers(3, 7, H, seed=6))
@@ -338,8 +338,8 @@ def embeddings() -> dict[str, float]:
             expected = whole.weight.grad.to_dense()
             found[f"{kind}, {name}"] = max(
                 apart(outputs[1], outputs[0]),
-                apart(layer.weight.grad.to_dense(), piece(expected, dim)),
-                apart(layer.weight, piece(whole.weight, dim)),
+                apart(layer.weight.grad.to_dense(), shard(expected, dim)),
+                apart(layer.weight, shard(whole.weight, dim)),
             )
     tp.destroy_tensor_parallel()
     return found
@@ -385,14 +385,14 @@ def regions() -> list[float]:
     check(
         tp.mappings.scatter_to_tensor_parallel_region,
         wholes[0],
-        piece(wholes[0], 1),
+        shard(wholes[0], 1),
         lambda all_: torch.cat(all_, 1),
     )
     check(
         tp.mappings.gather_from_tensor_parallel_region,
         wholes[rank],
         torch.cat(wholes, 1),
-        lambda all_: piece(all_[rank], 1),
+        lambda all_: shard(all_[rank], 1),
     )
     tp.destroy_tensor_parallel()
     return found
@@ -541,12 +541,12 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         started(lambda: tp.layers.ColumnParallelLinear(4, 6)),
         AssertionError,
-        "out_features is 6, which cannot be cut into 4 equal pieces; use 4 or 8, or another multiple of 4",
+        "out_features is 6, which cannot be cut into 4 equal shards; use 4 or 8, or another multiple of 4",
     ),
     (
         started(lambda: tp.mappings.scatter_to_tensor_parallel_region(torch.zeros(6))),
         AssertionError,
-        "the length of dim -1 of a tensor of shape (6,) is 6, which cannot be cut into 4 equal pieces; use 4 or 8, or another "
+        "the length of dim -1 of a tensor of shape (6,) is 6, which cannot be cut into 4 equal shards; use 4 or 8, or another "
         "multiple of 4",
     ),
 ]

@@ -390,7 +390,7 @@ LAYERS: dict[str, tuple[str, tuple[int, int], dict[str, Any], str]] = {
         "whole",
     ),
     "row": ("RowParallelLinear", (H, OUT), {"keep_master_weight_for_test": True}, "whole"),
-    "row, parallel input": ("RowParallelLinear", (H, OUT), {"input_is_parallel": True}, "piece"),
+    "row, parallel input": ("RowParallelLinear", (H, OUT), {"input_is_parallel": True}, "shard"),
     "row, no bias": ("RowParallelLinear", (H, OUT), {"bias": False}, "whole"),
     "row, stride": ("RowParallelLinear", (H, OUT), {"stride": 3, "keep_master_weight_for_test": True}, "whole"),
     "vocabulary": ("VocabParallelEmbedding", (V, H), {}, "ids"),
@@ -414,7 +414,7 @@ def given(kind: str) -> Tensor:
     whole = numbers(5, 3, H, seed=1)
     if kind == "whole":
         return whole
-    if kind == "piece":
+    if kind == "shard":
         return whole.chunk(size, -1)[rank].contiguous()
     ids = torch.randint(0, V, (4, 6), generator=torch.Generator().manual_seed(2))
     if kind == "ids of the first":  # the original takes the padding id for one of each rank's part
@@ -573,7 +573,7 @@ def where_they_differ() -> dict[str, list[bool]]:
 @pytest.mark.oracle("fairscale")
 @pytest.mark.usefixtures("_imported")
 def test_embeddings_are_whole_ones_where_the_originals_are_not() -> None:
-    """It freezes a vector of each rank's part, counts ids that are elsewhere, and takes a norm of pieces."""
+    """It freezes a vector of each rank's part, counts ids that are elsewhere, and takes a norm of shards."""
     first, second = run_ranks(2, where_they_differ)
     assert first == {"padding": [True, True], "frequency": [False, True], "norm": [False, True]}
     assert second == {"padding": [False, True], "frequency": [False, True], "norm": [False, True]}
@@ -695,8 +695,8 @@ def check_llama(ranks: list[Any], alone: Any) -> None:
         assert losses == pytest.approx(alone[1], abs=1e-12)
     assert alone[1][-1] < alone[1][0]
     for name, whole in alone[2].items():
-        pieces = [torch.tensor(weights[name], dtype=torch.float64) for _, _, weights, _ in ranks]
-        joined = pieces[0] if "norm" in name else torch.cat(pieces, dims.get(name.split(".")[-2], 0))
+        shards = [torch.tensor(weights[name], dtype=torch.float64) for _, _, weights, _ in ranks]
+        joined = shards[0] if "norm" in name else torch.cat(shards, dims.get(name.split(".")[-2], 0))
         assert apart(joined, torch.tensor(whole, dtype=torch.float64)) < 1e-12, name
 
 
@@ -856,29 +856,29 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         started(lambda: fairscale.ColumnParallelLinear(4, 10)),
         AssertionError,
-        "out_features is 10, which cannot be cut into 4 equal pieces; use 8 or 12, or another multiple of 4",
+        "out_features is 10, which cannot be cut into 4 equal shards; use 8 or 12, or another multiple of 4",
     ),
     (
         started(lambda: fairscale.RowParallelLinear(12, 4, stride=2)),
         AssertionError,
-        "in_features is 12, which cannot be cut into 4 equal pieces for each of 2 blocks (the stride); use 8 or 16, or another "
+        "in_features is 12, which cannot be cut into 4 equal shards for each of 2 blocks (the stride); use 8 or 16, or another "
         "multiple of 8",
     ),
     (
         started(lambda: fairscale.RowParallelLinear(4, 4)(torch.zeros(2, 6))),
         AssertionError,
-        "the length of the last dim of the input is 6, which cannot be cut into 4 equal pieces; use 4 or 8, or another multiple "
+        "the length of the last dim of the input is 6, which cannot be cut into 4 equal shards; use 4 or 8, or another multiple "
         "of 4",
     ),
     (
         started(lambda: fairscale.VocabParallelEmbedding(65, 4)),
         AssertionError,
-        "num_embeddings is 65, which cannot be cut into 4 equal pieces; use 64 or 68, or another multiple of 4",
+        "num_embeddings is 65, which cannot be cut into 4 equal shards; use 64 or 68, or another multiple of 4",
     ),
     (
         started(lambda: fairscale.ParallelEmbedding(8, 6)),
         AssertionError,
-        "embedding_dim is 6, which cannot be cut into 4 equal pieces; use 4 or 8, or another multiple of 4",
+        "embedding_dim is 6, which cannot be cut into 4 equal shards; use 4 or 8, or another multiple of 4",
     ),
     (
         started(lambda: fairscale.ParallelEmbedding(8, 4, padding_idx=8)),
@@ -888,7 +888,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         started(lambda: fairscale.scatter_to_model_parallel_region(torch.zeros(2, 6))),
         AssertionError,
-        "the length of dim -1 of a tensor of shape (2, 6) is 6, which cannot be cut into 4 equal pieces; use 4 or 8, or another "
+        "the length of dim -1 of a tensor of shape (2, 6) is 6, which cannot be cut into 4 equal shards; use 4 or 8, or another "
         "multiple of 4",
     ),
     (

@@ -22,7 +22,7 @@ from namedmesh.compat.megatron import parallel_state, tensor_parallel
 from namedmesh.compat.megatron.tensor_parallel import layers as our_layers
 from namedmesh.compat.megatron.tensor_parallel import mappings as our_mappings
 from namedmesh.compat.megatron.tensor_parallel import utils as our_utils
-from namedmesh.tensor_parallel.collectives import Peers
+from namedmesh.tensor_parallel.collectives import RankGroup
 from namedmesh.tensor_parallel.layers import Recipe, block_piece, check_blocks, fill_piece
 from namedmesh.tensor_parallel.regions import exchange, gather_uneven, sum_scatter_uneven
 
@@ -160,7 +160,7 @@ def pair(name: str, group: Any) -> tuple[Any, Any]:
     return made[0], made[1]
 
 
-def piece(whole: Tensor, dim: int | None) -> Tensor:
+def shard(whole: Tensor, dim: int | None) -> Tensor:
     return whole if dim is None else whole.chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
 
 
@@ -169,7 +169,7 @@ def compare_layers(names: list[str]) -> dict[str, dict[str, Any]]:
     found = {}
     for name in names:
         theirs, ours = pair(name, group)
-        given = piece(
+        given = shard(
             numbers(S, B, H, seed=1).to(CASES[name][2].get("params_dtype", torch.float64)), CASES[name][3]
         )
         wanted, got = (results(layer, given, list(layer.parameters())) for layer in (theirs, ours))
@@ -380,12 +380,12 @@ def test_mappings_are_the_originals(world_size: int) -> None:
 
 
 def uneven() -> dict[str, float]:
-    """Pieces of different lengths, against all ranks' tensors put together here."""
+    """Shards of different lengths, against all ranks' tensors put together here."""
     ranks, me = dist.get_world_size(), dist.get_rank()
     group, lengths = dist.group.WORLD, [3, 0, 4, 1][:ranks]
     start, total = sum(lengths[:me]), sum(lengths)
     mine = slice(start, start + lengths[me])
-    pieces = [numbers(length, 2, seed=rank) for rank, length in enumerate(lengths)]
+    shards = [numbers(length, 2, seed=rank) for rank, length in enumerate(lengths)]
     parts = [numbers(total, 2, seed=10 + rank) for rank in range(ranks)]
     gradients = [numbers(total, 2, seed=50 + rank) for rank in range(ranks)]  # as ``results`` draws them
 
@@ -400,13 +400,13 @@ def uneven() -> dict[str, float]:
     def scattered(value: Tensor) -> Tensor:
         return our_mappings.reduce_scatter_to_sequence_parallel_region(value, group, lengths)
 
-    out, back = results(gathered, pieces[me])
+    out, back = results(gathered, shards[me])
     found = {
-        "gathered": apart(out, torch.cat(pieces)),
+        "gathered": apart(out, torch.cat(shards)),
         "gradient": apart(back, torch.stack(gradients).sum(0)[mine]),
     }
-    out, back = results(gathered_alike, pieces[me])
-    found["gathered alike"] = apart(out, torch.cat(pieces))
+    out, back = results(gathered_alike, shards[me])
+    found["gathered alike"] = apart(out, torch.cat(shards))
     found["gradient alike"] = apart(back, gradients[me][mine])
     out, back = results(scattered, parts[me])
     found["scattered"] = apart(out, torch.stack(parts).sum(0)[mine])
@@ -424,7 +424,7 @@ def uneven() -> dict[str, float]:
     out, back = results(exchanged, outgoing[me])
     from_each = [whole.split(row)[me] for whole, row in zip(outgoing, counts, strict=True)]
     found["exchanged"] = apart(out, torch.cat(from_each))
-    # What a rank received, and so its gradient, has a piece from each rank.
+    # What a rank received, and so its gradient, has a shard from each rank.
     received = [[row[i] for row in counts] for i in range(ranks)]
     gradient = [numbers(sum(one), 2, seed=50 + i) for i, one in enumerate(received)]
     returned = [whole.split(one)[me] for whole, one in zip(gradient, received, strict=True)]
@@ -451,14 +451,14 @@ def compare_losses() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for smoothing in (0.0, 0.2):
-            logits = piece(whole, -1).to(dtype)
+            logits = shard(whole, -1).to(dtype)
             ours = partial(tensor_parallel.vocab_parallel_cross_entropy, tp_group=group)
             both = [
                 results(partial(loss, target=target, label_smoothing=smoothing), logits)
                 for loss in (theirs, ours)
             ]
             found[f"{dtype} {smoothing}"] = max(apart(*two) for two in zip(*both, strict=True))
-    value = piece(whole, -1).float().requires_grad_()
+    value = shard(whole, -1).float().requires_grad_()
     kept = value.detach().clone()
     loss = tensor_parallel.vocab_parallel_cross_entropy(value, target, tp_group=group)
     loss.sum().backward(retain_graph=True)
@@ -589,7 +589,7 @@ def train_both() -> list[float]:
         for step in steps:
             step.step()
         found.append(apart(losses[0].detach(), losses[1].detach()))
-    peers = Peers(group)
+    peers = RankGroup(group)
     for mine, theirs, dim in (
         (up.weight, plain[0].weight, 0),
         (up.bias, plain[0].bias, 0),
@@ -710,7 +710,7 @@ def test_a_layer_can_be_copied_but_not_pickled_with_its_group(rank: int) -> None
         "a layer over a process group of 2 ranks cannot be pickled: the group lives in this process only; save the "
         "layer's state_dict(), and load it into a layer made where it is needed"
     )
-    assert pickle.loads(pickle.dumps(Peers(None))) == Peers(None)  # noqa: S301  our own bytes
+    assert pickle.loads(pickle.dumps(RankGroup(None))) == RankGroup(None)  # noqa: S301  our own bytes
 
 
 def test_pieces_drawn_on_their_device_differ_between_ranks_and_layers() -> None:
@@ -726,8 +726,8 @@ def test_pieces_drawn_on_their_device_differ_between_ranks_and_layers() -> None:
     assert len(set(drawn)) == 4
     assert after[0] == after[1]  # what comes later is still the same on all ranks
     recipe = Recipe(nn.init.normal_, torch.float32, device=torch.device("cpu"))
-    piece, whole = recipe.weight(4, 6, 1, peers)
-    assert piece.shape == (4, 3)
+    shard, whole = recipe.weight(4, 6, 1, peers)
+    assert shard.shape == (4, 3)
     assert whole is None
 
 
@@ -754,23 +754,23 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         on_four(lambda group: COLUMN(4, 10, tp_group=group)),
         AssertionError,
-        "output_size is 10, which cannot be cut into 4 equal pieces; use 8 or 12, or another multiple of 4",
+        "output_size is 10, which cannot be cut into 4 equal shards; use 8 or 12, or another multiple of 4",
     ),
     (
         on_four(lambda group: ROW(3, 4, tp_group=group)),
         AssertionError,
-        "input_size is 3, which cannot be cut into 4 equal pieces; use 4, or another multiple of 4",
+        "input_size is 3, which cannot be cut into 4 equal shards; use 4, or another multiple of 4",
     ),
     (
         on_four(lambda group: COLUMN(4, 12, stride=2, tp_group=group)),
         AssertionError,
-        "output_size is 12, which cannot be cut into 4 equal pieces for each of 2 blocks (the stride); use 8 or 16, or "
+        "output_size is 12, which cannot be cut into 4 equal shards for each of 2 blocks (the stride); use 8 or 16, or "
         "another multiple of 8",
     ),
     (
         on_four(lambda group: our_layers.VocabParallelEmbedding(65, 4, tp_group=group)),
         AssertionError,
-        "num_embeddings is 65, which cannot be cut into 4 equal pieces; use 64 or 68, or another multiple of 4",
+        "num_embeddings is 65, which cannot be cut into 4 equal shards; use 64 or 68, or another multiple of 4",
     ),
     (
         lambda: COLUMN(4, 4, config=SimpleNamespace(gradient_accumulation_fusion=True)),
@@ -803,7 +803,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: COLUMN(4, 6)(torch.zeros(1, 4), weight=torch.zeros(4, 6)),
         RuntimeError,
-        "ColumnParallelLinear got a weight of shape (4, 6); pass this rank's piece, of shape (6, 4)",
+        "ColumnParallelLinear got a weight of shape (4, 6); pass this rank's shard, of shape (6, 4)",
     ),
     (
         on_four(
@@ -812,12 +812,12 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
             )(torch.zeros(6, 2, 1))
         ),
         AssertionError,
-        "the length of dim 0 of the output is 6, which cannot be cut into 4 equal pieces; use 4 or 8, or another multiple of 4",
+        "the length of dim 0 of the output is 6, which cannot be cut into 4 equal shards; use 4 or 8, or another multiple of 4",
     ),
     (
         on_four(lambda group: ROW(4, 4, tp_group=group)(torch.zeros(6, 2, 5))),
         AssertionError,
-        "the length of the last dim of the input is 5, which cannot be cut into 4 equal pieces; use 4 or 8, or another multiple "
+        "the length of the last dim of the input is 5, which cannot be cut into 4 equal shards; use 4 or 8, or another multiple "
         "of 4",
     ),
     (
@@ -827,12 +827,12 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
             )(torch.zeros(2, 5, dtype=torch.int64))
         ),
         AssertionError,
-        "the length of dim 1 of the ids is 5, which cannot be cut into 4 equal pieces; use 4 or 8, or another multiple of 4",
+        "the length of dim 1 of the ids is 5, which cannot be cut into 4 equal shards; use 4 or 8, or another multiple of 4",
     ),
     (
         on_four(lambda group: our_mappings.scatter_to_sequence_parallel_region(torch.zeros(6, 2), group)),
         AssertionError,
-        "the length of dim 0 of a tensor of shape (6, 2) is 6, which cannot be cut into 4 equal pieces; use 4 or 8, or another "
+        "the length of dim 0 of a tensor of shape (6, 2) is 6, which cannot be cut into 4 equal shards; use 4 or 8, or another "
         "multiple of 4",
     ),
     (
@@ -851,8 +851,8 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
             )
         ),
         AssertionError,
-        "rank 0 has a piece of length 2 (shape (2,)), but the sizes [1, 2, 3, 4] say 1; pass the length of every "
-        "rank's piece, in rank order",
+        "rank 0 has a shard of length 2 (shape (2,)), but the sizes [1, 2, 3, 4] say 1; pass the length of every "
+        "rank's shard, in rank order",
     ),
     (
         on_four(
@@ -866,7 +866,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         on_four(lambda group: our_mappings.all_to_all(group, torch.zeros(6))),
         AssertionError,
-        "dim 0 of shape (6,) has length 6, which cannot be cut into 4 equal pieces; pass the length of each piece",
+        "dim 0 of shape (6,) has length 6, which cannot be cut into 4 equal shards; pass the length of each shard",
     ),
     (
         lambda: our_mappings.all_to_all(None, torch.zeros(6)),
@@ -901,7 +901,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
             lambda group: tensor_parallel.split_tensor_into_1d_equal_chunks(torch.zeros(2, 3), tp_group=group)
         ),
         AssertionError,
-        "the number of elements of a tensor of shape (2, 3) is 6, which cannot be cut into 4 equal pieces; use 4 or 8, or "
+        "the number of elements of a tensor of shape (2, 3) is 6, which cannot be cut into 4 equal shards; use 4 or 8, or "
         "another multiple of 4",
     ),
     (
@@ -923,7 +923,7 @@ def test_mistakes_are_told(mistake: int) -> None:
 
 
 def test_the_shared_code_raises_no_error_of_a_dialect() -> None:
-    peers = Peers(None)
+    peers = RankGroup(None)
     for call in (
         lambda: check_blocks(5, 2),
         lambda: check_blocks(4, 2, 0),

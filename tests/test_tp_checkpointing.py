@@ -30,7 +30,7 @@ from namedmesh.tensor_parallel import (
     llama_plan,
     parallelize,
 )
-from namedmesh.tensor_parallel.collectives import Peers, all_gather
+from namedmesh.tensor_parallel.collectives import RankGroup, all_gather
 from namedmesh.tensor_parallel.regions import exchange, gather_parts, gather_uneven, sum_scatter_uneven
 from namedmesh.tensor_parallel.vocabulary import cross_entropy
 
@@ -238,7 +238,7 @@ def legacy_model(dialect: str, *, sequence: bool = False) -> Legacy:
     return Legacy(up, module.RowParallelLinear(16, 8, input_is_parallel=True)).double()
 
 
-def one_process(model: Legacy, peers: Peers) -> nn.Sequential:
+def one_process(model: Legacy, peers: RankGroup) -> nn.Sequential:
     """The same with whole weights."""
     up, down = nn.Linear(8, 16).double(), nn.Linear(16, 8).double()
     with torch.no_grad():
@@ -249,7 +249,7 @@ def one_process(model: Legacy, peers: Peers) -> nn.Sequential:
 
 
 def legacy_difference(
-    model: Legacy, peers: Peers, call: Callable[..., Tensor], *, sequence: bool = False
+    model: Legacy, peers: RankGroup, call: Callable[..., Tensor], *, sequence: bool = False
 ) -> float:
     """Weights of a dialect's model after some steps, against those of one process."""
     reference = one_process(model, peers)
@@ -277,7 +277,7 @@ def legacy_difference(
 
 def legacy_differences() -> dict[str, float]:
     found = {}
-    peers = Peers(torch.distributed.group.WORLD)
+    peers = RankGroup(torch.distributed.group.WORLD)
     megatron.initialize_model_parallel(tensor_model_parallel_size=2)
     fairscale.initialize_model_parallel(2)
     ezpz_tp.initialize_tensor_parallel(2)
@@ -317,7 +317,7 @@ def embedding() -> nn.Embedding:
 
 def parts(mesh: DeviceMesh) -> dict[str, tuple[Callable[[Tensor], Tensor], Tensor]]:
     """Single styles, layers and functions over the ranks, each with an input."""
-    peers, mappings = Peers(mesh), fairscale.mappings
+    peers, mappings = RankGroup(mesh), fairscale.mappings
     target = torch.tensor([[1, 3, 14], [0, 9, 2]])
     ids = torch.tensor([[1, 3, 14, 1], [0, 9, 2, 2]])
     x = torch.linspace(-1, 2, 64, dtype=torch.float64).view(2, 4, 8)

@@ -230,13 +230,13 @@ def names_in_backward(mesh: DeviceMesh, plan: dict[str, Any], value: torch.Tenso
 def orders() -> dict[str, list[str]]:
     mesh = init_device_mesh("cpu", (TP,), mesh_dim_names=("tp",))
     layers: dict[str, Any] = {"w1": ColwiseParallel(), "w3": ColwiseParallel(), "w2": RowwiseParallel()}
-    whole, piece = torch.ones(2, 4, 8), torch.ones(2, 2, 8)
+    whole, shard = torch.ones(2, 4, 8), torch.ones(2, 2, 8)
     scattered = {"w2": RowwiseParallel(output_layouts=SEQUENCE)}
     return {
         "each": names_in_backward(mesh, layers, whole),
         "shared": names_in_backward(mesh, layers | {"": SharedInput()}, whole),
         "shared, sequence": names_in_backward(
-            mesh, layers | scattered | {"": SharedInput(input_layouts=SEQUENCE)}, piece
+            mesh, layers | scattered | {"": SharedInput(input_layouts=SEQUENCE)}, shard
         ),
     }
 

@@ -25,7 +25,7 @@ from namedmesh.tensor_parallel import (
     parallelize,
 )
 from namedmesh.tensor_parallel.collectives import (
-    Peers,
+    RankGroup,
     all_gather,
     all_reduce,
     gather,
@@ -104,7 +104,7 @@ def test_complex_layers_and_empty_batches() -> None:
 
 def conjugated() -> list[float]:
     """Tensors of which the memory does not hold the values: a conjugate, and a negative."""
-    peers = Peers(torch.distributed.group.WORLD)
+    peers = RankGroup(torch.distributed.group.WORLD)
     value = torch.arange(4).to(torch.complex128) + 1j * (1 + peers.rank)
     conjugate, negative = value.conj(), value.conj().imag
     assert conjugate.is_conj()
@@ -185,7 +185,7 @@ def test_an_input_is_not_gathered_twice() -> None:
 
 def in_place() -> bool:
     """What a function returns can be written into, on one rank as on several."""
-    mesh, peers = tp_mesh(), Peers(tp_mesh())
+    mesh, peers = tp_mesh(), RankGroup(tp_mesh())
     plan = {"up": ColwiseParallel(output_layouts=WHOLE), "down": RowwiseParallel(input_layouts=WHOLE)}
     for style in (plan, PAIR, SEQUENCE_PAIR, PAIR | {"": SharedInput()}):
         model = parallelize(Mlp(), mesh, style)

@@ -137,17 +137,17 @@ class _Plain(nn.Module):
 
 
 class _Scattered(_Plain):
-    """Gives the module inside its piece of the sequence, and joins the pieces of the output."""
+    """Gives the module inside its shard of the sequence, and joins the shards of the output."""
 
     def __init__(self, inner: nn.Module, start: int, length: int, mesh: Any) -> None:
         super().__init__(inner)
         self.start, self.length, self.mesh = start, length, mesh
 
     def forward(self, x: Tensor) -> Tensor:
-        piece = (
+        shard = (
             DTensor.from_local(x, self.mesh, run_check=False).redistribute(placements=[Shard(1)]).to_local()
         )
-        joined = DTensor.from_local(self.inner(piece), self.mesh, [Shard(1)], run_check=False)
+        joined = DTensor.from_local(self.inner(shard), self.mesh, [Shard(1)], run_check=False)
         return joined.full_tensor()
 
 

@@ -163,7 +163,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def largest_difference(model: nn.Module, reference: nn.Module, x: torch.Tensor, pick: str = "") -> float:
-    """Of the outputs, and of the gradients: whole, and as this rank's pieces."""
+    """Of the outputs, and of the gradients: whole, and as this rank's shards."""
     wanted, got = reference(x), model(x)
     if pick:
         wanted, got = getattr(wanted, pick), getattr(got, pick)
@@ -176,8 +176,8 @@ def largest_difference(model: nn.Module, reference: nn.Module, x: torch.Tensor, 
         worst = max(worst, (whole(mine.grad) - theirs.grad).abs().max().item())
         if isinstance(mine, DTensor):
             assert isinstance(mine.grad, DTensor)
-            piece = distribute_tensor(theirs.grad, mine.device_mesh, mine.placements, src_data_rank=None)
-            worst = max(worst, (mine.grad.to_local() - piece.to_local()).abs().max().item())
+            shard = distribute_tensor(theirs.grad, mine.device_mesh, mine.placements, src_data_rank=None)
+            worst = max(worst, (mine.grad.to_local() - shard.to_local()).abs().max().item())
     return float(worst)
 
 

@@ -25,7 +25,7 @@ from tp_checks import CHECKS, largest_difference
 
 import namedmesh.tensor_parallel as package
 from namedmesh.tensor_parallel import collectives
-from namedmesh.tensor_parallel.collectives import Peers, Pending, my_piece
+from namedmesh.tensor_parallel.collectives import Pending, RankGroup, my_piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +48,7 @@ class Site(NamedTuple):
     collective: str
 
 
-def _copies(tensor: Tensor, peers: Peers, dim: int) -> Tensor:
+def _copies(tensor: Tensor, peers: RankGroup, dim: int) -> Tensor:
     return torch.cat([tensor] * peers.size, dim)
 
 

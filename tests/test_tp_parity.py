@@ -102,7 +102,7 @@ def largest(one: Tensor, other: Tensor) -> float:
 
 
 def gradient_difference(mine: Tensor, reference: Tensor, *, locally: bool) -> float:
-    """How far a gradient is from the reference's: as a whole, and as the piece that this rank holds."""
+    """How far a gradient is from the reference's: as a whole, and as the shard that this rank holds."""
     grad, wanted = mine.grad, reference.grad
     assert grad is not None
     assert wanted is not None
@@ -111,8 +111,8 @@ def gradient_difference(mine: Tensor, reference: Tensor, *, locally: bool) -> fl
         assert isinstance(grad, DTensor)
         # On one rank every placement is the same, and torch is free to name another.
         assert grad.placements == mine.placements or mine.device_mesh.size() == 1
-        piece = distribute_tensor(wanted, mine.device_mesh, mine.placements, src_data_rank=None)
-        difference = max(difference, (grad.to_local() - piece.to_local()).abs().max().item())
+        shard = distribute_tensor(wanted, mine.device_mesh, mine.placements, src_data_rank=None)
+        difference = max(difference, (grad.to_local() - shard.to_local()).abs().max().item())
     return difference
 
 
@@ -236,16 +236,16 @@ def pair_differences(
     model = parallelize(copy.deepcopy(reference), mesh, {"up": up, "down": down})
     x = torch.randn(4, 8, 8, dtype=torch.float64, requires_grad=True)
     placed = distribute_tensor(x.detach(), mesh, [input_layout], src_data_rank=None)
-    piece = (placed if as_dtensor else placed.to_local()).requires_grad_()
+    shard = (placed if as_dtensor else placed.to_local()).requires_grad_()
     wanted = reference(x)
     wanted.square().sum().backward()
-    got = model(piece)
+    got = model(shard)
     if not isinstance(got, DTensor):
         assert type(got) is torch.Tensor or name == "torch's"
         got = DTensor.from_local(got, mesh, [output_layout])
     got.full_tensor().square().sum().backward()
-    assert piece.grad is not None
-    grad = piece.grad if as_dtensor else DTensor.from_local(piece.grad, mesh, [input_layout])
+    assert shard.grad is not None
+    grad = shard.grad if as_dtensor else DTensor.from_local(shard.grad, mesh, [input_layout])
     found = [largest(got, wanted), largest(grad, x.grad)]  # type: ignore[arg-type]
     for (fqn, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert mine.requires_grad == theirs.requires_grad == (fqn not in frozen)
@@ -421,8 +421,8 @@ def compiled_differences() -> dict[str, float]:
         reference.zero_grad()
         wanted = reference(x)
         wanted.square().sum().backward()
-        piece = distribute_tensor(x, mesh, [layout], src_data_rank=None).to_local()
-        got = torch.compile(model, backend="aot_eager", fullgraph=True)(piece)
+        shard = distribute_tensor(x, mesh, [layout], src_data_rank=None).to_local()
+        got = torch.compile(model, backend="aot_eager", fullgraph=True)(shard)
         got = DTensor.from_local(got, mesh, [layout])
         got.full_tensor().square().sum().backward()
         found[name] = max(

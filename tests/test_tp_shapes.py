@@ -93,7 +93,7 @@ def refusals() -> dict[str, str]:
 def text(what: str, shape: tuple[int, ...], dim: int, tp: int) -> str:
     longer = 17 + (-17 % tp)
     return (
-        f"part: dim {dim} of {what}, of shape {shape}, has length 17, which cannot be cut into {tp} equal pieces "
+        f"part: dim {dim} of {what}, of shape {shape}, has length 17, which cannot be cut into {tp} equal shards "
         f"(the tp size); pad it to {longer}, or to another multiple of {tp}"
     )
 
@@ -135,7 +135,7 @@ def test_a_model_names_the_module_that_cuts_first() -> None:
         run_ranks(2, llama_refusal)
         == [
             "tok_embeddings: dim 1 of the output, of shape (1, 17, 32), has length 17, which cannot be cut into 2 "
-            "equal pieces (the tp size); pad it to 18, or to another multiple of 2"
+            "equal shards (the tp size); pad it to 18, or to another multiple of 2"
         ]
         * 2
     )

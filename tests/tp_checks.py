@@ -29,7 +29,7 @@ from namedmesh.tensor_parallel import (
     llama_plan,
     parallelize,
 )
-from namedmesh.tensor_parallel.collectives import Peers
+from namedmesh.tensor_parallel.collectives import RankGroup
 from namedmesh.tensor_parallel.layers import (
     column_linear,
     feature_embedding,
@@ -66,7 +66,7 @@ def filled(module: nn.Module) -> nn.Module:
     return module
 
 
-def piece(tensor: Tensor, dim: int | None) -> Tensor:
+def shard(tensor: Tensor, dim: int | None) -> Tensor:
     return tensor if dim is None else tensor.chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
 
 
@@ -79,20 +79,20 @@ def against_whole(
     cut_out: int | None = None,
     again: nn.Module | None = None,
 ) -> Pairs:
-    """A module under a plan against itself: output, input gradient, parameter gradients whole and as pieces."""
+    """A module under a plan against itself: output, input gradient, parameter gradients whole and as shards."""
     reference = filled(module)
     copied = copy.deepcopy(reference) if again is None else filled(again)
     model = parallelize(copied, tp_mesh(), plan, src_data_rank=None)
     differentiable = value.is_floating_point()
     theirs = value.clone().requires_grad_(differentiable)
-    mine = piece(value, cut_in).clone().requires_grad_(differentiable)
+    mine = shard(value, cut_in).clone().requires_grad_(differentiable)
     wanted, got = reference(theirs), model(mine)
     weights = noise(*wanted.shape)
     (wanted * weights).sum().backward()
-    (got * piece(weights, cut_out)).sum().backward()
-    yield got, piece(wanted, cut_out)
+    (got * shard(weights, cut_out)).sum().backward()
+    yield got, shard(wanted, cut_out)
     if mine.grad is not None and theirs.grad is not None:
-        yield mine.grad, piece(theirs.grad, cut_in)
+        yield mine.grad, shard(theirs.grad, cut_in)
     for (name, parameter), other in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert parameter.grad is not None, name
         assert other.grad is not None, name
@@ -113,18 +113,18 @@ def against_function(
     arguments: list[tuple[Tensor, int | None]],
     cut_out: int | None,
 ) -> Pairs:
-    """A function of pieces against one of whole tensors; each argument with the dim along which it is cut."""
+    """A function of shards against one of whole tensors; each argument with the dim along which it is cut."""
     theirs = [value.clone().requires_grad_() for value, _ in arguments]
-    ours = [piece(value, dim).clone().requires_grad_() for value, dim in arguments]
+    ours = [shard(value, dim).clone().requires_grad_() for value, dim in arguments]
     wanted, got = whole(*theirs), mine(*ours)
     weights = noise(*wanted.shape)
     (wanted * weights).sum().backward()
-    (got * piece(weights, cut_out)).sum().backward()
-    yield got, piece(wanted, cut_out)
+    (got * shard(weights, cut_out)).sum().backward()
+    yield got, shard(wanted, cut_out)
     for (_, dim), one, other in zip(arguments, ours, theirs, strict=True):
         assert one.grad is not None
         assert other.grad is not None
-        yield one.grad, piece(other.grad, dim)
+        yield one.grad, shard(other.grad, dim)
 
 
 # --- styles -------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def gathered_and_split() -> Pairs:
     two = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8))
     plan = {"0": ColwiseParallel(output_layouts=WHOLE), "2": RowwiseParallel(input_layouts=WHOLE)}
     yield from against_whole(two, plan, noise(2, 4, 8))
-    # Alone: the gather's backward would not look at more of the gradient than its own piece.
+    # Alone: the gather's backward would not look at more of the gradient than its own shard.
     yield from against_whole(nn.Sequential(nn.Linear(12, 8)), {"0": plan["2"]}, noise(2, 4, 12))
 
 
@@ -275,7 +275,7 @@ def experts() -> Pairs:
 
 
 def legacy_linears() -> Pairs:
-    peers = Peers(tp_mesh())
+    peers = RankGroup(tp_mesh())
     x, up, down = (noise(4, 2, 8), None), (noise(12, 8), 0), (noise(8, 12), 1)
     y = (noise(4, 2, 12), 2)
 
@@ -306,7 +306,7 @@ def legacy_linears() -> Pairs:
 
 
 def legacy_embeddings() -> Pairs:
-    peers = Peers(tp_mesh())
+    peers = RankGroup(tp_mesh())
     ids = torch.tensor([[1, 7, 3, 3], [0, 5, 6, 2]])
     weight = noise(8, 8)
 
@@ -326,7 +326,7 @@ def legacy_embeddings() -> Pairs:
         lambda weight: feature_embedding(ids, weight, peers), plain, [(weight, 1)], None
     )
     for norm_type in (2.0, math.inf, 0.0):
-        mine, whole = piece(weight, 1).clone(), weight.clone()
+        mine, whole = shard(weight, 1).clone(), weight.clone()
         if norm_type == 0.0:  # unequal numbers on the ranks
             mine, whole = mine * (mine > 0), whole * (whole > 0)
         how = Lookup(max_norm=0.7, norm_type=norm_type)
@@ -337,7 +337,7 @@ def legacy_embeddings() -> Pairs:
 
 
 def legacy_loss() -> Pairs:
-    peers = Peers(tp_mesh())
+    peers = RankGroup(tp_mesh())
     target = torch.tensor([1, 7, 3])
     yield from against_function(
         lambda logits: cross_entropy(logits, target, peers, dtype=None),
@@ -349,24 +349,24 @@ def legacy_loss() -> Pairs:
 
 def regions() -> Pairs:
     mesh = tp_mesh()
-    peers, size = Peers(mesh), mesh.size()
+    peers, size = RankGroup(mesh), mesh.size()
     lengths = [3, *[1] * (size - 1)]
     whole = noise(sum(lengths), 4)
     weights = [noise(sum(lengths), 4) * (rank + 1) for rank in range(size)]
     total = torch.stack(weights).sum(0)
 
     def mine_of(tensor: Tensor) -> Tensor:
-        pieces: Sequence[Tensor] = tensor.split(lengths)
-        return pieces[peers.rank]
+        shards: Sequence[Tensor] = tensor.split(lengths)
+        return shards[peers.rank]
 
     # Every rank makes another part of the gradient.
     even = noise(2 * size, 4)
-    start = piece(even, 0).clone().requires_grad_()
+    start = shard(even, 0).clone().requires_grad_()
     joined = gather_parts(start, peers, 0)
     (joined * even * (peers.rank + 1)).sum().backward()
     assert start.grad is not None
     yield joined, even
-    yield start.grad, piece(even * sum(range(1, size + 1)), 0)
+    yield start.grad, shard(even * sum(range(1, size + 1)), 0)
 
     start = mine_of(whole).clone().requires_grad_()
     joined = gather_uneven(start, peers, lengths)

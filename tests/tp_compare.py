@@ -26,7 +26,7 @@ def training_difference(
     """The largest difference of anything in some steps of AdamW: 0 where parallel training is right.
 
     Compared are the output, the input's gradient (of data that has one), every parameter's gradient, whole and
-    as this rank's piece, and in the end every entry of the state dict.
+    as this rank's shard, and in the end every entry of the state dict.
     """
     # Some gradients are zero but for rounding (a bias of keys): a small eps would make steps of the rounding.
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=1e-3) for m in (model, reference)]
@@ -61,6 +61,6 @@ def _gradient_differences(mine: Tensor, wanted: Tensor) -> list[float]:
     if isinstance(mine, DTensor):
         assert isinstance(mine.grad, DTensor)
         assert mine.grad.placements == mine.placements
-        piece = distribute_tensor(wanted, mine.device_mesh, mine.placements, src_data_rank=None)
-        differences.append((mine.grad.to_local() - piece.to_local()).abs().max().item())
+        shard = distribute_tensor(wanted, mine.device_mesh, mine.placements, src_data_rank=None)
+        differences.append((mine.grad.to_local() - shard.to_local()).abs().max().item())
     return differences

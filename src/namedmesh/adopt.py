@@ -46,7 +46,7 @@ def layout_of_mesh(mesh: DeviceMesh) -> Layout:
 
 
 def _stride(ranks: torch.Tensor, dim: int) -> int:
-    """The distance between neighbours on a dim; a dim of size 1 keeps its place among its neighbours."""
+    """The distance between neighbors on a dim; a dim of size 1 keeps its place among its neighbors."""
     if ranks.size(dim) > 1:
         corner = [0] * ranks.ndim
         corner[dim] = 1

@@ -51,7 +51,7 @@ class Layout:
     sizes: tuple[int, ...]
     """The size of each axis, in the order of :attr:`axes`."""
     strides: tuple[int, ...]
-    """The distance between neighbouring ranks on each axis, in the order of :attr:`axes`."""
+    """The distance between neighboring ranks on each axis, in the order of :attr:`axes`."""
     world_size: int
     """How many ranks the layout covers."""
     rank_offset: int

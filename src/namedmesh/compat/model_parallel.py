@@ -25,7 +25,7 @@ from namedmesh.init import create_mesh, version_fields
 from namedmesh.launch import default_group_device
 from namedmesh.layout import Layout
 from namedmesh.options import GroupOptions
-from namedmesh.tensor_parallel.collectives import Peers
+from namedmesh.tensor_parallel.collectives import RankGroup
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,7 +67,7 @@ class AxisState(LegacyState):
     pp_rank: int | None
     cp_rank: int | None
     dp_rank: int | None
-    peers: Peers | None
+    peers: RankGroup | None
 
     def update(self) -> None:
         """Compute sizes and ranks from the groups, also from groups that were assigned by hand."""
@@ -77,7 +77,7 @@ class AxisState(LegacyState):
                 setattr(self, f"{axis}_{answer}", ask_group(group, answer))
         # A stand-in that was assigned by hand may have neither.
         known = self.tp_size is not None and self.tp_rank is not None
-        self.peers = Peers(self.tp_group) if known else None
+        self.peers = RankGroup(self.tp_group) if known else None
 
     def touched(self) -> bool:
         """Whether there is a group, or ranks, of a mesh or set by hand."""
@@ -105,7 +105,7 @@ class ModelParallel:
         self.sizes = dict(sizes)
         self.state = AxisState()
         self.bindings = Bindings(self.state)
-        self._used: WeakSet[Peers] = WeakSet()  # the state keeps them, for as long as their mesh is open
+        self._used: WeakSet[RankGroup] = WeakSet()  # the state keeps them, for as long as their mesh is open
 
     def bind(self, mesh: NamedMesh) -> Bound:
         """Answer from a mesh that exists; communicates the first time.
@@ -310,7 +310,7 @@ class ModelParallel:
         size = self.require(self.state.tp_size, "the size of the tensor-parallel group")
         return dist.get_rank() // size * size
 
-    def peers(self) -> Peers:
+    def peers(self) -> RankGroup:
         """Return the tensor-parallel ranks of this moment.
 
         A backward pass repeats the forwards that were checkpointed, and may do so after the ``with`` block that

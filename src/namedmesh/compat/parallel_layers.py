@@ -2,7 +2,7 @@
 
 A dialect derives a class of each, and says in ``ask`` which ranks they work on. These are asked at every forward,
 as the originals do: a layer can be pickled, and follows ``with mesh:``. In the shapes below, t is their number.
-Parameters are plain tensors that hold this rank's piece.
+Parameters are plain tensors that hold this rank's shard.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.partition import VocabUtility, shapes_as_contract
-from namedmesh.tensor_parallel.collectives import Peers, all_gather
+from namedmesh.tensor_parallel.collectives import RankGroup, all_gather
 from namedmesh.tensor_parallel.layers import (
     Recipe,
     check_blocks,
@@ -28,13 +28,13 @@ from namedmesh.tensor_parallel.vocabulary import Lookup
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from namedmesh.tensor_parallel.layers import Initialiser
+    from namedmesh.tensor_parallel.layers import Initializer
 
 __all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
 
 
 class ParallelLayer(nn.Module):
-    """What the four layers share: a weight of which this rank has a piece, and whom it shares it with."""
+    """What the four layers share: a weight of which this rank has a shard, and whom it shares it with."""
 
     weight: nn.Parameter
     master_weight: Tensor | None
@@ -45,12 +45,12 @@ class ParallelLayer(nn.Module):
         self._cut_for = peers.size, peers.rank
 
     @staticmethod
-    def ask() -> Peers:
+    def ask() -> RankGroup:
         """The ranks of this moment; a dialect has its own answer."""
-        return Peers(None)
+        return RankGroup(None)
 
     @property
-    def peers(self) -> Peers:
+    def peers(self) -> RankGroup:
         """The ranks that share the layer.
 
         Raises:
@@ -69,15 +69,15 @@ class ParallelLayer(nn.Module):
         self,
         shape: tuple[int, int],
         dim: int,
-        initialise: Initialiser,
+        initialize: Initializer,
         stride: int = 1,
         *,
         keep: bool = False,
     ) -> None:
-        """Make this rank's piece of a weight that is cut along ``dim``, and keep the whole one if wanted."""
+        """Make this rank's shard of a weight that is cut along ``dim``, and keep the whole one if wanted."""
         peers = self.peers
         recipe = Recipe(
-            initialise,
+            initialize,
             dtype=torch.get_default_dtype(),
             stride=stride if peers.size > 1 else 1,  # a weight that is not cut has no blocks
         )
@@ -96,7 +96,7 @@ class _Linear(ParallelLayer):
         in_features: int,
         out_features: int,
         bias: bool,
-        initialise: Initialiser,
+        initialize: Initializer,
         stride: int,
         keep: bool,
     ) -> None:
@@ -107,12 +107,12 @@ class _Linear(ParallelLayer):
         with shapes_as_contract():
             what = ("out_features", "in_features")[self.dim]
             check_blocks(shape[self.dim], ranks, stride if ranks > 1 else 1, what=what)
-        self.make_weight(shape, self.dim, initialise, stride, keep=keep)
+        self.make_weight(shape, self.dim, initialize, stride, keep=keep)
         length = self.weight.shape[0]
         self.register_parameter("bias", nn.Parameter(torch.zeros(length)) if bias else None)
 
     def get_master_weight(self) -> Tensor:
-        """The pieces of all ranks, ``(out_features, in_features)``, in rank order; communicates.
+        """The shards of all ranks, ``(out_features, in_features)``, in rank order; communicates.
 
         With a stride above 1 that is not the order in which the whole weight was drawn, as in the original.
         """
@@ -136,7 +136,7 @@ class ColumnParallelLinear(_Linear):
         bias: with a bias, of zeros at first.
         gather_output: join the output features on every rank.
         init_method: fills a weight. Ranks must be seeded alike: each draws the whole weight and keeps its
-            piece.
+            shard.
         stride: the number of blocks that the output features are made of, each cut on its own.
         keep_master_weight_for_test: keep the whole weight as first drawn, in ``master_weight``.
 
@@ -152,7 +152,7 @@ class ColumnParallelLinear(_Linear):
         out_features: int,
         bias: bool = True,
         gather_output: bool = True,
-        init_method: Initialiser = nn.init.xavier_normal_,
+        init_method: Initializer = nn.init.xavier_normal_,
         stride: int = 1,
         keep_master_weight_for_test: bool = False,
     ) -> None:
@@ -183,9 +183,9 @@ class RowParallelLinear(_Linear):
         in_features: input features, of all ranks together.
         out_features: output features.
         bias: with a bias, of zeros at first, which is added once.
-        input_is_parallel: the input is this rank's piece already; otherwise each rank takes its own.
+        input_is_parallel: the input is this rank's shard already; otherwise each rank takes its own.
         init_method: fills a weight. Ranks must be seeded alike: each draws the whole weight and keeps its
-            piece.
+            shard.
         stride: the number of blocks that the input features are made of, each cut on its own.
         keep_master_weight_for_test: keep the whole weight as first drawn, in ``master_weight``.
 
@@ -201,7 +201,7 @@ class RowParallelLinear(_Linear):
         out_features: int,
         bias: bool = True,
         input_is_parallel: bool = False,
-        init_method: Initialiser = nn.init.xavier_normal_,
+        init_method: Initializer = nn.init.xavier_normal_,
         stride: int = 1,
         keep_master_weight_for_test: bool = False,
     ) -> None:
@@ -278,7 +278,7 @@ class VocabParallelEmbedding(_Embedding):
         scale_grad_by_freq: divide each vector's gradient by how often it was looked up.
         sparse: make the gradient a sparse tensor.
         init_method: fills a weight. Ranks must be seeded alike: each draws the whole weight and keeps its
-            piece.
+            shard.
 
     Raises:
         ContractError: the ranks do not divide ``num_embeddings`` (pad the vocabulary), ``padding_idx`` is outside
@@ -294,7 +294,7 @@ class VocabParallelEmbedding(_Embedding):
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
-        init_method: Initialiser = nn.init.xavier_normal_,
+        init_method: Initializer = nn.init.xavier_normal_,
     ) -> None:
         super().__init__(
             num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
@@ -336,7 +336,7 @@ class ParallelEmbedding(_Embedding):
         scale_grad_by_freq: divide each vector's gradient by how often it was looked up.
         sparse: make the gradient a sparse tensor.
         init_method: fills a weight. Ranks must be seeded alike: each draws the whole weight and keeps its
-            piece.
+            shard.
         keep_master_weight_for_test: keep the whole weight as first drawn, in ``master_weight``.
 
     Raises:
@@ -353,7 +353,7 @@ class ParallelEmbedding(_Embedding):
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
-        init_method: Initialiser = nn.init.xavier_normal_,
+        init_method: Initializer = nn.init.xavier_normal_,
         keep_master_weight_for_test: bool = False,
     ) -> None:
         super().__init__(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from namedmesh.tensor_parallel.collectives import Peers
+    from namedmesh.tensor_parallel.collectives import RankGroup
 
 __all__ = [
     "VocabUtility",
@@ -93,8 +93,8 @@ def divide_and_check_no_remainder(numerator: int, denominator: int) -> int:
 
 
 @shapes_as_contract()
-def divisible(tensor: Tensor, dim: int, peers: Peers) -> Tensor:
-    """The tensor, if a dim of it can be cut into equal pieces.
+def divisible(tensor: Tensor, dim: int, peers: RankGroup) -> Tensor:
+    """The tensor, if a dim of it can be cut into equal shards.
 
     Raises:
         ContractError: it cannot.

@@ -17,7 +17,7 @@ from namedmesh.tensor_parallel.styles import RowwiseParallel as FastRowwiseParal
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-    from namedmesh.tensor_parallel.entry import Entry
+    from namedmesh.tensor_parallel.plan_entry import Entry
 
 
 def adapted_model(model: nn.Module) -> tuple[str, nn.Module] | None:
@@ -80,7 +80,7 @@ def _inside(entry: Entry) -> list[Entry]:
         between = style.input_layouts[0] if column else style.output_layouts[0]
         if isinstance(
             between, Shard
-        ):  # each rank has its piece of the sequence, and makes a part of the gradient
+        ):  # each rank has its shard of the sequence, and makes a part of the gradient
             fqn = f"{entry.fqn}.{whole}.{name}"
             found.append(replace(entry, fqn=fqn, module=pair[whole], style=LocalParameters()))
     return found

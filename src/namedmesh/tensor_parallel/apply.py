@@ -8,8 +8,8 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 
 from namedmesh.tensor_parallel.guards import avoid_native_path, install_guards, restored_on_error
 from namedmesh.tensor_parallel.local import sum_gradients
+from namedmesh.tensor_parallel.module_setup import NAME
 from namedmesh.tensor_parallel.plan import resolve
-from namedmesh.tensor_parallel.setup import NAME
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from namedmesh.tensor_parallel.entry import Entry
     from namedmesh.tensor_parallel.plan import Plan
+    from namedmesh.tensor_parallel.plan_entry import Entry
 
 
 def parallelize(

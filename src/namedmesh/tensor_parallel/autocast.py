@@ -25,11 +25,11 @@ def autocast_value(value: Tensor) -> Tensor:
     return value if dtype is None else value.to(dtype)
 
 
-def autocast_piece(parameter: Tensor) -> Tensor:
-    """My plain piece of a parameter, in the type that autocast gives it; inside a forward of our own only.
+def autocast_shard(parameter: Tensor) -> Tensor:
+    """My plain shard of a parameter, in the type that autocast gives it; inside a forward of our own only.
 
     As autocast does, it casts a parameter once, however often it is used in one autocast block.
     """
-    piece: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    dtype = _cast_to(piece)
-    return piece if dtype is None else cast_once(parameter, piece, dtype)
+    shard: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    dtype = _cast_to(shard)
+    return shard if dtype is None else cast_once(parameter, shard, dtype)

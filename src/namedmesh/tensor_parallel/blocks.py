@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
-    from namedmesh.tensor_parallel.collectives import Peers
+    from namedmesh.tensor_parallel.collectives import RankGroup
 
 __all__ = ["Blocks"]
 
@@ -23,7 +23,7 @@ __all__ = ["Blocks"]
 class Blocks:
     """Rows that lie in blocks, of each of which every rank works on its part, and holds others.
 
-    What a rank holds is its piece of all rows, one after the other, as of any sharded weight.
+    What a rank holds is its shard of all rows, one after the other, as of any sharded weight.
 
     Args:
         sizes: the number of rows of each block.
@@ -63,15 +63,15 @@ class Blocks:
         moves = [move for holder in range(self.size) for move in self.moved(holder, rank)]
         return torch.cat([whole[low:high] for low, high in moves])
 
-    def collect(self, piece: Tensor, peers: Peers) -> Tensor:
+    def collect(self, shard: Tensor, peers: RankGroup) -> Tensor:
         """The rows that this rank works on, from the ranks that hold them; their gradients go back."""
-        first = peers.rank * piece.shape[0]
+        first = peers.rank * shard.shape[0]
         sent = [self.moved(peers.rank, worker) for worker in range(self.size)]
         received = [self.moved(holder, peers.rank) for holder in range(self.size)]
-        outgoing = torch.cat([piece[low - first : high - first] for ranges in sent for low, high in ranges])
+        outgoing = torch.cat([shard[low - first : high - first] for ranges in sent for low, high in ranges])
         return exchange(outgoing, peers, _lengths(sent), _lengths(received))
 
-    def of(self, parameter: Tensor, peers: Peers, dim: int = 0) -> Tensor:
+    def of(self, parameter: Tensor, peers: RankGroup, dim: int = 0) -> Tensor:
         """The plain rows that this rank works on, of a parameter that is sharded along ``dim``."""
         if torch.compiler.is_compiling() and isinstance(parameter, DTensor):
             # What the compiler knows to trace: all rows are gathered, and the parts of their gradients summed.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Peers:
+class RankGroup:
     """The ranks that share a tensor-parallel module: their process group, how many, and which one is mine.
 
     Args:
@@ -41,7 +41,7 @@ class Peers:
             whose collectives then do nothing.
 
     Example:
-        >>> alone = Peers(None)
+        >>> alone = RankGroup(None)
         >>> alone.size, alone.rank
         (1, 0)
     """
@@ -90,7 +90,7 @@ class Peers:
             "mesh that is open"
         )
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Peers:
+    def __deepcopy__(self, memo: dict[int, object]) -> RankGroup:
         # Immutable, and a process group cannot be copied.
         return self
 
@@ -100,14 +100,14 @@ class Peers:
                 f"a layer over a process group of {self.size} ranks cannot be pickled: the group lives in this "
                 "process only; save the layer's state_dict(), and load it into a layer made where it is needed"
             )
-        return Peers, (self.source,)
+        return RankGroup, (self.source,)
 
 
 def _nothing() -> None:
     """The group of one rank alone."""
 
 
-ALONE = Peers(None)
+ALONE = RankGroup(None)
 """One rank, with nobody to communicate with."""
 
 
@@ -126,7 +126,9 @@ class Pending:
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
-def start_all_reduce(tensor: Tensor, peers: Peers, operation: str = "sum", *, mine: bool = False) -> Pending:
+def start_all_reduce(
+    tensor: Tensor, peers: RankGroup, operation: str = "sum", *, mine: bool = False
+) -> Pending:
     """Start summing a tensor over the peers.
 
     Args:
@@ -146,7 +148,7 @@ def start_all_reduce(tensor: Tensor, peers: Peers, operation: str = "sum", *, mi
     return Pending(sent, _after(work))
 
 
-def all_reduce(tensor: Tensor, peers: Peers, operation: str = "sum", *, mine: bool = False) -> Tensor:
+def all_reduce(tensor: Tensor, peers: RankGroup, operation: str = "sum", *, mine: bool = False) -> Tensor:
     """The sum of a tensor over the peers; the arguments are those of :func:`start_all_reduce`."""
     if peers.size == 1 or is_observed(tensor):
         return start_all_reduce(tensor, peers, operation, mine=mine).wait()
@@ -156,7 +158,7 @@ def all_reduce(tensor: Tensor, peers: Peers, operation: str = "sum", *, mine: bo
     return sent
 
 
-def start_all_gather(local: Tensor, peers: Peers, dim: int) -> Pending:
+def start_all_gather(local: Tensor, peers: RankGroup, dim: int) -> Pending:
     """Start joining every peer's tensor, one after the other along ``dim``."""
     if peers.size == 1:
         return Pending(local)
@@ -169,32 +171,35 @@ def start_all_gather(local: Tensor, peers: Peers, dim: int) -> Pending:
     return Pending(full, _after(all_gather_single(full, first, peers.group), dim))
 
 
-def all_gather(local: Tensor, peers: Peers, dim: int) -> Tensor:
+def all_gather(local: Tensor, peers: RankGroup, dim: int) -> Tensor:
     """Every peer's tensor, one after the other along ``dim``; contiguous."""
     return no_view(start_all_gather(local, peers, dim).wait().contiguous())
 
 
-def start_reduce_scatter(full: Tensor, peers: Peers, dim: int) -> Pending:
-    """Start summing over the peers; each keeps its piece of ``dim``, which must be divisible."""
+def start_reduce_scatter(full: Tensor, peers: RankGroup, dim: int) -> Pending:
+    """Start summing over the peers; each keeps its shard of ``dim``, which must be divisible."""
     if peers.size == 1:
         return Pending(full)
     first = sendable(full.movedim(dim, 0))
     if is_observed(first):
-        piece = functional_collective("reduce_scatter_tensor", first, "sum", peers.size, group=peers.group)
-        return Pending(piece, lambda piece: wait_tensor(piece).movedim(0, dim))
-    piece = first.new_empty((first.shape[0] // peers.size, *first.shape[1:]))
-    return Pending(piece, _after(reduce_scatter_single(piece, first, peers.group), dim))
+        shard = functional_collective("reduce_scatter_tensor", first, "sum", peers.size, group=peers.group)
+        return Pending(shard, lambda shard: wait_tensor(shard).movedim(0, dim))
+    shard = first.new_empty((first.shape[0] // peers.size, *first.shape[1:]))
+    return Pending(shard, _after(reduce_scatter_single(shard, first, peers.group), dim))
 
 
-def reduce_scatter(full: Tensor, peers: Peers, dim: int) -> Tensor:
-    """The sum over the peers, of which each keeps its piece of ``dim``; contiguous."""
+def reduce_scatter(full: Tensor, peers: RankGroup, dim: int) -> Tensor:
+    """The sum over the peers, of which each keeps its shard of ``dim``; contiguous."""
     return no_view(start_reduce_scatter(full, peers, dim).wait().contiguous())
 
 
 def all_to_all(
-    outgoing: Tensor, peers: Peers, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
+    outgoing: Tensor,
+    peers: RankGroup,
+    send: Sequence[int] | None = None,
+    receive: Sequence[int] | None = None,
 ) -> Tensor:
-    """What the peers send me, in rank order, for one piece of dim 0 to each; of equal lengths by default."""
+    """What the peers send me, in rank order, for one shard of dim 0 to each; of equal lengths by default."""
     outgoing = sendable(outgoing)
     if is_observed(outgoing):
         equal = [outgoing.shape[0] // peers.size] * peers.size
@@ -223,8 +228,8 @@ def _after(work: dist.Work, dim: int = 0) -> Callable[[Tensor], Tensor]:
     return finish
 
 
-def my_piece(full: Tensor, peers: Peers, dim: int) -> Tensor:
-    """My piece of ``dim`` of a tensor that every peer has; contiguous."""
+def my_piece(full: Tensor, peers: RankGroup, dim: int) -> Tensor:
+    """My shard of ``dim`` of a tensor that every peer has; contiguous."""
     width = full.shape[dim] // peers.size
     return full.narrow(dim, peers.rank * width, width).contiguous()
 
@@ -233,7 +238,7 @@ class _SumForward(torch.autograd.Function):
     """Sum over the peers; the gradient, the same on every peer, passes through."""
 
     @staticmethod
-    def forward(_ctx: Any, partial: Tensor, peers: Peers) -> Tensor:
+    def forward(_ctx: Any, partial: Tensor, peers: RankGroup) -> Tensor:
         """The caller may still need its own part."""
         return all_reduce(synchronous(partial), peers)
 
@@ -247,7 +252,7 @@ class _SumBackward(torch.autograd.Function):
     """Pass a tensor that every peer has; sum its gradient, of which each peer makes a part."""
 
     @staticmethod
-    def forward(ctx: Any, replicated: Tensor, peers: Peers) -> Tensor:
+    def forward(ctx: Any, replicated: Tensor, peers: RankGroup) -> Tensor:
         """A fresh view, so that autograd does not write on the caller's tensor."""
         ctx.peers = peers
         replicated = synchronous(replicated)
@@ -260,13 +265,13 @@ class _SumBackward(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Join the peers' pieces along a dim; each gets back the gradient of its own piece."""
+    """Join the peers' shards along a dim; each gets back the gradient of its own shard."""
 
     @staticmethod
-    def forward(ctx: Any, piece: Tensor, peers: Peers, dim: int) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, peers: RankGroup, dim: int) -> Tensor:
         """Every peer gets the whole tensor."""
         ctx.peers, ctx.dim = peers, dim
-        return all_gather(synchronous(piece), peers, dim)
+        return all_gather(synchronous(shard), peers, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -275,10 +280,10 @@ class _Gather(torch.autograd.Function):
 
 
 class _Split(torch.autograd.Function):
-    """Keep my piece of a tensor that every peer has; the gradient is joined again."""
+    """Keep my shard of a tensor that every peer has; the gradient is joined again."""
 
     @staticmethod
-    def forward(ctx: Any, replicated: Tensor, peers: Peers, dim: int) -> Tensor:
+    def forward(ctx: Any, replicated: Tensor, peers: RankGroup, dim: int) -> Tensor:
         """No communication: everybody cuts for itself."""
         ctx.peers, ctx.dim = peers, dim
         return my_piece(synchronous(replicated), peers, dim)
@@ -290,48 +295,48 @@ class _Split(torch.autograd.Function):
 
 
 class _SumScatter(torch.autograd.Function):
-    """Sum over the peers, each keeping its piece of a dim; the gradient is gathered."""
+    """Sum over the peers, each keeping its shard of a dim; the gradient is gathered."""
 
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, peers: Peers, dim: int) -> Tensor:
-        """Each peer gets its piece of the sum."""
+    def forward(ctx: Any, partial: Tensor, peers: RankGroup, dim: int) -> Tensor:
+        """Each peer gets its shard of the sum."""
         ctx.peers, ctx.dim = peers, dim
         return reduce_scatter(synchronous(partial), peers, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Each part counts once in each piece of the sum."""
+        """Each part counts once in each shard of the sum."""
         return all_gather(gradient, ctx.peers, ctx.dim), None, None
 
 
-def sum_forward(partial: Tensor, peers: Peers) -> Tensor:
+def sum_forward(partial: Tensor, peers: RankGroup) -> Tensor:
     """The sum over the peers; the gradient, the same on every peer, passes through."""
     return partial if peers.size == 1 else _sum_forward(partial, peers)
 
 
-def sum_backward(replicated: Tensor, peers: Peers) -> Tensor:
+def sum_backward(replicated: Tensor, peers: RankGroup) -> Tensor:
     """A tensor that every peer has; its gradient, of which each peer makes a part, is summed."""
     return replicated if peers.size == 1 else _sum_backward(replicated, peers)
 
 
-def gather(piece: Tensor, peers: Peers, dim: int) -> Tensor:
-    """The peers' pieces, joined along a dim; each gets back the gradient of its own piece."""
-    return piece if peers.size == 1 else _gather(piece, peers, dim)
+def gather(shard: Tensor, peers: RankGroup, dim: int) -> Tensor:
+    """The peers' shards, joined along a dim; each gets back the gradient of its own shard."""
+    return shard if peers.size == 1 else _gather(shard, peers, dim)
 
 
-def split(replicated: Tensor, peers: Peers, dim: int) -> Tensor:
-    """My piece of a tensor that every peer has; the gradient is joined again."""
+def split(replicated: Tensor, peers: RankGroup, dim: int) -> Tensor:
+    """My shard of a tensor that every peer has; the gradient is joined again."""
     return replicated if peers.size == 1 else _split(replicated, peers, dim)
 
 
-def sum_scatter(partial: Tensor, peers: Peers, dim: int) -> Tensor:
-    """My piece, along a dim, of the sum over the peers; the gradient is gathered."""
+def sum_scatter(partial: Tensor, peers: RankGroup, dim: int) -> Tensor:
+    """My shard, along a dim, of the sum over the peers; the gradient is gathered."""
     return partial if peers.size == 1 else _sum_scatter(partial, peers, dim)
 
 
 # torch leaves ``apply`` without types.
-_sum_forward: Callable[[Tensor, Peers], Tensor] = _SumForward.apply
-_sum_backward: Callable[[Tensor, Peers], Tensor] = _SumBackward.apply
-_gather: Callable[[Tensor, Peers, int], Tensor] = _Gather.apply
-_split: Callable[[Tensor, Peers, int], Tensor] = _Split.apply
-_sum_scatter: Callable[[Tensor, Peers, int], Tensor] = _SumScatter.apply
+_sum_forward: Callable[[Tensor, RankGroup], Tensor] = _SumForward.apply
+_sum_backward: Callable[[Tensor, RankGroup], Tensor] = _SumBackward.apply
+_gather: Callable[[Tensor, RankGroup, int], Tensor] = _Gather.apply
+_split: Callable[[Tensor, RankGroup, int], Tensor] = _Split.apply
+_sum_scatter: Callable[[Tensor, RankGroup, int], Tensor] = _SumScatter.apply

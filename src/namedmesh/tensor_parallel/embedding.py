@@ -1,4 +1,4 @@
-"""Sharded embeddings: DTensor weights, the lookup on this rank's plain piece."""
+"""Sharded embeddings: DTensor weights, the lookup on this rank's plain shard."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from namedmesh.tensor_parallel.collectives import all_gather, gather, sum_forward, sum_scatter
-from namedmesh.tensor_parallel.setup import Setup, check_cut, is_replicated, sharded_dim
+from namedmesh.tensor_parallel.module_setup import Setup, check_divides, is_replicated, sharded_dim
 from namedmesh.tensor_parallel.vocabulary import Lookup, lookup
 
 
@@ -18,7 +18,7 @@ class ColwiseEmbedding(nn.Embedding):
     _setup: Setup
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
-        """My piece of every looked-up vector, or whole vectors if the output layout is replicated."""
+        """My shard of every looked-up vector, or whole vectors if the output layout is replicated."""
         setup = self._setup
         ids = None if torch.compiler.is_compiling() else _whole_ids(setup, input)
         last = input.ndim
@@ -49,12 +49,12 @@ class RowwiseEmbedding(nn.Embedding):
         if scatter_dim is None:
             output = sum_forward(partial, setup.peers)
         else:
-            check_cut(self, "the output", partial.shape, scatter_dim, setup.peers.size)
+            check_divides(self, "the output", partial.shape, scatter_dim, setup.peers.size)
             output = sum_scatter(partial, setup.peers, scatter_dim)
         return setup.hand_out(output)
 
     def _my_rows(self, ids: Tensor) -> Tensor:
-        """The vectors of the ids that are in my piece of the vocabulary, zeros for the others."""
+        """The vectors of the ids that are in my shard of the vocabulary, zeros for the others."""
         rows = self.num_embeddings // self._setup.peers.size
         self._refuse_strangers(ids)
         first = self._setup.peers.rank * rows
@@ -73,7 +73,7 @@ class RowwiseEmbedding(nn.Embedding):
 
 
 def _plain(weight: Tensor) -> Tensor:
-    """My piece of the weight; its gradient arrives at the parameter as a DTensor of the same layout."""
+    """My shard of the weight; its gradient arrives at the parameter as a DTensor of the same layout."""
     if not isinstance(weight, DTensor):
         return weight
     local: Tensor = weight.to_local()

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from namedmesh.tensor_parallel.collectives import Peers, sum_backward, sum_forward
+from namedmesh.tensor_parallel.collectives import RankGroup, sum_backward, sum_forward
 from namedmesh.tensor_parallel.local import LocalParameters
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class ShardedExperts(LocalParameters):
     def __repr__(self) -> str:
         return f"ShardedExperts({self.placements}{f', fused={self.fused}' if self.fused else ''})"
 
-    def misfits(self, module: nn.Module) -> list[str]:
+    def incompatibilities(self, module: nn.Module) -> list[str]:
         """A sentence for each parameter that the module does not own, or that would be added more than once."""
         placements = self.parameter_placements(module)
         whole = [
@@ -63,7 +63,7 @@ class ShardedExperts(LocalParameters):
             for name, _ in module.named_parameters(recurse=False)
             if isinstance(placements.get(name, Replicate()), Replicate)
         ]
-        return super().misfits(module) + [
+        return super().incompatibilities(module) + [
             f"ShardedExperts sums the output over the ranks, but {name!r} of {type(module).__name__} is whole on "
             f"every rank and would count once for each; name a layout that shards it"
             for name in whole
@@ -71,7 +71,7 @@ class ShardedExperts(LocalParameters):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)
-        peers = Peers(device_mesh)
+        peers = RankGroup(device_mesh)
 
         def shared(value: Any) -> Any:
             differentiable = isinstance(value, torch.Tensor) and value.requires_grad

@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from namedmesh.errors import PlanError, listing
+from namedmesh.tensor_parallel.attention_heads import heads_around
 from namedmesh.tensor_parallel.blocks import Blocks
-from namedmesh.tensor_parallel.heads import heads_around
 from namedmesh.tensor_parallel.other_rows import column_of, with_forward
-from namedmesh.tensor_parallel.placements import misfits
+from namedmesh.tensor_parallel.placements import incompatibilities
 from namedmesh.tensor_parallel.styles import ColwiseParallel
 from namedmesh.tensor_parallel.uncovered import sections, starred
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-    from namedmesh.tensor_parallel.entry import Entry
-    from namedmesh.tensor_parallel.setup import Setup
+    from namedmesh.tensor_parallel.module_setup import Setup
+    from namedmesh.tensor_parallel.plan_entry import Entry
     from namedmesh.tensor_parallel.uncovered import Section
 
 
@@ -85,7 +85,7 @@ class FusedColwiseParallel(ColwiseParallel):
         """All sharded, rank after rank."""
         return {name: Shard(0) for name in ("weight", "bias") if getattr(module, name, None) is not None}
 
-    def misfits(self, module: nn.Module) -> list[str]:
+    def incompatibilities(self, module: nn.Module) -> list[str]:
         """A sentence for each reason why the module is not made of such parts."""
         if not isinstance(module, nn.Linear):
             return [f"FusedColwiseParallel fits nn.Linear, not {type(module).__name__}"]
@@ -99,7 +99,7 @@ class FusedColwiseParallel(ColwiseParallel):
             reasons.append(f"blocks need the forward of nn.Linear, but {type(module).__name__} has its own")
         return reasons
 
-    def size_misfits(self, module: nn.Linear, tp_size: int) -> list[str]:
+    def size_incompatibilities(self, module: nn.Linear, tp_size: int) -> list[str]:
         """A sentence for each part that the ranks cannot share equally."""
         if self.interleaved is not None:
             counts, what = [self.interleaved], "interleaved heads"
@@ -112,9 +112,9 @@ class FusedColwiseParallel(ColwiseParallel):
         ]
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        problems = misfits(self, module)
+        problems = incompatibilities(self, module)
         if isinstance(module, nn.Linear):
-            problems = problems or self.size_misfits(module, device_mesh.size())
+            problems = problems or self.size_incompatibilities(module, device_mesh.size())
         if problems or not isinstance(module, nn.Linear):
             raise PlanError(*(f"{type(module).__name__}: {problem}" for problem in problems))
         if self.interleaved is not None:
@@ -141,7 +141,7 @@ def fused_problems(model: nn.Module, entries: list[Entry], tp_size: int) -> list
     places: dict[str, list[str]] = {}
     for entry in entries:
         if isinstance(entry.style, FusedColwiseParallel) and isinstance(entry.module, nn.Linear):
-            for reason in entry.style.size_misfits(entry.module, tp_size):
+            for reason in entry.style.size_incompatibilities(entry.module, tp_size):
                 places.setdefault(reason, []).append(entry.fqn or "the model")
     styles = {entry.fqn: entry.style for entry in entries}
     for section in sections(model, entries) if tp_size > 1 else []:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel.other_rows import column_of, rows_of, with_forward
-from namedmesh.tensor_parallel.placements import misfits
+from namedmesh.tensor_parallel.placements import incompatibilities
 from namedmesh.tensor_parallel.styles import ColwiseParallel
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-    from namedmesh.tensor_parallel.setup import Setup
+    from namedmesh.tensor_parallel.module_setup import Setup
 
 GROUPS = "num_key_value_groups"
 """The attribute in which an attention module of transformers keeps how many queries share a kv head."""
@@ -141,7 +141,7 @@ class KeyValueParallel(ColwiseParallel):
         placement = Shard(0) if self.shared is None else Replicate()
         return {name: placement for name in ("weight", "bias") if getattr(module, name, None) is not None}
 
-    def misfits(self, module: nn.Module) -> list[str]:
+    def incompatibilities(self, module: nn.Module) -> list[str]:
         """A sentence for each reason why the module cannot have its heads shared."""
         if not isinstance(module, nn.Linear):
             return [f"KeyValueParallel fits nn.Linear, not {type(module).__name__}; leave it out of the plan"]
@@ -159,7 +159,7 @@ class KeyValueParallel(ColwiseParallel):
         bound = self.on_ranks(device_mesh.size(), None, None, self.attention)
         if bound.shared is None:
             return super()._apply(module, device_mesh)
-        problems = misfits(bound, module)
+        problems = incompatibilities(bound, module)
         if problems:
             raise PlanError(*(f"{type(module).__name__}: {problem}" for problem in problems))
         bound.src_data_rank = self.src_data_rank

@@ -1,6 +1,6 @@
-"""What the layers of legacy code share: plain parameters that hold this rank's piece, and their arithmetic.
+"""What the layers of legacy code share: plain parameters that hold this rank's shard, and their arithmetic.
 
-Legacy code reads ``weight.shape`` as the shape of the piece, marks the piece with attributes and hands it to
+Legacy code reads ``weight.shape`` as the shape of the shard, marks the shard with attributes and hands it to
 optimizers of its own, so the parameters here are no DTensors. A dialect's layer makes them with a
 :class:`Recipe`, keeps them under the names that its API promises, and calls one function in its forward.
 """
@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import nn
 
 from namedmesh.errors import ShapeError
-from namedmesh.tensor_parallel.collectives import Peers, gather, split, sum_forward, sum_scatter
+from namedmesh.tensor_parallel.collectives import RankGroup, gather, split, sum_forward, sum_scatter
 from namedmesh.tensor_parallel.linear import column, row
 from namedmesh.tensor_parallel.vocabulary import Lookup, lookup, shorten
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-Initialiser: TypeAlias = "Callable[[Tensor], Any]"
+Initializer: TypeAlias = "Callable[[Tensor], Any]"
 """Fills a tensor in place, as the functions of ``torch.nn.init`` do."""
 
 
@@ -33,25 +33,27 @@ class Recipe:
     """How a layer makes its parameters.
 
     Args:
-        initialise: fills a weight.
+        initialize: fills a weight.
         dtype: of the parameters.
         drawn_in: the dtype in which the whole weight is drawn before it is cut; ``dtype`` by default.
         device: None draws the whole weight on every rank (where torch puts new tensors), from the generator
-            that all ranks have seeded alike, and cuts it: the pieces do not depend on the number of ranks.
-            A device draws only the piece, there.
+            that all ranks have seeded alike, and cuts it: the shards do not depend on the number of ranks.
+            A device draws only the shard, there.
         stride: how many blocks the weight is made of, each of which is cut over the ranks on its own.
         fill: without it, the parameters are left as the allocator hands them out.
     """
 
-    initialise: Initialiser
+    initialize: Initializer
     dtype: torch.dtype
     drawn_in: torch.dtype | None = None
     device: torch.device | None = None
     stride: int = 1
     fill: bool = True
 
-    def weight(self, rows: int, columns: int, dim: int, peers: Peers) -> tuple[nn.Parameter, Tensor | None]:
-        """My piece of a ``(rows, columns)`` weight that is cut along ``dim``, and the whole one if it was drawn.
+    def weight(
+        self, rows: int, columns: int, dim: int, peers: RankGroup
+    ) -> tuple[nn.Parameter, Tensor | None]:
+        """My shard of a ``(rows, columns)`` weight that is cut along ``dim``, and the whole one if it was drawn.
 
         Raises:
             ShapeError: the ranks, times the stride, do not divide the length of ``dim``.
@@ -59,15 +61,15 @@ class Recipe:
         check_blocks((rows, columns)[dim], peers.size, self.stride)
         shape = [rows, columns]
         shape[dim] //= peers.size
-        piece = torch.empty(shape, dtype=self.dtype, device=self.device)
+        shard = torch.empty(shape, dtype=self.dtype, device=self.device)
         whole = None
         if self.fill and self.device is not None:
-            fill_piece(piece, self.initialise, peers)
+            fill_piece(shard, self.initialize, peers)
         elif self.fill:
             whole = torch.empty(rows, columns, dtype=self.drawn_in or self.dtype)
-            self.initialise(whole)
-            piece.copy_(block_piece(whole, peers, dim, self.stride))
-        return nn.Parameter(piece), whole
+            self.initialize(whole)
+            shard.copy_(block_piece(whole, peers, dim, self.stride))
+        return nn.Parameter(shard), whole
 
     def bias(self, length: int) -> nn.Parameter:
         """A bias of zeros."""
@@ -76,9 +78,9 @@ class Recipe:
 
 
 def check_blocks(length: int, ranks: int, stride: int = 1, *, what: str = "the length") -> None:
-    """Refuse a length that cannot be cut into ``stride`` blocks of ``ranks`` equal pieces.
+    """Refuse a length that cannot be cut into ``stride`` blocks of ``ranks`` equal shards.
 
-    A collective of unequal pieces ends the process from inside the backend, and cutting for oneself would
+    A collective of unequal shards ends the process from inside the backend, and cutting for oneself would
     silently leave the rest out.
 
     Raises:
@@ -88,24 +90,24 @@ def check_blocks(length: int, ranks: int, stride: int = 1, *, what: str = "the l
         >>> check_blocks(10, ranks=2, stride=2, what="output_size")
         Traceback (most recent call last):
         ...
-        namedmesh.errors.ShapeError: output_size is 10, which cannot be cut into 2 equal pieces for each of 2 blocks (the \
+        namedmesh.errors.ShapeError: output_size is 10, which cannot be cut into 2 equal shards for each of 2 blocks (the \
 stride); use 8 or 12, or another multiple of 4
     """
-    pieces = ranks * stride
+    shards = ranks * stride
     if stride < 1:
         raise ShapeError(f"the stride is {stride}; it is a number of blocks, 1 or more")
-    if length % pieces:
-        below = length // pieces * pieces
-        nearest = f"{below} or {below + pieces}" if below else f"{pieces}"
+    if length % shards:
+        below = length // shards * shards
+        nearest = f"{below} or {below + shards}" if below else f"{shards}"
         blocks = "" if stride == 1 else f" for each of {stride} blocks (the stride)"
         raise ShapeError(
-            f"{what} is {length}, which cannot be cut into {ranks} equal pieces{blocks}; use {nearest}, or another "
-            f"multiple of {pieces}"
+            f"{what} is {length}, which cannot be cut into {ranks} equal shards{blocks}; use {nearest}, or another "
+            f"multiple of {shards}"
         )
 
 
-def block_piece(whole: Tensor, peers: Peers, dim: int, stride: int = 1) -> Tensor:
-    """My piece of each of ``stride`` blocks of a weight, joined.
+def block_piece(whole: Tensor, peers: RankGroup, dim: int, stride: int = 1) -> Tensor:
+    """My shard of each of ``stride`` blocks of a weight, joined.
 
     The projections of queries, keys and values in one weight are three blocks: cut as one, the first rank
     would get the queries and the last the values.
@@ -123,25 +125,25 @@ def block_piece(whole: Tensor, peers: Peers, dim: int, stride: int = 1) -> Tenso
     return blocks.select(dim + 1, peers.rank).flatten(dim, dim + 1)
 
 
-def fill_piece(piece: Tensor, initialise: Initialiser, peers: Peers) -> None:
-    """Fill my piece with numbers of its own, on its device.
+def fill_piece(shard: Tensor, initialize: Initializer, peers: RankGroup) -> None:
+    """Fill my shard with numbers of its own, on its device.
 
-    Ranks that are seeded alike would draw the same numbers. So one number is drawn as the seed of the piece,
+    Ranks that are seeded alike would draw the same numbers. So one number is drawn as the seed of the shard,
     the same on all of them, and the rank is added to it; a rank's next layer starts from another one.
     """
-    device = piece.device
+    device = shard.device
     seed = int(torch.randint(2**62, (), device=device)) + peers.rank
     others = [device] if device.type not in {"cpu", "meta"} else []
     with torch.random.fork_rng(devices=others, device_type=device.type if others else "cuda"):
         torch.manual_seed(seed)
-        initialise(piece)
+        initialize(shard)
 
 
 def column_linear(
     value: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    peers: Peers,
+    peers: RankGroup,
     *,
     gather_dim: int | None = None,
     gather_output: bool = False,
@@ -150,7 +152,7 @@ def column_linear(
     """A linear layer whose output features are cut over the peers.
 
     Args:
-        value: ``(..., inputs)``, the same on every peer; or a piece of it along ``gather_dim``.
+        value: ``(..., inputs)``, the same on every peer; or a shard of it along ``gather_dim``.
         weight: my rows, ``(my outputs, inputs)``.
         bias: my part of it, or None.
         peers: the ranks, over whom the gradient of the input is summed.
@@ -164,11 +166,11 @@ def column_linear(
 
     Example:
         >>> import torch
-        >>> from namedmesh.tensor_parallel.collectives import Peers
-        >>> column_linear(torch.ones(1, 3), torch.ones(2, 3), torch.zeros(2), Peers(None))
+        >>> from namedmesh.tensor_parallel.collectives import RankGroup
+        >>> column_linear(torch.ones(1, 3), torch.ones(2, 3), torch.zeros(2), RankGroup(None))
         tensor([[3., 3.]])
     """
-    over = peers if sum_gradient or gather_dim is not None else Peers(None)
+    over = peers if sum_gradient or gather_dim is not None else RankGroup(None)
     output = column(value, weight, bias, over, gather_dim, gather_again=True)
     return gather(output, peers, output.ndim - 1) if gather_output else output
 
@@ -176,7 +178,7 @@ def column_linear(
 def row_linear(
     value: Tensor,
     weight: Tensor,
-    peers: Peers,
+    peers: RankGroup,
     *,
     input_is_parallel: bool = True,
     scatter_dim: int | None = None,
@@ -185,33 +187,33 @@ def row_linear(
     """A linear layer whose input features are cut over the peers, without its bias.
 
     The bias is the caller's to add: where the output is cut (``scatter_dim``), legacy code expects each rank's
-    bias gradient to be of its own piece only, and sums it later.
+    bias gradient to be of its own shard only, and sums it later.
 
     Args:
         value: ``(..., my inputs)``; or ``(..., inputs)``, of which each peer takes its own.
         weight: my columns, ``(outputs, my inputs)``.
         peers: the ranks, over whom the output is summed.
         input_is_parallel: the input is cut already.
-        scatter_dim: leave each peer its piece of the sum along this dim.
+        scatter_dim: leave each peer its shard of the sum along this dim.
         sum_output: without it, this rank's part of the sum comes out, for the caller to sum later.
 
     Returns:
         ``(..., outputs)``, the same on every peer or cut.
 
     Raises:
-        ShapeError: an input that is not cut yet, or an output that is to be, cannot be cut into equal pieces.
+        ShapeError: an input that is not cut yet, or an output that is to be, cannot be cut into equal shards.
 
     Example:
         >>> import torch
-        >>> from namedmesh.tensor_parallel.collectives import Peers
-        >>> row_linear(torch.ones(1, 3), torch.ones(2, 3), Peers(None))
+        >>> from namedmesh.tensor_parallel.collectives import RankGroup
+        >>> row_linear(torch.ones(1, 3), torch.ones(2, 3), RankGroup(None))
         tensor([[3., 3.]])
     """
     if not input_is_parallel:
         check_blocks(value.shape[-1], peers.size, what="the length of the last dim of the input")
         value = split(value, peers, value.ndim - 1)
     if not sum_output:
-        return row(value, weight, None, Peers(None))
+        return row(value, weight, None, RankGroup(None))
     if scatter_dim is not None:
         check_blocks(
             value.shape[scatter_dim], peers.size, what=f"the length of dim {scatter_dim} of the output"
@@ -222,7 +224,7 @@ def row_linear(
 def vocabulary_embedding(
     ids: Tensor,
     weight: Tensor,
-    peers: Peers,
+    peers: RankGroup,
     how: Lookup | None = None,
     *,
     scatter_swapped: bool = False,
@@ -234,15 +236,15 @@ def vocabulary_embedding(
         weight: my rows, ``(my part of the vocabulary, features)``.
         peers: the ranks.
         how: how to look up.
-        scatter_swapped: swap the first two dims, and leave each peer its piece of the first.
+        scatter_swapped: swap the first two dims, and leave each peer its shard of the first.
 
     Raises:
-        ShapeError: the dim that is to be scattered cannot be cut into equal pieces.
+        ShapeError: the dim that is to be scattered cannot be cut into equal shards.
 
     Example:
         >>> import torch
-        >>> from namedmesh.tensor_parallel.collectives import Peers
-        >>> vocabulary_embedding(torch.tensor([1, 0]), torch.tensor([[1.0], [2.0]]), Peers(None)).tolist()
+        >>> from namedmesh.tensor_parallel.collectives import RankGroup
+        >>> vocabulary_embedding(torch.tensor([1, 0]), torch.tensor([[1.0], [2.0]]), RankGroup(None)).tolist()
         [[2.0], [1.0]]
     """
     partial = lookup(ids, weight, peers.rank * weight.shape[0], how)
@@ -252,7 +254,7 @@ def vocabulary_embedding(
     return sum_forward(partial, peers)
 
 
-def feature_embedding(ids: Tensor, weight: Tensor, peers: Peers, how: Lookup | None = None) -> Tensor:
+def feature_embedding(ids: Tensor, weight: Tensor, peers: RankGroup, how: Lookup | None = None) -> Tensor:
     """An embedding whose features are cut over the peers.
 
     Args:
@@ -266,8 +268,8 @@ def feature_embedding(ids: Tensor, weight: Tensor, peers: Peers, how: Lookup | N
 
     Example:
         >>> import torch
-        >>> from namedmesh.tensor_parallel.collectives import Peers
-        >>> feature_embedding(torch.tensor([1, 0]), torch.tensor([[1.0], [2.0]]), Peers(None)).tolist()
+        >>> from namedmesh.tensor_parallel.collectives import RankGroup
+        >>> feature_embedding(torch.tensor([1, 0]), torch.tensor([[1.0], [2.0]]), RankGroup(None)).tolist()
         [[2.0], [1.0]]
     """
     how = how or Lookup()

@@ -3,7 +3,7 @@
 DTensor decides anew at every operation how its operands are laid out, which on small layers costs more than
 the arithmetic. The layout of a column or row layer is known when it is made, so its forward and backward can
 be written down once, as two matrix products and a collective. The parameters are DTensors in the layers that
-the styles make, and plain pieces in those of legacy code.
+the styles make, and plain shards in those of legacy code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from namedmesh._torch import computed_now, gradient_like, is_observed, no_view, synchronous
 from namedmesh.errors import MeshError, PlanError
-from namedmesh.tensor_parallel.autocast import autocast_piece, autocast_value
+from namedmesh.tensor_parallel.autocast import autocast_shard, autocast_value
 from namedmesh.tensor_parallel.collectives import (
     ALONE,
     all_gather,
@@ -29,21 +29,21 @@ from namedmesh.tensor_parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from namedmesh.tensor_parallel.placements import placement_name
-from namedmesh.tensor_parallel.setup import (
+from namedmesh.tensor_parallel.module_setup import (
     Setup,
-    check_cut,
+    check_divides,
     check_features,
     is_replicated,
     name_of,
     sharded_dim,
 )
+from namedmesh.tensor_parallel.placements import placement_name
 from namedmesh.tensor_parallel.shared_input import SharedGradient, shared_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from namedmesh.tensor_parallel.collectives import Peers
+    from namedmesh.tensor_parallel.collectives import RankGroup
 
 
 class ColwiseLinear(nn.Linear):
@@ -90,7 +90,7 @@ class RowwiseLinear(nn.Linear):
         local = input.to_local() if isinstance(input, DTensor) else input
         if scatter_dim is not None:
             shape = torch.Size((*local.shape[:-1], self.out_features))
-            check_cut(self, "the output", shape, scatter_dim, setup.peers.size)
+            check_divides(self, "the output", shape, scatter_dim, setup.peers.size)
         if whole_input:
             check_features(self, local, self.in_features)
             local = split(local, setup.peers, last)
@@ -102,7 +102,7 @@ class ColumnOperand(NamedTuple):
     """The input of a column layer as a plain tensor, and how its gradient is summed; see :func:`column`."""
 
     value: Tensor
-    peers: Peers
+    peers: RankGroup
     gather_dim: int | None
     shared: SharedGradient | None
 
@@ -149,7 +149,7 @@ def column(  # noqa: PLR0917  the operands, and how they are laid out
     value: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    peers: Peers,
+    peers: RankGroup,
     gather_dim: int | None = None,
     shared: SharedGradient | None = None,
     *,
@@ -158,13 +158,13 @@ def column(  # noqa: PLR0917  the operands, and how they are laid out
     """My output features: ``value @ weight.T + bias`` with my rows of the weight and of the bias.
 
     Args:
-        value: what every peer has; or, with ``gather_dim``, my piece of it along that dim.
-        weight: a DTensor or a plain piece, ``(my outputs, inputs)``; its gradient is of the same kind.
+        value: what every peer has; or, with ``gather_dim``, my shard of it along that dim.
+        weight: a DTensor or a plain shard, ``(my outputs, inputs)``; its gradient is of the same kind.
         bias: my part of the bias, or None.
         peers: over whom the gradient of the input is summed.
         gather_dim: gather the input along this dim first; its gradient is reduced and scattered.
         shared: where this layer's part of the input's gradient goes, to be summed together with others'.
-        gather_again: keep only the piece of the input for the backward, and gather it there once more: less
+        gather_again: keep only the shard of the input for the backward, and gather it there once more: less
             memory, one more collective.
     """
     if shared is None:  # or else it is cast inside: another tensor's gradient would not be the shared one
@@ -173,16 +173,16 @@ def column(  # noqa: PLR0917  the operands, and how they are laid out
 
 
 def row(
-    value: Tensor, weight: Tensor, bias: Tensor | None, peers: Peers, scatter_dim: int | None = None
+    value: Tensor, weight: Tensor, bias: Tensor | None, peers: RankGroup, scatter_dim: int | None = None
 ) -> Tensor:
     """The peers' sum of ``value @ weight.T``, plus the bias, with my columns of the weight.
 
     Args:
         value: my input features.
-        weight: a DTensor or a plain piece, ``(outputs, my inputs)``; its gradient is of the same kind.
+        weight: a DTensor or a plain shard, ``(outputs, my inputs)``; its gradient is of the same kind.
         bias: the whole bias, which counts once, or None. Its gradient is the whole one, on every peer.
         peers: over whom the output is summed.
-        scatter_dim: keep only my piece of the sum, along this dim.
+        scatter_dim: keep only my shard of the sum, along this dim.
     """
     return _row(autocast_value(value), weight, bias, peers, scatter_dim)
 
@@ -206,7 +206,7 @@ def _conjugate(tensor: Tensor) -> Tensor:
 
 
 def _input_part(gradient: Tensor, mine: Tensor) -> Tensor:
-    """My part of the gradient of a layer's input, from my piece of the weight; made here, and nobody else's."""
+    """My part of the gradient of a layer's input, from my shard of the weight; made here, and nobody else's."""
     return (_rows(gradient) @ _conjugate(mine)).view(*gradient.shape[:-1], mine.shape[1])
 
 
@@ -225,8 +225,8 @@ def _parameter_gradients(
     return weight_gradient, bias_gradient
 
 
-def _piece(parameter: Tensor) -> Tensor:
-    """My plain piece of a parameter. Inside a forward or backward only, where no gradients are recorded."""
+def _shard_of(parameter: Tensor) -> Tensor:
+    """My plain shard of a parameter. Inside a forward or backward only, where no gradients are recorded."""
     if not isinstance(parameter, DTensor):
         return parameter
     local: Tensor = parameter.to_local()  # where nothing is recorded, an attribute access
@@ -234,7 +234,7 @@ def _piece(parameter: Tensor) -> Tensor:
 
 
 def _gradient(parameter: Tensor, local: Tensor) -> Tensor:
-    """A gradient of my piece of a parameter, of the same kind as the parameter."""
+    """A gradient of my shard of a parameter, of the same kind as the parameter."""
     return gradient_like(parameter, local) if isinstance(parameter, DTensor) else local
 
 
@@ -247,29 +247,29 @@ class _Column(torch.autograd.Function):
         value: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        peers: Peers,
+        peers: RankGroup,
         gather_dim: int | None,
         gather_again: bool,
         shared: SharedGradient | None,
     ) -> Tensor:
-        piece = value = synchronous(value)
+        shard = value = synchronous(value)
         if gather_dim is not None:
-            value = all_gather(piece, peers, gather_dim)
+            value = all_gather(shard, peers, gather_dim)
         if shared is not None:
             value = autocast_value(value)
             shared.expect(ctx.needs_input_grad[0])
         gather_again = gather_again and gather_dim is not None
-        mine = autocast_piece(weight)
-        _keep(ctx, piece if gather_again else value, weight, bias, mine)
+        mine = autocast_shard(weight)
+        _keep(ctx, shard if gather_again else value, weight, bias, mine)
         ctx.peers, ctx.gather_dim, ctx.gather_again, ctx.shared = peers, gather_dim, gather_again, shared
-        return no_view(F.linear(value, mine, None if bias is None else autocast_piece(bias)))
+        return no_view(F.linear(value, mine, None if bias is None else autocast_shard(bias)))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_double_backward()
         now = computed_now(ctx)
         value, weight, bias, mine = ctx.saved_tensors
-        mine = _piece(weight) if mine is None else mine
+        mine = _shard_of(weight) if mine is None else mine
         gradient = synchronous(gradient)
         pending = gathering = None
         if now[1] and value is not None and ctx.gather_again:
@@ -294,9 +294,14 @@ class _Row(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: PLR0917  autograd passes them by position
-        ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None, peers: Peers, scatter_dim: int | None
+        ctx: Any,
+        value: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        peers: RankGroup,
+        scatter_dim: int | None,
     ) -> Tensor:
-        value, mine = synchronous(value), autocast_piece(weight)
+        value, mine = synchronous(value), autocast_shard(weight)
         _keep(ctx, value, weight, bias, mine)
         ctx.peers, ctx.scatter_dim, ctx.gathered = peers, scatter_dim, None
         output = F.linear(value, mine)
@@ -305,7 +310,7 @@ class _Row(torch.autograd.Function):
         else:
             output = reduce_scatter(output, peers, scatter_dim)
         if bias is not None:
-            added = autocast_piece(bias)
+            added = autocast_shard(bias)
             if scatter_dim == output.ndim - 1 and peers.size > 1:
                 width = output.shape[-1]
                 added = added.narrow(0, peers.rank * width, width)
@@ -318,7 +323,7 @@ class _Row(torch.autograd.Function):
         _refuse_double_backward()
         now = computed_now(ctx)
         value, weight, bias, mine = ctx.saved_tensors
-        mine = _piece(weight) if mine is None else mine
+        mine = _shard_of(weight) if mine is None else mine
         whole = synchronous(gradient)
         if ctx.scatter_dim is not None:
             # The whole gradient also makes the bias' gradient the same, and whole, on every rank.
@@ -328,7 +333,7 @@ class _Row(torch.autograd.Function):
 
 
 def _gathered_gradient(ctx: Any, gradient: Tensor, *, later: bool) -> Tensor:
-    """All pieces of the output's gradient; kept from the pass for the input to that for the weight."""
+    """All shards of the output's gradient; kept from the pass for the input to that for the weight."""
     known, ctx.gathered = ctx.gathered, None
     if known is not None and known[0] is gradient:
         whole: Tensor = known[1]
@@ -340,7 +345,7 @@ def _gathered_gradient(ctx: Any, gradient: Tensor, *, later: bool) -> Tensor:
 
 
 def _keep(ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None, mine: Tensor) -> None:
-    """Save what the backward will need: not the input when the weight is frozen, my piece where it was cast."""
+    """Save what the backward will need: not the input when the weight is frozen, my shard where it was cast."""
     needs_value, needs_weight = ctx.needs_input_grad[:2]
     ctx.save_for_backward(
         value if needs_weight else None,
@@ -351,7 +356,7 @@ def _keep(ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None, mine: Te
 
 
 # The functions to call: torch leaves ``apply`` without types.
-_column: Callable[[Tensor, Tensor, Tensor | None, Peers, int | None, bool, SharedGradient | None], Tensor] = (
-    _Column.apply
-)
-_row: Callable[[Tensor, Tensor, Tensor | None, Peers, int | None], Tensor] = _Row.apply
+_column: Callable[
+    [Tensor, Tensor, Tensor | None, RankGroup, int | None, bool, SharedGradient | None], Tensor
+] = _Column.apply
+_row: Callable[[Tensor, Tensor, Tensor | None, RankGroup, int | None], Tensor] = _Row.apply

@@ -12,8 +12,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from namedmesh._torch import gradient_like, replaced_parameters
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel.blocks import Blocks
-from namedmesh.tensor_parallel.collectives import Peers, all_reduce, sum_backward, sum_forward
-from namedmesh.tensor_parallel.styles import cut_parameters
+from namedmesh.tensor_parallel.collectives import RankGroup, all_reduce, sum_backward, sum_forward
+from namedmesh.tensor_parallel.styles import shard_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class LocalParameters(ParallelStyle):
-    """Run a module's forward on this rank's pieces of its own parameters, as plain tensors.
+    """Run a module's forward on this rank's shards of its own parameters, as plain tensors.
 
     For a norm over each head's features (the heads are cut, the weight is not), or for a bare parameter with
     one number a head. The parameters become DTensors. A replicated one takes part on every rank with other
@@ -58,7 +58,7 @@ class LocalParameters(ParallelStyle):
             return self.placements
         return {name: Replicate() for name, _ in module.named_parameters(recurse=False)}
 
-    def misfits(self, module: nn.Module) -> list[str]:
+    def incompatibilities(self, module: nn.Module) -> list[str]:
         """A sentence for each parameter that the module does not own."""
         own = [name for name, _ in module.named_parameters(recurse=False)]
         return [
@@ -68,10 +68,10 @@ class LocalParameters(ParallelStyle):
         ]
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        problems = self.misfits(module)
+        problems = self.incompatibilities(module)
         if problems:
             raise PlanError(*problems)
-        cut_parameters(self)("", module, device_mesh)
+        shard_parameters(self)("", module, device_mesh)
         placements = self.parameter_placements(module)
         blocks = {
             name: (
@@ -83,7 +83,9 @@ class LocalParameters(ParallelStyle):
         }
         # Inside all hooks, where FSDP2 has put the whole parameters already. An object, and no closure,
         # because a deep copy of the module must not call the forward of the original.
-        module.forward = _LocalForward(module, module.forward, tuple(placements), blocks, Peers(device_mesh))
+        module.forward = _LocalForward(
+            module, module.forward, tuple(placements), blocks, RankGroup(device_mesh)
+        )
         return module
 
 
@@ -96,7 +98,7 @@ class _LocalForward:
         original: Callable[..., Any],
         names: tuple[str, ...],
         blocks: Mapping[str, tuple[int, Blocks]],
-        peers: Peers,
+        peers: RankGroup,
     ) -> None:
         self.module, self.original, self.names, self.peers = module, original, names, peers
         self.blocks = blocks
@@ -111,9 +113,9 @@ class _LocalForward:
         if name in self.blocks:
             dim, blocks = self.blocks[name]
             return blocks.of(parameter, self.peers, dim)
-        return self._piece(parameter)
+        return self._shard_of(parameter)
 
-    def _piece(self, parameter: Tensor) -> Tensor:
+    def _shard_of(self, parameter: Tensor) -> Tensor:
         if not isinstance(parameter, DTensor):
             return parameter
         if parameter.placements == (Replicate(),):
@@ -123,14 +125,14 @@ class _LocalForward:
                 whole: Tensor = parameter.to_local(grad_placements=(Partial(),))
                 return whole
             return _shared_parameter(parameter, self.peers)
-        piece: Tensor = parameter.to_local()
-        return piece
+        shard: Tensor = parameter.to_local()
+        return shard
 
 
 class _SummedForward:
     """A module's own forward, with parameters whose gradients are summed before they arrive.
 
-    torch leaves the gradients of the replicated parameters of ``SequenceParallel`` partial: then a rank's piece
+    torch leaves the gradients of the replicated parameters of ``SequenceParallel`` partial: then a rank's shard
     of the gradient is not the gradient, and the optimizers of some of its versions drop the update. A hook on a
     parameter would not outlive ``to_empty``, ``to(dtype)``, or a copy of the module.
     """
@@ -161,7 +163,7 @@ class _SharedParameter(torch.autograd.Function):
     """A replicated parameter as a plain tensor, whose gradient is summed over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: DTensor, peers: Peers) -> Tensor:
+    def forward(ctx: Any, parameter: DTensor, peers: RankGroup) -> Tensor:
         ctx.save_for_backward(parameter)
         ctx.peers = peers
         local = parameter.to_local()
@@ -173,7 +175,7 @@ class _SharedParameter(torch.autograd.Function):
         return gradient_like(parameter, all_reduce(gradient, ctx.peers)), None
 
 
-_shared_parameter: Callable[[DTensor, Peers], Tensor] = _SharedParameter.apply
+_shared_parameter: Callable[[DTensor, RankGroup], Tensor] = _SharedParameter.apply
 
 
 class KeepWhole(ParallelStyle):
@@ -216,7 +218,7 @@ class SumOutput(ParallelStyle):
         return {}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        peers = Peers(device_mesh)
+        peers = RankGroup(device_mesh)
         module.register_forward_hook(lambda _module, _args, output: sum_forward(output, peers))
         return module
 
@@ -248,7 +250,7 @@ class SumTailGradient(ParallelStyle):
         return {}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        peers, width = Peers(device_mesh), self.width
+        peers, width = RankGroup(device_mesh), self.width
 
         def sum_tail(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
             rest, tail = output.split([output.shape[-1] - width, width], dim=-1)

@@ -9,8 +9,8 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
 
 from namedmesh.tensor_parallel.linear import column, column_operand
-from namedmesh.tensor_parallel.setup import Setup
-from namedmesh.tensor_parallel.styles import cut_parameters
+from namedmesh.tensor_parallel.module_setup import Setup
+from namedmesh.tensor_parallel.styles import shard_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ def with_forward(
     style: ColwiseParallel, module: nn.Module, mesh: DeviceMesh, kind: type[nn.Module], **attributes: Any
 ) -> nn.Module:
     """Lay out a linear's parameters as its style says, and give it the forward of another class."""
-    distribute_module(module, mesh, cut_parameters(style))
+    distribute_module(module, mesh, shard_parameters(style))
     module.__class__ = kind
     setup = Setup(mesh, style.input_layouts[0], Shard(-1), use_local_output=True)
     for name, value in {"_setup": setup, **attributes}.items():

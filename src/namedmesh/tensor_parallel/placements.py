@@ -56,10 +56,10 @@ def _cut_placements(style: ParallelStyle, module: nn.Module) -> dict[str, Placem
     return placements
 
 
-def misfits(style: ParallelStyle, module: nn.Module) -> list[str]:
+def incompatibilities(style: ParallelStyle, module: nn.Module) -> list[str]:
     """Why a style cannot be applied to a module whatever the number of ranks: a sentence for each reason.
 
-    A style of somebody else's may answer with a method ``misfits(module)``.
+    A style of somebody else's may answer with a method ``incompatibilities(module)``.
     """
     name = type(style).__name__
     already = [p_name for p_name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
@@ -69,7 +69,7 @@ def misfits(style: ParallelStyle, module: nn.Module) -> list[str]:
             f"parallelize a model once, and before fully_shard"
         )
         return [reason]
-    own: Callable[[nn.Module], list[str]] | None = getattr(style, "misfits", None)
+    own: Callable[[nn.Module], list[str]] | None = getattr(style, "incompatibilities", None)
     if own is not None:
         return own(module)
     if isinstance(style, _CUTTING):

@@ -16,19 +16,19 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from namedmesh._torch import absent_children
 from namedmesh.errors import PlanError, did_you_mean, listing
 from namedmesh.tensor_parallel.adapters import with_adapters
-from namedmesh.tensor_parallel.entry import Entry
+from namedmesh.tensor_parallel.attention_heads import head_problems, with_counts
 from namedmesh.tensor_parallel.fused import fused_problems
-from namedmesh.tensor_parallel.heads import head_problems, with_counts
 from namedmesh.tensor_parallel.local import LocalParameters
-from namedmesh.tensor_parallel.placements import misfits, parameter_placements
-from namedmesh.tensor_parallel.setup import NAME
-from namedmesh.tensor_parallel.ties import find_ties
+from namedmesh.tensor_parallel.module_setup import NAME
+from namedmesh.tensor_parallel.placements import incompatibilities, parameter_placements
+from namedmesh.tensor_parallel.plan_entry import Entry
+from namedmesh.tensor_parallel.tied_parameters import find_ties
 from namedmesh.tensor_parallel.uncovered import cover
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from namedmesh.tensor_parallel.ties import Tie
+    from namedmesh.tensor_parallel.tied_parameters import Tie
 
 Plan: TypeAlias = "ParallelStyle | Mapping[str, ParallelStyle]"
 
@@ -173,7 +173,7 @@ def _reasons_against(entry: Entry) -> list[str]:
     place = entry.fqn or "the model"
     if NAME in vars(entry.module):
         return [f"{place}: already parallelized; parallelize a model once"]
-    return [f"{place}: {reason}" for reason in misfits(entry.style, entry.module)]
+    return [f"{place}: {reason}" for reason in incompatibilities(entry.style, entry.module)]
 
 
 def _size_problems(entries: list[Entry], tp_size: int) -> list[str]:

@@ -28,7 +28,7 @@ def llama_plan(
     column layers where the sequence is sharded, and its gradient summed once.
 
     Args:
-        sequence_parallel: between the sharded parts each rank keeps its piece of the sequence; the norms run
+        sequence_parallel: between the sharded parts each rank keeps its shard of the sequence; the norms run
             on it, and every length must be a multiple of the tp size.
         loss_parallel: leave the logits sharded over the vocabulary, as a DTensor, for
             ``torch.distributed.tensor.parallel.loss_parallel``; otherwise every rank gets all logits.

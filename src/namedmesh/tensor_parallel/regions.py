@@ -1,8 +1,8 @@
-"""Ways between regions where every rank has the whole tensor and regions where each has a piece.
+"""Ways between regions where every rank has the whole tensor and regions where each has a shard.
 
 The five simple ones stand beside the collectives: ``sum_backward``, ``sum_forward``, ``split``, ``gather`` and
 ``sum_scatter``. Here is what legacy code does beyond them: it gathers for ranks that each make a part of the
-gradient, cuts into pieces of different lengths, and exchanges pieces.
+gradient, cuts into shards of different lengths, and exchanges shards.
 """
 
 from __future__ import annotations
@@ -20,70 +20,70 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from namedmesh.tensor_parallel.collectives import Peers
+    from namedmesh.tensor_parallel.collectives import RankGroup
 
 
 class _GatherParts(torch.autograd.Function):
-    """Join the peers' pieces along a dim; each gets back its piece of the sum of all gradients."""
+    """Join the peers' shards along a dim; each gets back its shard of the sum of all gradients."""
 
     @staticmethod
-    def forward(ctx: Any, piece: Tensor, peers: Peers, dim: int) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, peers: RankGroup, dim: int) -> Tensor:
         ctx.peers, ctx.dim = peers, dim
-        return all_gather(synchronous(piece), peers, dim)
+        return all_gather(synchronous(shard), peers, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return reduce_scatter(gradient, ctx.peers, ctx.dim), None, None
 
 
-def gather_parts(piece: Tensor, peers: Peers, dim: int) -> Tensor:
-    """Join the peers' pieces along a dim, for ranks that go on differently: each gradient is a part of the whole."""
-    return piece if peers.size == 1 else _gather_parts(piece, peers, dim)
+def gather_parts(shard: Tensor, peers: RankGroup, dim: int) -> Tensor:
+    """Join the peers' shards along a dim, for ranks that go on differently: each gradient is a part of the whole."""
+    return shard if peers.size == 1 else _gather_parts(shard, peers, dim)
 
 
-def gather_uneven(piece: Tensor, peers: Peers, sizes: Sequence[int], *, parts: bool = True) -> Tensor:
-    """Join pieces of different lengths along dim 0.
+def gather_uneven(shard: Tensor, peers: RankGroup, sizes: Sequence[int], *, parts: bool = True) -> Tensor:
+    """Join shards of different lengths along dim 0.
 
     Args:
-        piece: mine, of length ``sizes[peers.rank]``.
+        shard: mine, of length ``sizes[peers.rank]``.
         peers: the ranks.
-        sizes: the length of each peer's piece, the same on every peer.
+        sizes: the length of each peer's shard, the same on every peer.
         parts: each peer makes a part of the gradient, so that they are summed. Without it every peer makes
             the whole gradient, which is then only cut.
 
     Raises:
-        ShapeError: the sizes are not one for each peer, or mine is not the length of my piece.
+        ShapeError: the sizes are not one for each peer, or mine is not the length of my shard.
 
     Example:
         >>> import torch
-        >>> from namedmesh.tensor_parallel.collectives import Peers
-        >>> gather_uneven(torch.arange(3), Peers(None), [3])
+        >>> from namedmesh.tensor_parallel.collectives import RankGroup
+        >>> gather_uneven(torch.arange(3), RankGroup(None), [3])
         tensor([0, 1, 2])
     """
     lengths = _lengths(sizes, peers)
-    if piece.shape[0] != lengths[peers.rank]:
+    if shard.shape[0] != lengths[peers.rank]:
         raise ShapeError(
-            f"rank {peers.rank} has a piece of length {piece.shape[0]} (shape {tuple(piece.shape)}), but the "
-            f"sizes {lengths} say {lengths[peers.rank]}; pass the length of every rank's piece, in rank order"
+            f"rank {peers.rank} has a shard of length {shard.shape[0]} (shape {tuple(shard.shape)}), but the "
+            f"sizes {lengths} say {lengths[peers.rank]}; pass the length of every rank's shard, in rank order"
         )
-    return piece if peers.size == 1 else _gather_uneven(piece, peers, lengths, parts)
+    return shard if peers.size == 1 else _gather_uneven(shard, peers, lengths, parts)
 
 
-def sum_scatter_uneven(partial: Tensor, peers: Peers, sizes: Sequence[int]) -> Tensor:
-    """Sum over the peers, each keeping a piece of dim 0, of different lengths; the gradient is gathered.
+def sum_scatter_uneven(partial: Tensor, peers: RankGroup, sizes: Sequence[int]) -> Tensor:
+    """Sum over the peers, each keeping a shard of dim 0, of different lengths; the gradient is gathered.
 
     Args:
         partial: my part of the sum.
         peers: the ranks.
-        sizes: the length of the piece that each peer keeps, the same on every peer.
+        sizes: the length of the shard that each peer keeps, the same on every peer.
 
     Raises:
         ShapeError: the sizes are not one for each peer, or do not add up to the length of dim 0.
 
     Example:
         >>> import torch
-        >>> from namedmesh.tensor_parallel.collectives import Peers
-        >>> sum_scatter_uneven(torch.arange(3), Peers(None), [3])
+        >>> from namedmesh.tensor_parallel.collectives import RankGroup
+        >>> sum_scatter_uneven(torch.arange(3), RankGroup(None), [3])
         tensor([0, 1, 2])
     """
     lengths = _lengths(sizes, peers)
@@ -93,16 +93,16 @@ def sum_scatter_uneven(partial: Tensor, peers: Peers, sizes: Sequence[int]) -> T
 
 def exchange(
     outgoing: Tensor,
-    peers: Peers,
+    peers: RankGroup,
     send: Sequence[int] | None = None,
     receive: Sequence[int] | None = None,
 ) -> Tensor:
-    """Every peer sends one piece of dim 0 to each peer, and joins what it receives in rank order.
+    """Every peer sends one shard of dim 0 to each peer, and joins what it receives in rank order.
 
     Args:
-        outgoing: the pieces to send, one after the other.
+        outgoing: the shards to send, one after the other.
         peers: the ranks.
-        send: the lengths of the pieces; equal ones by default.
+        send: the lengths of the shards; equal ones by default.
         receive: the lengths of what each peer sends here; equal ones by default.
 
     Raises:
@@ -111,23 +111,23 @@ def exchange(
 
     Example:
         >>> import torch
-        >>> from namedmesh.tensor_parallel.collectives import Peers
-        >>> exchange(torch.arange(3), Peers(None))
+        >>> from namedmesh.tensor_parallel.collectives import RankGroup
+        >>> exchange(torch.arange(3), RankGroup(None))
         tensor([0, 1, 2])
     """
     sending, receiving = (None if sizes is None else _lengths(sizes, peers) for sizes in (send, receive))
     length = outgoing.shape[0]
     if sending is not None:
         _check_sum(outgoing, sending, "the lengths to send")
-    elif length % peers.size:  # by default it is cut into equal pieces
+    elif length % peers.size:  # by default it is cut into equal shards
         raise ShapeError(
             f"dim 0 of shape {tuple(outgoing.shape)} has length {length}, which cannot be cut into "
-            f"{peers.size} equal pieces; pass the length of each piece"
+            f"{peers.size} equal shards; pass the length of each shard"
         )
     return outgoing if peers.size == 1 else _exchange(outgoing, peers, sending, receiving)
 
 
-def _lengths(sizes: Sequence[int], peers: Peers) -> list[int]:
+def _lengths(sizes: Sequence[int], peers: RankGroup) -> list[int]:
     lengths = [int(size) for size in sizes]
     if len(lengths) != peers.size or min(lengths) < 0:
         raise ShapeError(
@@ -144,37 +144,37 @@ def _check_sum(whole: Tensor, lengths: list[int], what: str) -> None:
         )
 
 
-def _join(piece: Tensor, peers: Peers, lengths: list[int]) -> Tensor:
-    """All pieces. They travel at one common length: not every backend takes others."""
+def _join(shard: Tensor, peers: RankGroup, lengths: list[int]) -> Tensor:
+    """All shards. They travel at one common length: not every backend takes others."""
     longest = max(lengths)
-    padded = all_gather(_padded(piece, longest), peers, 0)
+    padded = all_gather(_padded(shard, longest), peers, 0)
     return torch.cat([padded.narrow(0, i * longest, length) for i, length in enumerate(lengths)])
 
 
-def _cut(whole: Tensor, peers: Peers, lengths: list[int]) -> Tensor:
+def _cut(whole: Tensor, peers: RankGroup, lengths: list[int]) -> Tensor:
     mine: Tensor = whole.split(lengths)[peers.rank]
     return mine.contiguous()
 
 
-def _sum_and_cut(whole: Tensor, peers: Peers, lengths: list[int]) -> Tensor:
-    """My piece of the sum."""
+def _sum_and_cut(whole: Tensor, peers: RankGroup, lengths: list[int]) -> Tensor:
+    """My shard of the sum."""
     longest = max(lengths)
-    padded = torch.cat([_padded(piece, longest) for piece in whole.split(lengths)])
+    padded = torch.cat([_padded(shard, longest) for shard in whole.split(lengths)])
     return reduce_scatter(padded, peers, 0).narrow(0, 0, lengths[peers.rank]).contiguous()
 
 
-def _padded(piece: Tensor, length: int) -> Tensor:
-    missing = length - piece.shape[0]
-    return torch.cat([piece, piece.new_zeros(missing, *piece.shape[1:])]) if missing else piece
+def _padded(shard: Tensor, length: int) -> Tensor:
+    missing = length - shard.shape[0]
+    return torch.cat([shard, shard.new_zeros(missing, *shard.shape[1:])]) if missing else shard
 
 
 class _GatherUneven(torch.autograd.Function):
-    """Join pieces of different lengths along dim 0."""
+    """Join shards of different lengths along dim 0."""
 
     @staticmethod
-    def forward(ctx: Any, piece: Tensor, peers: Peers, lengths: list[int], parts: bool) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, peers: RankGroup, lengths: list[int], parts: bool) -> Tensor:
         ctx.peers, ctx.lengths, ctx.parts = peers, lengths, parts
-        return _join(synchronous(piece), peers, lengths)
+        return _join(synchronous(shard), peers, lengths)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
@@ -183,10 +183,10 @@ class _GatherUneven(torch.autograd.Function):
 
 
 class _SumScatterUneven(torch.autograd.Function):
-    """Sum over the peers, each keeping a piece of its own length."""
+    """Sum over the peers, each keeping a shard of its own length."""
 
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, peers: Peers, lengths: list[int]) -> Tensor:
+    def forward(ctx: Any, partial: Tensor, peers: RankGroup, lengths: list[int]) -> Tensor:
         ctx.peers, ctx.lengths = peers, lengths
         return _sum_and_cut(synchronous(partial), peers, lengths)
 
@@ -196,11 +196,11 @@ class _SumScatterUneven(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Send a piece to each peer; on the way back every gradient returns to where its piece came from."""
+    """Send a shard to each peer; on the way back every gradient returns to where its shard came from."""
 
     @staticmethod
     def forward(
-        ctx: Any, outgoing: Tensor, peers: Peers, send: list[int] | None, receive: list[int] | None
+        ctx: Any, outgoing: Tensor, peers: RankGroup, send: list[int] | None, receive: list[int] | None
     ) -> Tensor:
         ctx.peers, ctx.send, ctx.receive = peers, send, receive
         return all_to_all(synchronous(outgoing), peers, send, receive)
@@ -211,7 +211,7 @@ class _Exchange(torch.autograd.Function):
         return _exchange(gradient, ctx.peers, ctx.receive, ctx.send), None, None, None
 
 
-_gather_parts: Callable[[Tensor, Peers, int], Tensor] = _GatherParts.apply
-_gather_uneven: Callable[[Tensor, Peers, list[int], bool], Tensor] = _GatherUneven.apply
-_sum_scatter_uneven: Callable[[Tensor, Peers, list[int]], Tensor] = _SumScatterUneven.apply
-_exchange: Callable[[Tensor, Peers, list[int] | None, list[int] | None], Tensor] = _Exchange.apply
+_gather_parts: Callable[[Tensor, RankGroup, int], Tensor] = _GatherParts.apply
+_gather_uneven: Callable[[Tensor, RankGroup, list[int], bool], Tensor] = _GatherUneven.apply
+_sum_scatter_uneven: Callable[[Tensor, RankGroup, list[int]], Tensor] = _SumScatterUneven.apply
+_exchange: Callable[[Tensor, RankGroup, list[int] | None, list[int] | None], Tensor] = _Exchange.apply

@@ -23,7 +23,7 @@ from namedmesh.tensor_parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from namedmesh.tensor_parallel.setup import Setup, is_replicated, sharded_dim
+from namedmesh.tensor_parallel.module_setup import Setup, is_replicated, sharded_dim
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-    from namedmesh.tensor_parallel.collectives import Peers
+    from namedmesh.tensor_parallel.collectives import RankGroup
 
 _MARK = "_namedmesh_shared_gradient"
 
@@ -105,7 +105,7 @@ class _Share:
         return whole_value
 
 
-def shared_gradient(value: Tensor, peers: Peers) -> SharedGradient | None:
+def shared_gradient(value: Tensor, peers: RankGroup) -> SharedGradient | None:
     """Where the parts of this tensor's gradient are to go, if it is a shared input of the same ranks."""
     shared: SharedGradient | None = getattr(value, _MARK, None)
     return shared if shared is not None and shared.peers == peers else None
@@ -116,10 +116,10 @@ class SharedGradient:
 
     Args:
         peers: the ranks, over whom it is summed.
-        scatter_dim: leave each its piece of the sum, along this dim.
+        scatter_dim: leave each its shard of the sum, along this dim.
     """
 
-    def __init__(self, peers: Peers, scatter_dim: int | None) -> None:
+    def __init__(self, peers: RankGroup, scatter_dim: int | None) -> None:
         self.peers, self.scatter_dim = peers, scatter_dim
         self._layers = 0
         self._clear()

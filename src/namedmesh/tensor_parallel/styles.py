@@ -14,8 +14,8 @@ from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwisePar
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel.embedding import ColwiseEmbedding, RowwiseEmbedding
 from namedmesh.tensor_parallel.linear import ColwiseLinear, RowwiseLinear
-from namedmesh.tensor_parallel.placements import misfits, parameter_placements
-from namedmesh.tensor_parallel.setup import Setup
+from namedmesh.tensor_parallel.module_setup import Setup
+from namedmesh.tensor_parallel.placements import incompatibilities, parameter_placements
 from namedmesh.tensor_parallel.weight_norm import use_local_norm, weight_norm
 
 if TYPE_CHECKING:
@@ -72,12 +72,12 @@ class RowwiseParallel(TorchRowwiseParallel):
         input_layouts: how a plain input is laid out: ``Shard(-1)`` (the default, also for the ids of an
             embedding: say ``Replicate()`` there), or ``Replicate()`` to let each rank cut its features.
         output_layouts: ``Replicate()`` (the default) sums over the ranks; ``Shard(dim)`` leaves each rank
-            its piece of the sum (sequence parallelism).
+            its shard of the sum (sequence parallelism).
         use_local_output: hand out this rank's plain tensor (the default) instead of a DTensor.
 
     Raises:
         PlanError: when applied to another kind of module, or to one that is already parallelized.
-        ShapeError: in the forward, on every rank, when the output cannot be cut into equal pieces.
+        ShapeError: in the forward, on every rank, when the output cannot be cut into equal shards.
 
     Example:
         On 2 ranks each gets 3 of the 6 input features, and the whole bias:
@@ -104,7 +104,7 @@ def _shard(
     local_compute: Kinds,
 ) -> nn.Module:
     """Cut the parameters, then give the module the forward for them."""
-    problems = misfits(style, module)
+    problems = incompatibilities(style, module)
     norm = weight_norm(module)
     if norm is None and "weight" not in dict(module.named_parameters(recurse=False)):
         problems.append(
@@ -114,7 +114,7 @@ def _shard(
     if problems:
         raise PlanError(*(f"{type(module).__name__}: {problem}" for problem in problems))
     setup = Setup(mesh, style.input_layouts[0], style.output_layouts[0], style.use_local_output)
-    partition = cut_parameters(style)
+    partition = shard_parameters(style)
     # A subclass may do anything in its forward, and so may a forward set on the instance.
     ours = None if "forward" in vars(module) else local_compute.get(type(module))
     if ours is None and norm is None and _extends_the_forward(style, module, local_compute):
@@ -166,7 +166,7 @@ def _on_sharded_base(kind: Any, ours: Any) -> type[nn.Module]:
     return type(kind.__name__, (kind, ours), {"__module__": kind.__module__})
 
 
-def cut_parameters(style: ParallelStyle) -> Callable[[str, nn.Module, DeviceMesh], None]:
+def shard_parameters(style: ParallelStyle) -> Callable[[str, nn.Module, DeviceMesh], None]:
     """For ``distribute_module``: replace the module's own parameters with DTensors, frozen ones included."""
 
     def partition(fqn: str, module: nn.Module, mesh: DeviceMesh) -> None:

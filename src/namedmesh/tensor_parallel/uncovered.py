@@ -16,11 +16,11 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from namedmesh.errors import listing
-from namedmesh.tensor_parallel.entry import Entry
-from namedmesh.tensor_parallel.heads import called_attention, heads_around, sharded_features
+from namedmesh.tensor_parallel.attention_heads import called_attention, heads_around, sharded_features
 from namedmesh.tensor_parallel.kv_heads import names_keys_or_values
 from namedmesh.tensor_parallel.local import KeepWhole, LocalParameters
 from namedmesh.tensor_parallel.placements import parameter_placements
+from namedmesh.tensor_parallel.plan_entry import Entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from namedmesh.tensor_parallel.collectives import Peers
+    from namedmesh.tensor_parallel.collectives import RankGroup
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def lookup(ids: Tensor, weight: Tensor, first: int, how: Lookup | None = None) -
 
 
 def shorten(
-    weight: Tensor, ids: Tensor, max_norm: float, norm_type: float, peers: Peers | None = None
+    weight: Tensor, ids: Tensor, max_norm: float, norm_type: float, peers: RankGroup | None = None
 ) -> None:
     """Scale down, in the weight, those of some vectors whose norm is above a limit.
 
@@ -105,7 +105,7 @@ def shorten(
         weight[chosen] = torch.where(norms > max_norm, vectors * (max_norm / (norms + 1e-7)), vectors)
 
 
-def _norm_of_parts(norms: Tensor, norm_type: float, peers: Peers) -> Tensor:
+def _norm_of_parts(norms: Tensor, norm_type: float, peers: RankGroup) -> Tensor:
     """The norms of whole vectors, from those of the peers' parts of them."""
     if norm_type == math.inf:
         return all_reduce(norms, peers, "max", mine=True)
@@ -123,7 +123,7 @@ def _in_part(ids: Tensor, first: int, length: int) -> tuple[Tensor, Tensor]:
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
-    peers: Peers,
+    peers: RankGroup,
     label_smoothing: float = 0.0,
     *,
     dtype: torch.dtype | None = torch.float32,
@@ -132,7 +132,7 @@ def cross_entropy(
 
     Without smoothing every peer gets the same, the loss over the whole vocabulary. With smoothing, the share
     of the probability that is taken off the target is spread over **my part** of the vocabulary: peers get
-    different losses, whose mean is the loss smoothed over all of it but for the factor that normalises it.
+    different losses, whose mean is the loss smoothed over all of it but for the factor that normalizes it.
 
     Args:
         logits: ``(..., my part of the vocabulary)``; left as it is.
@@ -148,8 +148,8 @@ def cross_entropy(
 
     Example:
         >>> import torch
-        >>> from namedmesh.tensor_parallel.collectives import Peers
-        >>> cross_entropy(torch.zeros(3, 4), torch.tensor([0, 1, 3]), Peers(None))
+        >>> from namedmesh.tensor_parallel.collectives import RankGroup
+        >>> cross_entropy(torch.zeros(3, 4), torch.tensor([0, 1, 3]), RankGroup(None))
         tensor([1.3863, 1.3863, 1.3863])
     """
     part = logits.shape[-1]
@@ -175,7 +175,7 @@ class _CrossEntropy(torch.autograd.Function):
     """``log(sum(exp(x))) - x[target]``, from three sums over the peers, of which two travel together."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, peers: Peers, label_smoothing: float) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, peers: RankGroup, label_smoothing: float) -> Tensor:
         part = logits.shape[-1]
         elsewhere, mine = _in_part(target, peers.rank * part, part)
         highest = all_reduce(logits.amax(-1), peers, "max", mine=True)
@@ -187,14 +187,14 @@ class _CrossEntropy(torch.autograd.Function):
         probabilities = torch.exp(shifted, out=into)
         sums = all_reduce(torch.stack([of_target, probabilities.sum(-1)]), peers, mine=True)
         of_target, total = sums[0], sums[1]
-        normaliser = total.log()
-        loss = normaliser - of_target
+        normalizer = total.log()
+        loss = normalizer - of_target
         probabilities = torch.div(probabilities, total.unsqueeze(-1), out=into)
         spread = label_smoothing * part / (part - 1) if label_smoothing else 0.0
         if mean is not None:
-            # The logarithm of a probability is the shifted logit less the normaliser; of a probability that
+            # The logarithm of a probability is the shifted logit less the normalizer; of a probability that
             # is too small for its type it would be minus infinity.
-            loss = (1 - spread) * loss - spread * (mean - normaliser)
+            loss = (1 - spread) * loss - spread * (mean - normalizer)
         ctx.save_for_backward(probabilities, elsewhere, mine)
         ctx.spread = spread
         return loss
@@ -212,4 +212,4 @@ class _CrossEntropy(torch.autograd.Function):
         return result, None, None, None
 
 
-_cross_entropy: Callable[[Tensor, Tensor, Peers, float], Tensor] = _CrossEntropy.apply
+_cross_entropy: Callable[[Tensor, Tensor, RankGroup, float], Tensor] = _CrossEntropy.apply

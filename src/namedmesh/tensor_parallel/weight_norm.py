@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.tensor.placement_types import Placement
 
-    from namedmesh.tensor_parallel.collectives import Peers
+    from namedmesh.tensor_parallel.collectives import RankGroup
 
 MAGNITUDE, DIRECTION = "weight_g", "weight_v"
 
@@ -34,7 +34,7 @@ def norm_placements(norm: WeightNorm, cut: Shard) -> dict[str, Placement]:
 
 @dataclass(frozen=True)
 class LocalWeightNorm:
-    """Computes this rank's piece of the weight, in place of torch's hook.
+    """Computes this rank's shard of the weight, in place of torch's hook.
 
     Args:
         dim: the dim of which every slice has a norm of its own, -1 for one norm of the whole weight.
@@ -44,21 +44,21 @@ class LocalWeightNorm:
 
     dim: int
     cut: int
-    peers: Peers
+    peers: RankGroup
 
     def __call__(self, module: nn.Module, _inputs: object) -> None:
-        """Leave the piece where the module's forward looks for its weight."""
+        """Leave the shard where the module's forward looks for its weight."""
         magnitude, direction = module.get_parameter(MAGNITUDE), module.get_parameter(DIRECTION)
-        piece = direction.to_local() if isinstance(direction, DTensor) else direction
-        dims = [i for i in range(piece.ndim) if i != self.dim]
+        shard = direction.to_local() if isinstance(direction, DTensor) else direction
+        dims = [i for i in range(shard.ndim) if i != self.dim]
         if self.dim == self.cut:
             size = magnitude.to_local() if isinstance(magnitude, DTensor) else magnitude
-            norm = torch.linalg.vector_norm(piece, dim=dims, keepdim=True)
+            norm = torch.linalg.vector_norm(shard, dim=dims, keepdim=True)
         else:
             size = _partial(magnitude)
-            squares = sum_forward(piece.abs().square().sum(dims, keepdim=True), self.peers)
+            squares = sum_forward(shard.abs().square().sum(dims, keepdim=True), self.peers)
             norm = sum_backward(squares, self.peers).sqrt()
-        module.weight = piece * (size / norm)
+        module.weight = shard * (size / norm)
 
 
 def _partial(parameter: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def _partial(parameter: Tensor) -> Tensor:
     return local
 
 
-def use_local_norm(module: nn.Module, norm: WeightNorm, cut: Shard, peers: Peers) -> None:
+def use_local_norm(module: nn.Module, norm: WeightNorm, cut: Shard, peers: RankGroup) -> None:
     """Put our hook where torch's is."""
     hooks = pre_hooks(module)
     key = next(key for key, hook in hooks.items() if hook is norm)

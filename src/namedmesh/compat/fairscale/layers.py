@@ -2,7 +2,7 @@
 
 Arguments, attributes and results are the original's, but where its embeddings are not those of one whole
 ``torch.nn.Embedding``: there ``padding_idx`` stops the gradient of one vector on every rank, ``scale_grad_by_freq``
-counts ids that other ranks hold, and ``max_norm`` of ``ParallelEmbedding`` is a limit for pieces of vectors.
+counts ids that other ranks hold, and ``max_norm`` of ``ParallelEmbedding`` is a limit for shards of vectors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from namedmesh.compat import parallel_layers
 from namedmesh.compat.fairscale.initialize import DIALECT
 
 if TYPE_CHECKING:
-    from namedmesh.tensor_parallel.collectives import Peers
+    from namedmesh.tensor_parallel.collectives import RankGroup
 
 __all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
 
@@ -22,7 +22,7 @@ class _ModelParallel:
     """The ranks of a layer are fairscale's model-parallel ones."""
 
     @staticmethod
-    def ask() -> Peers:
+    def ask() -> RankGroup:
         return DIALECT.peers()
 
 

@@ -1,6 +1,6 @@
 """fairscale's ways in and out of model-parallel regions, each with its partner as backward.
 
-Below, t is the number of model-parallel ranks, and the last dim, of length n, is cut into t pieces in rank order.
+Below, t is the number of model-parallel ranks, and the last dim, of length n, is cut into t shards in rank order.
 Results are new tensors: the input is never written to (the original sums in place).
 """
 
@@ -42,7 +42,7 @@ def reduce_from_model_parallel_region(input_: Tensor) -> Tensor:
 
 
 def scatter_to_model_parallel_region(input_: Tensor) -> Tensor:
-    """Keep my piece of the last dim of a tensor that every rank has; the gradient is gathered.
+    """Keep my shard of the last dim of a tensor that every rank has; the gradient is gathered.
 
     Args:
         input_: ``(..., n)``, the same on every rank.
@@ -58,10 +58,10 @@ def scatter_to_model_parallel_region(input_: Tensor) -> Tensor:
 
 
 def gather_from_model_parallel_region(input_: Tensor) -> Tensor:
-    """Join the ranks' pieces of the last dim; each rank gets back the gradient of its own piece.
+    """Join the ranks' shards of the last dim; each rank gets back the gradient of its own shard.
 
     Args:
-        input_: ``(..., n / t)``, this rank's piece.
+        input_: ``(..., n / t)``, this rank's shard.
 
     Returns:
         ``(..., n)``, the same on every rank.

@@ -8,7 +8,7 @@ from namedmesh.compat import parallel_layers
 from namedmesh.compat.ezpz.dialect import DIALECT
 
 if TYPE_CHECKING:
-    from namedmesh.tensor_parallel.collectives import Peers
+    from namedmesh.tensor_parallel.collectives import RankGroup
 
 __all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
 
@@ -17,7 +17,7 @@ class _TensorParallel:
     """The ranks of a layer are ezpz's tensor-parallel ones."""
 
     @staticmethod
-    def ask() -> Peers:
+    def ask() -> RankGroup:
         return DIALECT.peers()
 
 

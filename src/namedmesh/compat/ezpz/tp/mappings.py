@@ -1,6 +1,6 @@
 """``ezpz.tp.mappings``: ways in and out of tensor-parallel regions, each with its partner as backward.
 
-Below, t is the number of tensor-parallel ranks, and the last dim, of length n, is cut into t pieces in rank order.
+Below, t is the number of tensor-parallel ranks, and the last dim, of length n, is cut into t shards in rank order.
 Results are new tensors: the input is never written to.
 """
 
@@ -44,5 +44,5 @@ def scatter_to_tensor_parallel_region(input_: Tensor) -> Tensor:
 
 
 def gather_from_tensor_parallel_region(input_: Tensor) -> Tensor:
-    """Join the ranks' ``(..., n / t)`` to ``(..., n)``, on every rank; each gets its piece of the gradient."""
+    """Join the ranks' ``(..., n / t)`` to ``(..., n)``, on every rank; each gets its shard of the gradient."""
     return gather(input_, DIALECT.peers(), input_.ndim - 1)

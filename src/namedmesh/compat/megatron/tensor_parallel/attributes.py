@@ -1,4 +1,4 @@
-"""The attributes by which Megatron's optimizers and checkpoints know a piece of a parameter from a copy."""
+"""The attributes by which Megatron's optimizers and checkpoints know a shard of a parameter from a copy."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """Mark a tensor as a piece of a larger one.
+    """Mark a tensor as a shard of a larger one.
 
     Args:
         tensor: a parameter that is not marked yet.
-        is_parallel: whether it is a piece: each rank has another one.
+        is_parallel: whether it is a shard: each rank has another one.
         dim: the dim along which the whole was cut.
         stride: the number of blocks, each of which was cut on its own.
 
@@ -92,7 +92,7 @@ def param_is_not_tensor_parallel_duplicate(param: Tensor, tp_group: ProcessGroup
     """Whether this rank is the one that counts a parameter, in a norm over all ranks for example.
 
     Args:
-        param: a piece counts on every rank, a copy on the first only.
+        param: a shard counts on every rank, a copy on the first only.
         tp_group: the ranks; left out, the tensor-model-parallel group.
 
     Example:

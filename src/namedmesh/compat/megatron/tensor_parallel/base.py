@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from namedmesh.compat.megatron.tensor_parallel.settings import Settings
-    from namedmesh.tensor_parallel.collectives import Peers
-    from namedmesh.tensor_parallel.layers import Initialiser
+    from namedmesh.tensor_parallel.collectives import RankGroup
+    from namedmesh.tensor_parallel.layers import Initializer
 
 
 class ParallelLayer(nn.Module):
-    """What the three layers share: a weight of which this rank has a piece."""
+    """What the three layers share: a weight of which this rank has a shard."""
 
-    _peers: Peers
+    _peers: RankGroup
 
     @property
     def tp_group(self) -> ProcessGroup | None:
-        """The ranks that share the layer; None where ``torch.distributed`` has not been initialised."""
+        """The ranks that share the layer; None where ``torch.distributed`` has not been initialized."""
         return self._peers.group
 
 
@@ -59,15 +59,15 @@ class ParallelLinear(ParallelLayer):
         self.register_load_state_dict_pre_hook(_allow_no_extra_state)  # type: ignore[no-untyped-call]
 
     def make_parameters(
-        self, settings: Settings, initialise: Initialiser, dim: int, stride: int, *, weight: bool, bias: bool
+        self, settings: Settings, initialize: Initializer, dim: int, stride: int, *, weight: bool, bias: bool
     ) -> None:
-        """Make this rank's piece of the weight, cut along ``dim``, and its bias: cut too, if the rows are."""
-        recipe = settings.recipe(initialise, stride)
+        """Make this rank's shard of the weight, cut along ``dim``, and its bias: cut too, if the rows are."""
+        recipe = settings.recipe(initialize, stride)
         rows, columns = self.output_size, self.input_size
         if weight:
-            piece, whole = recipe.weight(rows, columns, dim, self._peers)
-            set_tensor_model_parallel_attributes(piece, is_parallel=True, dim=dim, stride=stride)
-            self.register_parameter("weight", piece)
+            shard, whole = recipe.weight(rows, columns, dim, self._peers)
+            set_tensor_model_parallel_attributes(shard, is_parallel=True, dim=dim, stride=stride)
+            self.register_parameter("weight", shard)
             self.master_weight = whole
         else:
             self.register_parameter("weight", None)

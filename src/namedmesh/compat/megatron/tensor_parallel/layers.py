@@ -2,7 +2,7 @@
 
 Both generations of the interface work: older code passes no ``config``, newer code passes one (any object with
 megatron-core's attributes; those that it lacks have their defaults). Parameters are plain tensors that hold
-this rank's piece, marked with the attributes that Megatron's optimizers look for.
+this rank's shard, marked with the attributes that Megatron's optimizers look for.
 
 In the shapes below, t is the number of tensor-parallel ranks, s and b are the length of the sequence and the
 batch size. With sequence parallelism, activations outside of the layers are ``(s / t, b, ...)``.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from namedmesh.tensor_parallel.layers import Initialiser
+    from namedmesh.tensor_parallel.layers import Initializer
 
 __all__ = [
     "ColumnParallelLinear",
@@ -58,7 +58,7 @@ class ColumnParallelLinear(ParallelLinear):
         output_size: output features, of all ranks together.
         config: megatron-core's configuration, or any object with some of its attributes. See :class:`Settings`.
         init_method: fills a weight. Ranks must be seeded alike: each draws the whole weight and keeps its
-            piece.
+            shard.
         bias: with a bias, of zeros at first.
         gather_output: join the output features on every rank. Left out, it is False where a ``config`` is
             given and True where none is: each as its generation of the interface has it.
@@ -97,7 +97,7 @@ class ColumnParallelLinear(ParallelLinear):
         output_size: int,
         *,
         config: object = None,
-        init_method: Initialiser = nn.init.xavier_normal_,
+        init_method: Initializer = nn.init.xavier_normal_,
         bias: bool = True,
         gather_output: bool | None = None,
         stride: int = 1,
@@ -144,8 +144,8 @@ class ColumnParallelLinear(ParallelLinear):
 
         Args:
             input_: ``(s, b, input_size)``, the same on every rank; with sequence parallelism
-                ``(s / t, b, input_size)``, this rank's piece.
-            weight: the piece of the weight to use instead of the layer's own.
+                ``(s / t, b, input_size)``, this rank's shard.
+            weight: the shard of the weight to use instead of the layer's own.
             runtime_gather_output: join the output features or not, whatever the layer was made with.
 
         Returns:
@@ -178,7 +178,7 @@ class ColumnParallelLinear(ParallelLinear):
         expected = (self.output_size_per_partition, self.input_size)
         if weight.shape != expected:
             raise ContractRuntimeError(
-                f"ColumnParallelLinear got a weight of shape {tuple(weight.shape)}; pass this rank's piece, of "
+                f"ColumnParallelLinear got a weight of shape {tuple(weight.shape)}; pass this rank's shard, of "
                 f"shape {expected}"
             )
         return weight
@@ -197,10 +197,10 @@ class RowParallelLinear(ParallelLinear):
         output_size: output features.
         config: megatron-core's configuration, or any object with some of its attributes. See :class:`Settings`.
         init_method: fills a weight. Ranks must be seeded alike: each draws the whole weight and keeps its
-            piece.
+            shard.
         bias: with a bias, of zeros at first. With sequence parallelism it is marked ``sequence_parallel``,
-            and its gradient is that of this rank's piece of the sequence, to be summed over the ranks later.
-        input_is_parallel: the input is this rank's piece already; otherwise each rank takes its own.
+            and its gradient is that of this rank's shard of the sequence, to be summed over the ranks later.
+        input_is_parallel: the input is this rank's shard already; otherwise each rank takes its own.
         skip_bias_add: hand the bias out instead of adding it, for the caller to fuse with what follows.
         stride: the number of blocks that the input features are made of, each cut on its own.
         keep_master_weight_for_test: keep the whole weight as first drawn, in ``master_weight``.
@@ -234,7 +234,7 @@ class RowParallelLinear(ParallelLinear):
         output_size: int,
         *,
         config: object = None,
-        init_method: Initialiser = nn.init.xavier_normal_,
+        init_method: Initializer = nn.init.xavier_normal_,
         bias: bool = True,
         input_is_parallel: bool = False,
         skip_bias_add: bool = False,
@@ -279,10 +279,10 @@ class RowParallelLinear(ParallelLinear):
 
         Returns:
             The output, ``(s, b, output_size)``, the same on every rank; with sequence parallelism
-            ``(s / t, b, output_size)``, this rank's piece. And the bias with ``skip_bias_add``, else None.
+            ``(s / t, b, output_size)``, this rank's shard. And the bias with ``skip_bias_add``, else None.
 
         Raises:
-            ContractError: the input features or, with sequence parallelism, s cannot be cut into equal pieces.
+            ContractError: the input features or, with sequence parallelism, s cannot be cut into equal shards.
         """
         output = row_linear(
             input_,
@@ -307,8 +307,8 @@ class VocabParallelEmbedding(ParallelLayer):
         num_embeddings: the number of ids, of all ranks together.
         embedding_dim: features of a vector.
         init_method: fills a weight. Ranks must be seeded alike: each draws the whole weight and keeps its
-            piece.
-        reduce_scatter_embeddings: swap the first two dims of the output and leave each rank its piece of the
+            shard.
+        reduce_scatter_embeddings: swap the first two dims of the output and leave each rank its shard of the
             sequence, as sequence parallelism wants it.
         config: megatron-core's configuration, or any object with some of its attributes. See :class:`Settings`.
         tp_group: the ranks; left out, the tensor-model-parallel group.
@@ -332,7 +332,7 @@ class VocabParallelEmbedding(ParallelLayer):
         self,
         num_embeddings: int,
         embedding_dim: int,
-        init_method: Initialiser = nn.init.xavier_normal_,
+        init_method: Initializer = nn.init.xavier_normal_,
         *,
         reduce_scatter_embeddings: bool = False,
         config: object = None,

@@ -1,7 +1,7 @@
 """Megatron's ways in and out of tensor- and sequence-parallel regions, each with its partner as backward.
 
 Every function takes the process group as ``group``; left out, it is the tensor-model-parallel group. Below, t
-is the number of its ranks, and a dim of length n is cut into t pieces of n / t in rank order. On one rank all
+is the number of its ranks, and a dim of length n is cut into t shards of n / t in rank order. On one rank all
 of them hand the tensor through. Results are new tensors; the input is never written to.
 """
 
@@ -83,7 +83,7 @@ def reduce_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup
 
 
 def scatter_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Keep my piece of the last dim of a tensor that every rank has; the gradient is gathered.
+    """Keep my shard of the last dim of a tensor that every rank has; the gradient is gathered.
 
     Args:
         input_: ``(..., n)``, the same on every rank.
@@ -105,10 +105,10 @@ def scatter_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup 
 
 
 def gather_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Join the ranks' pieces of the last dim; each rank gets back the gradient of its own piece.
+    """Join the ranks' shards of the last dim; each rank gets back the gradient of its own shard.
 
     Args:
-        input_: ``(..., n / t)``, this rank's piece.
+        input_: ``(..., n / t)``, this rank's shard.
         group: the ranks, which all go on with the same computation. Where they differ, use
             :func:`all_gather_last_dim_from_tensor_parallel_region`.
 
@@ -124,7 +124,7 @@ def gather_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup
 
 
 def scatter_to_sequence_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Keep my piece of the first dim of a tensor that every rank has; the gradient is gathered.
+    """Keep my shard of the first dim of a tensor that every rank has; the gradient is gathered.
 
     Args:
         input_: ``(s, ...)``, the same on every rank.
@@ -153,15 +153,15 @@ def gather_from_sequence_parallel_region(
     output_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,  # noqa: ARG001  see below
 ) -> Tensor:
-    """Join the ranks' pieces of the first dim.
+    """Join the ranks' shards of the first dim.
 
     Args:
-        input_: ``(s / t, ...)``, this rank's piece.
+        input_: ``(s / t, ...)``, this rank's shard.
         tensor_parallel_output_grad: the ranks go on with different parts of the work, as in a column-parallel
-            layer: the gradients are summed, and each rank gets its piece. False where they all do the same:
+            layer: the gradients are summed, and each rank gets its shard. False where they all do the same:
             the gradient is only cut.
         group: the ranks.
-        output_split_sizes: the lengths of all ranks' pieces, where they differ.
+        output_split_sizes: the lengths of all ranks' shards, where they differ.
         use_global_buffer: taken and not used. The result is a tensor of its own, because the next call would
             overwrite a shared one.
 
@@ -169,7 +169,7 @@ def gather_from_sequence_parallel_region(
         ``(s, ...)``, the same on every rank.
 
     Raises:
-        ContractError: the sizes are not one for each rank, or mine is not the length of my piece.
+        ContractError: the sizes are not one for each rank, or mine is not the length of my shard.
 
     Example:
         >>> import torch
@@ -189,12 +189,12 @@ def reduce_scatter_to_sequence_parallel_region(
     input_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,  # noqa: ARG001  see below
 ) -> Tensor:
-    """Sum the ranks' parts, of which each rank keeps its piece of the first dim; the gradient is gathered.
+    """Sum the ranks' parts, of which each rank keeps its shard of the first dim; the gradient is gathered.
 
     Args:
         input_: ``(s, ...)``, this rank's part of the sum.
         group: the ranks.
-        input_split_sizes: the lengths of the pieces, where they differ; they add up to s.
+        input_split_sizes: the lengths of the shards, where they differ; they add up to s.
         use_global_buffer: taken and not used. The result is a tensor of its own, because the next call would
             overwrite a shared one.
 
@@ -218,10 +218,10 @@ def reduce_scatter_to_sequence_parallel_region(
 def all_gather_last_dim_from_tensor_parallel_region(
     input_: Tensor, group: ProcessGroup | None = None
 ) -> Tensor:
-    """Join the ranks' pieces of the last dim; their gradients are summed, and each rank gets its piece.
+    """Join the ranks' shards of the last dim; their gradients are summed, and each rank gets its shard.
 
     Args:
-        input_: ``(..., n / t)``, this rank's piece.
+        input_: ``(..., n / t)``, this rank's shard.
         group: the ranks, which go on with different parts of the work.
 
     Returns:
@@ -238,7 +238,7 @@ def all_gather_last_dim_from_tensor_parallel_region(
 def reduce_scatter_last_dim_to_tensor_parallel_region(
     input_: Tensor, group: ProcessGroup | None = None
 ) -> Tensor:
-    """Sum the ranks' parts, of which each rank keeps its piece of the last dim; the gradient is gathered.
+    """Sum the ranks' parts, of which each rank keeps its shard of the last dim; the gradient is gathered.
 
     Args:
         input_: ``(..., n)``, this rank's part of the sum.
@@ -266,16 +266,16 @@ def all_to_all(
     output_split_sizes_: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Send a piece of the first dim to each rank, and join what comes back; gradients travel the other way.
+    """Send a shard of the first dim to each rank, and join what comes back; gradients travel the other way.
 
     Args:
         group: the ranks. It must be named.
-        input_: ``(n, ...)``: the piece for rank 0, then the one for rank 1, and so on.
-        output_split_sizes_: the lengths of what each rank sends here; equal pieces by default.
-        input_split_sizes: the lengths of the pieces to send; equal ones by default.
+        input_: ``(n, ...)``: the shard for rank 0, then the one for rank 1, and so on.
+        output_split_sizes_: the lengths of what each rank sends here; equal shards by default.
+        input_split_sizes: the lengths of the shards to send; equal ones by default.
 
     Returns:
-        The pieces received, in rank order.
+        The shards received, in rank order.
 
     Raises:
         ContractError: there is no group, the lengths are not one for each rank or do not add up to n, or by

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from namedmesh.tensor_parallel.collectives import Peers
+from namedmesh.tensor_parallel.collectives import RankGroup
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def peers_of(group: ProcessGroup | None, *, is_expert: bool = False) -> Peers:
+def peers_of(group: ProcessGroup | None, *, is_expert: bool = False) -> RankGroup:
     """The ranks of a group, or of the tensor-parallel group where none is named.
 
     Args:
@@ -20,13 +20,13 @@ def peers_of(group: ProcessGroup | None, *, is_expert: bool = False) -> Peers:
         is_expert: where none is named, take the tensor-parallel group of the expert layout.
 
     Returns:
-        The ranks; this process alone, where ``torch.distributed`` has not been initialised.
+        The ranks; this process alone, where ``torch.distributed`` has not been initialized.
 
     Raises:
-        ContractError: no group is named and model parallelism has not been initialised.
+        ContractError: no group is named and model parallelism has not been initialized.
 
     Example:
-        >>> peers_of(None).size    # plain python, nothing initialised
+        >>> peers_of(None).size    # plain python, nothing initialized
         1
     """
     if group is None and dist.is_initialized():
@@ -37,4 +37,4 @@ def peers_of(group: ProcessGroup | None, *, is_expert: bool = False) -> Peers:
             group = parallel_state.get_expert_tensor_parallel_group()
         else:
             group = parallel_state.get_tensor_model_parallel_group()
-    return Peers(group)
+    return RankGroup(group)

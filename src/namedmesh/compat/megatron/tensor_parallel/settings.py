@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from namedmesh.compat.errors import ContractRuntimeError
 from namedmesh.launch import default_group_device
-from namedmesh.tensor_parallel.layers import Initialiser, Recipe
+from namedmesh.tensor_parallel.layers import Initializer, Recipe
 
 ABSENT = {
     "gradient_accumulation_fusion": (
@@ -28,7 +28,7 @@ class Settings:
         params_dtype: of the parameters; torch's default dtype where nothing is said.
         use_cpu_initialization: draw the whole weight on every rank and cut it, so that the weights do not
             depend on the number of ranks. Otherwise so too, unless the ranks compute on an accelerator: there
-            each draws its own piece.
+            each draws its own shard.
         perform_initialization: fill the parameters at all.
         sequence_parallel: outside of the layers, activations are cut along their first dim.
         expert_model_parallel_size: more than 1 marks parameters of expert layers as not to be all-reduced
@@ -75,10 +75,10 @@ class Settings:
             raise ContractRuntimeError(*refused)
         return settings
 
-    def recipe(self, initialise: Initialiser, stride: int = 1) -> Recipe:
+    def recipe(self, initialize: Initializer, stride: int = 1) -> Recipe:
         """How a layer of these settings makes its parameters."""
         return Recipe(
-            initialise,
+            initialize,
             dtype=self.params_dtype,
             drawn_in=torch.float32,  # whatever the dtype is: the same numbers, rounded
             device=None if self.use_cpu_initialization else _accelerator(),

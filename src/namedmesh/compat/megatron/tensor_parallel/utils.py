@@ -33,7 +33,7 @@ __all__ = [
 def split_tensor_into_1d_equal_chunks(
     tensor: Tensor, new_buffer: bool = False, tp_group: ProcessGroup | None = None
 ) -> Tensor:
-    """This rank's piece of a tensor's numbers, in one dim.
+    """This rank's shard of a tensor's numbers, in one dim.
 
     Args:
         tensor: contiguous, the same on every rank.
@@ -55,15 +55,15 @@ def split_tensor_into_1d_equal_chunks(
     what = f"the number of elements of a tensor of shape {tuple(tensor.shape)}"
     check_blocks(tensor.numel(), peers.size, what=what)
     width = tensor.numel() // peers.size
-    piece = tensor.view(-1).narrow(0, peers.rank * width, width)
-    return piece.detach().clone() if new_buffer else piece
+    shard = tensor.view(-1).narrow(0, peers.rank * width, width)
+    return shard.detach().clone() if new_buffer else shard
 
 
 def gather_split_1d_tensor(tensor: Tensor, tp_group: ProcessGroup | None = None) -> Tensor:
-    """All ranks' pieces in one dim: the way back from :func:`split_tensor_into_1d_equal_chunks`.
+    """All ranks' shards in one dim: the way back from :func:`split_tensor_into_1d_equal_chunks`.
 
     Args:
-        tensor: this rank's piece, in one dim and as long as the others'.
+        tensor: this rank's shard, in one dim and as long as the others'.
         tp_group: the ranks; left out, the tensor-model-parallel group.
 
     Returns:
@@ -75,5 +75,5 @@ def gather_split_1d_tensor(tensor: Tensor, tp_group: ProcessGroup | None = None)
         tensor([1, 2])
     """
     peers = peers_of(tp_group)
-    piece = tensor.detach()
-    return piece.clone() if peers.size == 1 else all_gather(piece, peers, 0)
+    shard = tensor.detach()
+    return shard.clone() if peers.size == 1 else all_gather(shard, peers, 0)

@@ -11,12 +11,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from namedmesh.errors import listing
 from namedmesh.tensor_parallel.kv_heads import GROUPS, KeyValueParallel
-from namedmesh.tensor_parallel.setup import is_replicated, sharded_dim
+from namedmesh.tensor_parallel.module_setup import is_replicated, sharded_dim
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from namedmesh.tensor_parallel.entry import Entry
+    from namedmesh.tensor_parallel.plan_entry import Entry
 
 _QUERY_HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
@@ -126,7 +126,7 @@ def _misfit_counts(
 
 
 def sharded_features(entry: Entry) -> int | None:
-    """The features of a linear that each rank gets a piece of, and so of the heads; None if there are none."""
+    """The features of a linear that each rank gets a shard of, and so of the heads; None if there are none."""
     if not isinstance(entry.module, nn.Linear):
         return None
     # Features are the last dim of any activation: its number does not matter.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from namedmesh.errors import ShapeError
-from namedmesh.tensor_parallel.collectives import Peers
+from namedmesh.tensor_parallel.collectives import RankGroup
 
 if TYPE_CHECKING:
     import torch
@@ -35,10 +35,10 @@ class Setup:
     input_layout: Placement
     output_layout: Placement
     use_local_output: bool
-    peers: Peers = field(init=False, repr=False, compare=False)
+    peers: RankGroup = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "peers", Peers(self.mesh))
+        object.__setattr__(self, "peers", RankGroup(self.mesh))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Setup:
         # Immutable, and a process group cannot be copied.
@@ -54,14 +54,14 @@ class Setup:
         return DTensor.from_local(local, self.mesh, (self.output_layout,), run_check=False)
 
     def layout_of(self, value: Tensor) -> Placement | None:
-        """How an input is laid out; None if its pieces are none that explicit collectives can move."""
+        """How an input is laid out; None if its shards are none that explicit collectives can move."""
         if not isinstance(value, DTensor):
             return self.input_layout
         layout = value.placements[0]
         if value.device_mesh != self.mesh:
             return None
         dim = sharded_dim(layout, value.ndim)
-        # torch pads pieces of different lengths; a collective of its own may not get them.
+        # torch pads shards of different lengths; a collective of its own may not get them.
         return layout if dim is None or value.shape[dim] % self.peers.size == 0 else None
 
     def plain(self, value: Tensor) -> Tensor | None:
@@ -89,7 +89,7 @@ class Setup:
         if not same_layout(output.placements[0], self.output_layout, output.ndim):
             dim = sharded_dim(self.output_layout, output.ndim)
             if dim is not None:
-                check_cut(module, "the output", output.shape, dim, self.peers.size)
+                check_divides(module, "the output", output.shape, dim, self.peers.size)
             output = output.redistribute(placements=(self.output_layout,))
         if not self.use_local_output:
             return output
@@ -140,10 +140,10 @@ def name_of(module: torch.nn.Module) -> str:
     return getattr(module, NAME, None) or type(module).__name__
 
 
-def check_cut(module: torch.nn.Module, what: str, shape: torch.Size, dim: int, tp_size: int) -> None:
-    """Refuse to cut a dim into pieces of different lengths.
+def check_divides(module: torch.nn.Module, what: str, shape: torch.Size, dim: int, tp_size: int) -> None:
+    """Refuse to cut a dim into shards of different lengths.
 
-    A collective of unequal pieces ends the process from inside the backend, with no traceback; every rank
+    A collective of unequal shards ends the process from inside the backend, with no traceback; every rank
     sees the same global shape, so all of them raise.
 
     Raises:
@@ -155,5 +155,5 @@ def check_cut(module: torch.nn.Module, what: str, shape: torch.Size, dim: int, t
     longer = -(-length // tp_size) * tp_size
     raise ShapeError(
         f"{name_of(module)}: dim {dim} of {what}, of shape {tuple(shape)}, has length {length}, which cannot be cut "
-        f"into {tp_size} equal pieces (the tp size); pad it to {longer}, or to another multiple of {tp_size}"
+        f"into {tp_size} equal shards (the tp size); pad it to {longer}, or to another multiple of {tp_size}"
     )
