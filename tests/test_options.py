@@ -120,7 +120,8 @@ def test_without_a_name_the_accelerator_decides(monkeypatch: pytest.MonkeyPatch,
     assert normalized_backend(None) == {kind: dist.Backend.default_device_backend_map[kind]}
 
 
-KNOWN = "gloo, nccl, xccl, ucc, mpi, fake, or one for each type of device such as 'cpu:gloo,cuda:nccl'"
+# Tests before this one may have registered backends.
+KNOWN = "<known>, or one for each type of device such as 'cpu:gloo,cuda:nccl'"
 WRONG_BACKENDS: list[tuple[str, str]] = [
     (
         "ncll",
@@ -138,7 +139,8 @@ WRONG_BACKENDS: list[tuple[str, str]] = [
 def test_wrong_backends_are_refused(name: str, text: str) -> None:
     with pytest.raises(LayoutError) as caught:
         normalized_backend(name)
-    assert str(caught.value) == text
+    known = ", ".join(name for name in dist.Backend.backend_list if name != "undefined")
+    assert str(caught.value) == text.replace("<known>", known)
 
 
 MESSAGES: list[tuple[dict[str, Any], str]] = [

@@ -258,4 +258,4 @@ def test_torchrun_restarts_a_job_in_which_one_rank_never_came(tmp_path: Path) ->
         check=False,
         timeout=120,
     )
-    assert (run.returncode, run.stdout.split("\n")[:2]) == (0, ["sum 2.0"] * 2), run.stderr
+    assert (run.returncode, run.stdout.count("sum"), run.stdout.count("2.0")) == (0, 2, 2), run.stderr
