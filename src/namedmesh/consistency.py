@@ -62,7 +62,7 @@ class _Attempts:
     """
 
     def __init__(self) -> None:
-        self.reported: set[tuple[str, int]] = set()
+        self.reported: set[tuple[object, ...]] = set()
         self.scopes: list[range] = []
         self.alone = 0
 
@@ -197,10 +197,10 @@ class _Comparison:
         if not self.scope.check(["absence"]):
             return []
         absence = json.loads(self.scope.get("absence"))
-        attempt = (self.name, absence["attempt"])
-        if self.rank not in absence["ranks"] or attempt in self.attempts.reported or absence["time"] < _born:
+        attempts = {tuple(attempt) for attempt in absence["attempts"]}
+        if self.rank not in absence["ranks"] or attempts & self.attempts.reported or absence["time"] < _born:
             return []
-        self.attempts.reported.add(attempt)
+        self.attempts.reported |= attempts
         problems: list[str] = absence["problems"]
         return problems
 
@@ -212,15 +212,19 @@ class _Comparison:
             f"{self.timeout.total_seconds():g} s; every rank of the mesh must call it, so look at what those ranks did "
             "instead"
         )
-        self._fail(self.ranks, self.number, [problem], absent)
+        self._fail(self.ranks, self.number, problem, absent, [(self.name, self.number)])
 
-    def _fail(self, ranks: range, number: int, problems: list[str], absent: Sequence[int]) -> None:
-        """Write why an attempt failed, also for the ranks that come to it later."""
+    def _fail(
+        self, ranks: range, number: int, problem: str, absent: Sequence[int], attempts: list[tuple[str, int]]
+    ) -> None:
+        """Write why an attempt failed, also for the ranks that come to it later.
+
+        ``attempts`` are those that failed for the same reason: no rank needs to hear of it twice.
+        """
         scope = _scope(ranks)
-        record = {"attempt": number, "ranks": absent, "time": time.time(), "problems": problems}
-        scope.set("absence", json.dumps(record))
-        verdict = json.dumps({"readers": len(ranks) - len(absent), "problems": problems})
-        scope.set(f"{number}/verdict", verdict)
+        outcome = {"problems": [problem], "attempts": attempts}
+        scope.set("absence", json.dumps(outcome | {"ranks": absent, "time": time.time()}))
+        scope.set(f"{number}/verdict", json.dumps(outcome | {"readers": len(ranks) - len(absent)}))
 
     def _check_other_scopes(self) -> None:
         """Fail where a rank that this one waits for has come to a comparison of other ranks, and waits for this one.
@@ -254,12 +258,13 @@ class _Comparison:
             f"{_ranks(waiting)}, which waits for it in {call} of ranks {ranks.start} to {ranks.stop - 1}; give these "
             "ranks the same sizes, and let them make their meshes in the same order"
         )
-        self.attempts.reported.add((f"{ranks.start}-{ranks.stop}", number))
+        attempts = [(f"{ranks.start}-{ranks.stop}", number), (self.name, self.number)]
         arrived = [rank for rank in self.ranks if self.store.check([f"here/{rank}"])]
         for failed, attempt, present in ((ranks, number, here), (self.ranks, self.number, arrived)):
             if _scope(failed).add(f"{attempt}/concluded", 1) == 1:
                 _scope(failed).add("attempt", 1)
-                self._fail(failed, attempt, [problem], [rank for rank in failed if rank not in present])
+                absent = [rank for rank in failed if rank not in present]
+                self._fail(failed, attempt, problem, absent, attempts)
 
     def _exchange(self) -> str:
         """Put this rank's request in the store; the last rank to do so compares all of them."""
@@ -296,7 +301,7 @@ class _Comparison:
     def _read_problems(self, verdict: str) -> list[str]:
         """Read a verdict, and stay until all have: a rank that hosts the store takes it along when it ends."""
         outcome = json.loads(verdict)
-        self.attempts.reported.add((self.name, self.number))
+        self.attempts.reported |= {tuple(attempt) for attempt in outcome.get("attempts", ())}
         if self.store.add("read", 1) >= outcome["readers"]:
             self.store.set("all_read", "")
         _waited(self.store, "all_read", _VERDICT_TIMEOUT)
