@@ -156,10 +156,10 @@ class _Comparison:
 
     def problems(self) -> list[str]:
         """Take part, and return what is wrong; nothing if all ranks agree."""
-        missed = self._missed_failure()
+        self.number = self.scope.add("attempt", 0)
+        missed = self._missed_failure()  # after the number: a failure is recorded before the next attempt begins
         if missed:
             return missed
-        self.number = self.scope.add("attempt", 0)
         store = self.store = dist.PrefixStore(str(self.number), self.scope)
         text = json.dumps(self.request, sort_keys=True)
         digest = f"digest/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
@@ -169,6 +169,7 @@ class _Comparison:
         if store.add("arrived", 1) < len(self.ranks):
             self._check_other_scopes()
         elif self._conclude():
+            self.scope.add("attempt", 1)  # before anybody leaves this one
             store.set("verdict", "same" if store.add(digest, 0) == len(self.ranks) else "differ")
         if not _waited(store, "verdict", self.timeout) and self._conclude():
             self._report_absence()
@@ -186,11 +187,8 @@ class _Comparison:
         return []
 
     def _conclude(self) -> bool:
-        """Whether this rank is the one that writes the verdict; the attempt is over then."""
-        if self.store.add("concluded", 1) != 1:
-            return False
-        self.scope.add("attempt", 1)
-        return True
+        """Whether this rank is the one that writes the verdict."""
+        return self.store.add("concluded", 1) == 1
 
     def _missed_failure(self) -> list[str]:
         """The problems of the last failed attempt, if it failed because this rank did not come."""
@@ -223,7 +221,9 @@ class _Comparison:
         """
         scope = _scope(ranks)
         outcome = {"problems": [problem], "attempts": attempts}
+        # In this order: whoever comes to the next attempt finds why this one failed.
         scope.set("absence", json.dumps(outcome | {"ranks": absent, "time": time.time()}))
+        scope.add("attempt", 1)
         scope.set(f"{number}/verdict", json.dumps(outcome | {"readers": len(ranks) - len(absent)}))
 
     def _check_other_scopes(self) -> None:
@@ -262,7 +262,6 @@ class _Comparison:
         arrived = [rank for rank in self.ranks if self.store.check([f"here/{rank}"])]
         for failed, attempt, present in ((ranks, number, here), (self.ranks, self.number, arrived)):
             if _scope(failed).add(f"{attempt}/concluded", 1) == 1:
-                _scope(failed).add("attempt", 1)
                 absent = [rank for rank in failed if rank not in present]
                 self._fail(failed, attempt, problem, absent, attempts)
 
