@@ -17,6 +17,7 @@ from namedmesh import (
     Layout,
     LayoutError,
     NamedMesh,
+    _torch,
     consistency,
     lazy_group,
 )
@@ -118,7 +119,7 @@ def test_an_adopted_group_of_the_world_is_used_for_its_products() -> None:
 
 
 def test_no_group_is_left_when_a_later_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    create = lazy_group.new_group_among_members
+    create = _torch.new_group_among_members
     labels: list[str] = []
 
     def fails_at_tp(ranks: Any, **arguments: Any) -> Any:

@@ -157,7 +157,9 @@ class _Comparison:
     def problems(self) -> list[str]:
         """Take part, and return what is wrong; nothing if all ranks agree."""
         self.number = self.scope.add("attempt", 0)
-        missed = self._missed_failure()  # after the number: a failure is recorded before the next attempt begins
+        missed = (
+            self._missed_failure()
+        )  # after the number: a failure is recorded before the next attempt begins
         if missed:
             return missed
         store = self.store = dist.PrefixStore(str(self.number), self.scope)
@@ -253,10 +255,18 @@ class _Comparison:
         if not waiting:
             return
         call = scope.get(f"{number}/here/{waiting[0]}").decode()
+        sides = sorted(
+            [
+                (ranks.start, ranks.stop, call, waiting[0]),
+                (self.ranks.start, self.ranks.stop, self.call, self.rank),
+            ]
+        )
+        places = (
+            f"rank {rank} is in {name} of ranks {first} to {end - 1}" for first, end, name, rank in sides
+        )
         problem = (
-            f"rank {self.rank} is in {self.call} of ranks {self.ranks.start} to {self.ranks.stop - 1}, and waits there for "
-            f"{_ranks(waiting)}, which waits for it in {call} of ranks {ranks.start} to {ranks.stop - 1}; give these "
-            "ranks the same sizes, and let them make their meshes in the same order"
+            f"{' and '.join(places)}, and each waits for the other; give these ranks the same sizes, and let them make their "
+            "meshes in the same order"
         )
         attempts = [(f"{ranks.start}-{ranks.stop}", number), (self.name, self.number)]
         arrived = [rank for rank in self.ranks if self.store.check([f"here/{rank}"])]
