@@ -2,7 +2,8 @@
 
     python benchmarks/init_mesh.py [--rounds N] [--forks N] [--only gloo|fake]
 
-At 64 forked gloo ranks and at 16,384 ranks of the fake backend; ``making.py`` says what is measured.
+At 64 forked gloo ranks and at 16,384 ranks of the fake backend, and ours alone in larger worlds; ``making.py`` says
+what is measured.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 GLOO_RANKS = 64
 FAKE_RANKS = 16_384
+WORLDS = (16_384, 131_072, 1_048_576)
 # Axis sizes, slowest first; one is whatever is left.
 GLOO_MESHES = ({"pp": 2, "dp": -1, "cp": 2, "tp": 2}, {"pp": 1, "dp": -1, "cp": 1, "tp": 2})
 FAKE_MESHES = ({"pp": 8, "dp": -1, "cp": 2, "tp": 8}, {"pp": 1, "dp": -1, "cp": 1, "tp": 8})
@@ -77,6 +79,13 @@ def main() -> None:
             layout = namedmesh.Layout(**sizes, world_size=FAKE_RANKS)
             rounds = arguments.rounds * arguments.forks
             making.show(layout, *making.on_fake(CONTESTANTS, layout, FAKE_RANKS, rounds))
+        for sizes in FAKE_MESHES:
+            measured = {}
+            for world_size in WORLDS:
+                layout = namedmesh.Layout(**sizes, world_size=world_size)
+                seconds, last = making.on_fake({"namedmesh": ours}, layout, world_size, arguments.rounds)
+                measured[world_size] = seconds["namedmesh"], last["namedmesh"]
+            making.show_sizes(f"namedmesh alone, {sizes}; medians of {arguments.rounds} rounds", measured)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ranks import fake_world, run_ranks
 from torch.distributed import distributed_c10d as c10d
 
-from namedmesh import launch
+from namedmesh import launch, lazy_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -33,7 +33,7 @@ class Turn(NamedTuple):
     start: float
     end: float
     processor: float  # seconds between the two that this process was at work
-    calls: int  # of new_group and split_group
+    calls: int  # that create a group: of new_group, split_group, or ours for members only
     held: int  # communicators that the rank holds for it, beside the default group
 
 
@@ -72,7 +72,7 @@ def _held() -> int:
 
 @contextmanager
 def _counted() -> Iterator[list[str]]:
-    """The calls that make a group, on this rank; every public spelling of them ends in one of these."""
+    """The calls that create a group, on this rank; every public spelling of torch's ends in one of the first two."""
     calls: list[str] = []
 
     def counting(function: Callable[..., object]) -> Callable[..., object]:
@@ -82,14 +82,15 @@ def _counted() -> Iterator[list[str]]:
 
         return counted
 
-    originals = {name: getattr(c10d, name) for name in ("_new_group_with_tag", "split_group")}
-    for name, function in originals.items():
-        setattr(c10d, name, counting(function))
+    places = ((c10d, "_new_group_with_tag"), (c10d, "split_group"), (lazy_group, "new_group_among_members"))
+    originals = [(module, name, getattr(module, name)) for module, name in places]
+    for module, name, function in originals:
+        setattr(module, name, counting(function))
     try:
         yield calls
     finally:
-        for name, function in originals.items():
-            setattr(c10d, name, function)
+        for module, name, function in originals:
+            setattr(module, name, function)
 
 
 def on_gloo(
@@ -131,3 +132,13 @@ def show(
         print(paired.row([name, statistics.median(measured) * 1e3, counts.calls, counts.held], widths))
     held = [counts.held for counts in last.values()]
     print(paired.row(["ratio", paired.ratio(mine, theirs), "", held[0] / held[1]], widths))
+
+
+def show_sizes(title: str, measured: Mapping[int, tuple[list[float], Turn]]) -> None:
+    """One table of one contestant: a row for each size of the world."""
+    widths = [18, 10, 12, 8]
+    print(f"\n{title}")
+    print(paired.row(["ranks", "ms", "group calls", "held"], widths))
+    for world_size, (seconds, last) in measured.items():
+        median = statistics.median(seconds) * 1e3
+        print(paired.row([f"{world_size:,}", median, last.calls, last.held], widths))

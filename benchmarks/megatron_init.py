@@ -2,8 +2,8 @@
 
     python benchmarks/megatron_init.py [--rounds N] [--forks N] [--only gloo|fake]
 
-At 64 forked gloo ranks and at 16,384 ranks of the fake backend; ``making.py`` says what is measured. Needs
-megatron-core (extra "oracles").
+At 64 forked gloo ranks and at 16,384 ranks of the fake backend, and ours alone in larger worlds; ``making.py`` says
+what is measured. Needs megatron-core (extra "oracles").
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 GLOO_RANKS = 64
 FAKE_RANKS = 16_384
+WORLDS = (16_384, 131_072, 1_048_576)
 GLOO_SIZES = {
     "tensor_model_parallel_size": 2,
     "context_parallel_size": 2,
@@ -93,6 +94,11 @@ def main() -> None:
         what = FAKE_SIZES | NO_TWINS
         told = making.on_fake(CONTESTANTS, what, FAKE_RANKS, arguments.rounds * arguments.forks)
         making.show(f"{FAKE_RANKS:,} ranks of the fake backend, {_words(what)}", *told)
+        measured = {}
+        for world_size in WORLDS:
+            seconds, last = making.on_fake({"namedmesh": dialect}, what, world_size, arguments.rounds)
+            measured[world_size] = seconds["namedmesh"], last["namedmesh"]
+        making.show_sizes(f"namedmesh alone, {_words(what)}; medians of {arguments.rounds} rounds", measured)
 
 
 def _words(arguments: dict[str, Any]) -> str:
