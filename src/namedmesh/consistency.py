@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from namedmesh._torch import default_store, default_timeout, state_of_default_group
 from namedmesh.errors import AgreementError, NamedMeshError, listing
+from namedmesh.rendezvous import key_appeared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -173,9 +174,9 @@ class _Comparison:
         elif self._conclude():
             self.scope.add("attempt", 1)  # before anybody leaves this one
             store.set("verdict", "same" if store.add(digest, 0) == len(self.ranks) else "differ")
-        if not _waited(store, "verdict", self.timeout) and self._conclude():
+        if not key_appeared(store, "verdict", self.timeout) and self._conclude():
             self._report_absence()
-        if not _waited(store, "verdict", _VERDICT_TIMEOUT):
+        if not key_appeared(store, "verdict", _VERDICT_TIMEOUT):
             return [f"{self.call} failed on some ranks, and they ended before they could say why"]
         verdict = store.get("verdict").decode()
         if verdict == "differ":
@@ -286,7 +287,7 @@ class _Comparison:
             store.set("problems", text)
             for other in self.ranks:
                 store.delete_key(f"request/{other}")
-        if not _waited(store, "problems", _VERDICT_TIMEOUT):
+        if not key_appeared(store, "problems", _VERDICT_TIMEOUT):
             problems = [
                 f"the ranks do not agree on {self.call}, and some ended before they could say on what"
             ]
@@ -313,7 +314,7 @@ class _Comparison:
         self.attempts.reported |= {tuple(attempt) for attempt in outcome.get("attempts", ())}
         if self.store.add("read", 1) >= outcome["readers"]:
             self.store.set("all_read", "")
-        _waited(self.store, "all_read", _VERDICT_TIMEOUT)
+        key_appeared(self.store, "all_read", _VERDICT_TIMEOUT)
         problems: list[str] = outcome["problems"]
         return problems
 
@@ -326,17 +327,6 @@ def _scope(ranks: range) -> dist.Store:
 def _ranks(ranks: Sequence[int]) -> str:
     """Some ranks in a sentence."""
     return f"rank{'s' * (len(ranks) != 1)} {listing(ranks)}"
-
-
-def _waited(store: dist.Store, key: str, timeout: timedelta) -> bool:
-    """Whether a key appeared in time. A FileStore tells of it by a plain RuntimeError."""
-    try:
-        store.wait([key], timeout)
-    except dist.DistNetworkError:
-        raise
-    except RuntimeError:
-        return False
-    return True
 
 
 def _differences(requests: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list[str]:

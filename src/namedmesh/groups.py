@@ -154,7 +154,7 @@ class GroupPool:
                 Communicator(label, tuple(dist.get_process_group_ranks(group)), group, owned=False)
                 for label, group in self._borrowed.values()
             ),
-            *(Communicator(lazy.label, lazy.ranks, group, lazy.owned) for lazy, group in created if group),
+            *(Communicator(lazy.label, lazy.ranks, group, owned=True) for lazy, group in created if group),
         ]
 
     def check_consistency(

@@ -35,7 +35,6 @@ class LazyGroup:
 
     Attributes:
         users: how many meshes use it; the last one destroys it.
-        owned: whether it is destroyed at all, or belongs to somebody else.
     """
 
     def __init__(  # noqa: PLR0917  one call
@@ -50,7 +49,6 @@ class LazyGroup:
     ) -> None:
         self.ranks, self.label, self.token, self.name = ranks, label, token, name
         self.users = 0
-        self.owned = True
         self._rank, self._arguments, self._lock = rank, arguments, lock
         self._group: dist.ProcessGroup | None = None
         self._ended = False
@@ -99,15 +97,15 @@ class LazyGroup:
         )
         return self._group
 
-    def create_with(self, create: Callable[[], dist.ProcessGroup], *, owned: bool = True) -> None:
+    def create_with(self, create: Callable[[], dist.ProcessGroup]) -> None:
         """Take a group that another function creates, or that exists."""
-        self._group, self.owned = create(), owned
+        self._group = create()
 
     def destroy(self) -> bool:
-        """Destroy the group if it was created and is owned; returns whether it was. Its name is free again."""
+        """Destroy the group if it was created; returns whether it was. Its name is free again."""
         group, self._ended = self.created, True
         self._group = None
-        if group is None or not self.owned:
+        if group is None:
             return False
         destroy_group(group, f"namedmesh/groups/{self.token}")
         return True

@@ -20,7 +20,7 @@ from namedmesh.errors import AgreementError, LaunchError, listing
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["hosts_store", "open_store", "wait_for_ranks"]
+__all__ = ["hosts_store", "key_appeared", "open_store", "wait_for_ranks"]
 
 # The outcomes of an attempt; after the last one follow a colon and the reason.
 _COMPLETE, _REPLACED, _FAILED = "complete", "replaced", "failed in restart "
@@ -170,15 +170,15 @@ class _Attempts:
         counted twice as arrived, but the process that is gone does not confirm.
         """
         keys, here = self.current, [f"{self.number}", f"{self.number} confirmed"]
-        if _waited(keys, "all_arrived", self.timeout):
+        if key_appeared(keys, "all_arrived", self.timeout):
             here = here[1:]
             self.shared.set(f"rank/{self.rank}", here[0])
             if keys.add("confirmed", 1) == self.world_size:
                 self._conclude(keys, _COMPLETE)
-            if _waited(keys, "outcome", self.timeout):
+            if key_appeared(keys, "outcome", self.timeout):
                 return keys.get("outcome").decode()
         if keys.add("late", 1) > 1:  # another rank looks for the absent ones
-            _waited(keys, "outcome", _OUTCOME_TIMEOUT)
+            key_appeared(keys, "outcome", _OUTCOME_TIMEOUT)
             return self.fail(f"some ranks of 0 to {self.world_size - 1} did not call {self.call} in time")
         absent = [rank for rank in range(self.world_size) if self._last_of(rank) not in here]
         who = "rank " + listing(absent) if len(absent) == 1 else "ranks " + listing(absent)
@@ -196,7 +196,7 @@ class _Attempts:
         with suppress(dist.DistNetworkError):  # the host may be gone already
             self.current.set(f"read/{self.current.add('read', 1)}", "")
         if is_host:
-            _waited(self.current, f"read/{readers or self.current.add('arrived', 0)}", _OUTCOME_TIMEOUT)
+            key_appeared(self.current, f"read/{readers or self.current.add('arrived', 0)}", _OUTCOME_TIMEOUT)
             _store_of_failure[:] = [self.store]
 
     def _enter(self, number: int) -> int:
@@ -226,7 +226,7 @@ class _Attempts:
         return first
 
 
-def _waited(store: dist.Store, key: str, timeout: timedelta) -> bool:
+def key_appeared(store: dist.Store, key: str, timeout: timedelta) -> bool:
     """Whether a key appeared in time. A FileStore reports it as a plain RuntimeError."""
     try:
         store.wait([key], timeout)
