@@ -112,7 +112,7 @@ def default_store() -> dist.Store:
 
 
 def default_timeout() -> timedelta | None:
-    """The timeout of the default group, or None where its backend does not tell (the fake one)."""
+    """The timeout of the default group, or None where its backend has none (the fake one)."""
     group = dist.group.WORLD
     if group is None:
         return None
@@ -380,7 +380,7 @@ def _flattened_in_table(root: Any, axes: tuple[str, ...], name: str, group: dist
 
 
 def forget(root: Any) -> None:
-    """Let go of a root mesh and its slices, so that what somebody still holds of them keeps no group alive."""
+    """Drop the groups of a root mesh and its slices, so that a reference to one of them keeps no group alive."""
     getattr(root, "_pg_registry", {}).clear()
     if _MESHES_KNOW_THEIR_ROOT:
         return

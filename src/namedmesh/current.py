@@ -46,7 +46,7 @@ _alive: list[Mesh] = []
 # Process-wide rather than per thread: autograd runs backward functions in threads of its own, and code in
 # them must see the mesh that was selected around the training step.
 _selected: list[Mesh] = []
-# The dialects: their accessors are too fast to ask here each time, so they are told of every change.
+# The dialects: their accessors are too fast to ask here each time, so they are notified of every change.
 _watchers: list[Callable[[Any], None]] = []
 
 
@@ -118,7 +118,7 @@ def check_told_apart(
 
 
 def watch(changed: Callable[[Any], None]) -> None:
-    """Have a dialect told whenever a mesh is selected, deselected or closed; with the mesh if it was closed."""
+    """Call ``changed`` whenever a mesh is selected, deselected or closed; with the mesh if it was closed."""
     _watchers.append(changed)
 
 
@@ -132,13 +132,13 @@ def unregister(mesh: Mesh, *, deselect: bool = False) -> None:
     _alive[:] = [other for other in _alive if other is not mesh]
     if deselect:
         _selected[:] = [other for other in _selected if other is not mesh]
-    _tell(closed=mesh)
+    _notify(closed=mesh)
 
 
 def select(mesh: Mesh) -> None:
     """Make a mesh the current one, until :func:`deselect`."""
     _selected.append(mesh)
-    _tell()
+    _notify()
 
 
 def deselect(mesh: Mesh) -> None:
@@ -146,10 +146,10 @@ def deselect(mesh: Mesh) -> None:
     for i in reversed(range(len(_selected))):
         if _selected[i] is mesh:
             del _selected[i]
-            _tell()
+            _notify()
             return
 
 
-def _tell(closed: Mesh | None = None) -> None:
+def _notify(closed: Mesh | None = None) -> None:
     for changed in _watchers:
         changed(closed)

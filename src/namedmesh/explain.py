@@ -31,13 +31,13 @@ def explain_rank(layouts: Mapping[str, Layout], rank: int) -> str:
           tp: 1 of 2, with ranks 4, 5
     """
     lines: list[str] = []
-    told: set[str] = set()
+    explained: set[str] = set()
     for name, layout in layouts.items():
         lines.append(f"rank {rank} of {layout}" if name == "mesh" else f"in view {name!r}, {layout}")
         for axis, at in layout.coords(rank).items():
-            if axis not in told:
+            if axis not in explained:
                 lines.append(_on_axis(layout, rank, axis, at))
-        told.update(layout)
+        explained.update(layout)
     return "\n".join(lines)
 
 

@@ -22,7 +22,6 @@ from namedmesh._torch import (
     default_timeout_is_torchs,
     forget_group_caches,
     group_name,
-    is_registered,
     state_of_default_group,
 )
 from namedmesh.consistency import Held, check_consistency
@@ -378,7 +377,7 @@ class GroupPool:
         self.registry.release(used.values())
 
     def end(self) -> None:
-        """Let go of every group. Without :meth:`close`, they are destroyed already."""
+        """Drop every reference to groups. Without :meth:`close`, they are destroyed already."""
         self._groups.clear()
         self._borrowed.clear()
         self._partitions.clear()
@@ -398,15 +397,11 @@ class GroupPool:
             shared = self._key(ranks, options, f"{label} {self.token}")
             with self.registry.lock:
                 lazy = self.registry.groups.get(shared)
-                if lazy is None or (lazy.created is None and self._was_destroyed(lazy)):
+                if lazy is None or lazy.destroyed_by_hand:
                     lazy = self.registry.groups[shared] = self._lazy(ranks, shared, label, options)
                 lazy.users += 1
             self._groups[key] = lazy
         return self._groups[key]
-
-    def _was_destroyed(self, lazy: LazyGroup) -> bool:
-        """Whether somebody destroyed a group that was created."""
-        return lazy._group is not None and not is_registered(lazy._group)  # noqa: SLF001  the other half of it
 
     def _lazy(self, ranks: tuple[int, ...], identity: object, label: str, options: GroupOptions) -> LazyGroup:
         arguments = self._arguments(options, label)
@@ -481,11 +476,9 @@ class GroupPool:
         """Which group over ``axes`` this rank holds already, through whichever mesh."""
         ranks = layout.group(self.rank, *axes)
         lazy = self.registry.groups.get(self._key(ranks, options, ""))
-        shared = len(ranks) > 1 and self._shares(options) and lazy is not None
-        alive = shared and lazy is not None and not self._was_destroyed(lazy)
-        return Held(
-            " x ".join(axes), lazy.token if alive and lazy is not None else "", lambda: layout.groups(*axes)
-        )
+        shared = len(ranks) > 1 and self._shares(options)
+        token = lazy.token if shared and lazy is not None and not lazy.destroyed_by_hand else ""
+        return Held(" x ".join(axes), token, lambda: layout.groups(*axes))
 
     def _arguments(self, options: GroupOptions, label: str) -> dict[str, Any]:
         backend, timeout = self._resolved(options)
@@ -510,14 +503,14 @@ class GroupPool:
         backend = (options.backend or self.defaults.backend or registry.default_backend).lower()
         timeout = options.timeout or self.defaults.timeout or registry.default_timeout
         if registry.default_backend == "fake":
-            timeout = None  # nothing waits there, and its groups do not tell one
+            timeout = None  # nothing waits there, and its groups have none
         return backend, timeout
 
     def _shares(self, options: GroupOptions) -> bool:
         return self.share and options.share
 
     def _key(self, ranks: tuple[int, ...], options: GroupOptions, label: str) -> object:
-        """What tells a group from others: its ranks and options, and its label where it is not shared."""
+        """What distinguishes a group from others: its ranks and options, and its label where it is not shared."""
         if len(ranks) == 1:
             return ranks
         key = self._shared_key(ranks, options)

@@ -125,7 +125,7 @@ def _init_mesh(
     share: bool,
 ) -> NamedMesh:
     rank, world = dist.get_rank(), dist.get_world_size()
-    # Of a part whose ranks are wrong, there is nobody to tell but the ranks that it names.
+    # Where the ranks of a part are wrong, only the ranks that it names can be notified.
     ranks = _part_ranks(request, world) if request.part else range(world)
     waiting = timeout if isinstance(timeout, timedelta) else None
     with report_failure("init_mesh", ranks, waiting) if rank in ranks else nullcontext():
@@ -189,7 +189,7 @@ def create_mesh(
 
 
 def _part_ranks(request: _Request, world: int) -> range:
-    """The ranks that a part is meant to have, as far as the request tells."""
+    """The ranks of a part, as far as the request determines them."""
     start = request.rank_offset if request.layout is None else request.layout.rank_offset
     if request.layout is not None:
         size = request.layout.world_size

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["check_environment", "default_group_device", "init", "local_device"]
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# How long a rank that cannot go on tries to reach the others, to tell them.
+# How long a rank that cannot go on tries to reach the others, to report why.
 _MISTAKE_TIMEOUT = timedelta(seconds=60)
 # What narrows the devices that a process sees, per kind of device.
 _VISIBILITY = {
@@ -94,7 +94,7 @@ def init(
         backend = backend or dist.get_default_backend_for_device(chosen)
         normalized_backend(backend)
     except NamedMeshError as error:
-        with suppress(NamedMeshError):  # there may be nobody to tell
+        with suppress(NamedMeshError):  # there may be nobody to notify
             _store_of_all(call, rank, world_size, _MISTAKE_TIMEOUT, mistake=str(error))
         raise
     if chosen.type != "cpu":
@@ -114,7 +114,7 @@ def init(
 def _store_of_all(
     call: str, rank: int, world_size: int, timeout: timedelta, mistake: str | None = None
 ) -> dist.Store:
-    """A store for the default group, once all ranks have called; with a mistake, the other ranks are told of it."""
+    """A store for the default group, once all ranks have called; a mistake is reported to the other ranks."""
     if world_size == 1:
         return dist.HashStore()
     return wait_for_ranks(
@@ -130,7 +130,7 @@ def _store_of_all(
 
 
 def _rank_and_world_size(environment: Mapping[str, str]) -> tuple[int, int]:
-    """This process's place in the job; that of one alone, where nothing is said about it."""
+    """This process's place in the job; that of one alone, where no launcher set one."""
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return 0, 1
     check_environment(environment)

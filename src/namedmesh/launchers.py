@@ -1,4 +1,4 @@
-"""What SLURM, Open MPI, MPICH and PALS tell a process about its job, as the variables that torchrun sets.
+"""What SLURM, Open MPI, MPICH and PALS set for a process, as the variables that torchrun sets.
 
 Each of them gives a process its rank in variables of its own, but none gives the address at which the ranks
 meet: that is the first host of the job, and a port that follows from the job's id.
@@ -22,7 +22,7 @@ __all__ = ["first_host", "int_variable", "torchrun_variables"]
 _DEFAULT_PORT = 29500
 # The shells that SLURM starts for an allocation have step ids from here on: they are no tasks of a parallel step.
 _FIRST_STEP_OF_A_SHELL = 0xFFFFFFF0
-# What tells apart two jobs that may share a machine, the narrowest first.
+# What distinguishes two jobs that may share a machine, the narrowest first.
 _JOB_IDS = (
     "PALS_APID",
     "PMIX_NAMESPACE",
@@ -112,7 +112,7 @@ class _Place:
 
 
 def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun would have set for this process, as far as another launcher tells it and it is not set yet.
+    """What torchrun would have set for this process, as far as another launcher has it and it is not set yet.
 
     Variables of torchrun that are set take precedence. Nothing is returned for a process that no launcher
     started, such as a shell inside an allocation, or for one that it started alone.
@@ -143,8 +143,8 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
     for other in places[1:]:
         place = place.completed(other)
     given = {name: int_variable(environment, name) for name in ("RANK", "WORLD_SIZE")}
-    told = {"RANK": place.rank, "WORLD_SIZE": place.size}
-    if None not in given.values() and given != told:
+    from_launcher = {"RANK": place.rank, "WORLD_SIZE": place.size}
+    if None not in given.values() and given != from_launcher:
         return {}  # started by something else within: torchrun, or a test
     size = place.size if place.size is not None else given["WORLD_SIZE"]
     if size == 1 and given["WORLD_SIZE"] in (None, 1):
@@ -237,9 +237,9 @@ def _check(
     launcher, problems = place.launcher, []
     sizes = launcher.size or ("PMI_SIZE",)
     where = next((name for name in sizes if name in environment), sizes[0])
-    for name, told in (("RANK", place.rank), ("WORLD_SIZE", place.size)):
-        if None not in (given[name], told) and given[name] != told:
-            problems.append(f"{name} is {given[name]}, but {launcher.name} says {told}; unset {name}")
+    for name, value in (("RANK", place.rank), ("WORLD_SIZE", place.size)):
+        if None not in (given[name], value) and given[name] != value:
+            problems.append(f"{name} is {given[name]}, but {launcher.name} says {value}; unset {name}")
     if place.rank is None:
         problems.append(
             f"{where} is {size}, but {launcher.rank[0]} is not set; start the script with {launcher.command}, or "

@@ -68,6 +68,11 @@ class LazyGroup:
         return group if group is not None and is_registered(group) else None
 
     @property
+    def destroyed_by_hand(self) -> bool:
+        """Whether the group was created, and somebody else destroyed it."""
+        return self._group is not None and not is_registered(self._group)
+
+    @property
     def connects_later(self) -> bool:
         """Whether the group may be created without blocking on its other members."""
         return connects_without_blocking(self._arguments["backend"])
@@ -111,5 +116,5 @@ class LazyGroup:
         return True
 
     def end(self) -> None:
-        """Let go of the group, which torch has destroyed with the default group."""
+        """Drop the reference to the group, which torch destroys with the default group."""
         self._group, self._ended = None, True

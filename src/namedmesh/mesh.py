@@ -350,7 +350,7 @@ class NamedMesh:
         self.pool.close()
 
     def _end_with_default_group(self) -> None:
-        """Let go of every group, because torch is destroying the default group."""
+        """Drop every reference to groups: torch is destroying the default group."""
         self._end("ended with the default process group, which was destroyed")
         current.unregister(self, deselect=True)
 

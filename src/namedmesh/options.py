@@ -1,4 +1,4 @@
-"""What a process group can be told: backend, timeout, NCCL settings, a gloo twin; per axis, or for all."""
+"""The options of process groups: backend, timeout, NCCL settings, a gloo group beside; per axis, or for all."""
 
 from __future__ import annotations
 
@@ -149,12 +149,12 @@ class GroupOptions:
 
     def __repr__(self) -> str:
         """Only what was set: the text is compared between ranks and shown in messages."""
-        said = [
+        options = [
             f"{field.name}={getattr(self, field.name)!r}"
             for field in fields(self)
             if getattr(self, field.name) != field.default
         ]
-        return f"GroupOptions({', '.join(said)})"
+        return f"GroupOptions({', '.join(options)})"
 
 
 def _read(path: str | Path) -> str:

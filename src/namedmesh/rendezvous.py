@@ -92,7 +92,7 @@ def wait_for_ranks(
         timeout: how long to wait for the others.
         is_host: whether the store ends with this process, which then waits until the others know of a failure.
         restart: how often the job was restarted over this store; no colon.
-        mistake: why this rank cannot go on; the others are told, and this one returns.
+        mistake: why this rank cannot go on; it is reported to the others, and this one returns.
 
     Returns:
         A part of the store that nothing has written to, the same on every rank; after each call another.

@@ -167,7 +167,7 @@ def _rounds(tensor: torch.Tensor, group: Group, device: torch.device, count: int
 
 
 def _local_times(device: torch.device) -> Iterator[float]:
-    """Time a matrix product that needs no other rank: it tells a slow rank from a slow link."""
+    """Time a matrix product that needs no other rank: it distinguishes a slow rank from a slow link."""
     size = 256 if device.type == "cpu" else 4096
     matrix = torch.full((size, size), 1 / size, device=device)
     for number in range(_WARM + _LOCAL_ROUNDS):
