@@ -1,18 +1,20 @@
-"""How jobs end: forked ranks that come to the interpreter's normal exit with groups in every state.
+"""How jobs end: ranks that come to the interpreter's normal exit with groups in every state.
 
-    python benchmarks/exits.py [--runs N] [--ranks N] [--case NAME ...]
+    python benchmarks/exits.py [--runs N] [--processes]
 
 A reference to a process group that outlives the default group lets the threads behind it outlive the interpreter,
-which then aborts: not always, so a case is run many times. "control" is plain torch that keeps such a reference;
-where it never aborts, the figures of the others say little.
+which then aborts: not always, so there are many runs. Each run is one job, in which every rank ends in another way.
+"control" is torch alone with such a reference; where it never aborts, the figures of the others say little. That is
+so in forked ranks, which are cheap; ``--processes`` starts an interpreter for each rank.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
-import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import paired  # noqa: F401  finds the tests' models
@@ -45,10 +47,9 @@ def _mesh() -> namedmesh.NamedMesh:
 
 
 def control() -> None:
-    """Plain torch: a reference to the default group that outlives it."""
-    dist.init_process_group("gloo")
+    """A reference to the default group that outlives it, whatever namedmesh does."""
+    _mesh()
     kept["world"] = dist.group.WORLD
-    dist.all_reduce(torch.ones(4))
     dist.destroy_process_group()
 
 
@@ -103,13 +104,12 @@ def model_kept() -> None:
     """A tensor-parallel model and its optimizer live until the interpreter clears the globals."""
     mesh = _mesh()
     del kept["group"]
-    net = tiny.model()
     plan = {
         "*.up": namedmesh.tensor_parallel.ColwiseParallel(),
         "*.down": namedmesh.tensor_parallel.RowwiseParallel(),
     }
-    kept["model"] = parallelize(net, mesh["tp"], plan)
-    tiny.losses(net, tiny.batch(4), steps=1)
+    kept["model"] = parallelize(tiny.model(), mesh["tp"], plan, src_data_rank=None)
+    kept["optimizer"] = torch.optim.AdamW(kept["model"].parameters())
     dist.destroy_process_group()
 
 
@@ -128,29 +128,38 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
-def exit_codes(case: Callable[[], None], ranks: int) -> list[int]:
-    """Fork the ranks; each runs the case, and leaves by ``sys.exit``. Negative codes are signals."""
+RANKS = len(CASES)
+
+
+def _environment(rank: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the parent hosts the store
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def forked(cases: list[str]) -> list[int]:
+    """Fork the ranks; each runs its case, and leaves by ``sys.exit``. Negative exit codes are signals."""
     pids: list[int] = []
     channels: list[int] = []
-    for rank in range(ranks):
+    for rank, case in enumerate(cases):
         ours, theirs = os.pipe()
         pid = os.fork()
         if pid == 0:
             for channel in (*channels, theirs):
                 os.close(channel)
-            os.environ.update(
-                RANK=str(rank),
-                LOCAL_RANK=str(rank),
-                WORLD_SIZE=str(ranks),
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=os.read(ours, 16).decode(),
-                TORCHELASTIC_USE_AGENT_STORE="True",  # the parent hosts the store
-            )
-            case()
+            os.environ.update(_environment(rank, int(os.read(ours, 16))))
+            CASES[case]()
             sys.exit(0)
         os.close(ours)
         pids.append(pid)
         channels.append(theirs)
+    # The store has threads, so it comes after the forks, which wait for its port.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for channel in channels:
         os.write(channel, str(store.port).encode())
@@ -158,24 +167,46 @@ def exit_codes(case: Callable[[], None], ranks: int) -> list[int]:
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
+def started(cases: list[str]) -> list[int]:
+    """Start an interpreter for each rank; one that does not end in time counts as failed."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--case", case], env=os.environ | _environment(rank, store.port)
+        )
+        for rank, case in enumerate(cases)
+    ]
+    codes = []
+    for rank in ranks:
+        try:
+            codes.append(rank.wait(300))
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()
+            codes.append(1)
+    return codes
+
+
 def main() -> None:
     """Print one line for each case."""
     parser = argparse.ArgumentParser(description="How jobs end.")
     parser.add_argument("--runs", type=int, default=100, help="how often each case is run")
-    parser.add_argument("--ranks", type=int, default=8, help="how many ranks, an even number")
-    parser.add_argument("--case", choices=CASES, nargs="+", default=list(CASES), help="leave the others out")
+    parser.add_argument("--processes", action="store_true", help="start an interpreter for each rank")
+    parser.add_argument("--case", choices=CASES, help="be one rank that ends in this way")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    for name in arguments.case:
-        start = time.monotonic()
-        failed = [
-            codes for _ in range(arguments.runs) if any(codes := exit_codes(CASES[name], arguments.ranks))
-        ]
-        seconds = (time.monotonic() - start) / arguments.runs
-        print(
-            f"{name}: {len(failed)} of {arguments.runs} failed {failed[:3]} ({seconds:.1f} s a run)",
-            flush=True,
-        )
+    if arguments.case:
+        CASES[arguments.case]()
+        return
+    names, failed = list(CASES), Counter[str]()
+    for run in range(arguments.runs):
+        cases = [names[(rank + run) % RANKS] for rank in range(RANKS)]
+        codes = (started if arguments.processes else forked)(cases)
+        failed.update(case for case, code in zip(cases, codes, strict=True) if code)
+        if any(codes):
+            print(f"run {run}: {dict(zip(cases, codes, strict=True))}", flush=True)
+    for name in names:
+        print(f"{name}: {failed[name]} of {arguments.runs} failed", flush=True)
 
 
 if __name__ == "__main__":

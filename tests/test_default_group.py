@@ -168,21 +168,11 @@ def test_a_dry_run_on_one_rank_changes_nothing() -> None:
     assert run_ranks(4, _dry_run_first, init=False) == [1.0, 1.0, 5.0, 5.0]
 
 
-CASES = (
-    "dialect_destroyed",
-    "closed",
-    "not_closed",
-    "nothing_closed",
-    "closed_twice",
-    "wrong_order",
-    "model_kept",
-)
-
-
 def test_every_way_to_end_is_a_clean_exit() -> None:
-    """Two runs of each; ``benchmarks/exits.py`` is for many."""
-    command = [sys.executable, "benchmarks/exits.py", "--runs", "2", "--ranks", "4", "--case", *CASES]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
-    assert [line.partition(" failed")[0] for line in done.stdout.splitlines()] == [
-        f"{case}: 0 of 2" for case in CASES
-    ], done.stdout + done.stderr
+    """One run, in which each rank ends in another way; ``benchmarks/exits.py`` is for many."""
+    command = [sys.executable, "benchmarks/exits.py", "--runs", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    ends = dict(line.split(": ") for line in done.stdout.splitlines() if " of 1 failed" in line)
+    ends.pop("control")
+    assert len(ends) == 7, done.stdout + done.stderr
+    assert set(ends.values()) == {"0 of 1 failed"}, done.stdout + done.stderr
