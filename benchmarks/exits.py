@@ -171,7 +171,7 @@ def started(cases: list[str]) -> list[int]:
     """Start an interpreter for each rank; one that does not end in time counts as failed."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [
-        subprocess.Popen(
+        subprocess.Popen(  # noqa: S603  this file
             [sys.executable, __file__, "--case", case], env=os.environ | _environment(rank, store.port)
         )
         for rank, case in enumerate(cases)
@@ -180,7 +180,7 @@ def started(cases: list[str]) -> list[int]:
     for rank in ranks:
         try:
             codes.append(rank.wait(300))
-        except subprocess.TimeoutExpired:
+        except subprocess.TimeoutExpired:  # noqa: PERF203  each rank has its own
             rank.kill()
             rank.wait()
             codes.append(1)
