@@ -11,6 +11,7 @@ so in forked ranks, which are cheap; ``--processes`` starts an interpreter for e
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import paired  # noqa: F401  finds the tests' models
+import ranks  # noqa: F401  imports what every fork would import
 import tiny
 import torch
 import torch.distributed as dist
@@ -153,6 +155,7 @@ def forked(cases: list[str]) -> list[int]:
         if pid == 0:
             for channel in (*channels, theirs):
                 os.close(channel)
+            gc.freeze()
             os.environ.update(_environment(rank, int(os.read(ours, 16))))
             CASES[case]()
             sys.exit(0)
@@ -170,19 +173,19 @@ def forked(cases: list[str]) -> list[int]:
 def started(cases: list[str]) -> list[int]:
     """Start an interpreter for each rank; one that does not end in time counts as failed."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [
+    processes = [
         subprocess.Popen(  # noqa: S603  this file
             [sys.executable, __file__, "--case", case], env=os.environ | _environment(rank, store.port)
         )
         for rank, case in enumerate(cases)
     ]
     codes = []
-    for rank in ranks:
+    for process in processes:
         try:
-            codes.append(rank.wait(300))
+            codes.append(process.wait(300))
         except subprocess.TimeoutExpired:  # noqa: PERF203  each rank has its own
-            rank.kill()
-            rank.wait()
+            process.kill()
+            process.wait()
             codes.append(1)
     return codes
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_ranks, summed
 from torch.distributed import distributed_c10d as c10d
 
 import namedmesh
@@ -16,6 +17,7 @@ from namedmesh import AgreementError, GroupOptions, Layout, NamedMeshError, cons
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 WRONG = 2
 
@@ -115,6 +117,37 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout() -> None:
     )
     expected = ("AgreementError", text, 0)
     assert outcomes == [expected, expected, None, expected]
+
+
+def _in_file(path: str) -> list[object]:
+    """The ranks meet in a file; one comes too late, one asks for something else, then all ask for the same."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", store=dist.FileStore(path, 4), rank=rank, world_size=4)
+    second = timedelta(seconds=1)
+    told = [_absent(lambda: namedmesh.init_mesh(dp=2, tp=2, timeout=second))]
+    summed(None)
+    if rank == WRONG:
+        told.append(_told(lambda: namedmesh.init_mesh(dp=2, tp=2, timeout=second)))
+    summed(None)
+    told.append(_one_is_wrong(_right, lambda: namedmesh.init_mesh(dp=4, tp=1)))
+    mesh = _right()
+    told.append(summed(mesh.group("tp"), rank))
+    mesh.close()
+    dist.destroy_process_group()
+    return told
+
+
+def test_a_file_is_as_good_a_store_as_a_server(tmp_path: Path) -> None:
+    absent = (
+        "AgreementError",
+        "rank 2 of 0 to 3 did not call init_mesh within 1 s; every rank of the mesh must call it, so look at what those "
+        "ranks did instead",
+        0,
+    )
+    differ = ("AgreementError", CASES["sizes"][1], 0)
+    outcomes = run_ranks(4, _in_file, str(tmp_path / "store"), init=False)
+    assert outcomes[WRONG] == [None, absent, differ, 5.0]
+    assert [outcomes[rank] for rank in (0, 1, 3)] == [[absent, differ, total] for total in (1.0, 1.0, 5.0)]
 
 
 def _later_calls() -> list[str]:
