@@ -92,6 +92,33 @@ def test_options_of_an_axis_are_not_those_of_a_product_of_the_same_name() -> Non
         mesh.close()
 
 
+def test_a_mapping_of_axes_is_as_good_as_keywords() -> None:
+    with fake_world(8, 5):
+        mesh = namedmesh.init_mesh({"dp": -1, "tp": 2}, device="cpu")
+        assert mesh.layout == Layout(dp=4, tp=2)
+        assert ("tp" in mesh, "dp_tp" in mesh, "pp" in mesh, ("dp", "tp") in mesh) == (
+            True,
+            False,
+            False,
+            False,
+        )
+        mesh.flatten("dp", "tp")
+        mesh.add_view("expert", edp=2, ep=4)
+        assert "dp_tp" in mesh
+        assert list(mesh) == list(mesh.coords) == ["dp", "tp", "edp", "ep"]
+        assert len(mesh) == 4
+        mesh.close()
+        for layout in (["dp", 2], {1: 2}):
+            with pytest.raises(LayoutError) as caught:
+                namedmesh.init_mesh(layout, device="cpu")  # type: ignore[arg-type]
+            assert str(caught.value) == (
+                f"{layout!r} is no layout; give a Layout, or sizes by name as in init_mesh(dp=2, tp=2) or "
+                "init_mesh({'dp': 2})"
+            )
+        with pytest.raises(LayoutError, match="were given; give a layout"):
+            namedmesh.init_mesh({"dp": 4}, tp=2, device="cpu")
+
+
 def test_neighbors_on_a_product() -> None:
     with fake_world(8, 5):
         mesh = namedmesh.init_mesh(pp=2, dp=2, tp=2)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import doctest
+import io
 import re
+import runpy
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 
 import namedmesh
 from namedmesh.__main__ import main
 
-if TYPE_CHECKING:
-    import pytest
-
-TEXT = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
@@ -41,6 +43,29 @@ def test_python_blocks_run_on_eight_ranks() -> None:
     assert {tuple(lines[1:]) for lines in told} == {("(32, 64)", "True")}
 
 
+def _quickstart() -> str:
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        runpy.run_path(str(ROOT / "examples" / "quickstart.py"))
+    return shown.getvalue()
+
+
+def test_the_quickstart_prints_what_is_shown() -> None:
+    assert run_ranks(8, _quickstart, init=False) == [blocks("text")[0], *[""] * 7]
+    assert len((ROOT / "examples" / "quickstart.py").read_text(encoding="utf-8").splitlines()) <= 30
+
+
+def test_without_a_launcher_an_error_names_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(namedmesh.LayoutError) as caught:
+        namedmesh.init_mesh(dp=-1, tp=2, device="cpu")
+    assert str(caught.value).endswith(
+        "No launcher has started this process, so it is a world of its own; start 8 of them with: torchrun "
+        "--nproc-per-node 8 SCRIPT"
+    )
+
+
 def test_sessions_show_what_python_answers() -> None:
     sessions = "\n".join(blocks("pycon"))
     test = doctest.DocTestParser().get_doctest(sessions, {}, "README.md", "README.md", 0)
@@ -57,7 +82,7 @@ def test_the_shown_disagreement_is_the_real_one() -> None:
             return f"namedmesh.errors.{type(error).__name__}: {error}\n"
         return ""
 
-    assert run_ranks(4, call) == [blocks("text")[0]] * 4
+    assert run_ranks(4, call) == [blocks("text")[1]] * 4
 
 
 def test_the_example_is_at_most_ten_lines() -> None:
@@ -84,7 +109,7 @@ def test_the_shown_migration_is_the_real_one(
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(f"from megatron.core import mpu{LEGACY}", encoding="utf-8")
     assert main(["migrate", "train.py"]) == 0
-    command, _, shown = blocks("text")[1].partition("\n")
+    command, _, shown = blocks("text")[2].partition("\n")
     assert command == "$ python -m namedmesh migrate train.py"
     assert capsys.readouterr().out.startswith(shown)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,17 +22,19 @@ from namedmesh.mesh import NamedMesh
 from namedmesh.options import GroupOptions
 from namedmesh.views import product_axes
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 __all__ = ["CANONICAL_AXES", "create_mesh", "init_mesh", "version_fields"]
 
 # The names that the field uses. Any identifier will do; options may be given for these before they exist.
 CANONICAL_AXES = ("pp", "dp_replicate", "dp_shard", "dp", "cp", "tp", "ep", "etp", "edp")
 
+_ALONE = (
+    "No launcher has started this process, so it is a world of its own; start 8 of them with: "
+    "torchrun --nproc-per-node 8 SCRIPT"
+)
+
 
 def init_mesh(
-    layout: Layout | None = None,
+    layout: Layout | Mapping[str, int] | None = None,
     *,
     device: str | torch.device | None = None,
     backend: str | None = None,
@@ -49,7 +52,7 @@ def init_mesh(
     the environment: that of torchrun, or a world of one under plain python.
 
     Args:
-        layout: the layout, instead of ``sizes``.
+        layout: the layout, or a mapping of axes to sizes, instead of ``sizes``.
         device: the device of the mesh, as for :func:`namedmesh.launch.init`.
         backend: the backend of every group that sets no other; by default that of the default group.
         timeout: the timeout of every group that sets no other, and the time that ranks wait for each other
@@ -82,6 +85,8 @@ def init_mesh(
     launched = not dist.is_initialized()
     if launched:
         device = launch.init(device, backend=backend, timeout=timeout, call="init_mesh")
+    if not sizes and isinstance(layout, Mapping) and all(isinstance(axis, str) for axis in layout):
+        layout, sizes = None, dict(layout)
     try:
         return _init_mesh(
             _Request(layout, sizes, world_size, rank_offset, part),
@@ -91,16 +96,19 @@ def init_mesh(
             device,
             share=share_groups,
         )
-    except BaseException:
-        if launched:
-            dist.destroy_process_group()
+    except BaseException as error:
+        if not launched:
+            raise
+        dist.destroy_process_group()
+        if isinstance(error, LayoutError) and not launch.was_launched():
+            raise LayoutError(*(f"{problem}. {_ALONE}" for problem in error.problems)) from None
         raise
 
 
 class _Request(NamedTuple):
     """The layout that was asked for, as it was asked for."""
 
-    layout: Layout | None
+    layout: Layout | Mapping[str, int] | None
     sizes: Mapping[str, int]
     world_size: int | None
     rank_offset: int
@@ -190,9 +198,9 @@ def create_mesh(
 
 def _part_ranks(request: _Request, world: int) -> range:
     """The ranks of a part, as far as the request determines them."""
-    start = request.rank_offset if request.layout is None else request.layout.rank_offset
-    if request.layout is not None:
-        size = request.layout.world_size
+    start, layout = request.rank_offset, request.layout
+    if isinstance(layout, Layout):
+        start, size = layout.rank_offset, layout.world_size
     elif request.world_size is not None:
         size = request.world_size
     else:
@@ -211,6 +219,10 @@ def _resolve(request: _Request, world: int, rank: int) -> Layout:
         raise LayoutError(
             f"both {layout!r} and {', '.join(besides)} were given; give a layout, which says all of this itself, or sizes "
             "by name"
+        )
+    if layout is not None and not isinstance(layout, Layout):
+        raise LayoutError(
+            f"{layout!r} is no layout; give a Layout, or sizes by name as in init_mesh(dp=2, tp=2) or init_mesh({{'dp': 2}})"
         )
     if layout is None:
         layout = Layout(

@@ -129,9 +129,14 @@ def _store_of_all(
     )
 
 
+def was_launched() -> bool:
+    """Whether torchrun or another launcher has started this process."""
+    return "RANK" in os.environ or "WORLD_SIZE" in os.environ
+
+
 def _rank_and_world_size(environment: Mapping[str, str]) -> tuple[int, int]:
     """This process's place in the job; that of one alone, where no launcher set one."""
-    if "RANK" not in environment and "WORLD_SIZE" not in environment:
+    if not was_launched():
         return 0, 1
     check_environment(environment)
     return int(environment["RANK"]), int(environment["WORLD_SIZE"])
