@@ -299,6 +299,28 @@ def test_legacy_layers_under_every_policy() -> None:
         assert max(found.values()) < 1e-12, found
 
 
+def compiled_legacy_differences() -> dict[str, float]:
+    found = {}
+    peers = RankGroup(torch.distributed.group.WORLD)
+    megatron.initialize_model_parallel(tensor_model_parallel_size=2)
+    fairscale.initialize_model_parallel(2)
+    ezpz_tp.initialize_tensor_parallel(2)
+    for dialect, sequence in (("megatron", False), ("megatron", True), ("fairscale", False), ("ezpz", False)):
+        torch.manual_seed(0)
+        model = legacy_model(dialect, sequence=sequence)
+        compiled = torch.compile(Checkpointed(model), backend="aot_eager", fullgraph=True)
+        call = lambda _model, x, compiled=compiled: compiled(x)  # noqa: E731
+        found[f"{dialect}, {sequence}"] = legacy_difference(model, peers, call, sequence=sequence)
+    return found
+
+
+@pytest.mark.filterwarnings("default")  # torch.compile's own
+def test_compiled_legacy_layers_with_kept_products() -> None:
+    for found in run_ranks(2, compiled_legacy_differences):
+        assert len(found) == 4
+        assert max(found.values()) < 1e-12, found
+
+
 def outcome(call: Callable[..., Tensor], given: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """The output, and the gradients of a differentiable input and of parameters."""
     value = given.clone().requires_grad_(given.is_floating_point() or given.is_complex())
