@@ -192,7 +192,7 @@ def _refuse_double_backward() -> None:
     if torch.is_grad_enabled():
         raise MeshError(
             "the fast parallel styles have no second derivative, and backward was called with "
-            "create_graph=True; put torch's own ColwiseParallel and RowwiseParallel in the plan instead"
+            "create_graph=True; leave the layers that it passes through out of the plan"
         )
 
 

@@ -98,9 +98,14 @@ def _cut_misfits(style: ParallelStyle, module: nn.Module) -> list[str]:
             f"a norm, or leave this module out of the plan"
         )
         return [reason]
-    if isinstance(module, nn.Linear):
-        return []
     reasons = []
+    if weight_norm(module) is None and "weight" not in dict(module.named_parameters(recurse=False)):
+        reasons.append(
+            "its weight is computed from other parameters at every forward; remove the parametrization "
+            "(torch.nn.utils.parametrize.remove_parametrizations), or leave the module out of the plan"
+        )
+    if isinstance(module, nn.Linear):
+        return reasons
     if module.max_norm is not None:
         reasons.append(f"{name} cannot keep max_norm={module.max_norm} of an embedding; use max_norm=None")
     if module.sparse:
