@@ -30,8 +30,8 @@ from namedmesh.tensor_parallel import (
     llama_plan,
     parallelize,
 )
-from namedmesh.tensor_parallel.collectives import RankGroup, all_gather
-from namedmesh.tensor_parallel.regions import exchange, gather_parts, gather_uneven, sum_scatter_uneven
+from namedmesh.tensor_parallel.collectives import RankGroup, all_gather, gather_parts
+from namedmesh.tensor_parallel.regions import exchange, gather_uneven, sum_scatter_uneven
 from namedmesh.tensor_parallel.vocabulary import cross_entropy
 
 if TYPE_CHECKING:

@@ -64,11 +64,11 @@ class Recipe:
         shard = torch.empty(shape, dtype=self.dtype, device=self.device)
         whole = None
         if self.fill and self.device is not None:
-            fill_piece(shard, self.initialize, peers)
+            fill_shard(shard, self.initialize, peers)
         elif self.fill:
             whole = torch.empty(rows, columns, dtype=self.drawn_in or self.dtype)
             self.initialize(whole)
-            shard.copy_(block_piece(whole, peers, dim, self.stride))
+            shard.copy_(block_shard(whole, peers, dim, self.stride))
         return nn.Parameter(shard), whole
 
     def bias(self, length: int) -> nn.Parameter:
@@ -106,7 +106,7 @@ stride); use 8 or 12, or another multiple of 4
         )
 
 
-def block_piece(whole: Tensor, peers: RankGroup, dim: int, stride: int = 1) -> Tensor:
+def block_shard(whole: Tensor, peers: RankGroup, dim: int, stride: int = 1) -> Tensor:
     """My shard of each of ``stride`` blocks of a weight, joined.
 
     The projections of queries, keys and values in one weight are three blocks: cut as one, the first rank
@@ -118,14 +118,14 @@ def block_piece(whole: Tensor, peers: RankGroup, dim: int, stride: int = 1) -> T
         >>> import torch
         >>> from types import SimpleNamespace
         >>> whole = torch.tensor([0, 1, 2, 3, 10, 11, 12, 13])
-        >>> block_piece(whole, SimpleNamespace(size=2, rank=1), 0, stride=2).tolist()
+        >>> block_shard(whole, SimpleNamespace(size=2, rank=1), 0, stride=2).tolist()
         [2, 3, 12, 13]
     """
     blocks: Tensor = whole.unflatten(dim, (stride, peers.size, -1))
     return blocks.select(dim + 1, peers.rank).flatten(dim, dim + 1)
 
 
-def fill_piece(shard: Tensor, initialize: Initializer, peers: RankGroup) -> None:
+def fill_shard(shard: Tensor, initialize: Initializer, peers: RankGroup) -> None:
     """Fill my shard with numbers of its own, on its device.
 
     Ranks that are seeded alike would draw the same numbers. So one number is drawn as the seed of the shard,

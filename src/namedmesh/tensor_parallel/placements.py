@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
@@ -20,11 +21,21 @@ from namedmesh.tensor_parallel.weight_norm import norm_placements, weight_norm
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.distributed.tensor.parallel import ParallelStyle
     from torch.distributed.tensor.placement_types import Placement
 
 _CUTTING = (ColwiseParallel, RowwiseParallel)
 _MOVING = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
+
+
+class ActivationStyle(ParallelStyle):
+    """A style that leaves a module's parameters alone: it works on what goes in or comes out."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:  # noqa: ARG002  none, for any
+        """It touches no parameters."""
+        return {}
 
 
 def parameter_placements(style: ParallelStyle, module: nn.Module) -> dict[str, Placement] | None:
