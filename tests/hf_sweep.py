@@ -30,9 +30,9 @@ TOLERANCE = 1e-5
 
 # What is refused, and the reason as the error tells it.
 REFUSED = {
-    "DogeConfig": "dt_proj's output has a number for each of all heads",
-    "EsmcConfig": "q_norm and k_norm take the features of all heads",
-    "NeoMMEConfig": "alpha has a number for each of all heads",
+    "DogeConfig": "dt_proj: makes a number for each head, those of all heads on every rank",
+    "EsmcConfig": "k_norm: normalizes over the features of all heads",
+    "NeoMMEConfig": "value_embeddings adds the features of all heads",
 }
 
 

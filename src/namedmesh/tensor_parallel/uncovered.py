@@ -29,7 +29,7 @@ from namedmesh.tensor_parallel.plan_entry import Entry
 from namedmesh.tensor_parallel.shared_input import SharedInput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from torch.distributed.tensor.parallel import ParallelStyle
     from torch.distributed.tensor.placement_types import Placement
@@ -93,7 +93,7 @@ def sections(model: nn.Module, entries: list[Entry]) -> list[Section]:
         while owner and not any(_is_inside(column, owner) for column in columns):
             owner = owner.rpartition(".")[0]
         if any(_is_inside(column, owner) for column in columns):
-            owners.setdefault(owner, {})[fqn] = linear
+            owners.setdefault(_attention_around(owner, modules, columns), {})[fqn] = linear
     found = []
     for owner, own_rows in owners.items():
         smaller = [other for other in owners if other != owner and _is_inside(other, owner)]
@@ -106,6 +106,17 @@ def sections(model: nn.Module, entries: list[Entry]) -> list[Section]:
         if own_columns:
             found.append(Section(owner, inside, own_columns, own_rows))
     return found
+
+
+def _attention_around(owner: str, modules: dict[str, nn.Module], columns: Iterable[str]) -> str:
+    """The attention with other column layers that a module is the output projection of; or else the module."""
+    tokens = owner.split(".")
+    for depth in range(len(tokens) - 1, 0, -1):
+        around = ".".join(tokens[:depth])
+        others = any(_is_inside(fqn, around) and not _is_inside(fqn, owner) for fqn in columns)
+        if called_attention(around, modules[around]) and others:
+            return around
+    return owner
 
 
 def _is_inside(fqn: str, owner: str) -> bool:
@@ -164,8 +175,8 @@ def cover(model: nn.Module, entries: list[Entry]) -> tuple[list[Entry], list[str
 
     Returns:
         The entries that can only be meant: a norm over the features of one head inside of attention, and an
-        activation with one number for all features, whose gradients have to be summed. And a sentence for
-        everything else.
+        activation with one number for all features, whose gradients have to be summed; and a number for each
+        head, which is sharded. And a sentence for everything else.
     """
     styled = {entry.fqn: entry.style for entry in entries}
     # What is left out of a plan that shards the sequence still gets shards of it.
@@ -175,8 +186,9 @@ def cover(model: nn.Module, entries: list[Entry]) -> tuple[list[Entry], list[str
     for section in sections(model, entries):
         sizes = section.sizes_outside(set(styled))
         for fqn, module, names in _left_out(model, section, styled, sizes):
-            if fqn not in styled and _is_meant(section, fqn, module, names, sizes):
-                meant.append(Entry(fqn, module, LocalParameters(), "(between sharded layers)"))
+            style = None if fqn in styled else _meant(section, fqn, module, names, sizes)
+            if style is not None:
+                meant.append(Entry(fqn, module, style, "(between sharded layers)"))
             else:
                 reason = _reason(section, fqn, module, styled.get(fqn), leave_out)
                 places.setdefault(reason, []).extend(f"{fqn}.{name}".lstrip(".") for name in names)
@@ -286,21 +298,26 @@ def _hands_out_all(style: ParallelStyle | None) -> bool:
     return isinstance(style, ColwiseParallel) and isinstance(style.output_layouts[0], Replicate)
 
 
-def _is_meant(section: Section, fqn: str, module: nn.Module, names: list[str], sizes: set[int]) -> bool:
+def _meant(
+    section: Section, fqn: str, module: nn.Module, names: list[str], sizes: set[int]
+) -> LocalParameters | None:
+    """The style that a module without one can only be meant to have, if there is one."""
     own = dict(module.named_parameters(recurse=False))
-    if fqn == section.fqn or len(own) != len(names):
-        return False
+    shapes = {tuple(parameter.shape) for parameter in own.values()}
+    heads = heads_around(section.inside, f"{fqn}.")
+    width, count = (heads.head_dim, heads.queries and heads.queries[1]) if heads else (None, None)
+    if len(own) != len(names):
+        return None
     if _is_activation(fqn, module):
-        return all(parameter.numel() == 1 for parameter in own.values())
-    heads = heads_around(section.inside, fqn)
-    width = heads and heads.head_dim
-    return (
-        section.attention
-        and not _is_listed(section, fqn)
-        and "norm" in _called(fqn, module)
-        and width not in sizes
-        and all(parameter.shape == (width,) for parameter in own.values())
-    )
+        one = fqn != section.fqn and all(parameter.numel() == 1 for parameter in own.values())
+        return LocalParameters() if one else None
+    if not section.attention or _is_listed(section, fqn) or width in sizes:
+        return None
+    if fqn != section.fqn and "norm" in _called(fqn, module):
+        return LocalParameters() if shapes == {(width,)} else None
+    if shapes == {(count,)} and count != width and count not in sizes:
+        return LocalParameters(dict.fromkeys(own, Shard(0)))
+    return None
 
 
 def _is_listed(section: Section, fqn: str) -> bool:
