@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from namedmesh.errors import listing
 from namedmesh.tensor_parallel.kv_heads import GROUPS, KeyValueParallel, names_keys_or_values
-from namedmesh.tensor_parallel.module_setup import is_replicated, sharded_dim
+from namedmesh.tensor_parallel.module_setup import sharded_dim
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -145,7 +145,7 @@ def sharded_features(entry: Entry) -> int | None:
         layout, features = entry.style.input_layouts[0], entry.module.in_features
     else:
         return None
-    return features if isinstance(layout, Shard) and not is_replicated(layout) and _last(layout) else None
+    return features if isinstance(layout, Shard) and _last(layout) else None
 
 
 def _last(layout: Shard) -> bool:

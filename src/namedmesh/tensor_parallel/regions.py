@@ -33,12 +33,6 @@ def gather_uneven(shard: Tensor, peers: RankGroup, sizes: Sequence[int], *, part
 
     Raises:
         ShapeError: the sizes are not one for each peer, or mine is not the length of my shard.
-
-    Example:
-        >>> import torch
-        >>> from namedmesh.tensor_parallel.collectives import RankGroup
-        >>> gather_uneven(torch.arange(3), RankGroup(None), [3])
-        tensor([0, 1, 2])
     """
     lengths = _lengths(sizes, peers)
     if shard.shape[0] != lengths[peers.rank]:
@@ -60,12 +54,6 @@ def sum_scatter_uneven(partial: Tensor, peers: RankGroup, sizes: Sequence[int]) 
 
     Raises:
         ShapeError: the sizes are not one for each peer, or do not add up to the length of dim 0.
-
-    Example:
-        >>> import torch
-        >>> from namedmesh.tensor_parallel.collectives import RankGroup
-        >>> sum_scatter_uneven(torch.arange(3), RankGroup(None), [3])
-        tensor([0, 1, 2])
     """
     lengths = _lengths(sizes, peers)
     _check_sum(partial, lengths, "the sizes")
@@ -89,12 +77,6 @@ def exchange(
     Raises:
         ShapeError: the lengths are not one for each peer, or do not add up to the length of dim 0; or by
             default, the number of peers does not divide it.
-
-    Example:
-        >>> import torch
-        >>> from namedmesh.tensor_parallel.collectives import RankGroup
-        >>> exchange(torch.arange(3), RankGroup(None))
-        tensor([0, 1, 2])
     """
     sending, receiving = (None if sizes is None else _lengths(sizes, peers) for sizes in (send, receive))
     length = outgoing.shape[0]

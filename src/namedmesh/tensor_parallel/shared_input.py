@@ -22,7 +22,7 @@ from namedmesh.tensor_parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from namedmesh.tensor_parallel.module_setup import Setup, is_replicated, sharded_dim
+from namedmesh.tensor_parallel.module_setup import Setup, sharded_dim
 from namedmesh.tensor_parallel.placements import ActivationStyle
 
 if TYPE_CHECKING:
@@ -90,7 +90,11 @@ class _Share:
         setup = self.setup
         layout = setup.layout_of(value)
         dim = None if layout is None else sharded_dim(layout, value.ndim)
-        if torch.compiler.is_compiling() or layout is None or (dim is None and not is_replicated(layout)):
+        if (
+            torch.compiler.is_compiling()
+            or layout is None
+            or (dim is None and not isinstance(layout, Replicate))
+        ):
             whole = setup.annotated(value).redistribute(placements=(Replicate(),))
             local: Tensor = whole.to_local()
             return local
