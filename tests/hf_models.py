@@ -67,6 +67,11 @@ _PLAIN = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor"
 _DENSE_AND_SPARSE = {"mlp_layer_types": ["dense", "sparse"]}
 _INDEXED = {"layer_types": ["linear_attention", "indexed_attention"]}
 _GLOBAL_HEADS = {"global_head_dim": 16}
+_LAYERS_THAT_REUSE_KEYS = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+}
 _MUSE = {"image_token_id": 63, "out_hidden_size": 256, "projector_hidden_size": 64}
 _MUSE_VISION = {
     "patch_size": 4,
@@ -105,13 +110,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "rope_parameters": {**_HALVES, "mrope_section": [1, 1, 2]},
     },
     "Ernie4_5_VLMoeVisionConfig": {"patch_size": 4},
-    "Gemma3nTextConfig": {
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 2,
-        "laurel_rank": 8,
-    },
-    "Gemma4TextConfig": _GLOBAL_HEADS,
+    "Gemma3nTextConfig": {**_LAYERS_THAT_REUSE_KEYS, "laurel_rank": 8},
+    "Gemma4TextConfig": {**_GLOBAL_HEADS, **_LAYERS_THAT_REUSE_KEYS},
     "Gemma4UnifiedTextConfig": _GLOBAL_HEADS,
     "Gemma4VisionConfig": {"patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 16},
     "Glm4vTextConfig": {"rope_parameters": _WHOLE_HEADS},
@@ -188,6 +188,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "T5Gemma2TextConfig": {"dropout_rate": 0.0},
     "T5Gemma2DecoderConfig": {"dropout_rate": 0.0},
 }
+KV_HEADS = ("num_key_value_heads", "swa_num_key_value_heads")
+# What has that field, but as many heads of keys and values as of queries: above all, latent attention.
+AS_MANY_AS_QUERIES = (
+    *("AXK1Config", "AXK2Config", "BailingHybridConfig", "DeepseekV2Config", "DeepseekV3Config"),
+    *("DeepseekV32Config", "Dots3NoteTextConfig", "EsmcConfig", "Glm4MoeLiteConfig", "Glm5NextTextConfig"),
+    *("GlmMoeDsaConfig", "KimiLinearConfig", "LongcatFlashConfig", "MiniCPM3Config", "Mistral4Config"),
+    *("MistralLarge4TextConfig", "YoutuConfig"),
+)
 # Where the model to build is not the first that its name suggests.
 CLASSES = {"T5GemmaModuleConfig": "T5GemmaEncoder"}
 # Models that mix single precision into what they compute, so that they do not run in double precision.
@@ -279,13 +287,28 @@ def _a_layer_of_every_kind(config_class: Any) -> dict[str, Any]:
     return {"num_hidden_layers": layers, **lists} if lists else {}
 
 
-def tiny_config(config_class: Any) -> Any:
+def tiny_config(config_class: Any, kv_heads: int | None = None) -> Any:
     known = fields(config_class)
     options = {key: value for key, value in SIZES.items() if key in known}
     options.update(_a_layer_of_every_kind(config_class))
-    options.update({name: tiny_config(kind) for name, kind in (config_class.sub_configs or {}).items()})
+    options.update(
+        {name: tiny_config(kind, kv_heads) for name, kind in (config_class.sub_configs or {}).items()}
+    )
     options.update(OVERRIDES.get(config_class.__name__, {}))
+    if kv_heads is not None:
+        options.update({name: kv_heads for name in KV_HEADS if name in known})
     return config_class(**options)
+
+
+def has_kv_heads(config_class: Any) -> bool:
+    """Whether keys and values have a number of heads of their own, and the plan cuts them."""
+    if config_class.__name__ in AS_MANY_AS_QUERIES:
+        return False
+    plan = getattr(config_class, "base_model_tp_plan", None) or {}
+    cut = any(key.endswith(("k_proj", "v_proj")) and style == "colwise" for key, style in plan.items())
+    return (cut and not fields(config_class).isdisjoint(KV_HEADS)) or any(
+        map(has_kv_heads, (config_class.sub_configs or {}).values())
+    )
 
 
 def model_class(config_class: Any) -> Any:
@@ -311,12 +334,12 @@ def model_class(config_class: Any) -> Any:
     return next(kind for ending in endings for kind in candidates if kind.__name__.endswith(ending))
 
 
-def tiny_model(name: str) -> Any:
+def tiny_model(name: str, kv_heads: int | None = None) -> Any:
     """A random model whose every parameter matters, in double precision if it runs in that."""
     torch.manual_seed(0)
     config_class = configurations()[name]
     kind = model_class(config_class)
-    model = kind._from_config(tiny_config(config_class), experts_implementation="eager").eval()
+    model = kind._from_config(tiny_config(config_class, kv_heads), experts_implementation="eager").eval()
     model = model.float() if name in SINGLE else model.double()
     for parameter in model.parameters():
         if parameter.ndim > 1:  # some are left as they were allocated

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from threads import run_threads
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel import parallelize, plan_from_hf, plan_report
@@ -30,9 +30,9 @@ TOLERANCE = 1e-5
 
 # What is refused, and the reason as the error tells it.
 REFUSED = {
-    "DogeConfig": "dt_proj's output has a number for each of all heads",
-    "EsmcConfig": "q_norm and k_norm take the features of all heads",
-    "NeoMMEConfig": "alpha has a number for each of all heads",
+    "DogeConfig": "dt_proj: makes a number for each head, those of all heads on every rank",
+    "EsmcConfig": "k_norm: normalizes over the features of all heads",
+    "NeoMMEConfig": "value_embeddings adds the features of all heads",
 }
 
 
@@ -45,17 +45,10 @@ def step(model: Any, name: str) -> torch.Tensor:
     return output.detach()
 
 
-def plan_of(model: Any, name: str, *, refused: bool = True) -> dict[str, Any]:
-    """The plan of a model; without what is refused, as the error says to leave it out."""
-    leave_out = ["*.self_attn.*"] if name in REFUSED and not refused else []
-    return plan_from_hf(model, leave_out=leave_out)
-
-
-def differences(reference: Any, wanted: torch.Tensor, name: str, refused: bool = True) -> dict[str, float]:
+def differences(reference: Any, plan: dict[str, Any], wanted: torch.Tensor, name: str) -> dict[str, float]:
     """On one rank: the largest relative difference of the output, and of every parameter's gradient."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    model = copy.deepcopy(reference)
-    parallelize(model, mesh, plan_of(model, name, refused=refused), src_data_rank=None)
+    model = parallelize(copy.deepcopy(reference), mesh, plan, src_data_rank=None)
     found = {"output": _difference(step(model, name), wanted)}
     for (fqn, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         found[fqn] = _difference(mine.grad, theirs.grad)
@@ -65,41 +58,44 @@ def differences(reference: Any, wanted: torch.Tensor, name: str, refused: bool =
 def _difference(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> float:
     if mine is None or theirs is None:
         one = mine if theirs is None else theirs
-        return 0.0 if one is None else float(_whole(one).abs().max())
-    mine = _whole(mine)
+        return 0.0 if one is None else float(one.detach().abs().max())
+    if isinstance(mine, DTensor):  # this rank's shard, and that of the whole model's
+        (placement,) = mine.placements
+        if isinstance(placement, Shard):
+            theirs = theirs.chunk(dist.get_world_size(), placement.dim)[dist.get_rank()]
+        mine = mine.to_local()
     if mine.shape != theirs.shape or not torch.isfinite(mine).all():
         return float("inf")
     return float((mine - theirs).abs().max() / theirs.abs().max().clamp(min=1e-3))
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def outcome(name: str, tp_size: int, reference: Any, wanted: torch.Tensor) -> str:
     """``"right"``; or what is wrong; or, where the plan is refused, ``"refused: "`` and the error."""
     try:
-        plan_report(reference, tp_size, plan_from_hf(reference))
+        plan = plan_from_hf(reference)
+        plan_report(reference, tp_size, plan)
     except PlanError as error:
         return f"refused: {error}"
     except Exception:  # noqa: BLE001  told, so that the others are told too
         return f"failed: {traceback.format_exc()}"
     try:
-        ranks = run_threads(tp_size, differences, reference, wanted, name)
+        ranks = run_threads(tp_size, differences, reference, plan, wanted, name)
     except AssertionError as error:
         return f"failed: {error}"
     wrong = {fqn: value for found in ranks for fqn, value in found.items() if not value < TOLERANCE}
     return f"wrong: {wrong}" if wrong else "right"
 
 
-def sweep(names: list[str], tp_sizes: tuple[int, ...]) -> Iterator[tuple[str, int, str, float]]:
+def sweep(
+    names: list[str], tp_sizes: tuple[int, ...], kv_heads: int | None = None
+) -> Iterator[tuple[str, int, str, float]]:
     """The outcome for each configuration and tp size, and how many seconds it took."""
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")  # of transformers, about what the configurations are not meant for
     for name in names:
         start = time.perf_counter()
-        reference = hf_models.tiny_model(name)
+        reference = hf_models.tiny_model(name, kv_heads)
         wanted = step(reference, name)
         for tp_size in tp_sizes:
             result = outcome(name, tp_size, reference, wanted)

@@ -23,7 +23,7 @@ from namedmesh.compat.megatron.tensor_parallel import layers as our_layers
 from namedmesh.compat.megatron.tensor_parallel import mappings as our_mappings
 from namedmesh.compat.megatron.tensor_parallel import utils as our_utils
 from namedmesh.tensor_parallel.collectives import RankGroup
-from namedmesh.tensor_parallel.layers import Recipe, block_piece, check_blocks, fill_piece
+from namedmesh.tensor_parallel.layers import Recipe, block_shard, check_blocks, fill_shard
 from namedmesh.tensor_parallel.regions import exchange, gather_uneven, sum_scatter_uneven
 
 if TYPE_CHECKING:
@@ -596,7 +596,7 @@ def train_both() -> list[float]:
         (down.weight, plain[2].weight, 1),
     ):
         assert mine is not None
-        found.append(apart(mine.detach(), block_piece(theirs.detach(), peers, dim, 2)))
+        found.append(apart(mine.detach(), block_shard(theirs.detach(), peers, dim, 2)))
     assert down.bias is not None
     return [*found, apart(down.bias.detach(), plain[2].bias.detach())]
 
@@ -720,7 +720,7 @@ def test_pieces_drawn_on_their_device_differ_between_ranks_and_layers() -> None:
         peers: Any = SimpleNamespace(size=2, rank=rank)
         both = torch.zeros(5), torch.zeros(5)
         for one in both:
-            fill_piece(one, nn.init.normal_, peers)
+            fill_shard(one, nn.init.normal_, peers)
         drawn += [tuple(one.tolist()) for one in both]
         after.append(torch.rand(3).tolist())
     assert len(set(drawn)) == 4

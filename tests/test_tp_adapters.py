@@ -136,8 +136,10 @@ def test_a_peft_model_trains_as_the_whole_one(size: int) -> None:
 @pytest.mark.oracle("transformers", "peft")
 def test_dora_is_refused() -> None:
     model = peft_model(use_dora=True)
-    with pytest.raises(PlanError, match="is a variant of LoRA"):
+    with pytest.raises(PlanError, match=r"is a variant of LoRA .* merge it into the model first"):
         plan_report(model, 2, plan_from_hf(model))
+    merged = model.merge_and_unload()
+    assert plan_report(merged, 2, plan_from_hf(merged)).rows
 
 
 class Wrapped(nn.Module):

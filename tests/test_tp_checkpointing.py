@@ -30,8 +30,8 @@ from namedmesh.tensor_parallel import (
     llama_plan,
     parallelize,
 )
-from namedmesh.tensor_parallel.collectives import RankGroup, all_gather
-from namedmesh.tensor_parallel.regions import exchange, gather_parts, gather_uneven, sum_scatter_uneven
+from namedmesh.tensor_parallel.collectives import RankGroup, all_gather, gather_parts
+from namedmesh.tensor_parallel.regions import exchange, gather_uneven, sum_scatter_uneven
 from namedmesh.tensor_parallel.vocabulary import cross_entropy
 
 if TYPE_CHECKING:
@@ -296,6 +296,28 @@ def legacy_differences() -> dict[str, float]:
 def test_legacy_layers_under_every_policy() -> None:
     for found in run_ranks(2, legacy_differences):
         assert len(found) == 4 * len(POLICIES)
+        assert max(found.values()) < 1e-12, found
+
+
+def compiled_legacy_differences() -> dict[str, float]:
+    found = {}
+    peers = RankGroup(torch.distributed.group.WORLD)
+    megatron.initialize_model_parallel(tensor_model_parallel_size=2)
+    fairscale.initialize_model_parallel(2)
+    ezpz_tp.initialize_tensor_parallel(2)
+    for dialect, sequence in (("megatron", False), ("megatron", True), ("fairscale", False), ("ezpz", False)):
+        torch.manual_seed(0)
+        model = legacy_model(dialect, sequence=sequence)
+        compiled = torch.compile(Checkpointed(model), backend="aot_eager", fullgraph=True)
+        call = lambda _model, x, compiled=compiled: compiled(x)  # noqa: E731
+        found[f"{dialect}, {sequence}"] = legacy_difference(model, peers, call, sequence=sequence)
+    return found
+
+
+@pytest.mark.filterwarnings("default")  # torch.compile's own
+def test_compiled_legacy_layers_with_kept_products() -> None:
+    for found in run_ranks(2, compiled_legacy_differences):
+        assert len(found) == 4
         assert max(found.values()) < 1e-12, found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import math
 import pkgutil
 import sys
@@ -25,7 +26,7 @@ from tp_checks import CHECKS, largest_difference
 
 import namedmesh.tensor_parallel as package
 from namedmesh.tensor_parallel import collectives
-from namedmesh.tensor_parallel.collectives import Pending, RankGroup, my_piece
+from namedmesh.tensor_parallel.collectives import Pending, RankGroup, my_shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,17 +59,23 @@ REMOVED: dict[str, Callable[..., Any]] = {
     "start_all_reduce": lambda tensor, *_args, **_kwargs: Pending(tensor.clone()),
     "all_gather": _copies,
     "start_all_gather": lambda *args: Pending(_copies(*args)),
-    "reduce_scatter": my_piece,
-    "start_reduce_scatter": lambda *args: Pending(my_piece(*args)),
+    "reduce_scatter": my_shard,
+    "start_reduce_scatter": lambda *args: Pending(my_shard(*args)),
     "all_to_all": lambda outgoing, *_args: outgoing.clone(),
     "sum_forward": lambda partial, _peers: partial,
     "sum_backward": lambda replicated, _peers: replicated,
     "gather": _copies,
-    "split": my_piece,
-    "sum_scatter": my_piece,
+    "gather_parts": _copies,
+    "split": my_shard,
+    "sum_scatter": my_shard,
 }
 # A DTensor is moved to another layout where torch's arithmetic is used: only those moves that a check comes by.
-MOVES: dict[str, Callable[..., Any]] = {"redistribute": lambda tensor, *_args, **_kwargs: tensor}
+MOVES: dict[str, Callable[..., Any]] = {
+    "redistribute": lambda tensor, *_args, **_kwargs: tensor,
+    "whole_parameter": lambda parameter: (
+        parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    ),
+}
 # The same collective once more, on its own result. Sums only: a gather of a gather has another shape.
 DOUBLED: dict[str, Callable[..., Any]] = {
     "all_reduce": lambda tensor, peers, operation="sum", **_: collectives.all_reduce(
@@ -125,16 +132,38 @@ def is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
+def pairs() -> dict[Site, Any]:
+    """The collectives that compute a function or its backward, each with the cell that holds it."""
+    names = {getattr(collectives, name): name for name in REMOVED}
+    found = {}
+    for module in modules():
+        for value in vars(module).values():
+            function = getattr(value, "__self__", None)
+            if not inspect.isclass(function) or not issubclass(function, torch.autograd.Function):
+                continue
+            for line, method in enumerate((function.forward, function.backward)):
+                for cell in method.__closure__ or ():
+                    if (name := names.get(cell.cell_contents)) is not None:
+                        found[Site(f"{module.__name__}.{attribute_of(module, value)}", line, name)] = cell
+    return found
+
+
+def attribute_of(module: ModuleType, value: object) -> str:
+    return next(name for name, other in vars(module).items() if other is value)
+
+
 class Switch:
     """Stands in for a collective everywhere, notes who calls it, and at one site lets a mutant answer."""
 
-    def __init__(self, name: str, original: Callable[..., Any], site: Site | None, mutant: Any) -> None:
-        self.name, self.original, self.site, self.mutant = name, original, site, mutant
+    def __init__(
+        self, name: str, original: Callable[..., Any], site: Site | None, mutant: Any, at: Site | None = None
+    ) -> None:
+        self.name, self.original, self.site, self.mutant, self.at = name, original, site, mutant, at
         self.reached: set[Site] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        caller = sys._getframe(1 if self.name in REMOVED else 2)
-        site = Site(caller.f_globals["__name__"], caller.f_lineno, self.name)
+        caller = sys._getframe(2 if self.name == "redistribute" else 1)
+        site = self.at or Site(caller.f_globals["__name__"], caller.f_lineno, self.name)
         self.reached.add(site)
         return (self.mutant if site == self.site else self.original)(*args, **kwargs)
 
@@ -143,9 +172,14 @@ def run_check(
     check: Callable[[], Any], site: Site | None = None, mutant: Any = None
 ) -> tuple[float, set[Site]]:
     """The largest difference on any rank (infinite where a rank fails), and the sites that were reached."""
-    originals: dict[str, Callable[..., Any]] = {name: getattr(collectives, name) for name in REMOVED}
+    names = (*REMOVED, "whole_parameter")
+    originals: dict[str, Callable[..., Any]] = {name: getattr(collectives, name) for name in names}
     switches = []
     with ExitStack() as stack:
+        for at, cell in pairs().items():
+            switches.append(Switch(at.collective, cell.cell_contents, site, mutant, at))
+            stack.callback(setattr, cell, "cell_contents", cell.cell_contents)
+            cell.cell_contents = switches[-1]
         for module in modules():
             for name, original in originals.items():
                 if getattr(module, name, None) is original:
@@ -172,6 +206,7 @@ def survivors() -> tuple[set[Site], list[str], int]:
         for site in sites:
             reached.setdefault(site, []).append(check)
     every = {site: sums for module in modules() for site, sums in sites_of(module).items()}
+    every |= dict.fromkeys(pairs(), True)
     alive, count = [], 0
     for site in sorted(site for site in reached if site in every or site.collective in MOVES):
         for kind, mutants in (("removed", REMOVED | MOVES), ("doubled", DOUBLED)):

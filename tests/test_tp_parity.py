@@ -453,6 +453,6 @@ def no_second_derivative() -> str:
 def test_a_second_derivative_is_refused() -> None:
     text = (
         "the fast parallel styles have no second derivative, and backward was called with create_graph=True; "
-        "put torch's own ColwiseParallel and RowwiseParallel in the plan instead"
+        "leave the layers that it passes through out of the plan"
     )
     assert run_ranks(2, no_second_derivative) == [text] * 2

@@ -1,4 +1,6 @@
-"""Every configuration of Hugging Face with a tensor-parallel plan: right on two ranks, or refused for a reason.
+"""Every configuration of Hugging Face with a tensor-parallel plan: right, or refused for a reason.
+
+On two ranks as it is, and, where keys and values have heads of their own, with two of them on four ranks.
 
 ``python tests/hf_sweep.py 2 4 8`` goes through more ranks, which takes minutes.
 """
@@ -14,38 +16,51 @@ from ranks import run_ranks
 from threads import run_threads
 
 from namedmesh.errors import PlanError
-from namedmesh.tensor_parallel import plan_from_hf
+from namedmesh.tensor_parallel import plan_from_hf, plan_report
 
 PARTS = 6
 # A dense model, a mixture of experts, latent attention, and what has an embedding with a forward of its own.
 MORE_RANKS = ["LlamaConfig", "MixtralConfig", "DeepseekV2Config", "Gemma3TextConfig"]
 
 
-def unexpected(names: list[str], tp_sizes: tuple[int, ...]) -> dict[str, str]:
-    """Every second one of the names, those of this rank: what is not as expected, by configuration."""
+def unexpected(names: list[str], tp_sizes: tuple[int, ...], kv_heads: int | None = None) -> dict[str, str]:
+    """What is not as expected, by configuration."""
     found = {}
-    for name, tp_size, result, _ in sweep(names[int(os.environ["RANK"]) :: 2], tp_sizes):
+    for name, tp_size, result, _ in sweep(names, tp_sizes, kv_heads):
         reason = REFUSED.get(name)
         as_expected = (
             result == "right" if reason is None else result.startswith("refused") and reason in result
         )
         if not as_expected:
-            found[f"{name}, tp {tp_size}"] = result
+            found[f"{name}, tp {tp_size}, kv heads {kv_heads}"] = result
     return found
+
+
+def unexpected_of_part(names: list[str]) -> dict[str, str]:
+    """Every second one of the names, those of this process, on two ranks; and two kv heads on four."""
+    mine = names[int(os.environ["RANK"]) :: 2]
+    grouped = [name for name in mine if hf_models.has_kv_heads(hf_models.configurations()[name])]
+    return unexpected(mine, (2,)) | unexpected(grouped, (4,), kv_heads=2)
 
 
 @pytest.mark.oracle("transformers")
 @pytest.mark.parametrize("part", range(PARTS))
-def test_every_configuration_is_right_on_two_ranks_or_refused(part: int) -> None:
+def test_every_configuration_is_right_or_refused(part: int) -> None:
     names = list(hf_models.configurations())[part::PARTS]
     # The ranks of the world are threads of these two processes, of which each takes half of the models.
-    assert run_ranks(2, unexpected, names, (2,), init=False, timeout=240) == [{}, {}]
+    assert run_ranks(2, unexpected_of_part, names, init=False, timeout=240) == [{}, {}]
+
+
+@pytest.mark.oracle("transformers")
+def test_how_many_share_kv_heads() -> None:
+    grouped = [name for name, kind in hf_models.configurations().items() if hf_models.has_kv_heads(kind)]
+    assert len(grouped) > 80
 
 
 @pytest.mark.oracle("transformers")
 def test_more_ranks() -> None:
     hf_models.configurations()
-    assert run_ranks(2, unexpected, MORE_RANKS, (4, 8), init=False, timeout=240) == [{}, {}]
+    assert run_ranks(1, unexpected, MORE_RANKS, (4, 8), init=False, timeout=240) == [{}]
 
 
 def experts_differences(names: list[str]) -> dict[str, float]:
@@ -56,7 +71,7 @@ def experts_differences(names: list[str]) -> dict[str, float]:
         for implementation in ("grouped_mm", "batched_mm"):
             model.config._experts_implementation = implementation
             wanted = step(model, name)
-            ranks = run_threads(2, differences, model, wanted, name)
+            ranks = run_threads(2, differences, model, plan_from_hf(model), wanted, name)
             found[f"{name}, {implementation}"] = max(value for rank in ranks for value in rank.values())
     return {name: value for name, value in found.items() if not value < TOLERANCE}
 
@@ -72,7 +87,8 @@ def refused_differences() -> dict[str, float]:
     found = {}
     for name in REFUSED:
         model = hf_models.tiny_model(name)
-        ranks = run_threads(2, differences, model, step(model, name), name, False)
+        plan = plan_from_hf(model, leave_out=["*.self_attn.*"])
+        ranks = run_threads(2, differences, model, plan, step(model, name), name)
         found[name] = max(value for rank in ranks for value in rank.values())
     return {name: value for name, value in found.items() if not value < TOLERANCE}
 
@@ -85,10 +101,17 @@ def test_what_is_refused_is_right_when_left_out_as_the_error_says() -> None:
 
 @pytest.mark.oracle("transformers")
 def test_the_text_of_a_refusal() -> None:
+    model = hf_models.tiny_model("DogeConfig")
+    with pytest.raises(PlanError) as caught:
+        plan_report(model, 2, plan_from_hf(model))
+    assert str(caught.value) == (
+        "model.layers.0.self_attn.dt_proj, model.layers.1.self_attn.dt_proj: makes a number for each head, those of "
+        "all heads on every rank, where each rank has its heads; leave its attention out of the plan"
+    )
     with pytest.raises(PlanError) as caught:
         plan_from_hf(hf_models.tiny_model("NeoMMEConfig"))
     assert str(caught.value) == (
-        "the attention of NeoMMEForMaskedLM cannot be sharded as its plan says: alpha has a number for each of all "
-        "heads, of which q_proj leaves each rank a part; leave it out: "
+        "the attention of NeoMMEForMaskedLM cannot be sharded as its plan says: value_embeddings adds the features of "
+        "all heads, of which v_proj leaves each rank a part; leave it out: "
         "plan_from_hf(model, leave_out=['*.self_attn.*'])"
     )

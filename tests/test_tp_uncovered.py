@@ -104,6 +104,46 @@ def test_norms_of_heads_get_their_gradients_summed(size: int) -> None:
     assert max(run_ranks(size, difference, Normed(), plan, 32)) < 1e-11
 
 
+class Scales(nn.Module):
+    """A number for each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.ones(4))
+
+    def forward(self, heads: Tensor) -> Tensor:
+        return heads * self.alpha.unsqueeze(-1)
+
+
+class Sinks(HeadNorms):
+    """With a number for each head, of the attention itself and of the module behind it that projects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.ones(4))
+        self.exclusive, self.projection = Scales(), nn.Module()
+        self.projection.gate, self.projection.wo = nn.Linear(32, 32), self.wo
+        del self.wo
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.wq(x).unflatten(-1, (-1, self.head_dim))
+        k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.wk, self.wv))
+        k, v = (part.repeat_interleave(q.shape[-2] // k.shape[-2], -2) for part in (self.k_norm(k), v))
+        heads = torch.tanh(self.q_norm(q) * k * self.sinks.unsqueeze(-1)) - self.exclusive(v)
+        out: Tensor = self.projection.wo(heads.flatten(-2) * self.projection.gate(x))
+        return out
+
+
+def test_a_number_for_each_head_is_sharded() -> None:
+    model = nn.Sequential(nn.RMSNorm(32))
+    model.add_module("attention", Sinks())
+    plan = {f"attention.{name}": style for name, style in ATTENTION.items() if name != "wo"}
+    plan |= {"attention.projection.gate": ColwiseParallel(), "attention.projection.wo": RowwiseParallel()}
+    placements = {(row.module, row.placement) for row in plan_report(model, 2, plan).rows}
+    assert placements >= {("attention", "Shard(0)"), ("attention.exclusive", "Shard(0)")}
+    assert max(run_ranks(2, difference, model, plan, 32)) < 1e-10
+
+
 class Learned(nn.Module):
     """An activation with one number for all features, as Apertus has two."""
 

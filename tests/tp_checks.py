@@ -29,14 +29,14 @@ from namedmesh.tensor_parallel import (
     llama_plan,
     parallelize,
 )
-from namedmesh.tensor_parallel.collectives import RankGroup
+from namedmesh.tensor_parallel.collectives import RankGroup, gather_parts
 from namedmesh.tensor_parallel.layers import (
     column_linear,
     feature_embedding,
     row_linear,
     vocabulary_embedding,
 )
-from namedmesh.tensor_parallel.regions import exchange, gather_parts, gather_uneven, sum_scatter_uneven
+from namedmesh.tensor_parallel.regions import exchange, gather_uneven, sum_scatter_uneven
 from namedmesh.tensor_parallel.vocabulary import Lookup, cross_entropy
 
 if TYPE_CHECKING:

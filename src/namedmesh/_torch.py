@@ -484,6 +484,9 @@ def computed_now(ctx: Any) -> tuple[bool, ...]:
     ``ctx.needs_input_grad`` says for which of them some pass may: zero-bubble schedules ask for the gradients of
     inputs and of weights in two passes.
     """
+    if torch.compiler.is_compiling():  # it traces one pass for all of them
+        needed: tuple[bool, ...] = ctx.needs_input_grad
+        return needed
     return tuple(node is not None and _executes(node) for node, _ in ctx.next_functions)
 
 
@@ -496,7 +499,7 @@ def _executes(node: Any) -> bool:
 
 def backward_pass() -> int:
     """The number of the backward pass that runs in this thread, -1 outside of any."""
-    return torch._C._current_graph_task_id()
+    return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
 
 
 def all_gather_single(out: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup | None) -> dist.Work:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from namedmesh.compat.errors import ContractError
-from namedmesh.compat.partition import VocabUtility, shapes_as_contract
+from namedmesh.compat.partition import shapes_as_contract
 from namedmesh.tensor_parallel.collectives import RankGroup, all_gather
 from namedmesh.tensor_parallel.layers import (
     Recipe,
@@ -69,18 +69,18 @@ class ParallelLayer(nn.Module):
         self,
         shape: tuple[int, int],
         dim: int,
+        what: str,
         initialize: Initializer,
         stride: int = 1,
         *,
         keep: bool = False,
     ) -> None:
-        """Make this rank's shard of a weight that is cut along ``dim``, and keep the whole one if wanted."""
+        """Make this rank's shard of a weight that is sharded along ``dim``, and keep the whole one if wanted."""
         peers = self.peers
-        recipe = Recipe(
-            initialize,
-            dtype=torch.get_default_dtype(),
-            stride=stride if peers.size > 1 else 1,  # a weight that is not cut has no blocks
-        )
+        stride = stride if peers.size > 1 else 1  # a whole weight has no blocks
+        with shapes_as_contract():
+            check_blocks(shape[dim], peers.size, stride, what=what)
+        recipe = Recipe(initialize, dtype=torch.get_default_dtype(), stride=stride)
         self.weight, whole = recipe.weight(*shape, dim, peers)
         self.master_weight = whole if keep else None
 
@@ -102,12 +102,8 @@ class _Linear(ParallelLayer):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        shape = out_features, in_features
-        ranks = self.peers.size
-        with shapes_as_contract():
-            what = ("out_features", "in_features")[self.dim]
-            check_blocks(shape[self.dim], ranks, stride if ranks > 1 else 1, what=what)
-        self.make_weight(shape, self.dim, initialize, stride, keep=keep)
+        what = ("out_features", "in_features")[self.dim]
+        self.make_weight((out_features, in_features), self.dim, what, initialize, stride, keep=keep)
         length = self.weight.shape[0]
         self.register_parameter("bias", nn.Parameter(torch.zeros(length)) if bias else None)
 
@@ -299,14 +295,10 @@ class VocabParallelEmbedding(_Embedding):
         super().__init__(
             num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
         )
-        peers = self.peers
-        with shapes_as_contract():
-            check_blocks(num_embeddings, peers.size, what="num_embeddings")
-        self.vocab_start_index, self.vocab_end_index = VocabUtility.vocab_range_from_global_vocab_size(
-            num_embeddings, peers.rank, peers.size
-        )
-        self.num_embeddings_per_partition = self.vocab_end_index - self.vocab_start_index
-        self.make_weight((num_embeddings, embedding_dim), 0, init_method)
+        self.make_weight((num_embeddings, embedding_dim), 0, "num_embeddings", init_method)
+        rows = self.num_embeddings_per_partition = self.weight.shape[0]
+        self.vocab_start_index = self.peers.rank * rows
+        self.vocab_end_index = self.vocab_start_index + rows
 
     def forward(self, input_: Tensor) -> Tensor:
         """The vectors of some ids.
@@ -359,10 +351,9 @@ class ParallelEmbedding(_Embedding):
         super().__init__(
             num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
         )
-        with shapes_as_contract():
-            check_blocks(embedding_dim, self.peers.size, what="embedding_dim")
-        self.embedding_dim_per_partition = embedding_dim // self.peers.size
-        self.make_weight((num_embeddings, embedding_dim), 1, init_method, keep=keep_master_weight_for_test)
+        shape = num_embeddings, embedding_dim
+        self.make_weight(shape, 1, "embedding_dim", init_method, keep=keep_master_weight_for_test)
+        self.embedding_dim_per_partition = self.weight.shape[1]
 
     def forward(self, input_: Tensor) -> Tensor:
         """The vectors of some ids.

@@ -10,8 +10,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from namedmesh.errors import listing
-from namedmesh.tensor_parallel.kv_heads import GROUPS, KeyValueParallel
-from namedmesh.tensor_parallel.module_setup import is_replicated, sharded_dim
+from namedmesh.tensor_parallel.kv_heads import GROUPS, KeyValueParallel, names_keys_or_values
+from namedmesh.tensor_parallel.module_setup import sharded_dim
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,19 +64,28 @@ class Heads:
 def with_counts(model: nn.Module, entries: list[Entry], tp_size: int) -> list[Entry]:
     """The entries, those of keys and values with the head counts that the model states around them."""
     modules = dict(model.named_modules(remove_duplicate=False))
+    # Attention without keys and values of its own, which takes those of another layer.
+    reusing = [
+        (module, _counts_around(modules, f"{fqn}."))
+        for fqn, module in modules.items()
+        if hasattr(module, GROUPS)
+        and not any(names_keys_or_values(name) for name, _ in module.named_modules())
+    ]
     bound = []
     for entry in entries:
         if isinstance(entry.style, KeyValueParallel) and isinstance(entry.module, nn.Linear):
-            queries, keys = _counts_around(modules, entry)
-            style = entry.style.on_ranks(tp_size, queries, keys, _grouping(modules, entry.fqn))
-            bound.append(replace(entry, style=style))
+            counts = _counts_around(modules, entry.fqn)
+            attentions = [module for module, others in reusing if others == counts]
+            nearest = _grouping(modules, entry.fqn)
+            attentions += [] if nearest is None else [nearest]
+            bound.append(replace(entry, style=entry.style.on_ranks(tp_size, *counts, attentions)))
         else:
             bound.append(entry)
     return bound
 
 
-def _counts_around(modules: dict[str, nn.Module], entry: Entry) -> tuple[int | None, int | None]:
-    for _, heads in _stated(modules, entry.fqn):
+def _counts_around(modules: dict[str, nn.Module], fqn: str) -> tuple[int | None, int | None]:
+    for _, heads in _stated(modules, fqn):
         queries, keys = heads.queries, heads.keys or heads.queries
         return queries and queries[1], keys and keys[1]
     return None, None
@@ -136,7 +145,7 @@ def sharded_features(entry: Entry) -> int | None:
         layout, features = entry.style.input_layouts[0], entry.module.in_features
     else:
         return None
-    return features if isinstance(layout, Shard) and not is_replicated(layout) and _last(layout) else None
+    return features if isinstance(layout, Shard) and _last(layout) else None
 
 
 def _last(layout: Shard) -> bool:

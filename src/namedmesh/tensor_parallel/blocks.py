@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 
+from namedmesh.tensor_parallel.collectives import whole_parameter
 from namedmesh.tensor_parallel.regions import exchange
 
 if TYPE_CHECKING:
@@ -75,8 +76,7 @@ class Blocks:
         """The plain rows that this rank works on, of a parameter that is sharded along ``dim``."""
         if torch.compiler.is_compiling() and isinstance(parameter, DTensor):
             # What the compiler knows to trace: all rows are gathered, and the parts of their gradients summed.
-            gathered = parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-            return self.select(gathered.movedim(dim, 0), peers.rank).movedim(0, dim)
+            return self.select(whole_parameter(parameter).movedim(dim, 0), peers.rank).movedim(0, dim)
         shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         return self.collect(shard.movedim(dim, 0), peers).movedim(0, dim)
 

@@ -1,7 +1,7 @@
 """The explicit collectives of tensor parallelism, on local tensors.
 
-Each differentiable one has its partner as its backward: what is summed on the way forward is handed to
-everybody on the way back, what is gathered is cut, and so on.
+Each differentiable one has its partner as its backward: what is summed on the way forward is passed through
+on the way back, what is gathered is split, and so on.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from namedmesh._torch import (
     all_gather_single,
@@ -228,115 +229,80 @@ def _after(work: dist.Work, dim: int = 0) -> Callable[[Tensor], Tensor]:
     return finish
 
 
-def my_piece(full: Tensor, peers: RankGroup, dim: int) -> Tensor:
+def whole_parameter(parameter: Tensor) -> Tensor:
+    """All of a parameter as a plain tensor, of whose gradient each peer makes a part: the parts are summed."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    # The move sums the parts on the way back.
+    whole: Tensor = parameter.redistribute(placements=(Replicate(),)).to_local(grad_placements=(Partial(),))
+    return whole
+
+
+def my_shard(full: Tensor, peers: RankGroup, dim: int) -> Tensor:
     """My shard of ``dim`` of a tensor that every peer has; contiguous."""
     width = full.shape[dim] // peers.size
     return full.narrow(dim, peers.rank * width, width).contiguous()
 
 
-class _SumForward(torch.autograd.Function):
-    """Sum over the peers; the gradient, the same on every peer, passes through."""
+def with_backward(forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make a function differentiable: another function of the same arguments computes its gradient.
 
-    @staticmethod
-    def forward(_ctx: Any, partial: Tensor, peers: RankGroup) -> Tensor:
-        """The caller may still need its own part."""
-        return all_reduce(synchronous(partial), peers)
+    Both take a tensor, the ranks, and what else they need.
+    """
 
-    @staticmethod
-    def backward(_ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Each part counts once in the sum."""
-        return gradient, None
+    class Collective(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, tensor: Tensor, peers: RankGroup, *arguments: Any) -> Tensor:
+            ctx.peers, ctx.arguments = peers, arguments
+            return forward(synchronous(tensor), peers, *arguments)
 
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+            found = backward(synchronous(gradient), ctx.peers, *ctx.arguments)
+            return found, None, *(None for _ in ctx.arguments)
 
-class _SumBackward(torch.autograd.Function):
-    """Pass a tensor that every peer has; sum its gradient, of which each peer makes a part."""
-
-    @staticmethod
-    def forward(ctx: Any, replicated: Tensor, peers: RankGroup) -> Tensor:
-        """A fresh view, so that autograd does not write on the caller's tensor."""
-        ctx.peers = peers
-        replicated = synchronous(replicated)
-        return replicated.view_as(replicated)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Another consumer may hold the same gradient."""
-        return all_reduce(synchronous(gradient), ctx.peers), None
+    apply: Callable[..., Tensor] = Collective.apply  # torch leaves it without types
+    return apply
 
 
-class _Gather(torch.autograd.Function):
-    """Join the peers' shards along a dim; each gets back the gradient of its own shard."""
-
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor, peers: RankGroup, dim: int) -> Tensor:
-        """Every peer gets the whole tensor."""
-        ctx.peers, ctx.dim = peers, dim
-        return all_gather(synchronous(shard), peers, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """The whole gradient is the same on every peer: cut it."""
-        return my_piece(gradient, ctx.peers, ctx.dim), None, None
+def _passed(tensor: Tensor, _peers: RankGroup) -> Tensor:
+    """A view, so that autograd does not write on the caller's tensor."""
+    return tensor.view_as(tensor)
 
 
-class _Split(torch.autograd.Function):
-    """Keep my shard of a tensor that every peer has; the gradient is joined again."""
-
-    @staticmethod
-    def forward(ctx: Any, replicated: Tensor, peers: RankGroup, dim: int) -> Tensor:
-        """No communication: everybody cuts for itself."""
-        ctx.peers, ctx.dim = peers, dim
-        return my_piece(synchronous(replicated), peers, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Everybody gets the whole gradient."""
-        return all_gather(gradient, ctx.peers, ctx.dim), None, None
-
-
-class _SumScatter(torch.autograd.Function):
-    """Sum over the peers, each keeping its shard of a dim; the gradient is gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, peers: RankGroup, dim: int) -> Tensor:
-        """Each peer gets its shard of the sum."""
-        ctx.peers, ctx.dim = peers, dim
-        return reduce_scatter(synchronous(partial), peers, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Each part counts once in each shard of the sum."""
-        return all_gather(gradient, ctx.peers, ctx.dim), None, None
+_sum_forward = with_backward(all_reduce, _passed)
+_sum_backward = with_backward(_passed, all_reduce)
+_gather = with_backward(all_gather, my_shard)
+_split = with_backward(my_shard, all_gather)
+_gather_parts = with_backward(all_gather, reduce_scatter)
+_sum_scatter = with_backward(reduce_scatter, all_gather)
 
 
 def sum_forward(partial: Tensor, peers: RankGroup) -> Tensor:
-    """The sum over the peers; the gradient, the same on every peer, passes through."""
+    """Sum over the peers; the gradient, the same on every peer, passes through."""
     return partial if peers.size == 1 else _sum_forward(partial, peers)
 
 
 def sum_backward(replicated: Tensor, peers: RankGroup) -> Tensor:
-    """A tensor that every peer has; its gradient, of which each peer makes a part, is summed."""
+    """Pass a tensor that every peer has; its gradient, of which each peer makes a part, is summed."""
     return replicated if peers.size == 1 else _sum_backward(replicated, peers)
 
 
 def gather(shard: Tensor, peers: RankGroup, dim: int) -> Tensor:
-    """The peers' shards, joined along a dim; each gets back the gradient of its own shard."""
+    """Join the peers' shards along a dim; each gets back the gradient of its own shard."""
     return shard if peers.size == 1 else _gather(shard, peers, dim)
 
 
+def gather_parts(shard: Tensor, peers: RankGroup, dim: int) -> Tensor:
+    """Join the peers' shards along a dim, for ranks that go on differently: the gradients are summed."""
+    return shard if peers.size == 1 else _gather_parts(shard, peers, dim)
+
+
 def split(replicated: Tensor, peers: RankGroup, dim: int) -> Tensor:
-    """My shard of a tensor that every peer has; the gradient is joined again."""
+    """Keep my shard of a tensor that every peer has; the gradient is gathered."""
     return replicated if peers.size == 1 else _split(replicated, peers, dim)
 
 
 def sum_scatter(partial: Tensor, peers: RankGroup, dim: int) -> Tensor:
-    """My shard, along a dim, of the sum over the peers; the gradient is gathered."""
+    """Keep my shard, along a dim, of the sum over the peers; the gradient is gathered."""
     return partial if peers.size == 1 else _sum_scatter(partial, peers, dim)
-
-
-# torch leaves ``apply`` without types.
-_sum_forward: Callable[[Tensor, RankGroup], Tensor] = _SumForward.apply
-_sum_backward: Callable[[Tensor, RankGroup], Tensor] = _SumBackward.apply
-_gather: Callable[[Tensor, RankGroup, int], Tensor] = _Gather.apply
-_split: Callable[[Tensor, RankGroup, int], Tensor] = _Split.apply
-_sum_scatter: Callable[[Tensor, RankGroup, int], Tensor] = _SumScatter.apply

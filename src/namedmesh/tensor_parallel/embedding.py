@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from namedmesh.tensor_parallel.collectives import all_gather, gather, sum_forward, sum_scatter
-from namedmesh.tensor_parallel.module_setup import Setup, check_divides, is_replicated, sharded_dim
+from namedmesh.tensor_parallel.module_setup import Setup, check_divides, sharded_dim
 from namedmesh.tensor_parallel.vocabulary import Lookup, lookup
 
 
@@ -22,7 +22,7 @@ class ColwiseEmbedding(nn.Embedding):
         setup = self._setup
         ids = None if torch.compiler.is_compiling() else _whole_ids(setup, input)
         last = input.ndim
-        whole_output = is_replicated(setup.output_layout)
+        whole_output = isinstance(setup.output_layout, Replicate)
         if ids is None or not (whole_output or sharded_dim(setup.output_layout, input.ndim + 1) == last):
             return _through_dtensor(self, input)
         output = F.embedding(
@@ -43,7 +43,7 @@ class RowwiseEmbedding(nn.Embedding):
         setup = self._setup
         scatter_dim = sharded_dim(setup.output_layout, input.ndim + 1)
         ids = None if torch.compiler.is_compiling() else _whole_ids(setup, input)
-        if ids is None or (scatter_dim is None and not is_replicated(setup.output_layout)):
+        if ids is None or (scatter_dim is None and not isinstance(setup.output_layout, Replicate)):
             return _through_dtensor(self, input)
         partial = self._my_rows(ids)
         if scatter_dim is None:
@@ -83,7 +83,7 @@ def _plain(weight: Tensor) -> Tensor:
 def _whole_ids(setup: Setup, ids: Tensor) -> Tensor | None:
     """The ids of all ranks as a plain tensor, gathered if they are cut; None if the layout is another."""
     local = setup.plain(ids)
-    if local is None or is_replicated(setup.input_layout):
+    if local is None or isinstance(setup.input_layout, Replicate):
         return local
     dim = sharded_dim(setup.input_layout, local.ndim)
     return None if dim is None else all_gather(local, setup.peers, dim)

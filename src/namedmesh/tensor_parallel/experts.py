@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from namedmesh.tensor_parallel.collectives import RankGroup, sum_backward, sum_forward
 from namedmesh.tensor_parallel.local import LocalParameters
+from namedmesh.tensor_parallel.placements import ActivationStyle
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -87,7 +87,7 @@ class ShardedExperts(LocalParameters):
         return module
 
 
-class IdentityExpert(ParallelStyle):
+class IdentityExpert(ActivationStyle):
     """Divide the input of an expert that returns its input by the number of ranks.
 
     For such an expert inside :class:`ShardedExperts`, whose output is summed: every rank adds the same.
@@ -97,13 +97,6 @@ class IdentityExpert(ParallelStyle):
         >>> IdentityExpert()
         IdentityExpert()
     """
-
-    def __repr__(self) -> str:
-        return "IdentityExpert()"
-
-    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:  # noqa: ARG002  none, for any
-        """It touches no parameters."""
-        return {}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         size = device_mesh.size()

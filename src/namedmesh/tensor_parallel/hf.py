@@ -68,20 +68,6 @@ _SPECIAL = (
 )
 
 
-# Plans of transformers that fit no number of ranks but one, by the model type and the style that makes it so.
-_UNWORKABLE = {
-    ("doge", "self_attn.dt_proj", "rowwise"): (
-        "dt_proj's output has a number for each of all heads, of which q_proj and k_proj leave each rank a part"
-    ),
-    ("esmc", "self_attn.q_proj", "colwise"): (
-        "q_norm and k_norm take the features of all heads, of which q_proj and k_proj leave each rank a part"
-    ),
-    ("neomme", "self_attn.q_proj", "colwise"): (
-        "alpha has a number for each of all heads, of which q_proj leaves each rank a part"
-    ),
-}
-
-
 def plan_from_hf(
     model_or_plan: nn.Module | Mapping[str, str], *, leave_out: Sequence[str] = ()
 ) -> dict[str, ParallelStyle]:
@@ -130,7 +116,14 @@ def plan_from_hf(
         for key, name in names.items()
         if not any(fnmatch.fnmatchcase(key, pattern) for pattern in leave_out)
     }
-    _refuse_unworkable(model, names)
+    if getattr(getattr(model, "config", None), "model_type", None) == "neomme" and any(
+        ".self_attn." in key for key in names
+    ):
+        raise PlanError(
+            f"the attention of {type(model).__name__} cannot be sharded as its plan says: value_embeddings adds the "
+            f"features of all heads, of which v_proj leaves each rank a part; leave it out: "
+            f"plan_from_hf(model, leave_out=['*.self_attn.*'])"
+        )
     bare = _bare_parameters(model, names)
     plan: dict[str, ParallelStyle] = {}
     problems = []
@@ -175,17 +168,6 @@ def _names_of(model: nn.Module) -> dict[str, str]:
     there = [fqn for fqn, _ in model.named_modules(remove_duplicate=False)]
     there += [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
     return {key: name for key, name in stated.items() if any(matches(key, fqn) for fqn in there)}
-
-
-def _refuse_unworkable(model: nn.Module | None, names: Mapping[str, str]) -> None:
-    """Say what is wrong with a plan of transformers, instead of leaving it to a forward with sizes that differ."""
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    for (model_type, layer, style), reason in _UNWORKABLE.items():
-        if kind == model_type and any(key.endswith(layer) and name == style for key, name in names.items()):
-            raise PlanError(
-                f"the attention of {type(model).__name__} cannot be sharded as its plan says: {reason}; leave it "
-                f"out: plan_from_hf(model, leave_out=['*.self_attn.*'])"
-            )
 
 
 def _base_prefix(model: nn.Module) -> str:

@@ -15,6 +15,8 @@ from namedmesh.tensor_parallel.placements import incompatibilities
 from namedmesh.tensor_parallel.styles import ColwiseParallel
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
@@ -84,7 +86,8 @@ class KeyValueParallel(ColwiseParallel):
     two ranks, six for four), every rank keeps the whole weight, computes the heads that its queries need, and
     the gradients are summed over the ranks that share a head. The attention then finds one kv head for each
     group of its queries: it takes the number of repetitions from the shapes, or from an attribute
-    ``num_key_value_groups`` of the module that owns the linear, which is set.
+    ``num_key_value_groups`` of the module that owns the linear, which is set; so is that of attention with the
+    same counts that has no keys and values of its own, but those of another layer.
 
     ``parallelize`` finds the head counts on the attention module or on its configuration; where nothing
     states them, and none are given, the style is ``ColwiseParallel``.
@@ -118,7 +121,7 @@ class KeyValueParallel(ColwiseParallel):
         super().__init__(input_layouts=input_layouts)
         self.query_heads, self.kv_heads = query_heads, kv_heads
         self.shared: SharedHeads | None = None
-        self.attention: nn.Module | None = None
+        self.attentions: Sequence[nn.Module] = ()
 
     def __repr__(self) -> str:
         counts = (
@@ -127,13 +130,16 @@ class KeyValueParallel(ColwiseParallel):
         return f"KeyValueParallel(input_layouts={self.input_layouts}{counts})"
 
     def on_ranks(
-        self, size: int, queries: int | None, heads: int | None, attention: nn.Module | None
+        self, size: int, queries: int | None, heads: int | None, attentions: Sequence[nn.Module]
     ) -> KeyValueParallel:
-        """The style as it is for so many ranks, with the counts that a model states unless it has its own."""
+        """The style for ``size`` ranks, with the counts that a model states unless it has its own.
+
+        ``attentions`` are the modules that use the heads, of which each may keep the number of its groups.
+        """
         queries, heads = self.query_heads or queries, self.kv_heads or heads
         bound = KeyValueParallel(input_layouts=self.input_layouts[0], query_heads=queries, kv_heads=heads)
         if queries and heads and heads % size and not (queries % size or queries % heads):
-            bound.shared, bound.attention = SharedHeads(queries, heads, size), attention
+            bound.shared, bound.attentions = SharedHeads(queries, heads, size), attentions
         return bound
 
     def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
@@ -156,15 +162,15 @@ class KeyValueParallel(ColwiseParallel):
         return reasons
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        bound = self.on_ranks(device_mesh.size(), None, None, self.attention)
+        bound = self.on_ranks(device_mesh.size(), None, None, self.attentions)
         if bound.shared is None:
             return super()._apply(module, device_mesh)
         problems = incompatibilities(bound, module)
         if problems:
             raise PlanError(*(f"{type(module).__name__}: {problem}" for problem in problems))
         bound.src_data_rank = self.src_data_rank
-        if hasattr(self.attention, GROUPS):
-            setattr(self.attention, GROUPS, bound.shared.repeats)
+        for attention in self.attentions:
+            setattr(attention, GROUPS, bound.shared.repeats)
         return with_forward(bound, module, device_mesh, KeyValueLinear, _shared=bound.shared)
 
 

@@ -53,22 +53,20 @@ class Recipe:
     def weight(
         self, rows: int, columns: int, dim: int, peers: RankGroup
     ) -> tuple[nn.Parameter, Tensor | None]:
-        """My shard of a ``(rows, columns)`` weight that is cut along ``dim``, and the whole one if it was drawn.
+        """My shard of a ``(rows, columns)`` weight that is sharded along ``dim``, and the whole one if it was drawn.
 
-        Raises:
-            ShapeError: the ranks, times the stride, do not divide the length of ``dim``.
+        The ranks, times the stride, divide the length of ``dim``: see :func:`check_blocks`.
         """
-        check_blocks((rows, columns)[dim], peers.size, self.stride)
         shape = [rows, columns]
         shape[dim] //= peers.size
         shard = torch.empty(shape, dtype=self.dtype, device=self.device)
         whole = None
         if self.fill and self.device is not None:
-            fill_piece(shard, self.initialize, peers)
+            fill_shard(shard, self.initialize, peers)
         elif self.fill:
             whole = torch.empty(rows, columns, dtype=self.drawn_in or self.dtype)
             self.initialize(whole)
-            shard.copy_(block_piece(whole, peers, dim, self.stride))
+            shard.copy_(block_shard(whole, peers, dim, self.stride))
         return nn.Parameter(shard), whole
 
     def bias(self, length: int) -> nn.Parameter:
@@ -106,7 +104,7 @@ stride); use 8 or 12, or another multiple of 4
         )
 
 
-def block_piece(whole: Tensor, peers: RankGroup, dim: int, stride: int = 1) -> Tensor:
+def block_shard(whole: Tensor, peers: RankGroup, dim: int, stride: int = 1) -> Tensor:
     """My shard of each of ``stride`` blocks of a weight, joined.
 
     The projections of queries, keys and values in one weight are three blocks: cut as one, the first rank
@@ -118,14 +116,14 @@ def block_piece(whole: Tensor, peers: RankGroup, dim: int, stride: int = 1) -> T
         >>> import torch
         >>> from types import SimpleNamespace
         >>> whole = torch.tensor([0, 1, 2, 3, 10, 11, 12, 13])
-        >>> block_piece(whole, SimpleNamespace(size=2, rank=1), 0, stride=2).tolist()
+        >>> block_shard(whole, SimpleNamespace(size=2, rank=1), 0, stride=2).tolist()
         [2, 3, 12, 13]
     """
     blocks: Tensor = whole.unflatten(dim, (stride, peers.size, -1))
     return blocks.select(dim + 1, peers.rank).flatten(dim, dim + 1)
 
 
-def fill_piece(shard: Tensor, initialize: Initializer, peers: RankGroup) -> None:
+def fill_shard(shard: Tensor, initialize: Initializer, peers: RankGroup) -> None:
     """Fill my shard with numbers of its own, on its device.
 
     Ranks that are seeded alike would draw the same numbers. So one number is drawn as the seed of the shard,
@@ -163,12 +161,6 @@ def column_linear(
 
     Returns:
         ``(..., my outputs)``, or ``(..., outputs)`` where they are gathered.
-
-    Example:
-        >>> import torch
-        >>> from namedmesh.tensor_parallel.collectives import RankGroup
-        >>> column_linear(torch.ones(1, 3), torch.ones(2, 3), torch.zeros(2), RankGroup(None))
-        tensor([[3., 3.]])
     """
     over = peers if sum_gradient or gather_dim is not None else RankGroup(None)
     output = column(value, weight, bias, over, gather_dim, gather_again=True)
@@ -202,12 +194,6 @@ def row_linear(
 
     Raises:
         ShapeError: an input that is not cut yet, or an output that is to be, cannot be cut into equal shards.
-
-    Example:
-        >>> import torch
-        >>> from namedmesh.tensor_parallel.collectives import RankGroup
-        >>> row_linear(torch.ones(1, 3), torch.ones(2, 3), RankGroup(None))
-        tensor([[3., 3.]])
     """
     if not input_is_parallel:
         check_blocks(value.shape[-1], peers.size, what="the length of the last dim of the input")
@@ -240,12 +226,6 @@ def vocabulary_embedding(
 
     Raises:
         ShapeError: the dim that is to be scattered cannot be cut into equal shards.
-
-    Example:
-        >>> import torch
-        >>> from namedmesh.tensor_parallel.collectives import RankGroup
-        >>> vocabulary_embedding(torch.tensor([1, 0]), torch.tensor([[1.0], [2.0]]), RankGroup(None)).tolist()
-        [[2.0], [1.0]]
     """
     partial = lookup(ids, weight, peers.rank * weight.shape[0], how)
     if scatter_swapped:
@@ -265,12 +245,6 @@ def feature_embedding(ids: Tensor, weight: Tensor, peers: RankGroup, how: Lookup
 
     Returns:
         ``(..., features)``, the same on every peer.
-
-    Example:
-        >>> import torch
-        >>> from namedmesh.tensor_parallel.collectives import RankGroup
-        >>> feature_embedding(torch.tensor([1, 0]), torch.tensor([[1.0], [2.0]]), RankGroup(None)).tolist()
-        [[2.0], [1.0]]
     """
     how = how or Lookup()
     if how.max_norm is not None:

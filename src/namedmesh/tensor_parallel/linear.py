@@ -33,7 +33,6 @@ from namedmesh.tensor_parallel.module_setup import (
     Setup,
     check_divides,
     check_features,
-    is_replicated,
     name_of,
     sharded_dim,
 )
@@ -58,7 +57,7 @@ class ColwiseLinear(nn.Linear):
             return through_dtensor(self, input, Replicate())
         last = input.ndim - 1
         operand = column_operand(self, setup, input)
-        whole_output = is_replicated(setup.output_layout)
+        whole_output = isinstance(setup.output_layout, Replicate)
         if operand is None or not (whole_output or sharded_dim(setup.output_layout, input.ndim) == last):
             return through_dtensor(self, input, Replicate())
         output = column(operand.value, self.weight, self.bias, *operand[1:])
@@ -80,11 +79,11 @@ class RowwiseLinear(nn.Linear):
         last = input.ndim - 1
         layout = setup.layout_of(input)
         scatter_dim = sharded_dim(setup.output_layout, input.ndim)
-        whole_input = layout is not None and is_replicated(layout)
+        whole_input = layout is not None and isinstance(layout, Replicate)
         if (
             layout is None
             or not (whole_input or sharded_dim(layout, input.ndim) == last)
-            or (scatter_dim is None and not is_replicated(setup.output_layout))
+            or (scatter_dim is None and not isinstance(setup.output_layout, Replicate))
         ):
             return through_dtensor(self, input, Shard(-1))
         local = input.to_local() if isinstance(input, DTensor) else input
@@ -115,7 +114,11 @@ def column_operand(module: nn.Module, setup: Setup, value: Tensor) -> ColumnOper
     """
     layout = setup.layout_of(value)
     gather_dim = None if layout is None else sharded_dim(layout, value.ndim)
-    if layout is None or (gather_dim is None and not is_replicated(layout)) or gather_dim == value.ndim - 1:
+    if (
+        layout is None
+        or (gather_dim is None and not isinstance(layout, Replicate))
+        or gather_dim == value.ndim - 1
+    ):
         return None
     if not isinstance(value, DTensor):
         shared = shared_gradient(value, setup.peers)
@@ -192,7 +195,7 @@ def _refuse_double_backward() -> None:
     if torch.is_grad_enabled():
         raise MeshError(
             "the fast parallel styles have no second derivative, and backward was called with "
-            "create_graph=True; put torch's own ColwiseParallel and RowwiseParallel in the plan instead"
+            "create_graph=True; leave the layers that it passes through out of the plan"
         )
 
 

@@ -6,13 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from namedmesh._torch import gradient_like, replaced_parameters
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel.blocks import Blocks
-from namedmesh.tensor_parallel.collectives import RankGroup, all_reduce, sum_backward, sum_forward
+from namedmesh.tensor_parallel.collectives import (
+    RankGroup,
+    all_reduce,
+    sum_backward,
+    sum_forward,
+    whole_parameter,
+)
+from namedmesh.tensor_parallel.placements import ActivationStyle
 from namedmesh.tensor_parallel.styles import shard_parameters
 
 if TYPE_CHECKING:
@@ -120,10 +127,7 @@ class _LocalForward:
             return parameter
         if parameter.placements == (Replicate(),):
             if torch.compiler.is_compiling():
-                # The first step does nothing on the way forward, and sums the parts on the way back.
-                parameter = parameter.redistribute(placements=(Replicate(),))
-                whole: Tensor = parameter.to_local(grad_placements=(Partial(),))
-                return whole
+                return whole_parameter(parameter)
             return _shared_parameter(parameter, self.peers)
         shard: Tensor = parameter.to_local()
         return shard
@@ -178,7 +182,7 @@ class _SharedParameter(torch.autograd.Function):
 _shared_parameter: Callable[[DTensor, RankGroup], Tensor] = _SharedParameter.apply
 
 
-class KeepWhole(ParallelStyle):
+class KeepWhole(ActivationStyle):
     """Keep a module as it is, because every rank computes the same with it.
 
     For a module between sharded layers that works on what is not sharded: a plan that does not name such a
@@ -190,18 +194,11 @@ class KeepWhole(ParallelStyle):
         KeepWhole()
     """
 
-    def __repr__(self) -> str:
-        return "KeepWhole()"
-
-    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:  # noqa: ARG002  none, for any
-        """It touches no parameters."""
-        return {}
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:  # noqa: ARG002  its signature
         return module
 
 
-class SumOutput(ParallelStyle):
+class SumOutput(ActivationStyle):
     """Sum a module's output over the ranks, each of which computed a part of it.
 
     Example:
@@ -210,20 +207,13 @@ class SumOutput(ParallelStyle):
         SumOutput()
     """
 
-    def __repr__(self) -> str:
-        return "SumOutput()"
-
-    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:  # noqa: ARG002  none, for any
-        """It touches no parameters."""
-        return {}
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         peers = RankGroup(device_mesh)
         module.register_forward_hook(lambda _module, _args, output: sum_forward(output, peers))
         return module
 
 
-class SumTailGradient(ParallelStyle):
+class SumTailGradient(ActivationStyle):
     """Sum the gradient of the last features of a module's output over the ranks.
 
     For a projection that every rank computes whole, of which each rank's heads use the tail directly, while
@@ -244,10 +234,6 @@ class SumTailGradient(ParallelStyle):
 
     def __repr__(self) -> str:
         return f"SumTailGradient({self.width})"
-
-    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:  # noqa: ARG002  none, for any
-        """It touches no parameters."""
-        return {}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         peers, width = RankGroup(device_mesh), self.width

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from namedmesh.errors import ShapeError
 from namedmesh.tensor_parallel.collectives import RankGroup
@@ -115,11 +115,6 @@ def sharded_dim(layout: Placement, ndim: int) -> int | None:
     if not isinstance(layout, Shard) or not -ndim <= layout.dim < ndim:
         return None
     return layout.dim % ndim
-
-
-def is_replicated(layout: Placement) -> bool:
-    """Whether every rank has the whole tensor."""
-    return isinstance(layout, Replicate)
 
 
 def check_features(module: torch.nn.Module, value: Tensor, features: int) -> None:

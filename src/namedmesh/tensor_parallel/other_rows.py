@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 
+from namedmesh.tensor_parallel.collectives import whole_parameter
 from namedmesh.tensor_parallel.linear import column, column_operand
 from namedmesh.tensor_parallel.module_setup import Setup
 from namedmesh.tensor_parallel.styles import shard_parameters
@@ -37,11 +38,7 @@ def rows_of(parameter: Tensor, blocks: Sequence[int], count: int) -> Tensor:
 
     The gradient of the parameter is summed over the ranks, each of which makes the part of its own blocks.
     """
-    whole = parameter
-    if isinstance(parameter, DTensor):
-        # The move changes nothing on the way forward; on the way back it sums the parts.
-        moved = parameter.redistribute(placements=[Replicate()])
-        whole = moved.to_local(grad_placements=[Partial()])
+    whole = whole_parameter(parameter)
     width = whole.shape[0] // count
     first, last = blocks[0], blocks[-1]
     if list(blocks) == list(range(first, last + 1)):

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
@@ -20,11 +21,21 @@ from namedmesh.tensor_parallel.weight_norm import norm_placements, weight_norm
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.distributed.tensor.parallel import ParallelStyle
     from torch.distributed.tensor.placement_types import Placement
 
 _CUTTING = (ColwiseParallel, RowwiseParallel)
 _MOVING = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
+
+
+class ActivationStyle(ParallelStyle):
+    """A style that leaves a module's parameters alone: it works on what goes in or comes out."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:  # noqa: ARG002  none, for any
+        """It touches no parameters."""
+        return {}
 
 
 def parameter_placements(style: ParallelStyle, module: nn.Module) -> dict[str, Placement] | None:
@@ -98,9 +109,14 @@ def _cut_misfits(style: ParallelStyle, module: nn.Module) -> list[str]:
             f"a norm, or leave this module out of the plan"
         )
         return [reason]
-    if isinstance(module, nn.Linear):
-        return []
     reasons = []
+    if weight_norm(module) is None and "weight" not in dict(module.named_parameters(recurse=False)):
+        reasons.append(
+            "its weight is computed from other parameters at every forward; remove the parametrization "
+            "(torch.nn.utils.parametrize.remove_parametrizations), or leave the module out of the plan"
+        )
+    if isinstance(module, nn.Linear):
+        return reasons
     if module.max_norm is not None:
         reasons.append(f"{name} cannot keep max_norm={module.max_norm} of an embedding; use max_norm=None")
     if module.sparse:

@@ -23,7 +23,7 @@ from namedmesh.tensor_parallel.module_setup import NAME
 from namedmesh.tensor_parallel.placements import incompatibilities, parameter_placements
 from namedmesh.tensor_parallel.plan_entry import Entry
 from namedmesh.tensor_parallel.tied_parameters import find_ties
-from namedmesh.tensor_parallel.uncovered import cover
+from namedmesh.tensor_parallel.uncovered import cover, sequence_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -188,10 +188,12 @@ def _size_problems(entries: list[Entry], tp_size: int) -> list[str]:
             size = entry.module.get_parameter(name).shape[dim]
             if size % (tp_size * parts):
                 places[entry.key, _size_name(entry.module, name, dim), size, parts].append(entry.fqn)
+    # What is left out of a plan that shards the sequence still gets shards of it.
+    leave_out = "" if sequence_parallel(entries) else ", or leave {key!r} out of the plan"
     return [
         f"{listing((fqn or 'the model' for fqn in fqns), 3)}: {what} {size} is not divisible by "
         f"{f'{parts} times ' if parts > 1 else ''}the tp size {tp_size}; pad it to "
-        f"{-(-size // (tp_size * parts)) * tp_size * parts}, or leave {key!r} out of the plan"
+        f"{-(-size // (tp_size * parts)) * tp_size * parts}{leave_out.format(key=key)}"
         for (key, what, size, parts), fqns in places.items()
     ]
 

@@ -1,19 +1,17 @@
 """Ways between regions where every rank has the whole tensor and regions where each has a shard.
 
-The five simple ones stand beside the collectives: ``sum_backward``, ``sum_forward``, ``split``, ``gather`` and
-``sum_scatter``. Here is what legacy code does beyond them: it gathers for ranks that each make a part of the
-gradient, cuts into shards of different lengths, and exchanges shards.
+The simple ones stand beside the collectives: ``sum_backward``, ``sum_forward``, ``split``, ``gather``,
+``gather_parts`` and ``sum_scatter``. Here is what legacy code does beyond them, with shards of different lengths.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from namedmesh._torch import synchronous
 from namedmesh.errors import ShapeError
-from namedmesh.tensor_parallel.collectives import all_gather, all_to_all, reduce_scatter
+from namedmesh.tensor_parallel.collectives import all_gather, all_to_all, reduce_scatter, with_backward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,24 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from namedmesh.tensor_parallel.collectives import RankGroup
-
-
-class _GatherParts(torch.autograd.Function):
-    """Join the peers' shards along a dim; each gets back its shard of the sum of all gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor, peers: RankGroup, dim: int) -> Tensor:
-        ctx.peers, ctx.dim = peers, dim
-        return all_gather(synchronous(shard), peers, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scatter(gradient, ctx.peers, ctx.dim), None, None
-
-
-def gather_parts(shard: Tensor, peers: RankGroup, dim: int) -> Tensor:
-    """Join the peers' shards along a dim, for ranks that go on differently: each gradient is a part of the whole."""
-    return shard if peers.size == 1 else _gather_parts(shard, peers, dim)
 
 
 def gather_uneven(shard: Tensor, peers: RankGroup, sizes: Sequence[int], *, parts: bool = True) -> Tensor:
@@ -53,12 +33,6 @@ def gather_uneven(shard: Tensor, peers: RankGroup, sizes: Sequence[int], *, part
 
     Raises:
         ShapeError: the sizes are not one for each peer, or mine is not the length of my shard.
-
-    Example:
-        >>> import torch
-        >>> from namedmesh.tensor_parallel.collectives import RankGroup
-        >>> gather_uneven(torch.arange(3), RankGroup(None), [3])
-        tensor([0, 1, 2])
     """
     lengths = _lengths(sizes, peers)
     if shard.shape[0] != lengths[peers.rank]:
@@ -66,7 +40,8 @@ def gather_uneven(shard: Tensor, peers: RankGroup, sizes: Sequence[int], *, part
             f"rank {peers.rank} has a shard of length {shard.shape[0]} (shape {tuple(shard.shape)}), but the "
             f"sizes {lengths} say {lengths[peers.rank]}; pass the length of every rank's shard, in rank order"
         )
-    return shard if peers.size == 1 else _gather_uneven(shard, peers, lengths, parts)
+    join = _gather_uneven_parts if parts else _gather_uneven
+    return shard if peers.size == 1 else join(shard, peers, lengths)
 
 
 def sum_scatter_uneven(partial: Tensor, peers: RankGroup, sizes: Sequence[int]) -> Tensor:
@@ -79,12 +54,6 @@ def sum_scatter_uneven(partial: Tensor, peers: RankGroup, sizes: Sequence[int]) 
 
     Raises:
         ShapeError: the sizes are not one for each peer, or do not add up to the length of dim 0.
-
-    Example:
-        >>> import torch
-        >>> from namedmesh.tensor_parallel.collectives import RankGroup
-        >>> sum_scatter_uneven(torch.arange(3), RankGroup(None), [3])
-        tensor([0, 1, 2])
     """
     lengths = _lengths(sizes, peers)
     _check_sum(partial, lengths, "the sizes")
@@ -108,12 +77,6 @@ def exchange(
     Raises:
         ShapeError: the lengths are not one for each peer, or do not add up to the length of dim 0; or by
             default, the number of peers does not divide it.
-
-    Example:
-        >>> import torch
-        >>> from namedmesh.tensor_parallel.collectives import RankGroup
-        >>> exchange(torch.arange(3), RankGroup(None))
-        tensor([0, 1, 2])
     """
     sending, receiving = (None if sizes is None else _lengths(sizes, peers) for sizes in (send, receive))
     length = outgoing.shape[0]
@@ -151,12 +114,12 @@ def _join(shard: Tensor, peers: RankGroup, lengths: list[int]) -> Tensor:
     return torch.cat([padded.narrow(0, i * longest, length) for i, length in enumerate(lengths)])
 
 
-def _cut(whole: Tensor, peers: RankGroup, lengths: list[int]) -> Tensor:
+def _shard_of_mine(whole: Tensor, peers: RankGroup, lengths: list[int]) -> Tensor:
     mine: Tensor = whole.split(lengths)[peers.rank]
     return mine.contiguous()
 
 
-def _sum_and_cut(whole: Tensor, peers: RankGroup, lengths: list[int]) -> Tensor:
+def _sum_and_shard(whole: Tensor, peers: RankGroup, lengths: list[int]) -> Tensor:
     """My shard of the sum."""
     longest = max(lengths)
     padded = torch.cat([_padded(shard, longest) for shard in whole.split(lengths)])
@@ -168,50 +131,14 @@ def _padded(shard: Tensor, length: int) -> Tensor:
     return torch.cat([shard, shard.new_zeros(missing, *shard.shape[1:])]) if missing else shard
 
 
-class _GatherUneven(torch.autograd.Function):
-    """Join shards of different lengths along dim 0."""
-
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor, peers: RankGroup, lengths: list[int], parts: bool) -> Tensor:
-        ctx.peers, ctx.lengths, ctx.parts = peers, lengths, parts
-        return _join(synchronous(shard), peers, lengths)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        take = _sum_and_cut if ctx.parts else _cut
-        return take(gradient, ctx.peers, ctx.lengths), None, None, None
+def _exchange_back(
+    gradient: Tensor, peers: RankGroup, send: list[int] | None, receive: list[int] | None
+) -> Tensor:
+    """An exchange itself, so that it has a derivative again."""
+    return _exchange(gradient, peers, receive, send)
 
 
-class _SumScatterUneven(torch.autograd.Function):
-    """Sum over the peers, each keeping a shard of its own length."""
-
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, peers: RankGroup, lengths: list[int]) -> Tensor:
-        ctx.peers, ctx.lengths = peers, lengths
-        return _sum_and_cut(synchronous(partial), peers, lengths)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _join(gradient, ctx.peers, ctx.lengths), None, None
-
-
-class _Exchange(torch.autograd.Function):
-    """Send a shard to each peer; on the way back every gradient returns to where its shard came from."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, outgoing: Tensor, peers: RankGroup, send: list[int] | None, receive: list[int] | None
-    ) -> Tensor:
-        ctx.peers, ctx.send, ctx.receive = peers, send, receive
-        return all_to_all(synchronous(outgoing), peers, send, receive)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        # An exchange itself, so that it has a derivative again.
-        return _exchange(gradient, ctx.peers, ctx.receive, ctx.send), None, None, None
-
-
-_gather_parts: Callable[[Tensor, RankGroup, int], Tensor] = _GatherParts.apply
-_gather_uneven: Callable[[Tensor, RankGroup, list[int], bool], Tensor] = _GatherUneven.apply
-_sum_scatter_uneven: Callable[[Tensor, RankGroup, list[int]], Tensor] = _SumScatterUneven.apply
-_exchange: Callable[[Tensor, RankGroup, list[int] | None, list[int] | None], Tensor] = _Exchange.apply
+_gather_uneven = with_backward(_join, _shard_of_mine)
+_gather_uneven_parts = with_backward(_join, _sum_and_shard)
+_sum_scatter_uneven = with_backward(_sum_and_shard, _join)
+_exchange: Callable[..., Tensor] = with_backward(all_to_all, _exchange_back)

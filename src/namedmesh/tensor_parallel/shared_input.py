@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from namedmesh._torch import backward_pass, synchronous
 from namedmesh.tensor_parallel.collectives import (
     Pending,
     all_gather,
-    my_piece,
+    my_shard,
     start_all_reduce,
     start_reduce_scatter,
 )
-from namedmesh.tensor_parallel.module_setup import Setup, is_replicated, sharded_dim
+from namedmesh.tensor_parallel.module_setup import Setup, sharded_dim
+from namedmesh.tensor_parallel.placements import ActivationStyle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _MARK = "_namedmesh_shared_gradient"
 
 
-class SharedInput(ParallelStyle):
+class SharedInput(ActivationStyle):
     """Gather a module's first input once for all the column styles inside, and sum its gradient once.
 
     For an attention or a feed-forward module: the column styles inside keep their default input layout,
@@ -64,10 +64,6 @@ class SharedInput(ParallelStyle):
     def __repr__(self) -> str:
         return f"SharedInput(input_layouts={self.input_layouts!r})"
 
-    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:  # noqa: ARG002  none, for any
-        """It touches no parameters."""
-        return {}
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         name = next(iter(inspect.signature(module.forward).parameters))
         setup = Setup(device_mesh, self.input_layouts, Replicate(), use_local_output=True)
@@ -94,7 +90,11 @@ class _Share:
         setup = self.setup
         layout = setup.layout_of(value)
         dim = None if layout is None else sharded_dim(layout, value.ndim)
-        if torch.compiler.is_compiling() or layout is None or (dim is None and not is_replicated(layout)):
+        if (
+            torch.compiler.is_compiling()
+            or layout is None
+            or (dim is None and not isinstance(layout, Replicate))
+        ):
             whole = setup.annotated(value).redistribute(placements=(Replicate(),))
             local: Tensor = whole.to_local()
             return local
@@ -186,7 +186,7 @@ class _Shared(torch.autograd.Function):
         shared = ctx.shared
         parts = shared.result()
         if gradient is not None and shared.scatter_dim is not None:
-            gradient = my_piece(gradient, shared.peers, shared.scatter_dim)
+            gradient = my_shard(gradient, shared.peers, shared.scatter_dim)
         if gradient is None or parts is None:
             return parts if gradient is None else gradient, None
         return parts + gradient, None

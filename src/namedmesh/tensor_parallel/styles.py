@@ -106,11 +106,6 @@ def _shard(
     """Cut the parameters, then give the module the forward for them."""
     problems = incompatibilities(style, module)
     norm = weight_norm(module)
-    if norm is None and "weight" not in dict(module.named_parameters(recurse=False)):
-        problems.append(
-            "its weight is computed from other parameters at every forward; remove the parametrization "
-            "(torch.nn.utils.parametrize.remove_parametrizations), or leave the module out of the plan"
-        )
     if problems:
         raise PlanError(*(f"{type(module).__name__}: {problem}" for problem in problems))
     setup = Setup(mesh, style.input_layouts[0], style.output_layouts[0], style.use_local_output)

@@ -12,8 +12,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import nn
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+)
 
 from namedmesh.errors import listing
 from namedmesh.tensor_parallel.attention_heads import called_attention, heads_around, sharded_features
@@ -21,12 +26,20 @@ from namedmesh.tensor_parallel.kv_heads import names_keys_or_values
 from namedmesh.tensor_parallel.local import KeepWhole, LocalParameters
 from namedmesh.tensor_parallel.placements import parameter_placements
 from namedmesh.tensor_parallel.plan_entry import Entry
+from namedmesh.tensor_parallel.shared_input import SharedInput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from torch.distributed.tensor.parallel import ParallelStyle
+    from torch.distributed.tensor.placement_types import Placement
 
+_GATHERING = (SharedInput, PrepareModuleInput, PrepareModuleInputOutput)
+_ON_SHARDS = (
+    "trainable and in no style, where the plan gives each rank its shard of the sequence: each rank would have another "
+    "gradient; give its module LocalParameters() if the ranks use it on their shards, KeepWhole() if they all use it "
+    "on the whole sequence, or freeze it"
+)
 _ACTIVATION = ("act", "elu", "silu", "swish", "glu")
 
 
@@ -80,7 +93,7 @@ def sections(model: nn.Module, entries: list[Entry]) -> list[Section]:
         while owner and not any(_is_inside(column, owner) for column in columns):
             owner = owner.rpartition(".")[0]
         if any(_is_inside(column, owner) for column in columns):
-            owners.setdefault(owner, {})[fqn] = linear
+            owners.setdefault(_attention_around(owner, modules, columns), {})[fqn] = linear
     found = []
     for owner, own_rows in owners.items():
         smaller = [other for other in owners if other != owner and _is_inside(other, owner)]
@@ -95,8 +108,66 @@ def sections(model: nn.Module, entries: list[Entry]) -> list[Section]:
     return found
 
 
+def _attention_around(owner: str, modules: dict[str, nn.Module], columns: Iterable[str]) -> str:
+    """The attention with other column layers that a module is the output projection of; or else the module."""
+    tokens = owner.split(".")
+    for depth in range(len(tokens) - 1, 0, -1):
+        around = ".".join(tokens[:depth])
+        others = any(_is_inside(fqn, around) and not _is_inside(fqn, owner) for fqn in columns)
+        if called_attention(around, modules[around]) and others:
+            return around
+    return owner
+
+
 def _is_inside(fqn: str, owner: str) -> bool:
     return not owner or fqn == owner or fqn.startswith(f"{owner}.")
+
+
+def sequence_parallel(entries: list[Entry]) -> list[Entry]:
+    """The entries at whose input or output each rank has its shard of the sequence."""
+    return [entry for entry in entries if any(map(_cuts_the_sequence, _outer_layouts(entry.style)))]
+
+
+def _outer_layouts(style: ParallelStyle) -> tuple[Placement | None, ...]:
+    """How a style's module gets its inputs or hands out its output, on the side of the rest of the model."""
+    if isinstance(style, PrepareModuleInputOutput):
+        style = style.prepare_module_input
+    if isinstance(style, ColwiseParallel | PrepareModuleInput):
+        return tuple(style.input_layouts or ())
+    if isinstance(style, RowwiseParallel):
+        return tuple(style.output_layouts)
+    return (style.input_layouts,) if isinstance(style, SharedInput) else ()
+
+
+def _cuts_the_sequence(layout: Placement | None) -> bool:
+    """Whether a layout cuts another dim than the last of activations (batch, sequence, features)."""
+    return isinstance(layout, Shard) and layout.dim not in {-1, 2}
+
+
+def _on_shards(model: nn.Module, entries: list[Entry]) -> Iterator[str]:
+    """Trainable parameters in no style, of modules that may work on this rank's shard of the sequence only."""
+    cut = sequence_parallel(entries)
+    if not cut:
+        return
+    owner, *others = (entry.fqn.rpartition(".")[0] for entry in cut)
+    while not all(_is_inside(other, owner) for other in others):
+        owner = owner.rpartition(".")[0]
+    styles = {entry.fqn: entry.style for entry in entries}
+    whole = [fqn for fqn, style in styles.items() if isinstance(style, _GATHERING)]
+    whole += [
+        fqn
+        for fqn, style in styles.items()
+        if isinstance(style, KeepWhole)
+        and not any(_is_inside(other, fqn) for other in styles if other != fqn)
+    ]
+    for fqn, module in model.named_modules():
+        style = styles.get(fqn)
+        covered = {} if style is None else parameter_placements(style, module)
+        inside = _is_inside(fqn, owner) and not any(_is_inside(fqn, other) for other in whole)
+        if inside and covered is not None and not isinstance(style, KeepWhole):
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.requires_grad and name not in covered:
+                    yield f"{fqn}.{name}".lstrip(".")
 
 
 def cover(model: nn.Module, entries: list[Entry]) -> tuple[list[Entry], list[str]]:
@@ -104,26 +175,35 @@ def cover(model: nn.Module, entries: list[Entry]) -> tuple[list[Entry], list[str
 
     Returns:
         The entries that can only be meant: a norm over the features of one head inside of attention, and an
-        activation with one number for all features, whose gradients have to be summed. And a sentence for
-        everything else.
+        activation with one number for all features, whose gradients have to be summed; and a number for each
+        head, which is sharded. And a sentence for everything else.
     """
     styled = {entry.fqn: entry.style for entry in entries}
+    # What is left out of a plan that shards the sequence still gets shards of it.
+    leave_out = "a plan without sequence parallelism" if sequence_parallel(entries) else "the plan"
     meant: list[Entry] = []
     places: dict[str, list[str]] = {}
     for section in sections(model, entries):
         sizes = section.sizes_outside(set(styled))
-        for fqn, module, names in _left_out(section, styled, sizes):
-            if fqn not in styled and _is_meant(section, fqn, module, names, sizes):
-                meant.append(Entry(fqn, module, LocalParameters(), "(between sharded layers)"))
+        for fqn, module, names in _left_out(model, section, styled, sizes):
+            style = None if fqn in styled else _meant(section, fqn, module, names, sizes)
+            if style is not None:
+                meant.append(Entry(fqn, module, style, "(between sharded layers)"))
             else:
-                reason = _reason(section, fqn, module, styled.get(fqn))
+                reason = _reason(section, fqn, module, styled.get(fqn), leave_out)
                 places.setdefault(reason, []).extend(f"{fqn}.{name}".lstrip(".") for name in names)
-        for fqn, reason in _whole_heads(section, styled):
+        for fqn, reason in _whole_heads(section, styled, leave_out):
             places.setdefault(reason, []).append(fqn)
+    told = {name for names in places.values() for name in names}
+    left = [name for name in _on_shards(model, entries + meant) if name not in told]
+    if left:
+        places[_ON_SHARDS] = left
     return meant, [f"{listing(names, 4)}: {reason}" for reason, names in places.items()]
 
 
-def _whole_heads(section: Section, styled: dict[str, ParallelStyle]) -> Iterator[tuple[str, str]]:
+def _whole_heads(
+    section: Section, styled: dict[str, ParallelStyle], leave_out: str
+) -> Iterator[tuple[str, str]]:
     """What makes, or takes, the features of all heads in attention whose ranks have some of them."""
     if not section.attention:
         return
@@ -132,7 +212,7 @@ def _whole_heads(section: Section, styled: dict[str, ParallelStyle]) -> Iterator
     # A linear behind it takes them for features, as that of an adapter does.
     counts -= {m.in_features for m in section.inside.values() if isinstance(m, nn.Linear)}
     main = max(linear.out_features for linear in section.rows.values())
-    remedy = "where each rank has its heads; leave its attention out of the plan"
+    remedy = f"where each rank has its heads; leave its attention out of {leave_out}"
     for fqn, row in section.rows.items():
         if row.out_features in counts and row.out_features != main:
             yield fqn, f"makes a number for each head, those of all heads on every rank, {remedy}"
@@ -151,7 +231,7 @@ def _initial(fqn: str) -> str:
 
 
 def _left_out(
-    section: Section, styled: dict[str, ParallelStyle], sizes: set[int]
+    model: nn.Module, section: Section, styled: dict[str, ParallelStyle], sizes: set[int]
 ) -> Iterator[tuple[str, nn.Module, list[str]]]:
     """The modules with trainable parameters of their own that may take part on every rank, and the names."""
     order = list(section.inside)
@@ -161,6 +241,8 @@ def _left_out(
         _has_features(module) and fqn not in styled for fqn, module in section.inside.items()
     )
     networks = _networks_outside(section, styled, sizes)
+    # A frozen layer of features hands on a gradient of which each rank has another part.
+    trains = any(parameter.requires_grad for parameter in model.parameters())
     for position, (fqn, module) in enumerate(section.inside.items()):
         style = styled.get(fqn)
         if any(_is_inside(fqn, network) for network in networks):
@@ -178,7 +260,7 @@ def _left_out(
         names = [
             name
             for name, parameter in module.named_parameters(recurse=False)
-            if parameter.requires_grad
+            if (parameter.requires_grad or (trains and _has_features(module)))
             and name not in covered
             and (_has_features(module) or (parameter.shape[-1] if parameter.ndim else 1) not in sizes)
         ]
@@ -216,21 +298,26 @@ def _hands_out_all(style: ParallelStyle | None) -> bool:
     return isinstance(style, ColwiseParallel) and isinstance(style.output_layouts[0], Replicate)
 
 
-def _is_meant(section: Section, fqn: str, module: nn.Module, names: list[str], sizes: set[int]) -> bool:
+def _meant(
+    section: Section, fqn: str, module: nn.Module, names: list[str], sizes: set[int]
+) -> LocalParameters | None:
+    """The style that a module without one can only be meant to have, if there is one."""
     own = dict(module.named_parameters(recurse=False))
-    if fqn == section.fqn or len(own) != len(names):
-        return False
+    shapes = {tuple(parameter.shape) for parameter in own.values()}
+    heads = heads_around(section.inside, f"{fqn}.")
+    width, count = (heads.head_dim, heads.queries and heads.queries[1]) if heads else (None, None)
+    if len(own) != len(names):
+        return None
     if _is_activation(fqn, module):
-        return all(parameter.numel() == 1 for parameter in own.values())
-    heads = heads_around(section.inside, fqn)
-    width = heads and heads.head_dim
-    return (
-        section.attention
-        and not _is_listed(section, fqn)
-        and "norm" in _called(fqn, module)
-        and width not in sizes
-        and all(parameter.shape == (width,) for parameter in own.values())
-    )
+        one = fqn != section.fqn and all(parameter.numel() == 1 for parameter in own.values())
+        return LocalParameters() if one else None
+    if not section.attention or _is_listed(section, fqn) or width in sizes:
+        return None
+    if fqn != section.fqn and "norm" in _called(fqn, module):
+        return LocalParameters() if shapes == {(width,)} else None
+    if shapes == {(count,)} and count != width and count not in sizes:
+        return LocalParameters(dict.fromkeys(own, Shard(0)))
+    return None
 
 
 def _is_listed(section: Section, fqn: str) -> bool:
@@ -246,7 +333,9 @@ def _called(fqn: str, module: nn.Module) -> str:
     return f"{fqn.rpartition('.')[2]} {type(module).__name__}".lower()
 
 
-def _reason(section: Section, fqn: str, module: nn.Module, style: ParallelStyle | None) -> str:
+def _reason(
+    section: Section, fqn: str, module: nn.Module, style: ParallelStyle | None, leave_out: str
+) -> str:
     columns, rows = (starred(names) for names in (section.columns, section.rows))
     between = f"between {listing(columns, 3)}, whose features are sharded, and {listing(rows, 3)}"
     if _hands_out_all(style):
@@ -258,7 +347,13 @@ def _reason(section: Section, fqn: str, module: nn.Module, style: ParallelStyle 
     if _hands_out_all(style):
         return f"{text}; let each rank have its features, with output_layouts=Shard(-1)"
     if _is_listed(section, fqn):
-        return f"{text}; leave these layers out of the plan"
+        return f"{text}; leave these layers out of {leave_out}"
+    if isinstance(module, nn.Linear):
+        return (
+            f"{text}; give it ColwiseParallel() if the ranks use their own features of it, SumTailGradient(width) if "
+            f"they all use its last features, and column layers the rest, or KeepWhole() if none of its features meets "
+            f"those of a rank"
+        )
     return (
         f"{text}; give its module LocalParameters() if the ranks use it on their own features, KeepWhole() if "
         f"they all use it on the same values, or freeze it"

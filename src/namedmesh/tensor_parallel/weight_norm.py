@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.utils.weight_norm import WeightNorm
 
 from namedmesh._torch import pre_hooks
-from namedmesh.tensor_parallel.collectives import sum_backward, sum_forward
+from namedmesh.tensor_parallel.collectives import sum_backward, sum_forward, whole_parameter
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
     from torch.distributed.tensor.placement_types import Placement
 
     from namedmesh.tensor_parallel.collectives import RankGroup
@@ -55,19 +55,10 @@ class LocalWeightNorm:
             size = magnitude.to_local() if isinstance(magnitude, DTensor) else magnitude
             norm = torch.linalg.vector_norm(shard, dim=dims, keepdim=True)
         else:
-            size = _partial(magnitude)
+            size = whole_parameter(magnitude)
             squares = sum_forward(shard.abs().square().sum(dims, keepdim=True), self.peers)
             norm = sum_backward(squares, self.peers).sqrt()
         module.weight = shard * (size / norm)
-
-
-def _partial(parameter: Tensor) -> Tensor:
-    """A replicated parameter, whose gradient every rank makes a part of."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    moved = parameter.redistribute(placements=(Replicate(),))  # on the way back, a sum over the ranks
-    local: Tensor = moved.to_local(grad_placements=(Partial(),))
-    return local
 
 
 def use_local_norm(module: nn.Module, norm: WeightNorm, cut: Shard, peers: RankGroup) -> None:

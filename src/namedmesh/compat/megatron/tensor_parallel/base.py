@@ -8,6 +8,8 @@ from torch import nn
 
 from namedmesh.compat.megatron.tensor_parallel.attributes import set_tensor_model_parallel_attributes
 from namedmesh.compat.megatron.tensor_parallel.peers import peers_of
+from namedmesh.compat.partition import shapes_as_contract
+from namedmesh.tensor_parallel.layers import check_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,8 +64,11 @@ class ParallelLinear(ParallelLayer):
         self, settings: Settings, initialize: Initializer, dim: int, stride: int, *, weight: bool, bias: bool
     ) -> None:
         """Make this rank's shard of the weight, cut along ``dim``, and its bias: cut too, if the rows are."""
-        recipe = settings.recipe(initialize, stride)
         rows, columns = self.output_size, self.input_size
+        with shapes_as_contract():
+            what = ("output_size", "input_size")[dim]
+            check_blocks((rows, columns)[dim], self._peers.size, stride, what=what)
+        recipe = settings.recipe(initialize, stride)
         if weight:
             shard, whole = recipe.weight(rows, columns, dim, self._peers)
             set_tensor_model_parallel_attributes(shard, is_parallel=True, dim=dim, stride=stride)

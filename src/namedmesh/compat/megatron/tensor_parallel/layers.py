@@ -25,7 +25,7 @@ from namedmesh.compat.megatron.tensor_parallel.attributes import (
 from namedmesh.compat.megatron.tensor_parallel.base import ParallelLayer, ParallelLinear
 from namedmesh.compat.megatron.tensor_parallel.peers import peers_of
 from namedmesh.compat.megatron.tensor_parallel.settings import Settings
-from namedmesh.compat.partition import VocabUtility, shapes_as_contract
+from namedmesh.compat.partition import shapes_as_contract
 from namedmesh.tensor_parallel.layers import check_blocks, column_linear, row_linear, vocabulary_embedding
 from namedmesh.tensor_parallel.vocabulary import Lookup
 
@@ -115,8 +115,6 @@ class ColumnParallelLinear(ParallelLinear):
         sizes = input_size, output_size
         super().__init__(sizes, settings, config, is_expert=is_expert, tp_group=tp_group)
         ranks = self._peers.size
-        with shapes_as_contract():
-            check_blocks(output_size, ranks, stride, what="output_size")
         self.output_size_per_partition = output_size // ranks
         self.gather_output = config is None if gather_output is None else gather_output
         self.skip_bias_add = skip_bias_add
@@ -257,8 +255,6 @@ class RowParallelLinear(ParallelLinear):
                 "RowParallelLinear got is_expert with skip_bias_add=False; each rank's output is a part of a sum, "
                 "in which the bias would count several times: pass skip_bias_add=True"
             )
-        with shapes_as_contract():
-            check_blocks(input_size, self._peers.size, stride, what="input_size")
         self.input_size_per_partition = input_size // self._peers.size
         self.input_is_parallel = input_is_parallel
         self.skip_bias_add = skip_bias_add
@@ -346,12 +342,11 @@ class VocabParallelEmbedding(ParallelLayer):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
         self.deterministic_mode = settings.deterministic_mode
-        self.vocab_start_index, self.vocab_end_index = VocabUtility.vocab_range_from_global_vocab_size(
-            num_embeddings, self._peers.rank, self._peers.size
-        )
-        self.num_embeddings_per_partition = self.vocab_end_index - self.vocab_start_index
         recipe = settings.recipe(init_method)
         self.weight, _ = recipe.weight(num_embeddings, embedding_dim, 0, self._peers)
+        rows = self.num_embeddings_per_partition = self.weight.shape[0]
+        self.vocab_start_index = self._peers.rank * rows
+        self.vocab_end_index = self.vocab_start_index + rows
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     @shapes_as_contract()

@@ -16,12 +16,13 @@ from namedmesh.compat.megatron.tensor_parallel.peers import peers_of
 from namedmesh.compat.partition import divisible, shapes_as_contract
 from namedmesh.tensor_parallel.collectives import (
     gather,
+    gather_parts,
     split,
     sum_backward,
     sum_forward,
     sum_scatter,
 )
-from namedmesh.tensor_parallel.regions import exchange, gather_parts, gather_uneven, sum_scatter_uneven
+from namedmesh.tensor_parallel.regions import exchange, gather_uneven, sum_scatter_uneven
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

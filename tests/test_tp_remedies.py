@@ -1,0 +1,464 @@
+"""What an error says to do instead: each is done, and the result is that of one process."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  torch's own spelling
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.nn.utils import parametrizations, parametrize
+from tp_checks import Mixture
+from tp_compare import training_difference, whole
+from tp_models import Attention, FeedForward, Llama, Mlp
+
+from namedmesh.compat.megatron.tensor_parallel import layers
+from namedmesh.errors import NamedMeshError
+from namedmesh.tensor_parallel import (
+    ColwiseParallel,
+    FusedColwiseParallel,
+    IdentityExpert,
+    KeepWhole,
+    KeyValueParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    ShardedExperts,
+    SharedInput,
+    SumTailGradient,
+    llama_plan,
+    parallelize,
+    plan_from_hf,
+    plan_report,
+)
+from namedmesh.tensor_parallel.collectives import RankGroup
+from namedmesh.tensor_parallel.layers import column_linear
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Plan = dict[str, Any]
+UP_DOWN: Plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+ATTENTION: Plan = {
+    "attention.wq": ColwiseParallel(),
+    "attention.wk": KeyValueParallel(),
+    "attention.wv": KeyValueParallel(),
+    "attention.wo": RowwiseParallel(),
+}
+SEQUENCE, WHOLE = Shard(1), Replicate()
+SEQUENCE_LLAMA = llama_plan(sequence_parallel=True)
+SEQUENCE_NORM = SequenceParallel(use_local_output=True)
+
+
+class Remedy(NamedTuple):
+    """A plan that does not fit, the words of its error, and what they say to do."""
+
+    model: Callable[[], nn.Module]
+    plan: Plan
+    words: str
+    remedy: Plan
+    remedied: Callable[[], nn.Module] | None = None
+
+
+def without(plan: Plan, *words: str) -> Plan:
+    return {key: style for key, style in plan.items() if not any(word in key for word in words)}
+
+
+class Normed(nn.Module):
+    """Attention behind a norm, whose gradient is the sum of what the ranks make."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.RMSNorm(32), attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.attention(self.norm(x))
+        return out
+
+
+def one_kv_head() -> nn.Module:
+    return Normed(Attention(32, 4, 1))
+
+
+def frozen_keys() -> nn.Module:
+    attention = Attention(32, 4, 1)
+    for layer in (attention.wk, attention.wv):
+        layer.requires_grad_(False)
+    return Normed(attention)
+
+
+class Scored(Llama):
+    """With a number for all logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * self.scale
+
+
+class GateUp(nn.Module):
+    """Gate and up in one linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(32, 48), nn.Linear(24, 32)
+        self._tp_plan = {"gate_up": "packed_colwise", "down": "rowwise"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        out: Tensor = self.down(F.silu(gate) * up)
+        return out
+
+
+class Latent(nn.Module):
+    """Keys from a latent, of which every head uses the last features directly; gates of heads, and one of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_heads, self.head_dim = 4, 8
+        self.q_proj, self.o_proj, self.gate = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 4)
+        self.kv_a_proj, self.kv_b_proj, self.total = nn.Linear(32, 7), nn.Linear(5, 32), nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        latent, tail = self.kv_a_proj(x).split([5, 2], dim=-1)
+        k = self.kv_b_proj(latent).unflatten(-1, (-1, 8)) + tail.sum(-1)[..., None, None]
+        heads = torch.tanh(self.q_proj(x).unflatten(-1, (-1, 8)) * k) * self.gate(x).unsqueeze(-1)
+        out: Tensor = self.o_proj(heads.flatten(-2)) * self.total(x).sum(-1, keepdim=True)
+        return out
+
+
+LATENT: Plan = {
+    "attention.q_proj": ColwiseParallel(),
+    "attention.kv_b_proj": ColwiseParallel(),
+    "attention.o_proj": RowwiseParallel(),
+}
+
+
+def embedding(**options: Any) -> Callable[[], nn.Module]:
+    class Embedded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.out = nn.Embedding(32, 32, **options), nn.Linear(32, 4)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            out: Tensor = self.out(self.table(ids))
+            return out
+
+    return Embedded
+
+
+def parametrized() -> nn.Module:
+    model = Mlp(32, 48)
+    parametrizations.weight_norm(model.up)
+    return model
+
+
+def plain_again() -> nn.Module:
+    model = parametrized()
+    parametrize.remove_parametrizations(model.up, "weight")  # type: ignore[arg-type]  # a linear, to torch any module
+    return model
+
+
+def untied() -> nn.Module:
+    model = Llama(tied=True)
+    model.output.weight = nn.Parameter(model.output.weight.detach().clone())
+    return model
+
+
+ROWS = {"table": RowwiseParallel(input_layouts=WHOLE)}
+COLUMNS = {"table": ColwiseParallel(output_layouts=WHOLE)}
+REMEDIES = {
+    "a norm in a column style": Remedy(
+        Llama,
+        SEQUENCE_LLAMA | {"norm": ColwiseParallel()},
+        "use SequenceParallel for a norm",
+        SEQUENCE_LLAMA | {"norm": SEQUENCE_NORM},
+    ),
+    "an activation in a column style": Remedy(
+        lambda: nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32)),
+        {"0": ColwiseParallel(), "1": ColwiseParallel(), "2": RowwiseParallel()},
+        "or leave this module out of the plan",
+        {"0": ColwiseParallel(), "2": RowwiseParallel()},
+    ),
+    "norms by their container": Remedy(
+        Llama,
+        without(SEQUENCE_LLAMA, "_norm") | {"layers.0": SequenceParallel(), "layers.1": SequenceParallel()},
+        "name the inner modules in the plan",
+        SEQUENCE_LLAMA | dict.fromkeys(("layers.*.attention_norm", "layers.*.ffn_norm"), SEQUENCE_NORM),
+    ),
+    "features that do not divide, padded": Remedy(
+        lambda: Llama(hidden=47), SEQUENCE_LLAMA, "in_features 47 .*; pad it to 48$", SEQUENCE_LLAMA, Llama
+    ),
+    "features that do not divide, left out": Remedy(
+        lambda: Llama(hidden=47),
+        llama_plan(),
+        "or leave 'layers.*.feed_forward.w2' out of the plan",
+        without(llama_plan(), "feed_forward"),
+    ),
+    "a vocabulary that does not divide": Remedy(
+        lambda: Llama(vocab=33),
+        llama_plan(),
+        "or leave 'tok_embeddings' out of the plan",
+        without(llama_plan(), "tok_embeddings", "output"),
+    ),
+    "a norm between shards of the sequence": Remedy(
+        Llama,
+        without(SEQUENCE_LLAMA, "ffn_norm"),
+        r"layers.1.ffn_norm.weight: .*give its module LocalParameters\(\) if the ranks use it on their shards",
+        SEQUENCE_LLAMA,
+    ),
+    "a number for the whole sequence": Remedy(
+        Scored,
+        SEQUENCE_LLAMA,
+        r"^scale: .*KeepWhole\(\) if they all use it on the whole sequence",
+        SEQUENCE_LLAMA | {"": KeepWhole()},
+    ),
+    "keys left out": Remedy(
+        one_kv_head,
+        without(ATTENTION, "wk", "wv"),
+        r"attention.wk.weight, attention.wv.weight: .*KeyValueParallel\(\)",
+        ATTENTION,
+    ),
+    "frozen keys left out": Remedy(
+        frozen_keys,
+        without(ATTENTION, "wk", "wv"),
+        r"attention.wk.weight, attention.wv.weight: .*KeyValueParallel\(\)",
+        ATTENTION,
+    ),
+    "keys cut through a head": Remedy(
+        one_kv_head,
+        ATTENTION | dict.fromkeys(("attention.wk", "attention.wv"), ColwiseParallel()),
+        r"give them KeyValueParallel\(\)",
+        ATTENTION,
+    ),
+    "linears left out of attention": Remedy(
+        lambda: Normed(Latent()),
+        LATENT,
+        r"attention.gate.weight, .*and 2 more: .*ColwiseParallel\(\) if .*, SumTailGradient\(width\) if .*KeepWhole\(\)",
+        LATENT
+        | {
+            "attention.gate": ColwiseParallel(),
+            "attention.kv_a_proj": SumTailGradient(2),
+            "attention.total": KeepWhole(),
+        },
+    ),
+    "a gathered column layer": Remedy(
+        lambda: FeedForward(32, 48),
+        {"w1": ColwiseParallel(), "w3": ColwiseParallel(output_layouts=WHOLE), "w2": RowwiseParallel()},
+        r"with output_layouts=Shard\(-1\)",
+        {
+            "w1": ColwiseParallel(),
+            "w3": ColwiseParallel(output_layouts=Shard(-1)),
+            "w2": RowwiseParallel(),
+        },
+    ),
+    "gate|up in a column style": Remedy(
+        GateUp,
+        {"gate_up": ColwiseParallel(), "down": RowwiseParallel()},
+        r"FusedColwiseParallel\(blocks=...\)",
+        {"gate_up": FusedColwiseParallel(blocks=2), "down": RowwiseParallel()},
+    ),
+    "max_norm": Remedy(embedding(max_norm=1.0), ROWS, "use max_norm=None", ROWS, embedding()),
+    "sparse": Remedy(embedding(sparse=True), ROWS, "use sparse=False", ROWS, embedding(sparse=False)),
+    "scaled gradients": Remedy(
+        embedding(scale_grad_by_freq=True), ROWS, "use ColwiseParallel, or scale_grad_by_freq=False", COLUMNS
+    ),
+    "unscaled gradients": Remedy(
+        embedding(scale_grad_by_freq=True), ROWS, "or scale_grad_by_freq=False", ROWS, embedding()
+    ),
+    "tied, laid out alike": Remedy(
+        lambda: Llama(tied=True),
+        llama_plan() | {"tok_embeddings": ColwiseParallel(output_layouts=WHOLE)},
+        "such as RowwiseParallel for an embedding and ColwiseParallel for the output head",
+        llama_plan(),
+    ),
+    "tied, untied": Remedy(
+        lambda: Llama(tied=True),
+        llama_plan() | {"tok_embeddings": ColwiseParallel(output_layouts=WHOLE)},
+        "or untie them first",
+        llama_plan() | {"tok_embeddings": ColwiseParallel(output_layouts=WHOLE)},
+        untied,
+    ),
+    "parametrized": Remedy(parametrized, UP_DOWN, "remove_parametrizations", UP_DOWN, plain_again),
+    "parametrized, left out": Remedy(
+        parametrized,
+        {"up": ColwiseParallel(output_layouts=WHOLE)},
+        "or leave the module out of the plan",
+        {},
+    ),
+    "a shared input, gathered again": Remedy(
+        Llama,
+        SEQUENCE_LLAMA | {"layers.*.feed_forward.w1": ColwiseParallel(input_layouts=SEQUENCE)},
+        r"leave input_layouts at Replicate\(\)",
+        SEQUENCE_LLAMA | {"layers.*.feed_forward.w1": ColwiseParallel(input_layouts=WHOLE)},
+    ),
+    "a shared input taken out": Remedy(
+        lambda: FeedForward(32, 48),
+        {"": SharedInput(input_layouts=SEQUENCE)}
+        | dict.fromkeys(("w1", "w3"), ColwiseParallel(input_layouts=SEQUENCE))
+        | {"w2": RowwiseParallel(output_layouts=SEQUENCE)},
+        "or take the SharedInput out of the plan",
+        dict.fromkeys(("w1", "w3"), ColwiseParallel()) | {"w2": RowwiseParallel()},
+    ),
+}
+
+
+def given(model: nn.Module) -> Tensor:
+    """Ids for a model with an embedding, or else activations."""
+    generator = torch.Generator().manual_seed(0)
+    table = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
+    if table is not None:
+        return torch.randint(0, 32, (2, 8), generator=generator)
+    return torch.randn(2, 8, 32, dtype=torch.float64, generator=generator)
+
+
+def run(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
+    parallelize(model, mesh, plan)(given(model))
+
+
+def follow(remedy: Remedy) -> tuple[str, float]:
+    """The error, and how far training is from that of one process after the remedy."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    with pytest.raises(NamedMeshError) as caught:
+        run(remedy.model().double(), mesh, remedy.plan)
+    torch.manual_seed(0)
+    reference = (remedy.remedied or remedy.model)()
+    for parameter in reference.parameters():  # a norm of ones would hide what it does
+        nn.init.uniform_(parameter, -0.3, 0.3)
+    reference = reference.double()
+    model = parallelize(copy.deepcopy(reference), mesh, remedy.remedy)
+    return str(caught.value), training_difference(model, reference, given(reference), steps=2)
+
+
+# --- what is no plan of a model ------------------------------------------------------------------------------
+
+
+def second_derivative() -> tuple[str, float]:
+    """A penalty on the gradient of what is between two networks, of which the first is sharded."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    reference = nn.ModuleList([Mlp(32, 48), Mlp(32, 48)]).double()
+
+    def penalize(model: nn.Module) -> list[Tensor]:
+        first, second = model.children()
+        hidden = first(given(reference))
+        (gradient,) = torch.autograd.grad(second(hidden).square().sum(), hidden, create_graph=True)
+        gradient.square().sum().backward()
+        return [whole(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+
+    plan = {f"*.{name}": style for name, style in UP_DOWN.items()}
+    sharded = parallelize(copy.deepcopy(reference), mesh, plan)
+    with pytest.raises(NamedMeshError) as caught:
+        penalize(sharded)
+    model = parallelize(
+        copy.deepcopy(reference), mesh, {f"0.{name}": style for name, style in UP_DOWN.items()}
+    )
+    pairs = zip(penalize(model), penalize(reference), strict=True)
+    return str(caught.value), float(max((one - other).abs().max() for one, other in pairs))
+
+
+def packed_columns() -> tuple[str, float]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    reference = GateUp().double()
+    with pytest.raises(NamedMeshError) as caught:
+        plan_from_hf(reference._tp_plan)
+    model = parallelize(copy.deepcopy(reference), mesh, plan_from_hf(reference))
+    return str(caught.value), training_difference(model, reference, given(reference))
+
+
+def removed_entry() -> tuple[str, float]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    reference = Llama().double()
+    stated = {f"layers.*.feed_forward.w{i}": "rowwise" if i == 2 else "colwise" for i in (1, 2, 3)}
+    with pytest.raises(NamedMeshError) as caught:
+        plan_from_hf(stated | {"layers.*.attention": "grouped_gemm"})
+    model = parallelize(copy.deepcopy(reference), mesh, plan_from_hf(stated))
+    return str(caught.value), training_difference(model, reference, given(reference))
+
+
+def destroyed_group() -> tuple[str, float]:
+    x, weight = given(nn.Linear(1, 1)), torch.ones(16, 32, dtype=torch.float64)
+    group = dist.new_group()
+    peers = RankGroup(group)
+    dist.destroy_process_group(group)
+    del group
+    with pytest.raises(NamedMeshError) as caught:
+        column_linear(x, weight, None, peers, gather_output=True)
+    again = RankGroup(dist.new_group())
+    output = column_linear(x, weight, None, again, gather_output=True)
+    return str(caught.value), float((output - F.linear(x, torch.cat([weight, weight]))).abs().max())
+
+
+def pickled_layer() -> tuple[str, float]:
+    make = partial(layers.RowParallelLinear, 32, 8, input_is_parallel=True, tp_group=dist.group.WORLD)
+    layer, other = make(), make()
+    with pytest.raises(NamedMeshError) as caught:
+        pickle.dumps(layer)
+    sent = pickle.dumps(layer.state_dict())
+    other.load_state_dict(pickle.loads(sent))  # noqa: S301  our own
+    x = torch.ones(4, 16)
+    return str(caught.value), float((layer(x)[0] - other(x)[0]).detach().abs().max())
+
+
+def whole_experts() -> tuple[str, float]:
+    """Experts of which one weight is whole on every rank."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    reference = Mixture().double()
+    for parameter in reference.parameters():
+        nn.init.uniform_(parameter, -0.3, 0.3)
+    with pytest.raises(NamedMeshError) as caught:
+        plan_report(reference, mesh, {"experts": ShardedExperts({"up": Shard(1)})})
+    plan = {"experts": ShardedExperts({"up": Shard(1), "down": Shard(2)}), "experts.same": IdentityExpert()}
+    model = parallelize(copy.deepcopy(reference), mesh, plan)
+    data = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return str(caught.value), training_difference(model, reference, data)
+
+
+OTHERS: dict[str, tuple[Callable[[], tuple[str, float]], str]] = {
+    "a second derivative": (
+        second_derivative,
+        "leave the layers that it passes through out of the plan",
+    ),
+    "packed columns": (packed_columns, "'gate_up': .*: pass the model instead of a dict"),
+    "another style": (removed_entry, "'grouped_gemm' .*; change or remove this entry"),
+    "a destroyed group": (destroyed_group, "make the layer again on a mesh that is open"),
+    "a pickled layer": (
+        pickled_layer,
+        r"save the layer's state_dict\(\), and load it into a layer made where",
+    ),
+    "experts that are whole": (whole_experts, "name a layout that shards it"),
+}
+
+
+def all_followed() -> dict[str, tuple[str, float]]:
+    found = {name: follow(remedy) for name, remedy in REMEDIES.items()}
+    return found | {name: call() for name, (call, _) in OTHERS.items()}
+
+
+@pytest.fixture(scope="module")
+def followed() -> list[dict[str, tuple[str, float]]]:
+    return run_ranks(2, all_followed)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [(name, remedy.words) for name, remedy in REMEDIES.items()]
+    + [(name, words) for name, (_, words) in OTHERS.items()],
+)
+def test_the_remedy_of_an_error_gives_what_one_process_has(
+    name: str, words: str, followed: list[dict[str, tuple[str, float]]]
+) -> None:
+    for found in followed:
+        text, difference = found[name]
+        assert re.search(words, text), text
+        assert difference < 1e-10
