@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, wraps
+from inspect import signature
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec
 
 from namedmesh.compat.axis_map import AxisMap
 from namedmesh.compat.errors import ContractError, ContractFileNotFoundError, ContractRuntimeError
@@ -22,14 +23,29 @@ from namedmesh.options import GroupOptions
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["ParallelConfig", "check_net_names"]
+__all__ = ["BINDABLE", "ParallelConfig", "check_net_names", "takes_fields_of"]
 
 _MEGATRON = DIALECTS["megatron"]
 
 
-@dataclass(frozen=True, kw_only=True)
+_P = ParamSpec("_P")
+
+BINDABLE = (
+    "virtual_pipeline_model_parallel_size",
+    "hierarchical_context_parallel_sizes",
+    "hybrid_context_parallel",
+    "num_distributed_optimizer_instances",
+    "get_embedding_ranks",
+    "get_position_embedding_ranks",
+    "create_gloo_process_groups",
+    "create_all_gather_group",
+)
+"""The arguments that the axes of a mesh do not determine, which ``bind`` takes."""
+
+
+@dataclass(frozen=True)
 class ParallelConfig:
-    """The arguments of ``initialize_model_parallel`` under its names; ``bind`` leaves out what a mesh determines."""
+    """The arguments of ``initialize_model_parallel``, which describes them; ``bind`` takes :data:`BINDABLE`."""
 
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
@@ -37,16 +53,16 @@ class ParallelConfig:
     pipeline_model_parallel_comm_backend: str | None = None
     use_sharp: bool = False
     context_parallel_size: int = 1
-    hierarchical_context_parallel_sizes: tuple[int, ...] = ()
+    hierarchical_context_parallel_sizes: Sequence[int] | None = None
     hybrid_context_parallel: bool = False
     expert_model_parallel_size: int = 1
     num_distributed_optimizer_instances: int = 1
     expert_tensor_parallel_size: int | None = None
     nccl_communicator_config_path: str | None = None
-    distributed_timeout_minutes: float = 30
+    distributed_timeout_minutes: int = 30
     order: str = _MEGATRON.order
-    get_embedding_ranks: Callable[[list[int]], list[int]] = default_embedding_ranks
-    get_position_embedding_ranks: Callable[[list[int]], list[int]] = default_position_embedding_ranks
+    get_embedding_ranks: Callable[[list[int]], list[int]] | None = None
+    get_position_embedding_ranks: Callable[[list[int]], list[int]] | None = None
     create_gloo_process_groups: bool = True
     high_priority_stream_groups: Sequence[str] | None = None
     sharp_enabled_group: str | None = None
@@ -66,17 +82,25 @@ class ParallelConfig:
         return (self.sharp_enabled_group or "dp") if self.use_sharp else None
 
     @property
+    def levels(self) -> tuple[int, ...]:
+        """The sizes of the levels of cp, innermost first."""
+        return tuple(self.hierarchical_context_parallel_sizes or ())
+
+    @property
+    def stages_with_embeddings(self) -> dict[str, Callable[[list[int]], list[int]]]:
+        """The callbacks that choose the stages that hold embeddings, by the slot of their group."""
+        return {
+            "embedding_group": self.get_embedding_ranks or default_embedding_ranks,
+            "position_embedding_group": self.get_position_embedding_ranks or default_position_embedding_ranks,
+        }
+
+    @property
     def beside_sizes(self) -> tuple[object, ...]:
         """What the groups of a mesh depend on beside its axes; a mesh that is bound with the same needs no new ones."""
+        bindable = [getattr(self, name) for name in BINDABLE if name != "hierarchical_context_parallel_sizes"]
         return (
-            self.virtual_pipeline_model_parallel_size,
-            self.hierarchical_context_parallel_sizes,
-            self.hybrid_context_parallel,
-            self.num_distributed_optimizer_instances,
-            self.get_embedding_ranks,
-            self.get_position_embedding_ranks,
-            self.create_gloo_process_groups,
-            bool(self.create_all_gather_group),
+            *bindable,
+            self.levels,
             self.pipeline_model_parallel_comm_backend,
             self.sharp_group,
             self.options,
@@ -251,12 +275,28 @@ class ParallelConfig:
                 )
         if self.hybrid_context_parallel and dp_cp % 2:
             yield ContractError(f"hybrid_context_parallel needs an even dp x cp, and it is {dp_cp}")
-        levels = self.hierarchical_context_parallel_sizes
+        levels = self.levels
         if levels and prod(levels) != cp:
             yield ContractError(
                 f"hierarchical_context_parallel_sizes are {list(levels)}, which multiply to {prod(levels)}; "
                 f"they have to multiply to the context-parallel size, which is {cp}"
             )
+
+
+def takes_fields_of(
+    config_type: Callable[_P, ParallelConfig],
+) -> Callable[[Callable[[ParallelConfig], None]], Callable[_P, None]]:
+    """Let a function of a :class:`ParallelConfig` take its fields as arguments, by position or by name."""
+
+    def decorate(function: Callable[[ParallelConfig], None]) -> Callable[_P, None]:
+        @wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> None:
+            function(config_type(*args, **kwargs))
+
+        vars(call)["__signature__"] = signature(config_type).replace(return_annotation=None)
+        return call
+
+    return decorate
 
 
 def check_net_names(net_names: Mapping[str, object]) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from namedmesh._torch import set_group_timeout
 from namedmesh.compat.errors import ContractRuntimeError
 from namedmesh.compat.megatron.config import check_net_names
-from namedmesh.compat.megatron.rank_generator import chunks, level_groups
+from namedmesh.compat.megatron.rank_generator import chunks, hybrid_sizes, level_groups
 from namedmesh.compat.megatron.state import STATE, missing
 from namedmesh.errors import LayoutError
 from namedmesh.groups import new_group_by_everyone
@@ -127,11 +127,11 @@ def create_hybrid_dp_cp_groups(rank: int, ranks: Sequence[int], pg_options: Any)
         This rank's group for each size.
     """
     groups: dict[int, Any] = {}
-    for power in range(1, len(ranks).bit_length() - 1):
-        for members in chunks(ranks, 2**power):
-            group = create_group(members, pg_options=pg_options, group_desc=f"HYBRID_DP_CP_GROUP_{2**power}")
+    for size in hybrid_sizes(len(ranks)):
+        for members in chunks(ranks, size):
+            group = create_group(members, pg_options=pg_options, group_desc=f"HYBRID_DP_CP_GROUP_{size}")
             if rank in members:
-                groups[2**power] = group
+                groups[size] = group
     return groups
 
 

@@ -19,10 +19,11 @@ Example:
     >>> parallel_state.destroy_model_parallel()
     >>> dist.destroy_process_group()
 """
+# ruff: noqa: I001, PLC0414  names of the original that other modules define are exported from here
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
@@ -30,127 +31,86 @@ from namedmesh.compat.binding import make_patchable
 from namedmesh.compat.errors import ContractError, ContractKeyError
 from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer, GlobalSymmetricMemoryBuffer
 from namedmesh.compat.megatron.create_groups import (
-    create_group,
-    create_hierarchical_groups,
-    create_hybrid_dp_cp_groups,
-    get_nccl_options,
-    logger,
-    overwrite_nccl_comm_cfgs,
-    update_pg_timeout,
+    create_group as create_group,
+    create_hierarchical_groups as create_hierarchical_groups,
+    create_hybrid_dp_cp_groups as create_hybrid_dp_cp_groups,
+    get_nccl_options as get_nccl_options,
+    logger as logger,
+    overwrite_nccl_comm_cfgs as overwrite_nccl_comm_cfgs,
+    update_pg_timeout as update_pg_timeout,
 )
-from namedmesh.compat.megatron.initialize import destroy_model_parallel, initialize_model_parallel
+from namedmesh.compat.megatron.initialize import (
+    destroy_model_parallel as destroy_model_parallel,
+    initialize_model_parallel as initialize_model_parallel,
+)
 from namedmesh.compat.megatron.rank_generator import (
-    RankGenerator,
-    default_embedding_ranks,
-    default_position_embedding_ranks,
-    generate_masked_orthogonal_rank_groups,
+    RankGenerator as RankGenerator,
+    default_embedding_ranks as default_embedding_ranks,
+    default_position_embedding_ranks as default_position_embedding_ranks,
+    generate_masked_orthogonal_rank_groups as generate_masked_orthogonal_rank_groups,
 )
 from namedmesh.compat.megatron.state import (
+    ROWS,
     STATE,
     VARIABLES,
-    missing,
     raise_missing,
     warn_deprecated,
     zero_or_raise,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "GlobalMemoryBuffer",
-    "GlobalSymmetricMemoryBuffer",
-    "RankGenerator",
-    "create_group",
-    "create_hierarchical_groups",
-    "create_hybrid_dp_cp_groups",
-    "default_embedding_ranks",
-    "default_position_embedding_ranks",
-    "destroy_global_memory_buffer",
-    "destroy_global_symmetric_memory_buffer",
-    "destroy_model_parallel",
-    "generate_masked_orthogonal_rank_groups",
-    "get_all_ranks",
-    "get_amax_reduction_group",
-    "get_context_parallel_global_ranks",
-    "get_context_parallel_group",
-    "get_context_parallel_rank",
-    "get_context_parallel_world_size",
-    "get_data_modulo_expert_parallel_group",
-    "get_data_parallel_group",
-    "get_data_parallel_group_gloo",
-    "get_data_parallel_rank",
-    "get_data_parallel_src_rank",
-    "get_data_parallel_world_size",
-    "get_embedding_group",
-    "get_expert_data_parallel_group",
-    "get_expert_data_parallel_group_gloo",
-    "get_expert_data_parallel_rank",
-    "get_expert_data_parallel_world_size",
-    "get_expert_model_parallel_group",
-    "get_expert_model_parallel_rank",
-    "get_expert_model_parallel_src_rank",
-    "get_expert_model_parallel_world_size",
-    "get_expert_tensor_and_model_parallel_group",
-    "get_expert_tensor_and_model_parallel_rank",
-    "get_expert_tensor_and_model_parallel_world_size",
-    "get_expert_tensor_model_pipeline_parallel_group",
-    "get_expert_tensor_parallel_group",
-    "get_expert_tensor_parallel_rank",
-    "get_expert_tensor_parallel_world_size",
-    "get_global_memory_buffer",
-    "get_global_symmetric_memory_buffer",
-    "get_hierarchical_context_parallel_groups",
-    "get_hybrid_data_context_parallel_groups",
-    "get_inter_distributed_optimizer_instance_group",
-    "get_intra_distributed_optimizer_instance_group",
-    "get_model_parallel_group",
-    "get_model_parallel_src_rank",
-    "get_nccl_options",
-    "get_pipeline_model_parallel_first_rank",
-    "get_pipeline_model_parallel_group",
-    "get_pipeline_model_parallel_last_rank",
-    "get_pipeline_model_parallel_next_rank",
-    "get_pipeline_model_parallel_prev_rank",
-    "get_pipeline_model_parallel_rank",
-    "get_pipeline_model_parallel_world_size",
-    "get_position_embedding_group",
-    "get_tensor_and_context_parallel_group",
-    "get_tensor_and_context_parallel_rank",
-    "get_tensor_and_context_parallel_world_size",
-    "get_tensor_and_data_parallel_group",
-    "get_tensor_model_parallel_group",
-    "get_tensor_model_parallel_rank",
-    "get_tensor_model_parallel_src_rank",
-    "get_tensor_model_parallel_world_size",
-    "get_virtual_pipeline_model_parallel_rank",
-    "get_virtual_pipeline_model_parallel_world_size",
-    "has_separate_all_gather_group",
-    "initialize_model_parallel",
-    "is_initialized",
-    "is_pipeline_first_stage",
-    "is_pipeline_last_stage",
-    "is_rank_in_embedding_group",
-    "is_rank_in_position_embedding_group",
-    "is_unitialized",
-    "logger",
-    "model_parallel_is_initialized",
-    "overwrite_nccl_comm_cfgs",
-    "set_data_parallel_rank",
-    "set_expert_model_parallel_rank",
-    "set_expert_model_parallel_world_size",
-    "set_expert_tensor_parallel_rank",
-    "set_expert_tensor_parallel_world_size",
-    "set_pipeline_model_parallel_rank",
-    "set_pipeline_model_parallel_world_size",
-    "set_tensor_model_parallel_rank",
-    "set_tensor_model_parallel_world_size",
-    "set_virtual_pipeline_model_parallel_rank",
-    "set_virtual_pipeline_model_parallel_world_size",
-    "update_pg_timeout",
-]
+_F = TypeVar("_F", bound="Callable[..., Any]")
 
 _SYMMETRIC_MEGABYTES = 256
+
+
+def _number(
+    base: str, answer: str, text: str, otherwise: Callable[[str], Any] = zero_or_raise
+) -> Callable[[], int]:
+    """Make the accessor of a size or rank, which a manual override takes precedence over.
+
+    Args:
+        base: the group: ``"tp"`` for the slots ``tp_group``, ``tp_size`` and ``tp_rank`` of the state.
+        answer: ``"size"`` or ``"rank"``.
+        text: the docstring of the accessor.
+        otherwise: what to do where there is no group; by default the accessor returns 0 before
+            ``torch.distributed`` is initialized, and raises afterwards.
+    """
+    slot, group = f"{base}_{answer}", f"{base}_group"
+
+    def accessor() -> int:
+        value = getattr(STATE, slot)
+        return otherwise(group) if value is None else value
+
+    return _named(accessor, f"get_{ROWS[group].name}_{'world_size' if answer == 'size' else 'rank'}", text)
+
+
+def _size_setter(base: str, what: str) -> Callable[[int | None], None]:
+    """Make the function that overrides the size of a group, or stops to override it."""
+
+    def setter(world_size: int | None) -> None:
+        STATE.put(f"set_{base}_size", world_size)
+
+    return _named(setter, f"set_{ROWS[f'{base}_group'].name}_world_size", f"Override {what}; None undoes it.")
+
+
+def _rank_setter(base: str, what: str) -> Callable[[int | None], None]:
+    """Make the function that overrides this rank's index in a group, or stops to override it."""
+
+    def setter(rank: int | None) -> None:
+        STATE.put(f"set_{base}_rank", rank)
+
+    return _named(setter, f"set_{ROWS[f'{base}_group'].name}_rank", f"Override {what}; None undoes it.")
+
+
+def _named(function: _F, name: str, text: str) -> _F:
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = text
+    return function
 
 
 def is_initialized() -> bool:
@@ -191,10 +151,8 @@ def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
 
 def get_model_parallel_src_rank() -> int:
     """Return the first global rank of the model-parallel group."""
-    try:
-        return STATE.mp_ranks[0]
-    except TypeError:  # None, for want of ranks
-        raise missing("mp_group") from None
+    ranks = STATE.mp_ranks
+    return ranks[0] if ranks else raise_missing("mp_group")
 
 
 def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
@@ -202,34 +160,22 @@ def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGr
     return STATE.tp_group or STATE.get_or_create("tp_group", check_initialized)
 
 
-def get_tensor_model_parallel_world_size() -> int:
-    """Return the number of ranks that share each layer; a value that was set takes precedence."""
-    size = STATE.tp_size
-    return raise_missing("tp_group") if size is None else size
-
-
-def get_tensor_model_parallel_rank() -> int:
-    """Return this rank's index in the tensor-parallel group; a value that was set takes precedence."""
-    rank = STATE.tp_rank
-    return raise_missing("tp_group") if rank is None else rank
+get_tensor_model_parallel_world_size = _number(
+    "tp", "size", "Return the number of ranks that share each layer.", raise_missing
+)
+get_tensor_model_parallel_rank = _number(
+    "tp", "rank", "Return this rank's index in the tensor-parallel group.", raise_missing
+)
 
 
 def get_tensor_model_parallel_src_rank() -> int:
     """Return the first global rank of the tensor-parallel group."""
-    try:
-        return STATE.tp_ranks[0]
-    except TypeError:  # None, for want of ranks
-        raise missing("tp_group") from None
+    ranks = STATE.tp_ranks
+    return ranks[0] if ranks else raise_missing("tp_group")
 
 
-def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
-    """Override the tensor-parallel size; None undoes it."""
-    STATE.put("set_tp_size", world_size)
-
-
-def set_tensor_model_parallel_rank(rank: int | None) -> None:
-    """Override the tensor-parallel rank; None undoes it."""
-    STATE.put("set_tp_rank", rank)
+set_tensor_model_parallel_world_size = _size_setter("tp", "the tensor-parallel size")
+set_tensor_model_parallel_rank = _rank_setter("tp", "the tensor-parallel rank")
 
 
 def get_context_parallel_group(check_initialized: bool = True) -> ProcessGroup:
@@ -240,21 +186,13 @@ def get_context_parallel_group(check_initialized: bool = True) -> ProcessGroup:
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int]:
     """Return the global ranks of the context-parallel group, ascending."""
     ranks = STATE.cp_ranks
-    if ranks is None and check_initialized:
-        raise missing("cp_group")
-    return ranks
+    return raise_missing("cp_group") if ranks is None and check_initialized else ranks
 
 
-def get_context_parallel_world_size() -> int:
-    """Return the number of ranks that share each sequence; 0 without ``torch.distributed``."""
-    size = STATE.cp_size
-    return zero_or_raise("cp_group") if size is None else size
-
-
-def get_context_parallel_rank() -> int:
-    """Return this rank's index in the context-parallel group; 0 without ``torch.distributed``."""
-    rank = STATE.cp_rank
-    return zero_or_raise("cp_group") if rank is None else rank
+get_context_parallel_world_size = _number(
+    "cp", "size", "Return the number of ranks that share each sequence."
+)
+get_context_parallel_rank = _number("cp", "rank", "Return this rank's index in the context-parallel group.")
 
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[ProcessGroup]:
@@ -267,16 +205,12 @@ def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> Pro
     return STATE.tp_cp_group or STATE.get_or_create("tp_cp_group", check_initialized)
 
 
-def get_tensor_and_context_parallel_world_size() -> int:
-    """Return the number of ranks of tp and cp together; 0 without ``torch.distributed``."""
-    size = STATE.tp_cp_size
-    return zero_or_raise("tp_cp_group") if size is None else size
-
-
-def get_tensor_and_context_parallel_rank() -> int:
-    """Return this rank's index in tp and cp together; 0 without ``torch.distributed``."""
-    rank = STATE.tp_cp_rank
-    return zero_or_raise("tp_cp_group") if rank is None else rank
+get_tensor_and_context_parallel_world_size = _number(
+    "tp_cp", "size", "Return the number of ranks of tp and cp together."
+)
+get_tensor_and_context_parallel_rank = _number(
+    "tp_cp", "rank", "Return this rank's index in tp and cp together."
+)
 
 
 def get_tensor_and_data_parallel_group(
@@ -394,17 +328,13 @@ def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_par
     return zero_or_raise("dp_group") if rank is None else rank
 
 
-def set_data_parallel_rank(rank: int | None) -> None:
-    """Override the data-parallel rank; None undoes it."""
-    STATE.put("set_dp_rank", rank)
+set_data_parallel_rank = _rank_setter("dp", "the data-parallel rank")
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """Return the first global rank of the data-parallel group, with the context-parallel ranks if asked."""
-    try:
-        return STATE.dp_cp_ranks[0] if with_context_parallel else STATE.dp_ranks[0]
-    except TypeError:  # None, for want of ranks
-        raise missing("dp_group") from None
+    ranks = STATE.dp_cp_ranks if with_context_parallel else STATE.dp_ranks
+    return ranks[0] if ranks else raise_missing("dp_group")
 
 
 def get_hybrid_data_context_parallel_groups(
@@ -439,61 +369,36 @@ def get_pipeline_model_parallel_group(check_initialized: bool = True) -> Process
     return STATE.pp_group or STATE.get_or_create("pp_group", check_initialized)
 
 
-def get_pipeline_model_parallel_world_size() -> int:
-    """Return the number of stages of a pipeline; a value that was set takes precedence."""
-    size = STATE.pp_size
-    return raise_missing("pp_group") if size is None else size
-
-
-def get_pipeline_model_parallel_rank() -> int:
-    """Return this rank's stage; a value that was set takes precedence."""
-    rank = STATE.pp_rank
-    return raise_missing("pp_group") if rank is None else rank
-
-
-def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    """Override the number of stages; None undoes it."""
-    STATE.put("set_pp_size", world_size)
-
-
-def set_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Override the stage of this rank; None undoes it."""
-    STATE.put("set_pp_rank", rank)
+get_pipeline_model_parallel_world_size = _number(
+    "pp", "size", "Return the number of stages of a pipeline.", raise_missing
+)
+get_pipeline_model_parallel_rank = _number("pp", "rank", "Return this rank's stage.", raise_missing)
+set_pipeline_model_parallel_world_size = _size_setter("pp", "the number of stages")
+set_pipeline_model_parallel_rank = _rank_setter("pp", "the stage of this rank")
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
     """Return the global rank of the next stage; after the last comes the first: ``mesh.next("pp")``."""
-    return _stage_at_distance(1)
+    ranks = STATE.pp_ranks or raise_missing("pp_group")
+    return ranks[(STATE.pp_rank + 1) % STATE.pp_size]
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
     """Return the global rank of the previous stage; before the first comes the last: ``mesh.prev("pp")``."""
-    return _stage_at_distance(-1)
-
-
-def _stage_at_distance(distance: int) -> int:
-    ranks = STATE.pp_ranks
-    if ranks is None:
-        raise missing("pp_group")
-    stage = (STATE.pp_rank + distance) % STATE.pp_size
-    return ranks[stage]
+    ranks = STATE.pp_ranks or raise_missing("pp_group")
+    return ranks[(STATE.pp_rank - 1) % STATE.pp_size]
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
     """Return the global rank of the first stage."""
-    try:
-        return STATE.pp_ranks[0]
-    except TypeError:  # None, for want of ranks
-        raise missing("pp_group") from None
+    ranks = STATE.pp_ranks
+    return ranks[0] if ranks else raise_missing("pp_group")
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
     """Return the global rank of the last stage."""
-    ranks = STATE.pp_ranks
-    if ranks is None:
-        raise missing("pp_group")
-    last = STATE.pp_size - 1
-    return ranks[last]
+    ranks = STATE.pp_ranks or raise_missing("pp_group")
+    return ranks[STATE.pp_size - 1]
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
@@ -601,32 +506,18 @@ def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGr
 
 def get_expert_model_parallel_src_rank() -> int:
     """Return the first global rank of the expert-parallel group."""
-    try:
-        return STATE.ep_ranks[0]
-    except TypeError:  # None, for want of ranks
-        raise missing("ep_group") from None
+    ranks = STATE.ep_ranks
+    return ranks[0] if ranks else raise_missing("ep_group")
 
 
-def get_expert_model_parallel_world_size() -> int:
-    """Return the number of ranks over which the experts are distributed; a value that was set takes precedence; 0 without ``torch.distributed``."""
-    size = STATE.ep_size
-    return zero_or_raise("ep_group") if size is None else size
-
-
-def get_expert_model_parallel_rank() -> int:
-    """Return this rank's index in the expert-parallel group; a value that was set takes precedence; 0 without ``torch.distributed``."""
-    rank = STATE.ep_rank
-    return zero_or_raise("ep_group") if rank is None else rank
-
-
-def set_expert_model_parallel_world_size(world_size: int | None) -> None:
-    """Override the expert-parallel size; None undoes it."""
-    STATE.put("set_ep_size", world_size)
-
-
-def set_expert_model_parallel_rank(rank: int | None) -> None:
-    """Override the expert-parallel rank; None undoes it."""
-    STATE.put("set_ep_rank", rank)
+get_expert_model_parallel_world_size = _number(
+    "ep", "size", "Return the number of ranks over which the experts are distributed."
+)
+get_expert_model_parallel_rank = _number(
+    "ep", "rank", "Return this rank's index in the expert-parallel group."
+)
+set_expert_model_parallel_world_size = _size_setter("ep", "the expert-parallel size")
+set_expert_model_parallel_rank = _rank_setter("ep", "the expert-parallel rank")
 
 
 def get_expert_tensor_parallel_group(check_initialized: bool = True) -> ProcessGroup:
@@ -634,24 +525,20 @@ def get_expert_tensor_parallel_group(check_initialized: bool = True) -> ProcessG
     return STATE.etp_group or STATE.get_or_create("etp_group", check_initialized)
 
 
-def get_expert_tensor_parallel_world_size() -> int | None:
-    """Return the number of ranks that share each expert; a value that was set takes precedence, for tp where there are no groups."""
-    return STATE.etp_size
-
-
-def get_expert_tensor_parallel_rank() -> int | None:
-    """Return this rank's index among those that share each expert; a value that was set takes precedence, for tp where there are no groups."""
-    return STATE.etp_rank
-
-
-def set_expert_tensor_parallel_world_size(world_size: int | None) -> None:
-    """Override the experts' tensor-parallel size; None undoes it."""
-    STATE.put("set_etp_size", world_size)
-
-
-def set_expert_tensor_parallel_rank(rank: int | None) -> None:
-    """Override the experts' tensor-parallel rank; None undoes it."""
-    STATE.put("set_etp_rank", rank)
+get_expert_tensor_parallel_world_size = _number(
+    "etp",
+    "size",
+    "Return the number of ranks that share each expert; without groups an override of tp, or None.",
+    lambda _: None,
+)
+get_expert_tensor_parallel_rank = _number(
+    "etp",
+    "rank",
+    "Return this rank's index in the group that shares each expert; without groups an override of tp, or None.",
+    lambda _: None,
+)
+set_expert_tensor_parallel_world_size = _size_setter("etp", "the experts' tensor-parallel size")
+set_expert_tensor_parallel_rank = _rank_setter("etp", "the experts' tensor-parallel rank")
 
 
 def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
@@ -659,16 +546,12 @@ def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -
     return STATE.etp_ep_group or STATE.get_or_create("etp_ep_group", check_initialized)
 
 
-def get_expert_tensor_and_model_parallel_world_size() -> int:
-    """Return the number of ranks of etp and ep together; 0 without ``torch.distributed``."""
-    size = STATE.etp_ep_size
-    return zero_or_raise("etp_ep_group") if size is None else size
-
-
-def get_expert_tensor_and_model_parallel_rank() -> int:
-    """Return this rank's index in etp and ep together; 0 without ``torch.distributed``."""
-    rank = STATE.etp_ep_rank
-    return zero_or_raise("etp_ep_group") if rank is None else rank
+get_expert_tensor_and_model_parallel_world_size = _number(
+    "etp_ep", "size", "Return the number of ranks of etp and ep together."
+)
+get_expert_tensor_and_model_parallel_rank = _number(
+    "etp_ep", "rank", "Return this rank's index in etp and ep together."
+)
 
 
 def get_expert_tensor_model_pipeline_parallel_group(check_initialized: bool = True) -> ProcessGroup:
@@ -762,6 +645,15 @@ def _set_global_symmetric_memory_buffer() -> None:
         size_in_mb=_SYMMETRIC_MEGABYTES, process_group=get_tensor_model_parallel_group()
     )
 
+
+if not TYPE_CHECKING:  # Megatron's names: what the modules of the dialect define, but for its state
+    __all__ = [
+        name
+        for name, value in list(globals().items())
+        if not name.startswith("_")
+        and (value is logger or getattr(value, "__module__", "").startswith(f"{__package__}."))
+        and getattr(value, "__module__", "") != STATE.__module__
+    ]
 
 make_patchable(__name__, STATE, VARIABLES)
 

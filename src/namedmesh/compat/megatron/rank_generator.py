@@ -18,6 +18,7 @@ __all__ = [
     "default_embedding_ranks",
     "default_position_embedding_ranks",
     "generate_masked_orthogonal_rank_groups",
+    "hybrid_sizes",
     "level_groups",
     "ordered_tokens",
 ]
@@ -57,12 +58,8 @@ class RankGenerator:
     """The groups of every kind of parallelism, as lists of ranks.
 
     Args:
-        tp: the tensor-parallel size.
-        ep: the expert-parallel size; a generator has ``ep`` or ``cp``, not both.
-        dp: the data-parallel size.
-        pp: the pipeline-parallel size.
-        cp: the context-parallel size.
-        order: the tokens, fastest first.
+        tp, ep, dp, pp, cp: the size of each parallelism; a generator has ``ep`` or ``cp``, not both.
+        order: their names, fastest first, joined by hyphens.
         rank_offset: the first rank.
 
     Attributes:
@@ -70,7 +67,7 @@ class RankGenerator:
 
     Raises:
         ContractError: both ``ep`` and ``cp`` are larger than 1.
-        ContractRuntimeError: a token of a size other than 1 has no place in the order.
+        ContractRuntimeError: a parallelism of a size other than 1 has no place in the order.
         ContractKeyError: the order names something else.
 
     Example:
@@ -98,7 +95,7 @@ class RankGenerator:
         self.world_size = self.layout.world_size
 
     def get_mask(self, order: str, token: str) -> list[bool]:
-        """Return which tokens of ``order`` are in ``token``, such as ``"tp-dp"``.
+        """Return which names of ``order`` are in ``token``, such as ``"tp-dp"``.
 
         Raises:
             LayoutError: a part of ``token`` is not in the order.
@@ -108,14 +105,13 @@ class RankGenerator:
             [True, False, True]
         """
         ordered, given = order.split("-"), token.split("-")
-        unknown = [part for part in given if part not in ordered]
-        if unknown:
-            raise LayoutError(
-                *(
-                    f"{part!r} of {token!r} is not in the order {order!r}{did_you_mean(part, ordered)}"
-                    for part in unknown
-                )
-            )
+        problems = [
+            f"{part!r} of {token!r} is not in the order {order!r}{did_you_mean(part, ordered)}"
+            for part in given
+            if part not in ordered
+        ]
+        if problems:
+            raise LayoutError(*problems)
         return [part in given for part in ordered]
 
     def get_ranks(self, token: str) -> list[list[int]]:
@@ -165,21 +161,14 @@ def _layout_from_fastest(fastest_first: Sequence[str], sizes: Sequence[int], ran
 
 
 def level_groups(ranks: Sequence[int], sizes: Sequence[int], level: int) -> list[list[int]]:
-    """Return the groups of one level of a hierarchy inside a group.
-
-    Args:
-        ranks: the ranks of the group.
-        sizes: the size of each level; level 0 joins neighboring ranks.
-        level: which level.
+    """Return the groups of one level of a hierarchy inside a group; level 0 joins neighboring ranks.
 
     Raises:
-        ContractError: the sizes do not multiply to the number of ranks.
+        ContractError: the sizes of the levels do not multiply to the number of ranks.
 
     Example:
-        >>> level_groups(range(8), [2, 4], 0)
-        [[0, 1], [2, 3], [4, 5], [6, 7]]
-        >>> level_groups(range(8), [2, 4], 1)
-        [[0, 2, 4, 6], [1, 3, 5, 7]]
+        >>> level_groups(range(8), [2, 4], 0), level_groups(range(8), [2, 4], 1)
+        ([[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2, 4, 6], [1, 3, 5, 7]])
     """
     names = [f"level{i}" for i in range(len(sizes))]
     positions = _layout_from_fastest(names, sizes)
@@ -199,6 +188,16 @@ def chunks(ranks: Sequence[int], size: int) -> list[list[int]]:
         [[0, 2], [4, 6]]
     """
     return [list(ranks[i : i + size]) for i in range(0, len(ranks), size)]
+
+
+def hybrid_sizes(size: int) -> list[int]:
+    """Return the sizes of the hybrid groups inside a group: powers of two, as far as the original goes.
+
+    Example:
+        >>> hybrid_sizes(16), hybrid_sizes(12), hybrid_sizes(2)
+        ([2, 4, 8], [2, 4], [])
+    """
+    return [2**power for power in range(1, size.bit_length() - 1)]
 
 
 def default_embedding_ranks(pp_ranks: Iterable[int]) -> list[int]:
