@@ -15,7 +15,7 @@ from namedmesh.compat.errors import ContractError
 from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer
 from namedmesh.compat.megatron.rank_generator import chunks, hybrid_sizes, level_groups
 from namedmesh.compat.megatron.state import ROWS
-from namedmesh.dialects import MEGATRON_GROUPS
+from namedmesh.dialects import DENSE, EXPERT, MEGATRON_GROUPS
 from namedmesh.lazy_group import LazyGroup
 from namedmesh.options import GroupOptions
 
@@ -33,31 +33,44 @@ __all__ = ["axis_options", "build_groups", "wanted_groups"]
 _OVER_AXES = [row for row in MEGATRON_GROUPS if row.members == "all" and row.slot != "optimizer_group"]
 
 
-def axis_options(axis_map: AxisMap, config: ParallelConfig) -> dict[str, GroupOptions]:
-    """Return the options of the groups over whole axes, under the names that a mesh has for them.
+def _rows_to_build(axis_map: AxisMap) -> list[Kind]:
+    """Return the rows over whole axes, but for those that are other groups because gtp_remat or egtp_remat is 1."""
+    return [row for row in _OVER_AXES if not _without_gtp(row, axis_map)]
+
+
+def _without_gtp(row: Kind, axis_map: AxisMap) -> str:
+    """Return the slot of the group that a row is where its gtp_remat or egtp_remat is 1; none for any other row."""
+    gtp = "egtp_remat" if row.view == EXPERT else "gtp_remat"
+    return row.slot.replace("_gtp_group", "_group") if "_gtp_" in row.slot and axis_map.size(gtp) == 1 else ""
+
+
+def axis_options(axis_map: AxisMap, config: ParallelConfig) -> dict[str, dict[str, GroupOptions]]:
+    """Return the options of the groups over whole axes, by view, under the names that a mesh has for them.
 
     Megatron gives each group the options of its own name and no other; a mesh lets a group over two axes have those
     of both. So once any options are given, every group has an entry.
     """
     backend = config.pipeline_model_parallel_comm_backend
-    if not config.options and backend is None:
-        return {}
-    options = {}
-    for row in _OVER_AXES:
+    options: dict[str, dict[str, GroupOptions]] = {DENSE: {}, EXPERT: {}}
+    for row in _rows_to_build(axis_map) if config.options or backend is not None else ():
         of_group = config.options.get(row.key, GroupOptions())
         if row.key == "pp" and backend is not None:
             # The original gives no NCCL settings to a backend that is not NCCL.
             of_group = GroupOptions(backend="ucc") if backend == "ucc" else replace(of_group, backend="nccl")
-        options["_".join(axis_map.locate(row.axes)[1])] = of_group
+        axes = axis_map.locate(row.axes)[1]
+        if axis_map.added.isdisjoint(axes):
+            options[row.view]["_".join(axes)] = of_group
     return options
 
 
 def wanted_groups(
-    axis_map: AxisMap, options: Mapping[str, GroupOptions]
+    axis_map: AxisMap, options: Mapping[str, Mapping[str, GroupOptions]]
 ) -> list[tuple[Layout, tuple[str, ...], GroupOptions]]:
     """Return the layout, axes and options of every group over whole axes."""
-    located = [axis_map.locate(row.axes) for row in _OVER_AXES]
-    return [(layout, axes, options.get("_".join(axes), GroupOptions())) for layout, axes in located]
+    located = [(row.view, *axis_map.locate(row.axes)) for row in _rows_to_build(axis_map)]
+    return [
+        (layout, axes, options[view].get("_".join(axes), GroupOptions())) for view, layout, axes in located
+    ]
 
 
 def build_groups(mesh: NamedMesh, axis_map: AxisMap, config: ParallelConfig) -> dict[str, Any]:
@@ -79,7 +92,7 @@ def build_groups(mesh: NamedMesh, axis_map: AxisMap, config: ParallelConfig) -> 
         builder.all_gather_group()
         builder.part("intra_dp_cp_group", "dp_cp_group")
         _connect_with_sharp(mesh, values["dp_cp_group"], config, "dp")
-    for row in _OVER_AXES:
+    for row in _rows_to_build(axis_map):
         if row.slot not in values:
             builder.over_axes(row.slot)
     builder.context_parallel_levels()
@@ -91,6 +104,7 @@ def build_groups(mesh: NamedMesh, axis_map: AxisMap, config: ParallelConfig) -> 
         builder.across_instances()
         _connect_with_sharp(mesh, values["inter_edp_group"], config, "dp_replica")
     builder.optimizer_instance()
+    builder.groups_without_gtp()
     if config.virtual_pipeline_model_parallel_size is not None:
         values |= {"vpp_rank": 0, "vpp_size": config.virtual_pipeline_model_parallel_size}
     values["memory_buffer"] = GlobalMemoryBuffer(mesh.device)
@@ -125,7 +139,9 @@ class _Builder:
     def _build(self, row: Kind, reserve: Callable[[GroupOptions], Any], options: GroupOptions) -> Any:
         group = self.values[row.slot] = reserve(options)
         if row.gloo:
-            with_gloo = self.config.create_gloo_process_groups
+            # Beside weights that are gathered for each use the original makes no gloo groups.
+            with_gloo = self.config.create_gloo_process_groups and self.axis_map.size("gtp_remat") == 1
+            with_gloo = with_gloo and (row.view == DENSE or self.axis_map.size("egtp_remat") == 1)
             self.values[row.gloo_slot] = reserve(self.mesh.pool.gloo_options(options)) if with_gloo else None
         return group
 
@@ -187,12 +203,19 @@ class _Builder:
     def optimizer_instance(self) -> None:
         """Build the group of one optimizer instance: the model-parallel ranks of a part of the experts' replicas."""
         models = self.axis_map.groups("etp", "ep", "pp")
-        replicas = self.axis_map.size("edp") // self.instances
+        replicas = len(models) // self.instances
         sets = [
             [rank for model in models[start : start + replicas] for rank in model]
             for start in range(0, len(models), replicas)
         ]
         self.over_sets("optimizer_group", sets, own_options=True)
+
+    def groups_without_gtp(self) -> None:
+        """Let the groups that span gtp_remat be those that do not where its size is 1; they are in one instance."""
+        for row in ROWS.values():
+            other = _without_gtp(row, self.axis_map)
+            if other or (row.slot not in self.values and "_gtp_" in row.slot):
+                self.values[row.slot] = self.values[other or row.slot.removeprefix("intra_")]
 
 
 def _created(group: dist.ProcessGroup | LazyGroup | None) -> dist.ProcessGroup | None:

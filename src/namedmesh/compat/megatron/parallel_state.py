@@ -29,8 +29,10 @@ import torch.distributed as dist
 
 from namedmesh.compat.binding import make_patchable
 from namedmesh.compat.errors import ContractError, ContractKeyError
+from namedmesh.compat.megatron import release
 from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer, GlobalSymmetricMemoryBuffer
 from namedmesh.compat.megatron.create_groups import (
+    create_all_gather_groups as create_all_gather_groups,
     create_group as create_group,
     create_hierarchical_groups as create_hierarchical_groups,
     create_hybrid_dp_cp_groups as create_hybrid_dp_cp_groups,
@@ -38,6 +40,16 @@ from namedmesh.compat.megatron.create_groups import (
     logger as logger,
     overwrite_nccl_comm_cfgs as overwrite_nccl_comm_cfgs,
     update_pg_timeout as update_pg_timeout,
+)
+from namedmesh.compat.megatron.data_parallel import (
+    get_data_parallel_group as get_data_parallel_group,
+    get_data_parallel_rank as get_data_parallel_rank,
+    get_data_parallel_world_size as get_data_parallel_world_size,
+    get_expert_data_parallel_group as get_expert_data_parallel_group,
+    get_expert_data_parallel_rank as get_expert_data_parallel_rank,
+    get_expert_data_parallel_world_size as get_expert_data_parallel_world_size,
+    of_selected_release,
+    partial_without_cp,
 )
 from namedmesh.compat.megatron.initialize import (
     destroy_model_parallel as destroy_model_parallel,
@@ -130,9 +142,10 @@ def model_parallel_is_initialized() -> bool:
 
 
 def get_all_ranks() -> str:
-    """Return this rank's coordinates in tp, dp, cp, pp and ep, joined by underscores."""
+    """Return this rank's coordinates in tp, gtp_remat (from release 0.19), dp, cp, pp and ep, joined by underscores."""
     ranks = (
         get_tensor_model_parallel_rank(),
+        *((get_gtp_weight_remat_rank(),) if release.newest() else ()),
         get_data_parallel_rank(),
         get_context_parallel_rank(),
         get_pipeline_model_parallel_rank(),
@@ -176,6 +189,31 @@ def get_tensor_model_parallel_src_rank() -> int:
 
 set_tensor_model_parallel_world_size = _size_setter("tp", "the tensor-parallel size")
 set_tensor_model_parallel_rank = _rank_setter("tp", "the tensor-parallel rank")
+
+
+def get_gtp_weight_remat_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the group over which the weights are sharded that are gathered for each use."""
+    return STATE.gtp_group or STATE.get_or_create("gtp_group", check_initialized)
+
+
+get_gtp_weight_remat_world_size = _number(
+    "gtp",
+    "size",
+    "Return the size of the group over which the weights are sharded; 0 without one.",
+    lambda _: 0,
+)
+get_gtp_weight_remat_rank = _number(
+    "gtp",
+    "rank",
+    "Return this rank's index in the group over which the weights are sharded; 0 without one.",
+    lambda _: 0,
+)
+
+
+def get_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int]:
+    """Return the global ranks of the group over which the weights are sharded, ascending."""
+    ranks = STATE.gtp_ranks
+    return raise_missing("gtp_group") if ranks is None and check_initialized else ranks
 
 
 def get_context_parallel_group(check_initialized: bool = True) -> ProcessGroup:
@@ -243,33 +281,6 @@ def get_amax_reduction_group(
 # Data-parallel groups, with and without the context-parallel ranks, whole or in parts, on gloo too.
 
 
-def get_data_parallel_group(
-    with_context_parallel: bool = False,
-    partial_data_parallel: bool = False,
-    independent_all_gather: bool = False,
-) -> ProcessGroup:
-    """Return the group of the replicas of this rank's parameters: ``mesh.group("dp")``.
-
-    Args:
-        with_context_parallel: together with the ranks that share a sequence: ``mesh.group("dp", "cp")``.
-        partial_data_parallel: only those of this rank's optimizer instance; they include cp.
-        independent_all_gather: the second communicator over the same ranks, for all-gathers; it includes cp.
-
-    Raises:
-        ContractError: there is no such group, or a part is asked for without cp.
-    """
-    if not with_context_parallel:
-        group = STATE.dp_group or STATE.get_or_create("dp_group")
-        if partial_data_parallel:
-            raise _partial_without_cp()
-        return group
-    if partial_data_parallel:
-        return STATE.intra_dp_cp_group or STATE.get_or_create("intra_dp_cp_group")
-    if independent_all_gather:
-        return STATE.dp_cp_gather_group or STATE.get_or_create("dp_cp_gather_group")
-    return STATE.dp_cp_group or STATE.get_or_create("dp_cp_group")
-
-
 def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> ProcessGroup:
@@ -281,51 +292,16 @@ def get_data_parallel_group_gloo(
     if not with_context_parallel:
         group = STATE.dp_gloo or STATE.get_or_create("dp_gloo")
         if partial_data_parallel:
-            raise _partial_without_cp()
+            raise partial_without_cp()
         return group
     if partial_data_parallel:
         return STATE.intra_dp_cp_gloo or STATE.get_or_create("intra_dp_cp_gloo")
     return STATE.dp_cp_gloo or STATE.get_or_create("dp_cp_gloo")
 
 
-def _partial_without_cp() -> ContractError:
-    return ContractError(
-        "partial_data_parallel is True without with_context_parallel; a part for the optimizer includes the "
-        "context-parallel ranks, so say with_context_parallel=True too"
-    )
-
-
 def has_separate_all_gather_group() -> bool:
     """Return whether there is a second communicator over the data- and context-parallel ranks."""
     return STATE.separate_gather
-
-
-def get_data_parallel_world_size(
-    with_context_parallel: bool = False, partial_data_parallel: bool = False
-) -> int:
-    """Return the number of replicas, as for :func:`get_data_parallel_group`; a value that was set takes precedence; 0 without ``torch.distributed``."""
-    if with_context_parallel:
-        size = STATE.intra_dp_cp_size if partial_data_parallel else STATE.dp_cp_size
-    elif partial_data_parallel:
-        size = STATE.set_dp_size
-        if size is None:
-            get_data_parallel_group(partial_data_parallel=True)  # raises, and says why
-    else:
-        size = STATE.dp_size
-    return zero_or_raise("dp_group") if size is None else size
-
-
-def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
-    """Return this rank's index in :func:`get_data_parallel_group`; a value that was set takes precedence; 0 without ``torch.distributed``."""
-    if with_context_parallel:
-        rank = STATE.intra_dp_cp_rank if partial_data_parallel else STATE.dp_cp_rank
-    elif partial_data_parallel:
-        rank = STATE.set_dp_rank
-        if rank is None:
-            get_data_parallel_group(partial_data_parallel=True)  # raises, and says why
-    else:
-        rank = STATE.dp_rank
-    return zero_or_raise("dp_group") if rank is None else rank
 
 
 set_data_parallel_rank = _rank_setter("dp", "the data-parallel rank")
@@ -499,6 +475,31 @@ def is_rank_in_position_embedding_group() -> bool:
 # The experts' groups, and the groups of the instances of a distributed optimizer.
 
 
+def get_expert_gtp_weight_remat_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the group over which the experts' weights are sharded that are gathered for each use."""
+    return STATE.egtp_group or STATE.get_or_create("egtp_group", check_initialized)
+
+
+get_expert_gtp_weight_remat_world_size = _number(
+    "egtp",
+    "size",
+    "Return the size of the group over which the experts' weights are sharded; 0 without one.",
+    lambda _: 0,
+)
+get_expert_gtp_weight_remat_rank = _number(
+    "egtp",
+    "rank",
+    "Return this rank's index in the group over which the experts' weights are sharded; 0 without one.",
+    lambda _: 0,
+)
+
+
+def get_expert_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int]:
+    """Return the global ranks of the group over which the experts' weights are sharded, ascending."""
+    ranks = STATE.egtp_ranks
+    return raise_missing("egtp_group") if ranks is None and check_initialized else ranks
+
+
 def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the group of the ranks over which the experts are distributed: ``mesh.group("ep")``."""
     return STATE.ep_group or STATE.get_or_create("ep_group", check_initialized)
@@ -554,18 +555,13 @@ get_expert_tensor_and_model_parallel_rank = _number(
 )
 
 
-def get_expert_tensor_model_pipeline_parallel_group(check_initialized: bool = True) -> ProcessGroup:
-    """Return the group over etp, ep and pp together: one full set of the experts of the model."""
-    return STATE.etp_ep_pp_group or STATE.get_or_create("etp_ep_pp_group", check_initialized)
-
-
-def get_expert_data_parallel_group(
-    check_initialized: bool = True, partial_expert_data_parallel: bool = False
+def get_expert_tensor_model_pipeline_parallel_group(
+    check_initialized: bool = True, with_egtp_remat: bool = False
 ) -> ProcessGroup:
-    """Return the group of the replicas of this rank's experts: ``mesh.group("edp")``, or its part in an optimizer instance."""
-    if partial_expert_data_parallel:
-        return STATE.intra_edp_group or STATE.get_or_create("intra_edp_group", check_initialized)
-    return STATE.edp_group or STATE.get_or_create("edp_group", check_initialized)
+    """Return the group over etp, ep and pp together, and egtp_remat if asked: one full set of the experts of the model."""
+    if with_egtp_remat:
+        return STATE.etp_ep_pp_gtp_group or STATE.get_or_create("etp_ep_pp_gtp_group", check_initialized)
+    return STATE.etp_ep_pp_group or STATE.get_or_create("etp_ep_pp_group", check_initialized)
 
 
 def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> ProcessGroup:
@@ -581,18 +577,6 @@ def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = Fal
     if partial_expert_data_parallel:
         return STATE.intra_edp_gloo or STATE.get_or_create("intra_edp_gloo")
     return STATE.edp_gloo or STATE.get_or_create("edp_gloo")
-
-
-def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
-    """Return the number of replicas of this rank's experts; 0 without ``torch.distributed``."""
-    size = STATE.intra_edp_size if partial_expert_data_parallel else STATE.edp_size
-    return zero_or_raise("edp_group") if size is None else size
-
-
-def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
-    """Return this rank's index among the replicas of its experts; 0 without ``torch.distributed``."""
-    rank = STATE.intra_edp_rank if partial_expert_data_parallel else STATE.edp_rank
-    return zero_or_raise("edp_group") if rank is None else rank
 
 
 def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup:
@@ -656,6 +640,7 @@ if not TYPE_CHECKING:  # Megatron's names: what the modules of the dialect defin
     ]
 
 make_patchable(__name__, STATE, VARIABLES)
+release.on_change(lambda: globals().update(of_selected_release()))
 
 if TYPE_CHECKING:
 

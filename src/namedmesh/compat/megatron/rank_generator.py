@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from namedmesh.compat.errors import ContractError, ContractKeyError, ContractRuntimeError
+from namedmesh.compat.megatron import release
 from namedmesh.dialects import parse_order
 from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.layout import Layout
@@ -19,6 +20,7 @@ __all__ = [
     "default_position_embedding_ranks",
     "generate_masked_orthogonal_rank_groups",
     "hybrid_sizes",
+    "insert_gtp_remat",
     "level_groups",
     "ordered_tokens",
 ]
@@ -54,6 +56,20 @@ def ordered_tokens(order: str, sizes: Mapping[str, int]) -> list[str]:
     return parsed.tokens
 
 
+def insert_gtp_remat(order: str, after: str) -> str:
+    """Return an order string with the axis ``gtp_remat`` after another one, or after tp; it stays where it is named.
+
+    Example:
+        >>> insert_gtp_remat("tp-cp-ep-dp-pp", "ep"), insert_gtp_remat("tp-dp", "ep"), insert_gtp_remat("dp-pp", "tp")
+        ('tp-cp-ep-gtp_remat-dp-pp', 'tp-gtp_remat-dp', 'gtp_remat-dp-pp')
+    """
+    tokens = order.split("-")
+    if "gtp_remat" not in tokens:
+        before = after if after in tokens else "tp"
+        tokens.insert(tokens.index(before) + 1 if before in tokens else 0, "gtp_remat")
+    return "-".join(tokens)
+
+
 class RankGenerator:
     """The groups of every kind of parallelism, as lists of ranks.
 
@@ -61,6 +77,7 @@ class RankGenerator:
         tp, ep, dp, pp, cp: the size of each parallelism; a generator has ``ep`` or ``cp``, not both.
         order: their names, fastest first, joined by hyphens.
         rank_offset: the first rank.
+        gtp_remat: over how many ranks the weights are sharded that are gathered for each use.
 
     Attributes:
         layout: the same as a :class:`namedmesh.Layout`.
@@ -79,15 +96,25 @@ class RankGenerator:
     """
 
     def __init__(  # noqa: PLR0917  the original's signature
-        self, tp: int, ep: int, dp: int, pp: int, cp: int, order: str, rank_offset: int = 0
+        self,
+        tp: int,
+        ep: int,
+        dp: int,
+        pp: int,
+        cp: int,
+        order: str,
+        rank_offset: int = 0,
+        gtp_remat: int = 1,
     ) -> None:
         if ep != 1 and cp != 1:
             raise ContractError(
                 f"ep is {ep} and cp is {cp}: one generator has one of them; cp is for the dense ranks, ep for the experts'"
             )
         self.tp, self.ep, self.dp, self.pp, self.cp = tp, ep, dp, pp, cp
-        self.rank_offset = rank_offset
+        self.rank_offset, self.gtp_remat = rank_offset, gtp_remat
         self.name_to_size = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp}
+        if release.newest() or gtp_remat != 1:
+            self.name_to_size["gtp_remat"] = gtp_remat
         tokens = ordered_tokens(order, self.name_to_size)
         self.order = "-".join(tokens)
         self.ordered_size = [self.name_to_size[token] for token in tokens]
@@ -122,6 +149,18 @@ class RankGenerator:
         """
         self.get_mask(self.order, token)
         return [list(ranks) for ranks in self.layout.groups(*token.split("-"))]
+
+    def get_gtp_ranks(self, gtp_remat_size: int) -> list[list[int]]:
+        """Return the groups over ``gtp_remat``.
+
+        Raises:
+            ContractError: the generator has another size of it.
+        """
+        if gtp_remat_size != self.gtp_remat:
+            raise ContractError(
+                f"gtp_remat_size is {gtp_remat_size}, but the generator has {self.gtp_remat}; give that"
+            )
+        return self.get_ranks("gtp_remat")
 
 
 def generate_masked_orthogonal_rank_groups(

@@ -48,8 +48,10 @@ VARIABLES = {
 # The groups whose size and rank the state keeps, and whose manual override takes precedence over them.
 _NUMBERED = {
     **{base: base for base in ("tp", "pp", "dp", "ep", "etp")},
-    **dict.fromkeys(("dp_cp", "intra_dp_cp"), "dp"),
-    **dict.fromkeys(("cp", "tp_cp", "etp_ep", "edp", "intra_edp"), ""),
+    **dict.fromkeys(("dp_gtp", "dp_cp", "dp_cp_gtp", "intra_dp_cp", "intra_dp_cp_gtp"), "dp"),
+    **dict.fromkeys(
+        ("gtp", "cp", "tp_cp", "egtp", "etp_ep", "edp", "edp_gtp", "intra_edp", "intra_edp_gtp"), ""
+    ),
 }
 _LABELS = {row.slot: f"the {row.name.replace('_', ' ')} group" for row in MEGATRON_GROUPS} | {
     row.gloo_slot: f"the {row.name.replace('_', ' ')} gloo group" for row in MEGATRON_GROUPS if row.gloo
