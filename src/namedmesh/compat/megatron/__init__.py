@@ -24,12 +24,17 @@ from namedmesh.compat.megatron.initialize import (
     initialize_model_parallel,
     unbind,
 )
-from namedmesh.compat.megatron.process_groups_config import ProcessGroupCollection, process_groups
+from namedmesh.compat.megatron.process_groups_config import (
+    MultiModuleProcessGroupCollection,
+    ProcessGroupCollection,
+    process_groups,
+)
 from namedmesh.compat.megatron.release import select as select_release
 
 __all__ = [
     "Bound",
     "HyperCommGrid",
+    "MultiModuleProcessGroupCollection",
     "ProcessGroupCollection",
     "bind",
     "current_mesh",

@@ -212,10 +212,10 @@ class ParallelConfig:
 
     def _tokens(self, sizes: Mapping[str, int], gtp_remat_after: str) -> list[str]:
         known = {token: sizes.get(token, 1) for token in ("tp", "pp", "dp", "ep", "cp")}
-        order = self.order.lower()
+        order = self.order
         if "gtp_remat" in sizes or "gtp_remat" in order:
             known["gtp_remat"] = sizes.get("gtp_remat", 1)
-            order = insert_gtp_remat(order, gtp_remat_after)
+            order = insert_gtp_remat(order, gtp_remat_after)  # in lower case only, as the original
         return ordered_tokens(order, known)
 
     def _sharp_problems(self) -> Iterator[NamedMeshError]:

@@ -84,28 +84,6 @@ def partial_without_cp() -> ContractError:
     )
 
 
-def get_data_parallel_world_size(
-    with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
-) -> int:
-    """Return the size of :func:`get_data_parallel_group`; a manual override takes precedence; 0 without ``torch.distributed``."""
-    return _number("size", with_context_parallel, with_gtp_remat, partial_data_parallel)
-
-
-def _world_size_before(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
-    return _number("size", with_context_parallel, False, partial_data_parallel)
-
-
-def get_data_parallel_rank(
-    with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
-) -> int:
-    """Return this rank's index in :func:`get_data_parallel_group`; a manual override takes precedence; 0 without ``torch.distributed``."""
-    return _number("rank", with_context_parallel, with_gtp_remat, partial_data_parallel)
-
-
-def _rank_before(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
-    return _number("rank", with_context_parallel, False, partial_data_parallel)
-
-
 def _number(answer: str, cp: bool, gtp: bool, part: bool) -> int:
     if part and not cp:
         override: int | None = getattr(STATE, f"set_dp_{answer}")
@@ -115,6 +93,27 @@ def _number(answer: str, cp: bool, gtp: bool, part: bool) -> int:
     base = _base(cp, gtp, part)
     number: int | None = getattr(STATE, f"{base}_{answer}")
     return zero_or_raise(f"{base}_group") if number is None else number
+
+
+def get_data_parallel_world_size(
+    with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
+) -> int:
+    """Return the size of :func:`get_data_parallel_group`; a manual override takes precedence; 0 without ``torch.distributed``."""
+    return _number("size", with_context_parallel, with_gtp_remat, partial_data_parallel)
+
+
+def get_data_parallel_rank(
+    with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
+) -> int:
+    """Return this rank's index in :func:`get_data_parallel_group`; a manual override takes precedence; 0 without ``torch.distributed``."""
+    return _number("rank", with_context_parallel, with_gtp_remat, partial_data_parallel)
+
+
+def _number_before(answer: str) -> Callable[..., int]:
+    def before(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
+        return _number(answer, with_context_parallel, gtp=False, part=partial_data_parallel)
+
+    return before
 
 
 def get_expert_data_parallel_group(
@@ -145,15 +144,17 @@ def _expert_base(gtp: bool, part: bool) -> str:
     return ("intra_" if part else "") + ("edp_gtp" if gtp else "edp")
 
 
+def _expert_number(answer: str, gtp: bool, part: bool) -> int:
+    base = _expert_base(gtp, part)
+    number: int | None = getattr(STATE, f"{base}_{answer}")
+    return zero_or_raise(f"{base}_group") if number is None else number
+
+
 def get_expert_data_parallel_world_size(
     with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> int:
     """Return the size of :func:`get_expert_data_parallel_group`; 0 without ``torch.distributed``."""
     return _expert_number("size", with_gtp_remat, partial_expert_data_parallel)
-
-
-def _expert_world_size_before(partial_expert_data_parallel: bool = False) -> int:
-    return _expert_number("size", False, partial_expert_data_parallel)
 
 
 def get_expert_data_parallel_rank(
@@ -163,23 +164,20 @@ def get_expert_data_parallel_rank(
     return _expert_number("rank", with_gtp_remat, partial_expert_data_parallel)
 
 
-def _expert_rank_before(partial_expert_data_parallel: bool = False) -> int:
-    return _expert_number("rank", False, partial_expert_data_parallel)
+def _expert_number_before(answer: str) -> Callable[..., int]:
+    def before(partial_expert_data_parallel: bool = False) -> int:
+        return _expert_number(answer, gtp=False, part=partial_expert_data_parallel)
 
-
-def _expert_number(answer: str, gtp: bool, part: bool) -> int:
-    base = _expert_base(gtp, part)
-    number: int | None = getattr(STATE, f"{base}_{answer}")
-    return zero_or_raise(f"{base}_group") if number is None else number
+    return before
 
 
 _BEFORE_0_19: dict[Callable[..., Any], Callable[..., Any]] = {
     get_data_parallel_group: _group_before,
-    get_data_parallel_rank: _rank_before,
-    get_data_parallel_world_size: _world_size_before,
+    get_data_parallel_rank: _number_before("rank"),
+    get_data_parallel_world_size: _number_before("size"),
     get_expert_data_parallel_group: _expert_group_before,
-    get_expert_data_parallel_rank: _expert_rank_before,
-    get_expert_data_parallel_world_size: _expert_world_size_before,
+    get_expert_data_parallel_rank: _expert_number_before("rank"),
+    get_expert_data_parallel_world_size: _expert_number_before("size"),
 }
 
 

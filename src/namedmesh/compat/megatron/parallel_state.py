@@ -23,7 +23,7 @@ Example:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -75,54 +75,54 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-_F = TypeVar("_F", bound="Callable[..., Any]")
-
 _SYMMETRIC_MEGABYTES = 256
 
 
-def _number(
-    base: str, answer: str, text: str, otherwise: Callable[[str], Any] = zero_or_raise
-) -> Callable[[], int]:
-    """Make the accessor of a size or rank, which a manual override takes precedence over.
-
-    Args:
-        base: the group: ``"tp"`` for the slots ``tp_group``, ``tp_size`` and ``tp_rank`` of the state.
-        answer: ``"size"`` or ``"rank"``.
-        text: the docstring of the accessor.
-        otherwise: what to do where there is no group; by default the accessor returns 0 before
-            ``torch.distributed`` is initialized, and raises afterwards.
-    """
+def _number(base: str, answer: str, what: str, otherwise: Callable[[str], Any]) -> Callable[[], int]:
+    """Make the accessor of the slot ``{base}_{answer}`` of the state: a size or a rank, or ``otherwise(slot)``."""
     slot, group = f"{base}_{answer}", f"{base}_group"
 
     def accessor() -> int:
         value = getattr(STATE, slot)
         return otherwise(group) if value is None else value
 
-    return _named(accessor, f"get_{ROWS[group].name}_{'world_size' if answer == 'size' else 'rank'}", text)
+    accessor.__doc__ = f"Return {what}; a manual override takes precedence."
+    accessor.__name__ = f"get_{ROWS[group].name}_{'world_size' if answer == 'size' else 'rank'}"
+    return accessor
 
 
-def _size_setter(base: str, what: str) -> Callable[[int | None], None]:
-    """Make the function that overrides the size of a group, or stops to override it."""
+def _size(base: str, what: str, otherwise: Callable[[str], Any] = zero_or_raise) -> Callable[[], int]:
+    return _number(base, "size", f"the number of {what}", otherwise)
 
+
+def _rank(base: str, otherwise: Callable[[str], Any] = zero_or_raise) -> Callable[[], int]:
+    label = ROWS[f"{base}_group"].name.replace("_", " ")
+    return _number(base, "rank", f"this rank's index in the {label} group", otherwise)
+
+
+def _none(_: str) -> None:
+    """Return None for a size or rank that there is not."""
+
+
+def _zero(_: str) -> int:
+    """Return 0 for a size or rank that there is not."""
+    return 0
+
+
+def _size_setter(base: str) -> Callable[[int | None], None]:
     def setter(world_size: int | None) -> None:
+        """Override the size that the accessor returns; None undoes it."""
         STATE.put(f"set_{base}_size", world_size)
 
-    return _named(setter, f"set_{ROWS[f'{base}_group'].name}_world_size", f"Override {what}; None undoes it.")
+    return setter
 
 
-def _rank_setter(base: str, what: str) -> Callable[[int | None], None]:
-    """Make the function that overrides this rank's index in a group, or stops to override it."""
-
+def _rank_setter(base: str) -> Callable[[int | None], None]:
     def setter(rank: int | None) -> None:
+        """Override the rank that the accessor returns; None undoes it."""
         STATE.put(f"set_{base}_rank", rank)
 
-    return _named(setter, f"set_{ROWS[f'{base}_group'].name}_rank", f"Override {what}; None undoes it.")
-
-
-def _named(function: _F, name: str, text: str) -> _F:
-    function.__name__ = function.__qualname__ = name
-    function.__doc__ = text
-    return function
+    return setter
 
 
 def is_initialized() -> bool:
@@ -173,12 +173,8 @@ def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGr
     return STATE.tp_group or STATE.get_or_create("tp_group", check_initialized)
 
 
-get_tensor_model_parallel_world_size = _number(
-    "tp", "size", "Return the number of ranks that share each layer.", raise_missing
-)
-get_tensor_model_parallel_rank = _number(
-    "tp", "rank", "Return this rank's index in the tensor-parallel group.", raise_missing
-)
+get_tensor_model_parallel_world_size = _size("tp", "ranks that share each layer", raise_missing)
+get_tensor_model_parallel_rank = _rank("tp", raise_missing)
 
 
 def get_tensor_model_parallel_src_rank() -> int:
@@ -187,8 +183,8 @@ def get_tensor_model_parallel_src_rank() -> int:
     return ranks[0] if ranks else raise_missing("tp_group")
 
 
-set_tensor_model_parallel_world_size = _size_setter("tp", "the tensor-parallel size")
-set_tensor_model_parallel_rank = _rank_setter("tp", "the tensor-parallel rank")
+set_tensor_model_parallel_world_size = _size_setter("tp")
+set_tensor_model_parallel_rank = _rank_setter("tp")
 
 
 def get_gtp_weight_remat_group(check_initialized: bool = True) -> ProcessGroup:
@@ -196,18 +192,8 @@ def get_gtp_weight_remat_group(check_initialized: bool = True) -> ProcessGroup:
     return STATE.gtp_group or STATE.get_or_create("gtp_group", check_initialized)
 
 
-get_gtp_weight_remat_world_size = _number(
-    "gtp",
-    "size",
-    "Return the size of the group over which the weights are sharded; 0 without one.",
-    lambda _: 0,
-)
-get_gtp_weight_remat_rank = _number(
-    "gtp",
-    "rank",
-    "Return this rank's index in the group over which the weights are sharded; 0 without one.",
-    lambda _: 0,
-)
+get_gtp_weight_remat_world_size = _size("gtp", "ranks over which each weight is sharded", _zero)
+get_gtp_weight_remat_rank = _rank("gtp", _zero)
 
 
 def get_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int]:
@@ -227,10 +213,8 @@ def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[in
     return raise_missing("cp_group") if ranks is None and check_initialized else ranks
 
 
-get_context_parallel_world_size = _number(
-    "cp", "size", "Return the number of ranks that share each sequence."
-)
-get_context_parallel_rank = _number("cp", "rank", "Return this rank's index in the context-parallel group.")
+get_context_parallel_world_size = _size("cp", "ranks that share each sequence")
+get_context_parallel_rank = _rank("cp")
 
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[ProcessGroup]:
@@ -243,12 +227,8 @@ def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> Pro
     return STATE.tp_cp_group or STATE.get_or_create("tp_cp_group", check_initialized)
 
 
-get_tensor_and_context_parallel_world_size = _number(
-    "tp_cp", "size", "Return the number of ranks of tp and cp together."
-)
-get_tensor_and_context_parallel_rank = _number(
-    "tp_cp", "rank", "Return this rank's index in tp and cp together."
-)
+get_tensor_and_context_parallel_world_size = _size("tp_cp", "ranks of tp and cp together")
+get_tensor_and_context_parallel_rank = _rank("tp_cp")
 
 
 def get_tensor_and_data_parallel_group(
@@ -269,13 +249,11 @@ def get_amax_reduction_group(
         with_context_parallel: include the ranks of cp.
         tp_only_amax_red: leave out the ranks of dp.
     """
+    if not tp_only_amax_red:
+        return get_tensor_and_data_parallel_group(with_context_parallel=with_context_parallel)
     if with_context_parallel:
-        if tp_only_amax_red:
-            return STATE.tp_cp_group or STATE.get_or_create("tp_cp_group")
-        return STATE.tp_dp_cp_group or STATE.get_or_create("tp_dp_cp_group")
-    if tp_only_amax_red:
-        return STATE.tp_group or STATE.get_or_create("tp_group")
-    return STATE.tp_dp_group or STATE.get_or_create("tp_dp_group")
+        return STATE.tp_cp_group or STATE.get_or_create("tp_cp_group")
+    return STATE.tp_group or STATE.get_or_create("tp_group")
 
 
 # Data-parallel groups, with and without the context-parallel ranks, whole or in parts, on gloo too.
@@ -304,7 +282,7 @@ def has_separate_all_gather_group() -> bool:
     return STATE.separate_gather
 
 
-set_data_parallel_rank = _rank_setter("dp", "the data-parallel rank")
+set_data_parallel_rank = _rank_setter("dp")
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
@@ -345,12 +323,10 @@ def get_pipeline_model_parallel_group(check_initialized: bool = True) -> Process
     return STATE.pp_group or STATE.get_or_create("pp_group", check_initialized)
 
 
-get_pipeline_model_parallel_world_size = _number(
-    "pp", "size", "Return the number of stages of a pipeline.", raise_missing
-)
-get_pipeline_model_parallel_rank = _number("pp", "rank", "Return this rank's stage.", raise_missing)
-set_pipeline_model_parallel_world_size = _size_setter("pp", "the number of stages")
-set_pipeline_model_parallel_rank = _rank_setter("pp", "the stage of this rank")
+get_pipeline_model_parallel_world_size = _size("pp", "stages of a pipeline", raise_missing)
+get_pipeline_model_parallel_rank = _rank("pp", raise_missing)
+set_pipeline_model_parallel_world_size = _size_setter("pp")
+set_pipeline_model_parallel_rank = _rank_setter("pp")
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
@@ -480,18 +456,10 @@ def get_expert_gtp_weight_remat_group(check_initialized: bool = True) -> Process
     return STATE.egtp_group or STATE.get_or_create("egtp_group", check_initialized)
 
 
-get_expert_gtp_weight_remat_world_size = _number(
-    "egtp",
-    "size",
-    "Return the size of the group over which the experts' weights are sharded; 0 without one.",
-    lambda _: 0,
+get_expert_gtp_weight_remat_world_size = _size(
+    "egtp", "ranks over which each expert's weight is sharded", _zero
 )
-get_expert_gtp_weight_remat_rank = _number(
-    "egtp",
-    "rank",
-    "Return this rank's index in the group over which the experts' weights are sharded; 0 without one.",
-    lambda _: 0,
-)
+get_expert_gtp_weight_remat_rank = _rank("egtp", _zero)
 
 
 def get_expert_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int]:
@@ -511,14 +479,10 @@ def get_expert_model_parallel_src_rank() -> int:
     return ranks[0] if ranks else raise_missing("ep_group")
 
 
-get_expert_model_parallel_world_size = _number(
-    "ep", "size", "Return the number of ranks over which the experts are distributed."
-)
-get_expert_model_parallel_rank = _number(
-    "ep", "rank", "Return this rank's index in the expert-parallel group."
-)
-set_expert_model_parallel_world_size = _size_setter("ep", "the expert-parallel size")
-set_expert_model_parallel_rank = _rank_setter("ep", "the expert-parallel rank")
+get_expert_model_parallel_world_size = _size("ep", "ranks over which the experts are distributed")
+get_expert_model_parallel_rank = _rank("ep")
+set_expert_model_parallel_world_size = _size_setter("ep")
+set_expert_model_parallel_rank = _rank_setter("ep")
 
 
 def get_expert_tensor_parallel_group(check_initialized: bool = True) -> ProcessGroup:
@@ -526,20 +490,10 @@ def get_expert_tensor_parallel_group(check_initialized: bool = True) -> ProcessG
     return STATE.etp_group or STATE.get_or_create("etp_group", check_initialized)
 
 
-get_expert_tensor_parallel_world_size = _number(
-    "etp",
-    "size",
-    "Return the number of ranks that share each expert; without groups an override of tp, or None.",
-    lambda _: None,
-)
-get_expert_tensor_parallel_rank = _number(
-    "etp",
-    "rank",
-    "Return this rank's index in the group that shares each expert; without groups an override of tp, or None.",
-    lambda _: None,
-)
-set_expert_tensor_parallel_world_size = _size_setter("etp", "the experts' tensor-parallel size")
-set_expert_tensor_parallel_rank = _rank_setter("etp", "the experts' tensor-parallel rank")
+get_expert_tensor_parallel_world_size = _size("etp", "ranks that share each expert", _none)
+get_expert_tensor_parallel_rank = _rank("etp", _none)
+set_expert_tensor_parallel_world_size = _size_setter("etp")
+set_expert_tensor_parallel_rank = _rank_setter("etp")
 
 
 def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
@@ -547,12 +501,8 @@ def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -
     return STATE.etp_ep_group or STATE.get_or_create("etp_ep_group", check_initialized)
 
 
-get_expert_tensor_and_model_parallel_world_size = _number(
-    "etp_ep", "size", "Return the number of ranks of etp and ep together."
-)
-get_expert_tensor_and_model_parallel_rank = _number(
-    "etp_ep", "rank", "Return this rank's index in etp and ep together."
-)
+get_expert_tensor_and_model_parallel_world_size = _size("etp_ep", "ranks of etp and ep together")
+get_expert_tensor_and_model_parallel_rank = _rank("etp_ep")
 
 
 def get_expert_tensor_model_pipeline_parallel_group(
