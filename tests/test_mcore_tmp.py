@@ -1,0 +1,762 @@
+"""Megatron's parallel state on our groups, against megatron-core's own."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import random
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron_cases import (
+    answers,
+    kind_of,
+    last_only,
+    middle_and_last,
+    random_case,
+    reset,
+    variable_names,
+    variables,
+)
+from megatron_newest import RELEASES, release
+from ranks import fake_world, live_groups, run_ranks
+
+import namedmesh
+from namedmesh import NamedMeshError
+from namedmesh.compat import megatron
+from namedmesh.compat.megatron import parallel_state
+from namedmesh.compat.megatron.state import VARIABLES
+from namedmesh.dialects import MEGATRON_GROUPS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+VALID_CASES = 150
+
+
+@pytest.fixture(autouse=True)
+def _nothing_bound() -> Iterator[None]:
+    yield
+    parallel_state.destroy_model_parallel()
+    assert not parallel_state.is_initialized()
+
+
+@pytest.fixture(params=RELEASES)
+def theirs(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The original's parallel state, of one of two releases; ours answers as that release does."""
+    with release(request.param) as module:
+        yield module
+
+
+def oracle() -> Any:
+    return importlib.import_module("megatron.core.parallel_state")
+
+
+# The names.
+
+
+def test_every_public_name_is_there_with_the_same_signature(theirs: Any) -> None:
+    functions = {
+        name: value
+        for name, value in vars(theirs).items()
+        if inspect.isfunction(value)
+        and value.__module__ == theirs.__name__
+        and name != "_inject_gtp_remat_axis"
+    }
+    assert len(functions) >= 88
+    for name, function in functions.items():
+        ours, original = (inspect.signature(each) for each in (getattr(parallel_state, name), function))
+        told = [
+            [(parameter.name, parameter.kind, parameter.default) for parameter in each.parameters.values()]
+            for each in (ours, original)
+        ]
+        # What another release has stands behind what this one has.
+        assert told[0][: len(told[1])] == told[1], name
+        assert all(default is not inspect.Parameter.empty for _, _, default in told[0][len(told[1]) :]), name
+    ours, original = (
+        inspect.signature(kind) for kind in (parallel_state.RankGenerator, theirs.RankGenerator)
+    )
+    assert list(ours.parameters)[: len(original.parameters)] == list(original.parameters)
+
+
+def test_each_row_of_the_table_is_what_its_accessor_answers() -> None:
+    """The accessor that a row names answers with the row's variable, over the row's axes."""
+    with fake_world(32, 13):
+        parallel_state.initialize_model_parallel(
+            2,
+            2,
+            context_parallel_size=2,
+            hierarchical_context_parallel_sizes=[2],
+            hybrid_context_parallel=True,
+            expert_model_parallel_size=2,
+            create_all_gather_group=True,
+        )
+        mesh = megatron.current_mesh()
+        layouts = {"dense": mesh.layout, "expert": mesh.views["expert"]}
+        for row in MEGATRON_GROUPS:
+            name, *flags = row.name.split()
+            arguments: dict[str, Any] = dict.fromkeys(flags, True)
+            ranks = list(layouts[row.view].group(13, *row.axes))
+            if name == "hierarchical_context_parallel":
+                assert [
+                    dist.get_process_group_ranks(group) for group in getattr(parallel_state, row.variable)
+                ] == [ranks]
+                assert parallel_state.get_hierarchical_context_parallel_groups() is getattr(
+                    parallel_state, row.variable
+                )
+                continue
+            if name == "hybrid_data_context_parallel":
+                assert getattr(parallel_state, row.variable) == {
+                    size: parallel_state.get_hybrid_data_context_parallel_groups(group_size=size)
+                    for size in (2, 4)
+                }
+                continue
+            if name == "inter_distributed_optimizer_instance":  # there is one instance only
+                assert getattr(parallel_state, row.variable) is None
+                continue
+            if row.slot in {"embedding_group", "position_embedding_group"}:
+                ranks = ranks[:1] if row.members == "first" else [ranks[0], ranks[-1]]
+                assert getattr(parallel_state, row.ranks) == (ranks if 13 in ranks else None)
+                if 13 not in ranks:
+                    continue
+            group = getattr(parallel_state, f"get_{name}_group")(**arguments)
+            assert group is getattr(parallel_state, row.variable), row.name
+            assert dist.get_process_group_ranks(group) == ranks, row.name
+            if row.ranks:
+                assert getattr(parallel_state, row.ranks) == ranks
+            if row.gloo:
+                gloo = getattr(parallel_state, f"get_{name}_group_gloo")(**arguments)
+                assert gloo is getattr(parallel_state, row.gloo)
+
+
+def test_every_module_level_variable_is_there(theirs: Any) -> None:
+    names = set(variable_names(theirs))
+    assert len(names) >= 50
+    assert names <= set(VARIABLES) <= set(dir(parallel_state))
+
+
+# The answers.
+
+
+@pytest.mark.timeout(600)
+def test_the_same_answers_in_random_configurations(theirs: Any) -> None:
+    source = random.Random(20)
+    newest = hasattr(theirs, "get_gtp_weight_remat_group")
+    valid = refused = 0
+    while valid < VALID_CASES:
+        world, first, arguments = random_case(source, newest=newest)
+        last = first + arguments.get("local_world_size", world) - 1
+        for rank in {first, last, source.randrange(first, last + 1)}:
+            with fake_world(world, rank):
+                told = [_outcome(module, arguments, theirs) for module in (theirs, parallel_state)]
+            assert told[1] == told[0], (world, rank, arguments)
+        valid += isinstance(told[0], dict)
+        refused += not isinstance(told[0], dict)
+    assert refused > VALID_CASES // 20
+
+
+def _outcome(module: Any, arguments: dict[str, Any], original: Any) -> Any:
+    try:
+        module.initialize_model_parallel(**arguments)
+    except Exception as error:  # noqa: BLE001  which one is what is compared
+        told: Any = kind_of(error)
+    else:
+        told = answers(module, original) | variables(module, original)
+    reset(module)
+    return told
+
+
+CASES_ON_GLOO: tuple[dict[str, Any], ...] = (
+    {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+    {
+        "tensor_model_parallel_size": 2,
+        "context_parallel_size": 2,
+        "expert_model_parallel_size": 4,
+        "expert_tensor_parallel_size": 1,
+        "num_distributed_optimizer_instances": 2,
+        "hierarchical_context_parallel_sizes": [2, 1],
+        "create_all_gather_group": True,
+    },
+    {
+        "pipeline_model_parallel_size": 4,
+        "context_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "get_embedding_ranks": middle_and_last,
+        "get_position_embedding_ranks": last_only,
+    },
+    {"context_parallel_size": 4, "hybrid_context_parallel": True, "order": "dp-cp-tp-pp-ep"},
+)
+
+
+def _on_gloo(arguments: dict[str, Any]) -> Any:
+    theirs = oracle()
+    before = live_groups()
+    told = [_outcome(module, arguments, theirs) for module in (theirs, parallel_state)]
+    reset_groups = live_groups()
+    parallel_state.initialize_model_parallel(**arguments)
+    sums = {}
+    for name in VARIABLES:
+        for group in _groups_of(getattr(parallel_state, name)):
+            tensor = torch.tensor([float(dist.get_rank())])
+            dist.all_reduce(tensor, group=group)
+            sums[name] = (tensor.item(), sum(dist.get_process_group_ranks(group)), dist.get_backend(group))
+    parallel_state.destroy_model_parallel()
+    return told, sums, live_groups() == reset_groups >= before
+
+
+def _groups_of(value: Any) -> list[dist.ProcessGroup]:
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    return [each for each in values if isinstance(each, dist.ProcessGroup)]
+
+
+@pytest.mark.oracle("megatron.core")
+@pytest.mark.parametrize("arguments", CASES_ON_GLOO)
+def test_the_same_answers_and_working_groups_on_gloo(arguments: dict[str, Any]) -> None:
+    for told, sums, left in run_ranks(8, _on_gloo, arguments, timeout=180):
+        assert told[0] == told[1]
+        assert len(sums) >= 20
+        assert all(measured == expected for measured, expected, _ in sums.values())
+        assert {backend for _, _, backend in sums.values()} == {"gloo"}
+        assert left
+
+
+@pytest.mark.oracle("megatron.core")
+def test_rank_generator_as_the_original() -> None:
+    source = random.Random(3)
+    theirs = oracle()
+    for _ in range(200):
+        sizes = {name: source.choice((1, 2, 3)) for name in ("tp", "dp", "pp", "cp", "ep")}
+        sizes["ep" if source.random() < 0.5 else "cp"] = 1
+        order = "-".join(source.sample(["tp", "dp", "pp", "cp", "ep"], source.choice((4, 5))))
+        told: list[Any] = []
+        for module in (theirs, parallel_state):
+            try:
+                ranks = module.RankGenerator(**sizes, order=order, rank_offset=7)
+                tokens = ["tp", "dp", "pp", "tp-pp", "dp-cp", "pp-tp-dp", "cp"]
+                told.append(
+                    [ranks.get_ranks(token) for token in tokens]
+                    + [
+                        ranks.order,
+                        ranks.ordered_size,
+                        ranks.world_size,
+                        ranks.name_to_size,
+                        ranks.rank_offset,
+                    ]
+                    + [ranks.get_mask(ranks.order, "tp-dp")]
+                )
+            except Exception as error:  # noqa: BLE001  which one is what is compared
+                told.append(kind_of(error))
+        assert told[0] == told[1], (sizes, order)
+
+
+@pytest.mark.oracle("megatron.core")
+@pytest.mark.parametrize("world", [8, 24, 48, 25])
+def test_masked_groups_as_the_original(world: int) -> None:
+    source = random.Random(world)
+    for _ in range(50):
+        mask = [source.random() < 0.5 for _ in range(3)]
+        told = []
+        for module in (oracle(), parallel_state):
+            try:
+                told.append(module.generate_masked_orthogonal_rank_groups(world, [2, 3, 4], mask))
+            except Exception as error:  # noqa: BLE001  which one is what is compared
+                told.append(kind_of(error))
+        assert told[0] == told[1], mask
+
+
+def test_the_worked_example_of_sixteen_ranks() -> None:
+    data = [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15)]
+    replica = [0, 1, 4, 5, 8, 9, 12, 13]
+    for rank in range(16):
+        with fake_world(16, rank):
+            parallel_state.initialize_model_parallel(2, 4, create_gloo_process_groups=False)
+            group = parallel_state.get_data_parallel_group()
+            assert tuple(dist.get_process_group_ranks(group)) == next(pair for pair in data if rank in pair)
+            mine = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
+            assert (mine == replica) == (rank in replica)
+            assert parallel_state.get_pipeline_model_parallel_first_rank() == rank % 4
+            parallel_state.destroy_model_parallel()
+
+
+# State.
+
+
+def test_the_accessors_and_the_mesh_hand_out_the_same_groups() -> None:
+    with fake_world(16, 5):
+        parallel_state.initialize_model_parallel(
+            2, 2, context_parallel_size=2, expert_model_parallel_size=2, create_gloo_process_groups=False
+        )
+        mesh = megatron.current_mesh()
+        assert mesh is namedmesh.current_mesh()
+        assert mesh["tp"].get_group() is parallel_state.get_tensor_model_parallel_group()
+        pairs = {
+            parallel_state.get_pipeline_model_parallel_group(): mesh.group("pp"),
+            parallel_state.get_data_parallel_group(): mesh.group("dp"),
+            parallel_state.get_data_parallel_group(with_context_parallel=True): mesh.group("dp", "cp"),
+            parallel_state.get_model_parallel_group(): mesh.group("pp", "tp"),
+            parallel_state.get_expert_model_parallel_group(): mesh["ep"].get_group(),
+            parallel_state.get_expert_data_parallel_group(): mesh.group("edp"),
+            parallel_state.get_expert_tensor_and_model_parallel_group(): mesh.group("ep", "etp"),
+        }
+        assert all(group is of_mesh for group, of_mesh in pairs.items())
+        assert mesh.flatten("dp", "cp").get_group() is parallel_state.get_data_parallel_group(True)
+
+
+def test_binding_a_mesh_that_exists() -> None:
+    with fake_world(16, 5):
+        mesh = namedmesh.init_mesh(pp=2, dp_replicate=2, dp_shard=2, tp=2, device="cpu")
+        megatron.bind(mesh)
+        assert parallel_state.get_data_parallel_world_size() == 4
+        assert parallel_state.get_tensor_model_parallel_group() is mesh.group("tp")
+        assert parallel_state.get_context_parallel_world_size() == 1
+        assert parallel_state._DATA_PARALLEL_GLOBAL_RANKS == [1, 3, 5, 7]
+        assert parallel_state.get_expert_data_parallel_group() is parallel_state.get_data_parallel_group()
+        held = len(mesh.communicators)
+        megatron.bind(mesh)
+        assert len(mesh.communicators) == held
+        parallel_state.destroy_model_parallel()
+        assert not parallel_state.is_initialized()
+        assert mesh.size("tp") == 2  # it was not ours to close
+        mesh.close()
+
+
+def test_a_bound_expert_view_is_the_original_s_expert_groups() -> None:
+    with fake_world(16, 5):
+        mesh = namedmesh.init_mesh(pp=2, dp=-1, cp=2, tp=2, device="cpu")
+        mesh.add_view("expert", pp=2, edp=-1, ep=4, etp=1)
+        megatron.bind(mesh)
+        told = answers(parallel_state)
+        mesh.close()
+        assert not parallel_state.is_initialized()
+        parallel_state.initialize_model_parallel(
+            2, 2, context_parallel_size=2, expert_model_parallel_size=4, expert_tensor_parallel_size=1
+        )
+        assert told == answers(parallel_state)
+
+
+def test_with_switches_between_meshes() -> None:
+    with fake_world(8, 5):
+        first = namedmesh.init_mesh(dp=-1, tp=2, device="cpu")
+        second = namedmesh.init_mesh(dp=-1, tp=4, device="cpu")
+        stranger = namedmesh.init_mesh(dp=8, device="cpu")
+        megatron.bind(first)
+        with megatron.bind(second) as bound:
+            assert bound is second is megatron.current_mesh()
+            assert parallel_state.get_tensor_model_parallel_world_size() == 4
+            parallel_state.set_tensor_model_parallel_rank(9)
+            with first:
+                assert parallel_state.get_tensor_model_parallel_world_size() == 2
+                assert parallel_state.get_tensor_model_parallel_rank() == 1
+            assert (
+                parallel_state.get_tensor_model_parallel_rank() == 9
+            )  # what was patched stays with its mesh
+        assert parallel_state.get_tensor_model_parallel_world_size() == 2
+        with stranger, pytest.raises(AssertionError, match=r"call initialize_model_parallel\(\.\.\.\), or"):
+            parallel_state.get_tensor_model_parallel_world_size()
+        with second:
+            assert parallel_state.get_tensor_model_parallel_rank() == 9
+            second.close()
+            assert not parallel_state.is_initialized()
+        assert megatron.current_mesh() is first
+        megatron.unbind()
+        assert not parallel_state.is_initialized()
+        for mesh in (first, stranger):
+            mesh.close()
+
+
+def test_leaving_a_binding_goes_back_even_if_the_mesh_before_is_closed() -> None:
+    with fake_world(8, 5):
+        first = namedmesh.init_mesh(dp=-1, tp=2, device="cpu")
+        second = namedmesh.init_mesh(dp=-1, tp=4, device="cpu")
+        megatron.bind(first)
+        with megatron.bind(second):
+            first.close()
+            assert parallel_state.get_tensor_model_parallel_world_size() == 4
+        assert not parallel_state.is_initialized()
+        second.close()
+
+
+SETTERS = (
+    ("set_tensor_model_parallel_world_size", "get_tensor_model_parallel_world_size"),
+    ("set_tensor_model_parallel_rank", "get_tensor_model_parallel_rank"),
+    ("set_pipeline_model_parallel_world_size", "get_pipeline_model_parallel_world_size"),
+    ("set_pipeline_model_parallel_rank", "get_pipeline_model_parallel_rank"),
+    ("set_data_parallel_rank", "get_data_parallel_rank"),
+    ("set_expert_model_parallel_world_size", "get_expert_model_parallel_world_size"),
+    ("set_expert_model_parallel_rank", "get_expert_model_parallel_rank"),
+    ("set_expert_tensor_parallel_world_size", "get_expert_tensor_parallel_world_size"),
+    ("set_expert_tensor_parallel_rank", "get_expert_tensor_parallel_rank"),
+    ("set_virtual_pipeline_model_parallel_world_size", "get_virtual_pipeline_model_parallel_world_size"),
+    ("set_virtual_pipeline_model_parallel_rank", "get_virtual_pipeline_model_parallel_rank"),
+)
+
+
+@pytest.mark.oracle("megatron.core")
+@pytest.mark.parametrize("initialized", [True, False])
+def test_what_is_set_takes_precedence_as_in_the_original(initialized: bool) -> None:
+    told = []
+    for module in (oracle(), parallel_state):
+        with fake_world(16, 13):
+            if initialized:
+                module.initialize_model_parallel(2, 4, create_gloo_process_groups=False)
+            seen = []
+            for number, (setter, getter) in enumerate(SETTERS):
+                getattr(module, setter)(number % 3)
+                seen.append(getattr(module, getter)())
+            seen.append(answers(module, oracle()))
+            reset(module)
+            told.append(seen)
+    assert told[0] == told[1]
+
+
+def test_what_was_set_before_the_groups_are_made_still_wins() -> None:
+    with fake_world(8, 3):
+        parallel_state.set_tensor_model_parallel_world_size(64)
+        parallel_state.initialize_model_parallel(2, create_gloo_process_groups=False)
+        assert parallel_state.get_tensor_model_parallel_world_size() == 64
+        assert parallel_state.get_tensor_model_parallel_rank() == 1
+        parallel_state.set_tensor_model_parallel_world_size(None)
+        assert parallel_state.get_tensor_model_parallel_world_size() == 2
+
+
+def test_variables_can_be_assigned_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from unittest import mock
+
+    with fake_world(8, 3):
+        parallel_state.initialize_model_parallel(2, create_gloo_process_groups=False)
+        own = parallel_state._TENSOR_MODEL_PARALLEL_GROUP
+        wide = parallel_state.get_data_parallel_group()
+        with monkeypatch.context() as patched:
+            patched.setattr(parallel_state, "_TENSOR_MODEL_PARALLEL_GROUP", wide)
+            assert parallel_state.get_tensor_model_parallel_group() is wide
+            assert parallel_state.get_tensor_model_parallel_world_size() == 4
+        assert parallel_state.get_tensor_model_parallel_world_size() == 2
+        with mock.patch.object(parallel_state, "_TENSOR_MODEL_PARALLEL_GROUP", wide):
+            assert parallel_state.get_tensor_model_parallel_rank() == 1
+        with mock.patch("namedmesh.compat.megatron.parallel_state._MPU_TENSOR_MODEL_PARALLEL_RANK", 5):
+            assert parallel_state.get_tensor_model_parallel_rank() == 5
+        assert parallel_state.get_tensor_model_parallel_group() is own
+        parallel_state._TENSOR_MODEL_PARALLEL_GROUP = None
+        assert not parallel_state.model_parallel_is_initialized()
+        assert parallel_state.get_tensor_model_parallel_group(check_initialized=False) is None
+        with pytest.raises(
+            AssertionError, match="the tensor model parallel group is not initialized: it was set to None"
+        ):
+            parallel_state.get_tensor_model_parallel_group()
+        del parallel_state._TENSOR_MODEL_PARALLEL_GROUP
+        assert parallel_state.get_tensor_model_parallel_group() is own
+
+
+def _create_and_destroy() -> list[int]:
+    before = live_groups()
+    counts = []
+    for turn in range(10):
+        parallel_state.initialize_model_parallel(
+            2, expert_model_parallel_size=2, num_distributed_optimizer_instances=1 + turn % 2
+        )
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor, group=parallel_state.get_data_parallel_group_gloo(with_context_parallel=True))
+        parallel_state.destroy_model_parallel()
+        counts.append(live_groups() - before)
+    return counts
+
+
+def test_ten_times_over_nothing_leaks() -> None:
+    assert run_ranks(8, _create_and_destroy, timeout=180) == [[0] * 10] * 8
+
+
+# What is made beside the mesh.
+
+
+def _own_groups() -> list[Any]:
+    rank = dist.get_rank()
+    parallel_state.initialize_model_parallel(2)
+    told: list[Any] = []
+    group = parallel_state.create_group([0, 3], group_desc="mine")
+    told.append(len(parallel_state._global_process_group_list))
+    if rank in {0, 3}:
+        told.append(dist.get_process_group_ranks(group))
+    levels, twins = parallel_state.create_hierarchical_groups(
+        rank, [0, 1, 2, 3], [2, 2], create_gloo_process_groups=True, group_desc="levels"
+    )
+    told.append([dist.get_process_group_ranks(level) for level in (*levels, *twins)])
+    hybrid = parallel_state.create_hybrid_dp_cp_groups(rank, [0, 1, 2, 3], None)
+    told.append({size: dist.get_process_group_ranks(group) for size, group in hybrid.items()})
+    from datetime import timedelta
+
+    parallel_state.update_pg_timeout(timedelta(minutes=7))
+    told.append(
+        {
+            str(each._get_backend(torch.device("cpu")).options._timeout)
+            for each in (dist.group.WORLD, *parallel_state._global_process_group_list[1:])
+        }
+    )
+    parallel_state.update_pg_timeout(timedelta(minutes=3), parallel_state.get_tensor_model_parallel_group())
+    tp = parallel_state.get_tensor_model_parallel_group()
+    told.append(str(tp._get_backend(torch.device("cpu")).options._timeout))
+    parallel_state.destroy_model_parallel()
+    return told
+
+
+def test_groups_beside_the_mesh_and_their_timeouts() -> None:
+    for rank, told in enumerate(run_ranks(4, _own_groups)):
+        first, *members = told[:-4]
+        assert members == ([[0, 3]] if rank in (0, 3) else [])
+        assert first >= 4
+        pair, across = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+        assert told[-4] == [pair, across, pair, across]
+        assert told[-3] == {2: pair}
+        assert told[-2] == {"0:07:00"}
+        assert told[-1] == "0:03:00"
+
+
+def test_the_memory_buffer_is_made_and_destroyed_with_the_groups() -> None:
+    with pytest.raises(AssertionError, match="the global memory buffer is not initialized"):
+        parallel_state.get_global_memory_buffer()
+    with fake_world(4):
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+        buffer = parallel_state.get_global_memory_buffer()
+        small = buffer.get_tensor((2, 3), torch.float32, "mpu")
+        assert buffer.get_tensor((4,), torch.float32, "mpu").data_ptr() == small.data_ptr()
+        assert buffer.get_tensor((70,), torch.float32, "mpu").shape == (70,)
+        with pytest.raises(AssertionError, match="call destroy_global_memory_buffer"):
+            parallel_state._set_global_memory_buffer()
+        parallel_state.destroy_global_memory_buffer()
+        parallel_state._set_global_memory_buffer()
+        parallel_state._set_global_symmetric_memory_buffer()
+        symmetric = parallel_state.get_global_symmetric_memory_buffer()
+        if not torch.cuda.is_available():
+            assert symmetric.maybe_get_tensor((2,), torch.int8) == {"tensor": None, "handle": None}
+        parallel_state.destroy_global_symmetric_memory_buffer()
+        with pytest.raises(AssertionError, match="call _set_global_symmetric_memory_buffer"):
+            parallel_state.get_global_symmetric_memory_buffer()
+
+
+def test_nccl_settings() -> None:
+    assert parallel_state.get_nccl_options("tp", {}) is None
+    if not dist.is_nccl_available():
+        with pytest.raises(namedmesh.MeshError, match="this torch was built without NCCL"):
+            parallel_state.get_nccl_options("tp", {"tp": {"max_ctas": 8}})
+    with pytest.raises(RuntimeError, match="net_name of 'tp' is 'tcp'; it is 'IB' or 'socket'"):
+        parallel_state.get_nccl_options("tp", {"tp": {"net_name": "tcp"}})
+    with pytest.raises(RuntimeError, match="tp: NCCL has no setting 'max_cta'"):
+        parallel_state.get_nccl_options("tp", {"tp": {"max_cta": 1}})
+
+
+def test_options_reach_the_groups_that_they_name(tmp_path: Any) -> None:
+    path = tmp_path / "nccl.yaml"
+    path.write_text("tp: {max_ctas: 8}\ndp_cp: {min_ctas: 2}\nintra_dp_cp: {max_ctas: 4}\n")
+    with fake_world(16, 5):
+        parallel_state.initialize_model_parallel(
+            2,
+            context_parallel_size=2,
+            num_distributed_optimizer_instances=2,
+            nccl_communicator_config_path=str(path),
+            high_priority_stream_groups=["ep_dp", "tp"],
+            create_gloo_process_groups=False,
+        )
+        mesh = megatron.current_mesh()
+        told = {axes: mesh.options_of(axes) for axes in (("tp",), ("dp", "cp"), ("cp", "tp"), ("edp",))}
+        assert told["tp",] == namedmesh.GroupOptions(nccl={"max_ctas": 8}, high_priority=True)
+        assert told["dp", "cp"] == namedmesh.GroupOptions(nccl={"min_ctas": 2})
+        assert told["cp", "tp"] == namedmesh.GroupOptions()
+        assert told["edp",] == namedmesh.GroupOptions(high_priority=True)
+        # Groups over the same ranks with different options are not shared.
+        assert mesh.group("edp") is not mesh.group("dp", "cp")
+        assert mesh.group("edp").size() == mesh.group("dp", "cp").size()
+
+
+# Mistakes.
+
+
+MISTAKES: tuple[tuple[dict[str, Any], str], ...] = (
+    (
+        {"tensor_model_parallel_size": 3},
+        "2 problems:\n"
+        "  - the world of 8 ranks cannot be divided by tp=3 x pp=1 x cp=1 = 3; change a size, or start another number of "
+        "ranks\n"
+        "  - the world of 8 ranks cannot be divided by the experts' etp=3 x ep=1 x pp=1 = 3; change a size",
+    ),
+    (
+        {"virtual_pipeline_model_parallel_size": 2},
+        "virtual_pipeline_model_parallel_size is 2, but pipeline_model_parallel_size is 1; virtual stages interleave "
+        "the stages of a pipeline, which needs 2 or more",
+    ),
+    (
+        {"order": "tp-dpp-pp"},
+        "'dpp' in the order 'tp-dpp-pp' is not one of tp, pp, dp, ep, cp; did you mean 'pp'?",
+    ),
+    (
+        {"order": "tp-dp", "pipeline_model_parallel_size": 2},
+        "the size of pp is 2, but the order 'tp-dp' has no place for it; add 'pp'",
+    ),
+    (
+        {"expert_model_parallel_size": 3},
+        "the world of 8 ranks cannot be divided by the experts' etp=1 x ep=3 x pp=1 = 3; change a size",
+    ),
+    (
+        {"nccl_communicator_config_path": "/no/such.yaml"},
+        "nccl_communicator_config_path is '/no/such.yaml', and there is no such file; give the path of a YAML file such "
+        "as 'tp: {max_ctas: 32}', or leave it out",
+    ),
+    (
+        {"num_distributed_optimizer_instances": 3},
+        "2 problems:\n"
+        "  - num_distributed_optimizer_instances is 3, which does not divide dp x cp = 8\n"
+        "  - num_distributed_optimizer_instances is 3, which does not divide edp = 8",
+    ),
+    (
+        {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 3]},
+        "hierarchical_context_parallel_sizes are [2, 3], which multiply to 6; they have to multiply to the "
+        "context-parallel size, which is 4",
+    ),
+    (
+        {"pipeline_model_parallel_comm_backend": "mpi"},
+        "pipeline_model_parallel_comm_backend is 'mpi'; it is None (the default backend), 'nccl' or 'ucc'",
+    ),
+    (
+        {"sharp_enabled_group": "dp"},
+        "sharp_enabled_group is 'dp', but use_sharp is off; say use_sharp=True, or leave the group out",
+    ),
+    (
+        {"use_sharp": True, "sharp_enabled_group": "tp"},
+        "sharp_enabled_group is 'tp'; it is 'dp' or 'dp_replica'",
+    ),
+    (
+        {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 1,
+            "order": "tp-pp-dp",
+        },
+        "the pipelines of cp=1 x dp=2 x pp=2 x tp=2 (8 ranks) and of the experts' ep=1 x edp=4 x pp=2 x etp=1 (8 ranks) do not fit "
+        "together in the order 'tp-pp-dp'; put pp last in the order, or choose expert sizes that leave edp = dp",
+    ),
+)
+
+
+@pytest.mark.parametrize(("arguments", "text"), MISTAKES)
+def test_mistakes_are_explained_and_change_nothing(arguments: dict[str, Any], text: str) -> None:
+    with fake_world(8):
+        before = live_groups()
+        with pytest.raises(NamedMeshError) as caught:
+            parallel_state.initialize_model_parallel(**arguments, create_gloo_process_groups=False)
+        assert str(caught.value) == text
+        assert live_groups() == before
+        assert all(getattr(parallel_state, name) is None for name in VARIABLES)
+        with pytest.raises(namedmesh.MeshError, match="no mesh is alive"):
+            namedmesh.current_mesh()
+
+
+@pytest.mark.oracle("megatron.core")
+@pytest.mark.parametrize(
+    "arguments",
+    [arguments for arguments, _ in MISTAKES if "pipeline_model_parallel_comm_backend" not in arguments],
+)
+def test_mistakes_have_the_original_s_type(arguments: dict[str, Any]) -> None:
+    with fake_world(8):
+        told = [
+            _outcome(module, arguments | {"create_gloo_process_groups": False}, oracle())
+            for module in (oracle(), parallel_state)
+        ]
+    assert told[0] == told[1]
+    assert isinstance(told[0], type)
+
+
+def test_use_before_and_twice() -> None:
+    with pytest.raises(AssertionError) as caught:
+        parallel_state.get_tensor_model_parallel_group()
+    assert str(caught.value) == (
+        "the tensor model parallel group is not initialized; call initialize_model_parallel(...), or "
+        "namedmesh.compat.megatron.bind(mesh) with a mesh that exists (once, on every rank)"
+    )
+    with pytest.raises(AssertionError, match=r"call namedmesh\.launch\.init\(\) or torch"):
+        parallel_state.initialize_model_parallel()
+    assert parallel_state.get_data_parallel_world_size() == 0
+    with pytest.raises(namedmesh.MeshError, match="is not bound to a mesh"):
+        megatron.current_mesh()
+    with fake_world(8):
+        parallel_state.initialize_model_parallel(2, create_gloo_process_groups=False)
+        told = answers(parallel_state)
+        with pytest.raises(AssertionError) as caught:
+            parallel_state.initialize_model_parallel(4, create_gloo_process_groups=False)
+        assert str(caught.value) == (
+            "the parallel state is already initialized, for pp=1 x dp=4 x cp=1 x tp=2 (8 ranks); call "
+            "destroy_model_parallel() first, or bind another mesh beside it with namedmesh.compat.megatron.bind(mesh)"
+        )
+        assert answers(parallel_state) == told
+
+
+def test_meshes_that_megatron_cannot_be_bound_to() -> None:
+    with fake_world(8):
+        for sizes, text in (
+            (
+                {"dp": -1, "sp": 2},
+                "axis 'sp' has no place in Megatron's groups, which are over pp, dp, cp, tp, dp_replicate, dp_shard, "
+                "gtp_remat; did you mean 'tp'?",
+            ),
+            (
+                {"dp": -1, "ep": 2},
+                "axis 'ep' is one of the experts', and they factor the world another way; leave it out of the mesh and "
+                "add a view for it: mesh.add_view('expert', pp=..., edp=-1, ep=..., etp=...)",
+            ),
+        ):
+            mesh = namedmesh.init_mesh(namedmesh.Layout(**sizes, world_size=8), device="cpu")
+            with pytest.raises(namedmesh.LayoutError) as caught:
+                megatron.bind(mesh)
+            assert str(caught.value) == text
+            mesh.close()
+            with pytest.raises(namedmesh.MeshError, match="was closed; bind another one"):
+                megatron.bind(mesh)
+        with pytest.raises(namedmesh.MeshError, match=r"bind\(\) got a int"):
+            megatron.bind(3)  # type: ignore[arg-type]
+
+
+def nowhere(pp_ranks: list[int]) -> list[int]:
+    """A callback that makes no sense."""
+    return [rank + 100 for rank in pp_ranks]
+
+
+def test_a_callback_that_leaves_its_pipeline() -> None:
+    with fake_world(8):
+        before = live_groups()
+        with pytest.raises(
+            AssertionError, match=re.escape("nowhere chose [100, 104] of the pipeline [0, 4]")
+        ):
+            parallel_state.initialize_model_parallel(
+                1, 2, get_embedding_ranks=nowhere, create_gloo_process_groups=False
+            )
+        assert live_groups() == before
+        assert not parallel_state.is_initialized()
+
+
+def _different_sizes() -> str:
+    try:
+        parallel_state.initialize_model_parallel(2 if dist.get_rank() < 3 else 4)
+    except namedmesh.AgreementError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_differ_are_told_instead_of_hanging() -> None:
+    for text in run_ranks(4, _different_sizes):
+        assert text.startswith(
+            "tensor_model_parallel_size differs between ranks: 2 on ranks 0, 1, 2; 4 on rank 3"
+        )
+
+
+def _one_mistake() -> str:
+    try:
+        parallel_state.initialize_model_parallel(2 if dist.get_rank() < 3 else 3)
+    except NamedMeshError as error:
+        return str(error)
+    return "no error"
+
+
+def test_one_rank_s_mistake_reaches_the_others() -> None:
+    *others, guilty = run_ranks(4, _one_mistake)
+    assert guilty.startswith("rank 3 gave up on") or "cannot be divided by tp=3" in guilty
+    assert all("rank 3 gave up on megatron.initialize_model_parallel" in text for text in others)
