@@ -192,7 +192,7 @@ MEGATRON_GROUPS = (
          variable="_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP"),
     Kind("expert_data_parallel with_gtp_remat", ("edp", "egtp_remat"), EXPERT, slot="edp_gtp_group",
          key="ep_gtp_remat_dp", field="expt_dp_gtp_remat", variable="_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT"),
-    Kind("intra_distributed_optimizer_instance", ("pp", "edp", "ep", "etp"), EXPERT, slot="optimizer_group",
+    Kind("intra_distributed_optimizer_instance", ("pp", "edp", "egtp_remat", "ep", "etp"), EXPERT, slot="optimizer_group",
          key="intra_dist_opt_instance", field="intra_dist_opt",
          variable="_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP"),
     Kind("data_parallel with_context_parallel independent_all_gather", ("dp", "cp"), members="part",
@@ -266,7 +266,7 @@ DIALECTS: dict[str, Dialect] = {
             ("pp", "dp", "cp", "tp"),
             ("pp", *EXPERT_AXES),
             kinds=tuple(
-                replace(row, axes=tuple(axis for axis in row.axes if axis != "gtp_remat"))
+                replace(row, axes=tuple(axis for axis in row.axes if not axis.endswith("gtp_remat")))
                 for row in MEGATRON_GROUPS
                 if row.members != "part" and "gtp" not in row.slot
             ),

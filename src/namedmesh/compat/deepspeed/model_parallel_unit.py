@@ -117,7 +117,10 @@ def answers(mesh: NamedMesh, kinds: Mapping[str, Sequence[str]]) -> dict[str, di
     rank = mesh.global_rank
     of_kinds: dict[str, dict[str, Any]] = {"world": {"rank": rank}}
     for kind, axes in kinds.items():
-        group, ranks = get_or_create_group(mesh, axes), list(mesh.layout.group(rank, *axes)) if axes else [rank]
+        group, ranks = (
+            get_or_create_group(mesh, axes),
+            list(mesh.layout.group(rank, *axes)) if axes else [rank],
+        )
         numbers = {"size": len(ranks), "rank": ranks.index(rank), "first": ranks[0]}
         of_kinds[kind] = {"group": group, "ranks": ranks, **numbers}
     return of_kinds
