@@ -63,7 +63,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             missing = [package for package in mark.args if not installed(package)]
             if missing and os.environ.get("ORACLES") == "required":
                 raise pytest.UsageError(
-                    f"{item.nodeid} needs {', '.join(missing)}: install the extra 'oracles'"
+                    f"{item.nodeid} needs {', '.join(missing)}: install the extra 'oracles'; {megatron_newest.NEWEST} "
+                    "is the directory of an unpacked wheel"
                 )
             if missing:
                 reason = f"needs {', '.join(missing)} (extra 'oracles')"

@@ -148,6 +148,7 @@ class PipelineParallelGrid(Getters):
     global_rank: int
     stage_id: int
     pipe_parallel_size: int
+    data_parallel_size: int
     slice_parallel_size: int
     dp_proc_group: dist.ProcessGroup
     pp_proc_group: dist.ProcessGroup

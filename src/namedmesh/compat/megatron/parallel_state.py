@@ -164,8 +164,10 @@ def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
 
 def get_model_parallel_src_rank() -> int:
     """Return the first global rank of the model-parallel group."""
-    ranks = STATE.mp_ranks
-    return ranks[0] if ranks else raise_missing("mp_group")
+    try:
+        return STATE.mp_ranks[0]
+    except TypeError:  # None, for want of ranks
+        return raise_missing("mp_group")
 
 
 def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
@@ -179,8 +181,10 @@ get_tensor_model_parallel_rank = _rank("tp", raise_missing)
 
 def get_tensor_model_parallel_src_rank() -> int:
     """Return the first global rank of the tensor-parallel group."""
-    ranks = STATE.tp_ranks
-    return ranks[0] if ranks else raise_missing("tp_group")
+    try:
+        return STATE.tp_ranks[0]
+    except TypeError:  # None, for want of ranks
+        return raise_missing("tp_group")
 
 
 set_tensor_model_parallel_world_size = _size_setter("tp")
@@ -249,11 +253,13 @@ def get_amax_reduction_group(
         with_context_parallel: include the ranks of cp.
         tp_only_amax_red: leave out the ranks of dp.
     """
-    if not tp_only_amax_red:
-        return get_tensor_and_data_parallel_group(with_context_parallel=with_context_parallel)
     if with_context_parallel:
-        return STATE.tp_cp_group or STATE.get_or_create("tp_cp_group")
-    return STATE.tp_group or STATE.get_or_create("tp_group")
+        if tp_only_amax_red:
+            return STATE.tp_cp_group or STATE.get_or_create("tp_cp_group")
+        return STATE.tp_dp_cp_group or STATE.get_or_create("tp_dp_cp_group")
+    if tp_only_amax_red:
+        return STATE.tp_group or STATE.get_or_create("tp_group")
+    return STATE.tp_dp_group or STATE.get_or_create("tp_dp_group")
 
 
 # Data-parallel groups, with and without the context-parallel ranks, whole or in parts, on gloo too.
@@ -287,8 +293,10 @@ set_data_parallel_rank = _rank_setter("dp")
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """Return the first global rank of the data-parallel group, with the context-parallel ranks if asked."""
-    ranks = STATE.dp_cp_ranks if with_context_parallel else STATE.dp_ranks
-    return ranks[0] if ranks else raise_missing("dp_group")
+    try:
+        return STATE.dp_cp_ranks[0] if with_context_parallel else STATE.dp_ranks[0]
+    except TypeError:  # None, for want of ranks
+        return raise_missing("dp_group")
 
 
 def get_hybrid_data_context_parallel_groups(
@@ -343,8 +351,10 @@ def get_pipeline_model_parallel_prev_rank() -> int:
 
 def get_pipeline_model_parallel_first_rank() -> int:
     """Return the global rank of the first stage."""
-    ranks = STATE.pp_ranks
-    return ranks[0] if ranks else raise_missing("pp_group")
+    try:
+        return STATE.pp_ranks[0]
+    except TypeError:  # None, for want of ranks
+        return raise_missing("pp_group")
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
@@ -475,8 +485,10 @@ def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGr
 
 def get_expert_model_parallel_src_rank() -> int:
     """Return the first global rank of the expert-parallel group."""
-    ranks = STATE.ep_ranks
-    return ranks[0] if ranks else raise_missing("ep_group")
+    try:
+        return STATE.ep_ranks[0]
+    except TypeError:  # None, for want of ranks
+        return raise_missing("ep_group")
 
 
 get_expert_model_parallel_world_size = _size("ep", "ranks over which the experts are distributed")

@@ -134,8 +134,9 @@ class State(LegacyState):
                 setattr(self, f"{base}_{answer}", ask_group(group, answer) if value is None else value)
         if self.etp_group is None and "etp_group" not in self.lazy:
             # Without expert groups the original answers with what was set for tp.
-            self.etp_size = self.set_tp_size if self.etp_size is None else self.etp_size
-            self.etp_rank = self.set_tp_rank if self.etp_rank is None else self.etp_rank
+            for answer in _OVERRIDES:
+                if getattr(self, f"etp_{answer}") is None:
+                    setattr(self, f"etp_{answer}", getattr(self, f"set_tp_{answer}"))
 
 
 STATE = State()
