@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from namedmesh.compat.megatron import parallel_state
 from namedmesh.compat.megatron.state import VARIABLES
 
 if TYPE_CHECKING:
@@ -128,6 +129,8 @@ def answers(module: Any, original: Any = None) -> dict[str, Any]:
 def reset(module: Any) -> None:
     """Forget everything: the original's own destruction leaves some variables behind."""
     module.destroy_model_parallel()
+    if module is parallel_state:
+        return
     for name in filter(partial(hasattr, module), VARIABLES):
         setattr(module, name, {} if name == "_HYBRID_DP_CP_GROUPS" else None)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from namedmesh.compat import megatron
 
@@ -39,8 +40,12 @@ def available() -> bool:
     return (Path(os.environ.get(NEWEST, "/nowhere")) / "megatron" / "core").is_dir()
 
 
+_LOAD_FROM_BYTES = torch.storage._load_from_bytes
+
+
 def forget() -> None:
-    """Forget the modules of either release."""
+    """Forget the modules of either release, and what the newest one puts in torch's place while it is imported."""
+    torch.storage._load_from_bytes = _LOAD_FROM_BYTES
     for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
         del sys.modules[name]
 
@@ -79,7 +84,9 @@ def release(which: str) -> Iterator[Any]:
             module = importlib.import_module("megatron.core.parallel_state")
         # Its destruction looks for experts on a GPU.
         sys.modules["megatron.core.transformer.moe.fused_a2a"] = None  # type: ignore[assignment]
-        _imported[which] = {name: each for name, each in sys.modules.items() if name.startswith("megatron")}
+        _imported[which] = {
+            name: each for name, each in sys.modules.items() if name.partition(".")[0] == "megatron"
+        }
         megatron.select_release()
         yield module
     finally:

@@ -776,7 +776,7 @@ def test_with_fairscale_its_own_modules_use_it() -> None:
         assert initialize is not ours.initialize and layers.get_model_parallel_rank is initialize.get_model_parallel_rank
         ours.install()
     """
-    assert run_python(code, warnings="ignore") == ""
+    assert run_python(code, action="ignore") == ""
 
 
 @pytest.mark.oracle("fairscale")

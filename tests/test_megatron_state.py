@@ -34,7 +34,7 @@ from namedmesh.dialects import MEGATRON_GROUPS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-VALID_CASES = 20
+VALID_CASES = 110  # of each release
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,7 @@ def test_every_public_name_is_there_with_the_same_signature(theirs: Any) -> None
     assert list(ours.parameters)[: len(original.parameters)] == list(original.parameters)
 
 
-def test_each_row_of_the_table_is_what_its_accessor_answers() -> None:
+def test_each_row_of_the_table_is_what_its_accessor_answers() -> None:  # noqa: C901  one loop over the rows
     """The accessor that a row names answers with the row's variable, over the row's axes."""
     megatron.select_release("0.19")
     with fake_world(64, 13):
@@ -162,7 +162,7 @@ def test_the_same_answers_in_random_configurations(theirs: Any) -> None:
     while valid < VALID_CASES:
         world, first, arguments = random_case(source, newest=newest)
         last = first + arguments.get("local_world_size", world) - 1
-        for rank in {first, last, source.randrange(first, last + 1)}:
+        for rank in {source.choice((first, last)), source.randrange(first, last + 1)}:
             with fake_world(world, rank):
                 told = [_outcome(module, arguments, theirs) for module in (theirs, parallel_state)]
             assert told[1] == told[0], (world, rank, arguments)
