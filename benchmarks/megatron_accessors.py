@@ -24,6 +24,7 @@ from namedmesh.compat.megatron import parallel_state as ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import ModuleType
 
 RANKS = 16
 CALLS = 20_000
@@ -47,10 +48,11 @@ LEFT_OUT = {
 }
 
 
-def accessors() -> list[str]:
-    """The names that answer something."""
+def accessors(theirs: ModuleType) -> list[str]:
+    """The names that answer something, in the release that is installed."""
     prefixes = ("get_", "is_", "model_parallel_is_", "has_")
-    return [name for name in sorted(ours.__all__) if name.startswith(prefixes) and name not in LEFT_OUT]
+    names = [name for name in sorted(ours.__all__) if name.startswith(prefixes) and hasattr(theirs, name)]
+    return [name for name in names if name not in LEFT_OUT]
 
 
 def measure(rounds: int) -> dict[str, tuple[list[float], list[float]]]:
@@ -60,7 +62,7 @@ def measure(rounds: int) -> dict[str, tuple[list[float], list[float]]]:
     for module in (ours, theirs):
         module.initialize_model_parallel(**SIZES)
     measured = {}
-    for name in accessors():
+    for name in accessors(theirs):
         pair: dict[str, Callable[[], float]] = {}
         for whose, module in (("ours", ours), ("theirs", theirs)):
             pair[whose] = partial(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from importlib.util import find_spec
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from typing import TYPE_CHECKING
 
+import megatron_newest
 import pytest
 import torch
 import torch.distributed as dist
@@ -41,12 +41,13 @@ def _no_group_left_behind() -> Iterator[None]:
 def _no_original_left_behind() -> Iterator[None]:
     """Later tests and doctests start as a program does, before the first import of what a dialect replaces."""
     yield
-    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
-        del sys.modules[name]
+    megatron_newest.forget()
 
 
 def installed(package: str) -> bool:
     """Whether a package, or a module inside one, can be imported; nothing of it is loaded to find out."""
+    if package == megatron_newest.NEWEST:
+        return megatron_newest.available()
     try:
         return find_spec(package) is not None
     except ModuleNotFoundError:  # the package around it is missing
@@ -62,7 +63,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             missing = [package for package in mark.args if not installed(package)]
             if missing and os.environ.get("ORACLES") == "required":
                 raise pytest.UsageError(
-                    f"{item.nodeid} needs {', '.join(missing)}: install the extra 'oracles'"
+                    f"{item.nodeid} needs {', '.join(missing)}: install the extra 'oracles'; {megatron_newest.NEWEST} "
+                    "is the directory of an unpacked wheel"
                 )
             if missing:
                 reason = f"needs {', '.join(missing)} (extra 'oracles')"

@@ -1,12 +1,18 @@
-"""For tests of ``install()``: a fresh interpreter, and packages that are not installed."""
+"""For tests of ``install()``: programs of their own, and packages that are not installed."""
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
 import textwrap
+import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Literal
+
+from ranks import run_ranks
 
 import namedmesh
 
@@ -25,10 +31,19 @@ def without(package: str) -> str:
     return NOT_INSTALLED.format(package=package)
 
 
-def run_python(code: str, *, warnings: str = "error") -> str:
-    """What a fresh interpreter prints; its errors and warnings fail the test."""
+ORIGINALS = {"deepspeed", "ezpz", "fairscale", "megatron"}
+
+
+def run_python(code: str, *, action: Literal["error", "ignore"] = "error", fresh: bool = False) -> str:
+    """What a program prints that imports an original for the first time; its errors and warnings fail the test.
+
+    It runs in a forked process, which has torch already; with ``fresh`` in an interpreter of its own.
+    """
+    code = textwrap.dedent(code)
+    if not fresh:
+        return run_ranks(1, _program, code, action, init=False, timeout=120)[0]
     done = subprocess.run(
-        [sys.executable, "-W", warnings, "-c", textwrap.dedent(code)],
+        [sys.executable, "-W", action, "-c", code],
         capture_output=True,
         text=True,
         check=False,
@@ -37,3 +52,14 @@ def run_python(code: str, *, warnings: str = "error") -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def _program(code: str, action: Literal["error", "ignore"]) -> str:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ORIGINALS]:
+        del sys.modules[name]
+    warnings.resetwarnings()
+    warnings.simplefilter(action)
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})  # noqa: S102  the program
+    return printed.getvalue()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from functools import cache, partial
 from inspect import signature
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from namedmesh.compat.megatron import parallel_state
 from namedmesh.compat.megatron.state import VARIABLES
 
 if TYPE_CHECKING:
     import random
-    from types import ModuleType
 
+LARGEST = 96
+"""The most ranks of a case: the originals make every group of every rank."""
 ORDERS = (
     "tp-cp-ep-dp-pp",
     "cp-tp-dp-ep-pp",
@@ -35,11 +39,14 @@ def last_only(pp_ranks: list[int]) -> list[int]:
     return [pp_ranks[-1]]
 
 
-def random_case(random_: random.Random) -> tuple[int, dict[str, Any]]:
-    """A world and arguments; Megatron refuses about one in four."""
+def random_case(random_: random.Random, *, newest: bool = False) -> tuple[int, int, dict[str, Any]]:
+    """A world, the first rank of the mesh and arguments; Megatron refuses about one in four."""
     tp, pp, cp = (random_.choice((1, 2, 3, 4)) for _ in range(3))
+    gtp, egtp = (random_.choice((1, 1, 2, 3)) if newest else 1 for _ in range(2))
     dp = random_.choice((1, 2, 3, 4, 6))
-    world = tp * pp * cp * dp
+    world = tp * gtp * pp * cp * dp
+    if world > LARGEST:
+        return random_case(random_, newest=newest)
     rest = world // pp
     ep = random_.choice([size for size in (1, 1, 2, 3, 4, 6, 8) if rest % size == 0])
     etp = random_.choice([None, *(size for size in (1, 2, 4) if rest % (ep * size) == 0)])
@@ -55,10 +62,9 @@ def random_case(random_: random.Random) -> tuple[int, dict[str, Any]]:
         "expert_model_parallel_size": ep,
         "expert_tensor_parallel_size": etp,
         "hybrid_context_parallel": dp * cp % 2 == 0 and random_.random() < 0.4,
-        "create_all_gather_group": random_.random() < 0.3,
         "create_gloo_process_groups": False,
     }
-    if instances and random_.random() < 0.6:
+    if instances and random_.random() < (0.2 if newest else 0.6):
         arguments["num_distributed_optimizer_instances"] = random_.choice(instances)
     if pp > 1 and random_.random() < 0.4:
         arguments["virtual_pipeline_model_parallel_size"] = random_.choice((2, 3))
@@ -68,12 +74,20 @@ def random_case(random_: random.Random) -> tuple[int, dict[str, Any]]:
         arguments["get_embedding_ranks"] = middle_and_last
     if random_.random() < 0.3:
         arguments["get_position_embedding_ranks"] = last_only
-    return world, arguments
+    if not newest:
+        return world, 0, arguments | {"create_all_gather_group": random_.random() < 0.3}
+    arguments |= {"gtp_remat_size": gtp, "expert_gtp_remat_size": egtp if edp % egtp == 0 or egtp == 3 else 1}
+    before, after = random_.choice(((0, 0), (0, 4), (3, 0), (5, 2)))
+    if before or after:
+        arguments |= {"rank_offset": before, "local_world_size": world}
+    return world + before + after, before, arguments
 
 
 FLAGS = (
     ("check_initialized", (True, False)),
     ("with_context_parallel", (False, True)),
+    ("with_gtp_remat", (True, False)),
+    ("with_egtp_remat", (False, True)),
     ("partial_data_parallel", (False, True)),
     ("independent_all_gather", (False, True)),
     ("partial_expert_data_parallel", (False, True)),
@@ -84,7 +98,7 @@ FLAGS = (
 )
 
 
-def getters(module: ModuleType) -> list[str]:
+def getters(module: Any) -> list[str]:
     """The names that answer something."""
     return sorted(
         name
@@ -102,14 +116,22 @@ NO_ANSWERS = {
 }
 
 
-def answers(module: Any) -> dict[str, Any]:
-    """What every accessor says with every combination of its flags, and every variable; comparable."""
-    told: dict[str, Any] = {}
+@cache
+def _flags(module: Any) -> dict[str, list[tuple[str, tuple[Any, ...]]]]:
+    """The flags of every accessor, and the values to try."""
+    found = {}
     for name in getters(module):
+        known = signature(getattr(module, name)).parameters
+        found[name] = [(flag, values) for flag, values in FLAGS if flag in known]
+        assert {flag for flag, _ in found[name]} == set(known), name
+    return found
+
+
+def answers(module: Any, original: Any = None) -> dict[str, Any]:
+    """What every accessor of an original says with every combination of its flags; comparable."""
+    told: dict[str, Any] = {}
+    for name, flags in _flags(original or module).items():
         function = getattr(module, name)
-        known = signature(function).parameters
-        flags = [(flag, values) for flag, values in FLAGS if flag in known]
-        assert {flag for flag, _ in flags} == set(known), name
         for values in product(*(values for _, values in flags)):
             arguments = dict(zip((flag for flag, _ in flags), values, strict=True))
             told[f"{name}({arguments})"] = _told(function, arguments)
@@ -119,14 +141,25 @@ def answers(module: Any) -> dict[str, Any]:
 def reset(module: Any) -> None:
     """Forget everything: the original's own destruction leaves some variables behind."""
     module.destroy_model_parallel()
-    for name in VARIABLES:
+    if module is parallel_state:
+        return
+    for name in filter(partial(hasattr, module), VARIABLES):
         setattr(module, name, {} if name == "_HYBRID_DP_CP_GROUPS" else None)
 
 
-def variables(module: Any) -> dict[str, Any]:
-    """The module-level variables; comparable."""
+def variable_names(original: Any) -> list[str]:
+    """The module-level variables that an original keeps its answers in."""
+    return [
+        name
+        for name, value in vars(original).items()
+        if re.fullmatch(r"_[A-Z][A-Z_]+|_global_process_group_list", name) and not callable(value)
+    ]
+
+
+def variables(module: Any, original: Any) -> dict[str, Any]:
+    """The module-level variables of an original; comparable."""
     # The list of groups is as long as a rank holds communicators, which is what sharing makes shorter.
-    names = [name for name in VARIABLES if name != "_global_process_group_list"]
+    names = [name for name in variable_names(original) if name != "_global_process_group_list"]
     return {name: comparable(getattr(module, name)) for name in names}
 
 

@@ -566,7 +566,7 @@ assert not [name for name in sys.modules if name.startswith("deepspeed")]
 
 @pytest.mark.oracle("deepspeed")
 def test_deepspeed_imports_ours_once_installed() -> None:
-    run_python(INSTALLED, warnings="ignore")
+    run_python(INSTALLED, action="ignore")
 
 
 @pytest.mark.oracle("deepspeed")
@@ -583,4 +583,4 @@ def test_installing_late_warns_and_can_be_undone(theirs: Any) -> None:
 
 
 def test_the_path_is_there_without_deepspeed_too() -> None:
-    run_python(without("deepspeed") + ABSENT)
+    run_python(without("deepspeed") + ABSENT, fresh=True)

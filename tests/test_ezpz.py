@@ -528,7 +528,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         started(lambda: tp.initialize_tensor_parallel(2)),
         AssertionError,
-        "ezpz's model parallelism is initialized already, for dp=1 x pp=1 x cp=1 x tp=4 (4 ranks); call the function that "
+        "ezpz's model parallelism is already initialized, for dp=1 x pp=1 x cp=1 x tp=4 (4 ranks); call the function that "
         "destroys it first, or bind another mesh beside it with namedmesh.compat.ezpz.bind(mesh)",
     ),
     (tp.get_tensor_parallel_group, AssertionError, "the tensor-parallel group" + NOT_INITIALISED),
@@ -550,6 +550,17 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "multiple of 4",
     ),
 ]
+
+
+def test_before_initialization_a_rank_is_alone() -> None:
+    for _ in range(2):
+        assert (tp.get_tensor_parallel_rank(), tp.get_tensor_parallel_world_size()) == (0, 1)
+        with pytest.raises(AssertionError, match="not initialized"):
+            tp.get_pipeline_parallel_rank()
+        with fake_world(4, 3):
+            tp.initialize_tensor_parallel(4)
+            assert (tp.get_tensor_parallel_rank(), tp.get_tensor_parallel_world_size()) == (3, 4)
+            tp.destroy_tensor_parallel()
 
 
 @pytest.mark.parametrize("mistake", range(len(MISTAKES)))

@@ -350,7 +350,7 @@ def test_variables_can_be_assigned() -> None:
         state._MODEL_PARALLEL_GROUP = dist.group.WORLD  # without any mesh
         assert fairscale.get_model_parallel_rank() == 3
         with pytest.raises(
-            AssertionError, match="initialized already, for groups that were assigned by hand"
+            AssertionError, match="already initialized, for groups that were assigned by hand"
         ):
             fairscale.initialize_model_parallel(2)
         fairscale.destroy_model_parallel()
@@ -481,9 +481,23 @@ def compare_layers() -> dict[str, Any]:
             results[1].pop()
         told["apart"] = max(apart(*pair) for pair in zip(*results, strict=True))
         told["gradients"] = sum(one is not None for one in results[1][1 : 2 + len(list(ours.parameters()))])
+    found["a weight by itself"] = [_drawn_weights(module) for _, module in modules]
     for start, _ in modules:
         start.destroy_model_parallel()
     return found
+
+
+def _drawn_weights(module: Any) -> list[Any]:
+    """What the function that fills a shard leaves in it, and returns."""
+    drawn = []
+    for dim, stride, keep in ((0, 1, True), (1, 1, False), (0, 3, True), (1, 3, True)):
+        shape = [OUT, H]
+        shape[dim] //= dist.get_world_size()
+        weight = torch.zeros(shape)
+        torch.manual_seed(5)
+        whole = module._initialize_affine_weight(weight, OUT, H, shape[dim], dim, INIT, stride, keep)
+        drawn.append([weight.tolist(), None if whole is None else whole.tolist()])
+    return drawn
 
 
 @pytest.mark.oracle("fairscale")
@@ -491,6 +505,8 @@ def compare_layers() -> dict[str, Any]:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_layers_are_the_originals(world_size: int) -> None:
     for found in run_ranks(world_size, compare_layers):
+        theirs, ours = found.pop("a weight by itself")
+        assert theirs == ours
         assert list(found) == list(LAYERS)
         for name, told in found.items():
             assert told["apart"] < 1e-12, name
@@ -760,7 +776,7 @@ def test_with_fairscale_its_own_modules_use_it() -> None:
         assert initialize is not ours.initialize and layers.get_model_parallel_rank is initialize.get_model_parallel_rank
         ours.install()
     """
-    assert run_python(code, warnings="ignore") == ""
+    assert run_python(code, action="ignore") == ""
 
 
 @pytest.mark.oracle("fairscale")
@@ -834,7 +850,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         started(lambda: fairscale.initialize_model_parallel(2)),
         AssertionError,
-        "fairscale's model parallelism is initialized already, for dp=1 x pp=1 x cp=1 x tp=4 (4 ranks); call the function that "
+        "fairscale's model parallelism is already initialized, for dp=1 x pp=1 x cp=1 x tp=4 (4 ranks); call the function that "
         "destroys it first, or bind another mesh beside it with namedmesh.compat.fairscale.bind(mesh)",
     ),
     (fairscale.get_model_parallel_group, AssertionError, "the model-parallel group" + NOT_INITIALISED),

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-import sys
+import dataclasses
+import importlib
 import textwrap
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from installing import run_python, without
-from ranks import fake_world, run_ranks
+from megatron_cases import comparable, kind_of, reset
+from megatron_newest import NEWEST, RELEASES, forget, put_first, release, without_triton
+from ranks import fake_world, live_groups, run_ranks
 
 import namedmesh
 from namedmesh import LayoutError
 from namedmesh.compat import megatron
+from namedmesh.compat.megatron import process_groups_config
+from namedmesh.compat.megatron.process_groups_config import fields
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def test_without_megatron_core_the_import_paths_are_made_up() -> None:
@@ -37,7 +46,7 @@ def test_without_megatron_core_the_import_paths_are_made_up() -> None:
         assert tensor_parallel is ours.tensor_parallel
         ours.uninstall()
         ours.uninstall()
-        assert not [name for name in sys.modules if name.startswith("megatron")]
+        assert not [name for name in sys.modules if name.partition(".")[0] == "megatron"]
         assert set(sys.modules) - before == set()
         try:
             import megatron
@@ -64,14 +73,14 @@ def test_installed_before_the_first_import_every_module_of_megatron_core_uses_it
                 and getattr(module, "parallel_state", None) is ours.parallel_state]
         print(len(held) > 10)
         ours.uninstall()
-        left = [name for name in sys.modules if name.startswith("megatron")]
+        left = [name for name in sys.modules if name.partition(".")[0] == "megatron"]
         assert not left, left
         from megatron.core import parallel_state as real
         assert real is not ours.parallel_state and real.__file__.endswith("core/parallel_state.py")
         from megatron.core import mpu
         assert mpu is real
     """
-    assert run_python(code, warnings="ignore") == "True\n"
+    assert run_python(code, action="ignore") == "True\n"
 
 
 @pytest.mark.oracle("megatron.core")
@@ -106,28 +115,23 @@ def test_installed_too_late_it_says_who_keeps_the_original() -> None:
 # Training on our groups.
 
 
-def _gpt_losses(mine: bool, handed_over: bool, sizes: dict[str, int], steps: int) -> tuple[list[float], bool]:
-    """Losses of a small GPTModel, data-parallel over what is left; on our groups or on Megatron's own."""
+def _gpt_losses(handed_over: bool, sizes: dict[str, int], steps: int) -> tuple[list[float], bool]:
+    """Losses of a small GPTModel, data-parallel over what is left, on the groups of the state that is imported."""
     import warnings
 
     warnings.simplefilter("ignore")
-    # Another test may have imported it before this rank was forked.
-    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
-        del sys.modules[name]
     vars(torch.cuda)["current_device"] = lambda: (
         "cpu"
     )  # where megatron-core's own buffers are, whatever the machine
-    if mine:
-        megatron.install()
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    mine = parallel_state is megatron.parallel_state
     # The dropout that it draws for is 0, and the tracker keeps states of CUDA devices.
     tensor_parallel.get_cuda_rng_tracker = lambda: SimpleNamespace(fork=nullcontext)
     parallel_state.initialize_model_parallel(**sizes)
-    assert (parallel_state is megatron.parallel_state) == mine
     torch.manual_seed(3)
     config = TransformerConfig(
         num_layers=2,
@@ -178,16 +182,43 @@ def _gpt_losses(mine: bool, handed_over: bool, sizes: dict[str, int], steps: int
     return losses, ours
 
 
-@pytest.mark.oracle("megatron.core")
-@pytest.mark.parametrize(("tp", "handed_over"), [(2, False), (4, True)])
-def test_a_gpt_model_trains_on_our_groups_as_on_megatron_s_own(tp: int, handed_over: bool) -> None:
-    sizes = {"tensor_model_parallel_size": tp}
-    theirs = run_ranks(4, _gpt_losses, False, False, sizes, 4, timeout=240)
-    ours = run_ranks(4, _gpt_losses, True, handed_over, sizes, 4, timeout=240)
-    assert all(shared for _, shared in ours)
-    for (mine, _), (original, _) in zip(ours, theirs, strict=True):
-        assert mine == original
-        assert mine[-1] < mine[0]
+@contextmanager
+def _gpt_on(which: str, *, mine: bool) -> Iterator[None]:
+    """megatron-core's model, imported once for all ranks, on our groups or on its own."""
+    put_first(which)
+    forget()
+    try:
+        with without_triton() if which == "newest" else nullcontext():
+            if mine:
+                megatron.install()
+            importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+            importlib.import_module("megatron.core.models.gpt.gpt_model")
+        yield
+    finally:
+        megatron.uninstall()
+        forget()
+        put_first("installed")
+
+
+@pytest.mark.parametrize("which", RELEASES)
+def test_a_gpt_model_trains_on_our_groups_as_on_megatron_s_own(which: str) -> None:
+    cases = [(2, False), (4, True)]
+    told = []
+    for mine in (False, True):
+        with _gpt_on(which, mine=mine):
+            told.append(
+                [
+                    run_ranks(
+                        4, _gpt_losses, mine and over, {"tensor_model_parallel_size": tp}, 4, timeout=240
+                    )
+                    for tp, over in cases
+                ]
+            )
+    for theirs, ours in zip(*told, strict=True):
+        assert all(shared for _, shared in ours)
+        for (mine_, _), (original, _) in zip(ours, theirs, strict=True):
+            assert mine_ == original
+            assert mine_[-1] < mine_[0]
 
 
 # Groups handed from call to call.
@@ -245,15 +276,66 @@ def test_megatron_core_s_layers_take_a_collection_of_ours() -> None:
         assert shown.startswith("ProcessGroupCollection(tp(2), pp(1), mp(2), embd(1), pos_embd(1), cp(1),")
 
 
-@pytest.mark.oracle("megatron.core")
-def test_the_collection_has_the_original_s_fields() -> None:
-    import dataclasses
+@pytest.mark.parametrize("which", RELEASES)
+def test_the_collection_is_the_original_s(which: str) -> None:
+    with release(which) as theirs, fake_world(16, 5):
+        original = importlib.import_module("megatron.core.process_groups_config")
+        assert [field.name for field in dataclasses.fields(original.ProcessGroupCollection)] == fields()
+        sizes = {"create_gloo_process_groups": False, "num_distributed_optimizer_instances": 2}
+        told = []
+        for state, module in ((theirs, original), (megatron.parallel_state, process_groups_config)):
+            state.initialize_model_parallel(2, 2, **sizes)
+            kind = module.ProcessGroupCollection
+            whole, some = kind.use_mpu_process_groups(), kind.use_mpu_process_groups(["tp", "dp"])
+            told.append([repr(whole), repr(some), hasattr(some, "pp"), comparable(dict(vars(whole)))])
+            for instances in (1, 2):
+                ddp = SimpleNamespace(
+                    num_distributed_optimizer_instances=instances, use_distributed_optimizer=True
+                )
+                chunk = SimpleNamespace(ddp_config=ddp, config=SimpleNamespace(context_parallel_size=1))
+                for given in (None, whole, some):
+                    for call in (
+                        partial(kind.setup_process_groups_for_optimizer, given, [chunk], False),
+                        partial(kind.setup_process_groups_for_ddp, given, chunk.config, ddp),
+                    ):
+                        told[-1].append(_setup(call))
+            reset(state)
+    assert len(told[0]) == 16
+    for mine, expected in zip(told[1], told[0], strict=True):
+        # Ours has what the newer release has, too.
+        assert ({name: mine[name] for name in expected} if isinstance(expected, dict) else mine) == expected
 
-    from megatron.core.process_groups_config import ProcessGroupCollection as Original
 
-    from namedmesh.compat.megatron.process_groups_config import _FIELDS
+def _setup(call: Any) -> Any:
+    try:
+        return {name: comparable(group) for name, group in call().items()}
+    except ValueError as error:
+        return kind_of(error)
 
-    assert [field.name for field in dataclasses.fields(Original)] == list(_FIELDS)
+
+@pytest.mark.oracle(NEWEST)
+def test_collections_of_several_modules() -> None:
+    with release("newest"), fake_world(4):
+        original = importlib.import_module("megatron.core.process_groups_config")
+        told = []
+        for module in (original, process_groups_config):
+            some = module.ProcessGroupCollection(cp=dist.group.WORLD)
+            kind = module.MultiModuleProcessGroupCollection
+            both = kind({"vision": module.ProcessGroupCollection(), "text": some}, "text")
+            told.append([repr(both), len(both), list(both.keys()), both.get_language_model_cp_size()])
+            told[-1] += [both["text"] is some, list(both)[1] is some, [name for name, _ in both.items()]]
+            told[-1] += [both.get_module_collection("text") is some, len(list(both.values()))]
+            lone = kind({"vision": some})
+            told[-1] += [repr(lone), lone.has_language_model(), both.has_language_model()]
+            for call in (
+                partial(kind, {}),
+                partial(kind, {"vision": some}, "text"),
+                lone.get_language_model_collection,
+                partial(both.get_module_collection, "audio"),
+            ):
+                with pytest.raises(ValueError, match=r"."):
+                    call()
+    assert told[0] == told[1]
 
 
 def test_a_collection_of_some_groups() -> None:
@@ -261,9 +343,7 @@ def test_a_collection_of_some_groups() -> None:
         mesh = namedmesh.init_mesh(dp=-1, tp=2, device="cpu")
         with megatron.bind(mesh):
             some = megatron.ProcessGroupCollection.use_mpu_process_groups(["tp", "hcp"])
-        assert repr(some) == "ProcessGroupCollection(tp(2), hcp(None))"
         assert some.tp is mesh.group("tp")
-        assert not hasattr(some, "dp")
         with pytest.raises(LayoutError, match="'tq' is none of Megatron's groups, which are tp, pp"):
             megatron.ProcessGroupCollection(tq=None)
         with pytest.raises(ValueError, match="did you mean 'embd'"):
@@ -274,24 +354,68 @@ def test_a_collection_of_some_groups() -> None:
 # The grid.
 
 
-@pytest.mark.oracle("megatron.core", "einops")
-@pytest.mark.parametrize("dims", ["tp", ["tp", "pp"], ["pp", "tp"], ["dp", "cp", "tp"]])
-@pytest.mark.parametrize("offset", [0, 7])
-def test_the_grid_enumerates_as_the_original(
-    dims: str | list[str], offset: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megatron.core.hyper_comm_grid import HyperCommGrid as Original
-
+@pytest.mark.parametrize("which", RELEASES)
+@pytest.mark.oracle("einops")
+def test_the_grid_enumerates_as_the_original(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "128")
-    grids = [
-        kind([2, 3, 4, 5], ["tp", "cp", "pp", "dp"], offset) for kind in (Original, megatron.HyperCommGrid)
-    ]
-    assert grids[0].get_rank_enum(dims) == grids[1].get_rank_enum(dims)
-    assert [grids[0].size, grids[0].shape, grids[0].dim_names] == [
-        grids[1].size,
-        grids[1].shape,
-        grids[1].dim_names,
-    ]
+    with release(which):
+        original = importlib.import_module("megatron.core.hyper_comm_grid").HyperCommGrid
+        for offset in (0, 7):
+            grids = [
+                kind([2, 3, 4, 5], ["tp", "cp", "pp", "dp"], offset)
+                for kind in (original, megatron.HyperCommGrid)
+            ]
+            for dims in ("tp", ["tp", "pp"], ["pp", "tp"], ["dp", "cp", "tp"]):
+                assert grids[0].get_rank_enum(dims) == grids[1].get_rank_enum(dims)
+            told = [[grid.size, grid.shape, grid.dim_names] for grid in grids]
+            assert told[0] == told[1]
+
+
+@pytest.mark.oracle(NEWEST)
+def test_views_of_a_grid_as_in_the_original() -> None:
+    told = []
+    with release("newest"):
+        original = importlib.import_module("megatron.core.hyper_comm_grid").HyperCommGrid
+        for kind in (original, megatron.HyperCommGrid):
+            with fake_world(18, 5), pytest.MonkeyPatch.context() as patched:
+                patched.delenv("WORLD_SIZE", raising=False)
+                before = live_groups()
+                grid = kind([2, 2, 4], ["tp", "dp", "pp"], 1)
+                grid.register_view("expert", [1, 4, 4], ["etp", "ep", "pp"], shared_dims=["pp"])
+                own = [
+                    grid.create_pg("pp"),
+                    grid.create_pg("ep", view="expert"),
+                    grid.create_pg(["pp", "ep"], view="expert"),
+                ]
+                assert grid.get_pg("pp", view="expert") is own[0]
+                assert grid.get_pg(["ep", "pp"], view="expert") is own[2]
+                told.append([comparable(own), grid.is_current_rank_in_grid()])
+                told[-1].append(
+                    [grid.get_rank_enum(dims, view="expert") for dims in ("ep", "pp", ["pp", "ep"])]
+                )
+                for call in (
+                    partial(grid.register_view, "expert", [16], ["x"]),
+                    partial(grid.register_view, "odd", [8], ["x"]),
+                    partial(grid.register_view, "odd", [4, 4], ["pp", "x"], ["pp"]),
+                    partial(grid.register_view, "odd", [4, 4], ["x", "y"], ["pp"]),
+                    partial(grid.create_pg, "pp", view="expert"),
+                    partial(grid.get_pg, "dp"),
+                    partial(grid.get_pg, "dp", view="other"),
+                ):
+                    with pytest.raises((ValueError, KeyError)) as caught:
+                        call()
+                    told[-1].append(
+                        isinstance(
+                            caught.value, ValueError if "not in view" in str(caught.value) else Exception
+                        )
+                    )
+                with pytest.raises(ValueError, match="dp"):
+                    grid.get_pg("dp", view="expert")
+                grid.destroy()
+                assert live_groups() == before
+                assert grid.create_pg("tp") is not None
+                grid.destroy()
+    assert told[0] == told[1]
 
 
 def _grid() -> list[Any]:

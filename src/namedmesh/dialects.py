@@ -7,7 +7,7 @@ tables: :data:`MEGATRON_GROUPS` has one row for each group of Megatron, and orde
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from namedmesh.errors import AxisError, LayoutError, did_you_mean, listing
@@ -152,7 +152,7 @@ MEGATRON_GROUPS = (
          variable="_DATA_PARALLEL_GROUP", ranks="_DATA_PARALLEL_GLOBAL_RANKS", gloo="_DATA_PARALLEL_GROUP_GLOO"),
     Kind("context_parallel", ("cp",), slot="cp_group", key="cp", field="cp",
          variable="_CONTEXT_PARALLEL_GROUP", ranks="_CONTEXT_PARALLEL_GLOBAL_RANKS"),
-    Kind("model_parallel", ("pp", "tp"), slot="mp_group", key="mp", field="mp",
+    Kind("model_parallel", ("pp", "gtp_remat", "tp"), slot="mp_group", key="mp", field="mp",
          variable="_MODEL_PARALLEL_GROUP", ranks="_MODEL_PARALLEL_GLOBAL_RANKS"),
     Kind("tensor_model_parallel", ("tp",), slot="tp_group", key="tp", field="tp",
          variable="_TENSOR_MODEL_PARALLEL_GROUP", ranks="_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"),
@@ -162,12 +162,18 @@ MEGATRON_GROUPS = (
          variable="_EMBEDDING_GROUP", ranks="_EMBEDDING_GLOBAL_RANKS"),
     Kind("position_embedding", ("pp",), members="first", slot="position_embedding_group", key="pos_embd",
          field="pos_embd", variable="_POSITION_EMBEDDING_GROUP", ranks="_POSITION_EMBEDDING_GLOBAL_RANKS"),
-    Kind("tensor_and_data_parallel with_context_parallel", ("dp", "cp", "tp"), slot="tp_dp_cp_group",
+    Kind("tensor_and_data_parallel with_context_parallel", ("dp", "cp", "gtp_remat", "tp"), slot="tp_dp_cp_group",
          key="tp_dp_cp", field="tp_dp_cp", variable="_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP"),
-    Kind("tensor_and_data_parallel", ("dp", "tp"), slot="tp_dp_group", key="tp_dp",
+    Kind("tensor_and_data_parallel", ("dp", "gtp_remat", "tp"), slot="tp_dp_group", key="tp_dp",
          variable="_TENSOR_AND_DATA_PARALLEL_GROUP"),
     Kind("tensor_and_context_parallel", ("cp", "tp"), slot="tp_cp_group", key="tp_cp", field="tp_cp",
          variable="_TENSOR_AND_CONTEXT_PARALLEL_GROUP"),
+    Kind("gtp_weight_remat", ("gtp_remat",), slot="gtp_group", key="gtp_remat", field="gtp_remat",
+         variable="_GTP_WEIGHT_REMAT_GROUP", ranks="_GTP_WEIGHT_REMAT_GLOBAL_RANKS"),
+    Kind("data_parallel with_gtp_remat", ("dp", "gtp_remat"), slot="dp_gtp_group", key="gtp_remat_dp",
+         variable="_DATA_PARALLEL_GROUP_WITH_GTP_REMAT"),
+    Kind("data_parallel with_context_parallel with_gtp_remat", ("dp", "cp", "gtp_remat"), slot="dp_cp_gtp_group",
+         key="gtp_remat_dp_cp", field="dp_cp_gtp_remat", variable="_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT"),
     Kind("expert_model_parallel", ("ep",), EXPERT, slot="ep_group", key="ep", field="ep",
          variable="_EXPERT_MODEL_PARALLEL_GROUP", ranks="_EXPERT_MODEL_PARALLEL_RANKS"),
     Kind("expert_tensor_parallel", ("etp",), EXPERT, slot="etp_group", key="ep_tp", field="expt_tp",
@@ -178,7 +184,15 @@ MEGATRON_GROUPS = (
          key="tp_ep_pp", field="tp_ep_pp", variable="_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"),
     Kind("expert_data_parallel", ("edp",), EXPERT, slot="edp_group", key="ep_dp", field="expt_dp",
          variable="_EXPERT_DATA_PARALLEL_GROUP", gloo="_EXPERT_DATA_PARALLEL_GROUP_GLOO"),
-    Kind("intra_distributed_optimizer_instance", ("pp", "edp", "ep", "etp"), EXPERT, slot="optimizer_group",
+    Kind("expert_gtp_weight_remat", ("egtp_remat",), EXPERT, slot="egtp_group", key="expt_gtp_remat",
+         field="expt_gtp_remat", variable="_EXPERT_GTP_WEIGHT_REMAT_GROUP",
+         ranks="_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS"),
+    Kind("expert_tensor_model_pipeline_parallel with_egtp_remat", ("pp", "egtp_remat", "ep", "etp"), EXPERT,
+         slot="etp_ep_pp_gtp_group", key="tp_ep_gtp_remat_pp", field="tp_ep_pp_with_egtp_remat",
+         variable="_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP"),
+    Kind("expert_data_parallel with_gtp_remat", ("edp", "egtp_remat"), EXPERT, slot="edp_gtp_group",
+         key="ep_gtp_remat_dp", field="expt_dp_gtp_remat", variable="_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT"),
+    Kind("intra_distributed_optimizer_instance", ("pp", "edp", "egtp_remat", "ep", "etp"), EXPERT, slot="optimizer_group",
          key="intra_dist_opt_instance", field="intra_dist_opt",
          variable="_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP"),
     Kind("data_parallel with_context_parallel independent_all_gather", ("dp", "cp"), members="part",
@@ -187,6 +201,9 @@ MEGATRON_GROUPS = (
          slot="intra_dp_cp_group", key="intra_dp_cp", field="intra_dp_cp",
          variable="_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
          gloo="_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO"),
+    Kind("data_parallel with_context_parallel partial_data_parallel with_gtp_remat", ("dp", "cp", "gtp_remat"),
+         members="part", slot="intra_dp_cp_gtp_group", key="gtp_remat_dp_cp",
+         variable="_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT"),
     Kind("hierarchical_context_parallel", ("cp",), members="part", slot="hierarchical_cp_groups", key="hcp",
          field="hcp", variable="_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS"),
     Kind("hybrid_data_context_parallel", ("dp", "cp"), members="part", slot="hybrid_groups", key="dp_cp",
@@ -194,11 +211,18 @@ MEGATRON_GROUPS = (
     Kind("expert_data_parallel partial_expert_data_parallel", ("edp",), EXPERT, "part", slot="intra_edp_group",
          key="intra_ep_dp", field="intra_expt_dp", variable="_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
          gloo="_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO"),
+    Kind("expert_data_parallel partial_expert_data_parallel with_gtp_remat", ("edp", "egtp_remat"), EXPERT, "part",
+         slot="intra_edp_gtp_group", key="ep_gtp_remat_dp",
+         variable="_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT"),
     Kind("inter_distributed_optimizer_instance", ("edp",), EXPERT, "part", slot="inter_edp_group",
          key="inter_ep_dp", field="inter_dist_opt", variable="_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"),
 )
 # fmt: on
-"""Megatron's groups, in the order in which they are made; those with ``members="part"`` only on request."""
+"""Megatron's groups, in the order in which they are made; those with ``members="part"`` only on request.
+
+``gtp_remat`` and ``egtp_remat`` are the axes over which weights are sharded that are gathered for each use. Where they
+have size 1, a group that spans one, whose slot has ``_gtp`` before ``_group``, is the group of the slot without it.
+"""
 
 _DEEPSPEED_KINDS = (
     Kind("ds_model", ("pp", "tp")),
@@ -241,7 +265,11 @@ DIALECTS: dict[str, Dialect] = {
             "megatron",
             ("pp", "dp", "cp", "tp"),
             ("pp", *EXPERT_AXES),
-            kinds=tuple(row for row in MEGATRON_GROUPS if row.members != "part"),
+            kinds=tuple(
+                replace(row, axes=tuple(axis for axis in row.axes if not axis.endswith("gtp_remat")))
+                for row in MEGATRON_GROUPS
+                if row.members != "part" and "gtp" not in row.slot
+            ),
             orderable=True,
         ),
         Dialect(

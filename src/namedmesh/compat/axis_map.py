@@ -21,6 +21,8 @@ __all__ = ["DENSE_AXES", "AxisMap", "axis_groups"]
 DENSE_AXES = ("pp", "dp", "cp", "tp")
 """The axes that every legacy API has groups over."""
 _SPLIT_DP = ("dp_replicate", "dp_shard")
+_GTP = "gtp_remat"
+_VIEW_AXES = (*EXPERT_AXES, "egtp_remat")
 
 
 @dataclass(frozen=True)
@@ -28,19 +30,16 @@ class AxisMap:
     """Two layouts over the same ranks, and the axes in them that stand for each axis of a legacy API.
 
     Args:
-        dense: the layout of tp, cp, dp and pp.
-        expert: the layout of etp, ep, edp and pp; the dense one where the API has no experts.
+        dense: the layout of tp, gtp_remat, cp, dp and pp.
+        expert: the layout of etp, ep, egtp_remat, edp and pp; the dense one where the API has no experts.
         names: for each legacy axis, the axes of its layout that it stands for.
+        added: the axes of both layouts that the mesh does not have, of size 1.
     """
 
     dense: Layout
     expert: Layout
     names: Mapping[str, tuple[str, ...]]
-
-    @classmethod
-    def identity(cls, dense: Layout, expert: Layout) -> AxisMap:
-        """Map each axis of the two layouts to itself."""
-        return cls(dense, expert, {axis: (axis,) for axis in (*dense, *expert)})
+    added: frozenset[str] = frozenset()
 
     @classmethod
     def from_layout(cls, layout: Layout, dialect: str, views: Mapping[str, Layout] | None = None) -> AxisMap:
@@ -59,36 +58,42 @@ class AxisMap:
             LayoutError: the layout has an axis that the API has no group for.
 
         Example:
-            >>> found = AxisMap.from_layout(Layout(dp_replicate=2, dp_shard=2, tp=2), "fairscale")
-            >>> found.dense, found.names["dp"]
+            >>> axis_map = AxisMap.from_layout(Layout(dp_replicate=2, dp_shard=2, tp=2), "fairscale")
+            >>> axis_map.dense, axis_map.names["dp"]
             (Layout(dp_replicate=2, dp_shard=2, tp=2, pp=1, cp=1), ('dp_replicate', 'dp_shard'))
         """
         split = tuple(axis for axis in _SPLIT_DP if axis in layout)
         _check_axes(layout, dialect, split, has_experts=views is not None)
-        names = {axis: (axis,) for axis in DENSE_AXES} | {"dp": split or ("dp",)}
-        dense = _with_ones(layout, (axis for axis in DENSE_AXES if axis != "dp" or not split))
+        names = {axis: (axis,) for axis in (*DENSE_AXES, _GTP, *_VIEW_AXES)} | {"dp": split or ("dp",)}
+        own = [axis for axis in DENSE_AXES if axis != "dp" or not split]
         if views is None:
-            return cls(dense, dense, names)
-        view = next((view for view in views.values() if any(axis in view for axis in EXPERT_AXES)), None)
-        if view is not None:
-            expert = _with_ones(view, ("pp", *EXPERT_AXES))
-            return cls(dense, expert, names | {axis: (axis,) for axis in EXPERT_AXES})
-        dense = _with_ones(dense, ("ep",))
-        expert_names = {"ep": ("ep",), "etp": names["tp"], "edp": names["dp"] + names["cp"]}
-        return cls(dense, dense, names | expert_names)
+            dense = expert = _with_ones(layout, own)
+        else:
+            dense = _with_ones(layout, [*own, _GTP])
+            view = next((view for view in views.values() if any(axis in view for axis in _VIEW_AXES)), None)
+            if view is not None:
+                expert = _with_ones(view, ("pp", *_VIEW_AXES))
+            else:
+                dense = expert = _with_ones(dense, ("ep", "egtp_remat"))
+                names |= {"etp": names["tp"], "edp": (*names["dp"], "cp", _GTP)}
+        in_mesh = {*layout, *(axis for view in (views or {}).values() for axis in view)}
+        return cls(dense, expert, names, frozenset({*dense, *expert} - in_mesh))
 
     def locate(self, axes: Iterable[str]) -> tuple[Layout, tuple[str, ...]]:
         """Return the layout that some legacy axes are in, and its own axes for them, in its order.
 
+        Axes that the mesh does not have are left out, unless there are no others.
+
         Example:
-            >>> axis_map = AxisMap.identity(Layout(pp=2, dp=2, cp=1, tp=2), Layout(pp=2, edp=1, ep=2, etp=2))
-            >>> axis_map.locate(("tp", "pp"))
-            (Layout(pp=2, dp=2, cp=1, tp=2), ('pp', 'tp'))
+            >>> axis_map = AxisMap.from_layout(Layout(pp=2, dp=2, tp=2), "fairscale")
+            >>> axis_map.locate(("tp", "cp", "pp")), axis_map.locate(("cp",))[1]
+            ((Layout(pp=2, dp=2, tp=2, cp=1), ('pp', 'tp')), ('cp',))
         """
         axes = tuple(axes)
-        layout = self.expert if any(axis in EXPERT_AXES for axis in axes) else self.dense
-        own = {name for axis in axes for name in self.names[axis]}
-        return layout, tuple(axis for axis in layout.axes if axis in own)
+        layout = self.expert if any(axis in _VIEW_AXES for axis in axes) else self.dense
+        named = {name for axis in axes for name in self.names[axis]}
+        own = tuple(axis for axis in layout.axes if axis in named)
+        return layout, tuple(axis for axis in own if axis not in self.added) or own
 
     def size(self, *axes: str) -> int:
         """Return the number of ranks over some legacy axes."""
@@ -124,8 +129,8 @@ def axis_groups(mesh: NamedMesh, dialect: str) -> dict[str, tuple[ProcessGroup, 
 
 
 def _check_axes(layout: Layout, dialect: str, split: tuple[str, ...], *, has_experts: bool) -> None:
-    experts = [axis for axis in layout if has_experts and axis in EXPERT_AXES]
-    allowed = (*DENSE_AXES, *_SPLIT_DP)
+    experts = [axis for axis in layout if has_experts and axis in _VIEW_AXES]
+    allowed = (*DENSE_AXES, *_SPLIT_DP, *((_GTP,) if has_experts else ()))
     problems = [
         f"axis {axis!r} is one of the experts', and they factor the world another way; leave it out of the mesh and add "
         "a view for it: mesh.add_view('expert', pp=..., edp=-1, ep=..., etp=...)"

@@ -6,10 +6,11 @@ ordinary ``raise`` (it holds under ``python -O`` too) of an error that is both.
 
 from __future__ import annotations
 
-from namedmesh.errors import NamedMeshError
+from namedmesh.errors import AxisError, NamedMeshError
 
 __all__ = [
     "ContractAttributeError",
+    "ContractAxisError",
     "ContractError",
     "ContractFileNotFoundError",
     "ContractIndexError",
@@ -42,6 +43,10 @@ class ContractRuntimeError(NamedMeshError, RuntimeError):
 
 class ContractKeyError(NamedMeshError, KeyError):
     """A name that the legacy API looks up and does not find."""
+
+
+class ContractAxisError(AxisError, ValueError):
+    """The name of an axis that the legacy API looks up, and does not find, or refuses with a ``ValueError``."""
 
 
 class ContractFileNotFoundError(NamedMeshError, FileNotFoundError):

@@ -196,7 +196,7 @@ class ModelParallel:
         with report_failure(call, range(world)):
             if self.state.touched():
                 raise ContractError(
-                    f"{self.name}'s model parallelism is initialized already, for {self._described()}; call the "
+                    f"{self.name}'s model parallelism is already initialized, for {self._described()}; call the "
                     f"function that destroys it first, or bind another mesh beside it with {self.module}.bind(mesh)"
                 )
             fitted = {**sizes, "tp": min(sizes["tp"], world)}

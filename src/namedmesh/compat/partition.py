@@ -1,4 +1,4 @@
-"""The arithmetic of cutting that the legacy APIs share: division without a rest, and ranges of a vocabulary."""
+"""The arithmetic of shards that the legacy APIs share: division without a remainder, and ranges of a vocabulary."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def shapes_as_contract() -> Iterator[None]:
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
-    """Refuse a division that leaves a rest.
+    """Refuse a division that leaves a remainder.
 
     Raises:
         ContractError: it does. It is an ``AssertionError`` too.
@@ -66,7 +66,7 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """The quotient of a division that leaves no rest.
+    """Return the quotient of a division that leaves no remainder.
 
     Raises:
         ContractError: it leaves one.
@@ -80,7 +80,7 @@ def divide(numerator: int, denominator: int) -> int:
 
 
 def divide_and_check_no_remainder(numerator: int, denominator: int) -> int:
-    """The quotient of a division that leaves no rest: :func:`divide`, by the name that some APIs have for it.
+    """Return the quotient of a division that leaves no remainder: :func:`divide`, by the name that some APIs have for it.
 
     Raises:
         ContractError: it leaves one.
@@ -94,7 +94,7 @@ def divide_and_check_no_remainder(numerator: int, denominator: int) -> int:
 
 @shapes_as_contract()
 def divisible(tensor: Tensor, dim: int, peers: RankGroup) -> Tensor:
-    """The tensor, if a dim of it can be cut into equal shards.
+    """Return the tensor, if a dim of it can be split into equal shards.
 
     Raises:
         ContractError: it cannot.
@@ -107,7 +107,7 @@ def divisible(tensor: Tensor, dim: int, peers: RankGroup) -> Tensor:
 def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[Tensor, ...]:
-    """Cut a tensor into equal parts along its last dim.
+    """Split a tensor into equal parts along its last dim.
 
     Args:
         tensor: of shape ``(..., n)``.

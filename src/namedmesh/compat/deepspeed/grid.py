@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from namedmesh.compat.deepspeed.model_parallel_unit import Getters, axis_map, check_mesh, get_or_create_group
+from namedmesh.compat.deepspeed.model_parallel_unit import Getters, answers, axis_map, check_mesh
 from namedmesh.compat.deepspeed.process_topology import (
     ProcessTopology,
     default_topology,
@@ -21,7 +21,7 @@ from namedmesh.init import init_mesh
 from namedmesh.views import named
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from namedmesh.compat.deepspeed.process_topology import Topology
     from namedmesh.layout import Layout
@@ -33,7 +33,7 @@ _CALL = "deepspeed.PipelineParallelGrid"
 # The attributes, which the original has too, that the getters return.
 _ATTRIBUTES = {
     "world": {"rank": "global_rank"},
-    "pipe": {"group": "pp_proc_group", "size": "pipe_parallel_size", "rank": "stage_id"},
+    "pipe": {"group": "pp_proc_group", "ranks": "pp_group", "size": "pipe_parallel_size", "rank": "stage_id"},
     "data": {
         "group": "dp_proc_group",
         "ranks": "dp_group",
@@ -41,7 +41,12 @@ _ATTRIBUTES = {
         "rank": "data_parallel_id",
     },
     "model": {"group": "ds_model_proc_group", "size": "ds_model_world_size", "rank": "ds_model_rank"},
-    "slice": {"group": "slice_proc_group", "size": "slice_parallel_size", "rank": "_slice_rank"},
+    "slice": {
+        "group": "slice_proc_group",
+        "ranks": "slice_group",
+        "size": "slice_parallel_size",
+        "rank": "_slice_rank",
+    },
 }
 
 
@@ -140,6 +145,11 @@ class PipelineParallelGrid(Getters):
     """
 
     mesh: NamedMesh
+    global_rank: int
+    stage_id: int
+    pipe_parallel_size: int
+    data_parallel_size: int
+    slice_parallel_size: int
     dp_proc_group: dist.ProcessGroup
     pp_proc_group: dist.ProcessGroup
     slice_proc_group: dist.ProcessGroup
@@ -218,27 +228,15 @@ class PipelineParallelGrid(Getters):
             axes: the mesh's axes for each of the topology's.
         """
         self._topo, self._topology, self.mesh = given, ours, mesh
-        self.global_rank, self.world_size = mesh.global_rank, mesh.layout.world_size
-        self.pipe_parallel_size = ours.get_dim("pipe")
-        self.data_parallel_size = ours.get_dim("data")
-        self.model_parallel_size = max(ours.get_dim("model"), 1)
-        self.slice_parallel_size = self.model_parallel_size
-        self.stage_id, self.data_parallel_id = self.get_stage_id(), self.get_data_parallel_id()
+        self.world_size = mesh.layout.world_size
+        replica = [own for axis, owns in axes.items() if axis != "data" for own in owns]
+        kinds = {"pipe": axes["pipe"], "data": axes["data"], "model": replica, "slice": axes.get("model", ())}
+        for kind, of_kind in answers(mesh, kinds).items():
+            for answer, attribute in _ATTRIBUTES[kind].items():
+                setattr(self, attribute, of_kind[answer])
+        self.model_parallel_size = self.slice_parallel_size
         self.is_first_stage = self.stage_id == 0
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
-
-        def members(own: Sequence[str]) -> list[int]:
-            return list(mesh.ranks(*own)) if own else [self.global_rank]
-
-        replica = [own for axis, owns in axes.items() if axis != "data" for own in owns]
-        ranks = members(replica)
-        self.ds_model_proc_group = get_or_create_group(mesh, replica)
-        self.ds_model_world_size, self.ds_model_rank = len(ranks), ranks.index(self.global_rank)
-        self.dp_group, self.dp_proc_group = members(axes["data"]), get_or_create_group(mesh, axes["data"])
-        self.pp_group, self.pp_proc_group = members(axes["pipe"]), get_or_create_group(mesh, axes["pipe"])
-        slices = axes.get("model", ())
-        self._slice_rank = self._coordinate("model") if slices else 0
-        self.slice_group, self.slice_proc_group = members(slices), get_or_create_group(mesh, slices)
 
     @cached_property
     def dp_groups(self) -> list[list[int]]:

@@ -17,7 +17,7 @@ from namedmesh.mesh import NamedMesh
 from namedmesh.views import named
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch.distributed as dist
 
@@ -25,6 +25,7 @@ __all__ = [
     "Getters",
     "ModelParallelUnit",
     "SequenceParallelUnit",
+    "answers",
     "axis_map",
     "check_mesh",
     "get_or_create_group",
@@ -109,6 +110,20 @@ def check_mesh(mesh: object, call: str) -> None:
         )
     if mesh.closed:
         raise MeshError(f"the mesh over {mesh.layout} was closed; give {call} an open one")
+
+
+def answers(mesh: NamedMesh, kinds: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
+    """Return what the getters answer for each kind of parallelism, by the axes that it is over; communicates."""
+    rank = mesh.global_rank
+    of_kinds: dict[str, dict[str, Any]] = {"world": {"rank": rank}}
+    for kind, axes in kinds.items():
+        group, ranks = (
+            get_or_create_group(mesh, axes),
+            list(mesh.layout.group(rank, *axes)) if axes else [rank],
+        )
+        numbers = {"size": len(ranks), "rank": ranks.index(rank), "first": ranks[0]}
+        of_kinds[kind] = {"group": group, "ranks": ranks, **numbers}
+    return of_kinds
 
 
 def _group(kind: str, text: str) -> Callable[[Getters], dist.ProcessGroup]:
@@ -229,17 +244,7 @@ class ModelParallelUnit(Getters):
 
     def __init__(self, mesh: NamedMesh, kinds: dict[str, tuple[str, ...]]) -> None:
         self.mesh = mesh
-        layout, rank = mesh.layout, mesh.global_rank
-        self._answers: dict[str, dict[str, Any]] = {"world": {"rank": rank}}
-        for kind, axes in kinds.items():
-            ranks = layout.group(rank, *axes) if axes else (rank,)
-            self._answers[kind] = {
-                "group": get_or_create_group(mesh, axes),
-                "ranks": ranks,
-                "size": len(ranks),
-                "rank": ranks.index(rank),
-                "first": ranks[0],
-            }
+        self._answers = answers(mesh, kinds)
 
     def __getattr__(self, name: str) -> Any:
         # DeepSpeed looks for names with hasattr: an answer here would change what it does.

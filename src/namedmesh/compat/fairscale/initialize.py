@@ -92,7 +92,7 @@ def initialize_model_parallel(
     Every rank of the world calls it with the same arguments. :func:`current_mesh` returns the mesh.
 
     Args:
-        model_parallel_size_: how many ranks share each layer (tp). A size above that of the world is cut down
+        model_parallel_size_: how many ranks share each layer (tp). A size above that of the world is reduced
             to it, with a warning.
         pipeline_length: how many stages the layers are in (pp).
         model_parallel_backend: the backend of the model-parallel groups; by default the default group's.
@@ -108,7 +108,7 @@ def initialize_model_parallel(
         AgreementError: the other ranks did not call this, or not with the same arguments.
 
     Warns:
-        UserWarning: the size was cut down.
+        UserWarning: the size was reduced.
     """
     DIALECT.initialize(
         {"tp": int(model_parallel_size_), "pp": pipeline_length, "cp": context_parallel_size},
@@ -117,12 +117,12 @@ def initialize_model_parallel(
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether there are model-, data- and pipeline-parallel groups."""
+    """Return whether there are model-, data- and pipeline-parallel groups."""
     return None not in {_STATE.tp_group, _STATE.dp_group, _STATE.pp_group}
 
 
 def get_model_parallel_group() -> dist.ProcessGroup:
-    """This rank's model-parallel group: the ranks that share each layer.
+    """Return this rank's model-parallel group: the ranks that share each layer.
 
     Raises:
         ContractError: nothing is initialized or bound, as with every accessor here.
@@ -131,12 +131,12 @@ def get_model_parallel_group() -> dist.ProcessGroup:
 
 
 def get_model_parallel_ranks() -> list[int]:
-    """The global ranks of the model-parallel group."""
+    """Return the global ranks of the model-parallel group."""
     return dist.get_process_group_ranks(get_model_parallel_group())
 
 
 def get_model_parallel_world_size() -> int:
-    """The number of model-parallel ranks."""
+    """Return the number of model-parallel ranks."""
     return _require(_STATE.tp_size, "the size of the model-parallel group")
 
 
@@ -146,12 +146,12 @@ def get_model_parallel_rank() -> int:
 
 
 def get_model_parallel_src_rank() -> int:
-    """The global rank of the first of the model-parallel group, from which the others get data."""
+    """Return the global rank of the first of the model-parallel group, from which the others get data."""
     return DIALECT.first_rank()
 
 
 def get_data_parallel_ranks() -> list[int]:
-    """The global ranks of the data-parallel group; the original has no variable for them."""
+    """Return the global ranks of the data-parallel group; the original has no variable for them."""
     return dist.get_process_group_ranks(get_data_parallel_group())
 
 

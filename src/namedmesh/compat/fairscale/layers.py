@@ -9,10 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from namedmesh.compat import parallel_layers
 from namedmesh.compat.fairscale.initialize import DIALECT
+from namedmesh.compat.partition import divide_and_check_no_remainder
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from namedmesh.tensor_parallel.collectives import RankGroup
 
 __all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
@@ -27,7 +32,7 @@ class _ModelParallel:
 
 
 class ColumnParallelLinear(_ModelParallel, parallel_layers.ColumnParallelLinear):
-    """A linear layer whose output features are cut over the model-parallel ranks.
+    """A linear layer whose output features are sharded over the model-parallel ranks.
 
     Arguments, shapes and errors are those of :class:`namedmesh.compat.parallel_layers.ColumnParallelLinear`.
 
@@ -46,7 +51,7 @@ class ColumnParallelLinear(_ModelParallel, parallel_layers.ColumnParallelLinear)
 
 
 class RowParallelLinear(_ModelParallel, parallel_layers.RowParallelLinear):
-    """A linear layer whose input features are cut over the model-parallel ranks.
+    """A linear layer whose input features are sharded over the model-parallel ranks.
 
     Arguments, shapes and errors are those of :class:`namedmesh.compat.parallel_layers.RowParallelLinear`.
 
@@ -64,14 +69,52 @@ class RowParallelLinear(_ModelParallel, parallel_layers.RowParallelLinear):
 
 
 class VocabParallelEmbedding(_ModelParallel, parallel_layers.VocabParallelEmbedding):
-    """An embedding whose vocabulary is cut over the model-parallel ranks.
+    """An embedding whose vocabulary is sharded over the model-parallel ranks.
 
     Arguments, shapes and errors are those of :class:`namedmesh.compat.parallel_layers.VocabParallelEmbedding`.
     """
 
 
 class ParallelEmbedding(_ModelParallel, parallel_layers.ParallelEmbedding):
-    """An embedding whose features are cut over the model-parallel ranks.
+    """An embedding whose features are sharded over the model-parallel ranks.
 
     Arguments, shapes and errors are those of :class:`namedmesh.compat.parallel_layers.ParallelEmbedding`.
     """
+
+
+def _initialize_affine_weight(  # noqa: PLR0917  the original's signature
+    weight: torch.Tensor,
+    out_features: int,
+    in_features: int,
+    per_partition_size: int,
+    partition_dim: int,
+    init_method: Callable[[torch.Tensor], object],
+    stride: int = 1,
+    return_master_weight: bool = False,
+) -> torch.Tensor | None:
+    """Draw a whole weight, and copy this rank's shard of it into ``weight``; ranks must be seeded alike.
+
+    Args:
+        weight: the shard.
+        out_features: the first length of the whole weight.
+        in_features: its second length.
+        per_partition_size: the length of the shard along the dim that is sharded.
+        partition_dim: that dim.
+        init_method: fills the whole weight.
+        stride: the number of blocks that the dim is made of, each sharded on its own.
+        return_master_weight: return the whole weight.
+
+    Raises:
+        ContractError: the stride does not divide the length of the shard, or there are no ranks yet.
+    """
+    peers = DIALECT.peers()
+    whole = weight
+    if peers.size > 1:
+        whole = torch.empty(out_features, in_features, dtype=weight.dtype, device=weight.device)
+    init_method(whole)
+    if peers.size > 1:
+        block = divide_and_check_no_remainder(per_partition_size, stride)
+        blocks = whole.split(block, dim=partition_dim)[peers.rank :: peers.size]
+        with torch.no_grad():
+            weight.copy_(torch.cat(blocks, dim=partition_dim))
+    return whole if return_master_weight else None

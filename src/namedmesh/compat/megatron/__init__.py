@@ -24,11 +24,17 @@ from namedmesh.compat.megatron.initialize import (
     initialize_model_parallel,
     unbind,
 )
-from namedmesh.compat.megatron.process_groups_config import ProcessGroupCollection, process_groups
+from namedmesh.compat.megatron.process_groups_config import (
+    MultiModuleProcessGroupCollection,
+    ProcessGroupCollection,
+    process_groups,
+)
+from namedmesh.compat.megatron.release import select as select_release
 
 __all__ = [
     "Bound",
     "HyperCommGrid",
+    "MultiModuleProcessGroupCollection",
     "ProcessGroupCollection",
     "bind",
     "current_mesh",
@@ -37,6 +43,7 @@ __all__ = [
     "install",
     "parallel_state",
     "process_groups",
+    "select_release",
     "tensor_parallel",
     "unbind",
     "uninstall",
@@ -60,12 +67,18 @@ _REPLACEMENT = Replacement(
 )
 
 
-def install() -> None:
+def install(version: str | None = None) -> None:
     """Put the dialect under ``megatron.core.parallel_state`` and ``megatron.core.mpu``.
 
     Where megatron-core is installed, its own modules then work on our groups. Where it is not, the packages
     ``megatron`` and ``megatron.core`` are made up, and also have ``tensor_parallel``, ``process_groups_config``
     and ``hyper_comm_grid``. Call it before the first import of ``megatron.core``; a second call does nothing.
+
+    Args:
+        version: the release to answer as, as for :func:`select_release`.
+
+    Raises:
+        ContractError: it is no version.
 
     Warns:
         UserWarning: modules of megatron-core were imported before, and keep the original; it names them.
@@ -76,6 +89,7 @@ def install() -> None:
         megatron.install()
         from megatron.core import mpu      # ours
     """
+    select_release(version)
     _REPLACEMENT.install()
 
 

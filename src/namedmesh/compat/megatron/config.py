@@ -13,23 +13,38 @@ from namedmesh.compat.errors import ContractError, ContractFileNotFoundError, Co
 from namedmesh.compat.megatron.rank_generator import (
     default_embedding_ranks,
     default_position_embedding_ranks,
+    insert_gtp_remat,
     ordered_tokens,
 )
-from namedmesh.dialects import DIALECTS, arrange
+from namedmesh.dialects import DIALECTS
 from namedmesh.errors import NamedMeshError
+from namedmesh.layout import Layout
 from namedmesh.options import GroupOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["ParallelConfig", "check_net_names"]
+__all__ = ["BINDABLE", "ParallelConfig", "check_net_names"]
 
-_MEGATRON = DIALECTS["megatron"]
+BINDABLE = (
+    "virtual_pipeline_model_parallel_size",
+    "hierarchical_context_parallel_sizes",
+    "hybrid_context_parallel",
+    "num_distributed_optimizer_instances",
+    "get_embedding_ranks",
+    "get_position_embedding_ranks",
+    "create_gloo_process_groups",
+    "create_all_gather_group",
+)
+"""The arguments that the axes of a mesh do not determine, which ``bind`` takes."""
+
+_DENSE = {"tp": "tp", "cp": "cp", "dp": "dp", "pp": "pp", "gtp_remat": "gtp_remat"}
+_EXPERT = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp", "gtp_remat": "egtp_remat"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ParallelConfig:
-    """The arguments of ``initialize_model_parallel`` under its names; ``bind`` leaves out what a mesh determines."""
+    """The arguments of ``initialize_model_parallel``, which describes them; ``bind`` takes :data:`BINDABLE`."""
 
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
@@ -37,28 +52,31 @@ class ParallelConfig:
     pipeline_model_parallel_comm_backend: str | None = None
     use_sharp: bool = False
     context_parallel_size: int = 1
-    hierarchical_context_parallel_sizes: tuple[int, ...] = ()
+    hierarchical_context_parallel_sizes: Sequence[int] | None = None
     hybrid_context_parallel: bool = False
     expert_model_parallel_size: int = 1
+    gtp_remat_size: int = 1
+    expert_gtp_remat_size: int = 1
     num_distributed_optimizer_instances: int = 1
     expert_tensor_parallel_size: int | None = None
     nccl_communicator_config_path: str | None = None
-    distributed_timeout_minutes: float = 30
-    order: str = _MEGATRON.order
-    get_embedding_ranks: Callable[[list[int]], list[int]] = default_embedding_ranks
-    get_position_embedding_ranks: Callable[[list[int]], list[int]] = default_position_embedding_ranks
+    distributed_timeout_minutes: int = 30
+    order: str = DIALECTS["megatron"].order
+    get_embedding_ranks: Callable[[list[int]], list[int]] | None = None
+    get_position_embedding_ranks: Callable[[list[int]], list[int]] | None = None
     create_gloo_process_groups: bool = True
     high_priority_stream_groups: Sequence[str] | None = None
     sharp_enabled_group: str | None = None
+    rank_offset: int = 0
+    local_world_size: int | None = None
     create_all_gather_group: bool | None = False
 
     # What follows from the arguments.
 
-    @property
-    def etp(self) -> int:
-        """The number of ranks that share each expert; by default as for everything else."""
-        etp = self.expert_tensor_parallel_size
-        return self.tensor_model_parallel_size if etp is None else etp
+    def ranks(self, world_size: int) -> range:
+        """Return the ranks of the mesh, in a world of some size."""
+        local = self.local_world_size
+        return range(world_size) if local is None else range(self.rank_offset, self.rank_offset + local)
 
     @property
     def sharp_group(self) -> str | None:
@@ -66,21 +84,24 @@ class ParallelConfig:
         return (self.sharp_enabled_group or "dp") if self.use_sharp else None
 
     @property
+    def levels(self) -> tuple[int, ...]:
+        """The sizes of the levels of cp, innermost first."""
+        return tuple(self.hierarchical_context_parallel_sizes or ())
+
+    @property
+    def stages_with_embeddings(self) -> dict[str, Callable[[list[int]], list[int]]]:
+        """The callbacks that choose the stages that hold embeddings, by the slot of their group."""
+        return {
+            "embedding_group": self.get_embedding_ranks or default_embedding_ranks,
+            "position_embedding_group": self.get_position_embedding_ranks or default_position_embedding_ranks,
+        }
+
+    @property
     def beside_sizes(self) -> tuple[object, ...]:
         """What the groups of a mesh depend on beside its axes; a mesh that is bound with the same needs no new ones."""
-        return (
-            self.virtual_pipeline_model_parallel_size,
-            self.hierarchical_context_parallel_sizes,
-            self.hybrid_context_parallel,
-            self.num_distributed_optimizer_instances,
-            self.get_embedding_ranks,
-            self.get_position_embedding_ranks,
-            self.create_gloo_process_groups,
-            bool(self.create_all_gather_group),
-            self.pipeline_model_parallel_comm_backend,
-            self.sharp_group,
-            self.options,
-        )
+        bindable = [getattr(self, name) for name in BINDABLE if name != "hierarchical_context_parallel_sizes"]
+        backend = self.pipeline_model_parallel_comm_backend
+        return (*bindable, self.levels, backend, self.sharp_group, self.options)
 
     @cached_property
     def options(self) -> dict[str, GroupOptions]:
@@ -120,8 +141,11 @@ class ParallelConfig:
     # The checks, in the order of the original's. An error carries all problems of its step; its type is what the
     # original raises for the first.
 
-    def validate(self, world_size: int) -> AxisMap:
-        """Check every argument, and return the layouts that the sizes and the order describe.
+    def validate(self, world_size: int) -> tuple[Layout, Layout]:
+        """Check every argument, and return the layouts of the mesh and of its expert view.
+
+        Args:
+            world_size: the number of ranks of the default group.
 
         Raises:
             ContractError: what the original asserts.
@@ -129,31 +153,19 @@ class ParallelConfig:
             ContractFileNotFoundError: there is no file of NCCL settings at the path.
             ContractKeyError: the order names something unknown.
         """
-        _raise_all([*self._sharp_problems(), *self._size_problems(world_size)])
+        world = world_size if self.local_world_size is None else self.local_world_size
+        _raise_all([*self._sharp_problems(), *self._size_problems(world, world_size)])
         _ = self.options
-        arrangement = arrange(
-            _MEGATRON,
-            {
-                "tp": self.tensor_model_parallel_size,
-                "pp": self.pipeline_model_parallel_size,
-                "cp": self.context_parallel_size,
-                "ep": self.expert_model_parallel_size,
-                "etp": self.etp,
-            },
-            world_size=world_size,
-            order=self.order.lower(),
-            check_pipelines=False,
-        )
-        dense, expert = arrangement.dense, arrangement.expert or arrangement.dense
+        dense = self._layout(world, self._dense_sizes, "tp", _DENSE)
+        expert = self._layout(world, self._expert_sizes, "ep", _EXPERT)
         pp_inside = not self.order.endswith("pp") and dense["pp"] > 1 and expert["edp"] != dense["dp"]
         if pp_inside or dense.partition("pp") != expert.partition("pp"):
             raise ContractError(
                 f"the pipelines of {dense} and of the experts' {expert} do not fit together in the order "
                 f"{self.order!r}; put pp last in the order, or choose expert sizes that leave edp = dp"
             )
-        axis_map = AxisMap.identity(dense, expert)
-        _raise_all(self._group_problems(axis_map))
-        return axis_map
+        _raise_all(self._group_problems(AxisMap.from_layout(dense, "Megatron", {"expert": expert})))
+        return dense, expert
 
     def validate_for_mesh(self, axis_map: AxisMap) -> None:
         """Check what ``bind`` takes against the axes of a mesh.
@@ -164,61 +176,106 @@ class ParallelConfig:
         """
         _raise_all([*self._group_problems(axis_map), *self._virtual_problems(axis_map.size("pp"))])
 
+    @property
+    def _dense_sizes(self) -> dict[str, int]:
+        """The sizes that the world is divided by; dp is what is left."""
+        sizes = {
+            "tp": self.tensor_model_parallel_size,
+            "pp": self.pipeline_model_parallel_size,
+            "cp": self.context_parallel_size,
+        }
+        return sizes | ({"gtp_remat": self.gtp_remat_size} if self.gtp_remat_size != 1 else {})
+
+    @property
+    def _expert_sizes(self) -> dict[str, int]:
+        """The sizes that the world of the experts is divided by; edp is what is left."""
+        etp, egtp = self.expert_tensor_parallel_size, self.expert_gtp_remat_size
+        sizes = {
+            "tp": self.tensor_model_parallel_size if etp is None else etp,
+            "ep": self.expert_model_parallel_size,
+            "pp": self.pipeline_model_parallel_size,
+        }
+        return sizes | ({"gtp_remat": egtp} if egtp != 1 else {})
+
+    def _layout(
+        self, world: int, sizes: Mapping[str, int], gtp_remat_after: str, names: Mapping[str, str]
+    ) -> Layout:
+        """Return the layout of some sizes in the order, whose tokens are axes under other names."""
+        sizes = {**sizes, "dp": world // prod(sizes.values())}
+        tokens = [
+            token
+            for token in reversed(self._tokens(sizes, gtp_remat_after))
+            if token in names and token in sizes
+        ]
+        axes = [names[token] for token in tokens]
+        return Layout.from_shape(axes, [sizes[token] for token in tokens], rank_offset=self.rank_offset)
+
+    def _tokens(self, sizes: Mapping[str, int], gtp_remat_after: str) -> list[str]:
+        known = {token: sizes.get(token, 1) for token in ("tp", "pp", "dp", "ep", "cp")}
+        order = self.order
+        if "gtp_remat" in sizes or "gtp_remat" in order:
+            known["gtp_remat"] = sizes.get("gtp_remat", 1)
+            order = insert_gtp_remat(order, gtp_remat_after)  # in lower case only, as the original
+        return ordered_tokens(order, known)
+
     def _sharp_problems(self) -> Iterator[NamedMeshError]:
-        group = self.sharp_enabled_group
+        group, instances = self.sharp_enabled_group, self.num_distributed_optimizer_instances
         if not self.use_sharp and group is not None:
             yield ContractError(
                 f"sharp_enabled_group is {group!r}, but use_sharp is off; say use_sharp=True, or leave the group out"
             )
         if self.use_sharp and group not in {None, "dp", "dp_replica"}:
             yield ContractError(f"sharp_enabled_group is {group!r}; it is 'dp' or 'dp_replica'")
-        if self.use_sharp and group == "dp_replica" and self.num_distributed_optimizer_instances == 1:
+        if self.use_sharp and group == "dp_replica" and instances == 1:
             yield ContractError(
                 "sharp_enabled_group is 'dp_replica', which only several optimizer instances have; "
                 "set num_distributed_optimizer_instances, or use 'dp'"
             )
 
-    def _size_problems(self, world: int) -> Iterator[NamedMeshError]:
-        tp, pp, cp = (
-            self.tensor_model_parallel_size,
-            self.pipeline_model_parallel_size,
-            self.context_parallel_size,
-        )
-        sizes = {
-            "tensor_model_parallel_size": tp,
-            "pipeline_model_parallel_size": pp,
-            "context_parallel_size": cp,
-            "expert_model_parallel_size": self.expert_model_parallel_size,
-            "expert_tensor_parallel_size": self.etp,
-            "num_distributed_optimizer_instances": self.num_distributed_optimizer_instances,
-        }
-        if self.expert_tensor_parallel_size is None:
-            del sizes["expert_tensor_parallel_size"]
+    def _size_problems(self, world: int, world_size: int) -> Iterator[NamedMeshError]:
+        names = [
+            field.name
+            for field in fields(self)
+            if field.name.endswith("_size") and "virtual" not in field.name
+        ]
         wrong = {
             name: size
-            for name, size in sizes.items()
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1
+            for name in (*names, "num_distributed_optimizer_instances")
+            if (size := getattr(self, name)) is not None
+            and (not isinstance(size, int) or isinstance(size, bool) or size < 1)
         }
         if wrong:
             for name, size in wrong.items():
                 yield ContractRuntimeError(f"{name} is {size!r}; a size is a whole number from 1")
             return
-        dense = tp * pp * cp
+        gtp = {name: getattr(self, name) for name in ("gtp_remat_size", "expert_gtp_remat_size")}
+        if max(gtp.values()) > 1 and self.num_distributed_optimizer_instances > 1:
+            yield ContractError(
+                f"num_distributed_optimizer_instances is {self.num_distributed_optimizer_instances} and "
+                f"{' and '.join(f'{name} is {size}' for name, size in gtp.items() if size > 1)}; weights that are gathered "
+                "for each use go with one optimizer instance only"
+            )
+        dense = prod(self._dense_sizes.values())
         if world % dense:
             yield ContractRuntimeError(
-                f"the world of {world} ranks cannot be divided by tp={tp} x pp={pp} x cp={cp} = {dense}; "
-                "change a size, or start another number of ranks"
+                f"the world of {world} ranks cannot be divided by {_product(self._dense_sizes)} = {dense}; change a "
+                "size, or start another number of ranks"
             )
-        yield from self._virtual_problems(pp)
+        yield from self._virtual_problems(self.pipeline_model_parallel_size)
         try:
-            ordered_tokens(self.order, {"tp": tp, "pp": pp, "dp": world // dense, "ep": 1, "cp": cp})
+            self._tokens({**self._dense_sizes, "dp": world // dense}, "tp")
         except NamedMeshError as error:
             yield error
-        expert = self.etp * self.expert_model_parallel_size * pp
-        if world % expert:
+        experts = {"etp" if axis == "tp" else axis: size for axis, size in self._expert_sizes.items()}
+        if world % prod(experts.values()):
             yield ContractRuntimeError(
-                f"the world of {world} ranks cannot be divided by the experts' etp={self.etp} x "
-                f"ep={self.expert_model_parallel_size} x pp={pp} = {expert}; change a size"
+                f"the world of {world} ranks cannot be divided by the experts' {_product(experts)} = "
+                f"{prod(experts.values())}; change a size"
+            )
+        if not 0 <= self.rank_offset <= self.rank_offset + world <= world_size:
+            yield ContractRuntimeError(
+                f"rank_offset is {self.rank_offset} and local_world_size is {self.local_world_size}, which are not ranks "
+                f"of the world of {world_size}; change one of them"
             )
         backend = self.pipeline_model_parallel_comm_backend
         if backend not in {None, "nccl", "ucc"}:
@@ -239,11 +296,8 @@ class ParallelConfig:
             )
 
     def _group_problems(self, axis_map: AxisMap) -> Iterator[NamedMeshError]:
-        instances, dp_cp, cp = (
-            self.num_distributed_optimizer_instances,
-            axis_map.size("dp", "cp"),
-            axis_map.size("cp"),
-        )
+        instances, levels = self.num_distributed_optimizer_instances, self.levels
+        dp_cp, cp = axis_map.size("dp", "cp"), axis_map.size("cp")
         for name, size in (("dp x cp", dp_cp), ("edp", axis_map.size("edp"))):
             if instances < 1 or size % instances:
                 yield ContractError(
@@ -251,7 +305,6 @@ class ParallelConfig:
                 )
         if self.hybrid_context_parallel and dp_cp % 2:
             yield ContractError(f"hybrid_context_parallel needs an even dp x cp, and it is {dp_cp}")
-        levels = self.hierarchical_context_parallel_sizes
         if levels and prod(levels) != cp:
             yield ContractError(
                 f"hierarchical_context_parallel_sizes are {list(levels)}, which multiply to {prod(levels)}; "
@@ -275,6 +328,10 @@ def check_net_names(net_names: Mapping[str, object]) -> None:
     ]
     if problems:
         raise ContractRuntimeError(*problems)
+
+
+def _product(sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
 def _raise_all(problems: Iterable[NamedMeshError]) -> None:

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from namedmesh._torch import set_group_timeout
+from namedmesh.compat.axis_map import AxisMap
 from namedmesh.compat.errors import ContractRuntimeError
 from namedmesh.compat.megatron.config import check_net_names
-from namedmesh.compat.megatron.rank_generator import chunks, level_groups
-from namedmesh.compat.megatron.state import STATE, missing
+from namedmesh.compat.megatron.rank_generator import chunks, hybrid_sizes, level_groups
+from namedmesh.compat.megatron.state import ROWS, STATE, missing
 from namedmesh.errors import LayoutError
 from namedmesh.groups import new_group_by_everyone
 from namedmesh.options import GroupOptions, nccl_options
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
 __all__ = [
+    "create_all_gather_groups",
     "create_group",
     "create_hierarchical_groups",
     "create_hybrid_dp_cp_groups",
@@ -127,12 +129,55 @@ def create_hybrid_dp_cp_groups(rank: int, ranks: Sequence[int], pg_options: Any)
         This rank's group for each size.
     """
     groups: dict[int, Any] = {}
-    for power in range(1, len(ranks).bit_length() - 1):
-        for members in chunks(ranks, 2**power):
-            group = create_group(members, pg_options=pg_options, group_desc=f"HYBRID_DP_CP_GROUP_{2**power}")
+    for size in hybrid_sizes(len(ranks)):
+        for members in chunks(ranks, size):
+            group = create_group(members, pg_options=pg_options, group_desc=f"HYBRID_DP_CP_GROUP_{size}")
             if rank in members:
-                groups[2**power] = group
+                groups[size] = group
     return groups
+
+
+def create_all_gather_groups(
+    for_expert_parallelism: bool = False,
+    timeout: timedelta | None = None,
+    nccl_comm_cfgs: Mapping[str, Mapping[str, Any]] | None = None,
+) -> tuple[Any, Any]:
+    """Create second groups over the ranks of dp and cp, so that all-gathers overlap with reduce-scatters; communicates.
+
+    Every rank of the world calls it. The groups belong to the caller. Their ranks are those of
+    ``get_data_parallel_group`` in every order of the axes; the original has those of its default order.
+
+    Args:
+        for_expert_parallelism: create one over edp too, if ep is above 1.
+        timeout: the timeout of the groups.
+        nccl_comm_cfgs: NCCL settings by the names of groups, ``dp_cp`` and ``ep_dp``.
+
+    Returns:
+        This rank's group over dp and cp, and its group over edp or None.
+
+    Raises:
+        ContractRuntimeError: there is no parallel state yet.
+    """
+    mesh = STATE.mesh
+    if mesh is None:
+        raise ContractRuntimeError(
+            "create_all_gather_groups() needs the groups of the parallel state; call initialize_model_parallel(...) first"
+        )
+    axis_map = AxisMap.from_layout(mesh.layout, "Megatron", mesh.views)
+
+    def create(slot: str) -> Any:
+        options = get_nccl_options(ROWS[slot].key, nccl_comm_cfgs or {})
+        mine = None
+        for members in axis_map.groups(*ROWS[slot].axes):
+            group = create_group(
+                members, timeout=timeout, pg_options=options, group_desc=f"{ROWS[slot].variable}_AG"
+            )
+            mine = group if mesh.global_rank in members else mine
+        return mine
+
+    return create("dp_cp_group"), create(
+        "edp_group"
+    ) if for_expert_parallelism and STATE.ep_size > 1 else None
 
 
 def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]) -> Any:

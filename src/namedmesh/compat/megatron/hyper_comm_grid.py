@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
-from namedmesh.compat.errors import ContractKeyError, ContractRuntimeError
+from namedmesh.compat.errors import ContractAxisError, ContractKeyError, ContractRuntimeError
 from namedmesh.errors import LayoutError
 from namedmesh.groups import GroupPool
 from namedmesh.layout import Layout
@@ -21,8 +21,16 @@ if TYPE_CHECKING:
 
 __all__ = ["HyperCommGrid"]
 
+_BASE = "base"
 _NCCL_SETTINGS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
 _UNSET = -(2**31)  # what NCCL has for a setting without a value
+
+
+class _View(NamedTuple):
+    """A factoring of the ranks, and the dims that it has in common with the base view."""
+
+    layout: Layout
+    shared: frozenset[str]
 
 
 class HyperCommGrid:
@@ -41,8 +49,12 @@ class HyperCommGrid:
     Example:
         >>> import os
         >>> os.environ["WORLD_SIZE"] = "8"
-        >>> HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"]).get_rank_enum(["tp", "pp"])
+        >>> grid = HyperCommGrid([2, 2, 2], ["tp", "dp", "pp"])
+        >>> grid.get_rank_enum(["tp", "pp"])
         [[0, 1, 4, 5], [2, 3, 6, 7]]
+        >>> grid.register_view("expert", [4, 2], ["ep", "pp"], shared_dims=["pp"])
+        >>> grid.get_rank_enum("ep", view="expert")
+        [[0, 1, 2, 3], [4, 5, 6, 7]]
         >>> del os.environ["WORLD_SIZE"]
     """
 
@@ -63,34 +75,72 @@ class HyperCommGrid:
                 f"{self.layout} from rank {rank_offset} needs {self.layout.ranks.stop} ranks, and the world has {world}; "
                 "change a size or rank_offset"
             )
+        self._views = {_BASE: _View(self.layout, frozenset())}
         self._pool: GroupPool | None = None
         self._owns_pool = True
-        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._groups: dict[tuple[str, str], dist.ProcessGroup] = {}
 
     @classmethod
     def from_mesh(cls, mesh: NamedMesh) -> HyperCommGrid:
-        """A grid over a mesh that exists, with its axes as dims; groups are the mesh's own.
+        """Return a grid over a mesh that exists, with its axes as dims; groups are the mesh's own.
 
         Groups over one axis are there already; those over several that :meth:`create_pg` makes belong to the mesh.
         """
         layout = mesh.layout
         grid = cls(layout.sizes[::-1], layout.axes[::-1], layout.rank_offset)
         grid._pool, grid._owns_pool = mesh.pool, False
-        grid._groups = {axis: mesh.group(axis) for axis in layout.axes}
+        grid._groups = {(_BASE, axis): mesh.group(axis) for axis in layout.axes}
         return grid
+
+    def register_view(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dim_names: Sequence[str],
+        shared_dims: Sequence[str] | None = None,
+    ) -> None:
+        """Add another factoring of the same ranks; it does not communicate.
+
+        Args:
+            name: its name, for ``view=`` of the other methods.
+            shape: the size of each dim, fastest first.
+            dim_names: their names.
+            shared_dims: dims that are the same ranks in the base view, whose groups are therefore the same.
+
+        Raises:
+            LayoutError: the name is in use, the sizes do not multiply to those of the grid, or a shared dim is
+                missing or other ranks.
+        """
+        if name in self._views:
+            raise LayoutError(f"the grid has a view {name!r}; choose another name")
+        layout = Layout.from_shape(reversed(dim_names), reversed(shape), rank_offset=self.rank_offset)
+        if layout.world_size != self.size:
+            raise LayoutError(
+                f"view {name!r} has {layout.world_size} ranks, and the grid {self.size}; change a size"
+            )
+        shared = list(shared_dims or ())
+        for dims in [[dim] for dim in shared] + [shared] * bool(shared):
+            missing = [dim for dim in dims if dim not in layout or dim not in self.layout]
+            if missing or layout.partition(*dims) != self.layout.partition(*dims):
+                raise LayoutError(
+                    f"{dims} of view {name!r} are not the same ranks in {layout} and in {self.layout}; share others"
+                )
+        self._views[name] = _View(layout, frozenset(shared))
 
     def create_pg(
         self,
         dims: str | list[str],
         *,
+        view: str | None = None,
         timeout: timedelta | None = None,
         pg_options: Any = None,
         group_desc: str | None = None,
     ) -> dist.ProcessGroup | None:
-        """Make the groups over some dims; every rank of the grid calls it, and it communicates.
+        """Create the groups over some dims; every rank of the grid calls it, and it communicates.
 
         Args:
             dims: a name, or several in any order.
+            view: the view that they are in; by default the base view.
             timeout: the timeout of the groups.
             pg_options: torch's NCCL options: their ``config`` and stream priority are taken over.
             group_desc: accepted for the original's sake; groups are described by their dims.
@@ -99,65 +149,88 @@ class HyperCommGrid:
             This rank's group; None on a rank outside the grid.
 
         Raises:
-            ContractKeyError: the groups over these dims exist, or a name is unknown.
+            ContractKeyError: the groups over these dims exist, or there is no such view.
+            ContractAxisError: there is no such dim.
             LayoutError: options of another kind than NCCL's.
         """
         del group_desc
-        axes, key = self._ordered(dims)
+        layout, axes, key = self._ordered(dims, view)
         if key in self._groups:
             raise ContractKeyError(
-                f"the groups over {key!r} exist, and may have other options; get them with get_pg(), or close() the grid first"
+                f"the groups over {key[1]!r} exist, and may have other options; get them with get_pg(), or close() the "
+                "grid first"
             )
-        if dist.get_rank() not in self.layout.ranks:
+        if not self.is_current_rank_in_grid():
             return None
         if self._pool is None:
             self._pool = GroupPool()
         options = GroupOptions(backend=self.backend, timeout=timeout, **_settings(pg_options))
         self._pool.check_consistency(
             "HyperCommGrid.create_pg",
-            {"layout": repr(self.layout), "dims": key, "options": repr(options)},
-            ranks=self.layout.ranks,
-            wanted=[(self.layout, axes, options)],
+            {"layout": repr(layout), "dims": key[1], "options": repr(options)},
+            ranks=layout.ranks,
+            wanted=[(layout, axes, options)],
         )
-        group = self._groups[key] = self._pool.make(self.layout, axes, options)
+        group = self._groups[key] = self._pool.make(layout, axes, options)
         return group
 
-    def get_pg(self, dims: str | list[str]) -> dist.ProcessGroup:
-        """The group over some dims that :meth:`create_pg` made.
+    def get_pg(self, dims: str | list[str], *, view: str | None = None) -> dist.ProcessGroup:
+        """Return the group over some dims that :meth:`create_pg` created.
 
         Raises:
-            ContractKeyError: it was not made, or a name is unknown.
+            ContractKeyError: it was not created, or there is no such view.
+            ContractAxisError: there is no such dim.
         """
-        _, key = self._ordered(dims)
+        *_, key = self._ordered(dims, view)
         if key not in self._groups:
-            raise ContractKeyError(f"there are no groups over {key!r}; call create_pg first, on every rank")
+            raise ContractKeyError(
+                f"there are no groups over {key[1]!r}; call create_pg first, on every rank"
+            )
         return self._groups[key]
 
-    def get_rank_enum(self, dims: str | list[str]) -> list[list[int]]:
-        """The ranks of every group over some dims.
+    def get_rank_enum(self, dims: str | list[str], *, view: str | None = None) -> list[list[int]]:
+        """Return the ranks of every group over some dims.
 
         Raises:
-            ContractKeyError: a name is unknown.
+            ContractKeyError: there is no such view.
+            ContractAxisError: there is no such dim.
         """
-        axes, _ = self._ordered(dims)
-        return [list(ranks) for ranks in self.layout.groups(*axes)]
+        layout, axes, _ = self._ordered(dims, view, canonical=False)
+        return [list(ranks) for ranks in layout.groups(*axes)]
 
-    def close(self) -> None:
-        """Destroy the groups that the grid made; those of a mesh stay."""
+    def is_current_rank_in_grid(self) -> bool:
+        """Return whether this rank is one of the grid's."""
+        return dist.get_rank() in self.layout.ranks
+
+    def destroy(self) -> None:
+        """Destroy the groups that the grid created; those of a mesh stay."""
         if self._pool is not None and self._owns_pool:
             self._pool.close()
             self._pool = None
             self._groups.clear()
 
-    def _ordered(self, dims: str | list[str]) -> tuple[tuple[str, ...], str]:
-        names = [dims] if isinstance(dims, str) else list(dims)
-        unknown = [name for name in names if name not in self.layout]
-        if unknown or not names:
+    close = destroy
+
+    def _ordered(
+        self, dims: str | list[str], view: str | None, *, canonical: bool = True
+    ) -> tuple[Layout, tuple[str, ...], tuple[str, str]]:
+        """Return a layout, its axes for some dims, and the key of their group; shared dims are the base view's."""
+        name = _BASE if view is None else view
+        if name not in self._views:
             raise ContractKeyError(
-                f"{unknown or names} of {dims!r} is not among the dims {self.dim_names}; name one or more of them"
+                f"view {name!r} is none of the grid's, which are {', '.join(self._views)}; register it"
             )
-        axes = tuple(axis for axis in self.layout.axes if axis in names)
-        return axes, "-".join(axes)
+        layout, shared = self._views[name]
+        names = [dims] if isinstance(dims, str) else list(dims)
+        unknown = [each for each in names if each not in layout]
+        if unknown or not names:
+            raise ContractAxisError(
+                f"{unknown or names} of {dims!r} is not among the dims {list(layout.axes[::-1])}; name one or more of them"
+            )
+        if canonical and shared.issuperset(names):
+            name, layout = _BASE, self.layout
+        axes = tuple(axis for axis in layout.axes if axis in names)
+        return layout, axes, (name, "-".join(axes))
 
 
 def _world_size() -> int:

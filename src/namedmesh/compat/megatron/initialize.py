@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from functools import wraps
+from inspect import Signature, signature
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch.distributed as dist
 
 from namedmesh.compat.axis_map import AxisMap
 from namedmesh.compat.binding import Bindings, Bound
-from namedmesh.compat.errors import ContractError
-from namedmesh.compat.megatron.config import ParallelConfig
+from namedmesh.compat.errors import ContractError, ContractTypeError
+from namedmesh.compat.megatron import release
+from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer
+from namedmesh.compat.megatron.config import BINDABLE, ParallelConfig
 from namedmesh.compat.megatron.groups import axis_options, build_groups, wanted_groups
-from namedmesh.compat.megatron.rank_generator import default_embedding_ranks, default_position_embedding_ranks
 from namedmesh.compat.megatron.state import STATE
 from namedmesh.consistency import report_failure
-from namedmesh.errors import MeshError
+from namedmesh.dialects import DENSE, EXPERT
+from namedmesh.errors import MeshError, did_you_mean
 from namedmesh.groups import GroupPool
 from namedmesh.init import create_mesh, version_fields
 from namedmesh.launch import default_group_device
 from namedmesh.options import GroupOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from namedmesh.mesh import NamedMesh
 
@@ -43,20 +48,41 @@ _UCC_FIXED = {
 
 
 _BINDINGS = Bindings(STATE)
+_P = ParamSpec("_P")
+_NEW = {"gtp_remat_size", "expert_gtp_remat_size", "rank_offset", "local_world_size"}
+"""The arguments that releases before 0.19 have at another position, or not at all."""
 
 
-def bind(
-    mesh: NamedMesh,
-    *,
-    virtual_pipeline_model_parallel_size: int | None = None,
-    hierarchical_context_parallel_sizes: Sequence[int] | None = None,
-    hybrid_context_parallel: bool = False,
-    num_distributed_optimizer_instances: int = 1,
-    get_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
-    get_position_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
-    create_gloo_process_groups: bool = True,
-    create_all_gather_group: bool = False,
-) -> Bound:
+def _takes_fields_of(
+    config_type: Callable[_P, ParallelConfig],
+) -> Callable[[Callable[[ParallelConfig], None]], Callable[_P, None]]:
+    """Let a function of a :class:`ParallelConfig` take its fields as arguments.
+
+    Those that the selected release has can be given by position; those of another release by name.
+    """
+
+    def decorate(function: Callable[[ParallelConfig], None]) -> Callable[_P, None]:
+        @wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> None:
+            arguments = signature(call).bind(*args, **kwargs).arguments
+            function(ParallelConfig(**arguments))
+
+        def update_signature() -> None:
+            by_name = {"create_all_gather_group"} if release.newest() else _NEW
+            parameters = [
+                parameter.replace(kind=parameter.KEYWORD_ONLY) if parameter.name in by_name else parameter
+                for parameter in signature(config_type).parameters.values()
+            ]
+            parameters.sort(key=lambda parameter: parameter.kind)
+            vars(call)["__signature__"] = Signature(parameters)
+
+        release.on_change(update_signature)
+        return call
+
+    return decorate
+
+
+def bind(mesh: NamedMesh, **options: Any) -> Bound:
     """Answer from a mesh that exists; communicates the first time.
 
     Every rank of the mesh calls it. Groups that the mesh has are used, the others that Megatron knows are made,
@@ -66,14 +92,10 @@ def bind(
 
     Args:
         mesh: the mesh.
-        virtual_pipeline_model_parallel_size: how many virtual stages each rank has.
-        hierarchical_context_parallel_sizes: the sizes of the levels of the context-parallel group.
-        hybrid_context_parallel: whether there is a group for each power of two inside dp and cp.
-        num_distributed_optimizer_instances: how many optimizer instances share the replicas.
-        get_embedding_ranks: which ranks of a pipeline hold word embeddings; by default the first and the last.
-        get_position_embedding_ranks: which hold position embeddings; by default the first.
-        create_gloo_process_groups: whether the data-parallel groups have gloo groups beside them.
-        create_all_gather_group: whether there is a second communicator over dp and cp, for all-gathers.
+        **options: those arguments of :func:`initialize_model_parallel` that a mesh does not determine:
+            ``virtual_pipeline_model_parallel_size``, ``hierarchical_context_parallel_sizes``,
+            ``hybrid_context_parallel``, ``num_distributed_optimizer_instances``, ``get_embedding_ranks``,
+            ``get_position_embedding_ranks``, ``create_gloo_process_groups`` and ``create_all_gather_group``.
 
     Returns:
         A handle: in ``with bind(mesh):`` the binding ends with the block. Otherwise it lasts until the next
@@ -82,6 +104,7 @@ def bind(
     Raises:
         LayoutError: the mesh has axes that Megatron does not know.
         MeshError: what was given is no open mesh.
+        ContractTypeError: an argument that a mesh determines, or an unknown one.
         ContractError: sizes that do not divide, or ranks outside a pipeline from a callback.
         AgreementError: the other ranks did not call this, or not with the same arguments.
 
@@ -95,16 +118,15 @@ def bind(
         >>> mesh.close()
         >>> dist.destroy_process_group()
     """
-    config = ParallelConfig(
-        virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
-        hierarchical_context_parallel_sizes=tuple(hierarchical_context_parallel_sizes or ()),
-        hybrid_context_parallel=hybrid_context_parallel,
-        num_distributed_optimizer_instances=num_distributed_optimizer_instances,
-        get_embedding_ranks=get_embedding_ranks or default_embedding_ranks,
-        get_position_embedding_ranks=get_position_embedding_ranks or default_position_embedding_ranks,
-        create_gloo_process_groups=create_gloo_process_groups,
-        create_all_gather_group=create_all_gather_group,
-    )
+    other = [name for name in options if name not in BINDABLE]
+    if other:
+        raise ContractTypeError(
+            *(
+                f"bind() takes no {name!r}{did_you_mean(name, BINDABLE)}; it takes {', '.join(BINDABLE)}"
+                for name in other
+            )
+        )
+    config = ParallelConfig(**options)
     bound = _BINDINGS.rebind(mesh, config.beside_sizes)
     if bound is not None:
         return bound
@@ -136,32 +158,12 @@ def current_mesh() -> NamedMesh:
     return mesh
 
 
-def initialize_model_parallel(  # noqa: PLR0917  the original's signature
-    tensor_model_parallel_size: int = 1,
-    pipeline_model_parallel_size: int = 1,
-    virtual_pipeline_model_parallel_size: int | None = None,
-    pipeline_model_parallel_comm_backend: str | None = None,
-    use_sharp: bool = False,
-    context_parallel_size: int = 1,
-    hierarchical_context_parallel_sizes: list[int] | None = None,
-    hybrid_context_parallel: bool = False,
-    expert_model_parallel_size: int = 1,
-    num_distributed_optimizer_instances: int = 1,
-    expert_tensor_parallel_size: int | None = None,
-    nccl_communicator_config_path: str | None = None,
-    distributed_timeout_minutes: int = 30,
-    order: str = "tp-cp-ep-dp-pp",
-    get_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
-    get_position_embedding_ranks: Callable[[list[int]], list[int]] | None = None,
-    create_gloo_process_groups: bool = True,
-    high_priority_stream_groups: list[str] | None = None,
-    sharp_enabled_group: str | None = None,
-    create_all_gather_group: bool | None = False,
-) -> None:
+@_takes_fields_of(ParallelConfig)
+def initialize_model_parallel(config: ParallelConfig) -> None:  # noqa: D417  the fields of the configuration
     """Make a mesh of Megatron's sizes, with a view of the experts', and bind the accessors to it; communicates.
 
     Every rank of the world calls it with the same arguments. :func:`current_mesh` returns the mesh. The order
-    of arguments is the original's; they are used by name.
+    of arguments is that of the release that the dialect answers as (:func:`namedmesh.compat.megatron.select_release`).
 
     Args:
         tensor_model_parallel_size: how many ranks share each layer (tp).
@@ -173,6 +175,8 @@ def initialize_model_parallel(  # noqa: PLR0917  the original's signature
         hierarchical_context_parallel_sizes: the sizes of the levels of cp, innermost first.
         hybrid_context_parallel: make a group for each power of two inside dp and cp.
         expert_model_parallel_size: over how many ranks the experts are distributed (ep).
+        gtp_remat_size: over how many ranks weights are sharded that are gathered for each use (gtp_remat).
+        expert_gtp_remat_size: the same of the experts' weights (egtp_remat).
         num_distributed_optimizer_instances: how many optimizer instances share the replicas.
         expert_tensor_parallel_size: how many ranks share each expert (etp); by default tp.
         nccl_communicator_config_path: a YAML file of NCCL settings by the names of groups.
@@ -183,6 +187,9 @@ def initialize_model_parallel(  # noqa: PLR0917  the original's signature
         create_gloo_process_groups: make a gloo group beside each data-parallel group.
         high_priority_stream_groups: names of groups, such as "dp_cp", whose NCCL streams go first.
         sharp_enabled_group: "dp" (the default with ``use_sharp``) or "dp_replica".
+        rank_offset: the first rank; the ranks of the mesh are those from here.
+        local_world_size: the number of ranks of the mesh; by default that of the world. A rank outside of the mesh
+            need not call, and has no groups.
         create_all_gather_group: make a second communicator over dp and cp, for all-gathers.
 
     Raises:
@@ -204,61 +211,39 @@ def initialize_model_parallel(  # noqa: PLR0917  the original's signature
         >>> parallel_state.destroy_model_parallel()
         >>> dist.destroy_process_group()
     """
-    config = ParallelConfig(
-        tensor_model_parallel_size=tensor_model_parallel_size,
-        pipeline_model_parallel_size=pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
-        pipeline_model_parallel_comm_backend=pipeline_model_parallel_comm_backend,
-        use_sharp=use_sharp,
-        context_parallel_size=context_parallel_size,
-        hierarchical_context_parallel_sizes=tuple(hierarchical_context_parallel_sizes or ()),
-        hybrid_context_parallel=hybrid_context_parallel,
-        expert_model_parallel_size=expert_model_parallel_size,
-        num_distributed_optimizer_instances=num_distributed_optimizer_instances,
-        expert_tensor_parallel_size=expert_tensor_parallel_size,
-        nccl_communicator_config_path=nccl_communicator_config_path,
-        distributed_timeout_minutes=distributed_timeout_minutes,
-        order=order,
-        get_embedding_ranks=get_embedding_ranks or default_embedding_ranks,
-        get_position_embedding_ranks=get_position_embedding_ranks or default_position_embedding_ranks,
-        create_gloo_process_groups=create_gloo_process_groups,
-        high_priority_stream_groups=high_priority_stream_groups,
-        sharp_enabled_group=sharp_enabled_group,
-        create_all_gather_group=create_all_gather_group,
-    )
     if not dist.is_initialized():
         raise ContractError(
             "torch.distributed has no default group; call namedmesh.launch.init() or "
             "torch.distributed.init_process_group() before initialize_model_parallel()"
         )
-    world = dist.get_world_size()
+    world, rank = dist.get_world_size(), dist.get_rank()
     call = "megatron.initialize_model_parallel"
-    with report_failure(call, range(world)):
+    ranks = config.ranks(world)
+    with report_failure(call, ranks) if rank in ranks else nullcontext():
+        dense, expert = config.validate(world)
         if STATE.dp_group is not None:
             raise ContractError(
                 f"the parallel state is already initialized, for {_described()}; call destroy_model_parallel() first, "
                 "or bind another mesh beside it with namedmesh.compat.megatron.bind(mesh)"
             )
-        axis_map = config.validate(world)
+    if rank not in ranks:
+        STATE.memory_buffer = GlobalMemoryBuffer(default_group_device())
+        return
+    with report_failure(call, ranks):
+        axis_map = AxisMap.from_layout(dense, "Megatron", {EXPERT: expert})
         options = axis_options(axis_map, config)
         fields = config.fields_to_compare(axis_map) | version_fields()
-        pool = GroupPool(defaults=GroupOptions(timeout=timedelta(minutes=distributed_timeout_minutes)))
+        pool = GroupPool(defaults=GroupOptions(timeout=timedelta(minutes=config.distributed_timeout_minutes)))
     try:
-        pool.check_consistency(call, fields, ranks=range(world), wanted=wanted_groups(axis_map, options))
+        pool.check_consistency(call, fields, ranks=ranks, wanted=wanted_groups(axis_map, options))
         if config.pipeline_model_parallel_comm_backend == "ucc":
             _prepare_ucc()
-        dense_options = {
-            name: of_group
-            for name, of_group in options.items()
-            if set(name.split("_")) <= set(axis_map.dense)
-        }
-        mesh = create_mesh(axis_map.dense, pool, default_group_device(), dense_options)
+        mesh = create_mesh(dense, pool, default_group_device(), options[DENSE])
     except BaseException:
         pool.close()
         raise
     try:
-        expert_options = {name: of_group for name, of_group in options.items() if name not in dense_options}
-        mesh.create_view("expert", axis_map.expert, expert_options)
+        mesh.create_view(EXPERT, expert, options[EXPERT])
         groups = build_groups(mesh, axis_map, config)
     except BaseException:
         mesh.close()

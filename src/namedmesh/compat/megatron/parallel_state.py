@@ -19,6 +19,7 @@ Example:
     >>> parallel_state.destroy_model_parallel()
     >>> dist.destroy_process_group()
 """
+# ruff: noqa: I001, PLC0414  names of the original that other modules define are exported from here
 
 from __future__ import annotations
 
@@ -28,129 +29,100 @@ import torch.distributed as dist
 
 from namedmesh.compat.binding import make_patchable
 from namedmesh.compat.errors import ContractError, ContractKeyError
+from namedmesh.compat.megatron import release
 from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer, GlobalSymmetricMemoryBuffer
 from namedmesh.compat.megatron.create_groups import (
-    create_group,
-    create_hierarchical_groups,
-    create_hybrid_dp_cp_groups,
-    get_nccl_options,
-    logger,
-    overwrite_nccl_comm_cfgs,
-    update_pg_timeout,
+    create_all_gather_groups as create_all_gather_groups,
+    create_group as create_group,
+    create_hierarchical_groups as create_hierarchical_groups,
+    create_hybrid_dp_cp_groups as create_hybrid_dp_cp_groups,
+    get_nccl_options as get_nccl_options,
+    logger as logger,
+    overwrite_nccl_comm_cfgs as overwrite_nccl_comm_cfgs,
+    update_pg_timeout as update_pg_timeout,
 )
-from namedmesh.compat.megatron.initialize import destroy_model_parallel, initialize_model_parallel
+from namedmesh.compat.megatron.data_parallel import (
+    get_data_parallel_group as get_data_parallel_group,
+    get_data_parallel_rank as get_data_parallel_rank,
+    get_data_parallel_world_size as get_data_parallel_world_size,
+    get_expert_data_parallel_group as get_expert_data_parallel_group,
+    get_expert_data_parallel_rank as get_expert_data_parallel_rank,
+    get_expert_data_parallel_world_size as get_expert_data_parallel_world_size,
+    of_selected_release,
+    partial_without_cp,
+)
+from namedmesh.compat.megatron.initialize import (
+    destroy_model_parallel as destroy_model_parallel,
+    initialize_model_parallel as initialize_model_parallel,
+)
 from namedmesh.compat.megatron.rank_generator import (
-    RankGenerator,
-    default_embedding_ranks,
-    default_position_embedding_ranks,
-    generate_masked_orthogonal_rank_groups,
+    RankGenerator as RankGenerator,
+    default_embedding_ranks as default_embedding_ranks,
+    default_position_embedding_ranks as default_position_embedding_ranks,
+    generate_masked_orthogonal_rank_groups as generate_masked_orthogonal_rank_groups,
 )
 from namedmesh.compat.megatron.state import (
+    ROWS,
     STATE,
     VARIABLES,
-    missing,
     raise_missing,
     warn_deprecated,
     zero_or_raise,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "GlobalMemoryBuffer",
-    "GlobalSymmetricMemoryBuffer",
-    "RankGenerator",
-    "create_group",
-    "create_hierarchical_groups",
-    "create_hybrid_dp_cp_groups",
-    "default_embedding_ranks",
-    "default_position_embedding_ranks",
-    "destroy_global_memory_buffer",
-    "destroy_global_symmetric_memory_buffer",
-    "destroy_model_parallel",
-    "generate_masked_orthogonal_rank_groups",
-    "get_all_ranks",
-    "get_amax_reduction_group",
-    "get_context_parallel_global_ranks",
-    "get_context_parallel_group",
-    "get_context_parallel_rank",
-    "get_context_parallel_world_size",
-    "get_data_modulo_expert_parallel_group",
-    "get_data_parallel_group",
-    "get_data_parallel_group_gloo",
-    "get_data_parallel_rank",
-    "get_data_parallel_src_rank",
-    "get_data_parallel_world_size",
-    "get_embedding_group",
-    "get_expert_data_parallel_group",
-    "get_expert_data_parallel_group_gloo",
-    "get_expert_data_parallel_rank",
-    "get_expert_data_parallel_world_size",
-    "get_expert_model_parallel_group",
-    "get_expert_model_parallel_rank",
-    "get_expert_model_parallel_src_rank",
-    "get_expert_model_parallel_world_size",
-    "get_expert_tensor_and_model_parallel_group",
-    "get_expert_tensor_and_model_parallel_rank",
-    "get_expert_tensor_and_model_parallel_world_size",
-    "get_expert_tensor_model_pipeline_parallel_group",
-    "get_expert_tensor_parallel_group",
-    "get_expert_tensor_parallel_rank",
-    "get_expert_tensor_parallel_world_size",
-    "get_global_memory_buffer",
-    "get_global_symmetric_memory_buffer",
-    "get_hierarchical_context_parallel_groups",
-    "get_hybrid_data_context_parallel_groups",
-    "get_inter_distributed_optimizer_instance_group",
-    "get_intra_distributed_optimizer_instance_group",
-    "get_model_parallel_group",
-    "get_model_parallel_src_rank",
-    "get_nccl_options",
-    "get_pipeline_model_parallel_first_rank",
-    "get_pipeline_model_parallel_group",
-    "get_pipeline_model_parallel_last_rank",
-    "get_pipeline_model_parallel_next_rank",
-    "get_pipeline_model_parallel_prev_rank",
-    "get_pipeline_model_parallel_rank",
-    "get_pipeline_model_parallel_world_size",
-    "get_position_embedding_group",
-    "get_tensor_and_context_parallel_group",
-    "get_tensor_and_context_parallel_rank",
-    "get_tensor_and_context_parallel_world_size",
-    "get_tensor_and_data_parallel_group",
-    "get_tensor_model_parallel_group",
-    "get_tensor_model_parallel_rank",
-    "get_tensor_model_parallel_src_rank",
-    "get_tensor_model_parallel_world_size",
-    "get_virtual_pipeline_model_parallel_rank",
-    "get_virtual_pipeline_model_parallel_world_size",
-    "has_separate_all_gather_group",
-    "initialize_model_parallel",
-    "is_initialized",
-    "is_pipeline_first_stage",
-    "is_pipeline_last_stage",
-    "is_rank_in_embedding_group",
-    "is_rank_in_position_embedding_group",
-    "is_unitialized",
-    "logger",
-    "model_parallel_is_initialized",
-    "overwrite_nccl_comm_cfgs",
-    "set_data_parallel_rank",
-    "set_expert_model_parallel_rank",
-    "set_expert_model_parallel_world_size",
-    "set_expert_tensor_parallel_rank",
-    "set_expert_tensor_parallel_world_size",
-    "set_pipeline_model_parallel_rank",
-    "set_pipeline_model_parallel_world_size",
-    "set_tensor_model_parallel_rank",
-    "set_tensor_model_parallel_world_size",
-    "set_virtual_pipeline_model_parallel_rank",
-    "set_virtual_pipeline_model_parallel_world_size",
-    "update_pg_timeout",
-]
-
 _SYMMETRIC_MEGABYTES = 256
+
+
+def _number(base: str, answer: str, what: str, otherwise: Callable[[str], Any]) -> Callable[[], int]:
+    """Make the accessor of the slot ``{base}_{answer}`` of the state: a size or a rank, or ``otherwise(slot)``."""
+    slot, group = f"{base}_{answer}", f"{base}_group"
+
+    def accessor() -> int:
+        value = getattr(STATE, slot)
+        return otherwise(group) if value is None else value
+
+    accessor.__doc__ = f"Return {what}; a manual override takes precedence."
+    accessor.__name__ = f"get_{ROWS[group].name}_{'world_size' if answer == 'size' else 'rank'}"
+    return accessor
+
+
+def _size(base: str, what: str, otherwise: Callable[[str], Any] = zero_or_raise) -> Callable[[], int]:
+    return _number(base, "size", f"the number of {what}", otherwise)
+
+
+def _rank(base: str, otherwise: Callable[[str], Any] = zero_or_raise) -> Callable[[], int]:
+    label = ROWS[f"{base}_group"].name.replace("_", " ")
+    return _number(base, "rank", f"this rank's index in the {label} group", otherwise)
+
+
+def _none(_: str) -> None:
+    """Return None for a size or rank that there is not."""
+
+
+def _zero(_: str) -> int:
+    """Return 0 for a size or rank that there is not."""
+    return 0
+
+
+def _size_setter(base: str) -> Callable[[int | None], None]:
+    def setter(world_size: int | None) -> None:
+        """Override the size that the accessor returns; None undoes it."""
+        STATE.put(f"set_{base}_size", world_size)
+
+    return setter
+
+
+def _rank_setter(base: str) -> Callable[[int | None], None]:
+    def setter(rank: int | None) -> None:
+        """Override the rank that the accessor returns; None undoes it."""
+        STATE.put(f"set_{base}_rank", rank)
+
+    return setter
 
 
 def is_initialized() -> bool:
@@ -170,9 +142,10 @@ def model_parallel_is_initialized() -> bool:
 
 
 def get_all_ranks() -> str:
-    """Return this rank's coordinates in tp, dp, cp, pp and ep, joined by underscores."""
+    """Return this rank's coordinates in tp, gtp_remat (from release 0.19), dp, cp, pp and ep, joined by underscores."""
     ranks = (
         get_tensor_model_parallel_rank(),
+        *((get_gtp_weight_remat_rank(),) if release.newest() else ()),
         get_data_parallel_rank(),
         get_context_parallel_rank(),
         get_pipeline_model_parallel_rank(),
@@ -194,7 +167,7 @@ def get_model_parallel_src_rank() -> int:
     try:
         return STATE.mp_ranks[0]
     except TypeError:  # None, for want of ranks
-        raise missing("mp_group") from None
+        return raise_missing("mp_group")
 
 
 def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
@@ -202,16 +175,8 @@ def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGr
     return STATE.tp_group or STATE.get_or_create("tp_group", check_initialized)
 
 
-def get_tensor_model_parallel_world_size() -> int:
-    """Return the number of ranks that share each layer; a value that was set takes precedence."""
-    size = STATE.tp_size
-    return raise_missing("tp_group") if size is None else size
-
-
-def get_tensor_model_parallel_rank() -> int:
-    """Return this rank's index in the tensor-parallel group; a value that was set takes precedence."""
-    rank = STATE.tp_rank
-    return raise_missing("tp_group") if rank is None else rank
+get_tensor_model_parallel_world_size = _size("tp", "ranks that share each layer", raise_missing)
+get_tensor_model_parallel_rank = _rank("tp", raise_missing)
 
 
 def get_tensor_model_parallel_src_rank() -> int:
@@ -219,17 +184,26 @@ def get_tensor_model_parallel_src_rank() -> int:
     try:
         return STATE.tp_ranks[0]
     except TypeError:  # None, for want of ranks
-        raise missing("tp_group") from None
+        return raise_missing("tp_group")
 
 
-def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
-    """Override the tensor-parallel size; None undoes it."""
-    STATE.put("set_tp_size", world_size)
+set_tensor_model_parallel_world_size = _size_setter("tp")
+set_tensor_model_parallel_rank = _rank_setter("tp")
 
 
-def set_tensor_model_parallel_rank(rank: int | None) -> None:
-    """Override the tensor-parallel rank; None undoes it."""
-    STATE.put("set_tp_rank", rank)
+def get_gtp_weight_remat_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the group over which the weights are sharded that are gathered for each use."""
+    return STATE.gtp_group or STATE.get_or_create("gtp_group", check_initialized)
+
+
+get_gtp_weight_remat_world_size = _size("gtp", "ranks over which each weight is sharded", _zero)
+get_gtp_weight_remat_rank = _rank("gtp", _zero)
+
+
+def get_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int]:
+    """Return the global ranks of the group over which the weights are sharded, ascending."""
+    ranks = STATE.gtp_ranks
+    return raise_missing("gtp_group") if ranks is None and check_initialized else ranks
 
 
 def get_context_parallel_group(check_initialized: bool = True) -> ProcessGroup:
@@ -240,21 +214,11 @@ def get_context_parallel_group(check_initialized: bool = True) -> ProcessGroup:
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int]:
     """Return the global ranks of the context-parallel group, ascending."""
     ranks = STATE.cp_ranks
-    if ranks is None and check_initialized:
-        raise missing("cp_group")
-    return ranks
+    return raise_missing("cp_group") if ranks is None and check_initialized else ranks
 
 
-def get_context_parallel_world_size() -> int:
-    """Return the number of ranks that share each sequence; 0 without ``torch.distributed``."""
-    size = STATE.cp_size
-    return zero_or_raise("cp_group") if size is None else size
-
-
-def get_context_parallel_rank() -> int:
-    """Return this rank's index in the context-parallel group; 0 without ``torch.distributed``."""
-    rank = STATE.cp_rank
-    return zero_or_raise("cp_group") if rank is None else rank
+get_context_parallel_world_size = _size("cp", "ranks that share each sequence")
+get_context_parallel_rank = _rank("cp")
 
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[ProcessGroup]:
@@ -267,16 +231,8 @@ def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> Pro
     return STATE.tp_cp_group or STATE.get_or_create("tp_cp_group", check_initialized)
 
 
-def get_tensor_and_context_parallel_world_size() -> int:
-    """Return the number of ranks of tp and cp together; 0 without ``torch.distributed``."""
-    size = STATE.tp_cp_size
-    return zero_or_raise("tp_cp_group") if size is None else size
-
-
-def get_tensor_and_context_parallel_rank() -> int:
-    """Return this rank's index in tp and cp together; 0 without ``torch.distributed``."""
-    rank = STATE.tp_cp_rank
-    return zero_or_raise("tp_cp_group") if rank is None else rank
+get_tensor_and_context_parallel_world_size = _size("tp_cp", "ranks of tp and cp together")
+get_tensor_and_context_parallel_rank = _rank("tp_cp")
 
 
 def get_tensor_and_data_parallel_group(
@@ -309,33 +265,6 @@ def get_amax_reduction_group(
 # Data-parallel groups, with and without the context-parallel ranks, whole or in parts, on gloo too.
 
 
-def get_data_parallel_group(
-    with_context_parallel: bool = False,
-    partial_data_parallel: bool = False,
-    independent_all_gather: bool = False,
-) -> ProcessGroup:
-    """Return the group of the replicas of this rank's parameters: ``mesh.group("dp")``.
-
-    Args:
-        with_context_parallel: together with the ranks that share a sequence: ``mesh.group("dp", "cp")``.
-        partial_data_parallel: only those of this rank's optimizer instance; they include cp.
-        independent_all_gather: the second communicator over the same ranks, for all-gathers; it includes cp.
-
-    Raises:
-        ContractError: there is no such group, or a part is asked for without cp.
-    """
-    if not with_context_parallel:
-        group = STATE.dp_group or STATE.get_or_create("dp_group")
-        if partial_data_parallel:
-            raise _partial_without_cp()
-        return group
-    if partial_data_parallel:
-        return STATE.intra_dp_cp_group or STATE.get_or_create("intra_dp_cp_group")
-    if independent_all_gather:
-        return STATE.dp_cp_gather_group or STATE.get_or_create("dp_cp_gather_group")
-    return STATE.dp_cp_group or STATE.get_or_create("dp_cp_group")
-
-
 def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> ProcessGroup:
@@ -347,18 +276,11 @@ def get_data_parallel_group_gloo(
     if not with_context_parallel:
         group = STATE.dp_gloo or STATE.get_or_create("dp_gloo")
         if partial_data_parallel:
-            raise _partial_without_cp()
+            raise partial_without_cp()
         return group
     if partial_data_parallel:
         return STATE.intra_dp_cp_gloo or STATE.get_or_create("intra_dp_cp_gloo")
     return STATE.dp_cp_gloo or STATE.get_or_create("dp_cp_gloo")
-
-
-def _partial_without_cp() -> ContractError:
-    return ContractError(
-        "partial_data_parallel is True without with_context_parallel; a part for the optimizer includes the "
-        "context-parallel ranks, so say with_context_parallel=True too"
-    )
 
 
 def has_separate_all_gather_group() -> bool:
@@ -366,37 +288,7 @@ def has_separate_all_gather_group() -> bool:
     return STATE.separate_gather
 
 
-def get_data_parallel_world_size(
-    with_context_parallel: bool = False, partial_data_parallel: bool = False
-) -> int:
-    """Return the number of replicas, as for :func:`get_data_parallel_group`; a value that was set takes precedence; 0 without ``torch.distributed``."""
-    if with_context_parallel:
-        size = STATE.intra_dp_cp_size if partial_data_parallel else STATE.dp_cp_size
-    elif partial_data_parallel:
-        size = STATE.set_dp_size
-        if size is None:
-            get_data_parallel_group(partial_data_parallel=True)  # raises, and says why
-    else:
-        size = STATE.dp_size
-    return zero_or_raise("dp_group") if size is None else size
-
-
-def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
-    """Return this rank's index in :func:`get_data_parallel_group`; a value that was set takes precedence; 0 without ``torch.distributed``."""
-    if with_context_parallel:
-        rank = STATE.intra_dp_cp_rank if partial_data_parallel else STATE.dp_cp_rank
-    elif partial_data_parallel:
-        rank = STATE.set_dp_rank
-        if rank is None:
-            get_data_parallel_group(partial_data_parallel=True)  # raises, and says why
-    else:
-        rank = STATE.dp_rank
-    return zero_or_raise("dp_group") if rank is None else rank
-
-
-def set_data_parallel_rank(rank: int | None) -> None:
-    """Override the data-parallel rank; None undoes it."""
-    STATE.put("set_dp_rank", rank)
+set_data_parallel_rank = _rank_setter("dp")
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
@@ -404,7 +296,7 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     try:
         return STATE.dp_cp_ranks[0] if with_context_parallel else STATE.dp_ranks[0]
     except TypeError:  # None, for want of ranks
-        raise missing("dp_group") from None
+        return raise_missing("dp_group")
 
 
 def get_hybrid_data_context_parallel_groups(
@@ -439,44 +331,22 @@ def get_pipeline_model_parallel_group(check_initialized: bool = True) -> Process
     return STATE.pp_group or STATE.get_or_create("pp_group", check_initialized)
 
 
-def get_pipeline_model_parallel_world_size() -> int:
-    """Return the number of stages of a pipeline; a value that was set takes precedence."""
-    size = STATE.pp_size
-    return raise_missing("pp_group") if size is None else size
-
-
-def get_pipeline_model_parallel_rank() -> int:
-    """Return this rank's stage; a value that was set takes precedence."""
-    rank = STATE.pp_rank
-    return raise_missing("pp_group") if rank is None else rank
-
-
-def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    """Override the number of stages; None undoes it."""
-    STATE.put("set_pp_size", world_size)
-
-
-def set_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Override the stage of this rank; None undoes it."""
-    STATE.put("set_pp_rank", rank)
+get_pipeline_model_parallel_world_size = _size("pp", "stages of a pipeline", raise_missing)
+get_pipeline_model_parallel_rank = _rank("pp", raise_missing)
+set_pipeline_model_parallel_world_size = _size_setter("pp")
+set_pipeline_model_parallel_rank = _rank_setter("pp")
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
     """Return the global rank of the next stage; after the last comes the first: ``mesh.next("pp")``."""
-    return _stage_at_distance(1)
+    ranks = STATE.pp_ranks or raise_missing("pp_group")
+    return ranks[(STATE.pp_rank + 1) % STATE.pp_size]
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
     """Return the global rank of the previous stage; before the first comes the last: ``mesh.prev("pp")``."""
-    return _stage_at_distance(-1)
-
-
-def _stage_at_distance(distance: int) -> int:
-    ranks = STATE.pp_ranks
-    if ranks is None:
-        raise missing("pp_group")
-    stage = (STATE.pp_rank + distance) % STATE.pp_size
-    return ranks[stage]
+    ranks = STATE.pp_ranks or raise_missing("pp_group")
+    return ranks[(STATE.pp_rank - 1) % STATE.pp_size]
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
@@ -484,16 +354,13 @@ def get_pipeline_model_parallel_first_rank() -> int:
     try:
         return STATE.pp_ranks[0]
     except TypeError:  # None, for want of ranks
-        raise missing("pp_group") from None
+        return raise_missing("pp_group")
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
     """Return the global rank of the last stage."""
-    ranks = STATE.pp_ranks
-    if ranks is None:
-        raise missing("pp_group")
-    last = STATE.pp_size - 1
-    return ranks[last]
+    ranks = STATE.pp_ranks or raise_missing("pp_group")
+    return ranks[STATE.pp_size - 1]
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
@@ -594,6 +461,23 @@ def is_rank_in_position_embedding_group() -> bool:
 # The experts' groups, and the groups of the instances of a distributed optimizer.
 
 
+def get_expert_gtp_weight_remat_group(check_initialized: bool = True) -> ProcessGroup:
+    """Return the group over which the experts' weights are sharded that are gathered for each use."""
+    return STATE.egtp_group or STATE.get_or_create("egtp_group", check_initialized)
+
+
+get_expert_gtp_weight_remat_world_size = _size(
+    "egtp", "ranks over which each expert's weight is sharded", _zero
+)
+get_expert_gtp_weight_remat_rank = _rank("egtp", _zero)
+
+
+def get_expert_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int]:
+    """Return the global ranks of the group over which the experts' weights are sharded, ascending."""
+    ranks = STATE.egtp_ranks
+    return raise_missing("egtp_group") if ranks is None and check_initialized else ranks
+
+
 def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the group of the ranks over which the experts are distributed: ``mesh.group("ep")``."""
     return STATE.ep_group or STATE.get_or_create("ep_group", check_initialized)
@@ -604,29 +488,13 @@ def get_expert_model_parallel_src_rank() -> int:
     try:
         return STATE.ep_ranks[0]
     except TypeError:  # None, for want of ranks
-        raise missing("ep_group") from None
+        return raise_missing("ep_group")
 
 
-def get_expert_model_parallel_world_size() -> int:
-    """Return the number of ranks over which the experts are distributed; a value that was set takes precedence; 0 without ``torch.distributed``."""
-    size = STATE.ep_size
-    return zero_or_raise("ep_group") if size is None else size
-
-
-def get_expert_model_parallel_rank() -> int:
-    """Return this rank's index in the expert-parallel group; a value that was set takes precedence; 0 without ``torch.distributed``."""
-    rank = STATE.ep_rank
-    return zero_or_raise("ep_group") if rank is None else rank
-
-
-def set_expert_model_parallel_world_size(world_size: int | None) -> None:
-    """Override the expert-parallel size; None undoes it."""
-    STATE.put("set_ep_size", world_size)
-
-
-def set_expert_model_parallel_rank(rank: int | None) -> None:
-    """Override the expert-parallel rank; None undoes it."""
-    STATE.put("set_ep_rank", rank)
+get_expert_model_parallel_world_size = _size("ep", "ranks over which the experts are distributed")
+get_expert_model_parallel_rank = _rank("ep")
+set_expert_model_parallel_world_size = _size_setter("ep")
+set_expert_model_parallel_rank = _rank_setter("ep")
 
 
 def get_expert_tensor_parallel_group(check_initialized: bool = True) -> ProcessGroup:
@@ -634,24 +502,10 @@ def get_expert_tensor_parallel_group(check_initialized: bool = True) -> ProcessG
     return STATE.etp_group or STATE.get_or_create("etp_group", check_initialized)
 
 
-def get_expert_tensor_parallel_world_size() -> int | None:
-    """Return the number of ranks that share each expert; a value that was set takes precedence, for tp where there are no groups."""
-    return STATE.etp_size
-
-
-def get_expert_tensor_parallel_rank() -> int | None:
-    """Return this rank's index among those that share each expert; a value that was set takes precedence, for tp where there are no groups."""
-    return STATE.etp_rank
-
-
-def set_expert_tensor_parallel_world_size(world_size: int | None) -> None:
-    """Override the experts' tensor-parallel size; None undoes it."""
-    STATE.put("set_etp_size", world_size)
-
-
-def set_expert_tensor_parallel_rank(rank: int | None) -> None:
-    """Override the experts' tensor-parallel rank; None undoes it."""
-    STATE.put("set_etp_rank", rank)
+get_expert_tensor_parallel_world_size = _size("etp", "ranks that share each expert", _none)
+get_expert_tensor_parallel_rank = _rank("etp", _none)
+set_expert_tensor_parallel_world_size = _size_setter("etp")
+set_expert_tensor_parallel_rank = _rank_setter("etp")
 
 
 def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
@@ -659,30 +513,17 @@ def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -
     return STATE.etp_ep_group or STATE.get_or_create("etp_ep_group", check_initialized)
 
 
-def get_expert_tensor_and_model_parallel_world_size() -> int:
-    """Return the number of ranks of etp and ep together; 0 without ``torch.distributed``."""
-    size = STATE.etp_ep_size
-    return zero_or_raise("etp_ep_group") if size is None else size
+get_expert_tensor_and_model_parallel_world_size = _size("etp_ep", "ranks of etp and ep together")
+get_expert_tensor_and_model_parallel_rank = _rank("etp_ep")
 
 
-def get_expert_tensor_and_model_parallel_rank() -> int:
-    """Return this rank's index in etp and ep together; 0 without ``torch.distributed``."""
-    rank = STATE.etp_ep_rank
-    return zero_or_raise("etp_ep_group") if rank is None else rank
-
-
-def get_expert_tensor_model_pipeline_parallel_group(check_initialized: bool = True) -> ProcessGroup:
-    """Return the group over etp, ep and pp together: one full set of the experts of the model."""
-    return STATE.etp_ep_pp_group or STATE.get_or_create("etp_ep_pp_group", check_initialized)
-
-
-def get_expert_data_parallel_group(
-    check_initialized: bool = True, partial_expert_data_parallel: bool = False
+def get_expert_tensor_model_pipeline_parallel_group(
+    check_initialized: bool = True, with_egtp_remat: bool = False
 ) -> ProcessGroup:
-    """Return the group of the replicas of this rank's experts: ``mesh.group("edp")``, or its part in an optimizer instance."""
-    if partial_expert_data_parallel:
-        return STATE.intra_edp_group or STATE.get_or_create("intra_edp_group", check_initialized)
-    return STATE.edp_group or STATE.get_or_create("edp_group", check_initialized)
+    """Return the group over etp, ep and pp together, and egtp_remat if asked: one full set of the experts of the model."""
+    if with_egtp_remat:
+        return STATE.etp_ep_pp_gtp_group or STATE.get_or_create("etp_ep_pp_gtp_group", check_initialized)
+    return STATE.etp_ep_pp_group or STATE.get_or_create("etp_ep_pp_group", check_initialized)
 
 
 def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> ProcessGroup:
@@ -698,18 +539,6 @@ def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = Fal
     if partial_expert_data_parallel:
         return STATE.intra_edp_gloo or STATE.get_or_create("intra_edp_gloo")
     return STATE.edp_gloo or STATE.get_or_create("edp_gloo")
-
-
-def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
-    """Return the number of replicas of this rank's experts; 0 without ``torch.distributed``."""
-    size = STATE.intra_edp_size if partial_expert_data_parallel else STATE.edp_size
-    return zero_or_raise("edp_group") if size is None else size
-
-
-def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
-    """Return this rank's index among the replicas of its experts; 0 without ``torch.distributed``."""
-    rank = STATE.intra_edp_rank if partial_expert_data_parallel else STATE.edp_rank
-    return zero_or_raise("edp_group") if rank is None else rank
 
 
 def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup:
@@ -763,7 +592,17 @@ def _set_global_symmetric_memory_buffer() -> None:
     )
 
 
+if not TYPE_CHECKING:  # Megatron's names: what the modules of the dialect define, but for its state
+    __all__ = [
+        name
+        for name, value in list(globals().items())
+        if not name.startswith("_")
+        and (value is logger or getattr(value, "__module__", "").startswith(f"{__package__}."))
+        and getattr(value, "__module__", "") != STATE.__module__
+    ]
+
 make_patchable(__name__, STATE, VARIABLES)
+release.on_change(lambda: globals().update(of_selected_release()))
 
 if TYPE_CHECKING:
 

@@ -2,65 +2,97 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
+from namedmesh.compat.megatron import release
 from namedmesh.compat.megatron.initialize import bind
 from namedmesh.compat.megatron.state import STATE
 from namedmesh.dialects import MEGATRON_GROUPS
 from namedmesh.errors import LayoutError, did_you_mean
+from namedmesh.groups import GroupPool
+from namedmesh.layout import Layout
+from namedmesh.options import GroupOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from namedmesh.mesh import NamedMesh
 
-__all__ = ["ProcessGroupCollection", "process_groups"]
+__all__ = ["MultiModuleProcessGroupCollection", "ProcessGroupCollection", "fields", "process_groups"]
 
-# In the order of the original.
-_ORDER = (
-    *("tp", "pp", "mp", "embd", "pos_embd", "cp", "tp_cp", "hcp"),
-    *("ep", "expt_tp", "tp_ep", "tp_ep_pp"),
-    *(
-        "tp_dp_cp",
-        "dp",
-        "dp_cp",
-        "expt_dp",
-        "intra_dp_cp",
-        "intra_expt_dp",
-        "inter_dist_opt",
-        "intra_dist_opt",
-    ),
-)
+_ORDER = [
+    "tp",
+    "pp",
+    "mp",
+    "embd",
+    "pos_embd",
+    "cp",
+    "tp_cp",
+    "hcp",
+    "ep",
+    "expt_tp",
+    "tp_ep",
+    "tp_ep_pp",
+    "tp_ep_pp_with_egtp_remat",
+    "tp_dp_cp",
+    "dp",
+    "dp_cp",
+    "dp_cp_gtp_remat",
+    "dp_cp_ag",
+    "gtp_remat",
+    "expt_gtp_remat",
+    "expt_dp",
+    "expt_dp_gtp_remat",
+    "expt_dp_ag",
+    "intra_dp_cp",
+    "intra_expt_dp",
+    "inter_dist_opt",
+    "intra_dist_opt",
+]
 _SLOTS = {row.field: row.slot for row in MEGATRON_GROUPS}
-_FIELDS = {field: _SLOTS[field] for field in _ORDER}
-"""The slot of the state that each field is."""
+_SHARED = ("dp", "dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "gtp_remat", "expt_gtp_remat")
+_INSTANCES = ("intra_dp_cp", "intra_expt_dp", "inter_dist_opt")
+
+
+def fields() -> list[str]:
+    """Return the names of the groups of a collection, in the order of the original, in the selected release."""
+    return [name for name in _ORDER if release.newest() or not ("gtp" in name or name.endswith("_ag"))]
 
 
 class ProcessGroupCollection:
     """Some or all of Megatron's groups, as attributes; megatron-core's layers take it as ``pg_collection=``.
 
     Args:
-        **groups: the groups by name: ``tp``, ``pp``, ``dp_cp``, ``expt_dp`` and so on. A group that is not
-            given is no attribute, so that ``hasattr`` tells.
+        **groups: the groups by name: ``tp``, ``pp``, ``dp_cp``, ``expt_dp`` and so on. One that is not given is
+            None; before release 0.19 it is no attribute.
 
     Raises:
         LayoutError: a name that is none of the groups.
 
     Example:
-        >>> ProcessGroupCollection(hcp=None)
-        ProcessGroupCollection(hcp(None))
+        >>> ProcessGroupCollection(hcp=None).hcp is None
+        True
     """
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, **groups: Any) -> None:
         _check(groups)
         vars(self).update(groups)
 
+    def __getattr__(self, name: str) -> Any:
+        if release.newest() and name in _ORDER:
+            return None
+        raise AttributeError(f"the collection has no group {name!r}{did_you_mean(name, _ORDER)}")
+
     def __repr__(self) -> str:
-        shown = [f"{name}({_sizes(vars(self)[name])})" for name in _FIELDS if name in vars(self)]
+        given = {name: vars(self)[name] for name in _ORDER if name in vars(self)}
+        shown = [
+            f"{name}({_sizes(group)})"
+            for name, group in given.items()
+            if group is not None or not release.newest()
+        ]
         return f"ProcessGroupCollection({', '.join(shown) or 'empty'})"
 
     @classmethod
@@ -74,9 +106,168 @@ class ProcessGroupCollection:
         Raises:
             LayoutError: a name that is none of the groups.
         """
-        names = list(_FIELDS) if required_pgs is None else list(required_pgs)
+        names = fields() if required_pgs is None else list(required_pgs)
         _check(names)
-        return cls(**{name: STATE.read(_FIELDS[name]) for name in names})
+        return cls(**{name: _group(name) for name in names})
+
+    @staticmethod
+    def is_gtp_remat_active(process_group_dict: Mapping[str, Any]) -> bool:
+        """Return whether a group over which weights are sharded, of the dictionaries below, has several ranks."""
+        groups = (process_group_dict.get(key) for key in ("gtp_remat_group", "expt_gtp_remat_group"))
+        return any(group is not None and group.size() > 1 for group in groups)
+
+    @staticmethod
+    def setup_process_groups_for_optimizer(
+        pg_collection: ProcessGroupCollection | None,
+        model_chunks: Sequence[Any],
+        use_gloo_process_groups: bool = True,
+    ) -> dict[str, Any]:
+        """Return the groups of an optimizer, by the names that megatron-core has for them.
+
+        Args:
+            pg_collection: the groups to take them from; None for those of the accessors.
+            model_chunks: the parts of the model; the first tells whether there are several optimizer instances.
+            use_gloo_process_groups: with gloo groups, which a collection does not have.
+
+        Raises:
+            LayoutError: a group that is needed is not in the collection.
+        """
+        ddp_config = getattr(model_chunks[0], "ddp_config", None)
+        if pg_collection is None:
+            result = {f"{name}_group": _required(name) for name in (*_SHARED, "mp", "intra_dist_opt")}
+            pair = {"expt_tp_pp": "tp_ep_pp", "expt_tp_pp_with_egtp_remat": "tp_ep_pp_with_egtp_remat"}
+            result |= {f"{key}_group": _required(name) for key, name in pair.items()}
+            several = getattr(ddp_config, "num_distributed_optimizer_instances", 1) > 1
+            result["inter_dist_opt_group"] = _required("inter_dist_opt") if several else None
+            gloo = use_gloo_process_groups and not ProcessGroupCollection.is_gtp_remat_active(result)
+        else:
+            result = _of_collection(
+                pg_collection, _config_of(model_chunks[0]), ddp_config, ("expt_dp", "mp", "tp_ep_pp")
+            )
+            given, gloo = vars(pg_collection), False
+            result |= {"mp_group": given["mp"], "expt_tp_pp_group": given["tp_ep_pp"]}
+            merged = given.get("tp_ep_pp_with_egtp_remat", given["tp_ep_pp"])
+            result |= {"expt_tp_pp_with_egtp_remat_group": merged, "intra_dist_opt_group": None}
+            if ddp_config is not None and ddp_config.use_distributed_optimizer:
+                _check_given(given, ("intra_dist_opt",))
+                result["intra_dist_opt_group"] = given["intra_dist_opt"]
+            if use_gloo_process_groups:
+                raise LayoutError(
+                    "a collection has no gloo groups; say use_gloo_process_groups=False, or leave pg_collection out"
+                )
+        for slot, name in (("intra_dp_cp_gloo", "intra_dp_cp"), ("intra_edp_gloo", "intra_expt_dp")):
+            result[f"{name}_group_gloo"] = STATE.get_or_create(slot) if gloo else None
+        return result
+
+    @staticmethod
+    def setup_process_groups_for_ddp(
+        pg_collection: ProcessGroupCollection | None, config: Any, ddp_config: Any
+    ) -> dict[str, Any]:
+        """Return the groups of Megatron's ``DistributedDataParallel``, by the names that megatron-core has for them.
+
+        Args:
+            pg_collection: the groups to take them from; None for those of the accessors. Where it has none of the
+                experts' replicas, a group of this rank alone stands in.
+            config: the configuration of the model, for its context-parallel size.
+            ddp_config: the configuration of the data parallelism.
+
+        Raises:
+            LayoutError: a group that is needed is not in the collection.
+        """
+        if pg_collection is None:
+            result = {f"{name}_group": _required(name) for name in (*_SHARED, "tp", "pp", "ep")}
+            several = ddp_config.num_distributed_optimizer_instances > 1
+            result["inter_dist_opt_group"] = _required("inter_dist_opt") if several else None
+            whole = ddp_config.use_distributed_optimizer
+            return result | {"intra_dist_opt_group": _required("intra_dist_opt") if whole else None}
+        if pg_collection.__dict__.get("expt_dp") is None:
+            pg_collection = ProcessGroupCollection(**{**vars(pg_collection), "expt_dp": _alone()})
+        result = _of_collection(pg_collection, config, ddp_config, ("tp", "pp", "ep"))
+        return result | {f"{name}_group": vars(pg_collection)[name] for name in ("tp", "pp", "ep")}
+
+
+@dataclass
+class MultiModuleProcessGroupCollection:
+    """The collections of several modules that this rank is part of, such as an encoder and a language model.
+
+    Args:
+        module_pgs: the collection of each module, by its name.
+        language_model_module_name: which of them is the language model; None if this rank has none.
+
+    Raises:
+        LayoutError: no module, or a language model that is none of them.
+
+    Example:
+        >>> groups = MultiModuleProcessGroupCollection({"encoder": ProcessGroupCollection(tp=None)})
+        >>> list(groups.keys()), groups.has_language_model()
+        (['encoder'], False)
+    """
+
+    module_pgs: dict[str, ProcessGroupCollection]
+    language_model_module_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.module_pgs:
+            raise LayoutError("module_pgs is empty; give the collection of at least one module")
+        if self.language_model_module_name is not None:
+            self.get_module_collection(self.language_model_module_name)
+
+    def get_language_model_collection(self) -> ProcessGroupCollection:
+        """Return the collection of the language model.
+
+        Raises:
+            LayoutError: this rank has no language model.
+        """
+        if self.language_model_module_name is None:
+            raise LayoutError("this rank has no language model; ask has_language_model() first")
+        return self.module_pgs[self.language_model_module_name]
+
+    def get_language_model_cp_size(self) -> int:
+        """Return the context-parallel size of the language model."""
+        return int(self.get_language_model_collection().cp.size())
+
+    def has_language_model(self) -> bool:
+        """Return whether this rank has a language model."""
+        return self.language_model_module_name is not None
+
+    def get_module_collection(self, module_name: str) -> ProcessGroupCollection:
+        """Return the collection of a module.
+
+        Raises:
+            LayoutError: there is no such module.
+        """
+        if module_name not in self.module_pgs:
+            raise LayoutError(
+                f"{module_name!r} is none of the modules {', '.join(self.module_pgs)}"
+                f"{did_you_mean(module_name, self.module_pgs)}"
+            )
+        return self.module_pgs[module_name]
+
+    def __len__(self) -> int:
+        return len(self.module_pgs)
+
+    def __getitem__(self, module_name: str) -> ProcessGroupCollection:
+        return self.module_pgs[module_name]
+
+    def __iter__(self) -> Iterator[ProcessGroupCollection]:
+        return iter(self.module_pgs.values())
+
+    def keys(self) -> Iterable[str]:
+        """Return the names of the modules."""
+        return self.module_pgs.keys()
+
+    def values(self) -> Iterable[ProcessGroupCollection]:
+        """Return the collections."""
+        return self.module_pgs.values()
+
+    def items(self) -> Iterable[tuple[str, ProcessGroupCollection]]:
+        """Return the names of the modules and their collections."""
+        return self.module_pgs.items()
+
+    def __repr__(self) -> str:
+        name = self.language_model_module_name
+        language = f", language_model_module_name='{name}'" if name else ""
+        return f"MultiModuleProcessGroupCollection(modules=[{', '.join(self.module_pgs)}]{language})"
 
 
 def process_groups(mesh: NamedMesh) -> ProcessGroupCollection:
@@ -103,17 +294,72 @@ def process_groups(mesh: NamedMesh) -> ProcessGroupCollection:
         return ProcessGroupCollection.use_mpu_process_groups()
 
 
-def _check(names: Any) -> None:
+def _check(names: Iterable[str]) -> None:
+    known = fields()
     problems = [
-        f"{name!r} is none of Megatron's groups, which are {', '.join(_FIELDS)}{did_you_mean(name, _FIELDS)}"
+        f"{name!r} is none of Megatron's groups, which are {', '.join(known)}{did_you_mean(name, known)}"
         for name in names
-        if name not in _FIELDS
+        if name not in known
     ]
     if problems:
         raise LayoutError(*problems)
+
+
+def _group(name: str) -> Any:
+    """Return a group of the accessors, or None; the second groups for all-gathers are the user's to make."""
+    return STATE.read(_SLOTS[name]) if name in _SLOTS else None
+
+
+def _required(name: str) -> Any:
+    return STATE.get_or_create(_SLOTS[name])
 
 
 def _sizes(group: Any) -> object:
     if isinstance(group, list):
         return [_sizes(each) for each in group]
     return None if group is None else group.size()
+
+
+def _of_collection(
+    collection: ProcessGroupCollection, config: Any, ddp_config: Any, names: Sequence[str]
+) -> dict[str, Any]:
+    """Return the groups of a collection that an optimizer and ``DistributedDataParallel`` share.
+
+    Args:
+        collection: the groups.
+        config: the configuration of the model: with one context-parallel rank dp stands for dp_cp.
+        ddp_config: the configuration of the data parallelism, if any: with one optimizer instance the whole groups
+            stand for its parts.
+        names: further groups that the collection has to have.
+    """
+    given = dict(vars(collection))
+    several = getattr(ddp_config, "num_distributed_optimizer_instances", 1) > 1
+    if getattr(config, "context_parallel_size", 1) == 1 and "dp" in given:
+        given.setdefault("dp_cp", given["dp"])
+    _check_given(given, ("dp", "dp_cp", *names, *(_INSTANCES if several else ())))
+    if not several:
+        given |= {"intra_dp_cp": given["dp_cp"], "intra_expt_dp": given["expt_dp"], "inter_dist_opt": None}
+    return {f"{name}_group": given.get(name) for name in (*_SHARED, "inter_dist_opt")}
+
+
+def _check_given(given: Mapping[str, Any], names: Iterable[str]) -> None:
+    missing = [
+        f"the collection has no {name!r}, which is needed here; give it, or None if there is no such group"
+        for name in names
+        if name not in given
+    ]
+    if missing:
+        raise LayoutError(*missing)
+
+
+def _config_of(model: Any) -> Any:
+    """Return the configuration of a model, or of the model inside a wrapper."""
+    while not hasattr(model, "config") and hasattr(model, "module"):
+        model = model.module
+    return getattr(model, "config", None)
+
+
+def _alone() -> dist.ProcessGroup:
+    """Return a group of this rank alone."""
+    layout = Layout(alone=1, others=dist.get_world_size())
+    return GroupPool().make(layout, ("alone",), GroupOptions())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from namedmesh.compat.errors import ContractError, ContractKeyError, ContractRuntimeError
+from namedmesh.compat.megatron import release
 from namedmesh.dialects import parse_order
 from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.layout import Layout
@@ -18,6 +19,8 @@ __all__ = [
     "default_embedding_ranks",
     "default_position_embedding_ranks",
     "generate_masked_orthogonal_rank_groups",
+    "hybrid_sizes",
+    "insert_gtp_remat",
     "level_groups",
     "ordered_tokens",
 ]
@@ -53,24 +56,35 @@ def ordered_tokens(order: str, sizes: Mapping[str, int]) -> list[str]:
     return parsed.tokens
 
 
+def insert_gtp_remat(order: str, after: str) -> str:
+    """Return an order string with the axis ``gtp_remat`` after another one, or after tp; it stays where it is named.
+
+    Example:
+        >>> insert_gtp_remat("tp-cp-ep-dp-pp", "ep"), insert_gtp_remat("tp-dp", "ep"), insert_gtp_remat("dp-pp", "tp")
+        ('tp-cp-ep-gtp_remat-dp-pp', 'tp-gtp_remat-dp', 'gtp_remat-dp-pp')
+    """
+    tokens = order.split("-")
+    if "gtp_remat" not in tokens:
+        before = after if after in tokens else "tp"
+        tokens.insert(tokens.index(before) + 1 if before in tokens else 0, "gtp_remat")
+    return "-".join(tokens)
+
+
 class RankGenerator:
     """The groups of every kind of parallelism, as lists of ranks.
 
     Args:
-        tp: the tensor-parallel size.
-        ep: the expert-parallel size; a generator has ``ep`` or ``cp``, not both.
-        dp: the data-parallel size.
-        pp: the pipeline-parallel size.
-        cp: the context-parallel size.
-        order: the tokens, fastest first.
+        tp, ep, dp, pp, cp: the size of each parallelism; a generator has ``ep`` or ``cp``, not both.
+        order: their names, fastest first, joined by hyphens.
         rank_offset: the first rank.
+        gtp_remat: over how many ranks the weights are sharded that are gathered for each use.
 
     Attributes:
         layout: the same as a :class:`namedmesh.Layout`.
 
     Raises:
         ContractError: both ``ep`` and ``cp`` are larger than 1.
-        ContractRuntimeError: a token of a size other than 1 has no place in the order.
+        ContractRuntimeError: a parallelism of a size other than 1 has no place in the order.
         ContractKeyError: the order names something else.
 
     Example:
@@ -82,15 +96,25 @@ class RankGenerator:
     """
 
     def __init__(  # noqa: PLR0917  the original's signature
-        self, tp: int, ep: int, dp: int, pp: int, cp: int, order: str, rank_offset: int = 0
+        self,
+        tp: int,
+        ep: int,
+        dp: int,
+        pp: int,
+        cp: int,
+        order: str,
+        rank_offset: int = 0,
+        gtp_remat: int = 1,
     ) -> None:
         if ep != 1 and cp != 1:
             raise ContractError(
                 f"ep is {ep} and cp is {cp}: one generator has one of them; cp is for the dense ranks, ep for the experts'"
             )
         self.tp, self.ep, self.dp, self.pp, self.cp = tp, ep, dp, pp, cp
-        self.rank_offset = rank_offset
+        self.rank_offset, self.gtp_remat = rank_offset, gtp_remat
         self.name_to_size = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp}
+        if release.newest() or gtp_remat != 1:
+            self.name_to_size["gtp_remat"] = gtp_remat
         tokens = ordered_tokens(order, self.name_to_size)
         self.order = "-".join(tokens)
         self.ordered_size = [self.name_to_size[token] for token in tokens]
@@ -98,7 +122,7 @@ class RankGenerator:
         self.world_size = self.layout.world_size
 
     def get_mask(self, order: str, token: str) -> list[bool]:
-        """Return which tokens of ``order`` are in ``token``, such as ``"tp-dp"``.
+        """Return which names of ``order`` are in ``token``, such as ``"tp-dp"``.
 
         Raises:
             LayoutError: a part of ``token`` is not in the order.
@@ -108,14 +132,13 @@ class RankGenerator:
             [True, False, True]
         """
         ordered, given = order.split("-"), token.split("-")
-        unknown = [part for part in given if part not in ordered]
-        if unknown:
-            raise LayoutError(
-                *(
-                    f"{part!r} of {token!r} is not in the order {order!r}{did_you_mean(part, ordered)}"
-                    for part in unknown
-                )
-            )
+        problems = [
+            f"{part!r} of {token!r} is not in the order {order!r}{did_you_mean(part, ordered)}"
+            for part in given
+            if part not in ordered
+        ]
+        if problems:
+            raise LayoutError(*problems)
         return [part in given for part in ordered]
 
     def get_ranks(self, token: str) -> list[list[int]]:
@@ -126,6 +149,18 @@ class RankGenerator:
         """
         self.get_mask(self.order, token)
         return [list(ranks) for ranks in self.layout.groups(*token.split("-"))]
+
+    def get_gtp_ranks(self, gtp_remat_size: int) -> list[list[int]]:
+        """Return the groups over ``gtp_remat``.
+
+        Raises:
+            ContractError: the generator has another size of it.
+        """
+        if gtp_remat_size != self.gtp_remat:
+            raise ContractError(
+                f"gtp_remat_size is {gtp_remat_size}, but the generator has {self.gtp_remat}; give that"
+            )
+        return self.get_ranks("gtp_remat")
 
 
 def generate_masked_orthogonal_rank_groups(
@@ -165,21 +200,14 @@ def _layout_from_fastest(fastest_first: Sequence[str], sizes: Sequence[int], ran
 
 
 def level_groups(ranks: Sequence[int], sizes: Sequence[int], level: int) -> list[list[int]]:
-    """Return the groups of one level of a hierarchy inside a group.
-
-    Args:
-        ranks: the ranks of the group.
-        sizes: the size of each level; level 0 joins neighboring ranks.
-        level: which level.
+    """Return the groups of one level of a hierarchy inside a group; level 0 joins neighboring ranks.
 
     Raises:
-        ContractError: the sizes do not multiply to the number of ranks.
+        ContractError: the sizes of the levels do not multiply to the number of ranks.
 
     Example:
-        >>> level_groups(range(8), [2, 4], 0)
-        [[0, 1], [2, 3], [4, 5], [6, 7]]
-        >>> level_groups(range(8), [2, 4], 1)
-        [[0, 2, 4, 6], [1, 3, 5, 7]]
+        >>> level_groups(range(8), [2, 4], 0), level_groups(range(8), [2, 4], 1)
+        ([[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2, 4, 6], [1, 3, 5, 7]])
     """
     names = [f"level{i}" for i in range(len(sizes))]
     positions = _layout_from_fastest(names, sizes)
@@ -199,6 +227,16 @@ def chunks(ranks: Sequence[int], size: int) -> list[list[int]]:
         [[0, 2], [4, 6]]
     """
     return [list(ranks[i : i + size]) for i in range(0, len(ranks), size)]
+
+
+def hybrid_sizes(size: int) -> list[int]:
+    """Return the sizes of the hybrid groups inside a group: powers of two, as far as the original goes.
+
+    Example:
+        >>> hybrid_sizes(16), hybrid_sizes(12), hybrid_sizes(2)
+        ([2, 4, 8], [2, 4], [])
+    """
+    return [2**power for power in range(1, size.bit_length() - 1)]
 
 
 def default_embedding_ranks(pp_ranks: Iterable[int]) -> list[int]:

@@ -16,6 +16,7 @@ from namedmesh.compat.errors import ContractError
 from namedmesh.dialects import MEGATRON_GROUPS, variables_of
 
 __all__ = [
+    "ROWS",
     "STATE",
     "VARIABLES",
     "State",
@@ -25,40 +26,33 @@ __all__ = [
     "zero_or_raise",
 ]
 
+ROWS = {row.slot: row for row in MEGATRON_GROUPS}
+"""The rows of the table of groups, by the slot of :class:`State` that the group is in."""
+_OVERRIDES = {"size": "WORLD_SIZE", "rank": "RANK"}
+
 VARIABLES = {
     **variables_of(MEGATRON_GROUPS),
+    **{
+        f"_MPU_{ROWS[f'{base}_group'].name.upper()}_{word}": f"set_{base}_{answer}"
+        for base in ("tp", "pp", "dp", "ep", "etp")
+        for answer, word in _OVERRIDES.items()
+    },
     "_GLOBAL_MEMORY_BUFFER": "memory_buffer",
     "_GLOBAL_SYMMETRIC_MEMORY_BUFFER": "symmetric_buffer",
-    "_MPU_DATA_PARALLEL_RANK": "set_dp_rank",
-    "_MPU_DATA_PARALLEL_WORLD_SIZE": "set_dp_size",
-    "_MPU_EXPERT_MODEL_PARALLEL_RANK": "set_ep_rank",
-    "_MPU_EXPERT_MODEL_PARALLEL_WORLD_SIZE": "set_ep_size",
-    "_MPU_EXPERT_TENSOR_PARALLEL_RANK": "set_etp_rank",
-    "_MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE": "set_etp_size",
-    "_MPU_PIPELINE_MODEL_PARALLEL_RANK": "set_pp_rank",
-    "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": "set_pp_size",
-    "_MPU_TENSOR_MODEL_PARALLEL_RANK": "set_tp_rank",
-    "_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE": "set_tp_size",
     "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK": "vpp_rank",
     "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": "vpp_size",
     "_global_process_group_list": "group_list",
 }
 """The original's variables, and the slot of :class:`State` that each of them is."""
 
-_COMPUTED = (
-    "tp",
-    "pp",
-    "cp",
-    "tp_cp",
-    "dp",
-    "dp_cp",
-    "intra_dp_cp",
-    "ep",
-    "etp",
-    "etp_ep",
-    "edp",
-    "intra_edp",
-)
+# The groups whose size and rank the state keeps, and whose manual override takes precedence over them.
+_NUMBERED = {
+    **{base: base for base in ("tp", "pp", "dp", "ep", "etp")},
+    **dict.fromkeys(("dp_gtp", "dp_cp", "dp_cp_gtp", "intra_dp_cp", "intra_dp_cp_gtp"), "dp"),
+    **dict.fromkeys(
+        ("gtp", "cp", "tp_cp", "egtp", "etp_ep", "edp", "edp_gtp", "intra_edp", "intra_edp_gtp"), ""
+    ),
+}
 _LABELS = {row.slot: f"the {row.name.replace('_', ' ')} group" for row in MEGATRON_GROUPS} | {
     row.gloo_slot: f"the {row.name.replace('_', ' ')} gloo group" for row in MEGATRON_GROUPS if row.gloo
 }
@@ -93,7 +87,7 @@ class State(LegacyState):
 
     __slots__ = slots = (
         *VARIABLES.values(),
-        *(f"{name}_{answer}" for name in _COMPUTED for answer in ("size", "rank")),
+        *(f"{base}_{answer}" for base in _NUMBERED for answer in _OVERRIDES),
         "initialized",
         "model_parallel",
         "separate_gather",
@@ -129,36 +123,20 @@ class State(LegacyState):
         return value
 
     def update(self) -> None:
-        """Compute flags, sizes and ranks from the groups; what a setter set takes precedence."""
+        """Compute flags, sizes and ranks from the groups; a manual override takes precedence."""
         self.initialized = self.dp_group is not None
         self.model_parallel = self.initialized and self.tp_group is not None and self.pp_group is not None
         self.separate_gather = self.dp_cp_gather_group is not None
-        self.tp_size, self.tp_rank = self._size_and_rank("tp_group", self.set_tp_size, self.set_tp_rank)
-        self.pp_size, self.pp_rank = self._size_and_rank("pp_group", self.set_pp_size, self.set_pp_rank)
-        self.cp_size, self.cp_rank = self._size_and_rank("cp_group")
-        self.tp_cp_size, self.tp_cp_rank = self._size_and_rank("tp_cp_group")
-        dp_set = (self.set_dp_size, self.set_dp_rank)
-        self.dp_size, self.dp_rank = self._size_and_rank("dp_group", *dp_set)
-        self.dp_cp_size, self.dp_cp_rank = self._size_and_rank("dp_cp_group", *dp_set)
-        self.intra_dp_cp_size, self.intra_dp_cp_rank = self._size_and_rank("intra_dp_cp_group", *dp_set)
-        self.ep_size, self.ep_rank = self._size_and_rank("ep_group", self.set_ep_size, self.set_ep_rank)
-        self.etp_size, self.etp_rank = self._size_and_rank("etp_group", self.set_etp_size, self.set_etp_rank)
+        for base, override in _NUMBERED.items():
+            group = self.lazy.get(f"{base}_group") or getattr(self, f"{base}_group")
+            for answer in _OVERRIDES:
+                value = getattr(self, f"set_{override}_{answer}") if override else None
+                setattr(self, f"{base}_{answer}", ask_group(group, answer) if value is None else value)
         if self.etp_group is None and "etp_group" not in self.lazy:
             # Without expert groups the original answers with what was set for tp.
-            self.etp_size = self.set_tp_size if self.etp_size is None else self.etp_size
-            self.etp_rank = self.set_tp_rank if self.etp_rank is None else self.etp_rank
-        self.etp_ep_size, self.etp_ep_rank = self._size_and_rank("etp_ep_group")
-        self.edp_size, self.edp_rank = self._size_and_rank("edp_group")
-        self.intra_edp_size, self.intra_edp_rank = self._size_and_rank("intra_edp_group")
-
-    def _size_and_rank(
-        self, slot: str, set_size: int | None = None, set_rank: int | None = None
-    ) -> tuple[Any, Any]:
-        group = self.lazy.get(slot) or getattr(self, slot)
-        return (
-            ask_group(group, "size") if set_size is None else set_size,
-            ask_group(group, "rank") if set_rank is None else set_rank,
-        )
+            for answer in _OVERRIDES:
+                if getattr(self, f"etp_{answer}") is None:
+                    setattr(self, f"etp_{answer}", getattr(self, f"set_tp_{answer}"))
 
 
 STATE = State()

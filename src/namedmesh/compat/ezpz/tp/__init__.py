@@ -97,7 +97,7 @@ def initialize_tensor_parallel(  # noqa: PLR0917  the original's signature
     (1, 3), ..., pipeline groups (0, 4), (1, 5), ..., and data groups (0, 8), (1, 9), ...
 
     Args:
-        tensor_parallel_size: how many ranks share each layer (tp). A size above that of the world is cut down
+        tensor_parallel_size: how many ranks share each layer (tp). A size above that of the world is reduced
             to it, with a warning.
         pipeline_parallel_size: how many stages the layers are in (pp).
         context_parallel_size: how many ranks share each sequence (cp).
@@ -113,7 +113,7 @@ def initialize_tensor_parallel(  # noqa: PLR0917  the original's signature
         AgreementError: the other ranks did not call this, or not with the same arguments.
 
     Warns:
-        UserWarning: the size was cut down.
+        UserWarning: the size was reduced.
     """
     DIALECT.initialize(
         {"tp": tensor_parallel_size, "pp": pipeline_parallel_size, "cp": context_parallel_size},
@@ -128,12 +128,12 @@ def initialize_tensor_parallel(  # noqa: PLR0917  the original's signature
 
 
 def tensor_parallel_is_initialized() -> bool:
-    """Whether there are tensor-, pipeline-, context- and data-parallel groups."""
+    """Return whether there are tensor-, pipeline-, context- and data-parallel groups."""
     return None not in {_STATE.tp_group, _STATE.pp_group, _STATE.cp_group, _STATE.dp_group}
 
 
 def get_tensor_parallel_group() -> ProcessGroup:
-    """This rank's tensor group: the ranks that share each layer.
+    """Return this rank's tensor group: the ranks that share each layer.
 
     Raises:
         ContractError: nothing is initialized or bound, as with every accessor here.
@@ -142,22 +142,23 @@ def get_tensor_parallel_group() -> ProcessGroup:
 
 
 def get_tensor_parallel_ranks() -> list[int]:
-    """The global ranks of the tensor group."""
+    """Return the global ranks of the tensor group."""
     return _require(_STATE.tp_ranks, "the list of tensor-parallel ranks")
 
 
 def get_tensor_parallel_rank() -> int:
-    """Return the index of this rank in the tensor group."""
-    return _require(_STATE.tp_rank, "the rank in the tensor-parallel group")
+    """Return the index of this rank in the tensor group; 0 before there is one."""
+    return _STATE.tp_rank or 0
 
 
 def get_tensor_parallel_world_size() -> int:
-    """The number of ranks in the tensor group."""
-    return _require(_STATE.tp_size, "the size of the tensor-parallel group")
+    """Return the number of ranks in the tensor group; 1 before there is one."""
+    size = _STATE.tp_size
+    return 1 if size is None else size
 
 
 def get_tensor_parallel_src_rank() -> int:
-    """The global rank of the first of the tensor group, from which the others get data."""
+    """Return the global rank of the first of the tensor group, from which the others get data."""
     return DIALECT.first_rank()
 
 

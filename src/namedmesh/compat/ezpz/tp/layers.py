@@ -22,7 +22,7 @@ class _TensorParallel:
 
 
 class ColumnParallelLinear(_TensorParallel, parallel_layers.ColumnParallelLinear):
-    """A linear layer whose output features are cut over the tensor-parallel ranks.
+    """A linear layer whose output features are sharded over the tensor-parallel ranks.
 
     Arguments, shapes and errors are those of :class:`namedmesh.compat.parallel_layers.ColumnParallelLinear`.
 
@@ -40,21 +40,21 @@ class ColumnParallelLinear(_TensorParallel, parallel_layers.ColumnParallelLinear
 
 
 class RowParallelLinear(_TensorParallel, parallel_layers.RowParallelLinear):
-    """A linear layer whose input features are cut over the tensor-parallel ranks.
+    """A linear layer whose input features are sharded over the tensor-parallel ranks.
 
     Arguments, shapes and errors are those of :class:`namedmesh.compat.parallel_layers.RowParallelLinear`.
     """
 
 
 class VocabParallelEmbedding(_TensorParallel, parallel_layers.VocabParallelEmbedding):
-    """An embedding whose vocabulary is cut over the tensor-parallel ranks.
+    """An embedding whose vocabulary is sharded over the tensor-parallel ranks.
 
     Arguments, shapes and errors are those of :class:`namedmesh.compat.parallel_layers.VocabParallelEmbedding`.
     """
 
 
 class ParallelEmbedding(_TensorParallel, parallel_layers.ParallelEmbedding):
-    """An embedding whose features are cut over the tensor-parallel ranks.
+    """An embedding whose features are sharded over the tensor-parallel ranks.
 
     Arguments, shapes and errors are those of :class:`namedmesh.compat.parallel_layers.ParallelEmbedding`.
     """

@@ -1,6 +1,6 @@
 """``ezpz.tp.mappings``: ways in and out of tensor-parallel regions, each with its partner as backward.
 
-Below, t is the number of tensor-parallel ranks, and the last dim, of length n, is cut into t shards in rank order.
+Below, t is the number of tensor-parallel ranks, and the last dim, of length n, is split into t shards in rank order.
 Results are new tensors: the input is never written to.
 """
 
