@@ -25,8 +25,8 @@ SOURCE = str(Path(__file__).parents[1] / "src")
 
 def run(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, str, str]:
     status = main(shlex.split(command))
-    said = capsys.readouterr()
-    return status, said.out, said.err
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
 
 
 def as_json(capsys: pytest.CaptureFixture[str], command: str) -> Any:
