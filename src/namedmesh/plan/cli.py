@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COMMANDS"]
 
+_DIFFERENT = 3  # beside 1, a layout that is wrong, and 2, arguments that are
 _AXIS_HELP = {
     "pp": "pipeline stages",
     "dp_replicate": "data-parallel copies of a sharded model (HSDP)",
@@ -129,9 +130,7 @@ def _write(path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(
-            f"{path!r} cannot be written: {error.strerror}; name a file in a folder that exists"
-        ) from None
+        raise UsageError(f"{path!r} cannot be written: {error.strerror}") from None
 
 
 def _configure_partitions(parser: ArgumentParser) -> None:
@@ -212,8 +211,9 @@ def _configure_diff(parser: ArgumentParser) -> None:
 def _diff(arguments: Namespace) -> int:
     from namedmesh.plan.comparison import compare, diff_document
 
-    show(diff_document(compare(arguments.a, arguments.b, world_size=arguments.world_size)), arguments.format)
-    return 0
+    comparison = compare(arguments.a, arguments.b, world_size=arguments.world_size)
+    show(diff_document(comparison), arguments.format)
+    return 0 if comparison.same else _DIFFERENT
 
 
 def _configure_doctor(parser: ArgumentParser) -> None:
@@ -260,7 +260,7 @@ COMMANDS = {
         _shard,
     ),
     "diff": (
-        "which groups differ between two layouts; the exit status is 0 whether any do or not",
+        "which groups differ between two layouts; the exit status is 0 if none do, 3 if some do",
         _configure_diff,
         _diff,
     ),

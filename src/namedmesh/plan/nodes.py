@@ -90,7 +90,7 @@ def crossing(layout: Layout, axis: str, block: int) -> int:
     size = layout[axis]
     stride = layout.strides[layout.axes.index(axis)]
     span, period = (size - 1) * stride, size * stride
-    if block % period == 0 or size == 1:
+    if block % period == 0 or size == 1 or block >= layout.world_size:
         return 0
     # A group that starts t or more into its block reaches into the next one.
     t = max(0, block - span)
