@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from namedmesh.plan.core import Groups, OnAxis, Plan, RankPlan
 
-__all__ = ["plan_document", "rank_document"]
+__all__ = ["plan_document", "rank_document", "replicas_line"]
 
 _WIDTH = 100
 _LINES = 3
@@ -114,12 +114,16 @@ def _filled(texts: Sequence[str], limit: int | None) -> tuple[list[str], int]:
     return lines, len(texts)
 
 
+def replicas_line(plan: Plan) -> str:
+    """Return how many model replicas there are, and the axes that each is over."""
+    axes = " x ".join(plan.replica_axes)
+    return f"{count_of(plan.replicas.count, 'model replica')}, {f'each over {axes}' if axes else 'each on one rank'}"
+
+
 def _replicas_text(plan: Plan, everything: bool) -> str:
     replicas = plan.replicas
-    axes = " x ".join(replicas.kind.axes)
     shown = replicas.first(replicas.count if everything else 8)
-    where = f"each over {axes}" if axes else "each on one rank"
-    lines = [f"{count_of(replicas.count, 'model replica')}, {where}"]
+    lines = [replicas_line(plan)]
     lines += [
         f"  {number}: {in_words(group, len(group) if everything else 16)}"
         for number, group in enumerate(shown)
