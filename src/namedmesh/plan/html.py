@@ -69,9 +69,10 @@ h3 { font-size: .85em; font-weight: normal; color: var(--soft); margin: 0; }
 .rank.self { outline: 3px solid var(--ink); outline-offset: 1px; }
 aside { flex: 1 1 300px; min-width: 0; }
 .many #nodes, .many aside { flex-basis: 100%; }
-.many aside { position: sticky; bottom: 0; max-height: 40vh; overflow: auto; background: var(--paper); }
+.many aside { position: sticky; bottom: 0; max-height: 40vh; overflow: auto; background: var(--paper); z-index: 2; }
 .many aside:not(.picked) table { display: none; }
 .many .node { display: flex; flex-wrap: wrap; align-items: center; gap: 0 .4em; }
+.many h3 { min-width: 4.6em; }
 .blocks .node { display: flex; flex-wrap: wrap; flex: 1; }
 .blocks h3 { flex: 0 0 100%; }
 .blocks .row { display: contents; }
@@ -171,7 +172,7 @@ function fit() {
   let size = 16.5;
   const over = () => nodes.getBoundingClientRect().bottom + scrollY + 44 > innerHeight;
   do nodes.style.fontSize = `${size -= 0.5}px`; while (size > 8 && over());
-  if (over()) nodes.style.fontSize = `${size = 12}px`;
+  if (over()) nodes.style.fontSize = `${size = innerWidth > 700 ? 9 : 12}px`;
   zoom.value = size;
 }
 function move(event) {
