@@ -213,7 +213,7 @@ MESSAGES: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: Layout(dp=-1, tp=3, world_size=8),
         LayoutError,
-        "tp=3 = 3 does not divide the world of 8 ranks; change a size, or the number of ranks to a multiple of 3",
+        "tp=3 does not divide the world of 8 ranks; change a size, or the number of ranks to a multiple of 3",
     ),
     (
         lambda: Layout(**{"tensor-parallel": 2}),

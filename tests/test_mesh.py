@@ -502,7 +502,7 @@ MESSAGES: list[tuple[Callable[[NamedMesh], object], type[Exception], str]] = [
     (
         lambda mesh: mesh.add_view("other", a=3, b=-1),
         LayoutError,
-        "a=3 = 3 does not divide the world of 8 ranks; change a size, or the number of ranks to a multiple of 3",
+        "a=3 does not divide the world of 8 ranks; change a size, or the number of ranks to a multiple of 3",
     ),
     (
         lambda mesh: mesh.flatten("pp", "tp"),

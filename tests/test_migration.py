@@ -352,9 +352,14 @@ def test_every_replacement_answers_as_megatron_does(world: str, rank: int, tmp_p
 
 
 def _gloo_answers(tmp_path: Path) -> list[tuple[str, Any]]:
-    twin = GroupOptions(gloo_twin=True)
+    with_gloo = GroupOptions(gloo_twin=True)
     mesh = namedmesh.init_mesh(
-        pp=1, dp=2, cp=2, tp=1, device="cpu", options={"dp": twin, "dp_shard": twin, "edp": twin}
+        pp=1,
+        dp=2,
+        cp=2,
+        tp=1,
+        device="cpu",
+        options={"dp": with_gloo, "dp_shard": with_gloo, "edp": with_gloo},
     )
     names, done = _namespace(mesh, tmp_path, 0, [1, 2]), set[str]()
     names["expert_model_parallel_size"] = 1

@@ -291,15 +291,18 @@ def test_the_report_in_full(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_report_as_json(code: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (code / "broken.py").write_text("(", encoding="utf-8")
     assert main(["migrate", "--format", "json", "."]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert [one["replacement"] for one in told["findings"]][1:3] == [
+    report = json.loads(capsys.readouterr().out)
+    assert [one["replacement"] for one in report["findings"]][1:3] == [
         'mesh.group("dp", "cp")',
         'mesh.group("ep")',
     ]
-    assert told["findings"][4]["certain"] is False
-    assert told["once"] == ['mesh.add_view("expert", pp=4, edp=-1, ep=2, etp=2)', 'mesh.flatten("dp", "cp")']
-    assert told["problems"][0]["path"] == "broken.py"
-    assert told["summary"] == {
+    assert report["findings"][4]["certain"] is False
+    assert report["once"] == [
+        'mesh.add_view("expert", pp=4, edp=-1, ep=2, etp=2)',
+        'mesh.flatten("dp", "cp")',
+    ]
+    assert report["problems"][0]["path"] == "broken.py"
+    assert report["summary"] == {
         "uses": 5,
         "names": 5,
         "files_with_uses": 2,
@@ -315,9 +318,9 @@ def test_the_report_as_json(code: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_broken_files_are_at_the_top_of_the_text(code: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (code / "broken.py").write_text("(", encoding="utf-8")
     assert main(["migrate", "broken.py"]) == 1
-    said = capsys.readouterr().out
-    assert said.startswith("broken.py: is not Python: line 1: ")
-    assert said.endswith("\n\nNo use of megatron.core.parallel_state in 1 file.\n")
+    captured = capsys.readouterr().out
+    assert captured.startswith("broken.py: is not Python: line 1: ")
+    assert captured.endswith("\n\nNo use of megatron.core.parallel_state in 1 file.\n")
 
 
 def test_nothing_found_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -327,7 +330,7 @@ def test_nothing_found_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ([], "the following arguments are required: COMMAND"),
         (["migrat"], "invalid choice: 'migrat'"),
@@ -337,20 +340,20 @@ def test_nothing_found_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ],
 )
 def test_wrong_usage_exits_2_and_says_why(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(arguments)
     assert exit_.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["--help"])
     assert exit_.value.code == 0
-    said = capsys.readouterr().out
-    assert [name for name in COMMANDS if name not in said] == []
+    captured = capsys.readouterr().out
+    assert [name for name in COMMANDS if name not in captured] == []
 
 
 def test_the_command_runs_as_a_module_without_torch_or_megatron(code: Path) -> None:

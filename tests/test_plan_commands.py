@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import namedmesh
 import namedmesh.plan
 from namedmesh.__main__ import COMMANDS, main
 
@@ -25,8 +26,8 @@ SOURCE = str(Path(__file__).parents[1] / "src")
 
 def run(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, str, str]:
     status = main(shlex.split(command))
-    said = capsys.readouterr()
-    return status, said.out, said.err
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
 
 
 def as_json(capsys: pytest.CaptureFixture[str], command: str) -> Any:
@@ -81,24 +82,24 @@ def test_one_rank_in_words(capsys: pytest.CaptureFixture[str]) -> None:
         0,
         """\
 rank 5 of pp=4 x dp=2 x tp=2 (16 ranks), node 1
-  pp: 1 of 4, with ranks 1, 5, 9, 13
-  dp: 0 of 2, with ranks 5, 7
-  tp: 1 of 2, with ranks 4, 5
+  pp 1 of 0 to 3, with ranks 1, 5, 9, 13
+  dp 0 of 0 to 1, with ranks 5, 7
+  tp 1 of 0 to 1, with ranks 4, 5
   pipeline: receives from rank 1, sends to rank 9
-  batch: part 0 of 2, the same samples as ranks 0, 1, 4, 5, 8, 9, 12, 13
-  parameters: pp part 1 of 4, tp part 1 of 2 (1/8), the same on ranks 5, 7
+  batch: part 0 of 0 to 1, the same samples as ranks 0, 1, 4, 5, 8, 9, 12, 13
+  parameters: pp part 1 of 0 to 3, tp part 1 of 0 to 1 (1/8), the same on ranks 5, 7
 """,
         "",
     )
     _, out, _ = run(capsys, "plan --world-size 8 --tp 2 --ep 2 --etp 1 --rank 3")
     assert out.splitlines()[-3:] == [
-        "  batch: part 1 of 4, the same samples as ranks 2, 3",
-        "  parameters: tp part 1 of 2 (1/2), the same on ranks 1, 3, 5, 7",
-        "  experts: ep part 1 of 2 (1/2), the same on ranks 1, 3, 5, 7",
+        "  batch: part 1 of 0 to 3, the same samples as ranks 2, 3",
+        "  parameters: tp part 1 of 0 to 1 (1/2), the same on ranks 1, 3, 5, 7",
+        "  experts: ep part 1 of 0 to 1 (1/2), the same on ranks 1, 3, 5, 7",
     ]
     _, out, _ = run(capsys, "plan dp=2 --rank 0")
     assert out == (
-        "rank 0 of dp=2 (2 ranks)\n  dp: 0 of 2, with ranks 0, 1\n  batch: part 0 of 2, samples of its own\n"
+        "rank 0 of dp=2 (2 ranks)\n  dp 0 of 0 to 1, with ranks 0, 1\n  batch: part 0 of 0 to 1, samples of its own\n"
         "  parameters: all of them, the same on ranks 0, 1\n"
     )
 
@@ -116,6 +117,14 @@ def test_json_and_csv_hold_the_same_numbers(capsys: pytest.CaptureFixture[str]) 
     assert data["replicas"]["groups"] == [[0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]]
     assert data["communicators"] == {"asked": 20, "held": 7, "groups_in_world": 140}
     assert [place["axis"] for place in data["placements"] if place["across_nodes"]] == ["pp"]
+    for row in rows:
+        nodes = {int(rank) // 8 for rank in row["ranks"].split()}
+        assert (row["crosses_nodes"], row["crosses_domains"]) == (str(int(len(nodes) > 1)), "")
+    rows = as_csv(capsys, "plan pp=2,tp=4 --gpus-per-node 2 --nvlink-domain 4")
+    assert [row["crosses_domains"] for row in rows if row["kind"] in {"tp", "pp"}] == ["1"] * 4 + ["0"] * 2
+    rows = as_csv(capsys, "plan dp=2,tp=4 --gpus-per-node 2")
+    assert rows[-1]["kind"] == "warning"
+    assert rows[-1]["warning"].startswith("tp=4 leaves a node of 2 GPUs")
 
 
 def test_a_long_list_is_cut_short_unless_all_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,7 +149,12 @@ def test_a_long_list_is_cut_short_unless_all_is_wanted(capsys: pytest.CaptureFix
     }
 
 
-def test_markdown_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_markdown_is_a_table_or_a_list(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "plan dp=2 --rank 0 --format markdown")
+    assert out == (
+        "rank 0 of dp=2 (2 ranks)\n\n- dp 0 of 0 to 1, with ranks 0, 1\n- batch: part 0 of 0 to 1, samples of its own\n"
+        "- parameters: all of them, the same on ranks 0, 1\n"
+    )
     _, out, _ = run(capsys, "partitions --world-size 3 --heads 2 --format markdown")
     assert out == (
         "4 partitions of 3 ranks, 3 of them fit\n\n| tp | cp | pp | dp | ruled out |\n| --: | --: | --: | --: | --- |\n"
@@ -172,7 +186,7 @@ def test_markdown_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         (
             "plan --world-size 16 --tp 3",
             1,
-            "namedmesh plan: tp=3 = 3 does not divide the world of 16 ranks; change a size, or the number of ranks to "
+            "namedmesh plan: tp=3 does not divide the world of 16 ranks; change a size, or the number of ranks to "
             "a multiple of 3\n",
         ),
         (
@@ -194,8 +208,7 @@ def test_markdown_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         (
             "plan tp=2 --svg /nowhere/at/all.svg --format csv",
             2,
-            "namedmesh plan: '/nowhere/at/all.svg' cannot be written: No such file or directory; name a file in a "
-            "folder that exists\n",
+            "namedmesh plan: '/nowhere/at/all.svg' cannot be written: No such file or directory\n",
         ),
         (
             "shard --in 0 --out 4 --tp -1 --style row",
@@ -214,6 +227,11 @@ def test_markdown_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
             "partitions --world-size 8 --params 7X",
             2,
             "namedmesh partitions: '7X' is not a number of parameters, such as 7B or 350M\n",
+        ),
+        (
+            "plan --world-size 1000000000000000000000000000",
+            1,
+            "namedmesh plan: the world has 1000000000000000000000000000 ranks; it may have 9223372036854775807 at most\n",
         ),
         (
             "partitions --world-size 8 --memory 80GB",
@@ -236,9 +254,22 @@ def test_arguments_that_do_not_exist_end_with_status_two(command: str) -> None:
     assert caught.value.code == 2
 
 
-def test_the_difference_of_two_layouts_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_flag_gets_a_suggestion_and_the_version_is_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--word-size", "8"])
+    assert capsys.readouterr().err.endswith(
+        "namedmesh plan: error: unrecognized arguments: --word-size; did you mean '--world-size'?\n"
+    )
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert (caught.value.code, capsys.readouterr().out) == (0, f"namedmesh {namedmesh.__version__}\n")
+
+
+def test_the_difference_of_two_layouts_has_a_status(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, 'diff --a "megatron tp=2,pp=4" --b "fairscale tp=2,pp=4" --world-size 16')
-    assert status == 0
+    assert status == 3
     assert out.endswith("\n3 of 5 kinds of groups differ\n")
     assert (
         "dp\n  a: (0, 2) (1, 3) (4, 6) (5, 7) and 4 more\n  b: (0, 8) (1, 9) (2, 10) (3, 11) and 4 more\n"
@@ -248,18 +279,32 @@ def test_the_difference_of_two_layouts_is_no_failure(capsys: pytest.CaptureFixtu
     assert (status, out.splitlines()[-1]) == (0, "all 5 kinds of groups are the same")
 
 
-def test_a_process_of_its_own_ends_with_the_status(tmp_path: Path) -> None:
-    def status(*words: str) -> int:
-        command = [sys.executable, "-m", "namedmesh", *words]
-        environment = {**os.environ, "PYTHONPATH": SOURCE}
-        done = subprocess.run(command, check=False, capture_output=True, env=environment, cwd=tmp_path)
-        return done.returncode
-
-    assert [status("plan", "tp=2"), status("plan", "tp=3", "--world-size", "8"), status("plan", "tp=a")] == [
-        0,
-        1,
-        2,
-    ]
+@pytest.mark.parametrize(
+    ("command", "status", "message"),
+    [
+        ("plan tp=3 --world-size 8", 1, "namedmesh plan: tp=3 needs 3 ranks"),
+        ("plan tp=a", 2, "namedmesh plan: cannot read the layout"),
+        ("plan tp=2 >&-", 1, "namedmesh plan: standard output is closed\n"),
+        (
+            "plan tp=2 >/dev/full",
+            1,
+            "namedmesh plan: standard output cannot be written: No space left on device\n",
+        ),
+        ("plan --world-size 100000 --all --tp 2 | head -1", 0, ""),
+        ("plan t\N{LATIN SMALL LETTER E WITH ACUTE}=2 >/dev/null", 0, ""),
+    ],
+)
+def test_a_process_of_its_own_ends_with_the_status(command: str, status: int, message: str) -> None:
+    done = subprocess.run(  # noqa: S602  redirections of our own
+        f"{shlex.quote(sys.executable)} -m namedmesh {command}",
+        check=False,
+        shell=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": SOURCE, "PYTHONIOENCODING": "ascii"},
+    )
+    assert done.returncode == status
+    assert done.stderr == message or (message and done.stderr.startswith(message))
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,14 @@ from namedmesh.dialects import DIALECTS
 from namedmesh.plan import (
     Model,
     UsageError,
+    best_partitions,
     compare,
     cut_weight,
+    estimate_activations,
     estimate_memory,
     estimate_traffic,
     list_partitions,
+    make_plan,
 )
 from namedmesh.plan.costs import parse_bytes, parse_count
 
@@ -38,6 +41,82 @@ def test_experts_add_every_size_inside_the_rest() -> None:
     found = list_partitions(4, model=Model(experts=6))
     eps = [(one.ep, one.reasons) for one in found if (one.tp, one.cp, one.pp) == (1, 1, 1)]
     assert eps == [(1, ()), (2, ()), (4, ("6 experts do not divide by ep=4",))]
+    inside = [(one.ep, one.etp) for one in found if (one.tp, one.cp, one.pp) == (2, 1, 1)]
+    assert inside == [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)]
+
+
+def test_experts_are_spread_over_ep_and_etp() -> None:
+    model = Model(params=10_000, experts=8, expert_params=8_000)
+    for one in list_partitions(16, model=model):
+        spread = one.ep * one.etp * one.pp
+        for stage, memory in enumerate(one.memory):
+            shared = estimate_memory(2_000, tp=one.tp, pp=one.pp, data=one.dp * one.cp, stage=stage)
+            own = estimate_memory(8_000, tp=spread, data=16 // spread, stage=stage)
+            assert memory.total == pytest.approx(shared.total + own.total)
+        sent = dict(one.traffic)
+        replicas = 16 // spread
+        assert sent.get("edp", 0) == pytest.approx(3 * (replicas - 1) / replicas * 2 * 8_000 / spread)
+    gated = Model(layers=2, hidden=4, ffn=8, experts=3, params=1_000)
+    assert (gated.of_experts, gated.shared) == (2 * 3 * (3 * 4 * 8), 424)
+
+
+def test_activations_by_the_formula_of_the_paper() -> None:
+    sizes = {"layers": 5, "heads": 4, "hidden": 16, "seq": 8, "micro_batch": 3, "batch": 3}
+    tokens, t = 3 * 8 * 16, 2
+    expected = {
+        ("none", False): 10 + 24 / t + 5 * 4 * 8 / (16 * t),
+        ("none", True): 34 / t + 5 * 4 * 8 / (16 * t),
+        ("selective", False): 10 + 24 / t,
+        ("selective", True): 34 / t,
+        ("full", False): 2,
+    }
+    for (checkpointing, sequence), bytes_each in expected.items():
+        model = Model(**sizes, checkpointing=checkpointing, sequence_parallel=sequence)  # type: ignore[arg-type]
+        assert estimate_activations(model, {"tp": t, "pp": 5}) == pytest.approx(5 * tokens * bytes_each)
+    wide = Model(**sizes, ffn=128, experts=4, top_k=2)  # type: ignore[arg-type]
+    assert estimate_activations(wide, {}) == pytest.approx(5 * tokens * (18 + 2 * 32))
+
+
+def test_the_best_partitions_by_what_their_steps_take() -> None:
+    model = Model(layers=8, heads=8, hidden=64, seq=128, params=10_000_000, batch=4)
+    partitions = list_partitions(8, model=model, gpus_per_node=4, memory=10**9)
+    best = best_partitions(partitions, 3)
+    speeds = [one.tokens_per_second for one in partitions if one.fits]
+    assert [one.tokens_per_second for one in best] == sorted(speeds, reverse=True)[:3]
+    one = next(one for one in partitions if (one.tp, one.cp, one.pp, one.dp) == (2, 1, 2, 2))
+    assert one.crossing == ("pp",)
+    compute = (6 * 10_000_000 + 12 * 8 * 64 * 128) * 4 * 128 / 4 / 989e12
+    sent = dict(one.traffic)
+    assert one.step == pytest.approx(
+        {
+            "compute": compute,
+            "bubble": compute / 4,
+            "tp": sent["tp"] / 450e9,
+            "dp": sent["dp"] / 450e9,
+            "pp": sent["pp"] / 50e9,
+        }
+    )
+    assert one.tokens_per_second == pytest.approx(2 * 4 * 128 / sum(one.step.values()))
+    with pytest.raises(LayoutError) as caught:
+        best_partitions(list_partitions(8, model=Model(seq=4, layers=8)), 0)
+    assert str(caught.value) == (
+        "2 problems:\n  - the number of partitions is 0; it is an int of at least 1\n"
+        "  - a ranking needs params, hidden; give them too"
+    )
+
+
+@given(
+    st.integers(1, 64), st.integers(1, 16), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.booleans()
+)
+def test_what_crosses_nodes_is_what_the_plan_says(
+    world: int, node: int, ep: int, etp: int, moe: bool
+) -> None:
+    partitions = list_partitions(world, model=Model(experts=8) if moe else None, gpus_per_node=node)
+    some = [one for one in partitions if (one.ep, one.etp) == (ep, etp)][:4]
+    for one in some:
+        sizes = one.sizes if moe else {axis: one.sizes[axis] for axis in ("tp", "cp", "pp", "dp")}
+        plan = make_plan(**sizes, gpus_per_node=node)
+        assert set(one.crossing) == {place.axis for place in plan.placements if place.across_nodes}
 
 
 def test_what_a_model_rules_out() -> None:
@@ -143,6 +222,21 @@ def test_a_comparison_by_brute_force(a: str, b: str, tp: int, pp: int, data: int
             "  - world_size is 0; it is an int of at least 1\n"
             "  - heads is 0; it is an int of at least 1\n"
             "  - stage 4 is not one of ZeRO's (0, 1, 2, 3)",
+        ),
+        (
+            lambda: list_partitions(
+                8, model=Model(experts=8, top_k=20, checkpointing="ful", params=5, expert_params=6)
+            ),
+            LayoutError,
+            "3 problems:\n"
+            "  - checkpointing 'ful' is not one of ('none', 'selective', 'full')\n"
+            "  - a token goes to 20 of 8 experts; top_k is 8 at most\n"
+            "  - the experts have 6 parameters of 5 in all; give expert_params, or other sizes",
+        ),
+        (
+            lambda: list_partitions(8, model=Model(batch=6, micro_batch=4)),
+            LayoutError,
+            "a batch of 6 does not divide into micro-batches of 4",
         ),
         (
             lambda: cut_weight(4, 4, tp=2, style="colum"),

@@ -32,10 +32,10 @@ def doctor(*words: str) -> tuple[int, str, str]:
 
 
 def test_a_healthy_job() -> None:
-    told = run_ranks(4, lambda: doctor("pp=2,tp=2", "--format", "json"), init=False)
-    assert [status for status, _, _ in told] == [0, 0, 0, 0]
-    assert [(out, err) for _, out, err in told[1:]] == [("", "")] * 3
-    data = json.loads(told[0][1])
+    results = run_ranks(4, lambda: doctor("pp=2,tp=2", "--format", "json"), init=False)
+    assert [status for status, _, _ in results] == [0, 0, 0, 0]
+    assert [(out, err) for _, out, err in results[1:]] == [("", "")] * 3
+    data = json.loads(results[0][1])
     assert data["problems"] == []
     assert [(axis["axis"], axis["size"], axis["groups"]) for axis in data["axes"]] == [
         ("pp", 2, 2),
@@ -47,9 +47,9 @@ def test_a_healthy_job() -> None:
 
 
 def test_experts_are_checked_too() -> None:
-    told = run_ranks(4, lambda: doctor("--tp", "2", "--ep", "4", "--etp", "1"), init=False)
-    assert [status for status, _, _ in told] == [0] * 4
-    lines = told[0][1].splitlines()
+    results = run_ranks(4, lambda: doctor("--tp", "2", "--ep", "4", "--etp", "1"), init=False)
+    assert [status for status, _, _ in results] == [0] * 4
+    lines = results[0][1].splitlines()
     assert lines[0] == "dp=2 x tp=2 (4 ranks), gloo on cpu, 1 host"
     assert [line.split()[0] for line in lines[2:7]] == ["axis", "dp", "tp", "ep", "world"]
     assert "every group has the right ranks and gives the right sum" in lines
@@ -64,14 +64,14 @@ def absent(*missing: int) -> tuple[int, str, str]:
     [((2,), "rank 2 of 0 to 3 did not"), ((0, 3), "ranks 0, 3 of 0 to 3 did not")],
 )
 def test_a_rank_that_does_not_show_up_is_named(missing: tuple[int, ...], words: str) -> None:
-    told = run_ranks(4, absent, *missing, init=False)
-    there = [told[rank] for rank in range(4) if rank not in missing]
+    results = run_ranks(4, absent, *missing, init=False)
+    there = [results[rank] for rank in range(4) if rank not in missing]
     assert [status for status, _, _ in there] == [1] * len(there)
-    assert there[0][2] == (
+    sentence = (
         f"namedmesh doctor: {words} call namedmesh doctor within 2 s; every rank of the job must call it, so look at what those "
         "ranks did instead, or wait longer with --timeout\n"
     )
-    assert [(out, err) for _, out, err in there[1:]] == [("", "")] * (len(there) - 1)
+    assert [(out, err) for _, out, err in there] == [("", sentence)] * len(there)
 
 
 def late() -> tuple[int, str, str]:
@@ -80,18 +80,16 @@ def late() -> tuple[int, str, str]:
     others = dist.PrefixStore("others", store)
     if os.environ["RANK"] == "2":
         others.wait(["ended"], timedelta(seconds=60))
-    told = doctor("--tp", "2", "--timeout", "2")
+    results = doctor("--tp", "2", "--timeout", "2")
     others.set("ended", "")
-    return told
+    return results
 
 
 def test_a_rank_that_comes_too_late_is_absent_to_itself_too() -> None:
-    told = run_ranks(4, late, init=False)
-    assert [status for status, _, _ in told] == [1, 1, 1, 1]
-    assert [bool(err) for _, _, err in told] == [True, False, False, False]
-    assert told[0][2].startswith(
-        "namedmesh doctor: rank 2 of 0 to 3 did not call namedmesh doctor within 2 s"
-    )
+    results = run_ranks(4, late, init=False)
+    assert [status for status, _, _ in results] == [1, 1, 1, 1]
+    absent = "namedmesh doctor: rank 2 of 0 to 3 did not call namedmesh doctor within 2 s"
+    assert [err.startswith(absent) for _, _, err in results] == [True] * 4
 
 
 def with_wrong_groups(*ranks: int) -> tuple[int, str, str]:
@@ -110,21 +108,23 @@ def with_wrong_groups(*ranks: int) -> tuple[int, str, str]:
 
 
 def test_a_wrong_group_is_named_with_its_axis_and_ranks() -> None:
-    told = run_ranks(4, with_wrong_groups, 0, 1, 2, 3, init=False)
-    assert [status for status, _, _ in told] == [1, 1, 1, 1]
-    assert told[0][1] == (
+    results = run_ranks(4, with_wrong_groups, 0, 1, 2, 3, init=False)
+    assert [status for status, _, _ in results] == [1, 1, 1, 1]
+    assert results[0][1] == (
         "pp=2 x tp=2 (4 ranks), gloo on cpu, 1 host\n\n"
         "wrong: axis tp, rank 0: its group has ranks 0, 2 instead of 0, 1\n"
         "wrong: axis tp, rank 1: its group has ranks 1, 3 instead of 0, 1\n"
         "wrong: axis tp, rank 2: its group has ranks 0, 2 instead of 2, 3\n"
         "wrong: axis tp, rank 3: its group has ranks 1, 3 instead of 2, 3\n"
     )
+    sentence = results[0][1].partition("\n\n")[2].replace("wrong:", "  -")
+    assert [err for _, _, err in results] == [f"namedmesh doctor: 4 problems:\n{sentence}"] * 4
 
 
 def test_a_collective_that_hangs_ends_with_the_axis_and_the_ranks() -> None:
-    told = run_ranks(4, with_wrong_groups, 3, init=False)
-    assert [status for status, _, _ in told] == [1, 1, 1, 1]
-    wrong = [line for line in told[0][1].splitlines() if line.startswith("wrong: axis tp")]
+    results = run_ranks(4, with_wrong_groups, 3, init=False)
+    assert [status for status, _, _ in results] == [1, 1, 1, 1]
+    wrong = [line for line in results[0][1].splitlines() if line.startswith("wrong: axis tp")]
     assert wrong
     assert all(any(str(rank) in line.split(":")[1] for line in wrong) for rank in (2, 3))
 
@@ -145,13 +145,25 @@ def test_groups_that_cannot_be_made_are_told_by_each_rank() -> None:
     ]
 
 
-def test_a_layout_that_does_not_fit_is_told_once() -> None:
-    told = run_ranks(4, lambda: doctor("pp=2,tp=3"), init=False)
-    assert [status for status, _, _ in told] == [1, 1, 1, 1]
-    assert [bool(err) for _, _, err in told] == [True, False, False, False]
-    assert told[0][2].startswith("namedmesh doctor: pp=2 x tp=3 needs 6 ranks, but the world has 4")
-    told = run_ranks(2, lambda: doctor("pp=x"), init=False)
-    assert [status for status, _, _ in told] == [2, 2]
+def test_every_rank_says_why_a_layout_does_not_fit() -> None:
+    results = run_ranks(4, lambda: doctor("pp=2,tp=3"), init=False)
+    assert [status for status, _, _ in results] == [1, 1, 1, 1]
+    assert {err.partition(";")[0] for _, _, err in results} == {
+        "namedmesh doctor: pp=2 x tp=3 needs 6 ranks, but the world has 4"
+    }
+    results = run_ranks(2, lambda: doctor("pp=x"), init=False)
+    assert [status for status, _, _ in results] == [2, 2]
+
+
+def test_settings_that_cannot_be_are_named_at_once() -> None:
+    status, out, err = doctor("--timeout", "nan", "--megabytes", "-1", "--backend", "cpu:glo")
+    assert (status, out) == (2, "")
+    assert err.splitlines()[:3] == [
+        "namedmesh doctor: 3 problems:",
+        "  - timeout is nan; it is a number above 0",
+        "  - megabytes is -1; it is a number above 0",
+    ]
+    assert "backend 'cpu:glo' names 'glo', which is none that torch knows" in err.splitlines()[3]
 
 
 def alone() -> tuple[int, str, str]:
@@ -180,9 +192,9 @@ def hosted(port: int, world: int) -> tuple[int, str, str]:
 
 def test_rank_zero_hosts_the_store_where_no_launcher_does() -> None:
     assert [status for status, _, _ in run_ranks(2, hosted, free_port(), 2, init=False)] == [0, 0]
-    told = run_ranks(2, hosted, free_port(), 3, init=False)
-    assert [status for status, _, _ in told] == [1, 1]
-    assert "rank 2 of 0 to 2 did not call namedmesh doctor" in told[0][2]
+    results = run_ranks(2, hosted, free_port(), 3, init=False)
+    assert [status for status, _, _ in results] == [1, 1]
+    assert "rank 2 of 0 to 2 did not call namedmesh doctor" in results[0][2]
 
 
 def test_an_absent_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,11 @@ import argparse
 import os
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING
+from io import TextIOWrapper
+from typing import TYPE_CHECKING, Any
 
-from namedmesh.errors import NamedMeshError
+from namedmesh._version import __version__
+from namedmesh.errors import NamedMeshError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -34,11 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; by default those of the process.
 
     Returns:
-        The exit status of the command; 1 if the layout is wrong, 2 if the arguments are.
+        The exit status of the command; 1 if the layout is wrong or standard output cannot be written, 2 if the
+        arguments are wrong.
 
     Raises:
         SystemExit: with status 2 for arguments that do not exist, after a message on standard error; with 0
-            after the help.
+            after the help or the version.
 
     Example:
         >>> main(["migrate", __file__])
@@ -48,12 +51,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     # The modules of the other commands are loaded for the general help only.
     parser = _parser(argv[:1] if argv and argv[0] in COMMANDS else COMMANDS)
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        arguments.parser.error(
+            f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(flag, arguments.parser._option_string_actions)}"  # noqa: SLF001  argparse lists its flags nowhere else
+        )
+    stdout: Any = sys.stdout
+    if stdout is None:
+        sys.stderr.write(f"namedmesh {argv[0]}: standard output is closed\n")
+        return 1
+    if isinstance(stdout, TextIOWrapper):  # a terminal may lack a letter of an axis
+        stdout.reconfigure(errors="backslashreplace")
     try:
         status: int = arguments.run(arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as head, has closed the pipe
+    except OSError as error:
+        if error.filename is not None:
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # the reader, such as head, may close the pipe
+            sys.stderr.write(f"namedmesh {argv[0]}: standard output cannot be written: {error.strerror}\n")
         return 1
     except NamedMeshError as error:
         from namedmesh.plan.spec import UsageError
@@ -67,12 +85,13 @@ def _parser(names: Iterable[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="namedmesh", description="Name your parallel axes once.", allow_abbrev=False
     )
+    parser.add_argument("--version", action="version", version=f"namedmesh {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, prog="namedmesh")
     for name in names:
         summary, configure, run = import_module(COMMANDS[name]).COMMANDS[name]
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         configure(command)
-        command.set_defaults(run=run)
+        command.set_defaults(run=run, parser=command)
     return parser
 
 

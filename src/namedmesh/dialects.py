@@ -73,7 +73,7 @@ class Kind:
     field: str = ""
 
     @property
-    def twins(self) -> int:
+    def gloo_groups(self) -> int:
         """The number of gloo groups that the dialect makes beside each group."""
         return int(bool(self.gloo))
 

@@ -21,6 +21,7 @@ __all__ = [
     "NamedMeshError",
     "PlanError",
     "ShapeError",
+    "count_of",
     "did_you_mean",
     "listing",
 ]
@@ -97,6 +98,16 @@ def did_you_mean(name: object, allowed: Iterable[str]) -> str:
     """
     near = difflib.get_close_matches(str(name), list(allowed), n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def count_of(count: int, word: str) -> str:
+    """A number with its noun.
+
+    Example:
+        >>> count_of(1, "group"), count_of(2, "group")
+        ('1 group', '2 groups')
+    """
+    return f"{count} {word}{'s' * (count != 1)}"
 
 
 def listing(items: Iterable[object], limit: int = 8) -> str:

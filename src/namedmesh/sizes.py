@@ -104,10 +104,11 @@ def fitted(
         return tuple(world_size // known if size == -1 else size for size in sizes)
     if -1 in sizes:
         fixed = [(axis, size) for axis, size in zip(axes, sizes, strict=True) if size != -1]
-        what = (
-            f"{product(*zip(*fixed, strict=True))} = {known} does not divide the world of {world_size} ranks"
+        total = f" = {known}" * (len(fixed) > 1)
+        problems.append(
+            f"{product(*zip(*fixed, strict=True))}{total} does not divide the world of {world_size} ranks; "
+            f"change a size, or the number of ranks to a multiple of {known}"
         )
-        problems.append(f"{what}; change a size, or the number of ranks to a multiple of {known}")
     else:
         problems.append(
             f"{product(axes, sizes)} needs {known} ranks, but the world has {world_size}; change a size, or "

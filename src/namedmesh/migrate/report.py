@@ -8,6 +8,7 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from namedmesh.errors import count_of
 from namedmesh.migrate.rules import DIALECT
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def as_text(scan: Scan) -> str:
     problems = "\n".join(f"{problem.path}: {problem.message}" for problem in scan.problems)
     blocks = [problems] * bool(problems)
     if not scan.findings:
-        blocks.append(f"No use of megatron.core.parallel_state in {_count(scan.files, 'file')}.")
+        blocks.append(f"No use of megatron.core.parallel_state in {count_of(scan.files, 'file')}.")
         return "\n\n".join(blocks) + "\n"
     remarks: dict[str, int] = {}
     for _, findings in groupby(scan.findings, key=lambda finding: finding.path):
@@ -113,18 +114,14 @@ def _summary(scan: Scan) -> str:
     counts = _counts(scan)
     parts = [f"{counts['mesh']} with a replacement", f"{counts['dialect']} to stay in {DIALECT}"]
     parts += [f"{counts['unknown']} not in the table"] * bool(counts["unknown"])
-    uses = f"{_count(counts['uses'], 'use')} of {_count(counts['names'], 'name')}"
-    files = f"{_count(counts['files_with_uses'], 'file')} (of {counts['files']})"
+    uses = f"{count_of(counts['uses'], 'use')} of {count_of(counts['names'], 'name')}"
+    files = f"{count_of(counts['files_with_uses'], 'file')} (of {counts['files']})"
     lines = [f"{uses} in {files}: {', '.join(parts)}."]
     if counts["by_name_only"]:
         lines.append(
             f"{counts['by_name_only']} by name only: no import says where the name comes from; check them."
         )
     if counts["unreadable"]:
-        lines.append(f"{_count(counts['unreadable'], 'file')} could not be read; see the top.")
+        lines.append(f"{count_of(counts['unreadable'], 'file')} could not be read; see the top.")
     lines.append(f"Until all have moved, the code runs unchanged on a mesh with: {_INSTALL}")
     return "\n".join(lines)
-
-
-def _count(count: int, word: str) -> str:
-    return f"{count} {word}{'s' * (count != 1)}"

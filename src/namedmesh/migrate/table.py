@@ -6,7 +6,7 @@ import ast
 import re
 from typing import TYPE_CHECKING
 
-from namedmesh.dialects import DIALECTS
+from namedmesh.dialects import DIALECTS, MEGATRON_GROUPS
 from namedmesh.migrate.initialize import INITIALIZE, RANK_GENERATOR
 from namedmesh.migrate.rules import DIALECT, Advice, Arguments, Entry, Variant
 
@@ -67,6 +67,40 @@ _BUFFER = Variant("", f"torch.empty(shape, dtype=dtype, device=mesh.device) does
 _SYMMETRIC = Variant("", "it wraps torch's symmetric memory, over mesh.group('tp')")
 _BUFFER_VARIABLE = Variant("", f"torch.empty(...): {_FREED}")
 _NONE_ELSEWHERE = "Megatron has None on the other ranks"
+# The groups that are not those over some axes, and their ranks.
+_SPECIAL: dict[str, str | Variant] = {
+    "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS": _LEVELS,
+    "_HYBRID_DP_CP_GROUPS": _HYBRID,
+    "_EMBEDDING_GROUP": "embedding_group",
+    "_POSITION_EMBEDDING_GROUP": "position_embedding_group",
+    "_EMBEDDING_GLOBAL_RANKS": Variant(_ENDS, _NONE_ELSEWHERE),
+    "_POSITION_EMBEDDING_GLOBAL_RANKS": Variant('[mesh.ranks("pp")[0]]', _NONE_ELSEWHERE),
+}
+
+
+def _variables() -> dict[str, str | Variant]:
+    """Return the module-level variables of Megatron's groups, and the expression for each."""
+    columns = {
+        "variable": "mesh.group(<{}>)",
+        "gloo": "mesh.gloo_group(<{}>)",
+        "ranks": "list(mesh.ranks(<{}>))",
+    }
+    return {
+        name: _SPECIAL.get(name, expression.format(kind.name))
+        for column, expression in columns.items()
+        for kind in MEGATRON_GROUPS
+        if (name := getattr(kind, column))
+    }
+
+
+def _sizes_and_ranks(*names: str, flags: str = "") -> dict[str, str]:
+    """Return the functions ``get_NAME_world_size`` and ``get_NAME_rank`` of some groups."""
+    return {
+        f"get_{name}_{answer}({flags})": f"mesh.{method}(<{name}>)"
+        for name in names
+        for answer, method in (("world_size", "size"), ("rank", "rank"))
+    }
+
 
 # For each section of the page its functions, as ``name(required[, optional])``, and other names; for each the
 # expression that replaces it, empty where it stays in the dialect, with a remark or by flags where it has them.
@@ -108,16 +142,9 @@ _SOURCE: dict[str, Mapping[str, str | Variant | Mapping[str, str]]] = {
         "get_position_embedding_group([check_initialized])": "position_embedding_group",
     },
     "Sizes and ranks": {
-        "get_tensor_model_parallel_world_size()": "mesh.size(<tensor_model_parallel>)",
-        "get_tensor_model_parallel_rank()": "mesh.rank(<tensor_model_parallel>)",
-        "get_pipeline_model_parallel_world_size()": "mesh.size(<pipeline_model_parallel>)",
-        "get_pipeline_model_parallel_rank()": "mesh.rank(<pipeline_model_parallel>)",
-        "get_context_parallel_world_size()": "mesh.size(<context_parallel>)",
-        "get_context_parallel_rank()": "mesh.rank(<context_parallel>)",
-        f"get_data_parallel_world_size([{_CP}, {_PART}])": "mesh.size(<data_parallel>)",
-        f"get_data_parallel_rank([{_CP}, {_PART}])": "mesh.rank(<data_parallel>)",
-        "get_tensor_and_context_parallel_world_size()": "mesh.size(<tensor_and_context_parallel>)",
-        "get_tensor_and_context_parallel_rank()": "mesh.rank(<tensor_and_context_parallel>)",
+        **_sizes_and_ranks("tensor_model_parallel", "pipeline_model_parallel", "context_parallel"),
+        **_sizes_and_ranks("data_parallel", flags=f"[{_CP}, {_PART}]"),
+        **_sizes_and_ranks("tensor_and_context_parallel"),
         "get_tensor_model_parallel_src_rank()": "mesh.ranks(<tensor_model_parallel>)[0]",
         "get_model_parallel_src_rank()": "mesh.ranks(<model_parallel>)[0]",
         f"get_data_parallel_src_rank([{_CP}])": "mesh.ranks(<data_parallel>)[0]",
@@ -162,14 +189,10 @@ _SOURCE: dict[str, Mapping[str, str | Variant | Mapping[str, str]]] = {
         f"get_expert_data_parallel_group_gloo([{_EXPERT_PART}])": "mesh.gloo_group(<expert_data_parallel>)",
         "get_intra_distributed_optimizer_instance_group([check_initialized])": "mesh.group(<intra_distributed_optimizer_instance>)",
         "get_inter_distributed_optimizer_instance_group([check_initialized])": "mesh.group(<inter_distributed_optimizer_instance>)",
-        "get_expert_model_parallel_world_size()": "mesh.size(<expert_model_parallel>)",
-        "get_expert_model_parallel_rank()": "mesh.rank(<expert_model_parallel>)",
-        "get_expert_tensor_parallel_world_size()": "mesh.size(<expert_tensor_parallel>)",
-        "get_expert_tensor_parallel_rank()": "mesh.rank(<expert_tensor_parallel>)",
-        "get_expert_tensor_and_model_parallel_world_size()": "mesh.size(<expert_tensor_and_model_parallel>)",
-        "get_expert_tensor_and_model_parallel_rank()": "mesh.rank(<expert_tensor_and_model_parallel>)",
-        f"get_expert_data_parallel_world_size([{_EXPERT_PART}])": "mesh.size(<expert_data_parallel>)",
-        f"get_expert_data_parallel_rank([{_EXPERT_PART}])": "mesh.rank(<expert_data_parallel>)",
+        **_sizes_and_ranks(
+            "expert_model_parallel", "expert_tensor_parallel", "expert_tensor_and_model_parallel"
+        ),
+        **_sizes_and_ranks("expert_data_parallel", flags=f"[{_EXPERT_PART}]"),
         "get_expert_model_parallel_src_rank()": "mesh.ranks(<expert_model_parallel>)[0]",
     },
     "Making groups by hand": {
@@ -216,43 +239,7 @@ _SOURCE: dict[str, Mapping[str, str | Variant | Mapping[str, str]]] = {
         "destroy_global_symmetric_memory_buffer()": _SYMMETRIC,
     },
     "Private names, when they are read": {
-        "_TENSOR_MODEL_PARALLEL_GROUP": "mesh.group(<tensor_model_parallel>)",
-        "_PIPELINE_MODEL_PARALLEL_GROUP": "mesh.group(<pipeline_model_parallel>)",
-        "_CONTEXT_PARALLEL_GROUP": "mesh.group(<context_parallel>)",
-        "_DATA_PARALLEL_GROUP": "mesh.group(<data_parallel>)",
-        "_DATA_PARALLEL_GROUP_WITH_CP": f"mesh.group(<data_parallel {_CP}>)",
-        "_DATA_PARALLEL_GROUP_WITH_CP_AG": f"mesh.group(<data_parallel {_CP} independent_all_gather>)",
-        "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": f"mesh.group(<data_parallel {_CP} {_PART}>)",
-        "_DATA_PARALLEL_GROUP_GLOO": "mesh.gloo_group(<data_parallel>)",
-        "_DATA_PARALLEL_GROUP_WITH_CP_GLOO": f"mesh.gloo_group(<data_parallel {_CP}>)",
-        "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO": f"mesh.gloo_group(<data_parallel {_CP} {_PART}>)",
-        "_MODEL_PARALLEL_GROUP": "mesh.group(<model_parallel>)",
-        "_TENSOR_AND_DATA_PARALLEL_GROUP": "mesh.group(<tensor_and_data_parallel>)",
-        "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": f"mesh.group(<tensor_and_data_parallel {_CP}>)",
-        "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": "mesh.group(<tensor_and_context_parallel>)",
-        "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS": _LEVELS,
-        "_HYBRID_DP_CP_GROUPS": _HYBRID,
-        "_EMBEDDING_GROUP": "embedding_group",
-        "_POSITION_EMBEDDING_GROUP": "position_embedding_group",
-        "_EXPERT_MODEL_PARALLEL_GROUP": "mesh.group(<expert_model_parallel>)",
-        "_EXPERT_TENSOR_PARALLEL_GROUP": "mesh.group(<expert_tensor_parallel>)",
-        "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "mesh.group(<expert_tensor_and_model_parallel>)",
-        "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": "mesh.group(<expert_tensor_model_pipeline_parallel>)",
-        "_EXPERT_DATA_PARALLEL_GROUP": "mesh.group(<expert_data_parallel>)",
-        "_EXPERT_DATA_PARALLEL_GROUP_GLOO": "mesh.gloo_group(<expert_data_parallel>)",
-        "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": f"mesh.group(<expert_data_parallel {_EXPERT_PART}>)",
-        "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO": f"mesh.gloo_group(<expert_data_parallel {_EXPERT_PART}>)",
-        "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "mesh.group(<inter_distributed_optimizer_instance>)",
-        "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "mesh.group(<intra_distributed_optimizer_instance>)",
-        "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": "list(mesh.ranks(<tensor_model_parallel>))",
-        "_PIPELINE_GLOBAL_RANKS": "list(mesh.ranks(<pipeline_model_parallel>))",
-        "_CONTEXT_PARALLEL_GLOBAL_RANKS": "list(mesh.ranks(<context_parallel>))",
-        "_DATA_PARALLEL_GLOBAL_RANKS": "list(mesh.ranks(<data_parallel>))",
-        "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP": f"list(mesh.ranks(<data_parallel {_CP}>))",
-        "_MODEL_PARALLEL_GLOBAL_RANKS": "list(mesh.ranks(<model_parallel>))",
-        "_EXPERT_MODEL_PARALLEL_RANKS": "list(mesh.ranks(<expert_model_parallel>))",
-        "_EMBEDDING_GLOBAL_RANKS": Variant(_ENDS, _NONE_ELSEWHERE),
-        "_POSITION_EMBEDDING_GLOBAL_RANKS": Variant('[mesh.ranks("pp")[0]]', _NONE_ELSEWHERE),
+        **_variables(),
         "_global_process_group_list": "[held.group for held in mesh.communicators]",
         **{
             f"_MPU_{axis.upper()}_{answer}": _OVERRIDDEN

@@ -12,11 +12,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from namedmesh.plan.comparison import Comparison, Difference, compare
     from namedmesh.plan.core import Groups, Plan, RankPlan, make_plan, plan_rank
-    from namedmesh.plan.costs import Memory, Model, estimate_memory, estimate_traffic
+    from namedmesh.plan.costs import (
+        Memory,
+        Model,
+        estimate_activations,
+        estimate_memory,
+        estimate_model_memory,
+        estimate_step,
+        estimate_traffic,
+    )
     from namedmesh.plan.html import draw_html
     from namedmesh.plan.members import Members
     from namedmesh.plan.nodes import Placement
-    from namedmesh.plan.partitions import Partition, list_partitions
+    from namedmesh.plan.partitions import Partition, best_partitions, list_partitions
     from namedmesh.plan.shard import Cut, Piece, cut_weight
     from namedmesh.plan.spec import Spec, SpecError, UsageError, parse_spec
     from namedmesh.plan.svg import draw_svg
@@ -37,11 +45,15 @@ __all__ = [
     "Spec",
     "SpecError",
     "UsageError",
+    "best_partitions",
     "compare",
     "cut_weight",
     "draw_html",
     "draw_svg",
+    "estimate_activations",
     "estimate_memory",
+    "estimate_model_memory",
+    "estimate_step",
     "estimate_traffic",
     "list_partitions",
     "make_plan",
@@ -52,11 +64,19 @@ __all__ = [
 _HOMES = {
     "comparison": ("Comparison", "Difference", "compare"),
     "core": ("Groups", "Plan", "RankPlan", "make_plan", "plan_rank"),
-    "costs": ("Memory", "Model", "estimate_memory", "estimate_traffic"),
+    "costs": (
+        "Memory",
+        "Model",
+        "estimate_activations",
+        "estimate_memory",
+        "estimate_model_memory",
+        "estimate_step",
+        "estimate_traffic",
+    ),
     "members": ("Members",),
     "nodes": ("Placement",),
     "html": ("draw_html",),
-    "partitions": ("Partition", "list_partitions"),
+    "partitions": ("Partition", "best_partitions", "list_partitions"),
     "shard": ("Cut", "Piece", "cut_weight"),
     "spec": ("Spec", "SpecError", "UsageError", "parse_spec"),
     "svg": ("draw_svg",),

@@ -12,11 +12,12 @@ if TYPE_CHECKING:
     from namedmesh.layout import Layout
     from namedmesh.plan.core import Plan
 
-__all__ = ["LARGEST", "Box", "Cell", "Grid", "Shade", "shades"]
+__all__ = ["LARGEST", "Box", "Cell", "Grid", "Outline", "Shade", "shades"]
 
 LARGEST = 512
 """How many cells a picture has at most."""
 _ROW = 8
+_STRIPES = 16
 _DISTINCT = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#f0e442", "#0072b2", "#d55e00", "#8c8c8c")
 # From dark to light, for coordinates that are too many to tell apart by hue.
 _RAMP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
@@ -46,10 +47,30 @@ class Cell:
 
 @dataclass(frozen=True)
 class Box:
-    """The cells that are drawn together, a node's where nodes are known, and their label."""
+    """The cells that are drawn together, a node's where nodes are known, their label, and that of the block around it."""
 
     label: str
     rows: tuple[tuple[Cell, ...], ...]
+    around: str = ""
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The part of a group that is in a row: its first and last column, and whether the group starts and ends there.
+
+    Args:
+        first: the first column.
+        last: the last column.
+        starts: whether the group starts at the first column.
+        ends: whether it ends at the last.
+        crosses: whether it has ranks on several nodes.
+    """
+
+    first: int
+    last: int
+    starts: bool
+    ends: bool
+    crosses: bool
 
 
 def shades(size: int) -> tuple[Shade, ...]:
@@ -101,26 +122,36 @@ class Grid:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        world = plan.world_size
-        node = plan.gpus_per_node or plan.nvlink_domain or min(_ROW, world)
+        world, domain = plan.world_size, plan.nvlink_domain
+        known = {"node": plan.gpus_per_node, "NVLink domain": domain}
+        blocks = {word: size for word, size in known.items() if size is not None}
+        node = next(iter(blocks.values()), min(_ROW, world))
         self.block = 1 if world <= LARGEST else node * -(-world // (node * LARGEST))
+        around, size = "", node
         if self.block > 1:
-            cells = [Cell(first, min(self.block, world - first)) for first in range(0, world, self.block)]
-            self.boxes = (Box("", _rows(cells)),)
-            return
-        known = plan.gpus_per_node is not None or plan.nvlink_domain is not None
+            size = (
+                domain if domain is not None and domain > self.block and domain % self.block == 0 else world
+            )
+            blocks = {word: own for word, own in blocks.items() if own == size < world}
+        elif min(sizes := [*blocks.values(), node]) < max(sizes) and max(sizes) % min(sizes) == 0:
+            around = max(blocks, key=blocks.__getitem__)
+            size = min(sizes)
+        outer = blocks.pop(around, 0)
         self.boxes = tuple(
             Box(
-                self._box_label(first, node, world, known=known),
-                _rows([Cell(rank, 1) for rank in range(first, min(first + node, world))]),
+                ", ".join(_numbered(word, first, stop, own) for word, own in blocks.items())
+                or ("" if self.block > 1 else _numbered("rank", first, stop, 1)),
+                self._rows([Cell(at, min(self.block, stop - at)) for at in range(first, stop, self.block)]),
+                _numbered(around, first, stop, outer) if outer else "",
             )
-            for first in range(0, world, node)
+            for first in range(0, world, size)
+            for stop in [min(first + size, world)]
         )
 
-    def _box_label(self, first: int, node: int, world: int, *, known: bool) -> str:
-        if known:
-            return f"node {first // node}" if self.plan.gpus_per_node else f"NVLink domain {first // node}"
-        return f"ranks {first}\N{EN DASH}{min(first + node, world) - 1}"
+    def _rows(self, cells: list[Cell]) -> tuple[tuple[Cell, ...], ...]:
+        # Labels of two numbers are wide.
+        columns = _ROW if self.block == 1 else 16 if self.plan.world_size < 10**4 else 10
+        return tuple(tuple(cells[i : i + columns]) for i in range(0, len(cells), columns))
 
     @property
     def axes(self) -> dict[str, Layout]:
@@ -130,6 +161,20 @@ class Grid:
         if plan.expert is not None:
             axes |= {axis: plan.expert for axis in plan.expert if axis not in axes}
         return axes
+
+    @property
+    def note(self) -> str:
+        """What a cell stands for, if that is more than one rank; otherwise what is outlined."""
+        if self.block > 1:
+            nodes = self.plan.gpus_per_node and self.block // self.plan.gpus_per_node
+            what = {None: "", 1: "a node of "}.get(nodes, f"{nodes} nodes, ")
+            return f"each cell is {what}{self.block} ranks; stripes where they differ"
+        axis = self.outlined_axis()
+        if axis is None:
+            return ""
+        rows = [self.outlines(row) for box in self.boxes for row in box.rows]
+        crossing = any(outline.crosses for row in rows for outline in row)
+        return f"outlined: groups of {axis}" + ", dashed and open where they leave a node" * crossing
 
     def color_axis(self, name: str | None = None) -> str:
         """Return the axis that gives the colors: the one with the name, or the slowest of size above 1.
@@ -144,32 +189,58 @@ class Grid:
             raise AxisError(f"axis {name!r} is not one of {tuple(axes)}{did_you_mean(name, axes)}")
         return name
 
+    def coordinates(self, cell: Cell, axis: str) -> list[int]:
+        """Return the coordinates of a cell's ranks on an axis, as they follow each other; 16 of them at most."""
+        layout = self.axes[axis]
+        size, stride = layout[axis], layout.strides[layout.axes.index(axis)]
+        first = cell.first // stride
+        steps = min((cell.first + cell.count - 1) // stride - first + 1, size)
+        shown = min(steps, _STRIPES)
+        return [(first + i * steps // shown) % size for i in range(shown)]
+
     def coordinate(self, cell: Cell, axis: str) -> int | None:
         """Return the coordinate of a cell on an axis; None if its ranks have several."""
-        layout = self.axes[axis]
-        stride = layout.strides[layout.axes.index(axis)]
-        first, last = cell.first // stride, (cell.first + cell.count - 1) // stride
-        return first % layout[axis] if first == last or layout[axis] == 1 else None
+        found = self.coordinates(cell, axis)
+        return found[0] if len(found) == 1 else None
 
-    def shade(self, cell: Cell, axis: str) -> Shade | None:
-        """Return the color of a cell; None if its ranks have several."""
-        at = self.coordinate(cell, axis)
-        colors = shades(self.axes[axis][axis])
-        return None if at is None else colors[at * len(colors) // self.axes[axis][axis]]
+    def shades(self, cell: Cell, axis: str) -> list[Shade]:
+        """Return the color of a cell, or those of its stripes if its ranks have several coordinates."""
+        size = self.axes[axis][axis]
+        colors = shades(size)
+        return [colors[at * len(colors) // size] for at in self.coordinates(cell, axis)]
+
+    def describe(self, cell: Cell) -> str:
+        """Return a cell's ranks and coordinates in words."""
+        places = ", ".join(
+            f"{axis} {'several' if at is None else at}"
+            for axis in self.axes
+            for at in [self.coordinate(cell, axis)]
+        )
+        return f"rank{'s' * (cell.count > 1)} {cell.label}: {places}"
 
     def outlined_axis(self) -> str | None:
         """Return the axis whose groups are neighbors in the picture: the fastest of size above 1."""
         layout = self.plan.layout
         return next((axis for axis in reversed(layout.axes) if layout[axis] > 1), None)
 
-    def outlines(self, row: tuple[Cell, ...]) -> list[tuple[int, int]]:
-        """Return the first and last column of each group of the outlined axis in a row."""
+    def outlines(self, row: tuple[Cell, ...]) -> list[Outline]:
+        """Return the parts of groups of the outlined axis that are in a row."""
         axis = self.outlined_axis()
         if axis is None or self.block > 1:
             return []
-        firsts = [group_of(self.plan.layout, cell.first, axis).first for cell in row]
-        starts = [i for i in range(len(row)) if i == 0 or firsts[i] != firsts[i - 1]]
-        return [(start, stop - 1) for start, stop in zip(starts, [*starts[1:], len(row)], strict=True)]
+        node = self.plan.gpus_per_node or self.plan.nvlink_domain or self.plan.world_size
+        groups = [group_of(self.plan.layout, cell.first, axis) for cell in row]
+        starts = [i for i in range(len(row)) if i == 0 or groups[i] != groups[i - 1]]
+        return [
+            Outline(
+                start,
+                stop - 1,
+                starts=row[start].first == groups[start].first,
+                ends=row[stop - 1].first == groups[start][-1],
+                crosses=groups[start].first // node != groups[start][-1] // node,
+            )
+            for start, stop in zip(starts, [*starts[1:], len(row)], strict=True)
+        ]
 
     def check_rank(self, rank: int | None) -> None:
         """Check that a rank is in the world.
@@ -183,5 +254,7 @@ class Grid:
             )
 
 
-def _rows(cells: list[Cell]) -> tuple[tuple[Cell, ...], ...]:
-    return tuple(tuple(cells[i : i + _ROW]) for i in range(0, len(cells), _ROW))
+def _numbered(word: str, first: int, stop: int, size: int) -> str:
+    """Write which blocks some ranks are in: ``node 2``, or a first and a last one."""
+    low, high = first // size, (stop - 1) // size
+    return f"{word} {low}" if low == high else f"{word}s {low}\N{EN DASH}{high}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from namedmesh.dialects import AXES, DIALECTS, EXPERT_AXES
+from namedmesh.errors import count_of
 from namedmesh.plan.spec import UsageError
 from namedmesh.plan.tables import FORMATS, show
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COMMANDS"]
 
+_DIFFERENT = 3  # beside 1, a layout that is wrong, and 2, arguments that are
 _AXIS_HELP = {
     "pp": "pipeline stages",
     "dp_replicate": "data-parallel copies of a sharded model (HSDP)",
@@ -39,6 +41,7 @@ _MODEL_HELP = {
     "vocab": "entries of the vocabulary",
     "seq": "tokens of a sequence",
     "experts": "experts of a layer; lists every ep too",
+    "ffn": "inner width of an expert, or of the feed-forward network (default: 4 x hidden)",
 }
 
 
@@ -129,13 +132,11 @@ def _write(path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(
-            f"{path!r} cannot be written: {error.strerror}; name a file in a folder that exists"
-        ) from None
+        raise UsageError(f"{path!r} cannot be written: {error.strerror}") from None
 
 
 def _configure_partitions(parser: ArgumentParser) -> None:
-    from namedmesh.plan.costs import STAGES
+    from namedmesh.plan.costs import CHECKPOINTING, STAGES
 
     _add_integer(parser, "--world-size", "how many ranks there are", required=True)
     _add_integer(parser, "--gpus-per-node", "consecutive ranks on one node")
@@ -143,7 +144,20 @@ def _configure_partitions(parser: ArgumentParser) -> None:
         _add_integer(parser, f"--{name.replace('_', '-')}", text)
     _add_integer(parser, "--top-k", "experts of a token (default: 1)", default=1)
     _add_integer(parser, "--batch", "sequences of a data rank and step (default: 1)", default=1)
+    _add_integer(parser, "--micro-batch", "sequences that it works on at a time (default: 1)", default=1)
     parser.add_argument("--params", metavar="P", help="parameters, such as 7B: estimates memory and traffic")
+    parser.add_argument(
+        "--expert-params", metavar="P", help="those of all experts (default: from --hidden and --ffn)"
+    )
+    parser.add_argument(
+        "--checkpointing",
+        choices=CHECKPOINTING,
+        default="selective",
+        help="activations that are computed again (default: selective, all but attention's are kept)",
+    )
+    parser.add_argument(
+        "--sequence-parallel", action="store_true", help="tp ranks share norms and the residual stream too"
+    )
     parser.add_argument(
         "--memory", metavar="M", help="memory of a rank, such as 80GB: strikes what needs more"
     )
@@ -154,19 +168,21 @@ def _configure_partitions(parser: ArgumentParser) -> None:
         default=3,
         help="ZeRO stage to judge by; 3 is FSDP (default: 3)",
     )
+    _add_integer(parser, "--best", "only the N that fit and have the most tokens a second, with the reason")
     parser.add_argument("--fitting", action="store_true", help="leave out what is ruled out")
     _add_format(parser)
 
 
 def _partitions(arguments: Namespace) -> int:
     from namedmesh.plan.costs import Model, parse_bytes, parse_count
-    from namedmesh.plan.partitions import list_partitions, partitions_document
+    from namedmesh.plan.partitions import best_partitions, list_partitions, partitions_document
 
+    counts = {name: getattr(arguments, name) for name in ("params", "expert_params")}
     model = Model(
-        **{name: getattr(arguments, name) for name in _MODEL_HELP},
-        params=None if arguments.params is None else parse_count(arguments.params),
-        top_k=arguments.top_k,
-        batch=arguments.batch,
+        **{name: getattr(arguments, name) for name in (*_MODEL_HELP, "top_k", "batch", "micro_batch")},
+        **{name: None if text is None else parse_count(text) for name, text in counts.items()},
+        checkpointing=arguments.checkpointing,
+        sequence_parallel=arguments.sequence_parallel,
     )
     partitions = list_partitions(
         arguments.world_size,
@@ -175,9 +191,11 @@ def _partitions(arguments: Namespace) -> int:
         memory=None if arguments.memory is None else parse_bytes(arguments.memory),
         stage=arguments.stage,
     )
-    fitting = [partition for partition in partitions if partition.fits]
-    headline = f"{len(partitions)} partitions of {arguments.world_size} ranks, {len(fitting)} of them fit"
+    fitting = tuple(partition for partition in partitions if partition.fits)
+    headline = f"{count_of(len(partitions), 'partition')} of {arguments.world_size} ranks, {len(fitting)} of them fit"
     listed = fitting if arguments.fitting else partitions
+    if arguments.best is not None:
+        listed = best_partitions(partitions, arguments.best)
     show(partitions_document(listed, headline, everything=arguments.all), arguments.format)
     return 0
 
@@ -212,8 +230,9 @@ def _configure_diff(parser: ArgumentParser) -> None:
 def _diff(arguments: Namespace) -> int:
     from namedmesh.plan.comparison import compare, diff_document
 
-    show(diff_document(compare(arguments.a, arguments.b, world_size=arguments.world_size)), arguments.format)
-    return 0
+    comparison = compare(arguments.a, arguments.b, world_size=arguments.world_size)
+    show(diff_document(comparison), arguments.format)
+    return 0 if comparison.same else _DIFFERENT
 
 
 def _configure_doctor(parser: ArgumentParser) -> None:
@@ -260,7 +279,7 @@ COMMANDS = {
         _shard,
     ),
     "diff": (
-        "which groups differ between two layouts; the exit status is 0 whether any do or not",
+        "which groups differ between two layouts; the exit status is 0 if none do, 3 if some do",
         _configure_diff,
         _diff,
     ),

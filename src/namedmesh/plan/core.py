@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
 from namedmesh.dialects import DIALECTS, EXPERT, PLAIN, Arrangement, Kind, arrange, kinds_of
-from namedmesh.errors import AxisError, LayoutError, did_you_mean
+from namedmesh.errors import AxisError, LayoutError, count_of, did_you_mean
 from namedmesh.layout import Layout
 from namedmesh.plan.members import Members, first_groups, group_of, group_of_kind
 from namedmesh.plan.nodes import Placement, bandwidth_bound, better_order, placements
@@ -211,6 +212,10 @@ def make_plan(
     """
     arrangement = resolve(spec, world_size=world_size, like=like, order=order, **sizes)
     problems = size_problems({"gpus_per_node": gpus_per_node, "nvlink_domain": nvlink_domain})
+    if arrangement.dense.world_size > sys.maxsize:
+        problems.append(
+            f"the world has {arrangement.dense.world_size} ranks; it may have {sys.maxsize} at most"
+        )
     if problems:
         raise LayoutError(*problems)
     kinds = _shared(arrangement)
@@ -220,7 +225,7 @@ def make_plan(
         (group, gloo)
         for kind, group in members
         if group is not None and len(group) > 1
-        for gloo in range(kind.twins + 1)
+        for gloo in range(kind.gloo_groups + 1)
         if gloo or len(group) < arrangement.dense.world_size
     }
     node = gpus_per_node or nvlink_domain
@@ -229,9 +234,9 @@ def make_plan(
         arrangement,
         kinds,
         tuple(axis for axis in arrangement.dense if axis in arrangement.dialect.cuts),
-        asked=sum(groups.kind.twins + 1 for groups in kinds),
+        asked=sum(groups.kind.gloo_groups + 1 for groups in kinds),
         held=len(communicators),
-        calls=sum(groups.count * (groups.kind.twins + 1) for groups in kinds),
+        calls=sum(groups.count * (groups.kind.gloo_groups + 1) for groups in kinds),
         gpus_per_node=gpus_per_node,
         nvlink_domain=nvlink_domain,
         placements=placed,
@@ -384,7 +389,7 @@ def _warnings(
 
 
 def _crossing_warning(arrangement: Arrangement, far: list[Placement], block: int, what: str) -> str:
-    where = f"a node of {block} GPUs" if what == "node" else f"an NVLink domain of {block} GPUs"
+    where = f"{'a node' if what == 'node' else 'an NVLink domain'} of {count_of(block, 'GPU')}"
     names = " and ".join(f"{place.axis}={place.size}" for place in far)
     verb, them = ("leaves", "it") if len(far) == 1 else ("leave", "them")
     order = better_order(arrangement, block)

@@ -13,7 +13,7 @@ from namedmesh.errors import LayoutError, NamedMeshError
 if TYPE_CHECKING:
     from namedmesh.layout import Layout
 
-__all__ = ["Placement", "bandwidth_bound", "better_order", "crossing", "placements"]
+__all__ = ["Placement", "bandwidth_bound", "better_order", "crossing", "crossing_groups", "placements"]
 
 _BANDWIDTH_BOUND = ("tp", "etp", "ep")
 # What an order string names: where tp and dp stand decides where etp and edp do.
@@ -87,15 +87,18 @@ def crossing(layout: Layout, axis: str, block: int) -> int:
     """
     if block < 1:
         raise LayoutError(f"a node has {block} GPUs; it has at least 1")
-    size = layout[axis]
-    stride = layout.strides[layout.axes.index(axis)]
+    return crossing_groups(layout[axis], layout.strides[layout.axes.index(axis)], layout.world_size, block)
+
+
+def crossing_groups(size: int, stride: int, world_size: int, block: int) -> int:
+    """Count the groups of ``size`` ranks, ``stride`` apart, that have ranks in several blocks; as :func:`crossing`."""
     span, period = (size - 1) * stride, size * stride
-    if block % period == 0 or size == 1:
+    if block % period == 0 or size == 1 or block >= world_size:
         return 0
     # A group that starts t or more into its block reaches into the next one.
     t = max(0, block - span)
     repeat = block // gcd(period, block)
-    starts = layout.world_size // period
+    starts = world_size // period
     whole, rest = divmod(starts, repeat)
 
     def in_periods(count: int) -> int:

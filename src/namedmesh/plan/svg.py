@@ -1,25 +1,92 @@
-"""Draw a plan as one SVG picture: the ranks in their nodes, colored by an axis, the groups of another outlined."""
+"""Draw a plan as one SVG picture: the ranks in their nodes, colored by an axis, the groups of another outlined.
+
+A small world without nodes is drawn as boxes in boxes, one level for each axis.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from math import ceil, sqrt
 from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
-from namedmesh.plan.cells import Cell, Grid, shades
+from namedmesh.plan.cells import Cell, Grid, Outline, shades
 
 if TYPE_CHECKING:
     from namedmesh.plan.cells import Box
     from namedmesh.plan.core import Plan
 
-__all__ = ["draw_svg"]
+__all__ = ["PAIRS", "draw_svg"]
 
-_MARGIN, _LABEL, _WIDEST = 24, 16, 1360
-_INK, _SOFT, _PAPER, _NODE, _EDGE = "#1f2933", "#52606d", "#ffffff", "#f3f5f8", "#b8c2cc"
+_MARGIN, _LABEL, _WIDEST, _NARROWEST = 24, 18, 1360, 512
+_WIDEST_CELL = 150  # eight of them fit side by side
 _FEW, _SOME = 16, 128
 _SHORT = 4  # letters of an axis of which two fit on a line
 _TICKS = 16
+_NESTED, _LEVELS = 32, 3  # ranks and axes that are drawn as boxes in boxes
+# Classes, with what each paints, in a light picture and in a dark one.
+_PAINT = {
+    "paper": ("fill", "#ffffff", "#14181d"),
+    "ink": ("fill", "#1f2933", "#e6eaee"),
+    "soft": ("fill", "#52606d", "#a7b1bb"),
+    "node": ("fill", "#f3f5f8", "#1e242b"),
+    "outer": ("fill", "#fdf6ec", "#2a2118"),
+    "inner": ("fill", "#eaf1fe", "#172338"),
+    "slow": ("fill", "#9a3412", "#f0a65a"),
+    "middle": ("fill", "#166534", "#6fcf97"),
+    "fast": ("fill", "#1d4ed8", "#8fb4ff"),
+    "edge": ("stroke", "#7b8794", "#7b8794"),
+    "group": ("stroke", "#1f2933", "#e6eaee"),
+    "crosses": ("stroke", "#c2185b", "#ff80ab"),
+    "rim": ("stroke", "#9a3412", "#f0a65a"),
+    "line": ("stroke", "#1d4ed8", "#8fb4ff"),
+}
+PAIRS = (
+    *(("ink", "paper"), ("soft", "paper"), ("ink", "node"), ("soft", "node"), ("slow", "paper")),
+    *(("middle", "outer"), ("middle", "paper"), ("fast", "paper")),
+)
+"""Which text is drawn on which ground; each pair has a contrast of 4.5 or more, light and dark."""
+
+
+def draw_svg(plan: Plan, *, color_by: str | None = None) -> str:
+    """Draw a plan.
+
+    Args:
+        plan: the plan.
+        color_by: the axis that gives the colors; by default the slowest of size above 1.
+
+    Returns:
+        An SVG document, which follows the reader's preference for light or dark. Up to 512 ranks each has a
+        cell; above, a cell stands for a range of ranks, striped where they differ on the axis. Up to 32 ranks on
+        up to three axes, without nodes and ``color_by``, are boxes in boxes.
+
+    Raises:
+        AxisError: there is no such axis.
+
+    Example:
+        >>> from namedmesh.plan import make_plan
+        >>> draw_svg(make_plan("pp=2,tp=4")).count('class="rank"')
+        8
+    """
+    grid = Grid(plan)
+    axis = grid.color_axis(color_by)
+    axes = [axis for axis in plan.layout if plan.layout[axis] > 1]
+    nodes = plan.gpus_per_node or plan.nvlink_domain
+    picture = _Picture(grid, axis)
+    if color_by is None and nodes is None and plan.world_size <= _NESTED and 0 < len(axes) <= _LEVELS:
+        return picture.nested(axes)
+    return picture.nodes()
+
+
+def _style() -> str:
+    def rules(mode: int) -> str:
+        return " ".join(f".{name} {{ {paint[0]}: {paint[mode]}; }}" for name, paint in _PAINT.items())
+
+    return (
+        f"<style>{rules(1)} .group {{ fill: none; stroke-width: 1.75; }} .crosses {{ stroke-dasharray: 6 3; }} "
+        f"@media (prefers-color-scheme: dark) {{ {rules(2)} }}</style>"
+    )
 
 
 @dataclass(frozen=True)
@@ -35,182 +102,209 @@ class _Size:
     per_line: int = 2
 
 
-def draw_svg(plan: Plan, *, color_by: str | None = None) -> str:
-    """Draw a plan.
-
-    Args:
-        plan: the plan.
-        color_by: the axis that gives the colors; by default the slowest of size above 1.
-
-    Returns:
-        An SVG document. Up to 512 ranks each has a cell; above, a cell stands for a range of ranks, hatched
-        where they differ on the axis.
-
-    Raises:
-        AxisError: there is no such axis.
-
-    Example:
-        >>> from namedmesh.plan import make_plan
-        >>> draw_svg(make_plan("pp=2,tp=4")).count('class="rank"')
-        8
-    """
-    grid = Grid(plan)
-    axis = grid.color_axis(color_by)
-    return _Picture(grid, axis).document()
-
-
 class _Picture:
     def __init__(self, grid: Grid, axis: str) -> None:
-        self.grid, self.axis = grid, axis
+        self.grid, self.axis, self.layout = grid, axis, grid.plan.layout
         self.size = _cell_size(grid)
-        rows, columns = max(len(box.rows) for box in grid.boxes), max(len(box.rows[0]) for box in grid.boxes)
-        self.box_width = columns * (self.size.width + self.size.gap) - self.size.gap + 2 * self.size.pad
-        self.label = _LABEL if grid.boxes[0].label else 0
-        self.box_height = (
-            rows * (self.size.height + self.size.gap) - self.size.gap + 2 * self.size.pad + self.label
-        )
-        across = sqrt(len(grid.boxes) * 1.5 * self.box_height / self.box_width)
-        room = (_WIDEST + self.size.pad - 2 * _MARGIN) // (self.box_width + self.size.pad)
-        self.across = max(1, min(len(grid.boxes), ceil(across), room))
         self.parts: list[str] = []
-        self.title, self.note = str(grid.plan.layout), self._note()
-        boxes = self.across * (self.box_width + self.size.pad) - self.size.pad
-        words = max(len(self.title) * 11, len(self.note) * 8)
-        self.width = 2 * _MARGIN + max(512, boxes, words)
+        self.width = _NARROWEST
 
-    def document(self) -> str:
-        """Draw the whole picture."""
-        top = self._head()
-        for number, box in enumerate(self.grid.boxes):
-            x = _MARGIN + number % self.across * (self.box_width + self.size.pad)
-            y = top + number // self.across * (self.box_height + self.size.pad)
-            self._box(box, x, y)
-        down = ceil(len(self.grid.boxes) / self.across)
-        width = self.width
-        height = top + down * (self.box_height + self.size.pad) - self.size.pad + _MARGIN
-        title = f"{self.grid.plan.layout}, colored by {self.axis}"
+    def nodes(self) -> str:
+        """Draw the ranks in their nodes, and the nodes in the NVLink domains around them."""
+        size, boxes = self.size, self.grid.boxes
+        rows, columns = max(len(box.rows) for box in boxes), max(len(box.rows[0]) for box in boxes)
+        label = _LABEL if boxes[0].label else 0
+        box_width = columns * (size.width + size.gap) - size.gap + 2 * size.pad
+        box_height = rows * (size.height + size.gap) - size.gap + 2 * size.pad + label
+        blocks = [list(block) for _, block in groupby(boxes, key=lambda box: box.around)]
+        frame = size.pad if boxes[0].around else 0
+        room = _WIDEST - 2 * _MARGIN
+        across = _across(max(map(len, blocks)), box_width, box_height, room - 2 * frame, size.pad)
+        down = ceil(max(map(len, blocks)) / across)
+        block_width = across * (box_width + size.pad) - size.pad + 2 * frame
+        block_height = down * (box_height + size.pad) - size.pad + 2 * frame + (_LABEL if frame else 0)
+        wide = _across(len(blocks), block_width, block_height, room, size.pad)
+        self.width = max(_NARROWEST, wide * (block_width + size.pad) - size.pad + 2 * _MARGIN)
+        top = self._head([f"colored by {self.axis}", *filter(None, [self.grid.note])])
+        for number, block in enumerate(blocks):
+            x = _MARGIN + number % wide * (block_width + size.pad)
+            y = top + number // wide * (block_height + size.pad)
+            if frame:
+                self._rect(x, y, block_width, block_height, "paper edge domain", 14)
+                self._text(x + frame, y + frame + 8, block[0].around, 13, "soft")
+                y += _LABEL
+            for place, box in enumerate(block):
+                left = x + frame + place % across * (box_width + size.pad)
+                height = box_height - (rows - len(box.rows)) * (size.height + size.gap)
+                self._box(box, left, y + frame + place // across * (box_height + size.pad), box_width, height)
+        return self._document(
+            top + ceil(len(blocks) / wide) * (block_height + size.pad) - size.pad, f"colored by {self.axis}"
+        )
+
+    def nested(self, axes: list[str]) -> str:
+        """Draw boxes in boxes: the slowest axis outside, the fastest from left to right."""
+        self.size = _Size(94, 54, 16, 0)
+        *outer, fast = axes
+        slow, middle = (*([None] * (_LEVELS - len(axes))), *outer)
+        columns, lines = self.layout[fast], self.layout[middle] if middle else 1
+        step, high, gutter = 106, 62, 12 + (9 * len(f"{_short(middle, 12)} {lines}") if middle else 0)
+        wide, tall = gutter + columns * step + 12, lines * (high + 20) + 16
+        count = self.layout[slow] if slow else 1
+        across = _across(count, wide, tall + 60, _WIDEST - 2 * _MARGIN, 24)
+        self.width = max(_NARROWEST, across * (wide + 24) - 24 + 2 * _MARGIN)
+        top = self._head([])
+        for block in range(count):
+            x = _MARGIN + block % across * (wide + 24)
+            y = top + block // across * (tall + 60) + 22
+            if slow:
+                self._text(x + wide / 2, y - 8, f"{_short(slow, 24)} = {block}", 15, "slow", anchor="middle")
+                self._rect(x, y, wide, tall, "outer rim", 14)
+            for line in range(lines):
+                at = y + 12 + line * (high + 20)
+                if middle:
+                    self._text(x + 10, at + high / 2 + 9, f"{_short(middle, 12)} {line}", 13, "middle")
+                self._rect(x + gutter - 6, at, columns * step + 4, high + 8, "inner line", 12)
+                for column in range(columns):
+                    rank = (block * lines + line) * columns + column
+                    self._cell(Cell(rank, 1), x + gutter + column * step + 2, at + 8, "paper edge")
+            for column in range(columns):
+                middle_x = x + gutter + column * step + 47
+                self._text(
+                    middle_x, y + tall + 18, f"{_short(fast, 8)} = {column}", 13, "fast", anchor="middle"
+                )
+        return self._document(top + ceil(count / across) * (tall + 60), "boxes of " + ", ".join(axes))
+
+    def _document(self, bottom: float, note: str) -> str:
+        width, height = self.width, round(bottom) + _MARGIN
         start = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
             f'height="{height}" font-family="Helvetica, Arial, sans-serif" role="img">'
         )
-        hatch = (
-            '<defs><pattern id="hatch" width="8" height="8" patternUnits="userSpaceOnUse" '
-            'patternTransform="rotate(45)"><rect width="8" height="8" fill="#e4e7eb"/>'
-            '<rect width="3" height="8" fill="#cbd2d9"/></pattern></defs>'
-        )
-        paper = f'<rect width="{width}" height="{height}" fill="{_PAPER}"/>'
-        lines = [start, f"<title>{escape(title)}</title>", hatch, paper, *self.parts, "</svg>"]
-        return "\n".join(lines) + "\n"
+        title = f"<title>{escape(f'{self.layout}, {note}')}</title>"
+        paper = f'<rect class="paper" width="{width}" height="{height}"/>'
+        return "\n".join([start, title, _style(), paper, *self.parts, "</svg>"]) + "\n"
 
-    def _note(self) -> str:
-        note, outlined = f"colored by {self.axis}", self.grid.outlined_axis()
-        if self.grid.block > 1:
-            return f"{note}; each cell is {self.grid.block} ranks, hatched where they differ in {self.axis}"
-        return note if outlined is None else f"{note}; outlined: groups of {outlined}"
-
-    def _head(self) -> int:
-        """Draw the heading and the legend; return the y coordinate below."""
-        self._text(_MARGIN, _MARGIN + 14, self.title, 20, weight="bold")
-        self._text(_MARGIN, _MARGIN + 38, self.note, 14, fill=_SOFT)
+    def _head(self, notes: list[str]) -> int:
+        """Draw the heading, the notes and the legend; return the y coordinate below."""
+        y = _MARGIN - 8
+        for text, size, ink in ((str(self.layout), 20, "ink"), *((note, 14, "soft") for note in notes)):
+            for line in _lines(text, (self.width - 2 * _MARGIN) // round(size * 0.58)):
+                y += size + 5
+                self._text(_MARGIN, y, line, size, ink)
+        if not notes:
+            return y + 14
         size = self.grid.axes[self.axis][self.axis]
-        colors = shades(size)
-        step = ceil(size / _TICKS)
-        x, y = _MARGIN, _MARGIN + 52
+        colors, step = shades(size), ceil(size / _TICKS)
+        x, y = _MARGIN, y + 12
         for at in range(0, size, step):
-            name = f"{self.axis} {at}"
-            wide = 24 + 9 * len(name) + 10
+            name = f"{_short(self.axis, 24)} {at}" + f" ... {size - 1}" * (step > 1 and at + step >= size)
+            wide = 34 + 9 * len(name)
             if x + wide > self.width - _MARGIN:
                 x, y = _MARGIN, y + 24
-            shade = colors[at * len(colors) // size]
-            self.parts.append(
-                f'<rect x="{x}" y="{y}" width="18" height="18" rx="4" fill="{shade.fill}" '
-                f'stroke="{_SOFT}" stroke-width="0.75"/>'
-            )
+            self._rect(x, y, 18, 18, "edge", 4, colors[at * len(colors) // size].fill)
             self._text(x + 24, y + 14, name, 14)
             x += wide
-        if step > 1:
-            self._text(x, y + 14, f"... {size - 1}", 14)
         return y + 36
 
-    def _box(self, box: Box, x: int, y: int) -> None:
+    def _box(self, box: Box, x: int, y: int, width: int, height: int) -> None:
         if box.label:
-            height = (
-                len(box.rows) * (self.size.height + self.size.gap)
-                - self.size.gap
-                + 2 * self.size.pad
-                + self.label
-            )
-            self.parts.append(
-                f'<rect x="{x}" y="{y}" width="{self.box_width}" height="{height}" rx="10" fill="{_NODE}" '
-                f'stroke="{_EDGE}"/>'
-            )
-            self._text(x + self.size.pad, y + self.size.pad + 7, box.label, 13, fill=_SOFT)
+            self._rect(x, y, width, height, "node edge", 10)
+            self._text(x + self.size.pad, y + self.size.pad + 6, box.label, 13, "soft")
+            y += _LABEL
         for number, row in enumerate(box.rows):
-            top = y + self.size.pad + self.label + number * (self.size.height + self.size.gap)
-            self._row(row, x + self.size.pad, top)
+            top = y + self.size.pad + number * (self.size.height + self.size.gap)
+            step, left = self.size.width + self.size.gap, x + self.size.pad
+            for column, cell in enumerate(row):
+                self._cell(cell, left + column * step, top, "node")
+            for outline in self.grid.outlines(row):
+                self._outline(outline, left, top, x, x + width)
 
-    def _row(self, row: tuple[Cell, ...], x: int, y: int) -> None:
-        step = self.size.width + self.size.gap
-        for column, cell in enumerate(row):
-            self._cell(cell, x + column * step, y)
-        reach = self.size.gap / 2 - 1.25  # the outlines of neighbors do not touch
-        for first, last in self.grid.outlines(row):
-            self.parts.append(
-                f'<rect class="group" x="{x + first * step - reach}" y="{y - reach}" '
-                f'width="{(last - first + 1) * step - self.size.gap + 2 * reach}" height="{self.size.height + 2 * reach}" rx="7" '
-                f'fill="none" stroke="{_INK}" stroke-width="1.75"/>'
-            )
+    def _outline(self, outline: Outline, x: int, y: int, left: int, right: int) -> None:
+        """Draw the part of a group in a row: open, and as far as the box, on the side where it goes on."""
+        step, reach = self.size.width + self.size.gap, self.size.gap / 2 - 1.25  # neighbors do not touch
+        start = x + outline.first * step - reach if outline.starts else left
+        end = x + (outline.last + 1) * step - self.size.gap + reach if outline.ends else right
+        low, high = y - reach, y + self.size.height + reach
+        if outline.starts:
+            line = f"M{end:g} {low:g}H{start:g}V{high:g}H{end:g}" + "Z" * outline.ends
+        else:
+            line = f"M{start:g} {low:g}H{end:g}{'V' if outline.ends else f'M{end:g} '}{high:g}H{start:g}"
+        classes = "group crosses" if outline.crosses else "group"
+        self.parts.append(f'<path class="{classes}" d="{line}" stroke-linejoin="round"/>')
 
-    def _cell(self, cell: Cell, x: int, y: int) -> None:
-        shade = self.grid.shade(cell, self.axis)
-        fill, ink = ("url(#hatch)", _INK) if shade is None else (shade.fill, shade.text)
-        words = self._words(cell)
-        self.parts.append(f'<g class="rank" data-rank="{cell.first}">')
-        self.parts.append(f"<title>{escape(self._tip(cell))}</title>")
+    def _cell(self, cell: Cell, x: int, y: int, ground: str) -> None:
+        size = self.size
+        colors = [] if ground != "node" else self.grid.shades(cell, self.axis)
+        plain = len(colors) == 1
         self.parts.append(
-            f'<rect x="{x}" y="{y}" width="{self.size.width}" height="{self.size.height}" rx="5" fill="{fill}"/>'
+            f'<g class="rank" data-rank="{cell.first}"><title>{escape(self.grid.describe(cell))}</title>'
         )
-        middle = x + self.size.width / 2
-        total = self.size.font + len(words) * (self.size.small + 2)
-        line = y + (self.size.height - total) / 2 + self.size.font * 0.82
-        self._text(middle, line, cell.label, self.size.font, fill=ink, anchor="middle")
-        for word in words:
-            line += self.size.small + 3
-            self._text(middle, line, word, self.size.small, fill=ink, anchor="middle")
+        fill = colors[0].fill if plain else ""
+        self._rect(x, y, size.width, size.height, "" if plain else ground, 5, fill)
+        stripe = size.width / max(1, len(colors))
+        for number, shade in enumerate([] if plain else colors):
+            self.parts.append(
+                f'<rect x="{x + number * stripe:g}" y="{y + size.height - 6}" width="{stripe:g}" height="6" '
+                f'fill="{shade.fill}"/>'
+            )
+        words = self._words(cell) if ground == "node" else []
+        label = cell.label if ground == "node" else f"rank {cell.label}"
+        line = y + (size.height - size.font - len(words) * (size.small + 2)) / 2 + size.font * 0.82
+        line -= 3 * (len(colors) > 1)
+        for word, font in ((label, size.font), *((word, size.small) for word in words)):
+            self._text(
+                x + size.width / 2, line, word, font, fill=colors[0].text if plain else "", anchor="middle"
+            )
+            line += size.small + 3
         self.parts.append("</g>")
 
     def _words(self, cell: Cell) -> list[str]:
         """Return the lines below the rank, where there is room: its coordinates."""
         if not self.size.small:
             return []
-        layout = self.grid.plan.layout
-        words = [f"{axis} {at}" for axis, at in layout.coords(cell.first).items() if layout[axis] > 1]
+        room = _SHORT if self.size.per_line > 1 else int(self.size.width / self.size.small / 0.56) - _SHORT
+        places = self.layout.coords(cell.first).items()
+        words = [f"{_short(axis, room)} {at}" for axis, at in places if self.layout[axis] > 1]
         step = self.size.per_line
         return [" ".join(words[i : i + step]) for i in range(0, len(words), step)]
 
-    def _tip(self, cell: Cell) -> str:
-        coordinates = ", ".join(
-            f"{axis} {'several' if at is None else at}"
-            for axis in self.grid.axes
-            for at in [self.grid.coordinate(cell, axis)]
+    def _rect(  # noqa: PLR0917  as SVG has them
+        self, x: float, y: float, width: float, height: float, classes: str, round_: int, fill: str = ""
+    ) -> None:
+        paint = f'class="{classes}"' * bool(classes) + f' fill="{fill}"' * bool(fill)
+        self.parts.append(
+            f'<rect {paint.strip()} x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{round_}"/>'
         )
-        return f"rank{'s' * (cell.count > 1)} {cell.label}: {coordinates}"
 
     def _text(
-        self,
-        x: float,
-        y: float,
-        text: str,
-        size: int,
-        *,
-        fill: str = _INK,
-        anchor: str = "start",
-        weight: str = "normal",
+        self, x: float, y: float, text: str, size: int, ink: str = "ink", *, fill: str = "", anchor: str = ""
     ) -> None:
+        paint = f'fill="{fill}"' if fill else f'class="{ink}"'
+        where = f' text-anchor="{anchor}"' if anchor else ""
         self.parts.append(
-            f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{fill}" text-anchor="{anchor}" '
-            f'font-weight="{weight}">{escape(text)}</text>'
+            f'<text x="{x:g}" y="{y:g}" font-size="{size}" {paint}{where}>{escape(text)}</text>'
         )
+
+
+def _across(count: int, width: int, height: int, room: int, gap: int) -> int:
+    """Return how many boxes stand side by side, for a picture that is half as wide again as it is high."""
+    return max(1, min(count, ceil(sqrt(count * 1.5 * height / width)), (room + gap) // (width + gap)))
+
+
+def _lines(text: str, letters: int) -> list[str]:
+    """Break a text between words, and a word that is too long for a line."""
+    lines = [""]
+    for word in text.split(" "):
+        while len(word) > letters:
+            lines, word = [*lines, word[:letters]], word[letters:]  # noqa: PLW2901  the rest of it
+        if len(lines[-1]) + 1 + len(word) > letters:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word}".strip()
+    return [line for line in lines if line]
+
+
+def _short(name: str, letters: int) -> str:
+    return name if len(name) <= letters else f"{name[: max(1, letters - 1)]}\N{HORIZONTAL ELLIPSIS}"
 
 
 def _cell_size(grid: Grid) -> _Size:
@@ -221,9 +315,9 @@ def _cell_size(grid: Grid) -> _Size:
     per_line = 2 if longest <= _SHORT else 1
     lines = ceil(sum(size > 1 for size in layout.sizes) / per_line)
     if grid.block > 1:
-        return _Size(max(64, (2 * digits + 1) * 8 + 10), 26, 12, 0)
+        return _Size(min(_WIDEST_CELL, round((2 * digits + 1) * 6.3) + 12), 28, 11, 0, gap=6)
     if count <= _SOME:
         font, small = (20, 13) if count <= _FEW else (17, 11)
-        width = max(58, round(per_line * (longest + 3) * small * 0.56) + 8)
+        width = min(_WIDEST_CELL, max(58, round(per_line * (longest + 3) * small * 0.56) + 8))
         return _Size(width, font + lines * (small + 3) + 14, font, small, per_line=per_line)
     return _Size(max(30, digits * 9 + 4), 22, 14, 0, gap=7, pad=9)

@@ -76,11 +76,13 @@ def rendered(document: Document, how: str) -> str:
         return json.dumps(document.data(), indent=1) + "\n"
     if how == "csv":
         return _as_csv(document.table())
-    parts = [
-        part if isinstance(part, str) else (_as_markdown(part) if how == "markdown" else as_text(part))
-        for part in document.parts
-    ]
+    write = _as_markdown if how == "markdown" else _as_text
+    parts = [write(part) for part in document.parts]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _as_text(part: str | Table) -> str:
+    return part if isinstance(part, str) else as_text(part)
 
 
 def as_text(table: Table) -> str:
@@ -132,7 +134,12 @@ def _as_csv(table: Table) -> str:
     return buffer.getvalue()
 
 
-def _as_markdown(table: Table) -> str:
+def _as_markdown(table: str | Table) -> str:
+    """Write a table, or a paragraph whose later lines are a list, because lines of Markdown run together."""
+    if isinstance(table, str):
+        first, *others = table.split("\n")
+        return first + "\n" * bool(others) + "".join(f"\n- {other.strip()}" for other in others)
+
     def line(cells: Sequence[str]) -> str:
         return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 

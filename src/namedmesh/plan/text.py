@@ -6,6 +6,7 @@ from dataclasses import asdict
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from namedmesh.errors import count_of
 from namedmesh.plan.members import Members, in_words
 from namedmesh.plan.tables import Cell, Document, Table
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from namedmesh.plan.core import Groups, OnAxis, Plan, RankPlan
 
-__all__ = ["plan_document", "rank_document"]
+__all__ = ["plan_document", "rank_document", "replicas_line"]
 
 _WIDTH = 100
 _LINES = 3
@@ -92,7 +93,7 @@ def _communicator(groups: Groups) -> str:
 
 
 def _groups_text(groups: Groups, everything: bool) -> str:
-    title = f"{groups.name}, {groups.count} groups of {groups.size} rank{'s' * (groups.size != 1)}:"
+    title = f"{groups.name}, {count_of(groups.count, 'group')} of {count_of(groups.size, 'rank')}:"
     shown = groups.first(groups.count if everything else _LINES * _WIDTH // 4)
     texts = [f"({in_words(group, len(group) if everything else 16)})" for group in shown]
     lines, used = _filled(texts, None if everything else _LINES)
@@ -113,11 +114,16 @@ def _filled(texts: Sequence[str], limit: int | None) -> tuple[list[str], int]:
     return lines, len(texts)
 
 
+def replicas_line(plan: Plan) -> str:
+    """Return how many model replicas there are, and the axes that each is over."""
+    axes = " x ".join(plan.replica_axes)
+    return f"{count_of(plan.replicas.count, 'model replica')}, {f'each over {axes}' if axes else 'each on one rank'}"
+
+
 def _replicas_text(plan: Plan, everything: bool) -> str:
     replicas = plan.replicas
-    axes = " x ".join(replicas.kind.axes) or "nothing"
     shown = replicas.first(replicas.count if everything else 8)
-    lines = [f"{replicas.count} model replica{'s' * (replicas.count != 1)}, each over {axes}"]
+    lines = [replicas_line(plan)]
     lines += [
         f"  {number}: {in_words(group, len(group) if everything else 16)}"
         for number, group in enumerate(shown)
@@ -128,11 +134,10 @@ def _replicas_text(plan: Plan, everything: bool) -> str:
 
 
 def _communicators_text(plan: Plan) -> str:
-    asked = f"{plan.asked} group{'s' * (plan.asked != 1)}"
-    held = f"{plan.held} communicator{'s' * (plan.held != 1)}"
     return (
-        f"communicators: a rank asks for {asked} beside the world's and, with one for each set of ranks, "
-        f"holds {held}\n{plan.calls} groups in the whole world"
+        f"communicators: a rank asks for {count_of(plan.asked, 'group')} beside the world's and, with one for each "
+        f"set of ranks, holds {count_of(plan.held, 'communicator')}\n"
+        f"{count_of(plan.calls, 'group')} in the whole world"
     )
 
 
@@ -149,8 +154,8 @@ def _placements_table(plan: Plan) -> Table:
 
 def _axis_line(own: OnAxis) -> str:
     if own.size == 1:
-        return f"  {own.axis}: 0 of 1, alone"
-    return f"  {own.axis}: {own.at} of {own.size}, with ranks {in_words(own.peers)}"
+        return f"  {own.axis} 0, alone"
+    return f"  {own.axis} {own.at} of 0 to {own.size - 1}, with ranks {in_words(own.peers)}"
 
 
 def _neighbors(one: RankPlan) -> str:
@@ -161,11 +166,11 @@ def _neighbors(one: RankPlan) -> str:
 
 def _batch_line(one: RankPlan) -> str:
     same = f"the same samples as ranks {in_words(one.batch)}" if len(one.batch) > 1 else "samples of its own"
-    return f"  batch: part {one.data_rank} of {one.data_size}, {same}"
+    return f"  batch: part {one.data_rank} of 0 to {one.data_size - 1}, {same}"
 
 
 def _slice_words(cut: Sequence[OnAxis], copies: Members) -> str:
-    parts = ", ".join(f"{own.axis} part {own.at} of {own.size}" for own in cut) or "all of them"
+    parts = ", ".join(f"{own.axis} part {own.at} of 0 to {own.size - 1}" for own in cut) or "all of them"
     whole = prod(own.size for own in cut)
     share = f" (1/{whole})" if whole > 1 else ""
     held = f"the same on ranks {in_words(copies)}" if len(copies) > 1 else "held by no other rank"
@@ -205,14 +210,22 @@ def _groups_data(groups: Groups, everything: bool) -> dict[str, Any]:
 
 
 def _groups_table(plan: Plan, everything: bool) -> Table:
+    """Write a row for each group, whether it crosses nodes and NVLink domains (1 or 0), and one for each warning."""
     columns = ("kind", "axes", "layout", "size", "count", "group", "ranks")
+    columns += ("crosses_nodes", "crosses_domains", "warning")
     rows: list[tuple[Cell, ...]] = []
     for groups in plan.kinds:
         start = (groups.name, " ".join(groups.kind.axes), groups.kind.view, groups.size, groups.count)
         listed = _listed(groups, everything)
-        rows += [(*start, number, " ".join(map(str, group))) for number, group in enumerate(listed)]
+        for number, group in enumerate(listed):
+            crossings = (
+                None if block is None else int(group.first // block != group[-1] // block)
+                for block in (plan.gpus_per_node, plan.nvlink_domain)
+            )
+            rows.append((*start, number, " ".join(map(str, group)), *crossings, None))
         if not listed:
-            rows.append((*start, None, None))
+            rows.append((*start, *(None,) * 5))
+    rows += [("warning", *(None,) * 8, warning) for warning in plan.warnings]
     return Table(columns, tuple(rows))
 
 

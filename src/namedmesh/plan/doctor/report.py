@@ -79,7 +79,7 @@ def _problems(present: Sequence[RankReport]) -> list[str]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {listing(ranks)}"
+    return f"rank{'s' * (len(ranks) != 1)} {listing(ranks)}"
 
 
 def _summary(name: str, column: Sequence[AxisReport]) -> AxisSummary:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from dataclasses import asdict, dataclass
@@ -13,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from namedmesh.dialects import EXPERT
-from namedmesh.errors import AgreementError, LaunchError, NamedMeshError
+from namedmesh.errors import AgreementError, LayoutError, NamedMeshError, count_of
 from namedmesh.init import init_mesh
 from namedmesh.launch import check_environment, local_device
 from namedmesh.launchers import torchrun_variables
+from namedmesh.options import normalized_backend
 from namedmesh.plan.core import resolve
 from namedmesh.plan.doctor.checks import RankReport, check_groups, first_line, groups_to_check
 from namedmesh.plan.doctor.report import doctor_document, summarize
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Settings", "run_doctor"]
 
+_LONGEST = 1e9  # seconds, as many as torch can count
 _LEAVE_TIMEOUT = timedelta(seconds=10)
 
 
@@ -51,6 +54,25 @@ class Settings:
     backend: str | None = None
     megabytes: float | None = None
     format: str = "text"
+
+    def check(self) -> None:
+        """Check the numbers and the backend.
+
+        Raises:
+            UsageError: all that is wrong with them.
+        """
+        numbers = (("timeout", self.seconds, _LONGEST), ("megabytes", self.megabytes, math.inf))
+        problems = [
+            f"{name} is {value:g}; it is a number above 0"
+            for name, value, most in numbers
+            if value is not None and not 0 < value < most
+        ]
+        try:
+            normalized_backend(self.backend)
+        except LayoutError as error:
+            problems += error.problems
+        if problems:
+            raise UsageError(*problems)
 
     @property
     def timeout(self) -> timedelta:
@@ -76,13 +98,16 @@ def run_doctor(spec: str, keywords: Mapping[str, Any], settings: Settings) -> in
         settings: how to check.
 
     Returns:
-        On every rank 0 if all is well, else 1.
+        On every rank 0 if all is well, or 1 if the groups could not be made.
 
     Raises:
-        LayoutError: the layout does not fit the world; on rank 0, the others return 1 or 2.
+        UsageError: settings that cannot be.
+        LayoutError: the layout does not fit the world.
         LaunchError: the environment does not describe a job, its store cannot be reached, or the device is not
             there.
+        AgreementError: ranks that did not come, or the problems that the checks found; the same on every rank.
     """
+    settings.check()
     environment = os.environ
     environment.update(torchrun_variables(environment))
     if not any(name in environment for name in ("RANK", "WORLD_SIZE")):
@@ -92,8 +117,6 @@ def run_doctor(spec: str, keywords: Mapping[str, Any], settings: Settings) -> in
     restart = environment.get("TORCHELASTIC_RESTART_COUNT", "")
     is_host = hosts_store(environment, rank)
     server = open_store(environment, rank, settings.timeout)
-    present = dist.PrefixStore(f"namedmesh/doctor/{restart}", server)
-    present.set(str(rank), "")
     try:
         store = wait_for_ranks(
             server,
@@ -105,9 +128,7 @@ def run_doctor(spec: str, keywords: Mapping[str, Any], settings: Settings) -> in
             restart=restart,
         )
     except AgreementError as error:
-        if _is_lowest(present, rank):
-            sys.stderr.write(f"namedmesh doctor: {error}, or wait longer with --timeout\n")
-        return 1
+        raise AgreementError(f"{error}, or wait longer with --timeout") from None
     try:
         return _run(_Job(rank, world_size, store), spec, keywords, settings)
     finally:
@@ -119,32 +140,22 @@ def run_doctor(spec: str, keywords: Mapping[str, Any], settings: Settings) -> in
             _read(leave, "all", _LEAVE_TIMEOUT)
 
 
-def _is_lowest(present: dist.Store, rank: int) -> bool:
-    """Whether no lower rank is there, so that this one reports for all."""
-    try:
-        return not any(present.check([str(other)]) for other in range(rank))
-    except dist.DistNetworkError:  # rank 0 hosted the store, and has ended
-        return False
-
-
 def _run(job: _Job, spec: str, keywords: Mapping[str, Any], settings: Settings) -> int:
     try:
         arrangement = resolve(spec, world_size=job.world_size, **keywords)
         device = _init_process_group(job, settings)
         try:
-            return _check(job, arrangement, device, settings)
+            _check(job, arrangement, device, settings)
         finally:
             dist.destroy_process_group()
-    except NamedMeshError as error:
-        # Every rank meets the same mistake, and rank 0 reports it; a device may be missing on one rank only.
-        if job.rank == 0 or isinstance(error, LaunchError):
-            raise
-        return 2 if isinstance(error, UsageError) else 1
+    except NamedMeshError:
+        raise
     except RuntimeError as error:  # torch's, about a rank that ended or cannot be reached
         sys.stderr.write(
             f"namedmesh doctor: rank {job.rank} could not make its groups: {first_line(error)}\n"
         )
         return 1
+    return 0
 
 
 def _init_process_group(job: _Job, settings: Settings) -> torch.device:
@@ -162,7 +173,8 @@ def _init_process_group(job: _Job, settings: Settings) -> torch.device:
     return device
 
 
-def _check(job: _Job, arrangement: Arrangement, device: torch.device, settings: Settings) -> int:
+def _check(job: _Job, arrangement: Arrangement, device: torch.device, settings: Settings) -> None:
+    """Check the groups, show the report on rank 0, and raise the problems on every rank."""
     mesh = init_mesh(arrangement.dense, device=device.type)
     try:
         if arrangement.expert is not None:
@@ -183,13 +195,13 @@ def _check(job: _Job, arrangement: Arrangement, device: torch.device, settings: 
             # A rank that waits for a stuck collective reports after its own timeout.
             reports = {rank: _report_of(store, rank, 2 * settings.timeout) for rank in range(job.world_size)}
             summary = summarize(reports)
-            store.set("status", str(int(bool(summary.problems))))
+            store.set("problems", json.dumps(summary.problems))
             hosts = len({report.host for report in reports.values() if report is not None})
-            headline = (
-                f"{mesh.layout}, {dist.get_backend()} on {device.type}, {hosts} host{'s' * (hosts > 1)}"
-            )
+            headline = f"{mesh.layout}, {dist.get_backend()} on {device.type}, {count_of(hosts, 'host')}"
             show(doctor_document(summary, headline), settings.format)
-        return int(_read(store, "status", 3 * settings.timeout) or "1")
+        problems = json.loads(_read(store, "problems", 3 * settings.timeout) or '["rank 0 made no report"]')
+        if problems:
+            raise AgreementError(*problems)
     finally:
         mesh.close()
 
