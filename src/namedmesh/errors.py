@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AgreementError",
     "AxisError",
+    "CheckpointError",
     "LaunchError",
     "LayoutError",
     "MeshError",
@@ -60,6 +61,10 @@ class NamedMeshError(Exception):
 
 class AxisError(NamedMeshError, KeyError):
     """An axis was named that is not there."""
+
+
+class CheckpointError(NamedMeshError, ValueError):
+    """A checkpoint is not there, or does not fit the model; or a model cannot be saved as it is."""
 
 
 class LayoutError(NamedMeshError, ValueError):

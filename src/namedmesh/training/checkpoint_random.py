@@ -1,0 +1,56 @@
+"""The states of random generators in a checkpoint, by rank."""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from namedmesh.layout import Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from namedmesh.mesh import NamedMesh
+
+States = dict[str, bytes]
+
+
+def random_states(mesh: NamedMesh | None) -> States:
+    """The states of this rank's generators, by name."""
+    states = {"cpu": pickle.dumps(torch.get_rng_state())}
+    if mesh is not None and mesh.device.type != "cpu":
+        states[mesh.device.type] = pickle.dumps(torch.get_device_module(mesh.device).get_rng_state(mesh.device))
+    return states
+
+
+def shared_states(by_rank: Sequence[States]) -> list[States]:
+    """The same states, those that are equal as one object: pickled once."""
+    once: dict[bytes, bytes] = {}
+    return [{name: once.setdefault(state, state) for name, state in states.items()} for states in by_rank]
+
+
+def restore_random_states(
+    mesh: NamedMesh | None, saved: tuple[dict[str, int], int] | None, by_rank: Sequence[States]
+) -> None:
+    """Give each generator the state that it had on the ranks that this one stands for.
+
+    These are the ranks with its coordinates on the axes that have the same size now. Where they had several
+    states of a generator, none of them is this rank's, and the generator stays as the job seeded it.
+    """
+    now = {} if mesh is None else dict(mesh.layout.items())
+    before = Layout(**saved[0]) if saved and saved[0] else None
+    stood_for: Sequence[int] = range(len(by_rank))
+    if mesh is not None and before is not None:
+        same = {axis: mesh.coords[axis] for axis, size in before.items() if now.get(axis) == size}
+        stood_for = before.where(**same)
+    for name in by_rank[0]:
+        states = {by_rank[rank][name] for rank in stood_for}
+        if len(states) > 1:
+            continue
+        state = pickle.loads(states.pop())  # noqa: S301  the checkpoint is trusted with more than this
+        if name == "cpu":
+            torch.set_rng_state(state)
+        elif mesh is not None and mesh.device.type == name:
+            torch.get_device_module(mesh.device).set_rng_state(state, mesh.device)
