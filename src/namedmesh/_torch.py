@@ -598,3 +598,25 @@ def symmetric_memory(size: int, group: dist.ProcessGroup) -> tuple[torch.Tensor 
         return buffer, symmetric.rendezvous(buffer, group)
     except RuntimeError:
         return None, None
+
+
+# Pipelines.
+
+
+def keep_forwards(schedule: Any) -> None:
+    """Take the backwards out of a pipeline schedule with several stages on a rank.
+
+    torch's ``eval`` skips each backward when its turn comes, and looks for its gradient first: it fails where two
+    stages that follow each other are on one rank (up to 2.13, in ZBV, DualPipeV, and with one rank in all).
+    """
+    kinds = {"FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD"}
+    if hasattr(schedule, "pipeline_order_with_comms"):
+        schedule.pipeline_order_with_comms = {
+            rank: [
+                each
+                for action in actions
+                for each in getattr(action, "sub_actions", None) or (action,)
+                if each.computation_type.name in kinds
+            ]
+            for rank, actions in schedule.pipeline_order_with_comms.items()
+        }
