@@ -21,7 +21,9 @@ def random_states(mesh: NamedMesh | None) -> States:
     """The states of this rank's generators, by name."""
     states = {"cpu": pickle.dumps(torch.get_rng_state())}
     if mesh is not None and mesh.device.type != "cpu":
-        states[mesh.device.type] = pickle.dumps(torch.get_device_module(mesh.device).get_rng_state(mesh.device))
+        states[mesh.device.type] = pickle.dumps(
+            torch.get_device_module(mesh.device).get_rng_state(mesh.device)
+        )
     return states
 
 

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 # What torch's wrappers put into the names of the modules inside them.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _SAMPLE = 65536  # elements of a tensor that are compared between ranks
-_TOLERANCE = 1e-3  # replicas may differ by what rounding adds up to over a run; different tensors differ by more
+_TOLERANCE = (
+    1e-3  # replicas may differ by what rounding adds up to over a run; different tensors differ by more
+)
 
 
 def modules_of(model: Model) -> list[nn.Module]:
@@ -112,7 +114,9 @@ class State:
             if parameter in self.optimizer.state
         }
 
-    def room_for_optimizer(self, saved: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def room_for_optimizer(
+        self, saved: Mapping[str, Any], shapes: Mapping[str, Any]
+    ) -> dict[str, dict[str, Any]]:
         """Tensors to load the state of the optimizer into, as a checkpoint holds them.
 
         Args:
@@ -124,10 +128,20 @@ class State:
         for name, parameter in self.parameters():
             for key in saved[name][0] if name in saved else ():
                 shape, dtype = shapes[f"optimizer.{name}.{key}"]
-                present = self.optimizer.state[parameter].get(key) if parameter in self.optimizer.state else None
-                if present is None and key != "step" and shape == tuple(whole(parameter, parameter, self.mesh).shape):
+                present = (
+                    self.optimizer.state[parameter].get(key) if parameter in self.optimizer.state else None
+                )
+                if (
+                    present is None
+                    and key != "step"
+                    and shape == tuple(whole(parameter, parameter, self.mesh).shape)
+                ):
                     present = torch.zeros_like(parameter.detach(), dtype=dtype)
-                found = torch.empty(shape, dtype=dtype) if present is None else whole(present, parameter, self.mesh)
+                found = (
+                    torch.empty(shape, dtype=dtype)
+                    if present is None
+                    else whole(present, parameter, self.mesh)
+                )
                 room.setdefault(name, {})[key] = found
         return room
 
@@ -163,7 +177,11 @@ class State:
 
 def shard_of(parameter: Tensor, mesh: NamedMesh | None) -> tuple[str, int, int] | None:
     """The axis over which a plain tensor is cut, the dim and the number of blocks, by Megatron's marks."""
-    if mesh is None or isinstance(parameter, DTensor) or not getattr(parameter, "tensor_model_parallel", False):
+    if (
+        mesh is None
+        or isinstance(parameter, DTensor)
+        or not getattr(parameter, "tensor_model_parallel", False)
+    ):
         return None
     axis = "tp" if getattr(parameter, "allreduce", True) or "etp" not in mesh.coords else "etp"
     if axis not in mesh.coords or mesh.size(axis) == 1:
@@ -229,13 +247,17 @@ def contradictions(by_rank: Sequence[Mapping[str, Print]]) -> list[str]:
         for name, (shape, cut, numbers) in prints.items():
             first_shape, first = shapes.setdefault(name, (shape, rank))
             if shape != first_shape:
-                found.setdefault(name, f"has shape {first_shape} on rank {first} and {shape} on rank {rank}")
+                found.setdefault(name, f"shape {first_shape} on rank {first} and {shape} on rank {rank}")
             first_numbers, first = seen.setdefault((name, cut), (numbers, rank))
             pairs = list(zip(numbers, first_numbers, strict=True))
             if max(abs(a - b) for a, b in pairs) > _TOLERANCE * max(abs(number) for number in pairs[0]):
-                found.setdefault(name, f"has other values on rank {rank} than on rank {first}")
+                found.setdefault(name, f"other values on rank {rank} than on rank {first}")
+    by_cause: dict[str, list[str]] = {}
+    for name, what in found.items():
+        by_cause.setdefault(what, []).append(repr(name))
     return [
-        f"{name!r} {what}, and a checkpoint holds one of them; name a layer by its number in the whole model "
-        "(training.stage_layers), and mark plain shards with tensor_model_parallel and partition_dim"
-        for name, what in found.items()
+        f"{listing(names)}: {what}, and a checkpoint holds one tensor of a name; replicas have to be equal, a layer "
+        "has its number in the whole model in its name (training.stage_layers), and plain shards are marked with "
+        "tensor_model_parallel and partition_dim"
+        for what, names in by_cause.items()
     ]

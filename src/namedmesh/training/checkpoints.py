@@ -247,7 +247,11 @@ def _optimizer_problems(state: State, about: Mapping[str, Any] | None, place: Pa
     options = about["options"]
     found = []
     for _, names in state.optimizer_options():
-        found += [f"the optimizer of the checkpoint {place} did not have {name!r}" for name in names if name not in options]
+        found += [
+            f"the optimizer of the checkpoint {place} did not have {name!r}"
+            for name in names
+            if name not in options
+        ]
         kinds = {repr(options[name]): name for name in names if name in options}
         if len(kinds) > 1:
             found.append(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV, ScheduleZBVZeroBubble
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
@@ -78,7 +79,9 @@ def stage_layers(
     if stages > count:
         raise LayoutError(f"{count} layers cannot fill {stages} stages; give every stage one at least")
     numbers = range(count * stage // stages, count * (stage + 1) // stages)
-    return numbers if isinstance(layers, int) else nn.ModuleDict({str(each): layers[each] for each in numbers})
+    return (
+        numbers if isinstance(layers, int) else nn.ModuleDict({str(each): layers[each] for each in numbers})
+    )
 
 
 def stage_indices(mesh: NamedMesh, schedule: str = "1F1B", stages: int = 1) -> tuple[int, ...]:
@@ -119,7 +122,9 @@ def pipeline(
     """A pipeline over ``pp``, on one of torch's schedules; the stages may be tensor-parallel and in FSDP2.
 
     The silent mistakes it prevents: torch takes the mean of the microbatches' losses for the loss of the batch,
-    which it is not where a last microbatch is smaller (or holds fewer tokens: ``reduction="sum"``).
+    which it is not where a last microbatch is smaller (or holds fewer tokens: ``reduction="sum"``). And schedules
+    that compute the gradients of the weights later (zero bubble, ZBV, DualPipeV) leave out weights that FSDP2 has
+    put away after the forward: here FSDP2 keeps them until the last backward of a step, and gathers them once.
 
     Args:
         mesh: a mesh with an axis ``pp``, which may have size 1.
@@ -169,6 +174,12 @@ class Pipeline:
         self._kind = _schedule_class(schedule)
         self._indices = stage_indices(mesh, schedule, len(modules))
         self._microbatches, self._loss, self._mean = microbatches, loss, mean
+        self._sharded = [
+            each for module in modules for each in module.modules() if isinstance(each, FSDPModule)
+        ]
+        if mesh.size("pp") > 1 or not issubclass(self._kind, PipelineScheduleSingle):
+            for each in self._sharded:
+                each.set_reshard_after_forward(False, recurse=False)
         self._built: dict[object, Any] = {}
         self._rows: dict[object, int] = {}
         self._target, self._count = torch.empty(0), 0
@@ -208,6 +219,8 @@ class Pipeline:
             output = self._run(args, kwargs, target, None, train=False)
             if output is not None and target is not None and losses is not None:
                 losses[:] = [self._loss(output, target)]
+        for each in self._sharded:
+            each.reshard()
         return output
 
     def _run(
@@ -268,7 +281,9 @@ class Pipeline:
         ]
         single = issubclass(self._kind, PipelineScheduleSingle)
         loss = self._part if train else None
-        schedule = self._kind(stages[0] if single else stages, self._microbatches, loss_fn=loss, scale_grads=False)
+        schedule = self._kind(
+            stages[0] if single else stages, self._microbatches, loss_fn=loss, scale_grads=False
+        )
         if not train and not single:
             keep_forwards(schedule)
         return schedule
