@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,12 +18,10 @@ States = dict[str, bytes]
 
 def random_states(mesh: NamedMesh | None) -> States:
     """The states of this rank's generators, by name."""
-    states = {"cpu": pickle.dumps(torch.get_rng_state())}
+    states = {"cpu": torch.get_rng_state()}
     if mesh is not None and mesh.device.type != "cpu":
-        states[mesh.device.type] = pickle.dumps(
-            torch.get_device_module(mesh.device).get_rng_state(mesh.device)
-        )
-    return states
+        states[mesh.device.type] = torch.get_device_module(mesh.device).get_rng_state(mesh.device)
+    return {name: bytes(state.tolist()) for name, state in states.items()}
 
 
 def shared_states(by_rank: Sequence[States]) -> list[States]:
@@ -51,7 +48,7 @@ def restore_random_states(
         states = {by_rank[rank][name] for rank in stood_for}
         if len(states) > 1:
             continue
-        state = pickle.loads(states.pop())  # noqa: S301  the checkpoint is trusted with more than this
+        state = torch.tensor(list(states.pop()), dtype=torch.uint8)
         if name == "cpu":
             torch.set_rng_state(state)
         elif mesh is not None and mesh.device.type == name:

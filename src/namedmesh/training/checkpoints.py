@@ -252,10 +252,10 @@ def _optimizer_problems(state: State, about: Mapping[str, Any] | None, place: Pa
             for name in names
             if name not in options
         ]
-        kinds = {repr(options[name]): name for name in names if name in options}
+        kinds = {repr(options[name]): name for name in reversed(names) if name in options}
         if len(kinds) > 1:
             found.append(
-                f"{listing(map(repr, kinds.values()))} are in one group of the optimizer, and were in groups with other "
+                f"{listing(map(repr, reversed(kinds.values())))} are in one group of the optimizer, and were in groups with other "
                 "options; group them as they were"
             )
     return found
