@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -14,7 +15,7 @@ from namedmesh._torch import keep_forwards
 from namedmesh.errors import LayoutError, ShapeError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from namedmesh.mesh import NamedMesh
 
@@ -124,7 +125,8 @@ def pipeline(
     The silent mistakes it prevents: torch takes the mean of the microbatches' losses for the loss of the batch,
     which it is not where a last microbatch is smaller (or holds fewer tokens: ``reduction="sum"``). And schedules
     that compute the gradients of the weights later (zero bubble, ZBV, DualPipeV) leave out weights that FSDP2 has
-    put away after the forward: here FSDP2 keeps them until the last backward of a step, and gathers them once.
+    put away after the forward: here FSDP2 keeps them until the last backward of a step, and gathers them once. Nor are gradients lost that were
+    there before a batch of a new shape: torch sets those of FSDP2 to None when it finds out the shape.
 
     Args:
         mesh: a mesh with an axis ``pp``, which may have size 1.
@@ -242,6 +244,7 @@ class Pipeline:
         (count,) = counts
         shape = train, tuple((each.shape[1:], each.dtype, each.requires_grad) for each in cut)
         rows = max(-(-count // self._microbatches), self._rows.get(shape, 0))
+        new = rows != self._rows.get(shape)
         schedule = self._schedule(shape, rows, train=train)
         self._count = count
         # Parts of one size: the last row again, which the loss leaves out.
@@ -254,12 +257,13 @@ class Pipeline:
 
         given = [fill(each) for each in args] if self._mesh.is_first("pp") else []
         named = {key: fill(value) for key, value in kwargs.items()}
-        if not train:
-            output = schedule.step(*given, **named)
-        else:
-            assert target is not None
-            self._target = target
-            output = schedule.step(*given, target=index, losses=losses, **named)
+        with _gradients_kept(self._modules if new else []):
+            if not train:
+                output = schedule.step(*given, **named)
+            else:
+                assert target is not None
+                self._target = target
+                output = schedule.step(*given, target=index, losses=losses, **named)
         return None if output is None else output[:count]
 
     def _schedule(self, shape: object, rows: int, *, train: bool) -> Any:
@@ -297,3 +301,15 @@ class Pipeline:
         used = max(rows, 1)
         loss = self._loss(output[:used], self._target[last : last + used])
         return loss * (max(rows, 0) / self._count if self._mean else min(max(rows, 0), 1))
+
+
+@contextmanager
+def _gradients_kept(modules: list[nn.Module]) -> Iterator[None]:
+    """Keep the gradients that are there: torch drops those of FSDP2 while it finds out the shapes of a batch."""
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    kept = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    for parameter, _ in kept:
+        parameter.grad = None
+    yield
+    for parameter, gradient in kept:
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
