@@ -21,6 +21,7 @@ __all__ = [
     "NamedMeshError",
     "PlanError",
     "ShapeError",
+    "TrainingError",
     "did_you_mean",
     "listing",
 ]
@@ -84,6 +85,10 @@ class PlanError(NamedMeshError, ValueError):
 
 class ShapeError(NamedMeshError, ValueError):
     """A tensor's size cannot be cut the way a parallel style has to cut it."""
+
+
+class TrainingError(NamedMeshError, RuntimeError):
+    """A training job's gradients, checkpoint or random numbers are not what the step needs."""
 
 
 def did_you_mean(name: object, allowed: Iterable[str]) -> str:
