@@ -2,12 +2,13 @@
 
 Forking after torch is imported is far cheaper than starting interpreters. The parent hosts the store, made
 after the last fork (its server thread must not be copied into a child), so no rank has to outlive the others
-and no port is guessed.
+and no port is guessed. What torch imports on first use is imported here: otherwise every rank would do it again.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import time
@@ -17,7 +18,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
+import torch._dynamo
+import torch._inductor.compile_fx
 import torch.distributed as dist
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.distributed.pipelining
+import torch.distributed.tensor.parallel
 from torch.distributed import distributed_c10d as c10d
 
 if TYPE_CHECKING:
@@ -105,6 +112,7 @@ def _rank_main(  # noqa: PLR0917  multiprocessing passes them by position
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    gc.freeze()  # to look for garbage among the parent's objects would copy all of them
     faulthandler.dump_traceback_later(max(1.0, timeout - 2), file=2)
     torch.set_num_threads(1)
     port = channel.recv()
