@@ -13,23 +13,27 @@ import multiprocessing
 import os
 import time
 import traceback
+import warnings
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
-import torch._dynamo
-import torch._inductor.compile_fx
 import torch.distributed as dist
-import torch.distributed.checkpoint
-import torch.distributed.fsdp
-import torch.distributed.pipelining
-import torch.distributed.tensor.parallel
 from torch.distributed import distributed_c10d as c10d
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from multiprocessing.connection import Connection
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of torch's, about itself
+    import torch._dynamo
+    import torch._inductor.compile_fx
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+    import torch.distributed.pipelining
+    import torch.distributed.tensor.parallel
 
 T = TypeVar("T")
 
