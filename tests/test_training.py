@@ -40,9 +40,14 @@ def check_layout(layout: dict[str, int]) -> dict[str, float]:
     return told
 
 
-@pytest.mark.parametrize("layout", checks.LAYOUTS, ids=checks.layout_name)
+HYBRID_WITH_CONTEXT = (
+    {"dp_replicate": 2, "dp_shard": 2, "cp": 2},
+    {"dp_replicate": 2, "cp": 2, "tp": 2},
+)
+
+
+@pytest.mark.parametrize("layout", (*checks.LAYOUTS, *HYBRID_WITH_CONTEXT), ids=checks.layout_name)
 def test_a_step_is_that_of_one_process(layout: dict[str, int]) -> None:
     told = run_ranks(8, check_layout, layout)
-    print({name: max(each[name] for each in told) for name in told[0]})
     for each in told:
         assert max(each.values()) < TOLERANCE, told

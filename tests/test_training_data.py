@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import fake_world, run_ranks
+from ranks import fake_world, live_groups, run_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 import namedmesh
 from namedmesh import training
+from namedmesh._torch import TORCH
 
 PLACES: dict[str, tuple[dict[str, int], tuple[str, ...], tuple[int, ...]]] = {
     "dp": ({"dp": 8}, ("dp",), tuple(range(8))),
@@ -109,3 +113,49 @@ def test_ranks_with_other_samples_are_named() -> None:
     seven = f"ranks 2, 3, 6 and ranks 7 {tail}"
     both = f"2 problems:\n  - ranks 0, 4, 5 and ranks 1 {tail}\n  - ranks 2 and ranks 3, 6, 7 {tail}"
     assert all(told == ["", "", "", both, seven, seven, seven] for told in by_rank), by_rank[0]
+
+
+class Scale(nn.Module):
+    """One weight for each feature; as a DTensor it is this rank's features, each rank with tokens of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(1.0, 9, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Tensor = self.weight
+        if isinstance(weight, DTensor):
+            weight = weight.to_local(grad_placements=[Partial(), Partial(), Shard(0)])
+        return x * weight
+
+
+def shard_over_the_whole_mesh() -> tuple[float, int]:
+    from torch.distributed.fsdp import DataParallelMeshDims
+
+    mesh = namedmesh.init_mesh(dp=2, cp=2, tp=2)
+    training.fsdp_mesh(mesh)
+    net, root = Scale(), mesh.device_mesh
+    everywhere = [Replicate(), Replicate(), Shard(0)]
+    net.weight = nn.Parameter(distribute_tensor(net.weight.detach(), root, everywhere))
+    groups = live_groups()
+    fully_shard(net, mesh=root, dp_mesh_dims=DataParallelMeshDims(shard=("dp", "cp")))
+    groups = live_groups() - groups
+    x = torch.randn(4, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mine = x
+    for dim, axis in enumerate(mesh.layout):
+        mine = mine.chunk(2, dim)[mesh.rank(axis)]
+    training.token_mean(net(mine).square().sum(), mine.shape[0] * mine.shape[1], mesh).backward()
+    alone = Scale()
+    (alone(x).square().sum() / 24).backward()
+    assert isinstance(net.weight.grad, DTensor)
+    assert alone.weight.grad is not None
+    difference = (net.weight.grad.full_tensor() - alone.weight.grad).abs().max().item()
+    mesh.close()
+    return difference, groups
+
+
+@pytest.mark.skipif(TORCH.release < (2, 13), reason="torch up to 2.12 has no DataParallelMeshDims")
+def test_torchs_own_way_for_parameters_over_the_whole_mesh_uses_the_same_group() -> None:
+    for difference, groups in run_ranks(8, shard_over_the_whole_mesh):
+        assert difference < 1e-9
+        assert groups == 0

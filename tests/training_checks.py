@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the name everyone knows it by
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # here: a rank would import it after its fork
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from namedmesh import training
@@ -75,7 +76,7 @@ def my_model(mesh: NamedMesh, **options: Any) -> nn.Sequential:
                 net[index] = nn.Identity()
         if not mesh.is_last("pp"):
             net[BLOCKS] = nn.Identity()
-    if mesh.size("tp" if "tp" in mesh.layout else "dp") > 1 and "tp" in mesh.layout:
+    if "tp" in mesh.layout:
         plan: dict[str, Any] = {}
         for name, module in net.named_children():
             if isinstance(module, tiny.Block):
@@ -110,9 +111,9 @@ def step(net: nn.Module, mesh: NamedMesh) -> float | None:
         if "pp" in mesh.layout:
             return _pipelined(net, mesh, inputs, targets, loss)
         total = 0.0
-        first = max(1, len(inputs) // 4)
-        pairs = list(zip(inputs.split([first, len(inputs) - first]), targets.split([first, len(inputs) - first])))
-        pairs = [pair for pair in pairs if len(pair[0])]
+        # Of one sample or two, and of what is left.
+        parts = [len(inputs) - len(inputs) * 3 // 4, len(inputs) * 3 // 4]
+        pairs = [pair for pair in zip(inputs.split(parts), targets.split(parts), strict=True) if len(pair[0])]
         for index, (some_inputs, some_targets) in enumerate(pairs):
             if isinstance(net, FSDPModule):
                 net.set_requires_gradient_sync(index == len(pairs) - 1)
@@ -123,8 +124,6 @@ def step(net: nn.Module, mesh: NamedMesh) -> float | None:
 
 
 def _pipelined(net: nn.Module, mesh: NamedMesh, inputs: Tensor, targets: Tensor, loss: Any) -> float | None:
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-
     stage = PipelineStage(net, mesh.rank("pp"), mesh.size("pp"), mesh.device, group=mesh.group("pp"))
     schedule = Schedule1F1B(stage, 4, loss_fn=loss, scale_grads=False)
     losses: list[Tensor] = []
@@ -156,14 +155,3 @@ def gradients_differ(net: nn.Module, expected: nn.Module) -> float:
         assert grad is not None
         differences.append((whole(parameter.grad) - grad).abs().max().item())
     return max(differences)
-
-
-def as_dtensor(full: Tensor, mesh: Any, placements: list[Any]) -> nn.Parameter:
-    from torch.distributed.tensor import distribute_tensor
-
-    parameter = nn.Parameter(distribute_tensor(torch.zeros_like(full), mesh, placements, src_data_rank=None))
-    parameter.grad = distribute_tensor(full, mesh, placements, src_data_rank=None)
-    return parameter
-
-
-__all__ = ["Shard"]

@@ -90,7 +90,8 @@ def clip_grad_norm_(
     for holders, some in alike.items():
         shards = [_local(each.grad) for each in some if each.grad is not None]  # on all ranks: it may communicate
         counted += shards if _counts_here(mesh, *holders) else []
-    mine = get_total_norm(counted, norm_type, foreach=foreach)
+    # Without any it is no constant: the compiler computes with those while it traces, collectives included.
+    mine = get_total_norm(counted, norm_type, foreach=foreach) if counted else torch.zeros(())
     total = _over_ranks(mine.to(mesh.device, torch.float64), norm_type, mesh)
     if error_if_nonfinite and not total.isfinite():
         raise TrainingError(
