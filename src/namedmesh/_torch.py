@@ -379,7 +379,7 @@ def _flattened_in_table(root: Any, axes: tuple[str, ...], name: str, group: dist
     return mesh
 
 
-def joined(root: Any, meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+def joined(meshes: Sequence[Any]) -> DeviceMesh:
     """The mesh with the axes of several slices and flattened products of one root, in the given order.
 
     A public slice of the root takes a product's name up to torch 2.9, and warns later.
@@ -387,7 +387,10 @@ def joined(root: Any, meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     if _MESHES_KNOW_THEIR_ROOT:
         together: DeviceMesh = DeviceMesh._concatenate(list(meshes))
         return together
-    sliced: DeviceMesh = root[tuple(name for mesh in meshes for name in mesh.mesh_dim_names or ())]
+    from torch.distributed.device_mesh import _mesh_resources
+
+    root: Any = _mesh_resources.get_root_mesh(meshes[0])
+    sliced: DeviceMesh = root[tuple(name for mesh in meshes for name in mesh.mesh_dim_names)]
     return sliced
 
 

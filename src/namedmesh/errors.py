@@ -88,7 +88,7 @@ class ShapeError(NamedMeshError, ValueError):
 
 
 class TrainingError(NamedMeshError, RuntimeError):
-    """A training job's gradients, checkpoint or random numbers are not what the step needs."""
+    """A training function was given gradients, modules or numbers that it can do nothing with."""
 
 
 def did_you_mean(name: object, allowed: Iterable[str]) -> str:

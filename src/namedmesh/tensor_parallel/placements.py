@@ -63,7 +63,8 @@ def incompatibilities(style: ParallelStyle, module: nn.Module) -> list[str]:
     """
     name = type(style).__name__
     already = [p_name for p_name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
-    if already and parameter_placements(style, module) != {}:
+    composes: bool = getattr(style, "takes_distributed", False)
+    if already and not composes and parameter_placements(style, module) != {}:
         reason = (
             f"{name} finds a module that is already distributed ({', '.join(already)} is a DTensor); "
             f"parallelize a model once, and before fully_shard"

@@ -56,6 +56,12 @@ def data_axes(mesh: NamedMesh) -> tuple[str, ...]:
     return tuple(axis for axis in mesh.layout if axis in _DATA)
 
 
+@constant_under_compile
+def token_axes(mesh: NamedMesh) -> tuple[str, ...]:
+    """The axes along which ranks have different tokens: those along which samples differ, and cp."""
+    return data_axes(mesh) + (("cp",) if "cp" in mesh.layout else ())
+
+
 def sampler_kwargs(mesh: NamedMesh) -> dict[str, int]:
     """The arguments ``num_replicas`` and ``rank`` of torch's samplers, on this rank.
 
@@ -197,4 +203,4 @@ def fsdp_mesh(mesh: NamedMesh) -> DeviceMesh:
     sharded = mesh.flatten(*([axis for axis in shard if mesh.size(axis) > 1] or shard[:1]))
     if "dp_replicate" not in mesh.layout or mesh.size("dp_replicate") == 1:
         return sharded
-    return joined(mesh.device_mesh, [mesh["dp_replicate"], sharded])
+    return joined([mesh["dp_replicate"], sharded])

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor
 
-from namedmesh._torch import constant_under_compile
 from namedmesh.errors import ShapeError
-from namedmesh.training.data import data_axes
+from namedmesh.training.data import token_axes
 from namedmesh.training.reduction import all_reduced
 
 if TYPE_CHECKING:
@@ -71,20 +70,14 @@ def token_mean(loss_sum: Tensor, token_count: Tensor | int, mesh: NamedMesh) -> 
         )
     loss_sum = _plain(loss_sum)
     count = _plain(torch.as_tensor(token_count, device=loss_sum.device))
-    axes, ranks = _token_axes(mesh)
+    axes = token_axes(mesh)
+    ranks = mesh.size(*axes) if axes else 1
     together = torch.stack([loss_sum.detach().double(), count.double()])
     total, tokens = all_reduced(together, mesh, axes).unbind()
     # Averaging divides by the number of ranks, so it is multiplied by here.
     scaled = loss_sum.double() * (ranks / tokens)
     # The value of the mean, exactly, with the gradient of the scaled sum.
     return (total / tokens + (scaled - scaled.detach())).to(loss_sum.dtype)
-
-
-@constant_under_compile
-def _token_axes(mesh: NamedMesh) -> tuple[tuple[str, ...], int]:
-    """The axes along which ranks have different tokens, and the number of ranks along them."""
-    axes = data_axes(mesh) + (("cp",) if "cp" in mesh.layout else ())
-    return axes, mesh.size(*axes) if axes else 1
 
 
 def _plain(tensor: Tensor) -> Tensor:
