@@ -93,7 +93,7 @@ def make_model(mesh: namedmesh.NamedMesh) -> Llama:
     plan = tensor_parallel_plan(model)
     if mesh.size("etp") > 1:
         # The ranks along etp work on the same tokens, each on a part of every expert's features.
-        whole = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+        whole = {"input_layouts": Shard(1), "desired_input_layouts": Replicate(), "use_local_input": True}
         cut = {"output_layouts": Replicate(), "desired_output_layouts": Shard(1)}
         plan |= {"layers.*.feed_forward": PrepareModuleInputOutput(**whole, **cut)}
         plan |= {"layers.*.feed_forward.router": KeepWhole()}

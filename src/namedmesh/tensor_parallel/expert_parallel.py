@@ -73,7 +73,9 @@ class ExpertParallel(ParallelStyle):
         return {name: Shard(0) for name, _ in module.named_parameters(recurse=False)}
 
     def incompatibilities(self, module: nn.Module) -> list[str]:
-        """A sentence if the parameters are not stacked experts."""
+        """A sentence if the parameters are not stacked experts, or travel already."""
+        if isinstance(module.forward, ExpertForward):
+            return ["ExpertParallel finds experts that it was applied to before; apply it once"]
         shapes = {name: tuple(each.shape) for name, each in module.named_parameters(recurse=False)}
         if shapes and len({shape[:1] for shape in shapes.values()}) == 1 and () not in shapes.values():
             return []
