@@ -18,11 +18,12 @@ from namedmesh.errors import (
     NamedMeshError,
     PlanError,
     ShapeError,
+    TrainingError,
 )
 from namedmesh.layout import Layout
 
 if TYPE_CHECKING:
-    from namedmesh import launch, plan, tensor_parallel
+    from namedmesh import launch, plan, tensor_parallel, training
     from namedmesh.init import init_mesh
     from namedmesh.mesh import NamedMesh, current_mesh
     from namedmesh.options import GroupOptions
@@ -40,6 +41,7 @@ __all__ = [
     "NamedMeshError",
     "PlanError",
     "ShapeError",
+    "TrainingError",
     "__version__",
     "current_mesh",
     "init_mesh",
@@ -47,6 +49,7 @@ __all__ = [
     "parallelize",
     "plan",
     "tensor_parallel",
+    "training",
 ]
 
 # Name -> the module that has it, and the name there; None for the module itself.
@@ -59,6 +62,7 @@ _LAZY: dict[str, tuple[str, str | None]] = {
     "parallelize": ("namedmesh.tensor_parallel", "parallelize"),
     "plan": ("namedmesh.plan", None),
     "tensor_parallel": ("namedmesh.tensor_parallel", None),
+    "training": ("namedmesh.training", None),
 }
 
 

@@ -379,6 +379,21 @@ def _flattened_in_table(root: Any, axes: tuple[str, ...], name: str, group: dist
     return mesh
 
 
+def joined(meshes: Sequence[Any]) -> DeviceMesh:
+    """The mesh with the axes of several slices and flattened products of one root, in the given order.
+
+    A public slice of the root takes a product's name up to torch 2.9, and warns later.
+    """
+    if _MESHES_KNOW_THEIR_ROOT:
+        together: DeviceMesh = DeviceMesh._concatenate(list(meshes))
+        return together
+    from torch.distributed.device_mesh import _mesh_resources
+
+    root: Any = _mesh_resources.get_root_mesh(meshes[0])
+    sliced: DeviceMesh = root[tuple(name for mesh in meshes for name in mesh.mesh_dim_names)]
+    return sliced
+
+
 def forget(root: Any) -> None:
     """Let go of a root mesh and its slices, so that what somebody still holds of them keeps no group alive."""
     getattr(root, "_pg_registry", {}).clear()
@@ -429,10 +444,11 @@ def functional_collective(name: str, tensor: torch.Tensor, *arguments: Any, grou
         name: of the operator, such as ``"all_reduce"``.
         tensor: contiguous.
         *arguments: what the operator takes between the tensor and the group.
-        group: the ranks.
+        group: the ranks, or the name of their group.
     """
     operator = getattr(torch.ops._c10d_functional, name).default
-    started: torch.Tensor = operator(tensor, *arguments, group.group_name)
+    group_name = group if isinstance(group, str) else group.group_name
+    started: torch.Tensor = operator(tensor, *arguments, group_name)
     return started
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "NamedMeshError",
     "PlanError",
     "ShapeError",
+    "TrainingError",
     "did_you_mean",
     "listing",
 ]
@@ -89,6 +90,10 @@ class PlanError(NamedMeshError, ValueError):
 
 class ShapeError(NamedMeshError, ValueError):
     """A tensor's size cannot be cut the way a parallel style has to cut it."""
+
+
+class TrainingError(NamedMeshError, RuntimeError):
+    """A training function was given gradients, modules or numbers that it can do nothing with."""
 
 
 def did_you_mean(name: object, allowed: Iterable[str]) -> str:
