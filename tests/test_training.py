@@ -29,7 +29,9 @@ def check_layout(layout: dict[str, int]) -> dict[str, float]:
     told["gradients"] = checks.gradients_differ(net, expected)
     parameters = list(expected.parameters())
     for order in (1.0, 2.0, 3.0, math.inf):
-        wanted = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None], order)
+        wanted = torch.nn.utils.get_total_norm(
+            [each.grad for each in parameters if each.grad is not None], order
+        )
         norm = training.clip_grad_norm_(net.parameters(), math.inf, mesh, order)
         told[f"norm {order}"] = abs(norm.item() - wanted.item())
     largest = wanted.item() / 3

@@ -16,7 +16,9 @@ from namedmesh import training
 def compiled_step() -> list[float]:
     mesh = namedmesh.init_mesh(dp=2, cp=2, tp=2)
     counter = CompileCounterWithBackend("eager")
-    logits = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    logits = torch.randn(
+        4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    ).requires_grad_()
     targets = torch.tensor([1, 2, checks.IGNORED, 3])
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:

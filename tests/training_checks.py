@@ -13,7 +13,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the name everyone knows it by
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # here: a rank would import it after its fork
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+)  # here: a rank would import it after its fork
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 

@@ -12,6 +12,7 @@ from namedmesh._version import __version__
 from namedmesh.errors import (
     AgreementError,
     AxisError,
+    CheckpointError,
     LaunchError,
     LayoutError,
     MeshError,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AgreementError",
     "AxisError",
+    "CheckpointError",
     "GroupOptions",
     "LaunchError",
     "Layout",
