@@ -63,7 +63,18 @@ def test_everything_exported_is_there_and_nothing_else() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["tensor_parallel", "training", "launch", "options", "layout", "errors", "groups", "mesh", "dialects", "plan"],
+    [
+        "tensor_parallel",
+        "training",
+        "launch",
+        "options",
+        "layout",
+        "errors",
+        "groups",
+        "mesh",
+        "dialects",
+        "plan",
+    ],
 )
 def test_all_lists_what_can_be_imported(module: str) -> None:
     loaded = importlib.import_module(f"namedmesh.{module}")

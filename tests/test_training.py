@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,9 +11,6 @@ from ranks import run_ranks
 
 import namedmesh
 from namedmesh import training
-
-if TYPE_CHECKING:
-    from namedmesh import NamedMesh
 
 TOLERANCE = 1e-9
 
@@ -29,7 +25,9 @@ def check_layout(layout: dict[str, int]) -> dict[str, float]:
     told["gradients"] = checks.gradients_differ(net, expected)
     parameters = list(expected.parameters())
     for order in (1.0, 2.0, 3.0, math.inf):
-        wanted = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None], order)
+        wanted = torch.nn.utils.get_total_norm(
+            [each.grad for each in parameters if each.grad is not None], order
+        )
         norm = training.clip_grad_norm_(net.parameters(), math.inf, mesh, order)
         told[f"norm {order}"] = abs(norm.item() - wanted.item())
     largest = wanted.item() / 3
@@ -46,7 +44,7 @@ HYBRID_WITH_CONTEXT = (
 )
 
 
-@pytest.mark.parametrize("layout", (*checks.LAYOUTS, *HYBRID_WITH_CONTEXT), ids=checks.layout_name)
+@pytest.mark.parametrize("layout", [*checks.LAYOUTS, *HYBRID_WITH_CONTEXT], ids=checks.layout_name)
 def test_a_step_is_that_of_one_process(layout: dict[str, int]) -> None:
     told = run_ranks(8, check_layout, layout)
     for each in told:

@@ -89,13 +89,21 @@ def expert_gradients(of: Gradients) -> None:
     of.sharded(of.piece(of.new(4, 3), 0, "ep"), mesh["ep"], [Shard(0)])
     both = of.piece(of.piece(of.new(4, 4), 1, "edp"), 0, "ep")
     of.sharded(both, mesh["edp", "ep"], [Shard(1), Shard(0)])
-    of.sharded(both := of.piece(of.piece(of.new(4, 4), 1, "edp"), 0, "ep"), mesh["edp"], [Shard(1)], allreduce=False)
+    of.sharded(
+        both := of.piece(of.piece(of.new(4, 4), 1, "edp"), 0, "ep"), mesh["edp"], [Shard(1)], allreduce=False
+    )
     three = of.piece(of.piece(of.piece(of.new(4, 4, 4), 1, "edp"), 0, "ep"), 2, "etp")
     of.sharded(three, mesh["edp", "ep", "etp"], [Shard(1), Shard(0), Shard(2)], allreduce=False)
     marked = of.piece(of.piece(of.new(4, 4), 0, "ep"), 1, "etp")
     of.plain(marked, allreduce=False, tensor_model_parallel=True)
     of.plain(of.piece(of.new(4, 2), 0, "ep"), allreduce=False, tensor_model_parallel=False)
-    of.sharded(marked := of.piece(of.piece(of.new(4, 4), 0, "ep"), 1, "etp"), mesh["ep"], [Shard(0)], allreduce=False, tensor_model_parallel=True)
+    of.sharded(
+        marked := of.piece(of.piece(of.new(4, 4), 0, "ep"), 1, "etp"),
+        mesh["ep"],
+        [Shard(0)],
+        allreduce=False,
+        tensor_model_parallel=True,
+    )
 
 
 class Warned(logging.Handler):
@@ -157,7 +165,9 @@ def check_not_finite(mesh: NamedMesh) -> list[str]:
             norm = training.clip_grad_norm_(weight, 1.0, mesh, order)
             assert norm.isnan() if math.isnan(value) else norm.isinf()
             assert norm.dtype == torch.float32
-    with pytest.raises(namedmesh.TrainingError, match="norm_type is 0; it must be greater than 0, or math.inf"):
+    with pytest.raises(
+        namedmesh.TrainingError, match=r"norm_type is 0; it must be greater than 0, or math\.inf"
+    ):
         training.clip_grad_norm_(weight, 1.0, mesh, 0)
     return told
 
@@ -190,7 +200,10 @@ def test_every_number_of_the_models_gradient_counts_once() -> None:
     for differences, _ in by_rank:
         for told, first in zip(differences, by_rank[0][0], strict=True):
             assert all(value < 1e-9 for name, value in told.items() if not name.startswith("value")), told
-            assert told == {**told, **{name: value for name, value in first.items() if name.startswith("value")}}
+            assert told == {
+                **told,
+                **{name: value for name, value in first.items() if name.startswith("value")},
+            }
     texts = {tuple(texts) for _, texts in by_rank}
     assert texts == {
         tuple(

@@ -20,7 +20,11 @@ from namedmesh._torch import TORCH
 PLACES: dict[str, tuple[dict[str, int], tuple[str, ...], tuple[int, ...]]] = {
     "dp": ({"dp": 8}, ("dp",), tuple(range(8))),
     "tp": ({"dp": 4, "tp": 2}, ("dp",), (0, 0, 1, 1, 2, 2, 3, 3)),
-    "hybrid": ({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, ("dp_replicate", "dp_shard"), (0, 0, 1, 1, 2, 2, 3, 3)),
+    "hybrid": (
+        {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+        ("dp_replicate", "dp_shard"),
+        (0, 0, 1, 1, 2, 2, 3, 3),
+    ),
     "cp": ({"dp": 2, "cp": 2, "tp": 2}, ("dp",), (0, 0, 0, 0, 1, 1, 1, 1)),
     "pp": ({"pp": 2, "dp": 2, "tp": 2}, ("dp",), (0, 0, 1, 1, 0, 0, 1, 1)),
     "no data": ({"pp": 4, "tp": 2}, (), (0,) * 8),

@@ -88,7 +88,9 @@ def clip_grad_norm_(
             alike[_holders(parameter, parameter.grad)].append(parameter)
     counted = []
     for holders, some in alike.items():
-        shards = [_local(each.grad) for each in some if each.grad is not None]  # on all ranks: it may communicate
+        shards = [
+            _local(each.grad) for each in some if each.grad is not None
+        ]  # on all ranks: it may communicate
         counted += shards if _counts_here(mesh, *holders) else []
     # Without any it is no constant: the compiler computes with those while it traces, collectives included.
     mine = get_total_norm(counted, norm_type, foreach=foreach) if counted else torch.zeros(())
@@ -132,7 +134,9 @@ class _Holders(NamedTuple):
 
 
 def _holders(parameter: Tensor, grad: Tensor) -> _Holders:
-    sharded = getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False)
+    sharded = getattr(parameter, "tensor_model_parallel", False) or getattr(
+        parameter, "model_parallel", False
+    )
     expert = not getattr(parameter, "allreduce", True)
     marks = ("ep",) * expert + ("etp" if expert else "tp",) * bool(sharded)
     copy = getattr(parameter, "shared", False) or getattr(parameter, "ds_pipe_replicated", False)

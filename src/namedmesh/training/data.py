@@ -43,7 +43,9 @@ def data_axes(mesh: NamedMesh) -> tuple[str, ...]:
         >>> mesh.close(); dist.destroy_process_group()
     """
     unknown = [
-        axis for axis, size in mesh.layout.items() if size > 1 and axis not in _DATA and axis not in _SAME_SAMPLES
+        axis
+        for axis, size in mesh.layout.items()
+        if size > 1 and axis not in _DATA and axis not in _SAME_SAMPLES
     ]
     if unknown:
         raise AxisError(
