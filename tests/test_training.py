@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -34,6 +35,13 @@ def check_layout(layout: dict[str, int]) -> dict[str, float]:
     norm = training.clip_grad_norm_(net.parameters(), largest, mesh)
     torch.nn.utils.clip_grad_norm_(parameters, largest)
     told["clipped"] = checks.gradients_differ(net, expected)
+    with mock.patch("namedmesh.training.initialization.PIECE", 40):  # a few rows
+        training.init_parameters(net, 5)
+        training.init_parameters(expected, 5)
+    wanted = dict(expected.named_parameters())
+    told["first weights"] = max(
+        (checks.whole(each) - wanted[name]).abs().max().item() for name, each in net.named_parameters()
+    )
     mesh.close()
     return told
 
