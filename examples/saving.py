@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +31,8 @@ def place(settings: Settings, step: int) -> Path:
 def find_checkpoint(path: str) -> tuple[Path, dict[str, Any]] | None:
     """The checkpoint at ``path``, or the latest one in it, and what it tells; None where there is none."""
     for found in (Path(path), *sorted(Path(path).glob("step-*"), reverse=True)):
-        try:
+        with suppress(CheckpointError):  # not there, or not finished
             return found, training.checkpoint_info(found)[1]
-        except CheckpointError:  # not there, or not finished
-            continue
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +12,6 @@ from ranks import run_ranks
 
 import namedmesh
 from namedmesh import training
-
-if TYPE_CHECKING:
-    from namedmesh import NamedMesh
 
 TOLERANCE = 1e-9
 
@@ -38,6 +35,13 @@ def check_layout(layout: dict[str, int]) -> dict[str, float]:
     norm = training.clip_grad_norm_(net.parameters(), largest, mesh)
     torch.nn.utils.clip_grad_norm_(parameters, largest)
     told["clipped"] = checks.gradients_differ(net, expected)
+    with mock.patch("namedmesh.training.initialization.PIECE", 40):  # a few rows
+        training.init_parameters(net, 5)
+        training.init_parameters(expected, 5)
+    wanted = dict(expected.named_parameters())
+    told["first weights"] = max(
+        (checks.whole(each) - wanted[name]).abs().max().item() for name, each in net.named_parameters()
+    )
     mesh.close()
     return told
 
@@ -48,7 +52,7 @@ HYBRID_WITH_CONTEXT = (
 )
 
 
-@pytest.mark.parametrize("layout", (*checks.LAYOUTS, *HYBRID_WITH_CONTEXT), ids=checks.layout_name)
+@pytest.mark.parametrize("layout", [*checks.LAYOUTS, *HYBRID_WITH_CONTEXT], ids=checks.layout_name)
 def test_a_step_is_that_of_one_process(layout: dict[str, int]) -> None:
     told = run_ranks(8, check_layout, layout)
     for each in told:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,6 +22,7 @@ from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, parallel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from pathlib import Path
 
 
 def refusal(call: Callable[[], object]) -> list[str]:
@@ -89,7 +89,7 @@ def refused_on_two_ranks(root: Path) -> list[list[str]]:
     colliding = refusal(lambda: training.save(root / "last", mesh, stage))
     named = nn.ModuleDict({str(mesh.rank()): nn.Linear(2, 2, bias=False)})
     differing = refusal(lambda: training.save(root / "last", mesh, named, place=mesh.rank()))
-    training.save(root / "last", mesh, named)
+    training.save(root / "last", mesh, named, noise=torch.ones(3), step=1)
     renamed = nn.ModuleDict({str(mesh.rank() * 2): nn.Linear(2, 2, bias=False)})
     missing = refusal(lambda: training.load(root / "last", mesh, renamed))
     mesh.close()

@@ -166,7 +166,7 @@ def check_not_finite(mesh: NamedMesh) -> list[str]:
             assert norm.isnan() if math.isnan(value) else norm.isinf()
             assert norm.dtype == torch.float32
     with pytest.raises(
-        namedmesh.TrainingError, match="norm_type is 0; it must be greater than 0, or math.inf"
+        namedmesh.TrainingError, match=r"norm_type is 0; it must be greater than 0, or math\.inf"
     ):
         training.clip_grad_norm_(weight, 1.0, mesh, 0)
     return told

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
-)  # here: a rank would import it after its fork
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -73,26 +73,26 @@ def my_model(mesh: NamedMesh, **options: Any) -> nn.Sequential:
     """This rank's stage, sharded over tp and over the ranks of ``fsdp_mesh``; modules are named as in the whole."""
     net = whole_model()
     if "pp" in mesh.layout:
-        stages, stage = mesh.size("pp"), mesh.rank("pp")
-        for index in range(BLOCKS):
-            if index * stages // BLOCKS != stage:
-                net[index] = nn.Identity()
-        if not mesh.is_last("pp"):
-            net[BLOCKS] = nn.Identity()
+        keep_stage(net, mesh)
     if "tp" in mesh.layout:
-        plan: dict[str, Any] = {}
-        for name, module in net.named_children():
-            if isinstance(module, tiny.Block):
-                plan |= {f"{name}.up": ColwiseParallel(), f"{name}.down": RowwiseParallel()}
-            elif isinstance(module, nn.Linear):
-                plan[name] = ColwiseParallel(use_local_output=False)
+        blocks = [name for name, module in net.named_children() if isinstance(module, tiny.Block)]
+        plan: dict[str, Any] = {f"{name}.up": ColwiseParallel() for name in blocks}
+        plan |= {f"{name}.down": RowwiseParallel() for name in blocks}
+        if isinstance(net[BLOCKS], nn.Linear):
+            plan[str(BLOCKS)] = ColwiseParallel(use_local_output=False)
         parallelize(net, mesh["tp"], plan)
     if training.data_axes(mesh):
-        for module in net:
-            if isinstance(module, tiny.Block):
-                fully_shard(module, mesh=training.fsdp_mesh(mesh), **options)
-        fully_shard(net, mesh=training.fsdp_mesh(mesh), **options)
+        for module in [each for each in net if isinstance(each, tiny.Block)] + [net]:
+            fully_shard(module, mesh=training.fsdp_mesh(mesh), **options)
     return net
+
+
+def keep_stage(net: nn.Sequential, mesh: NamedMesh) -> None:
+    """Leave nothing of the model but this rank's pipeline stage; the last one has the head."""
+    stages, stage = mesh.size("pp"), mesh.rank("pp")
+    for index in range(BLOCKS + 1):
+        if min(index * stages // BLOCKS, stages - 1) != stage:
+            net[index] = nn.Identity()
 
 
 def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:

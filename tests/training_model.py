@@ -101,7 +101,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     text = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
     targets = text[:, 1:].clone()
-    targets[torch.rand(ROWS, LENGTH, generator=generator) < 0.3] = HIDDEN  # noqa: PLR2004
+    targets[torch.rand(ROWS, LENGTH, generator=generator) < 0.3] = HIDDEN
     return text[:, :-1].contiguous(), targets
 
 

@@ -561,6 +561,14 @@ def gradient_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
     return type(parameter)(local, spec, requires_grad=False)
 
 
+def global_offset(tensor: DTensor) -> tuple[int, ...]:
+    """Where this rank's shard of a tensor begins in the whole, for each dim; what checkpoints go by."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offset)
+
+
 @contextmanager
 def replaced_parameters(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Let a module see other tensors in place of some of its own parameters, for one forward."""

@@ -79,10 +79,11 @@ class ExpertParallel(ParallelStyle):
         shapes = {name: tuple(each.shape) for name, each in module.named_parameters(recurse=False)}
         if shapes and len({shape[:1] for shape in shapes.values()}) == 1 and () not in shapes.values():
             return []
-        return [
+        reason = (
             f"ExpertParallel takes a module that owns the weights of all its experts as parameters (experts, ...), but "
             f"{type(module).__name__} owns {shapes or 'none'}"
-        ]
+        )
+        return [reason]
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         problems = self.incompatibilities(module)
@@ -121,6 +122,7 @@ class ExpertForward:
         """What the gradients of the weights are multiplied by."""
 
     def __call__(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """The module's output for this rank's tokens, of which each expert has a number."""
         if counts.shape != (self.experts,):
             raise ShapeError(
                 f"the numbers of tokens have shape {tuple(counts.shape)}; pass one number for each of the {self.experts} "

@@ -115,6 +115,8 @@ def exchange(
         >>> exchange(torch.arange(3), RankGroup(None))
         tensor([0, 1, 2])
     """
+    if torch.compiler.is_compiling():  # lengths that are computed are known when the graph runs
+        return outgoing if peers.size == 1 else _exchange(outgoing, peers, send, receive)
     sending, receiving = (None if sizes is None else _lengths(sizes, peers) for sizes in (send, receive))
     length = outgoing.shape[0]
     if sending is not None:
@@ -214,4 +216,4 @@ class _Exchange(torch.autograd.Function):
 _gather_parts: Callable[[Tensor, RankGroup, int], Tensor] = _GatherParts.apply
 _gather_uneven: Callable[[Tensor, RankGroup, list[int], bool], Tensor] = _GatherUneven.apply
 _sum_scatter_uneven: Callable[[Tensor, RankGroup, list[int]], Tensor] = _SumScatterUneven.apply
-_exchange: Callable[[Tensor, RankGroup, list[int] | None, list[int] | None], Tensor] = _Exchange.apply
+_exchange: Callable[[Tensor, RankGroup, Sequence[int] | None, Sequence[int] | None], Tensor] = _Exchange.apply

@@ -6,8 +6,10 @@ from namedmesh.training.clipping import clip_grad_norm_
 from namedmesh.training.context import context_attention, shard_sequence
 from namedmesh.training.data import check_same_batch, data_axes, fsdp_mesh, sampler_kwargs
 from namedmesh.training.experts import set_expert_divisor
+from namedmesh.training.initialization import init_parameters
 from namedmesh.training.loss import token_mean
 from namedmesh.training.pipeline import pipeline, stage_indices, stage_layers
+from namedmesh.training.seeds import seed_all, streams
 
 __all__ = [
     "check_same_batch",
@@ -16,14 +18,17 @@ __all__ = [
     "context_attention",
     "data_axes",
     "fsdp_mesh",
+    "init_parameters",
     "load",
     "pipeline",
     "sampler_kwargs",
     "save",
+    "seed_all",
     "set_expert_divisor",
     "shard_sequence",
     "stage_indices",
     "stage_layers",
+    "streams",
     "to_pretrained",
     "token_mean",
 ]

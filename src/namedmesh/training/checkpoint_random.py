@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from namedmesh.layout import Layout
+from namedmesh.training.seeds import streams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,9 +18,9 @@ States = dict[str, bytes]
 
 
 def random_states(mesh: NamedMesh | None) -> States:
-    """The states of this rank's generators, by name."""
-    states = {"cpu": torch.get_rng_state()}
-    if mesh is not None and mesh.device.type != "cpu":
+    """The states of this rank's generators and streams, by name."""
+    states = streams.state_dict()
+    if mesh is not None and mesh.device.type not in states:
         states[mesh.device.type] = torch.get_device_module(mesh.device).get_rng_state(mesh.device)
     return {name: bytes(state.tolist()) for name, state in states.items()}
 
@@ -44,12 +45,12 @@ def restore_random_states(
     if mesh is not None and before is not None:
         same = {axis: mesh.coords[axis] for axis, size in before.items() if now.get(axis) == size}
         stood_for = before.where(**same)
+    restored = streams.state_dict()
     for name in by_rank[0]:
-        states = {by_rank[rank][name] for rank in stood_for}
-        if len(states) > 1:
-            continue
-        state = torch.tensor(list(states.pop()), dtype=torch.uint8)
-        if name == "cpu":
-            torch.set_rng_state(state)
-        elif mesh is not None and mesh.device.type == name:
-            torch.get_device_module(mesh.device).set_rng_state(state, mesh.device)
+        states = {by_rank[rank].get(name) for rank in stood_for}
+        state = states.pop()
+        if not states and state is not None:
+            restored[name] = torch.tensor(list(state), dtype=torch.uint8)
+    streams.load_state_dict(restored)
+    if mesh is not None and mesh.device.type != "cpu" and mesh.device.type in restored:
+        torch.get_device_module(mesh.device).set_rng_state(restored[mesh.device.type], mesh.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -24,7 +24,7 @@ class Ranks:
         mesh: the mesh, which owns the group; None for a process without process groups.
     """
 
-    _groups: WeakKeyDictionary[NamedMesh, dist.ProcessGroup] = WeakKeyDictionary()
+    _groups: ClassVar[WeakKeyDictionary[NamedMesh, dist.ProcessGroup]] = WeakKeyDictionary()
 
     def __init__(self, mesh: NamedMesh | None) -> None:
         self.group: dist.ProcessGroup | None = None

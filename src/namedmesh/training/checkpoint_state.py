@@ -51,7 +51,9 @@ class State:
     """
 
     def __init__(self, mesh: NamedMesh | None, model: Model, optimizer: Optimizer | None) -> None:
-        self.mesh, self.model, self.optimizer = mesh, model, optimizer
+        self.mesh, self.model = mesh, model
+        self.groups: list[dict[str, Any]] = [] if optimizer is None else optimizer.param_groups
+        self.remembered: Mapping[Tensor, Any] = {} if optimizer is None else optimizer.state
         self.entries: dict[str, Tensor] = {}
         self.objects: dict[str, Any] = {}
         self.problems: list[str] = []
@@ -67,21 +69,16 @@ class State:
                         "as training.stage_layers does"
                     )
         self.names = {id(value): name for name, value in reversed(self.entries.items())}
-        if optimizer is not None:
-            unknown = [tuple(each.shape) for each in self._optimized() if id(each) not in self.names]
-            if unknown:
-                self.problems.append(
-                    f"the optimizer has parameters of shape {listing(unknown)} that the model has not; make it "
-                    "from the parameters that the model has now"
-                )
-
-    def _optimized(self) -> list[Tensor]:
-        assert self.optimizer is not None
-        return [each for group in self.optimizer.param_groups for each in group["params"]]
+        unknown = [tuple(each.shape) for name, each in self.parameters() if not name]
+        if unknown:
+            self.problems.append(
+                f"the optimizer has parameters of shape {listing(unknown)} that the model has not; make it from the "
+                "parameters that the model has now"
+            )
 
     def parameters(self) -> list[tuple[str, Tensor]]:
         """The optimizer's parameters with their names, in the order in which torch numbers them."""
-        return [(self.names.get(id(each), ""), each) for each in self._optimized()]
+        return [(self.names.get(id(each), ""), each) for group in self.groups for each in group["params"]]
 
     def aliases(self, name: str) -> list[str]:
         """The names of the tensor that has this name."""
@@ -93,25 +90,23 @@ class State:
 
     def optimizer_options(self) -> list[tuple[dict[str, Any], list[str]]]:
         """The options of each group of parameters, and the names in it."""
-        assert self.optimizer is not None
         return [
             (
                 {key: value for key, value in group.items() if key not in {"params", "param_names"}},
                 [self.names.get(id(each), "") for each in group["params"]],
             )
-            for group in self.optimizer.param_groups
+            for group in self.groups
         ]
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """What the optimizer remembers of each parameter that it has stepped, as a checkpoint holds it."""
-        assert self.optimizer is not None
         return {
             name: {
                 key: whole(value, parameter, self.mesh) if isinstance(value, Tensor) else value
-                for key, value in self.optimizer.state[parameter].items()
+                for key, value in self.remembered[parameter].items()
             }
             for name, parameter in self.parameters()
-            if parameter in self.optimizer.state
+            if parameter in self.remembered
         }
 
     def room_for_optimizer(
@@ -123,14 +118,11 @@ class State:
             saved: the names of the tensors that the checkpoint has for each parameter.
             shapes: the whole shape and type of each.
         """
-        assert self.optimizer is not None
         room: dict[str, dict[str, Any]] = {}
         for name, parameter in self.parameters():
             for key in saved[name][0] if name in saved else ():
                 shape, dtype = shapes[f"optimizer.{name}.{key}"]
-                present = (
-                    self.optimizer.state[parameter].get(key) if parameter in self.optimizer.state else None
-                )
+                present = self.remembered[parameter].get(key) if parameter in self.remembered else None
                 if (
                     present is None
                     and key != "step"
@@ -160,11 +152,13 @@ class State:
                 module.load_state_dict(found, strict=False)
 
     def put_optimizer(
-        self, options: Mapping[str, Mapping[str, Any]], state: Mapping[str, Mapping[str, Any]]
+        self,
+        optimizer: Optimizer,
+        options: Mapping[str, Mapping[str, Any]],
+        state: Mapping[str, Mapping[str, Any]],
     ) -> None:
         """Give the optimizer its options and what it remembered, by the names of the parameters."""
-        assert self.optimizer is not None
-        packed = self.optimizer.state_dict()
+        packed = optimizer.state_dict()
         for group, (_, names) in zip(packed["param_groups"], self.optimizer_options(), strict=True):
             group.update(options[names[0]] if names else {})
         packed["state"] = {
@@ -172,7 +166,7 @@ class State:
             for number, (name, parameter) in enumerate(self.parameters())
             if name in state
         }
-        self.optimizer.load_state_dict(packed)
+        optimizer.load_state_dict(packed)
 
 
 def shard_of(parameter: Tensor, mesh: NamedMesh | None) -> tuple[str, int, int] | None:

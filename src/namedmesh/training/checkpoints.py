@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import json
-import pickle
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from namedmesh.mesh import NamedMesh
+    from namedmesh.training.checkpoint_files import Shapes
     from namedmesh.training.checkpoint_state import Model
 
 _under_way: set[Future[Path]] = set()
@@ -85,7 +86,7 @@ def save(
         "prints": {name: fingerprint(tensors[f"model.{name}"]) for name in state.entries},
         "objects": state.objects,
         "random": random_states(mesh),
-        "extra": pickle.dumps(extra),
+        "extra": _bytes(extra),
     }
     if optimizer is not None:
         mine["options"], mine["state"] = state.optimizer_options(), {}
@@ -122,6 +123,13 @@ def save(
     written: Future[Path] = Future()
     written.set_result(finish())
     return written if async_ else None
+
+
+def _bytes(values: object) -> bytes:
+    """The same bytes for equal values on every rank; pickle alone has others for each tensor."""
+    written = io.BytesIO()
+    torch.save(values, written)
+    return written.getvalue()
 
 
 def _followed(written: Any, finish: Callable[[], Path]) -> Future[Path]:
@@ -203,14 +211,7 @@ def load(
         remembered = state.room_for_optimizer(about["state"], shapes)
         for name, found in remembered.items():
             tensors |= {f"optimizer.{name}.{key}": each for key, each in found.items()}
-    for key, each in tensors.items():
-        if key not in shapes:
-            problems.append(f"{key.removeprefix('model.')!r} is not in the checkpoint {place}")
-        elif tuple(each.shape) != shapes[key][0]:
-            problems.append(
-                f"{key.removeprefix('model.')!r} has shape {tuple(each.shape)} here, and {shapes[key][0]} in the "
-                f"checkpoint {place}"
-            )
+    problems += _misfits(tensors, shapes, place)
 
     def judge(by_rank: Sequence[tuple[list[str], list[str]]]) -> None:
         known = {prefix + name for names, _ in by_rank for name in names}
@@ -234,10 +235,24 @@ def load(
     if optimizer is not None:
         for name, found in remembered.items():
             found.update(about["state"][name][1])
-        state.put_optimizer(about["options"], remembered)
+        state.put_optimizer(optimizer, about["options"], remembered)
     restore_random_states(mesh, about["layout"], about["random"])
     extra: dict[str, Any] = about["extra"]
     return extra
+
+
+def _misfits(tensors: Mapping[str, Tensor], shapes: Shapes, place: Path) -> list[str]:
+    """The tensors that a checkpoint does not have, or has with other shapes."""
+    found = []
+    for key, each in tensors.items():
+        name = key.removeprefix("model.")
+        if key not in shapes:
+            found.append(f"{name!r} is not in the checkpoint {place}")
+        elif tuple(each.shape) != shapes[key][0]:
+            found.append(
+                f"{name!r} has shape {tuple(each.shape)} here, and {shapes[key][0]} in the checkpoint {place}"
+            )
+    return found
 
 
 def _optimizer_problems(state: State, about: Mapping[str, Any] | None, place: Path) -> list[str]:

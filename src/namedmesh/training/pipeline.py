@@ -258,16 +258,15 @@ class Pipeline:
         given = [fill(each) for each in args] if self._mesh.is_first("pp") else []
         named = {key: fill(value) for key, value in kwargs.items()}
         with _gradients_kept(self._modules if new else []):
-            if not train:
-                output = schedule.step(*given, **named)
-            else:
-                assert target is not None
+            if train and target is not None:
                 self._target = target
                 output = schedule.step(*given, target=index, losses=losses, **named)
+            else:
+                output = schedule.step(*given, **named)
         return None if output is None else output[:count]
 
     def _schedule(self, shape: object, rows: int, *, train: bool) -> Any:
-        """torch's schedule for one shape of the batch: the buffers of a stage are made for one."""
+        """Torch's schedule for one shape of the batch: the buffers of a stage are made for one."""
         if rows != self._rows.get(shape):
             self._built[shape] = self._build(train=train)
             self._rows[shape] = rows
