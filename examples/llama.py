@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812  the name everyone knows it by
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 __all__ = ["Llama", "ModelSizes", "init_weights"]
 
@@ -73,13 +73,13 @@ class Attention(nn.Module):
         self.key = nn.Linear(sizes.dim, sizes.kv_heads * sizes.head_dim, bias=False)
         self.value = nn.Linear(sizes.dim, sizes.kv_heads * sizes.head_dim, bias=False)
         self.out = nn.Linear(sizes.heads * sizes.head_dim, sizes.dim, bias=False)
+        # Another function where a rank has a part of each sequence only.
+        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Mix the positions of ``x``, of shape (batch, sequence, dim)."""
         query, key, value = (self._split_heads(project(x)) for project in (self.query, self.key, self.value))
-        mixed = F.scaled_dot_product_attention(
-            rotate(query), rotate(key), value, is_causal=True, enable_gqa=True
-        )
+        mixed = self.attend(rotate(query, positions), rotate(key, positions), value)
         joined: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return joined
 
@@ -114,9 +114,9 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(sizes.dim, eps=1e-5)
         self.feed_forward = FeedForward(sizes)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """One step of refinement of ``x``, of shape (batch, sequence, dim)."""
-        x = x + self.attention(self.attention_norm(x))
+        x = x + self.attention(self.attention_norm(x), positions=positions)
         refined: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
         return refined
 
@@ -139,23 +139,31 @@ class Llama(nn.Module):
         self.layers = nn.ModuleDict({str(index): Block(sizes) for index in here})
         self.norm = nn.RMSNorm(sizes.dim, eps=1e-5) if last else None
         self.head = nn.Linear(sizes.dim, sizes.vocabulary, bias=False) if last else None
+        self.positions: Tensor | None = None  # of the tokens in their sequence; from 0 on where it is None
 
     def forward(self, x: Tensor) -> Tensor:
         """From tokens (or what the part before returned) to logits (or what the part behind expects)."""
         if self.embedding is not None:
             x = self.embedding(x)
         for layer in self.layers.values():
-            x = layer(x)
+            x = layer(x, positions=self.positions)
         if self.norm is not None and self.head is not None:
             x = self.head(self.norm(x))
         return x
 
 
-def rotate(x: Tensor) -> Tensor:
+def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention of each position to itself and those before it."""
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+def rotate(x: Tensor, positions: Tensor | None = None) -> Tensor:
     """Rotary positions: turn each pair of features of ``x`` by an angle that grows with the position."""
     sequence, head_dim = x.shape[-2:]
     speeds = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, device=x.device) / head_dim)
-    angles = torch.arange(sequence, device=x.device)[:, None] * speeds
+    if positions is None:
+        positions = torch.arange(sequence, device=x.device)
+    angles = positions[:, None] * speeds
     cos, sin = angles.cos(), angles.sin()
     left, right = x.chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, left * sin + right * cos), dim=-1)

@@ -1,23 +1,27 @@
-"""The model over the mesh: a pipeline stage on each ``pp`` rank, cut over ``tp``, its parameters spread over ``dp``.
+"""The model over the mesh: a pipeline stage on each ``pp`` rank, cut over ``tp``, its parameters spread over the rest.
 
-Each axis is used by name, and by one library: ``pp`` by torch.distributed.pipelining, ``tp`` by a plan of
-parallel styles, ``dp`` by FSDP2. The order matters: FSDP2 comes last, over what tensor parallelism left.
+Each axis is used by name: ``pp`` by training.pipeline, ``tp`` by a plan of parallel styles, ``cp`` by
+training.context_attention, ``dp`` and ``cp`` by FSDP2, and ``ep`` by ExpertParallel. The order matters: FSDP2 comes
+last, over what tensor parallelism left.
 """
 
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  the name everyone knows it by
+from experts import add_experts, expert_plan, shard_experts
 from llama import Llama, init_weights
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel
 
+from namedmesh import training
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -27,45 +31,42 @@ from namedmesh.tensor_parallel import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from settings import Settings
 
     from namedmesh import NamedMesh
 
-    LossFunction = Callable[[Tensor, Tensor], Tensor]
-    BatchFunction = Callable[[Tensor, Tensor], list[Tensor]]
+__all__ = ["IGNORED", "Step", "loss_sum", "make_model", "tensor_parallel_plan", "whole_model"]
 
-__all__ = ["Step", "make_model", "stage_layers", "token_loss"]
+IGNORED = -100  # a target that does not count
 
 
-def stage_layers(layers: int, stages: int, stage: int) -> range:
-    """The layers of one pipeline stage: as even as can be, the longer stages last.
-
-    Example:
-        >>> [list(stage_layers(5, 2, stage)) for stage in (0, 1)]
-        [[0, 1], [2, 3, 4]]
-    """
-    return range(layers * stage // stages, layers * (stage + 1) // stages)
+def whole_model(settings: Settings, layers: range | None = None) -> Llama:
+    """The model, or some of its layers, with its first weights: the same whoever makes it."""
+    model = Llama(settings.sizes, layers)
+    if settings.moe:
+        add_experts(model, settings.sizes)
+    init_weights(model, settings.sizes, settings.seed)
+    return model
 
 
 def make_model(settings: Settings, mesh: NamedMesh) -> Llama:
-    """This rank's part of the model, with its first weights."""
-    layers = stage_layers(settings.layers, mesh.size("pp"), mesh.rank("pp"))
-    model = Llama(settings.sizes, layers)
-    init_weights(model, settings.sizes, settings.seed)
+    """This rank's part of the model."""
+    model = whole_model(settings, training.stage_layers(settings.layers, mesh))
     model.to(mesh.device, settings.precision)
-    if mesh.size("tp") > 1:
-        parallelize(model, mesh["tp"], tensor_parallel_plan(model))
-    if mesh.size("dp") > 1:
-        # A pipeline comes back to its weights for every microbatch: gather them once a step and keep them.
-        regather = mesh.size("pp") == 1
+    if "cp" in mesh.layout:
         for layer in model.layers.values():
-            fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=regather)
-        fully_shard(model, mesh=mesh["dp"], reshard_after_forward=regather)
-    if mesh.size("dp") > 1 and mesh.size("tp") > 1:
-        # Where DTensor sums over both axes, as for the gradient norm, it finds this and sums once.
-        mesh.flatten("dp", "tp")
+            layer.attention.attend = partial(training.context_attention, mesh=mesh["cp"])
+    if mesh.size("tp") > 1:
+        plan = tensor_parallel_plan(model)
+        parallelize(model, mesh["tp"], expert_plan(plan, mesh) if settings.moe else plan)
+    for layer in model.layers.values() if mesh.size() > 1 else ():
+        if settings.moe:
+            shard_experts(layer.feed_forward.experts, mesh)
+        fully_shard(layer, mesh=training.fsdp_mesh(mesh))
+    if mesh.size() > 1:
+        fully_shard(model, mesh=training.fsdp_mesh(mesh))
+    if settings.moe and mesh.size() > 1:
+        training.set_expert_divisor(model, mesh)
     return model
 
 
@@ -99,25 +100,13 @@ def tensor_parallel_plan(model: Llama) -> dict[str, ParallelStyle]:
     return plan
 
 
-def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean loss of a token, in nats."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def parallel_loss(mesh: NamedMesh) -> LossFunction:
-    """The same loss where each ``tp`` rank has the logits of a part of the vocabulary, and only that."""
-    if mesh.size("tp") == 1:
-        return token_loss
-
-    def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        whole = DTensor.from_local(logits, mesh["tp"], [Shard(-1)])
-        return token_loss(whole, targets)
-
-    return loss
+def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """The sum of the losses of the tokens that count, in nats."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORED)
 
 
 class Step:
-    """Forward and backward over one batch: leaves the gradients in the model, returns the loss.
+    """Forward and backward over one batch: leaves the gradients in the model, returns the mean loss of a token.
 
     Args:
         model: this rank's part of the model.
@@ -126,55 +115,24 @@ class Step:
     """
 
     def __init__(self, model: Llama, mesh: NamedMesh, pieces: int) -> None:
-        self._model = model
-        self._mesh = mesh
-        self._pieces = pieces
-        self._loss = parallel_loss(mesh)
-        # Makes the group for the mean loss, all ranks together; from here on mesh.group() knows it.
-        mesh.flatten("pp", "dp")
-        self._run = self._pipelined() if mesh.size("pp") > 1 else self._in_turn
+        self._model, self._mesh, self._tokens = model, mesh, torch.tensor(0)
+        self._pipe = training.pipeline(mesh, model, microbatches=pieces, loss=self._loss, reduction="sum")
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The mean loss over the batch of all ranks, the same on every rank."""
-        sharded = self._mesh.size("tp") > 1
-        with loss_parallel() if sharded else contextlib.nullcontext():
-            losses = self._run(inputs, targets)
-        # Only the last stages know a loss, and the ranks of a tp group know the same one.
         mesh = self._mesh
-        total = torch.zeros((), device=mesh.device, dtype=torch.float64)
-        for loss in losses:
-            local = loss.to_local() if isinstance(loss, DTensor) else loss
-            total += local.detach() / (self._pieces * mesh.size("dp"))
-        torch.distributed.all_reduce(total, group=mesh.group("pp", "dp"))
+        if "cp" in mesh.layout:
+            inputs, targets, self._model.positions = training.shard_sequence(inputs, targets, mesh=mesh["cp"])
+        self._tokens = (targets != IGNORED).sum()
+        losses: list[Tensor] = []
+        with loss_parallel() if mesh.size("tp") > 1 else contextlib.nullcontext():
+            self._pipe.step(inputs, target=targets, losses=losses)
+        # Only the last stage knows the loss.
+        total = sum((each.detach() for each in losses), torch.zeros((), device=mesh.device))
+        dist.all_reduce(total := total.double(), group=mesh.group("pp"))
         return total
 
-    def _in_turn(self, inputs: Tensor, targets: Tensor) -> list[Tensor]:
-        losses = []
-        pairs = zip(inputs.chunk(self._pieces), targets.chunk(self._pieces), strict=True)
-        for index, (some_inputs, some_targets) in enumerate(pairs):
-            if isinstance(self._model, FSDPModule):
-                # Gradients add up on their own rank until the last microbatch.
-                self._model.set_requires_gradient_sync(index == self._pieces - 1)
-            loss = self._loss(self._model(some_inputs), some_targets)
-            (loss / self._pieces).backward()
-            losses.append(loss)
-        return losses
-
-    def _pipelined(self) -> BatchFunction:
-        mesh = self._mesh
-        stage = PipelineStage(
-            self._model, mesh.rank("pp"), mesh.size("pp"), mesh.device, group=mesh.group("pp")
-        )
-        schedule = Schedule1F1B(stage, self._pieces, loss_fn=self._loss)
-
-        def run(inputs: Tensor, targets: Tensor) -> list[Tensor]:
-            losses: list[Tensor] = []
-            # The first stage is fed, the last one is told what is right, and those between are told nothing.
-            schedule.step(
-                *[inputs] * mesh.is_first("pp"),
-                target=targets if mesh.is_last("pp") else None,
-                losses=losses,
-            )
-            return losses
-
-        return run
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if self._mesh.size("tp") > 1:  # each rank has the logits of a part of the vocabulary, and only that
+            logits = DTensor.from_local(logits, self._mesh["tp"], [Shard(-1)])
+        return training.token_mean(loss_sum(logits, targets), self._tokens, self._mesh)

@@ -7,7 +7,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from parallel import stage_layers
+from namedmesh import training
 
 if TYPE_CHECKING:
     from namedmesh import Layout
@@ -28,12 +28,12 @@ def picture(layout: Layout, layers: int) -> str:
                 layers 0-1  layers 2-3
           dp 0  [0 1]       [4 5]
           dp 1  [2 3]       [6 7]
-        In brackets: the ranks that share each layer by tensor parallelism.
+        In brackets: the ranks that work together on these layers and this part of the batch.
     """
     head: list[str] = []
     below: list[str] = []
     for stage in range(layout["pp"]):
-        here = stage_layers(layers, layout["pp"], stage)
+        here = training.stage_layers(layers, None, stage=stage, stages=layout["pp"])
         head.append(f"pp {stage}")
         below.append(f"layers {here[0]}-{here[-1]}" if len(here) > 1 else f"layer {here[0]}")
     rows = [["", *head], ["", *below]]
@@ -42,7 +42,9 @@ def picture(layout: Layout, layers: int) -> str:
         rows.append([f"dp {replica}", *(f"[{' '.join(map(str, team))}]" for team in teams)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(["", *map(str.ljust, row, widths)]).rstrip() for row in rows]
-    return "\n".join([*lines, "In brackets: the ranks that share each layer by tensor parallelism."])
+    return "\n".join(
+        [*lines, "In brackets: the ranks that work together on these layers and this part of the batch."]
+    )
 
 
 class Progress:

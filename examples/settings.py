@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from experts import EXPERTS
 from llama import ModelSizes
 
 from namedmesh import Layout, LayoutError
@@ -31,7 +32,10 @@ class Settings:
 
     pp: int = option(1, "pipeline stages")
     dp: int = option(-1, "data-parallel ranks; -1 for whatever is left")
+    cp: int = option(1, "context-parallel ranks: each has a part of every sequence")
     tp: int = option(1, "tensor-parallel ranks")
+    moe: bool = option(False, "a mixture of experts in place of each feed-forward network")
+    ep: int = option(1, "with --moe: the ranks that share the experts")
     steps: int = option(80, "where training ends, counted from the very first step")
     batch: int = option(32, "sequences in a step, over all ranks")
     seq: int = option(64, "bytes in a sequence")
@@ -98,7 +102,7 @@ class Settings:
             found.append(f"--dtype must be one of {', '.join(DTYPES)}, not {self.dtype}")
         found += self.sizes.problems()
         try:
-            layout = Layout(pp=self.pp, dp=self.dp, tp=self.tp, world_size=world_size)
+            layout = Layout(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp, world_size=world_size)
         except LayoutError as error:
             return [*found, *error.problems]
         # A number that is out of range is reported once, not again for what it does not divide.
@@ -119,8 +123,18 @@ class Settings:
                 f"--batch {self.batch} is not divisible by dp={layout['dp']} times {self.pieces} microbatches; the "
                 f"next that is: {-(-self.batch // (layout['dp'] * self.pieces)) * layout['dp'] * self.pieces}"
             )
+        # Two chunks of a sequence for each cp rank, and the norms work on a part of these on each tp rank.
+        chunks = 2 * layout["cp"] * layout["tp"] if layout["cp"] > 1 else layout["tp"]
+        if self.seq % chunks:
+            found.append(
+                f"--seq {self.seq} is not divisible by {chunks}, for cp={layout['cp']} and tp={layout['tp']}"
+            )
+        if self.ep > 1 and (not self.moe or EXPERTS % self.ep or layout.world_size // layout["pp"] % self.ep):
+            found.append(
+                f"--ep {self.ep} needs --moe, and has to divide its {EXPERTS} experts and the "
+                f"{layout.world_size // layout['pp']} ranks of a pipeline stage"
+            )
         cut = {
-            "--seq": self.seq,  # the norms work on a part of the sequence each
             "--heads": self.heads,
             "--kv-heads": self.kv_heads,
             "the vocabulary": self.sizes.vocabulary,

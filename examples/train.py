@@ -1,6 +1,8 @@
-"""Train a small Llama-style language model on bytes, over pipeline x data x tensor parallel ranks.
+"""Train a small Llama-style language model on bytes, over pipeline x data x context x tensor parallel ranks.
 
     torchrun --nproc-per-node 8 examples/train.py --pp 2 --tp 2
+    torchrun --nproc-per-node 8 examples/train.py --pp 2 --cp 2 --tp 2 --verify
+    torchrun --nproc-per-node 8 examples/train.py --tp 2 --moe --ep 4
     torchrun --nproc-per-node 4 examples/train.py --tp 4 --resume checkpoints --steps 200
     python examples/train.py --steps 20
 
@@ -12,13 +14,12 @@ from __future__ import annotations
 import os
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import saving
 import torch
 import torch.distributed as dist
-from optim import clip_gradients, make_optimizer, set_learning_rate
+from optim import make_optimizer, set_learning_rate
 from parallel import Step, make_model
 from progress import Progress, picture
 from settings import Settings, parse
@@ -26,6 +27,7 @@ from text import Corpus, find_corpus
 from verify import largest_difference, reference_losses
 
 import namedmesh
+from namedmesh import training
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         refuse(error.problems, rank=int(os.environ.get("RANK", "0")))
     corpus = find_corpus(settings.data)
     refuse_together(check(settings, corpus), device)
-    mesh = namedmesh.init_mesh(pp=settings.pp, dp=settings.dp, tp=settings.tp, device=device)
+    mesh = make_mesh(settings, device)
     losses = train(settings, corpus, mesh)
     agree = not settings.verify or verify(settings, corpus, mesh, losses)
     # Together: a rank that left early would take the store with it that the others still talk to.
@@ -51,6 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     mesh.close()
     dist.destroy_process_group()
     return 0 if agree else 1
+
+
+def make_mesh(settings: Settings, device: torch.device) -> namedmesh.NamedMesh:
+    """The mesh, and with experts another view of the same ranks."""
+    context = {"cp": settings.cp} if settings.cp > 1 else {}
+    mesh = namedmesh.init_mesh(pp=settings.pp, dp=settings.dp, **context, tp=settings.tp, device=device)
+    if settings.moe:
+        mesh.add_view("expert", pp=settings.pp, edp=-1, ep=settings.ep, etp=1)
+    return mesh
 
 
 def share_cores() -> None:
@@ -99,47 +110,51 @@ def train(settings: Settings, corpus: Corpus, mesh: namedmesh.NamedMesh) -> list
     """Train from the start or a checkpoint, save what was asked for, and return the loss of every step."""
     model = make_model(settings, mesh)
     optimizer = make_optimizer(model)
-    start = resume(settings, corpus, model, optimizer)
+    start = resume(settings, corpus, mesh, model, optimizer)
     run_step = Step(model, mesh, settings.pieces)
     progress = Progress(start, settings.steps, settings.batch * settings.seq, shown=dist.get_rank() == 0)
     progress.tell(
         f"{mesh.layout} on {mesh.device.type}, {settings.precision}\n{picture(mesh.layout, settings.layers)}"
     )
-    share = settings.batch // mesh.size("dp")
-    part = slice(mesh.rank("dp") * share, (mesh.rank("dp") + 1) * share)
+    mine = training.sampler_kwargs(mesh)
+    share = settings.batch // mine["num_replicas"]
+    part = slice(mine["rank"] * share, (mine["rank"] + 1) * share)
     losses = []
     for step in range(start, settings.steps):
-        inputs, targets = corpus.batch(
-            seed=settings.seed, step=step, batch=settings.batch, seq=settings.seq, part=part
-        )
+        batch = corpus.batch(seed=settings.seed, step=step, batch=settings.batch, seq=settings.seq, part=part)
+        if step == start:
+            training.check_same_batch(batch, mesh)
         optimizer.zero_grad()
-        loss = run_step(inputs.to(mesh.device), targets.to(mesh.device))
-        clip_gradients(model.parameters(), settings.clip, mesh.group("pp"))
+        loss = run_step(*(each.to(mesh.device) for each in batch))
+        training.clip_grad_norm_(model.parameters(), settings.clip, mesh)
         set_learning_rate(optimizer, step=step, steps=settings.steps, highest=settings.lr)
         optimizer.step()
         losses.append(loss.item())
         progress.update(step, losses[-1])
         if settings.saves_after(step):
-            about = saving.about_run(settings, corpus, step + 1)
-            path = saving.save(Path(settings.checkpoint), model, optimizer, about)
+            path = saving.place(settings, step + 1)
+            training.save(path, mesh, model, optimizer, **saving.about_run(settings, corpus, step + 1))
             progress.tell(f"saved {path}")
     progress.tell(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {progress.seconds:.0f} s")
     return losses
 
 
 def resume(
-    settings: Settings, corpus: Corpus, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    settings: Settings,
+    corpus: Corpus,
+    mesh: namedmesh.NamedMesh,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
 ) -> int:
     """Load the checkpoint, if one is asked for, and return the step to begin with."""
-    checkpoint = saving.find_checkpoint(settings.resume) if settings.resume else None
-    if checkpoint is None:
+    found = saving.find_checkpoint(settings.resume) if settings.resume else None
+    if found is None:
         return 0
-    saving.load(checkpoint, model, optimizer)
-    before = saving.read_about(checkpoint)
+    before = training.load(found[0], mesh, model, optimizer)
     step: int = before["step"]
     if dist.get_rank() == 0:
         notes = saving.resume_notes(before, saving.about_run(settings, corpus, step))
-        print("\n".join([f"continuing {checkpoint} after {step} steps", *notes]))
+        print("\n".join([f"continuing {found[0]} after {step} steps", *notes]))
     return step
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from llama import Llama, init_weights
-from optim import clip_gradients, make_optimizer, set_learning_rate
-from parallel import token_loss
+from optim import make_optimizer, set_learning_rate
+from parallel import loss_sum, whole_model
+from torch.nn.utils import clip_grad_norm_
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,19 +21,17 @@ __all__ = ["largest_difference", "reference_losses"]
 
 def reference_losses(settings: Settings, corpus: Corpus, device: torch.device) -> list[float]:
     """The loss of every step, from the first one on, of an unsharded model on whole batches."""
-    model = Llama(settings.sizes)
-    init_weights(model, settings.sizes, settings.seed)
-    model.to(device, settings.precision)
+    model = whole_model(settings).to(device, settings.precision)
     optimizer = make_optimizer(model)
     losses = []
     for step in range(settings.steps):
         inputs, targets = corpus.batch(
             seed=settings.seed, step=step, batch=settings.batch, seq=settings.seq, part=slice(None)
         )
-        loss = token_loss(model(inputs.to(device)), targets.to(device))
+        loss = loss_sum(model(inputs.to(device)), targets.to(device)) / targets.numel()
         optimizer.zero_grad()
         loss.backward()
-        clip_gradients(model.parameters(), settings.clip)
+        clip_grad_norm_(model.parameters(), settings.clip)
         set_learning_rate(optimizer, step=step, steps=settings.steps, highest=settings.lr)
         optimizer.step()
         losses.append(loss.item())

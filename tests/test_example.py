@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import subprocess
@@ -17,7 +16,6 @@ import saving
 import torch
 import train
 from llama import Llama, ModelSizes, init_weights, rotate
-from parallel import stage_layers
 from progress import picture
 from ranks import run_ranks
 from settings import Settings, parse
@@ -25,7 +23,9 @@ from text import Corpus, find_corpus
 from verify import largest_difference, reference_losses
 
 import namedmesh
+from namedmesh import training
 from namedmesh._torch import TORCH
+from namedmesh.training import stage_layers
 
 # Plain torch does so too: the first exchange of a pipeline's stages has two sizes at its two ends.
 PIPELINES = pytest.mark.skipif(
@@ -51,7 +51,7 @@ TINY = Settings(
 
 
 def losses_of(settings: Settings) -> list[float]:
-    mesh = namedmesh.init_mesh(pp=settings.pp, dp=settings.dp, tp=settings.tp, device=settings.device)
+    mesh = train.make_mesh(settings, torch.device("cpu"))
     losses = train.train(settings, find_corpus(settings.data), mesh)
     mesh.close()
     return losses
@@ -74,6 +74,8 @@ def reference() -> list[float]:
         pytest.param({"pp": 4, "tp": 2, "microbatches": 8}, 8, marks=PIPELINES),
         ({"tp": 2, "microbatches": 2}, 4),
         pytest.param({"pp": 2}, 4, marks=PIPELINES),
+        pytest.param({"pp": 2, "cp": 2, "tp": 2}, 8, marks=PIPELINES),
+        ({"cp": 2, "microbatches": 2}, 4),
     ],
 )
 def test_losses_are_those_of_one_process(
@@ -82,8 +84,21 @@ def test_losses_are_those_of_one_process(
     settings = dataclasses.replace(TINY, **layout)
     by_rank = run_ranks(world_size, losses_of, settings)
     assert all(losses == by_rank[0] for losses in by_rank)
-    assert reference[-1] < reference[0] - 0.01
+    assert min(reference) < reference[0] - 0.01
     assert by_rank[0] == pytest.approx(reference, abs=1e-9)
+
+
+def losses_with_experts() -> list[list[float]]:
+    settings = dataclasses.replace(TINY, moe=True, steps=2)
+    layouts: list[dict[str, Any]] = [{"tp": 2, "ep": 4}, {"pp": 2, "cp": 2, "ep": 2}]
+    return [losses_of(dataclasses.replace(settings, **layout)) for layout in layouts]
+
+
+@PIPELINES
+def test_losses_with_experts_are_those_of_one_process() -> None:
+    expected = run_ranks(1, one_process, dataclasses.replace(TINY, moe=True, steps=2))[0]
+    for losses in run_ranks(8, losses_with_experts)[0]:
+        assert losses == pytest.approx(expected, abs=1e-9)
 
 
 @PIPELINES
@@ -111,8 +126,10 @@ def save_twice_interrupted(settings: Settings) -> None:
 def test_an_interrupted_save_keeps_the_one_before(tmp_path: Path) -> None:
     settings = dataclasses.replace(TINY, steps=1, checkpoint=str(tmp_path))
     run_ranks(1, save_twice_interrupted, settings)
-    assert {path.name for path in tmp_path.iterdir()} == {"step-000001", "step-000001.unfinished"}
-    assert saving.find_checkpoint(str(tmp_path)) == tmp_path / "step-000001"
+    assert {path.name for path in tmp_path.iterdir()} == {"step-000001", ".step-000001.unfinished"}
+    found = saving.find_checkpoint(str(tmp_path))
+    assert found is not None
+    assert found[0] == tmp_path / "step-000001"
     reference = run_ranks(1, one_process, dataclasses.replace(TINY, steps=2))[0]
     # The rate of a step depends on where training ends, but the first step's weights are what was saved.
     resumed = run_ranks(1, losses_of, dataclasses.replace(TINY, steps=2, resume=str(tmp_path)))
@@ -126,7 +143,7 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
         "4 layers cannot fill pp=8 stages; give at least one a stage",
         "--microbatches 4 is too few for pp=8; give one a stage",
         "--batch 30 is not divisible by dp=1 times 4 microbatches; the next that is: 32",
-        "--seq 64 is not divisible by tp=3",
+        "--seq 64 is not divisible by 3, for cp=1 and tp=3",
         "--heads 16 is not divisible by tp=3",
         "--kv-heads 8 is not divisible by tp=3",
         "the vocabulary 256 is not divisible by tp=3",
@@ -186,10 +203,9 @@ def test_only_rank_0_speaks_about_options(
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     corpus = find_corpus(str(EXAMPLES))
-    step = tmp_path / "step-000004"
-    step.mkdir()
     about = saving.about_run(TINY, corpus, 4)
-    (step / saving.ABOUT).write_text(json.dumps(about), encoding="utf-8")
+    step = saving.place(dataclasses.replace(TINY, checkpoint=str(tmp_path)), 4)
+    training.save(step, None, torch.nn.Linear(1, 1), **about)
     wider = dataclasses.replace(TINY, dim=64, layers=2, resume=str(tmp_path))
     assert saving.resume_problems(wider) == [
         f"{step} is of a model with dim 32, not 64",
@@ -231,7 +247,7 @@ def test_parts_of_the_model_are_the_whole() -> None:
     sizes = ModelSizes(dim=16, layers=5, heads=4, kv_heads=2)
     whole = Llama(sizes)
     init_weights(whole, sizes, seed=3)
-    parts = [Llama(sizes, stage_layers(5, 3, stage)) for stage in range(3)]
+    parts = [Llama(sizes, stage_layers(5, None, stage=stage, stages=3)) for stage in range(3)]
     found: dict[str, torch.Tensor] = {}
     for part in parts:
         init_weights(part, sizes, seed=3)
@@ -273,7 +289,7 @@ def test_picture_of_the_mesh() -> None:
         "        layer 0  layers 1-2",
         "  dp 0  [0 1]    [4 5]",
         "  dp 1  [2 3]    [6 7]",
-        "In brackets: the ranks that share each layer by tensor parallelism.",
+        "In brackets: the ranks that work together on these layers and this part of the batch.",
     ]
 
 

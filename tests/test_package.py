@@ -45,6 +45,7 @@ ROOMS = (
     "mesh",
     "init",
     "tensor_parallel",
+    "training",
     "plan",
     "migrate",
     "compat",
@@ -62,7 +63,18 @@ def test_everything_exported_is_there_and_nothing_else() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["tensor_parallel", "launch", "options", "layout", "errors", "groups", "mesh", "dialects", "plan"],
+    [
+        "tensor_parallel",
+        "training",
+        "launch",
+        "options",
+        "layout",
+        "errors",
+        "groups",
+        "mesh",
+        "dialects",
+        "plan",
+    ],
 )
 def test_all_lists_what_can_be_imported(module: str) -> None:
     loaded = importlib.import_module(f"namedmesh.{module}")
@@ -82,7 +94,7 @@ def test_every_error_is_a_named_mesh_error_over_a_builtin() -> None:
     kinds = [
         kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, NamedMeshError)
     ]
-    assert len(kinds) == 8
+    assert len(kinds) == 9
     for kind in kinds:
         if kind is not NamedMeshError:
             assert issubclass(kind, (KeyError, ValueError, RuntimeError))

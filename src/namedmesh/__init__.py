@@ -12,17 +12,19 @@ from namedmesh._version import __version__
 from namedmesh.errors import (
     AgreementError,
     AxisError,
+    CheckpointError,
     LaunchError,
     LayoutError,
     MeshError,
     NamedMeshError,
     PlanError,
     ShapeError,
+    TrainingError,
 )
 from namedmesh.layout import Layout
 
 if TYPE_CHECKING:
-    from namedmesh import launch, plan, tensor_parallel
+    from namedmesh import launch, plan, tensor_parallel, training
     from namedmesh.init import init_mesh
     from namedmesh.mesh import NamedMesh, current_mesh
     from namedmesh.options import GroupOptions
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AgreementError",
     "AxisError",
+    "CheckpointError",
     "GroupOptions",
     "LaunchError",
     "Layout",
@@ -40,6 +43,7 @@ __all__ = [
     "NamedMeshError",
     "PlanError",
     "ShapeError",
+    "TrainingError",
     "__version__",
     "current_mesh",
     "init_mesh",
@@ -47,6 +51,7 @@ __all__ = [
     "parallelize",
     "plan",
     "tensor_parallel",
+    "training",
 ]
 
 # Name -> the module that has it, and the name there; None for the module itself.
@@ -59,6 +64,7 @@ _LAZY: dict[str, tuple[str, str | None]] = {
     "parallelize": ("namedmesh.tensor_parallel", "parallelize"),
     "plan": ("namedmesh.plan", None),
     "tensor_parallel": ("namedmesh.tensor_parallel", None),
+    "training": ("namedmesh.training", None),
 }
 
 

@@ -379,6 +379,21 @@ def _flattened_in_table(root: Any, axes: tuple[str, ...], name: str, group: dist
     return mesh
 
 
+def joined(meshes: Sequence[Any]) -> DeviceMesh:
+    """The mesh with the axes of several slices and flattened products of one root, in the given order.
+
+    A public slice of the root takes a product's name up to torch 2.9, and warns later.
+    """
+    if _MESHES_KNOW_THEIR_ROOT:
+        together: DeviceMesh = DeviceMesh._concatenate(list(meshes))
+        return together
+    from torch.distributed.device_mesh import _mesh_resources
+
+    root: Any = _mesh_resources.get_root_mesh(meshes[0])
+    sliced: DeviceMesh = root[tuple(name for mesh in meshes for name in mesh.mesh_dim_names)]
+    return sliced
+
+
 def forget(root: Any) -> None:
     """Drop the groups of a root mesh and its slices, so that a reference to one of them keeps no group alive."""
     getattr(root, "_pg_registry", {}).clear()
@@ -429,10 +444,11 @@ def functional_collective(name: str, tensor: torch.Tensor, *arguments: Any, grou
         name: of the operator, such as ``"all_reduce"``.
         tensor: contiguous.
         *arguments: what the operator takes between the tensor and the group.
-        group: the ranks.
+        group: the ranks, or the name of their group.
     """
     operator = getattr(torch.ops._c10d_functional, name).default
-    started: torch.Tensor = operator(tensor, *arguments, group.group_name)
+    group_name = group if isinstance(group, str) else group.group_name
+    started: torch.Tensor = operator(tensor, *arguments, group_name)
     return started
 
 
@@ -548,6 +564,14 @@ def gradient_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
     return type(parameter)(local, spec, requires_grad=False)
 
 
+def global_offset(tensor: DTensor) -> tuple[int, ...]:
+    """Where this rank's shard of a tensor begins in the whole, for each dim; what checkpoints go by."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offset)
+
+
 @contextmanager
 def replaced_parameters(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Let a module see other tensors in place of some of its own parameters, for one forward."""
@@ -601,3 +625,25 @@ def symmetric_memory(size: int, group: dist.ProcessGroup) -> tuple[torch.Tensor 
         return buffer, symmetric.rendezvous(buffer, group)
     except RuntimeError:
         return None, None
+
+
+# Pipelines.
+
+
+def keep_forwards(schedule: Any) -> None:
+    """Take the backwards out of a pipeline schedule with several stages on a rank.
+
+    torch's ``eval`` skips each backward when its turn comes, and looks for its gradient first: it fails where two
+    stages that follow each other are on one rank (up to 2.13, in ZBV, DualPipeV, and with one rank in all).
+    """
+    kinds = {"FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD"}
+    if hasattr(schedule, "pipeline_order_with_comms"):
+        schedule.pipeline_order_with_comms = {
+            rank: [
+                each
+                for action in actions
+                for each in getattr(action, "sub_actions", None) or (action,)
+                if each.computation_type.name in kinds
+            ]
+            for rank, actions in schedule.pipeline_order_with_comms.items()
+        }

@@ -15,12 +15,14 @@ if TYPE_CHECKING:
 __all__ = [
     "AgreementError",
     "AxisError",
+    "CheckpointError",
     "LaunchError",
     "LayoutError",
     "MeshError",
     "NamedMeshError",
     "PlanError",
     "ShapeError",
+    "TrainingError",
     "count_of",
     "did_you_mean",
     "listing",
@@ -63,6 +65,10 @@ class AxisError(NamedMeshError, KeyError):
     """An axis was named that is not there."""
 
 
+class CheckpointError(NamedMeshError, ValueError):
+    """A checkpoint is not there, or does not fit the model; or a model cannot be saved as it is."""
+
+
 class LayoutError(NamedMeshError, ValueError):
     """Names, sizes, coordinates or ranks that no layout can have."""
 
@@ -85,6 +91,10 @@ class PlanError(NamedMeshError, ValueError):
 
 class ShapeError(NamedMeshError, ValueError):
     """A tensor's size cannot be cut the way a parallel style has to cut it."""
+
+
+class TrainingError(NamedMeshError, RuntimeError):
+    """A training function was given gradients, modules or numbers that it can do nothing with."""
 
 
 def did_you_mean(name: object, allowed: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from namedmesh.tensor_parallel.apply import parallelize
+from namedmesh.tensor_parallel.expert_parallel import ExpertParallel
 from namedmesh.tensor_parallel.experts import IdentityExpert, ShardedExperts
 from namedmesh.tensor_parallel.fused import FusedColwiseParallel
 from namedmesh.tensor_parallel.hf import plan_from_hf
@@ -20,6 +21,7 @@ from namedmesh.tensor_parallel.styles import ColwiseParallel, RowwiseParallel
 
 __all__ = [
     "ColwiseParallel",
+    "ExpertParallel",
     "FusedColwiseParallel",
     "IdentityExpert",
     "KeepWhole",

@@ -74,7 +74,7 @@ def incompatibilities(style: ParallelStyle, module: nn.Module) -> list[str]:
     """
     name = type(style).__name__
     already = [p_name for p_name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
-    if already and parameter_placements(style, module) != {}:
+    if already and not composes(style) and parameter_placements(style, module) != {}:
         reason = (
             f"{name} finds a module that is already distributed ({', '.join(already)} is a DTensor); "
             f"parallelize a model once, and before fully_shard"
@@ -127,6 +127,11 @@ def _cut_misfits(style: ParallelStyle, module: nn.Module) -> list[str]:
             f"scale_grad_by_freq=False"
         )
     return reasons
+
+
+def composes(style: ParallelStyle) -> bool:
+    """Whether a style takes a module that another style has distributed over another axis."""
+    return bool(getattr(style, "takes_distributed", False))
 
 
 def placement_name(placement: Placement) -> str:

@@ -78,6 +78,8 @@ def exchange(
         ShapeError: the lengths are not one for each peer, or do not add up to the length of dim 0; or by
             default, the number of peers does not divide it.
     """
+    if torch.compiler.is_compiling():  # lengths that are computed are known when the graph runs
+        return outgoing if peers.size == 1 else _exchange(outgoing, peers, send, receive)
     sending, receiving = (None if sizes is None else _lengths(sizes, peers) for sizes in (send, receive))
     length = outgoing.shape[0]
     if sending is not None:

@@ -1,0 +1,167 @@
+"""Experts that are whole on one rank each: tokens travel to the ranks that have their experts, and back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from namedmesh._torch import joined, replaced_parameters
+from namedmesh.errors import PlanError, ShapeError
+from namedmesh.tensor_parallel.collectives import RankGroup, all_to_all
+from namedmesh.tensor_parallel.regions import exchange
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+
+class ExpertParallel(ParallelStyle):
+    """Give each rank some of a module's stacked experts, and send every token to the rank that has its expert.
+
+    For a module that owns the weights of all its experts as parameters ``(experts, ...)``, and is called with
+    tokens ``(tokens, features)``, sorted by expert, and the number of each expert's tokens ``(experts,)``. Its
+    forward then sees its own experts only: their weights as plain tensors, the tokens of all ranks for them,
+    sorted by expert, and their numbers, any of which may be 0. What it returns, one row for each token, travels
+    back to where the tokens came from.
+
+    Prevents: tokens that are dropped or padded where the ranks have different numbers of them.
+
+    Every rank along the axis has **tokens of its own**. Where tp is inside ep, as in a view of ``edp, ep`` over
+    ``dp, tp``, leave each rank its part of the sequence (``SequenceParallel``): ranks that send the same tokens
+    have them counted twice in the experts' gradients. With ``etp`` inside, cut the experts over it first, with
+    :class:`ShardedExperts` on ``mesh["etp"]``; the ranks along etp have the same tokens. Afterwards
+    ``fully_shard(experts, mesh=mesh["edp"])``, and :func:`namedmesh.training.set_expert_divisor`.
+
+    ``torch.compile`` follows it in one graph where ``torch.compiler.config.capture_scalar_outputs`` is set: how
+    many tokens travel is known from the tokens only.
+
+    Raises:
+        PlanError: when applied to a module that owns no parameters, or whose parameters do not all have the same
+            number of experts in front.
+        ShapeError: in the forward: the numbers of tokens are not one for each expert, or do not add up.
+
+    Example:
+        On 4 ranks each has 2 of the 8 experts:
+
+        >>> import torch
+        >>> from namedmesh.tensor_parallel import ExpertParallel, plan_report
+        >>> class Experts(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.weight = torch.nn.Parameter(torch.ones(8, 4, 4))
+        ...
+        ...     def forward(self, tokens, counts):
+        ...         parts = tokens.split(counts.tolist())
+        ...         return torch.cat([part @ weight for part, weight in zip(parts, self.weight)])
+        >>> plan_report(Experts(), 4, {"": ExpertParallel()}).rows[0].local_shape
+        (2, 4, 4)
+    """
+
+    takes_distributed = True  # what ShardedExperts cut over etp
+
+    def __repr__(self) -> str:
+        return "ExpertParallel()"
+
+    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
+        """All parameters of the module's own are cut along their first dim."""
+        return {name: Shard(0) for name, _ in module.named_parameters(recurse=False)}
+
+    def incompatibilities(self, module: nn.Module) -> list[str]:
+        """A sentence if the parameters are not stacked experts, or travel already."""
+        if isinstance(module.forward, ExpertForward):
+            return ["ExpertParallel finds experts that it was applied to before; apply it once"]
+        shapes = {name: tuple(each.shape) for name, each in module.named_parameters(recurse=False)}
+        if shapes and len({shape[:1] for shape in shapes.values()}) == 1 and () not in shapes.values():
+            return []
+        reason = (
+            f"ExpertParallel takes a module that owns the weights of all its experts as parameters (experts, ...), but "
+            f"{type(module).__name__} owns {shapes or 'none'}"
+        )
+        return [reason]
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        problems = self.incompatibilities(module)
+        if problems:
+            raise PlanError(*problems)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            cut = _cut(parameter, device_mesh, self.src_data_rank)
+            module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+        module.forward = ExpertForward(module, module.forward, RankGroup(device_mesh))
+        return module
+
+
+def _cut(parameter: Tensor, mesh: DeviceMesh, source: int | None) -> DTensor:
+    """This rank's experts of a parameter, which may be cut over another axis already."""
+    if not isinstance(parameter, DTensor):
+        return distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=source)
+    mine = parameter.to_local().detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+    both = joined([mesh, parameter.device_mesh])
+    placements = (Shard(0), *parameter.placements)
+    return DTensor.from_local(
+        mine, both, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+class ExpertForward:
+    """The forward of a module of experts, between the way of the tokens to their experts and the way back.
+
+    An object, and no closure, because a deep copy of the module must not call the forward of the original.
+    """
+
+    def __init__(self, module: nn.Module, original: Callable[..., Any], peers: RankGroup) -> None:
+        self.module, self.original, self.peers = module, original, peers
+        self.names = tuple(name for name, _ in module.named_parameters(recurse=False))
+        self.experts = module.get_parameter(self.names[0]).shape[0]
+        self.gradient_scale = 1.0
+        """What the gradients of the weights are multiplied by."""
+
+    def __call__(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """The module's output for this rank's tokens, of which each expert has a number."""
+        if counts.shape != (self.experts,):
+            raise ShapeError(
+                f"the numbers of tokens have shape {tuple(counts.shape)}; pass one number for each of the {self.experts} "
+                "experts"
+            )
+        ranks = self.peers.size
+        weights = {name: self._weight(name) for name in self.names}
+        if ranks == 1:
+            with replaced_parameters(self.module, weights):
+                return self.original(tokens, counts)
+        # Of each rank, how many tokens come for each of my experts.
+        arriving = all_to_all(counts, self.peers).view(ranks, -1)
+        totals = torch.stack([counts.view(ranks, -1).sum(1), arriving.sum(1)])
+        send, receive = totals.tolist()
+        arrived = exchange(tokens, self.peers, send, receive)
+        expert = torch.arange(arriving.shape[1], device=tokens.device).repeat(ranks)
+        expert = expert.repeat_interleave(arriving.flatten(), output_size=arrived.shape[0])
+        order = expert.argsort(stable=True)
+        with replaced_parameters(self.module, weights):
+            output = self.original(arrived[order], arriving.sum(0))
+        return exchange(output[order.argsort()], self.peers, receive, send)
+
+    def _weight(self, name: str) -> Tensor:
+        weight = getattr(self.module, name)
+        weight = weight.to_local() if isinstance(weight, DTensor) else weight
+        return weight if self.gradient_scale == 1 else _scale_gradient(weight, self.gradient_scale)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """Pass a tensor; multiply its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.scale, None
+
+
+_scale_gradient: Callable[[Tensor, float], Tensor] = _ScaleGradient.apply

@@ -1,0 +1,34 @@
+"""What every training job needs beside a mesh: few functions over torch, each usable alone."""
+
+from namedmesh.training.checkpoint_files import checkpoint_info
+from namedmesh.training.checkpoints import load, save, to_pretrained
+from namedmesh.training.clipping import clip_grad_norm_
+from namedmesh.training.context import context_attention, shard_sequence
+from namedmesh.training.data import check_same_batch, data_axes, fsdp_mesh, sampler_kwargs
+from namedmesh.training.experts import set_expert_divisor
+from namedmesh.training.initialization import init_parameters
+from namedmesh.training.loss import token_mean
+from namedmesh.training.pipeline import pipeline, stage_indices, stage_layers
+from namedmesh.training.seeds import seed_all, streams
+
+__all__ = [
+    "check_same_batch",
+    "checkpoint_info",
+    "clip_grad_norm_",
+    "context_attention",
+    "data_axes",
+    "fsdp_mesh",
+    "init_parameters",
+    "load",
+    "pipeline",
+    "sampler_kwargs",
+    "save",
+    "seed_all",
+    "set_expert_divisor",
+    "shard_sequence",
+    "stage_indices",
+    "stage_layers",
+    "streams",
+    "to_pretrained",
+    "token_mean",
+]

@@ -1,0 +1,130 @@
+"""Where a checkpoint lies: written beside its place and moved there, so that there is always a whole one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from namedmesh.errors import CheckpointError
+from namedmesh.layout import Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ABOUT = "namedmesh.pt"  # written last: a directory that has it is a whole checkpoint
+
+
+def beside(path: Path, what: str) -> Path:
+    """The directory next to ``path`` for what is not in its place."""
+    return path.with_name(f".{path.name}.{what}")
+
+
+def is_whole(path: Path) -> bool:
+    """Whether there is a finished checkpoint at this very place."""
+    return (path / ABOUT).is_file()
+
+
+def make_room(path: Path) -> None:
+    """Make the directory that a checkpoint is written to, and undo what an interrupted one left.
+
+    Raises:
+        CheckpointError: ``path`` is something else than a checkpoint, which would be lost.
+    """
+    unfinished, replaced = beside(path, "unfinished"), beside(path, "replaced")
+    if not is_whole(path) and is_whole(replaced):
+        replaced.rename(path)  # interrupted between the two moves
+    if path.exists() and not is_whole(path) and not (path.is_dir() and not any(path.iterdir())):
+        raise CheckpointError(
+            f"{path} exists and is no checkpoint of namedmesh.training; give the checkpoint a path of its own"
+        )
+    for left in (unfinished, replaced):
+        if left.exists():
+            shutil.rmtree(left)
+    unfinished.mkdir(parents=True)
+
+
+def move(path: Path, about: dict[str, Any]) -> None:
+    """Finish what was written beside ``path`` and put it in the place of what was there."""
+    unfinished, replaced = beside(path, "unfinished"), beside(path, "replaced")
+    with (unfinished / ABOUT).open("wb") as file:
+        torch.save(about, file)
+        file.flush()
+        os.fsync(file.fileno())
+    if is_whole(path):
+        path.rename(replaced)
+    unfinished.rename(path)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def read_about(path: Path) -> dict[str, Any]:
+    """What the checkpoint at ``path`` says about itself, and its ``place``: one that was being replaced has another.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    for place in (path, beside(path, "replaced")):
+        if is_whole(place):
+            # Values of any class: documented where they come from.
+            about: dict[str, Any] = torch.load(place / ABOUT, weights_only=False)
+            return about | {"place": place}
+    raise CheckpointError(f"there is no finished checkpoint at {path}; name the path that it was saved to")
+
+
+def find(path: Path) -> tuple[Path, dict[str, Any] | None, Shapes]:
+    """Where the last finished checkpoint is, what it says about itself (None: of Hugging Face), and its tensors.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if not is_whole(path) and any(path.glob("*.safetensors")):
+        return path, None, shapes_in(dcp.HuggingFaceStorageReader(str(path)))
+    about = read_about(path)
+    return about["place"], about, shapes_in(dcp.FileSystemReader(about["place"]))
+
+
+def shapes_in(reader: dcp.StorageReader) -> Shapes:
+    """The whole shape and type of every tensor in a checkpoint, by name."""
+    found = reader.read_metadata().state_dict_metadata
+    return {
+        key: (tuple(each.size), each.properties.dtype)
+        for key, each in found.items()
+        if isinstance(each, dcp.TensorStorageMetadata)
+    }
+
+
+def checkpoint_info(path: str | os.PathLike[str]) -> tuple[Layout | None, dict[str, Any]]:
+    """The layout that a checkpoint was saved from, and its extra values; no mesh is needed.
+
+    Raises:
+        CheckpointError: there is no finished checkpoint.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from namedmesh import training
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     training.save(f"{directory}/last", None, torch.nn.Linear(2, 2), step=3)
+        ...     training.checkpoint_info(f"{directory}/last")
+        (None, {'step': 3})
+    """
+    about = read_about(Path(path))
+    layout = about["layout"]
+    return None if layout is None else Layout(rank_offset=layout[1], **layout[0]), about["extra"]
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Keep torch from telling that one process is one process, and (2.8) something about itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
+        yield

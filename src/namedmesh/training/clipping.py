@@ -1,0 +1,178 @@
+"""One gradient norm over parameters that live on different slices and views of a mesh."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from functools import reduce
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from namedmesh._torch import constant_under_compile, synchronous
+from namedmesh.errors import TrainingError
+from namedmesh.training.reduction import all_reduced
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from namedmesh.mesh import NamedMesh
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    mesh: NamedMesh,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale the gradients down to ``max_norm`` over the whole model, as torch's function does; communicates.
+
+    Prevents: each rank clips by the norm of what it holds. Shards and pipeline stages are then scaled by
+    different factors, which turns the gradient; or replicas are counted once for each rank that has one, which
+    clips too early. torch's own function raises for DTensors of two meshes, and leaves the other stages out.
+
+    Every rank of the mesh calls it, after the gradients were averaged. Every number of the model's gradient
+    counts once: DTensors by their placements, on any slice or view of the mesh; plain tensors by the marks of
+    Megatron and DeepSpeed, and without marks as replicas. What each stage of ``pp`` has counts, but for a
+    parameter marked as a copy of another stage's, such as a tied embedding: ``parameter.shared = True`` (set it
+    after ``fully_shard``, which makes parameters anew). There is one reduction, over all ranks of the mesh, and
+    for a mesh over a part of the world one for each axis.
+
+    Marks: ``tensor_model_parallel`` and ``model_parallel`` for another shard on each rank of tp; ``allreduce =
+    False`` for experts, of which each rank of ep has others; ``shared`` and ``ds_pipe_replicated`` for copies.
+
+    Args:
+        parameters: those of this rank's part of the model; ones without a gradient count nothing.
+        max_norm: the largest norm that is left as it is.
+        mesh: the mesh.
+        norm_type: the p of the norm, greater than 0; ``math.inf`` for the largest absolute value.
+        error_if_nonfinite: raise for a norm that is infinite or not a number.
+        foreach: as for torch's function.
+
+    Returns:
+        The norm that the gradients had: a plain tensor of no dims, the same on every rank, in the precision of
+        the parameters, or float32 where that is more.
+
+    Raises:
+        TrainingError: on every rank: the norm is not finite, where that is an error, and nothing was scaled; or
+            ``norm_type`` is not greater than 0.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> import namedmesh
+        >>> from namedmesh import training
+        >>> mesh = namedmesh.init_mesh(dp=-1, tp=1, device="cpu")
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> training.clip_grad_norm_([weight], 1.0, mesh)
+        tensor(5.)
+        >>> weight.grad
+        tensor([0.6000, 0.8000])
+        >>> mesh.close(); dist.destroy_process_group()
+    """
+    if not norm_type > 0:
+        raise TrainingError(f"norm_type is {norm_type}; it must be greater than 0, or math.inf")
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    alike: defaultdict[_Holders, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            alike[_holders(parameter, parameter.grad)].append(parameter)
+    counted = []
+    for holders, some in alike.items():
+        shards = [
+            _local(each.grad) for each in some if each.grad is not None
+        ]  # on all ranks: it may communicate
+        counted += shards if _counts_here(mesh, *holders) else []
+    # Without any it is no constant: the compiler computes with those while it traces, collectives included.
+    mine = get_total_norm(counted, norm_type, foreach=foreach) if counted else torch.zeros(())
+    total = _over_ranks(mine.to(mesh.device, torch.float64), norm_type, mesh)
+    if error_if_nonfinite and not total.isfinite():
+        raise TrainingError(
+            f"the norm of order {norm_type} over the gradients of the whole model is {total.item()}, so they cannot be "
+            "clipped, and were left as they are; skip this step, or pass error_if_nonfinite=False"
+        )
+    total = total.to(reduce(torch.promote_types, (each.dtype for each in parameters), torch.float32))
+    for some in alike.values():
+        clip_grads_with_norm_(some, max_norm, total, foreach)
+    return total
+
+
+def _over_ranks(mine: Tensor, norm_type: float, mesh: NamedMesh) -> Tensor:
+    """The norm over all ranks' parts, of which each has its norm."""
+    if not math.isinf(norm_type):
+        return all_reduced(mine**norm_type, mesh, mesh.layout.axes) ** (1 / norm_type)
+    # Not every backend's maximum keeps what is not a number.
+    largest, undefined = all_reduced(
+        torch.stack([mine.nan_to_num(nan=0.0, posinf=math.inf), mine.isnan().double()]),
+        mesh,
+        mesh.layout.axes,
+        "max",
+    ).unbind()
+    return largest.masked_fill(undefined > 0, math.nan)
+
+
+class _Holders(NamedTuple):
+    """What decides which ranks hold the same numbers of a gradient."""
+
+    mesh: DeviceMesh | None
+    """That of a DTensor."""
+    whole: tuple[bool, ...]
+    """Along which of its dims the ranks hold the same."""
+    marks: tuple[str, ...]
+    """The axes along which marks say that they do not."""
+    copy: bool
+    """Marked as a copy of what another stage has."""
+
+
+def _holders(parameter: Tensor, grad: Tensor) -> _Holders:
+    sharded = getattr(parameter, "tensor_model_parallel", False) or getattr(
+        parameter, "model_parallel", False
+    )
+    expert = not getattr(parameter, "allreduce", True)
+    marks = ("ep",) * expert + ("etp" if expert else "tp",) * bool(sharded)
+    copy = getattr(parameter, "shared", False) or getattr(parameter, "ds_pipe_replicated", False)
+    if not isinstance(grad, DTensor):
+        return _Holders(None, (), marks, bool(copy))
+    whole = tuple(isinstance(placement, Replicate | Partial) for placement in grad.placements)
+    return _Holders(grad.device_mesh, whole, marks, bool(copy))
+
+
+def _local(grad: Tensor) -> Tensor:
+    """This rank's shard of a gradient, the parts of a sum added up."""
+    if isinstance(grad, DTensor):
+        placements = [Replicate() if isinstance(each, Partial) else each for each in grad.placements]
+        return synchronous(grad.redistribute(placements=placements).to_local())
+    return grad
+
+
+@constant_under_compile
+def _counts_here(
+    mesh: NamedMesh, over: DeviceMesh | None, whole: tuple[bool, ...], marks: tuple[str, ...], copy: bool
+) -> bool:
+    """Whether this rank is the first of those that hold the same numbers."""
+    rank = mesh.global_rank
+    members = {rank} if over is None else set(over.mesh.flatten().tolist())
+    same = set(mesh.layout.ranks)  # the ranks that hold the tensor, or a shard of it
+    layouts = (mesh.layout, *mesh.views.values())
+    for axis in ("pp", *marks):
+        layout = next((layout for layout in layouts if axis in layout), None)
+        if layout is not None:
+            others = [other for other in layout if other != axis]
+            beside = set(layout.group(rank, *others)) if others else {rank}
+            if members <= beside:  # a DTensor's own mesh may tell of this axis already
+                same &= beside
+    coordinate = () if over is None else over.get_coordinate() or ()
+    return (
+        not copy
+        and min(members) == min(same)
+        and not any(place for place, replicated in zip(coordinate, whole, strict=True) if replicated)
+    )

@@ -1,0 +1,249 @@
+"""Context parallelism: each rank of ``cp`` has a part of every sequence, and attention sees all of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F  # noqa: N812  torch's own spelling
+from torch import Tensor
+
+from namedmesh.errors import ShapeError
+from namedmesh.tensor_parallel.collectives import RankGroup
+from namedmesh.tensor_parallel.regions import exchange, gather_parts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def shard_sequence(
+    *tensors: Tensor,
+    mesh: DeviceMesh,
+    dim: int = 1,
+    balanced: bool = True,
+    pad: Sequence[float] | None = None,
+) -> tuple[Tensor, ...]:
+    """This rank's part of sequences, and the positions of its tokens.
+
+    In balanced order a sequence is cut into two chunks for each rank, of which rank r has the r-th and the r-th
+    from the end: causal attention is as much work on each. Otherwise rank r has the r-th of as many chunks as ranks.
+
+    The silent mistakes it prevents: rotary or learned positions that start from 0 on every rank; and targets
+    shifted after the cut instead of before it, so that the last token of each chunk is told the wrong next one.
+    Shift first: the ``targets`` of ``tokens`` are tokens from one further on, and are sharded like these.
+
+    Args:
+        *tensors: whole sequences of one length, the same on every rank of ``mesh``: tokens, targets, masks.
+        mesh: ``mesh["cp"]``.
+        dim: the dim of the sequence.
+        balanced: the order; :func:`context_attention` has to be told the same.
+        pad: what to append to each tensor until its length divides, such as ``(0, -100)`` for tokens and targets.
+
+    Returns:
+        The parts, in the order of the tensors, and the positions in the whole sequence: ``(length / cp,)``.
+
+    Raises:
+        ShapeError: the length is not the same, or cannot be divided evenly and there is no ``pad``; all problems
+            at once.
+
+    Example:
+        >>> import namedmesh, torch.distributed as dist
+        >>> mesh = namedmesh.init_mesh(cp=1, device="cpu")
+        >>> tokens, positions = shard_sequence(torch.tensor([[5, 6, 7]]), mesh=mesh["cp"], pad=(0,))
+        >>> tokens, positions
+        (tensor([[5, 6, 7, 0]]), tensor([0, 1, 2, 3]))
+        >>> mesh.close()
+        >>> dist.destroy_process_group()
+    """
+    parts = mesh.size() * (2 if balanced else 1)
+    lengths = {each.shape[dim] for each in tensors}
+    problems = []
+    if len(lengths) != 1:
+        problems.append(
+            f"the lengths along dim {dim} are {sorted(lengths)}; give at least one tensor, all of one length"
+        )
+    if pad is not None and len(pad) != len(tensors):
+        problems.append(f"pad has {len(pad)} values for {len(tensors)} tensors; give one for each")
+    over = [length for length in sorted(lengths) if length % parts]
+    if over and pad is None:
+        problems.append(
+            f"a sequence of {over[0]} cannot be cut into {parts} equal chunks for {mesh.size()} ranks; give pad, a value "
+            f"for each tensor, or sequences whose length is a multiple of {parts}"
+        )
+    if problems:
+        raise ShapeError(*problems)
+    (length,) = lengths
+    size = -(-length // parts)
+    mine = _chunks(mesh.get_local_rank(), mesh.size(), balanced=balanced)
+    filled = [
+        each if length == size * parts else _padded(each, dim, size * parts, pad[index] if pad else 0)
+        for index, each in enumerate(tensors)
+    ]
+    shards = [torch.cat([each.narrow(dim, part * size, size) for part in mine], dim) for each in filled]
+    device = tensors[0].device
+    positions = torch.cat([torch.arange(part * size, (part + 1) * size, device=device) for part in mine])
+    return *shards, positions
+
+
+def context_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mesh: DeviceMesh,
+    *,
+    is_causal: bool = True,
+    balanced: bool = True,
+    ulysses: bool = False,
+    length: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention over whole sequences of which each rank has a part, as :func:`shard_sequence` gives it.
+
+    Keys and values are gathered over ``mesh``; each rank keeps its queries. With ``ulysses`` an all-to-all gives
+    each rank whole sequences of some heads instead, and another one takes the result back. Both are exact, have
+    exact gradients, and go together with tensor parallelism: the heads are then those of this ``tp`` rank. Where
+    the device has it, torch's ring attention can do instead:
+    ``with torch.distributed.tensor.experimental.context_parallel(mesh["cp"], buffers=..., buffer_seq_dims=...)``.
+
+    The silent mistakes it prevents: attention within each rank's part only, which trains without complaint; and
+    keys and values whose gradients leave out what the other ranks' queries add.
+
+    Args:
+        query: ``(batch, heads, length / cp, head_dim)``.
+        key: ``(batch, kv_heads, length / cp, head_dim)``; ``kv_heads`` divides ``heads``.
+        value: the same.
+        mesh: ``mesh["cp"]``.
+        is_causal: whether a token sees only what is before it, in the whole sequence.
+        balanced: the order of :func:`shard_sequence`.
+        ulysses: exchange heads; the ranks divide the heads and the key and value heads.
+        length: the length of the sequence before it was padded; needed where not ``is_causal``, since padding
+            would be seen.
+        scale: as for ``torch.nn.functional.scaled_dot_product_attention``.
+
+    Returns:
+        ``(batch, heads, length / cp, head_dim)``, this rank's part of what one process computes.
+
+    Raises:
+        ShapeError: the parts cannot be those of one sequence, or the heads do not divide; all problems at once.
+
+    Example:
+        >>> import namedmesh, torch.distributed as dist
+        >>> mesh = namedmesh.init_mesh(cp=1, device="cpu")
+        >>> q, k, v = torch.randn(3, 1, 2, 4, 8)
+        >>> whole = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        >>> torch.allclose(context_attention(q, k, v, mesh["cp"]), whole)
+        True
+        >>> mesh.close()
+        >>> dist.destroy_process_group()
+    """
+    ranks = RankGroup(mesh)
+    _check(query, key, value, ranks, balanced=balanced, ulysses=ulysses)
+    gqa = query.shape[1] != key.shape[1]
+    if ulysses:
+        whole = [
+            _whole_order(_to_heads(each, ranks), ranks.size, balanced=balanced)
+            for each in (query, key, value)
+        ]
+        query, key, value = whole[0], *(each[:, :, :length] for each in whole[1:])
+        mixed = _attend(query, key, value, 0, is_causal=is_causal, gqa=gqa, scale=scale)
+        return _to_sequence(_rank_order(mixed, ranks.size, balanced=balanced), ranks)
+    key, value = (
+        _whole_order(gather_parts(each, ranks, 2), ranks.size, balanced=balanced)[:, :, :length]
+        for each in (key, value)
+    )
+    if not is_causal:
+        return _attend(query, key, value, 0, is_causal=False, gqa=gqa, scale=scale)
+    mine = _chunks(ranks.rank, ranks.size, balanced=balanced)
+    chunks = query.chunk(len(mine), dim=2)
+    return torch.cat(
+        [
+            _attend(chunk, key, value, part * chunk.shape[2], is_causal=True, gqa=gqa, scale=scale)
+            for part, chunk in zip(mine, chunks, strict=True)
+        ],
+        dim=2,
+    )
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, first: int, *, is_causal: bool, gqa: bool, scale: float | None
+) -> Tensor:
+    """Attention of consecutive queries, the first of them at position ``first``, over keys from position 0 on."""
+    mask = None
+    if is_causal:
+        end = first + query.shape[2]
+        key, value = key[:, :, :end], value[:, :, :end]
+        if first or key.shape[2] < end:
+            mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(first)
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=is_causal and mask is None, enable_gqa=gqa, scale=scale
+    )
+
+
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, ranks: RankGroup, *, balanced: bool, ulysses: bool
+) -> None:
+    problems = []
+    shapes = [tuple(each.shape) for each in (query, key, value)]
+    if key.shape != value.shape or query.shape[2] != key.shape[2]:
+        problems.append(
+            f"query, key and value have shapes {shapes}; their parts of the sequence have one length"
+        )
+    if balanced and query.shape[2] % 2:
+        problems.append(
+            f"a part of {query.shape[2]} tokens is not two chunks of a balanced order; cut with shard_sequence, and "
+            "give both the same balanced="
+        )
+    counts = query.shape[1], key.shape[1]
+    if counts[0] % counts[1]:
+        problems.append(f"{counts[0]} heads cannot share {counts[1]} heads of keys and values evenly")
+    if ulysses and (counts[0] % ranks.size or counts[1] % ranks.size):
+        problems.append(
+            f"{counts[0]} heads and {counts[1]} heads of keys and values cannot be divided among {ranks.size} ranks; "
+            "leave ulysses out"
+        )
+    if problems:
+        raise ShapeError(*problems)
+
+
+def _chunks(rank: int, size: int, *, balanced: bool) -> tuple[int, ...]:
+    """Which chunks of the whole sequence a rank has."""
+    return (rank, 2 * size - 1 - rank) if balanced else (rank,)
+
+
+def _whole_order(joined: Tensor, size: int, *, balanced: bool) -> Tensor:
+    """The sequence in its own order, from the parts of all ranks one after the other."""
+    held = [part for rank in range(size) for part in _chunks(rank, size, balanced=balanced)]
+    return _ordered(joined, [held.index(part) for part in range(len(held))])
+
+
+def _rank_order(whole: Tensor, size: int, *, balanced: bool) -> Tensor:
+    """The inverse of :func:`_whole_order`."""
+    return _ordered(whole, [part for rank in range(size) for part in _chunks(rank, size, balanced=balanced)])
+
+
+def _ordered(tensor: Tensor, order: list[int]) -> Tensor:
+    """Chunks of the sequence, by their numbers."""
+    if order == sorted(order):
+        return tensor
+    chunks = tensor.chunk(len(order), dim=2)
+    return torch.cat([chunks[number] for number in order], dim=2)
+
+
+def _to_heads(tensor: Tensor, ranks: RankGroup) -> Tensor:
+    """From all heads of a part of the sequence to some heads of all parts."""
+    sent = torch.cat(tensor.chunk(ranks.size, dim=1), dim=0)
+    return torch.cat(exchange(sent, ranks).chunk(ranks.size, dim=0), dim=2)
+
+
+def _to_sequence(tensor: Tensor, ranks: RankGroup) -> Tensor:
+    """The inverse of :func:`_to_heads`."""
+    sent = torch.cat(tensor.chunk(ranks.size, dim=2), dim=0)
+    return torch.cat(exchange(sent, ranks).chunk(ranks.size, dim=0), dim=1)
+
+
+def _padded(tensor: Tensor, dim: int, length: int, value: float) -> Tensor:
+    shape = list(tensor.shape)
+    shape[dim] = length - shape[dim]
+    return torch.cat([tensor, tensor.new_full(shape, value)], dim)

@@ -1,0 +1,84 @@
+"""The mean loss over the tokens of a global batch that count."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from namedmesh.errors import ShapeError
+from namedmesh.training.data import token_axes
+from namedmesh.training.reduction import all_reduced
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from namedmesh.mesh import NamedMesh
+
+
+def token_mean(loss_sum: Tensor, token_count: Tensor | int, mesh: NamedMesh) -> Tensor:
+    """The mean loss of a token over the whole global batch; communicates.
+
+    Prevents the most common silent bug of the field: each rank takes the mean over its own tokens, and FSDP2 or
+    DDP averages those means. With padding or masked prompts the ranks have different numbers of tokens, so that
+    a token counts more where there are few; nothing fails, and the loss looks as it always does.
+
+    The gradients, after FSDP2 or DDP averaged them over the ranks of :func:`fsdp_mesh`, are those of one process
+    with all the tokens. The ranks along dp and cp have different tokens; those along tp and pp do not count.
+
+    **Micro-batches** that add up to one step: pass each one's own ``loss_sum``, and every time the tokens of all
+    of them. The results, and the gradients, then add up to the mean over the whole step. **Pipeline schedules**
+    call the loss for each micro-batch, so the same holds there; make the schedule with ``scale_grads=False``, as
+    there is nothing left to divide. **With** ``loss_parallel`` pass the DTensor that comes out of it.
+
+    Args:
+        loss_sum: the sum of the losses of this rank's tokens (``reduction="sum"``), of no dims.
+        token_count: how many they are: the targets that are not ignored. Other ranks may have other numbers.
+        mesh: the mesh; every rank along its dp and cp axes calls this.
+
+    Returns:
+        A tensor of no dims, the same on all ranks that call, to call ``backward()`` on. It is not a number where
+        no token of the whole batch counts, as ``cross_entropy`` has it.
+
+    Raises:
+        ShapeError: ``loss_sum`` has dims, so it is no sum.
+        AxisError: as for :func:`data_axes`.
+
+    Example:
+        Two ranks, one with 3 tokens of loss 1 each and one with a single token of loss 5, get 2.0, and not the
+        mean of means, 3.0.
+
+        >>> import torch, torch.distributed as dist
+        >>> import torch.nn.functional as F
+        >>> import namedmesh
+        >>> from namedmesh import training
+        >>> mesh = namedmesh.init_mesh(dp=-1, tp=1, device="cpu")
+        >>> logits = torch.zeros(4, 10, requires_grad=True)
+        >>> targets = torch.tensor([3, -100, 5, -100])
+        >>> loss_sum = F.cross_entropy(logits, targets, reduction="sum")
+        >>> loss = training.token_mean(loss_sum, (targets != -100).sum(), mesh)
+        >>> loss.backward()
+        >>> round(loss.item(), 4) == round(F.cross_entropy(logits, targets).item(), 4)
+        True
+        >>> mesh.close(); dist.destroy_process_group()
+    """
+    if loss_sum.ndim:
+        raise ShapeError(
+            f"loss_sum has shape {tuple(loss_sum.shape)}, and must be one number: the sum over this rank's tokens, as "
+            'cross_entropy(..., reduction="sum") returns it'
+        )
+    loss_sum = _plain(loss_sum)
+    count = _plain(torch.as_tensor(token_count, device=loss_sum.device))
+    axes = token_axes(mesh)
+    ranks = mesh.size(*axes) if axes else 1
+    together = torch.stack([loss_sum.detach().double(), count.double()])
+    total, tokens = all_reduced(together, mesh, axes).unbind()
+    # Averaging divides by the number of ranks, so it is multiplied by here.
+    scaled = loss_sum.double() * (ranks / tokens)
+    # The value of the mean, exactly, with the gradient of the scaled sum.
+    return (total / tokens + (scaled - scaled.detach())).to(loss_sum.dtype)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

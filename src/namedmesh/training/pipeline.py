@@ -1,0 +1,314 @@
+"""Pipelines: torch.distributed.pipelining over ``pp``, for batches of any size, with the layers of each stage."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV, ScheduleZBVZeroBubble
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from namedmesh._torch import keep_forwards
+from namedmesh.errors import LayoutError, ShapeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from namedmesh.mesh import NamedMesh
+
+    Loss = Callable[[Tensor, Tensor], Tensor]
+
+_SHAPES = 4  # how many shapes of a batch are remembered: each holds the buffers of its stages
+
+
+@overload
+def stage_layers(
+    layers: int, mesh: NamedMesh | None, *, stage: int | None = None, stages: int | None = None
+) -> range: ...
+
+
+@overload
+def stage_layers(
+    layers: Sequence[nn.Module] | nn.Sequential | nn.ModuleList,
+    mesh: NamedMesh | None,
+    *,
+    stage: int | None = None,
+    stages: int | None = None,
+) -> nn.ModuleDict: ...
+
+
+def stage_layers(
+    layers: int | Sequence[nn.Module] | nn.Sequential | nn.ModuleList,
+    mesh: NamedMesh | None,
+    *,
+    stage: int | None = None,
+    stages: int | None = None,
+) -> range | nn.ModuleDict:
+    """The layers of one pipeline stage: as even as can be, the longer stages last.
+
+    The silent mistake it prevents: stages that number their layers from 0 each, so that checkpoints, learning
+    rates and first weights by name take the layers of one stage for those of another.
+
+    Args:
+        layers: the number of layers of the whole model, or the layers.
+        mesh: the mesh; may be None where ``stage`` and ``stages`` are given.
+        stage: which stage; by default this rank's, with one stage on each rank of ``pp``.
+        stages: the number of stages; by default the size of ``pp``.
+
+    Returns:
+        The numbers of the stage's layers; or the layers, in a dict whose keys are their numbers in the whole
+        model: a layer has the same name in every layout.
+
+    Raises:
+        LayoutError: there are more stages than layers.
+
+    Example:
+        >>> [list(stage_layers(5, None, stage=stage, stages=2)) for stage in (0, 1)]
+        [[0, 1], [2, 3, 4]]
+        >>> list(stage_layers([torch.nn.Identity()] * 4, None, stage=1, stages=2))
+        ['2', '3']
+    """
+    if mesh is not None:
+        stages = mesh.size("pp") if stages is None else stages
+        stage = mesh.rank("pp") if stage is None else stage
+    if stage is None or stages is None:
+        raise LayoutError("there is no mesh to say which stage this is; give the mesh, or stage and stages")
+    count = layers if isinstance(layers, int) else len(layers)
+    if stages > count:
+        raise LayoutError(f"{count} layers cannot fill {stages} stages; give every stage one at least")
+    numbers = range(count * stage // stages, count * (stage + 1) // stages)
+    return (
+        numbers if isinstance(layers, int) else nn.ModuleDict({str(each): layers[each] for each in numbers})
+    )
+
+
+def stage_indices(mesh: NamedMesh, schedule: str = "1F1B", stages: int = 1) -> tuple[int, ...]:
+    """Which stages of the pipeline a rank has, when each has ``stages`` of them.
+
+    The silent mistake it prevents: stages in the order of one schedule, run by another. Rank 0 of two has stages
+    0 and 2 where stages go round (interleaved), and 0 and 3 where they go there and back (ZBV, DualPipeV).
+
+    Raises:
+        LayoutError: the schedule has no such name, or takes another number of stages.
+    """
+    kind, size, rank = _schedule_class(schedule), mesh.size("pp"), mesh.rank("pp")
+    returns = issubclass(kind, (ScheduleZBVZeroBubble, ScheduleDualPipeV))
+    if (issubclass(kind, PipelineScheduleSingle) and stages != 1) or (returns and stages != 2):  # noqa: PLR2004
+        raise LayoutError(
+            f"{schedule} takes {2 if returns else 1} of the stages on each rank, not {stages}; give as many, or "
+            "another schedule"
+        )
+    return (rank, 2 * size - 1 - rank) if returns else tuple(rank + size * turn for turn in range(stages))
+
+
+def _schedule_class(name: str) -> Any:
+    try:
+        return get_schedule_class("ZBVZeroBubble" if name.lower() == "zbv" else name)
+    except ValueError as error:
+        raise LayoutError(f"{error}; name one of them") from None
+
+
+def pipeline(
+    mesh: NamedMesh,
+    stages: nn.Module | Sequence[nn.Module],
+    schedule: str = "1F1B",
+    *,
+    microbatches: int,
+    loss: Loss,
+    reduction: Literal["mean", "sum"] = "mean",
+) -> Pipeline:
+    """A pipeline over ``pp``, on one of torch's schedules; the stages may be tensor-parallel and in FSDP2.
+
+    The silent mistakes it prevents: torch takes the mean of the microbatches' losses for the loss of the batch,
+    which it is not where a last microbatch is smaller (or holds fewer tokens: ``reduction="sum"``). And schedules
+    that compute the gradients of the weights later (zero bubble, ZBV, DualPipeV) leave out weights that FSDP2 has
+    put away after the forward: here FSDP2 keeps them until the last backward of a step, and gathers them once. Nor are gradients lost that were
+    there before a batch of a new shape: torch sets those of FSDP2 to None when it finds out the shape.
+
+    Args:
+        mesh: a mesh with an axis ``pp``, which may have size 1.
+        stages: this rank's stage, or its stages in the order of :func:`stage_indices`.
+        schedule: a name that ``torch.distributed.pipelining.schedules.get_schedule_class`` knows, or ``"ZBV"``.
+        microbatches: into how many parts a batch is cut.
+        loss: from the output of the last stage and the target, for some rows of the batch, their loss.
+        reduction: whether ``loss`` is a mean over its rows, and so is that of the batch; or a part of a sum, such
+            as of token losses that are divided by the number of tokens in the whole batch.
+
+    Returns:
+        An object with ``step`` and ``eval``, which are called as those of torch's schedules, but with the batch on
+        every rank of ``pp``.
+
+    Raises:
+        LayoutError: the schedule has no such name, or takes another number of stages.
+
+    Example:
+        >>> import namedmesh, torch.distributed as dist
+        >>> mesh = namedmesh.init_mesh(pp=1, device="cpu")
+        >>> model = torch.nn.Linear(2, 1)
+        >>> pipe = pipeline(mesh, model, microbatches=2, loss=torch.nn.functional.mse_loss)
+        >>> losses = []
+        >>> output = pipe.step(torch.ones(3, 2), target=torch.ones(3, 1), losses=losses)   # 3 rows in 2 parts
+        >>> bool(torch.isclose(sum(losses), torch.nn.functional.mse_loss(output, torch.ones(3, 1))))
+        True
+        >>> mesh.close()
+        >>> dist.destroy_process_group()
+    """
+    modules = [stages] if isinstance(stages, nn.Module) else list(stages)
+    return Pipeline(mesh, modules, schedule, microbatches, loss, mean=reduction == "mean")
+
+
+class Pipeline:
+    """What :func:`pipeline` returns."""
+
+    def __init__(  # noqa: PLR0917  made by one function
+        self,
+        mesh: NamedMesh,
+        modules: list[nn.Module],
+        schedule: str,
+        microbatches: int,
+        loss: Loss,
+        mean: bool,
+    ) -> None:
+        self._mesh, self._modules = mesh, modules
+        self._kind = _schedule_class(schedule)
+        self._indices = stage_indices(mesh, schedule, len(modules))
+        self._microbatches, self._loss, self._mean = microbatches, loss, mean
+        self._sharded = [
+            each for module in modules for each in module.modules() if isinstance(each, FSDPModule)
+        ]
+        if mesh.size("pp") > 1 or not issubclass(self._kind, PipelineScheduleSingle):
+            for each in self._sharded:
+                each.set_reshard_after_forward(False, recurse=False)
+        self._built: dict[object, Any] = {}
+        self._rows: dict[object, int] = {}
+        self._target, self._count = torch.empty(0), 0
+
+    def step(
+        self, *args: Tensor, target: Tensor, losses: list[Tensor] | None = None, **kwargs: Any
+    ) -> Tensor | None:
+        """Forward and backward over a batch, of any size; the gradients are those of the loss of the batch.
+
+        Args:
+            *args: the inputs of the first stage, on every rank.
+            target: what the loss compares with, on every rank.
+            losses: a list to put the losses of the microbatches in, on the rank of the last stage; the sum of
+                them is the loss of the batch.
+            **kwargs: what every stage's ``forward`` gets; tensors are cut into microbatches as well.
+
+        Returns:
+            The output for the batch on the rank of the last stage, None on the others.
+
+        Raises:
+            ShapeError: the tensors have not the same number of rows, or none.
+        """
+        return self._run(args, kwargs, target, losses, train=True)
+
+    def eval(
+        self, *args: Tensor, target: Tensor | None = None, losses: list[Tensor] | None = None, **kwargs: Any
+    ) -> Tensor | None:
+        """Forward over a batch, of any size, without gradients; ``losses`` gets the loss of the batch.
+
+        Args:
+            *args: as for :meth:`step`, as are all arguments; without ``target`` no loss is computed.
+            target: the same.
+            losses: the same.
+            **kwargs: the same.
+        """
+        with torch.no_grad():
+            output = self._run(args, kwargs, target, None, train=False)
+            if output is not None and target is not None and losses is not None:
+                losses[:] = [self._loss(output, target)]
+        for each in self._sharded:
+            each.reshard()
+        return output
+
+    def _run(
+        self,
+        args: tuple[Tensor, ...],
+        kwargs: dict[str, Any],
+        target: Tensor | None,
+        losses: list[Tensor] | None,
+        *,
+        train: bool,
+    ) -> Tensor | None:
+        cut = [*args, *(each for each in kwargs.values() if isinstance(each, Tensor))]
+        counts = {each.shape[0] for each in (*cut, *([] if target is None else [target]))}
+        if len(counts) != 1 or not args or 0 in counts:
+            raise ShapeError(
+                f"the batch has {sorted(counts)} rows; give inputs and target with the same number of rows, one at "
+                "least, on every rank of pp"
+            )
+        (count,) = counts
+        shape = train, tuple((each.shape[1:], each.dtype, each.requires_grad) for each in cut)
+        rows = max(-(-count // self._microbatches), self._rows.get(shape, 0))
+        new = rows != self._rows.get(shape)
+        schedule = self._schedule(shape, rows, train=train)
+        self._count = count
+        # Parts of one size: the last row again, which the loss leaves out.
+        index = torch.arange(rows * self._microbatches)
+        filled = index.clamp(max=count - 1)
+
+        def fill(value: Any) -> Any:
+            whole = not isinstance(value, Tensor) or len(index) == count
+            return value if whole else value[filled.to(value.device)]
+
+        given = [fill(each) for each in args] if self._mesh.is_first("pp") else []
+        named = {key: fill(value) for key, value in kwargs.items()}
+        with _gradients_kept(self._modules if new else []):
+            if train and target is not None:
+                self._target = target
+                output = schedule.step(*given, target=index, losses=losses, **named)
+            else:
+                output = schedule.step(*given, **named)
+        return None if output is None else output[:count]
+
+    def _schedule(self, shape: object, rows: int, *, train: bool) -> Any:
+        """Torch's schedule for one shape of the batch: the buffers of a stage are made for one."""
+        if rows != self._rows.get(shape):
+            self._built[shape] = self._build(train=train)
+            self._rows[shape] = rows
+            if len(self._built) > _SHAPES:
+                oldest = next(iter(self._built))
+                del self._built[oldest], self._rows[oldest]
+        return self._built[shape]
+
+    def _build(self, *, train: bool) -> Any:
+        mesh = self._mesh
+        count = len(self._modules) * mesh.size("pp")
+        stages = [
+            PipelineStage(module, index, count, mesh.device, group=mesh.group("pp"))
+            for module, index in zip(self._modules, self._indices, strict=True)
+        ]
+        single = issubclass(self._kind, PipelineScheduleSingle)
+        loss = self._part if train else None
+        schedule = self._kind(
+            stages[0] if single else stages, self._microbatches, loss_fn=loss, scale_grads=False
+        )
+        if not train and not single:
+            keep_forwards(schedule)
+        return schedule
+
+    def _part(self, output: Tensor, index: Tensor) -> Tensor:
+        """What the rows of one microbatch add to the loss of the batch."""
+        first = int(index[0])
+        rows = min(first + len(index), self._count) - first
+        # Without a row of the batch, a row's loss times zero: the backward is the same on every rank.
+        last = self._count - max(rows, 1) if rows < 1 else first
+        used = max(rows, 1)
+        loss = self._loss(output[:used], self._target[last : last + used])
+        return loss * (max(rows, 0) / self._count if self._mean else min(max(rows, 0), 1))
+
+
+@contextmanager
+def _gradients_kept(modules: list[nn.Module]) -> Iterator[None]:
+    """Keep the gradients that are there: torch drops those of FSDP2 while it finds out the shapes of a batch."""
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    kept = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    for parameter, _ in kept:
+        parameter.grad = None
+    yield
+    for parameter, gradient in kept:
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient

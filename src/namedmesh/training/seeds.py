@@ -1,0 +1,257 @@
+"""Random numbers that differ between ranks where they should, and only there."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from namedmesh.errors import TrainingError, did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+
+    from namedmesh.mesh import NamedMesh
+
+States = dict[str, "Tensor"]
+"""The states of generators, by the type of their device."""
+
+
+class Streams:
+    """Named streams of random numbers, beside the default one: ``with training.streams("tensor"): ...``.
+
+    Inside the block torch draws from the stream, on the CPU and on the accelerator; behind it, it goes on where it
+    was before. Blocks may stand inside each other. :func:`seed_all` makes the streams ``"tensor"`` and ``"expert"``.
+
+    Prevents: dropout with one mask on all ranks of a tensor-parallel group, each of which has other features; and
+    a default stream that ranks leave at different places, because some drew more than others.
+
+    The compiler does not follow a switch of streams: enter one around what is compiled, not inside.
+
+    Example:
+        >>> import torch
+        >>> from namedmesh.training.seeds import Streams
+        >>> streams = Streams()
+        >>> streams.add("mine", seed=1)
+        >>> before = torch.get_rng_state()
+        >>> with streams("mine"):
+        ...     first = torch.rand(2)
+        >>> with streams("mine"):
+        ...     second = torch.rand(2)
+        >>> both = torch.rand(4, generator=torch.Generator().manual_seed(1))
+        >>> torch.equal(torch.cat([first, second]), both), torch.equal(torch.get_rng_state(), before)
+        (True, True)
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[str, States] = {}
+        self._inside: list[str] = []
+        self._device: torch.device | None = None
+
+    def __repr__(self) -> str:
+        return f"Streams({', '.join(map(repr, self._states))})"
+
+    def reset(self, device: torch.device | None = None) -> None:
+        """Forget all streams; those that follow are for the CPU and for this device."""
+        self._check_outside("reset")
+        self._states = {}
+        self._device = None if device is None or device.type in {"cpu", "meta"} else device
+
+    def add(self, name: str, seed: int) -> None:
+        """A new stream, from a seed.
+
+        Raises:
+            TrainingError: there is a stream of this name.
+        """
+        if name in self._states:
+            raise TrainingError(
+                f"there is a stream {name!r} already; choose another name, or reset() the streams first"
+            )
+        before = self._current()
+        self._seed(seed)
+        self._states[name] = self._current()
+        self._set(before)
+
+    def __call__(self, name: str) -> AbstractContextManager[None]:
+        """Draw from a stream inside the block.
+
+        Raises:
+            TrainingError: there is no such stream.
+        """
+        if name not in self._states:
+            known = f"{did_you_mean(name, self._states)}; the streams are {tuple(self._states)}"
+            raise TrainingError(
+                f"there is no stream {name!r}{known}; seed_all() makes them, and streams.add(name, seed)"
+            )
+        return self._drawing_from(name)
+
+    @contextmanager
+    def _drawing_from(self, name: str) -> Iterator[None]:
+        outside = self._current()
+        if self._inside:
+            self._states[self._inside[-1]] = outside
+        self._set(self._states[name])
+        self._inside.append(name)
+        try:
+            yield
+        finally:
+            self._states[self._inside.pop()] = self._current()
+            self._set(self._states[self._inside[-1]] if self._inside else outside)
+
+    def recomputed(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """For ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=training.streams.recomputed)``.
+
+        Prevents: a recomputation that draws other masks from the streams than the forward did, so that the
+        gradients are of another function. torch puts back its own generators only.
+        """
+        kept: dict[str, States] = {}
+        around: list[str] = []
+
+        @contextmanager
+        def forward() -> Iterator[None]:
+            kept.update(self._states)
+            around.extend(self._inside)
+            yield
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            now = self._states, self._inside
+            self._states, self._inside = dict(kept), list(around)
+            try:
+                yield
+            finally:
+                self._states, self._inside = now
+
+        return forward(), again()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The states of torch's default generators and of every stream, as tensors on the CPU.
+
+        Returns:
+            ``"cpu"`` (and the type of the accelerator) for the default generators, ``"tensor/cpu"`` for a stream.
+
+        Raises:
+            TrainingError: called inside a stream.
+        """
+        self._check_outside("state_dict")
+        streams = {
+            f"{name}/{kind}": state for name, states in self._states.items() for kind, state in states.items()
+        }
+        return self._current() | streams
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on where :meth:`state_dict` was taken: streams that are in it are made, others stay as they are.
+
+        Raises:
+            TrainingError: called inside a stream.
+        """
+        self._check_outside("load_state_dict")
+        self._set({name: each for name, each in state.items() if "/" not in name})
+        for key, each in state.items():
+            name, slash, kind = key.rpartition("/")
+            if slash:
+                self._states.setdefault(name, {})[kind] = each
+
+    def _check_outside(self, call: str) -> None:
+        if self._inside:
+            raise TrainingError(
+                f"{call}() was called inside the stream {self._inside[-1]!r}; call it behind the with block"
+            )
+
+    def _seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+        if self._device is not None:
+            _of(self._device).manual_seed(seed)
+
+    def _current(self) -> States:
+        states = {"cpu": torch.get_rng_state()}
+        if self._device is not None:
+            states[self._device.type] = _of(self._device).get_rng_state(self._device)
+        return states
+
+    def _set(self, states: States) -> None:
+        torch.set_rng_state(states["cpu"])
+        if self._device is not None and self._device.type in states:
+            _of(self._device).set_rng_state(states[self._device.type], self._device)
+
+
+def _of(device: torch.device) -> Any:
+    return torch.get_device_module(device)
+
+
+streams = Streams()
+"""The streams of this process."""
+
+
+def seed_all(seed: int, mesh: NamedMesh, differ_over: Iterable[str] | None = None) -> None:
+    """Seed Python's and torch's random numbers, and NumPy's where it is imported, and make the named streams.
+
+    Prevents: one seed for all ranks, with which every data-parallel rank drops the same units; or a seed by global
+    rank, with which the ranks of a tensor-parallel group drop different units of the same activations, so that
+    what they hold in common drifts apart.
+
+    The numbers are the same on ranks with the same coordinates on the given axes. Two streams differ further:
+
+    - ``streams("tensor")`` over tp as well: for what tp cuts, such as dropout on the heads of attention;
+    - ``streams("expert")`` over ep and etp as well: for what is inside experts.
+
+    With ``differ_over=("pp",)`` they promise what Megatron's tracker does: the default numbers are the same on all
+    ranks of a stage, those of ``"tensor"`` differ over tp alone, and are the same over dp.
+
+    Args:
+        seed: any int.
+        mesh: the mesh.
+        differ_over: axes of the mesh and of its views; by default all axes of the mesh but tp.
+
+    Raises:
+        AxisError: a name that is no axis.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> import namedmesh
+        >>> from namedmesh import training
+        >>> mesh = namedmesh.init_mesh(dp=-1, tp=1, device="cpu")
+        >>> training.seed_all(1, mesh)
+        >>> default = torch.rand(1)
+        >>> with training.streams("tensor"):
+        ...     of_tensor = torch.rand(1)
+        >>> training.seed_all(1, mesh)
+        >>> bool(torch.rand(1) == default), bool(default == of_tensor)
+        (True, False)
+        >>> mesh.close(); dist.destroy_process_group()
+    """
+    axes = [axis for axis in mesh.layout if axis != "tp"] if differ_over is None else list(differ_over)
+    place = {axis: mesh.rank(axis) for axis in axes}
+    inside_experts = [axis for axis in ("ep", "etp") if axis in mesh.coords] or ["tp"]
+    streams.reset(mesh.device)
+    for name, more in (("tensor", ["tp"]), ("expert", inside_experts)):
+        further = {axis: mesh.rank(axis) for axis in more if axis in mesh.coords}
+        streams.add(name, derived_seed(seed, name, place | further))
+    own = derived_seed(seed, "default", place)
+    random.seed(own)
+    torch.manual_seed(own)
+    _seed_numpy(own)
+
+
+def _seed_numpy(seed: int) -> None:
+    import sys
+
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def derived_seed(seed: int, name: str, place: object = "") -> int:
+    """A seed for something with a name; others for other names and places.
+
+    Example:
+        >>> derived_seed(1, "layer.weight") == derived_seed(1, "layer.weight") != derived_seed(2, "layer.weight")
+        True
+    """
+    digest = hashlib.blake2b(f"{seed} {name} {place}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

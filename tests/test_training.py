@@ -1,0 +1,59 @@
+"""What every training job needs, on every layout against one process."""
+
+from __future__ import annotations
+
+import math
+from unittest import mock
+
+import pytest
+import torch
+import training_checks as checks
+from ranks import run_ranks
+
+import namedmesh
+from namedmesh import training
+
+TOLERANCE = 1e-9
+
+
+def check_layout(layout: dict[str, int]) -> dict[str, float]:
+    mesh = namedmesh.init_mesh(**layout)
+    told = {}
+    loss, expected = checks.reference()
+    net = checks.my_model(mesh)
+    found = checks.step(net, mesh)
+    told["loss"] = 0.0 if found is None else abs(found - loss)
+    told["gradients"] = checks.gradients_differ(net, expected)
+    parameters = list(expected.parameters())
+    for order in (1.0, 2.0, 3.0, math.inf):
+        wanted = torch.nn.utils.get_total_norm(
+            [each.grad for each in parameters if each.grad is not None], order
+        )
+        norm = training.clip_grad_norm_(net.parameters(), math.inf, mesh, order)
+        told[f"norm {order}"] = abs(norm.item() - wanted.item())
+    largest = wanted.item() / 3
+    norm = training.clip_grad_norm_(net.parameters(), largest, mesh)
+    torch.nn.utils.clip_grad_norm_(parameters, largest)
+    told["clipped"] = checks.gradients_differ(net, expected)
+    with mock.patch("namedmesh.training.initialization.PIECE", 40):  # a few rows
+        training.init_parameters(net, 5)
+        training.init_parameters(expected, 5)
+    wanted = dict(expected.named_parameters())
+    told["first weights"] = max(
+        (checks.whole(each) - wanted[name]).abs().max().item() for name, each in net.named_parameters()
+    )
+    mesh.close()
+    return told
+
+
+HYBRID_WITH_CONTEXT = (
+    {"dp_replicate": 2, "dp_shard": 2, "cp": 2},
+    {"dp_replicate": 2, "cp": 2, "tp": 2},
+)
+
+
+@pytest.mark.parametrize("layout", [*checks.LAYOUTS, *HYBRID_WITH_CONTEXT], ids=checks.layout_name)
+def test_a_step_is_that_of_one_process(layout: dict[str, int]) -> None:
+    told = run_ranks(8, check_layout, layout)
+    for each in told:
+        assert max(each.values()) < TOLERANCE, told

@@ -1,0 +1,215 @@
+"""One gradient norm over parameters of every kind: what each rank holds, and what the whole model has."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+import namedmesh
+from namedmesh import training
+
+if TYPE_CHECKING:
+    from namedmesh import NamedMesh
+
+
+@dataclass
+class Gradients:
+    """Gradients of one stage: this rank's parameters beside the whole tensors that they are of."""
+
+    mesh: NamedMesh
+    stage: int
+    whole: list[Tensor] = field(default_factory=list)
+    mine: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
+
+    def new(self, *shape: int, counts: bool = True) -> Tensor:
+        """A whole gradient, the same on every rank of the stage; it is part of the model unless it is a copy."""
+        seed = 100 * self.stage + len(self.whole) + len(self.mine)
+        full = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        if counts:
+            self.whole.append(full)
+        return full
+
+    def plain(self, mine: Tensor, **marks: Any) -> None:
+        parameter = nn.Parameter(torch.zeros_like(mine))
+        parameter.grad = mine.clone()
+        self._add(parameter, mine, marks)
+
+    def sharded(self, mine: Tensor, mesh: Any, placements: list[Any], **marks: Any) -> None:
+        """A DTensor of this rank's shard, whose dims divide."""
+        parameter = nn.Parameter(DTensor.from_local(torch.zeros_like(mine), mesh, placements))
+        parameter.grad = DTensor.from_local(mine.clone(), mesh, placements)
+        self._add(parameter, mine, marks)
+
+    def _add(self, parameter: nn.Parameter, mine: Tensor, marks: dict[str, Any]) -> None:
+        for name, value in marks.items():
+            setattr(parameter, name, value)
+        self.mine.append((parameter, mine))
+
+    def piece(self, full: Tensor, dim: int, axis: str) -> Tensor:
+        return full.chunk(self.mesh.size(axis), dim)[self.mesh.rank(axis)]
+
+
+def dense_gradients(of: Gradients) -> None:
+    mesh = of.mesh
+    of.plain(of.new(5))
+    of.plain(of.piece(of.new(4, 3), 0, "tp"), tensor_model_parallel=True, partition_dim=0, partition_stride=1)
+    of.plain(of.piece(of.new(4), 0, "tp"), model_parallel=True)
+    of.plain(of.new(2), tensor_model_parallel=False, allreduce=True, shared=False)
+    of.sharded(of.piece(of.new(4, 3), 0, "tp"), mesh["tp"], [Shard(0)])
+    of.sharded(of.piece(of.new(4, 3), 0, "tp"), mesh["tp"], [Shard(0)], tensor_model_parallel=True)
+    of.sharded(of.new(3), mesh["tp"], [Replicate()])
+    of.sharded(of.new(3) / mesh.size("tp"), mesh["tp"], [Partial()])
+    of.sharded(of.piece(of.new(4, 3), 0, "dp"), mesh["dp"], [Shard(0)])
+    both = of.piece(of.piece(of.new(4, 4), 0, "dp"), 1, "tp")
+    of.sharded(both, mesh["dp", "tp"], [Shard(0), Shard(1)])
+    of.sharded(of.piece(of.new(4, 4), 0, "dp"), mesh["dp", "tp"], [Shard(0), Replicate()])
+    of.sharded(of.piece(of.new(4), 0, "dp"), mesh["dp"], [Shard(0)], tensor_model_parallel=False)
+    marked = of.piece(of.piece(of.new(4, 4), 0, "dp"), 1, "tp")
+    of.sharded(marked, mesh["dp"], [Shard(0)], tensor_model_parallel=True)
+    if mesh.size("pp") > 1:
+        first = Gradients(mesh, 99).new(3, 2)  # the same on all stages
+        if of.stage == 0:
+            of.whole.append(first)
+            of.plain(first)
+        if of.stage == mesh.size("pp") - 1:
+            of.plain(first, shared=True)
+            of.sharded(first, mesh["tp"], [Replicate()], ds_pipe_replicated=True)
+
+
+def expert_gradients(of: Gradients) -> None:
+    mesh = of.mesh
+    of.sharded(of.piece(of.new(4, 3), 0, "ep"), mesh["ep"], [Shard(0)])
+    both = of.piece(of.piece(of.new(4, 4), 1, "edp"), 0, "ep")
+    of.sharded(both, mesh["edp", "ep"], [Shard(1), Shard(0)])
+    of.sharded(
+        both := of.piece(of.piece(of.new(4, 4), 1, "edp"), 0, "ep"), mesh["edp"], [Shard(1)], allreduce=False
+    )
+    three = of.piece(of.piece(of.piece(of.new(4, 4, 4), 1, "edp"), 0, "ep"), 2, "etp")
+    of.sharded(three, mesh["edp", "ep", "etp"], [Shard(1), Shard(0), Shard(2)], allreduce=False)
+    marked = of.piece(of.piece(of.new(4, 4), 0, "ep"), 1, "etp")
+    of.plain(marked, allreduce=False, tensor_model_parallel=True)
+    of.plain(of.piece(of.new(4, 2), 0, "ep"), allreduce=False, tensor_model_parallel=False)
+    of.sharded(
+        marked := of.piece(of.piece(of.new(4, 4), 0, "ep"), 1, "etp"),
+        mesh["ep"],
+        [Shard(0)],
+        allreduce=False,
+        tensor_model_parallel=True,
+    )
+
+
+class Warned(logging.Handler):
+    """What torch's DTensors say about sequential collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def check(mesh: NamedMesh) -> dict[str, float]:
+    """The largest difference of the norms and of the scaled gradients from those of the whole model."""
+    warned = Warned()
+    logging.getLogger("torch.distributed.tensor._redistribute").addHandler(warned)
+    stages = [Gradients(mesh, stage) for stage in range(mesh.size("pp"))]
+    for stage in stages:
+        dense_gradients(stage)
+        if "expert" in mesh.views:
+            expert_gradients(stage)
+    whole = [tensor for stage in stages for tensor in stage.whole]
+    mine = stages[mesh.rank("pp")].mine
+    parameters = [parameter for parameter, _ in mine] + [nn.Parameter(torch.zeros(2, dtype=torch.float64))]
+    told = {}
+    for order in (0.5, 1.0, 2.0, 3.0, math.inf):
+        expected = torch.nn.utils.get_total_norm(whole, order)
+        norm = training.clip_grad_norm_(iter(parameters), math.inf, mesh, order)
+        assert type(norm) is Tensor
+        told[f"norm {order}"] = ((norm - expected) / expected).abs().item()
+        told[f"value {order}"] = norm.item()
+    expected = torch.nn.utils.get_total_norm(whole)
+    training.clip_grad_norm_(parameters, 0.7, mesh, foreach=False)
+    factor = 0.7 / (expected + 1e-6)
+    found = [(parameter.grad, tensor) for parameter, tensor in mine]
+    told["scaled"] = max(
+        ((grad.to_local() if isinstance(grad, DTensor) else grad) - tensor * factor).abs().max().item()
+        for grad, tensor in found
+        if grad is not None
+    )
+    assert warned.texts == []
+    return told
+
+
+def check_not_finite(mesh: NamedMesh) -> list[str]:
+    """A number that is not one on a single rank: what every rank is told, and that nothing is scaled."""
+    told = []
+    for value in (math.nan, math.inf):
+        for order in (2.0, math.inf):
+            weight = nn.Parameter(torch.zeros(2))
+            weight.tensor_model_parallel = True
+            weight.grad = torch.tensor([3.0, value if mesh.is_last("tp") else 4.0])
+            with pytest.raises(RuntimeError) as raised:
+                training.clip_grad_norm_(weight, 1.0, mesh, order, error_if_nonfinite=True)
+            assert isinstance(raised.value, namedmesh.TrainingError)
+            assert weight.grad[0] == 3
+            told.append(str(raised.value))
+            norm = training.clip_grad_norm_(weight, 1.0, mesh, order)
+            assert norm.isnan() if math.isnan(value) else norm.isinf()
+            assert norm.dtype == torch.float32
+    with pytest.raises(
+        namedmesh.TrainingError, match=r"norm_type is 0; it must be greater than 0, or math\.inf"
+    ):
+        training.clip_grad_norm_(weight, 1.0, mesh, 0)
+    return told
+
+
+def check_all() -> tuple[list[dict[str, float]], list[str]]:
+    differences = []
+    whole_world: list[tuple[dict[str, int], dict[str, int]]] = [
+        ({"pp": 2, "dp": 2, "tp": 2}, {"pp": 2, "edp": 2, "ep": 2, "etp": 1}),
+        ({"pp": 1, "dp": 4, "tp": 2}, {"edp": 2, "ep": 2, "etp": 2}),
+    ]
+    for dense, expert in whole_world:
+        mesh = namedmesh.init_mesh(**dense)
+        mesh.add_view("expert", **expert)
+        differences.append(check(mesh))
+        told = check_not_finite(mesh)
+        mesh.close()
+    layout = namedmesh.Layout.from_order("tp-pp-dp", tp=2, pp=2, dp=2)
+    mesh = namedmesh.init_mesh(layout)
+    differences.append(check(mesh))
+    mesh.close()
+    half = 4 * (torch.distributed.get_rank() // 4)
+    mesh = namedmesh.init_mesh(pp=1, dp=2, tp=2, world_size=4, rank_offset=half, part=True)
+    differences.append(check(mesh))
+    mesh.close()
+    return differences, told
+
+
+def test_every_number_of_the_models_gradient_counts_once() -> None:
+    by_rank = run_ranks(8, check_all)
+    for differences, _ in by_rank:
+        for told, first in zip(differences, by_rank[0][0], strict=True):
+            assert all(value < 1e-9 for name, value in told.items() if not name.startswith("value")), told
+            assert told == {
+                **told,
+                **{name: value for name, value in first.items() if name.startswith("value")},
+            }
+    texts = {tuple(texts) for _, texts in by_rank}
+    assert texts == {
+        tuple(
+            f"the norm of order {order} over the gradients of the whole model is {value}, so they cannot be clipped, "
+            "and were left as they are; skip this step, or pass error_if_nonfinite=False"
+            for value in ("nan", "inf")
+            for order in ("2.0", "inf")
+        )
+    }

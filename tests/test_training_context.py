@@ -1,0 +1,125 @@
+"""Attention over a sequence that is spread over ranks: outputs and gradients of one process."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  torch's own spelling
+from ranks import run_ranks
+from torch import Tensor
+
+import namedmesh
+from namedmesh import training
+from namedmesh.errors import ShapeError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+HEADS = 8
+
+
+def whole_tensors(length: int, kv_heads: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    shapes = [(2, HEADS, length, 4)] + [(2, kv_heads, length, 4)] * 2 + [(2, HEADS, length, 4)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def spread(tensor: Tensor, mesh: DeviceMesh, *, balanced: bool) -> Tensor:
+    return training.shard_sequence(tensor, mesh=mesh, dim=2, balanced=balanced, pad=(0.5,))[0]
+
+
+def difference(mesh: DeviceMesh, length: int, *, balanced: bool, **how: Any) -> float:
+    """How far output and gradients are from those of one process, on this rank's part."""
+    kv_heads = HEADS if how.pop("same_heads") else HEADS // 2
+    *whole, weights = whole_tensors(length, kv_heads)
+    for each in whole:
+        each.requires_grad_()
+    causal = how["is_causal"]
+    expected = F.scaled_dot_product_attention(*whole, is_causal=causal, enable_gqa=kv_heads != HEADS)
+    (expected * weights).sum().backward()
+    parts = [spread(each.detach(), mesh, balanced=balanced).requires_grad_() for each in whole]
+    got = training.context_attention(*parts, mesh, balanced=balanced, length=length, **how)
+    # What is beyond the end was made up, and counts nothing.
+    _, places = training.shard_sequence(weights, mesh=mesh, dim=2, balanced=balanced, pad=(0,))
+    real = places < length
+    (got[:, :, real] * weights[:, :, places[real]]).sum().backward()
+    found = [(got, expected), *((part.grad, each.grad) for part, each in zip(parts, whole, strict=True))]
+    return max((one[:, :, real] - all_[:, :, places[real]]).abs().max().item() for one, all_ in found)
+
+
+def all_differences() -> dict[object, float]:
+    told: dict[object, float] = {}
+    for sizes in ({"cp": 4}, {"cp": 2, "tp": 2}):
+        mesh = namedmesh.init_mesh(**sizes, device="cpu")
+        for balanced, causal, ulysses, same_heads, length in product(*[[True, False]] * 4, (16, 13)):
+            told[str(sizes), balanced, causal, ulysses, same_heads, length] = difference(
+                mesh["cp"],
+                length,
+                balanced=balanced,
+                is_causal=causal,
+                ulysses=ulysses,
+                same_heads=same_heads,
+            )
+        mesh.close()
+    return told
+
+
+def test_attention_is_that_of_one_process() -> None:
+    by_rank = run_ranks(4, all_differences)
+    assert len(by_rank[0]) == 64
+    assert max(max(told.values()) for told in by_rank) < 1e-12
+
+
+def parts_and_refusals() -> list[Any]:
+    mesh = namedmesh.init_mesh(cp=2, device="cpu")
+    tokens = torch.arange(8)[None]
+    told: list[Any] = [
+        [each.flatten().tolist() for each in training.shard_sequence(tokens, tokens + 1, mesh=mesh["cp"])],
+        training.shard_sequence(tokens, mesh=mesh["cp"], balanced=False)[0].flatten().tolist(),
+        training.shard_sequence(tokens[:, :6], mesh=mesh["cp"], pad=(-100,))[0].flatten().tolist(),
+    ]
+    query, key = torch.zeros(1, 6, 3, 4), torch.zeros(1, 4, 2, 4)
+    for call in (
+        lambda: training.shard_sequence(tokens[:, :6], mesh=mesh["cp"]),
+        lambda: training.shard_sequence(tokens, tokens[:, :6], mesh=mesh["cp"], pad=(0,)),
+        lambda: training.context_attention(query, key, key, mesh["cp"]),
+        lambda: training.context_attention(query[:, :3], key[:, :1], key[:, :1], mesh["cp"], ulysses=True),
+    ):
+        with pytest.raises(ShapeError) as refused:
+            call()
+        told.append(list(refused.value.problems))
+    mesh.close()
+    return told
+
+
+def test_parts_of_a_sequence_and_what_is_refused() -> None:
+    first, second = run_ranks(2, parts_and_refusals)
+    assert first[:3] == [[[0, 1, 6, 7], [1, 2, 7, 8], [0, 1, 6, 7]], [0, 1, 2, 3], [0, 1, -100, -100]]
+    assert second[:3] == [[[2, 3, 4, 5], [3, 4, 5, 6], [2, 3, 4, 5]], [4, 5, 6, 7], [2, 3, 4, 5]]
+    assert first[3:] == second[3:]
+    uneven = "a part of 3 tokens is not two chunks of a balanced order; cut with shard_sequence, and give both the same balanced="
+    assert first[3:] == [
+        [
+            "a sequence of 6 cannot be cut into 4 equal chunks for 2 ranks; give pad, a value for each tensor, or "
+            "sequences whose length is a multiple of 4"
+        ],
+        [
+            "the lengths along dim 1 are [6, 8]; give at least one tensor, all of one length",
+            "pad has 1 values for 2 tensors; give one for each",
+        ],
+        [
+            "query, key and value have shapes [(1, 6, 3, 4), (1, 4, 2, 4), (1, 4, 2, 4)]; their parts of the sequence "
+            "have one length",
+            uneven,
+            "6 heads cannot share 4 heads of keys and values evenly",
+        ],
+        [
+            "query, key and value have shapes [(1, 3, 3, 4), (1, 1, 2, 4), (1, 1, 2, 4)]; their parts of the sequence "
+            "have one length",
+            uneven,
+            "3 heads and 1 heads of keys and values cannot be divided among 2 ranks; leave ulysses out",
+        ],
+    ]

@@ -1,0 +1,165 @@
+"""Which ranks have the same samples, and over which mesh their gradients are averaged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import fake_world, live_groups, run_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+import namedmesh
+from namedmesh import training
+from namedmesh._torch import TORCH
+
+PLACES: dict[str, tuple[dict[str, int], tuple[str, ...], tuple[int, ...]]] = {
+    "dp": ({"dp": 8}, ("dp",), tuple(range(8))),
+    "tp": ({"dp": 4, "tp": 2}, ("dp",), (0, 0, 1, 1, 2, 2, 3, 3)),
+    "hybrid": (
+        {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+        ("dp_replicate", "dp_shard"),
+        (0, 0, 1, 1, 2, 2, 3, 3),
+    ),
+    "cp": ({"dp": 2, "cp": 2, "tp": 2}, ("dp",), (0, 0, 0, 0, 1, 1, 1, 1)),
+    "pp": ({"pp": 2, "dp": 2, "tp": 2}, ("dp",), (0, 0, 1, 1, 0, 0, 1, 1)),
+    "no data": ({"pp": 4, "tp": 2}, (), (0,) * 8),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_samplers_differ_along_data_axes_only(name: str) -> None:
+    sizes, axes, places = PLACES[name]
+    for rank in range(8):
+        with fake_world(8, rank):
+            mesh = namedmesh.init_mesh(**sizes, device="cpu")
+            assert training.data_axes(mesh) == axes
+            place = training.sampler_kwargs(mesh)
+            assert place == {"num_replicas": max(places) + 1, "rank": places[rank]}
+            sampler: DistributedSampler[int] = DistributedSampler(range(8), shuffle=False, **place)
+            loaded = [int(each) for each in DataLoader(range(8), sampler=sampler)]  # type: ignore[arg-type]
+            assert loaded == list(range(places[rank], 8, max(places) + 1))
+            mesh.close()
+
+
+def test_an_axis_that_nobody_knows_is_refused() -> None:
+    with fake_world(8):
+        mesh = namedmesh.init_mesh(data=2, pp=1, model=4, extra=1, device="cpu")
+        known = "('dp', 'dp_replicate', 'dp_shard', 'pp', 'cp', 'tp')"
+        tail = (
+            "so it is not known whether samples differ along it; make the mesh with these names, and add what has "
+            "others with mesh.add_view(...)"
+        )
+        for call in (training.data_axes, training.sampler_kwargs, training.fsdp_mesh):
+            with pytest.raises(namedmesh.AxisError) as raised:
+                call(mesh)
+            assert str(raised.value) == (
+                f"2 problems:\n  - axis 'data' is none of {known}, {tail}\n  - axis 'model' is none of {known}, {tail}"
+            )
+        mesh.close()
+
+
+def test_fsdp_needs_an_axis_to_shard_over() -> None:
+    with fake_world(8):
+        for sizes in ({"pp": 4, "tp": 2}, {"dp_replicate": 8}):
+            mesh = namedmesh.init_mesh(**sizes, device="cpu")
+            with pytest.raises(namedmesh.AxisError) as raised:
+                training.fsdp_mesh(mesh)
+            assert str(raised.value) == (
+                f"{mesh.layout} has no axis to shard parameters over; make it with one of ('dp', 'dp_shard', 'cp'), if "
+                "only of size 1, as in init_mesh(dp_shard=1, ...)"
+            )
+            mesh.close()
+        mesh = namedmesh.init_mesh(dp_replicate=8, dp_shard=1, device="cpu")
+        assert training.fsdp_mesh(mesh).mesh_dim_names == ("dp_replicate", "dp_shard")
+        assert training.fsdp_mesh(mesh).shape == (8, 1)
+        mesh.close()
+
+
+def batch(seed: int) -> dict[str, Any]:
+    tokens = torch.randint(100, (2, 8), generator=torch.Generator().manual_seed(seed))
+    return {"tokens": tokens.t(), "names": ["a", "b"], "mask": (tokens > 50, torch.empty(0), None)}
+
+
+def compare_batches() -> list[str]:
+    mesh = namedmesh.init_mesh(pp=2, dp=2, tp=2)
+    rank, told = dist.get_rank(), list[str]()
+
+    def check(value: object) -> None:
+        try:
+            training.check_same_batch(value, mesh)
+            told.append("")
+        except namedmesh.AgreementError as error:
+            told.append(str(error))
+
+    mine = batch(mesh.rank("dp"))
+    check(mine)
+    check(dict(reversed(mine.items())))
+    check(None if rank in {2, 3, 4, 5} else mine)
+    check(batch(rank if rank in {1, 2} else mesh.rank("dp") + 10))
+    check(mine | {"names": ["a", "c"] if rank == 7 else ["a", "b"]})
+    check(mine | {"tokens": mine["tokens"].contiguous().view(2, 8) if rank == 7 else mine["tokens"]})
+    check(mine | {"tokens": mine["tokens"].float() if rank == 7 else mine["tokens"]})
+    mesh.close()
+    return told
+
+
+def test_ranks_with_other_samples_are_named() -> None:
+    by_rank = run_ranks(8, compare_batches)
+    tail = (
+        "loaded different samples, and must load the same; give their samplers sampler_kwargs(mesh) and one seed, and "
+        "call this before the sequence is sharded"
+    )
+    seven = f"ranks 2, 3, 6 and ranks 7 {tail}"
+    both = f"2 problems:\n  - ranks 0, 4, 5 and ranks 1 {tail}\n  - ranks 2 and ranks 3, 6, 7 {tail}"
+    assert all(told == ["", "", "", both, seven, seven, seven] for told in by_rank), by_rank[0]
+
+
+class Scale(nn.Module):
+    """One weight for each feature; as a DTensor it is this rank's features, each rank with tokens of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(1.0, 9, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Tensor = self.weight
+        if isinstance(weight, DTensor):
+            weight = weight.to_local(grad_placements=[Partial(), Partial(), Shard(0)])
+        return x * weight
+
+
+def shard_over_the_whole_mesh() -> tuple[float, int]:
+    from torch.distributed.fsdp import DataParallelMeshDims
+
+    mesh = namedmesh.init_mesh(dp=2, cp=2, tp=2)
+    training.fsdp_mesh(mesh)
+    net, root = Scale(), mesh.device_mesh
+    everywhere = [Replicate(), Replicate(), Shard(0)]
+    net.weight = nn.Parameter(distribute_tensor(net.weight.detach(), root, everywhere))
+    groups = live_groups()
+    fully_shard(net, mesh=root, dp_mesh_dims=DataParallelMeshDims(shard=("dp", "cp")))
+    groups = live_groups() - groups
+    x = torch.randn(4, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mine = x
+    for dim, axis in enumerate(mesh.layout):
+        mine = mine.chunk(2, dim)[mesh.rank(axis)]
+    training.token_mean(net(mine).square().sum(), mine.shape[0] * mine.shape[1], mesh).backward()
+    alone = Scale()
+    (alone(x).square().sum() / 24).backward()
+    assert isinstance(net.weight.grad, DTensor)
+    assert alone.weight.grad is not None
+    difference = (net.weight.grad.full_tensor() - alone.weight.grad).abs().max().item()
+    mesh.close()
+    return difference, groups
+
+
+@pytest.mark.skipif(TORCH.release < (2, 13), reason="torch up to 2.12 has no DataParallelMeshDims")
+def test_torchs_own_way_for_parameters_over_the_whole_mesh_uses_the_same_group() -> None:
+    for difference, groups in run_ranks(8, shard_over_the_whole_mesh):
+        assert difference < 1e-9
+        assert groups == 0

@@ -1,0 +1,83 @@
+"""Experts on ranks of their own: losses and gradients of the example are those of one process, whatever the layout."""
+
+from __future__ import annotations
+
+import moe
+import pytest
+import torch
+from ranks import fake_world, run_ranks
+from torch import nn
+
+import namedmesh
+from namedmesh import training
+from namedmesh.tensor_parallel import ExpertParallel, parallelize
+
+# Of the mesh over pp, dp and tp, and of the view over pp, edp, ep and etp.
+LAYOUTS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
+    "ep1": ({"pp": 1, "dp": 8, "tp": 1}, {"ep": 1, "etp": 1}),
+    "ep2": ({"pp": 1, "dp": 8, "tp": 1}, {"ep": 2, "etp": 1}),
+    "ep4": ({"pp": 1, "dp": 8, "tp": 1}, {"ep": 4, "etp": 1}),
+    "ep8": ({"pp": 1, "dp": 8, "tp": 1}, {"ep": 8, "etp": 1}),
+    "tp2 ep2": ({"pp": 1, "dp": 4, "tp": 2}, {"ep": 2, "etp": 1}),
+    "tp2 ep8": ({"pp": 1, "dp": 4, "tp": 2}, {"ep": 8, "etp": 1}),
+    "tp2 ep4 etp2": ({"pp": 1, "dp": 4, "tp": 2}, {"ep": 4, "etp": 2}),
+    "pp2 ep2": ({"pp": 2, "dp": 4, "tp": 1}, {"ep": 2, "etp": 1}),
+    "pp2 tp2 ep4": ({"pp": 2, "dp": 2, "tp": 2}, {"ep": 4, "etp": 1}),
+    "pp2 tp2 ep2 etp2": ({"pp": 2, "dp": 2, "tp": 2}, {"ep": 2, "etp": 2}),
+}
+
+
+def compare(layouts: list[str]) -> dict[str, dict[str, float]]:
+    told = {}
+    for name in layouts:
+        dense, expert = LAYOUTS[name]
+        mesh = namedmesh.init_mesh(**dense)
+        mesh.add_view("expert", pp=dense["pp"], edp=-1, **expert)
+        told[name] = moe.differences(mesh)
+        mesh.close()
+    return told
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_experts_are_those_of_one_process(pp: int) -> None:
+    by_rank = run_ranks(8, compare, [name for name in LAYOUTS if LAYOUTS[name][0]["pp"] == pp])
+    for told in by_rank:
+        for differences in told.values():
+            assert max(differences.values()) < 1e-9, told
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.bias = nn.Parameter(torch.ones(8, 2, 3)), nn.Parameter(torch.ones(3))
+
+
+def test_what_is_no_stack_of_experts_is_refused() -> None:
+    with fake_world(8):
+        mesh = namedmesh.init_mesh(dp=8, device="cpu")
+        mesh.add_view("expert", edp=2, ep=4)
+        takes = "ExpertParallel takes a module that owns the weights of all its experts as parameters (experts, ...), but"
+        for module, owns in (
+            (Mixed(), "Mixed owns {'up': (8, 2, 3), 'bias': (3,)}"),
+            (nn.ReLU(), "ReLU owns none"),
+        ):
+            with pytest.raises(namedmesh.PlanError) as raised:
+                parallelize(module, mesh["ep"], ExpertParallel())
+            assert str(raised.value) == f"the model: {takes} {owns}"
+        with pytest.raises(namedmesh.PlanError, match="dim 0 of gate 6 is not divisible"):
+            parallelize(moe.Experts(6, 2, 2), mesh["ep"], ExpertParallel())
+        experts = parallelize(moe.Experts(8, 2, 2), mesh["ep"], ExpertParallel())
+        with pytest.raises(namedmesh.PlanError, match="it was applied to before; apply it once"):
+            parallelize(experts, mesh["ep"], ExpertParallel())
+        with pytest.raises(namedmesh.ShapeError) as refused:
+            experts(torch.ones(3, 2), torch.tensor([2, 1]))
+        assert str(refused.value) == (
+            "the numbers of tokens have shape (2,); pass one number for each of the 8 experts"
+        )
+        with pytest.raises(namedmesh.TrainingError) as unknown:
+            training.set_expert_divisor(nn.Linear(2, 2), mesh)
+        assert str(unknown.value) == (
+            "no module of Linear is parallelized with ExpertParallel; call this after "
+            'parallelize(model, mesh["ep"], {...: ExpertParallel()}), on every pipeline stage that has experts'
+        )
+        mesh.close()

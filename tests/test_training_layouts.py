@@ -1,0 +1,39 @@
+"""A run that continues on one layout after the other, through checkpoints, is the run of one process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from ranks import run_ranks
+from training_model import alone, loaded_alone, train_through
+
+from namedmesh._torch import TORCH
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LAYOUTS: list[tuple[dict[str, int], str, int]] = [
+    ({"pp": 1, "dp": 8, "tp": 1}, "1F1B", 1),
+    ({"pp": 1, "dp": 4, "tp": 2}, "GPipe", 2),
+    ({"pp": 1, "dp": 2, "tp": 4}, "1F1B", 3),
+    ({"pp": 1, "dp_replicate": 2, "dp_shard": 2, "tp": 2}, "1F1B", 1),
+    ({"pp": 1, "dp": 2, "cp": 2, "tp": 2}, "1F1B", 1),
+    ({"pp": 2, "dp": 2, "tp": 2}, "ZBV", 4),
+    ({"pp": 4, "dp": 1, "tp": 2}, "1F1B", 5),
+]
+
+
+@pytest.mark.skipif(TORCH.release[:2] == (2, 9), reason="torch 2.9's pipelines end the process on gloo")
+def test_every_layout_continues_the_run_of_one_process(tmp_path: Path) -> None:
+    paths = [str(tmp_path / str(number)) for number in range(len(LAYOUTS) + 1)]
+    ((expected, state),) = run_ranks(1, alone, paths[0], len(LAYOUTS), init=False)
+    assert all(after < before - 1e-3 for before, after in expected)
+    by_rank = run_ranks(8, train_through, LAYOUTS, paths, timeout=280.0)
+    assert all(told == by_rank[0] for told in by_rank)
+    pairs = zip(by_rank[0], expected, strict=True)
+    differences = [max(abs(a - b) for a, b in zip(*pair, strict=True)) for pair in pairs]
+    (loaded,) = run_ranks(1, loaded_alone, paths[-1], init=False)
+    for one, other in zip(loaded, state, strict=True):
+        differences += [abs(a - b) for a, b in zip(one, other, strict=True)]
+    assert max(differences) < 1e-9

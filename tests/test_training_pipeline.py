@@ -1,0 +1,127 @@
+"""Pipelines on every schedule of torch: any batch, with and without gradients, as one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import namedmesh
+from namedmesh import training
+from namedmesh._torch import TORCH
+from namedmesh.errors import LayoutError, ShapeError
+
+WIDTH, LAYERS = 4, 4
+PIPELINES = pytest.mark.skipif(
+    TORCH.release[:2] == (2, 9), reason="torch 2.9's pipelines end the process on gloo"
+)
+
+
+class Stage(nn.Module):
+    def __init__(self, layers: nn.ModuleDict) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            x = layer(x).tanh()
+        return x
+
+
+def linears() -> list[nn.Linear]:
+    torch.manual_seed(0)
+    return [nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64) for _ in range(LAYERS)]
+
+
+def mean(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def differences(schedule: str, per_rank: int) -> float:
+    """Losses, outputs and gradients of batches of several sizes, against one process."""
+    mesh = namedmesh.init_mesh(pp=2, dp=1, device="cpu")
+    worst = 0.0
+    stages = []
+    for index in training.stage_indices(mesh, schedule, per_rank):
+        stage = Stage(training.stage_layers(linears(), None, stage=index, stages=2 * per_rank))
+        for layer in stage.layers.values():
+            fully_shard(layer, mesh=mesh["dp"])  # away after its forward, were it not for the pipeline
+        stages.append(fully_shard(stage, mesh=mesh["dp"]))
+    pipe = training.pipeline(mesh, stages, schedule, microbatches=4, loss=mean)
+    alone = Stage(training.stage_layers(linears(), None, stage=0, stages=1))
+    for rows in (8, 5, 12, 2):
+        generator = torch.Generator().manual_seed(rows)
+        x, y = (torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+        for module in (*stages, alone):
+            module.zero_grad()
+        expected = alone(x)
+        mean(expected, y).backward()
+        mean(alone(x[:1]), y[:1]).backward()
+        losses: list[Tensor] = []
+        outputs = [pipe.step(x, target=y, losses=losses), pipe.eval(x)]
+        pipe.step(
+            x[:1], target=y[:1]
+        )  # more gradients, of a batch that is smaller than the number of microbatches
+        evaluated: list[Tensor] = []
+        outputs.append(pipe.eval(x, target=y, losses=evaluated))
+        found = [(each, expected) for each in outputs if each is not None]
+        if found:
+            told = torch.stack([torch.stack(losses).sum(), evaluated[0]])
+            found.append((told, mean(expected, y).expand(2)))
+        assert len(found) in {0, 4}
+        whole = dict(alone.named_parameters())
+        for stage in stages:
+            for name, parameter in stage.named_parameters():
+                assert isinstance(parameter.grad, DTensor)
+                found.append((parameter.grad.full_tensor(), whole[name].grad))
+        worst = max(worst, *((one - other).abs().max().item() for one, other in found))
+    mesh.close()
+    return worst
+
+
+def all_schedules() -> dict[str, float]:
+    single = dict.fromkeys(("1F1B", "gpipe"), 1)
+    several = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBV", "DualPipeV")
+    return {name: differences(name, count) for name, count in (single | dict.fromkeys(several, 2)).items()}
+
+
+@PIPELINES
+def test_every_schedule_trains_and_evaluates_as_one_process() -> None:
+    for told in run_ranks(2, all_schedules):
+        assert len(told) == 7
+        assert max(told.values()) < 1e-12, told
+
+
+def refusals() -> list[str]:
+    mesh = namedmesh.init_mesh(pp=1, device="cpu")
+    told = []
+    pipe = training.pipeline(mesh, nn.Linear(2, 2), microbatches=2, loss=mean)
+    for call in (
+        lambda: training.pipeline(mesh, nn.Linear(2, 2), "2F2B", microbatches=2, loss=mean),
+        lambda: training.pipeline(mesh, [nn.Linear(2, 2)] * 2, microbatches=2, loss=mean),
+        lambda: training.pipeline(mesh, nn.Linear(2, 2), "ZBV", microbatches=2, loss=mean),
+        lambda: training.stage_layers(3, mesh, stages=4),
+        lambda: training.stage_layers(3, None),
+        lambda: pipe.step(torch.zeros(2, 2), target=torch.zeros(3, 2)),
+    ):
+        with pytest.raises((LayoutError, ShapeError)) as refused:
+            call()
+        told.append(str(refused.value))
+    mesh.close()
+    return told
+
+
+def test_what_a_pipeline_refuses() -> None:
+    (told,) = run_ranks(1, refusals)
+    assert told[0].startswith("Unknown schedule name '2F2B'. The valid options are ['1F1B', ")
+    assert told[1:] == [
+        "1F1B takes 1 of the stages on each rank, not 2; give as many, or another schedule",
+        "ZBV takes 2 of the stages on each rank, not 1; give as many, or another schedule",
+        "3 layers cannot fill 4 stages; give every stage one at least",
+        "there is no mesh to say which stage this is; give the mesh, or stage and stages",
+        "the batch has [2, 3] rows; give inputs and target with the same number of rows, one at least, on every rank "
+        "of pp",
+    ]

@@ -1,0 +1,245 @@
+"""Random numbers: which ranks draw the same, streams beside the default one, and first weights in pieces."""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from ranks import fake_world
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import namedmesh
+from namedmesh import training
+from namedmesh.training import initialization
+from namedmesh.training.seeds import Streams
+
+LAYOUTS: tuple[dict[str, int], ...] = (
+    {"dp": 8},
+    {"dp": 4, "tp": 2},
+    {"dp": 2, "tp": 4},
+    {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+    {"dp": 2, "cp": 2, "tp": 2},
+    {"pp": 2, "dp": 2, "tp": 2},
+    {"pp": 4, "tp": 2},
+)
+
+
+def draw(name: str | None = None) -> float:
+    if name is None:
+        return torch.rand(()).item()
+    with training.streams(name):
+        return torch.rand(()).item()
+
+
+def drawn(
+    sizes: dict[str, int], differ_over: tuple[str, ...] | None = None, view: dict[str, int] | None = None
+) -> Any:
+    """What each of the 8 ranks draws, and its coordinates."""
+    found = []
+    for rank in range(8):
+        with fake_world(8, rank):
+            mesh = namedmesh.init_mesh(**sizes, device="cpu")
+            if view is not None:
+                mesh.add_view("expert", **view)
+            training.seed_all(7, mesh, *[differ_over] * (differ_over is not None))
+            found.append((dict(mesh.coords), draw(), draw("tensor"), draw("expert"), random.random()))
+            mesh.close()
+    return found
+
+
+def same_over(found: Any, index: int) -> set[str]:
+    """The axes along which ranks that differ on no other axis drew the same; all others must differ."""
+    axes = list(found[0][0])
+    same = set()
+    for axis in axes:
+        pairs = [
+            (one[index] == other[index])
+            for one in found
+            for other in found
+            if one[0][axis] != other[0][axis] and all(one[0][a] == other[0][a] for a in axes if a != axis)
+        ]
+        if pairs and all(pairs):
+            same.add(axis)
+        else:
+            assert not any(pairs)
+    return same
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+def test_the_ranks_of_a_tensor_parallel_group_draw_the_same_by_default(sizes: dict[str, int]) -> None:
+    found = drawn(sizes)
+    tp = {"tp"} & sizes.keys()
+    assert (same_over(found, 1), same_over(found, 2), same_over(found, 4)) == (tp, set(), tp)
+    numbers = [number for each in found for number in each[1:3]]
+    assert len(set(numbers)) == 8 + 8 // sizes.get("tp", 1)
+
+
+def test_they_promise_what_megatrons_tracker_does() -> None:
+    found = drawn({"pp": 2, "dp": 2, "tp": 2}, ("pp",))
+    assert same_over(found, 1) == {"dp", "tp"}
+    assert same_over(found, 2) == {"dp"}
+    assert same_over(found, 3) == {"dp"}
+    dense, expert = {"dp": 4, "tp": 2}, {"edp": 2, "ep": 2, "etp": 2}
+    for each in drawn(dense, (), expert):
+        for other in drawn(dense, (), expert):
+            alike = all(each[0][axis] == other[0][axis] for axis in ("ep", "etp"))
+            assert (each[3] == other[3]) == alike
+            assert (each[2] == other[2]) == (each[0]["tp"] == other[0]["tp"])
+            assert each[1] == other[1]
+
+
+def test_streams_go_on_where_they_were() -> None:
+    streams = Streams()
+    streams.add("one", 1)
+    streams.add("other", 2)
+    assert repr(streams) == "Streams('one', 'other')"
+    expected = {
+        name: torch.rand(4, generator=torch.Generator().manual_seed(seed)).tolist()
+        for name, seed in (("one", 1), ("other", 2), ("default", 3))
+    }
+    torch.manual_seed(3)
+    found: dict[str, list[float]] = {"one": [], "other": [], "default": []}
+
+    def draw_into(name: str) -> None:
+        found[name].append(torch.rand(1).item())
+
+    draw_into("default")
+    with streams("one"):
+        draw_into("one")
+        with streams("other"):
+            draw_into("other")
+            with streams("one"):
+                draw_into("one")
+            draw_into("other")
+        draw_into("one")
+    draw_into("default")
+    with suppress(ZeroDivisionError), streams("other"):
+        draw_into("other")
+        raise ZeroDivisionError
+    state = {name: each.clone() for name, each in streams.state_dict().items()}
+    assert sorted(state) == ["cpu", "one/cpu", "other/cpu"]
+    last = [torch.rand(2).tolist()]
+    for name in ("one", "other"):
+        with streams(name):
+            last.append(torch.rand(1).tolist())
+    assert [*found["default"], *last[0]] == expected["default"]
+    assert [*found["one"], *last[1]] == expected["one"]
+    assert [*found["other"], *last[2]] == expected["other"]
+    again = Streams()
+    again.load_state_dict(state)
+    assert torch.rand(2).tolist() == last[0]
+    with again("one"):
+        assert torch.rand(1).tolist() == last[1]
+
+
+def test_what_streams_refuse() -> None:
+    streams = Streams()
+    streams.add("tensor", 1)
+    with pytest.raises(namedmesh.TrainingError) as raised:
+        streams("tenor")
+    assert str(raised.value) == (
+        "there is no stream 'tenor'; did you mean 'tensor'?; the streams are ('tensor',); seed_all() makes them, and "
+        "streams.add(name, seed)"
+    )
+    with pytest.raises(namedmesh.TrainingError) as raised:
+        streams.add("tensor", 2)
+    assert str(raised.value) == (
+        "there is a stream 'tensor' already; choose another name, or reset() the streams first"
+    )
+    for call in ("state_dict", "reset", "load_state_dict"):
+        arguments = [{}] * (call == "load_state_dict")
+        with streams("tensor"), pytest.raises(namedmesh.TrainingError) as raised:
+            getattr(streams, call)(*arguments)
+        assert str(raised.value) == (
+            f"{call}() was called inside the stream 'tensor'; call it behind the with block"
+        )
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_recomputation_draws_from_streams_as_the_forward_did(inside: bool) -> None:
+    def gradient(recompute: bool) -> Tensor:
+        streams = Streams()
+        streams.add("tensor", 1)
+        x = torch.ones(64, requires_grad=True)
+
+        def layer(x: Tensor) -> Tensor:
+            x = nn.functional.dropout(x.sin())
+            with streams("tensor"):
+                return nn.functional.dropout(x * x)
+
+        def forward(x: Tensor) -> Tensor:
+            for _ in range(2):
+                x = (
+                    checkpoint(layer, x, use_reentrant=False, context_fn=streams.recomputed)  # type: ignore[no-untyped-call]
+                    if recompute
+                    else layer(x)
+                )
+            return x
+
+        torch.manual_seed(0)
+        if inside:
+            with streams("tensor"):
+                out = forward(x)
+        else:
+            out = forward(x)
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        with streams("tensor"):
+            return torch.cat([grad, torch.rand(1)])
+
+    expected = gradient(recompute=False)
+    assert 0 < (expected == 0).sum() < 64
+    assert torch.equal(gradient(recompute=True), expected)
+
+
+class Fused(nn.Module):
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, columns))
+        self.scale = nn.Parameter(torch.empty(()))
+
+
+def test_megatrons_shards_are_shards_of_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(initialization, "PIECE", 7)
+    whole = Fused(8, 6)
+    training.init_parameters(whole, 1, distribution=lambda *_: (0.5, 2.0))
+    assert len(whole.weight.unique()) == 48
+    for rank in range(2):
+        with fake_world(2, rank):
+            mesh = namedmesh.init_mesh(tp=2, device="cpu")
+            rows, columns = Fused(4, 6), Fused(8, 3)
+            for module, dim, stride in ((rows, 0, 2), (columns, 1, 1)):
+                marks = {"tensor_model_parallel": True, "partition_dim": dim, "partition_stride": stride}
+                for name, value in marks.items():
+                    setattr(module.weight, name, value)
+                training.init_parameters(module, 1, distribution=lambda *_: (0.5, 2.0))
+                assert torch.equal(module.scale, whole.scale)
+            blocks = whole.weight.unflatten(0, (2, 2, 2))[:, rank].flatten(0, 1)
+            assert torch.equal(rows.weight, blocks)
+            assert torch.equal(columns.weight, whole.weight.chunk(2, 1)[rank])
+            mesh.close()
+
+
+def test_first_weights_have_the_distribution_and_the_name_of_the_parameter() -> None:
+    layer = nn.Sequential(nn.Linear(100, 100), nn.LayerNorm(100))
+    training.init_parameters(layer, 0)
+    assert layer[0].weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert layer[0].bias.tolist() + layer[1].bias.tolist() == [0] * 200
+    assert layer[1].weight.tolist() == [1] * 100
+    first = layer[0].weight.clone()
+    training.init_parameters(torch.compile(layer), 0)
+    assert torch.equal(layer[0].weight, first)
+    training.init_parameters(layer.double(), 0)
+    assert torch.equal(layer[0].weight.float(), first)
+    training.init_parameters(layer, 1)
+    assert not torch.equal(layer[0].weight.float(), first)
+    with torch.device("meta"):
+        nothing = nn.Linear(2, 2)
+    with pytest.raises(namedmesh.TrainingError) as raised:
+        training.init_parameters(nothing, 0)
+    assert str(raised.value) == (
+        "weight, bias: on the meta device, where there is nothing to fill; call model.to_empty(device=mesh.device) first"
+    )

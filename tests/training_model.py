@@ -1,0 +1,237 @@
+"""A small language model in parts, and its training over any layout with the functions of namedmesh.training."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  torch's own spelling
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+
+import namedmesh
+from namedmesh import training
+from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+WIDTH, HEADS, KV_HEADS, INNER, LAYERS, VOCABULARY = 32, 8, 4, 20, 4, 24
+ROWS, LENGTH = 8, 8
+HIDDEN = -100
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        kv = WIDTH * KV_HEADS // HEADS
+        self.query, self.key, self.value = (nn.Linear(WIDTH, size, bias=False) for size in (WIDTH, kv, kv))
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.cp: DeviceMesh | None = None
+        self.ulysses = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            project(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        if self.cp is None:
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:
+            mixed = training.context_attention(q, k, v, self.cp, ulysses=self.ulysses)
+        result: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return result
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.attention = Attention()
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        result: Tensor = x + self.down(torch.tanh(self.up(x)))
+        return result
+
+
+class Part(nn.Module):
+    """A run of the layers, with what comes before the first and after the last."""
+
+    def __init__(self, layers: nn.ModuleDict, ends: nn.ModuleDict) -> None:
+        super().__init__()
+        self.layers = layers
+        self.embedding = ends["embedding"] if "0" in layers else None
+        self.place = ends["place"] if "0" in layers else None
+        self.head = ends["head"] if str(LAYERS - 1) in layers else None
+        self.positions = torch.arange(LENGTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embedding is not None and self.place is not None:
+            x = self.embedding(x) + self.place(self.positions)
+        for layer in self.layers.values():
+            x = layer(x)
+        return x if self.head is None else self.head(x)
+
+
+def parts(stages: Iterable[int], count: int) -> list[Part]:
+    torch.manual_seed(0)
+    layers = [Block() for _ in range(LAYERS)]
+    ends = nn.ModuleDict(
+        {
+            "embedding": nn.Embedding(VOCABULARY, WIDTH),
+            "place": nn.Embedding(LENGTH, WIDTH),
+            "head": nn.Linear(WIDTH, VOCABULARY, bias=False),
+        }
+    )
+    return [
+        Part(training.stage_layers(layers, None, stage=stage, stages=count), ends).double()
+        for stage in stages
+    ]
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Tokens and what follows each of them, some of which do not count."""
+    generator = torch.Generator().manual_seed(step)
+    text = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
+    targets = text[:, 1:].clone()
+    targets[torch.rand(ROWS, LENGTH, generator=generator) < 0.3] = HIDDEN
+    return text[:, :-1].contiguous(), targets
+
+
+def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=HIDDEN, reduction="sum")
+
+
+def optimizer_for(model: Iterable[nn.Module]) -> torch.optim.Optimizer:
+    parameters = itertools.chain.from_iterable(each.parameters() for each in model)
+    return torch.optim.AdamW(parameters, lr=0.01, fused=True)  # one call for all DTensors
+
+
+def alone(first: str, steps: int) -> tuple[list[tuple[float, float]], list[list[float]]]:
+    """The losses of one process before and after each step, and all that it has in the end; its start is saved."""
+    (model,) = parts([0], 1)
+    optimizer = optimizer_for([model])
+    training.save(first, None, model, optimizer, step=0)
+    losses = []
+    for step in range(steps):
+        tokens, targets = batch(step)
+        before = loss_sum(model(tokens), targets) / (targets != HIDDEN).sum()
+        optimizer.zero_grad()
+        before.backward()
+        optimizer.step()
+        after = loss_sum(model(tokens), targets) / (targets != HIDDEN).sum()
+        losses.append((before.item(), after.item()))
+    return losses, state_of(model, optimizer)
+
+
+def loaded_alone(path: str) -> list[list[float]]:
+    (model,) = parts([0], 1)
+    optimizer = optimizer_for([model])
+    training.load(path, None, model, optimizer)
+    return state_of(model, optimizer)
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[float]]:
+    """All numbers of a run, as lists: tensors do not leave the process that they are in."""
+    remembered = [value for kept in optimizer.state.values() for value in kept.values()]
+    return [each.flatten().tolist() for each in (*model.state_dict().values(), *remembered)]
+
+
+def parallelized(model: Part, mesh: namedmesh.NamedMesh, *, ulysses: bool) -> Part:
+    if mesh.size("tp") > 1:
+        plan: dict[str, Any] = {
+            "layers.*.attention.query": ColwiseParallel(),
+            "layers.*.attention.key": ColwiseParallel(),
+            "layers.*.attention.value": ColwiseParallel(),
+            "layers.*.attention.out": RowwiseParallel(),
+            "layers.*.up": ColwiseParallel(),
+            "layers.*.down": RowwiseParallel(),
+        }
+        if model.embedding is not None:
+            plan["embedding"] = RowwiseParallel(input_layouts=Replicate())
+        if model.head is not None:
+            plan["head"] = ColwiseParallel(output_layouts=Replicate())
+        parallelize(model, mesh["tp"], plan)
+    for layer in model.layers.values():
+        if "cp" in mesh.layout:
+            layer.attention.cp, layer.attention.ulysses = mesh["cp"], ulysses
+    return model
+
+
+def data_axes(mesh: namedmesh.NamedMesh) -> tuple[str, ...]:
+    return tuple(axis for axis in mesh.layout if axis.startswith("dp"))
+
+
+def sharded(model: Part, mesh: namedmesh.NamedMesh) -> Part:
+    over = mesh.flatten("dp", "cp") if "cp" in mesh.layout else mesh[data_axes(mesh)]
+    for layer in model.layers.values():
+        fully_shard(layer, mesh=over)
+    fully_shard(model, mesh=over)
+    return model
+
+
+def train_through(
+    layouts: list[tuple[dict[str, int], str, int]], paths: list[str]
+) -> list[tuple[float, float]]:
+    """One step on each layout, each from the checkpoint of the one before."""
+    steps = zip(layouts, itertools.pairwise(paths), strict=True)
+    return [train_one_step(*layout, *pair) for layout, pair in steps]
+
+
+def train_one_step(
+    sizes: dict[str, int], schedule: str, microbatches: int, source: str, target: str
+) -> tuple[float, float]:
+    """Continue from a checkpoint for one step, and save: the loss before and after the step."""
+    mesh = namedmesh.init_mesh(**sizes, device="cpu")
+    per_rank = 1 if schedule in {"1F1B", "GPipe"} else 2
+    indices = training.stage_indices(mesh, schedule, per_rank)
+    model = [
+        sharded(parallelized(part, mesh, ulysses="cp" in sizes and microbatches > 1), mesh)
+        for part in parts(indices, per_rank * mesh.size("pp"))
+    ]
+    optimizer = optimizer_for(model)
+    step = training.load(source, mesh, model, optimizer)["step"]
+    tokens, targets = batch(step)
+    axes = data_axes(mesh)
+    count = (targets != HIDDEN).sum()
+    if "cp" in mesh.layout:
+        tokens, targets, positions = training.shard_sequence(tokens, targets, mesh=mesh["cp"])
+        for part in model:
+            part.positions = positions
+    mine = [each.chunk(mesh.size(*axes))[mesh.rank(*axes)] for each in (tokens, targets)]
+    over = (*axes, "cp") if "cp" in mesh.layout else axes
+    replicas = mesh.size(*over)
+
+    def loss(logits: Tensor, some: Tensor) -> Tensor:
+        return loss_sum(logits, some) * replicas / count  # FSDP2 takes the mean of the gradients
+
+    pipe = training.pipeline(mesh, model, schedule, microbatches=microbatches, loss=loss, reduction="sum")
+    told = []
+    losses: list[Tensor] = []
+    pipe.step(mine[0], target=mine[1], losses=losses)
+    told.append(summed(losses, mesh, replicas))
+    optimizer.step()
+    saved = training.save(target, mesh, model, optimizer, async_=True, step=step + 1)
+    # While it is written: without gradients.
+    pipe.eval(mine[0], target=mine[1], losses=losses)
+    told.append(summed(losses, mesh, replicas))
+    assert saved is not None
+    assert str(saved.result()) == target
+    mesh.close()
+    return told[0], told[1]
+
+
+def summed(losses: list[Tensor], mesh: namedmesh.NamedMesh, replicas: int) -> float:
+    """The loss of the whole batch, which the ranks of the last stage know a part of each."""
+    total = sum((each.detach() for each in losses), torch.zeros((), dtype=torch.float64))
+    total = total / replicas / mesh.size("tp")
+    dist.all_reduce(total)
+    losses.clear()
+    return total.item()
