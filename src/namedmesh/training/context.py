@@ -9,8 +9,8 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor
 
 from namedmesh.errors import ShapeError
-from namedmesh.tensor_parallel.collectives import RankGroup
-from namedmesh.tensor_parallel.regions import exchange, gather_parts
+from namedmesh.tensor_parallel.collectives import RankGroup, gather_parts
+from namedmesh.tensor_parallel.regions import exchange
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
