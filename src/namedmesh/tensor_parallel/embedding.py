@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 
-from namedmesh.tensor_parallel.collectives import all_gather, gather, sum_forward, sum_scatter
+from namedmesh.tensor_parallel.collectives import all_gather, gather, local_shard, sum_forward, sum_scatter
 from namedmesh.tensor_parallel.module_setup import Setup, check_divides, sharded_dim
 from namedmesh.tensor_parallel.vocabulary import Lookup, lookup
 
@@ -26,7 +26,7 @@ class ColwiseEmbedding(nn.Embedding):
         if ids is None or not (whole_output or sharded_dim(setup.output_layout, input.ndim + 1) == last):
             return _through_dtensor(self, input)
         output = F.embedding(
-            ids, _plain(self.weight), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq
+            ids, local_shard(self.weight), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq
         )
         if whole_output:
             output = gather(output, setup.peers, last)
@@ -58,7 +58,7 @@ class RowwiseEmbedding(nn.Embedding):
         rows = self.num_embeddings // self._setup.peers.size
         self._refuse_strangers(ids)
         first = self._setup.peers.rank * rows
-        return lookup(ids, _plain(self.weight), first, Lookup(padding_idx=self.padding_idx))
+        return lookup(ids, local_shard(self.weight), first, Lookup(padding_idx=self.padding_idx))
 
     def _refuse_strangers(self, ids: Tensor) -> None:
         """An id outside the vocabulary belongs to no rank, and its vector would silently be zeros."""
@@ -70,14 +70,6 @@ class RowwiseEmbedding(nn.Embedding):
                     f"index out of range in self: the ids run from {int(low)} to {int(high)}, "
                     f"the vocabulary from 0 to {self.num_embeddings - 1}"
                 )
-
-
-def _plain(weight: Tensor) -> Tensor:
-    """My shard of the weight; its gradient arrives at the parameter as a DTensor of the same layout."""
-    if not isinstance(weight, DTensor):
-        return weight
-    local: Tensor = weight.to_local()
-    return local
 
 
 def _whole_ids(setup: Setup, ids: Tensor) -> Tensor | None:
@@ -92,10 +84,10 @@ def _whole_ids(setup: Setup, ids: Tensor) -> Tensor | None:
 def _through_dtensor(module: ColwiseEmbedding | RowwiseEmbedding, ids: Tensor) -> Tensor:
     """The same lookup in DTensor arithmetic: for other layouts, and for the compiler."""
     setup = module._setup  # noqa: SLF001  the module is one of ours
-    annotated = setup.annotated(ids)
-    if annotated.placements != (Replicate(),):
-        annotated = annotated.redistribute(placements=(Replicate(),))
     output = F.embedding(
-        annotated, module.weight, module.padding_idx, scale_grad_by_freq=module.scale_grad_by_freq
+        setup.moved(ids, Replicate()),
+        module.weight,
+        module.padding_idx,
+        scale_grad_by_freq=module.scale_grad_by_freq,
     )
     return setup.finish(module, output)

@@ -15,6 +15,7 @@ from namedmesh.tensor_parallel.blocks import Blocks
 from namedmesh.tensor_parallel.collectives import (
     RankGroup,
     all_reduce,
+    local_shard,
     sum_backward,
     sum_forward,
     whole_parameter,
@@ -129,8 +130,7 @@ class _LocalForward:
             if torch.compiler.is_compiling():
                 return whole_parameter(parameter)
             return _shared_parameter(parameter, self.peers)
-        shard: Tensor = parameter.to_local()
-        return shard
+        return local_shard(parameter)
 
 
 class _SummedForward:

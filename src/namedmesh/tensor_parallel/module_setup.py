@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.tensor import DTensor, Shard
 
 from namedmesh.errors import ShapeError
-from namedmesh.tensor_parallel.collectives import RankGroup
+from namedmesh.tensor_parallel.collectives import RankGroup, local_shard
 
 if TYPE_CHECKING:
     import torch
@@ -69,14 +69,20 @@ class Setup:
         layout = self.layout_of(value)
         if layout is None or not same_layout(layout, self.input_layout, value.ndim):
             return None
-        local: Tensor = value.to_local() if isinstance(value, DTensor) else value
-        return local
+        return local_shard(value)
 
     def annotated(self, tensor: Tensor) -> DTensor:
         """An input as a DTensor in the layout that the style declares."""
         if isinstance(tensor, DTensor):
             return tensor
         return DTensor.from_local(tensor, self.mesh, (self.input_layout,), run_check=False)
+
+    def moved(self, tensor: Tensor, desired: Placement) -> DTensor:
+        """An input as a DTensor, moved to the layout that DTensor arithmetic needs."""
+        annotated = self.annotated(tensor)
+        if annotated.placements != (desired,):
+            annotated = annotated.redistribute(placements=(desired,))
+        return annotated
 
     def finish(self, module: torch.nn.Module, output: Tensor) -> Tensor:
         """The output of DTensor arithmetic in the layout that the style promises; synchronous.
@@ -91,10 +97,7 @@ class Setup:
             if dim is not None:
                 check_divides(module, "the output", output.shape, dim, self.peers.size)
             output = output.redistribute(placements=(self.output_layout,))
-        if not self.use_local_output:
-            return output
-        local: Tensor = output.to_local()
-        return local
+        return local_shard(output) if self.use_local_output else output
 
 
 def same_layout(one: Placement, other: Placement, ndim: int) -> bool:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.nn.utils.weight_norm import WeightNorm
 
 from namedmesh._torch import pre_hooks
-from namedmesh.tensor_parallel.collectives import sum_backward, sum_forward, whole_parameter
+from namedmesh.tensor_parallel.collectives import local_shard, sum_backward, sum_forward, whole_parameter
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,10 +49,10 @@ class LocalWeightNorm:
     def __call__(self, module: nn.Module, _inputs: object) -> None:
         """Leave the shard where the module's forward looks for its weight."""
         magnitude, direction = module.get_parameter(MAGNITUDE), module.get_parameter(DIRECTION)
-        shard = direction.to_local() if isinstance(direction, DTensor) else direction
+        shard = local_shard(direction)
         dims = [i for i in range(shard.ndim) if i != self.dim]
         if self.dim == self.cut:
-            size = magnitude.to_local() if isinstance(magnitude, DTensor) else magnitude
+            size = local_shard(magnitude)
             norm = torch.linalg.vector_norm(shard, dim=dims, keepdim=True)
         else:
             size = whole_parameter(magnitude)
