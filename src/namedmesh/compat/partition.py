@@ -1,4 +1,4 @@
-"""The arithmetic of cutting that the legacy APIs share: division without a rest, and ranges of a vocabulary."""
+"""The arithmetic of splitting that the legacy APIs share: division without a rest, and ranges of a vocabulary."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def divide_and_check_no_remainder(numerator: int, denominator: int) -> int:
 
 @shapes_as_contract()
 def divisible(tensor: Tensor, dim: int, peers: RankGroup) -> Tensor:
-    """The tensor, if a dim of it can be cut into equal shards.
+    """The tensor, if a dim of it can be split into equal shards.
 
     Raises:
         ContractError: it cannot.

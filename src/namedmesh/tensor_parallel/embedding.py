@@ -13,7 +13,7 @@ from namedmesh.tensor_parallel.vocabulary import Lookup, lookup
 
 
 class ColwiseEmbedding(nn.Embedding):
-    """An ``nn.Embedding`` whose vectors are cut over the ranks. Made by ``ColwiseParallel``."""
+    """An ``nn.Embedding`` whose vectors are sharded over the ranks. Made by ``ColwiseParallel``."""
 
     _setup: Setup
 
@@ -34,12 +34,12 @@ class ColwiseEmbedding(nn.Embedding):
 
 
 class RowwiseEmbedding(nn.Embedding):
-    """An ``nn.Embedding`` whose vocabulary is cut over the ranks. Made by ``RowwiseParallel``."""
+    """An ``nn.Embedding`` whose vocabulary is sharded over the ranks. Made by ``RowwiseParallel``."""
 
     _setup: Setup
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
-        """The sum of all ranks' lookups, of which one is not zero: whole, or cut along the output layout."""
+        """The sum of all ranks' lookups, of which one is not zero: whole, or sharded along the output layout."""
         setup = self._setup
         scatter_dim = sharded_dim(setup.output_layout, input.ndim + 1)
         ids = None if torch.compiler.is_compiling() else _whole_ids(setup, input)
@@ -73,7 +73,7 @@ class RowwiseEmbedding(nn.Embedding):
 
 
 def _whole_ids(setup: Setup, ids: Tensor) -> Tensor | None:
-    """The ids of all ranks as a plain tensor, gathered if they are cut; None if the layout is another."""
+    """The ids of all ranks as a plain tensor, gathered if they are sharded; None if the layout is another."""
     local = setup.plain(ids)
     if local is None or isinstance(setup.input_layout, Replicate):
         return local

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class ColwiseLinear(nn.Linear):
-    """An ``nn.Linear`` whose output features are cut over the ranks. Made by ``ColwiseParallel``."""
+    """An ``nn.Linear`` whose output features are sharded over the ranks. Made by ``ColwiseParallel``."""
 
     _setup: Setup
 
@@ -68,12 +68,12 @@ class ColwiseLinear(nn.Linear):
 
 
 class RowwiseLinear(nn.Linear):
-    """An ``nn.Linear`` whose input features are cut over the ranks. Made by ``RowwiseParallel``."""
+    """An ``nn.Linear`` whose input features are sharded over the ranks. Made by ``RowwiseParallel``."""
 
     _setup: Setup
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
-        """The sum of all ranks' products: whole, or cut along another dim."""
+        """The sum of all ranks' products: whole, or sharded along another dim."""
         setup = self._setup
         if torch.compiler.is_compiling():
             return through_dtensor(self, input, Shard(-1))

@@ -1,4 +1,4 @@
-"""Styles for modules that are not cut themselves but work beside cut ones: a norm of heads, a sum of parts."""
+"""Styles for modules that are not sharded themselves but work beside sharded ones: a norm of heads, a sum of parts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class LocalParameters(ParallelStyle):
     """Run a module's forward on this rank's shards of its own parameters, as plain tensors.
 
-    For a norm over each head's features (the heads are cut, the weight is not), or for a bare parameter with
+    For a norm over each head's features (the heads are sharded, the weight is not), or for a bare parameter with
     one number a head. The parameters become DTensors. A replicated one takes part on every rank with other
     data, so its gradient is summed over the ranks; a sharded one's gradient is this rank's own.
 

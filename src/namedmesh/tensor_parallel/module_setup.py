@@ -48,7 +48,7 @@ class Setup:
         return Setup, (self.mesh, self.input_layout, self.output_layout, self.use_local_output)
 
     def hand_out(self, local: Tensor) -> Tensor:
-        """The output as the style promises it: plain, or as a DTensor."""
+        """The output of the style: plain, or as a DTensor."""
         if self.use_local_output:
             return local
         return DTensor.from_local(local, self.mesh, (self.output_layout,), run_check=False)
@@ -85,7 +85,7 @@ class Setup:
         return annotated
 
     def finish(self, module: torch.nn.Module, output: Tensor) -> Tensor:
-        """The output of DTensor arithmetic in the layout that the style promises; synchronous.
+        """The output of DTensor arithmetic in the layout of the style; synchronous.
 
         An asynchronous one would be a tensor of another class, which torch.compile and FSDP2 together get
         silently wrong.
@@ -108,7 +108,7 @@ def same_layout(one: Placement, other: Placement, ndim: int) -> bool:
 
 
 def sharded_dim(layout: Placement, ndim: int) -> int | None:
-    """The dim that is cut, counted from the front; None where nothing is, or where it is out of range.
+    """The dim that is sharded, counted from the front; None where nothing is, or where it is out of range.
 
     Example:
         >>> from torch.distributed.tensor import Replicate, Shard
@@ -139,7 +139,7 @@ def name_of(module: torch.nn.Module) -> str:
 
 
 def check_divides(module: torch.nn.Module, what: str, shape: torch.Size, dim: int, tp_size: int) -> None:
-    """Refuse to cut a dim into shards of different lengths.
+    """Refuse to split a dim into shards of different lengths.
 
     A collective of unequal shards ends the process from inside the backend, with no traceback; every rank
     sees the same global shape, so all of them raise.

@@ -69,7 +69,7 @@ class RowwiseParallel(TorchRowwiseParallel):
 
     Args:
         input_layouts: how a plain input is laid out: ``Shard(-1)`` (the default, also for the ids of an
-            embedding: say ``Replicate()`` there), or ``Replicate()`` to let each rank cut its features.
+            embedding: say ``Replicate()`` there), or ``Replicate()`` to let each rank take its features.
         output_layouts: ``Replicate()`` (the default) sums over the ranks; ``Shard(dim)`` leaves each rank
             its shard of the sum (sequence parallelism).
         use_local_output: hand out this rank's plain tensor (the default) instead of a DTensor.
@@ -175,7 +175,7 @@ def shard_parameters(style: ParallelStyle) -> Callable[[str, nn.Module, DeviceMe
             return
         for name, placement in (parameter_placements(style, module) or {}).items():
             parameter = getattr(module, name)
-            cut = distribute_tensor(parameter, mesh, [placement], src_data_rank=style.src_data_rank)
-            module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+            shard = distribute_tensor(parameter, mesh, [placement], src_data_rank=style.src_data_rank)
+            module.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
 
     return partition

@@ -1,4 +1,4 @@
-"""fairscale's loss for logits whose vocabulary is cut over the model-parallel ranks."""
+"""fairscale's loss for logits whose vocabulary is sharded over the model-parallel ranks."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class _ModelParallel:
 
 
 class ColumnParallelLinear(_ModelParallel, parallel_layers.ColumnParallelLinear):
-    """A linear layer whose output features are cut over the model-parallel ranks.
+    """A linear layer whose output features are sharded over the model-parallel ranks.
 
     Arguments, shapes and errors are those of :class:`namedmesh.compat.parallel_layers.ColumnParallelLinear`.
 
@@ -46,7 +46,7 @@ class ColumnParallelLinear(_ModelParallel, parallel_layers.ColumnParallelLinear)
 
 
 class RowParallelLinear(_ModelParallel, parallel_layers.RowParallelLinear):
-    """A linear layer whose input features are cut over the model-parallel ranks.
+    """A linear layer whose input features are sharded over the model-parallel ranks.
 
     Arguments, shapes and errors are those of :class:`namedmesh.compat.parallel_layers.RowParallelLinear`.
 
@@ -64,14 +64,14 @@ class RowParallelLinear(_ModelParallel, parallel_layers.RowParallelLinear):
 
 
 class VocabParallelEmbedding(_ModelParallel, parallel_layers.VocabParallelEmbedding):
-    """An embedding whose vocabulary is cut over the model-parallel ranks.
+    """An embedding whose vocabulary is sharded over the model-parallel ranks.
 
     Arguments, shapes and errors are those of :class:`namedmesh.compat.parallel_layers.VocabParallelEmbedding`.
     """
 
 
 class ParallelEmbedding(_ModelParallel, parallel_layers.ParallelEmbedding):
-    """An embedding whose features are cut over the model-parallel ranks.
+    """An embedding whose features are sharded over the model-parallel ranks.
 
     Arguments, shapes and errors are those of :class:`namedmesh.compat.parallel_layers.ParallelEmbedding`.
     """

@@ -1,6 +1,6 @@
 """fairscale's ways in and out of model-parallel regions, each with its partner as backward.
 
-Below, t is the number of model-parallel ranks, and the last dim, of length n, is cut into t shards in rank order.
+Below, t is the number of model-parallel ranks, and the last dim, of length n, is sharded into t shards in rank order.
 Results are new tensors: the input is never written to (the original sums in place).
 """
 
