@@ -304,8 +304,7 @@ def compiled_legacy_differences() -> dict[str, float]:
     peers = RankGroup(torch.distributed.group.WORLD)
     megatron.initialize_model_parallel(tensor_model_parallel_size=2)
     fairscale.initialize_model_parallel(2)
-    ezpz_tp.initialize_tensor_parallel(2)
-    for dialect, sequence in (("megatron", False), ("megatron", True), ("fairscale", False), ("ezpz", False)):
+    for dialect, sequence in (("megatron", False), ("megatron", True), ("fairscale", False)):
         torch.manual_seed(0)
         model = legacy_model(dialect, sequence=sequence)
         compiled = torch.compile(Checkpointed(model), backend="aot_eager", fullgraph=True)
@@ -317,7 +316,7 @@ def compiled_legacy_differences() -> dict[str, float]:
 @pytest.mark.filterwarnings("default")  # torch.compile's own
 def test_compiled_legacy_layers_with_kept_products() -> None:
     for found in run_ranks(2, compiled_legacy_differences):
-        assert len(found) == 4
+        assert len(found) == 3  # ezpz's layers are fairscale's
         assert max(found.values()) < 1e-12, found
 
 

@@ -48,7 +48,7 @@ def test_every_query_gets_its_own_head(queries: int, heads: int, size: int) -> N
     assert given == [query // (queries // heads) for query in range(queries)]
 
 
-def llama_differences(sequence_parallel: bool) -> dict[tuple[int, int], float]:
+def llama_differences() -> dict[tuple[int, int, bool], float]:
     size = torch.distributed.get_world_size()
     mesh = mesh_of(size)
     found = {}
@@ -59,18 +59,17 @@ def llama_differences(sequence_parallel: bool) -> dict[tuple[int, int], float]:
         reference = Llama(
             dim=4 * queries, n_heads=queries, n_kv_heads=heads, vocab=24, hidden=12 * size, layers=1
         ).double()
-        model = parallelize(copy.deepcopy(reference), mesh, llama_plan(sequence_parallel=sequence_parallel))
         ids = torch.randint(0, 24, (2, 12), generator=torch.Generator().manual_seed(0))
-        found[queries, heads] = training_difference(model, reference, ids, steps=2)
+        for sequence in (False, True):
+            whole = copy.deepcopy(reference)
+            model = parallelize(copy.deepcopy(reference), mesh, llama_plan(sequence_parallel=sequence))
+            found[queries, heads, sequence] = training_difference(model, whole, ids, steps=2)
     return found
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_llama_with_any_number_of_kv_heads_trains_as_the_whole_one(
-    size: int, sequence_parallel: bool
-) -> None:
-    for found in run_ranks(size, llama_differences, sequence_parallel):
+def test_a_llama_with_any_number_of_kv_heads_trains_as_the_whole_one(size: int) -> None:
+    for found in run_ranks(size, llama_differences):
         assert found
         assert max(found.values()) < 1e-11, found
 
@@ -93,18 +92,21 @@ def attention_plan(between: Any = None) -> dict[str, Any]:
     }
 
 
-def bias_difference(compiled: bool) -> float:
-    torch.manual_seed(0)
-    reference: nn.Module = Biased(24, 6, 2).double()
-    model = parallelize(copy.deepcopy(reference), mesh_of(3), attention_plan())
-    if compiled:
-        model.compile(backend="aot_eager")
-    return training_difference(model, reference, torch.randn(2, 5, 24, dtype=torch.float64))
+def bias_differences() -> list[float]:
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        reference: nn.Module = Biased(24, 6, 2).double()
+        model = parallelize(copy.deepcopy(reference), mesh_of(3), attention_plan())
+        if compiled:
+            model.compile(backend="aot_eager")
+        found.append(training_difference(model, reference, torch.randn(2, 5, 24, dtype=torch.float64)))
+    return found
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_biases_and_the_gradient_of_the_input(compiled: bool) -> None:
-    assert max(run_ranks(3, bias_difference, compiled)) < 1e-12
+def test_biases_and_the_gradient_of_the_input_also_compiled() -> None:
+    for found in run_ranks(3, bias_differences):
+        assert max(found) < 1e-12
 
 
 def pieces_difference() -> float:
@@ -180,14 +182,21 @@ def hf_difference(kind: str, implementation: str, kv_heads: int) -> float:
     return training_difference(model, reference, ids, pick="logits")
 
 
+HF_MODELS = {
+    2: [("Llama", "eager", 1)],
+    4: [("Llama", "sdpa", 2), ("Qwen2", "sdpa", 1), ("Qwen3", "eager", 2)],
+}
+
+
+def hf_differences() -> list[float]:
+    return [hf_difference(*model) for model in HF_MODELS[torch.distributed.get_world_size()]]
+
+
 @pytest.mark.oracle("transformers")
-@pytest.mark.parametrize(
-    ("kind", "implementation", "kv_heads", "size"),
-    [("Llama", "eager", 1, 2), ("Llama", "sdpa", 2, 4), ("Qwen2", "sdpa", 1, 4), ("Qwen3", "eager", 2, 4)],
-)
-def test_models_of_transformers_share_their_kv_heads(
-    kind: str, implementation: str, kv_heads: int, size: int
-) -> None:
-    hf_model(kind, implementation, kv_heads)  # imported once, before the ranks are forked
+@pytest.mark.parametrize("size", HF_MODELS)
+def test_models_of_transformers_share_their_kv_heads(size: int) -> None:
+    for model in HF_MODELS[size]:
+        hf_model(*model)  # imported once, before the ranks are forked
     # Some of them compute their norms and softmax in single precision.
-    assert max(run_ranks(size, hf_difference, kind, implementation, kv_heads)) < 1e-5
+    for found in run_ranks(size, hf_differences):
+        assert max(found) < 1e-5, found

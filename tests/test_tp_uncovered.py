@@ -121,7 +121,8 @@ class Sinks(HeadNorms):
     def __init__(self) -> None:
         super().__init__()
         self.sinks = nn.Parameter(torch.ones(4))
-        self.exclusive, self.projection = Scales(), nn.Module()
+        self.exclusive = Scales()
+        self.projection: Any = nn.Module()
         self.projection.gate, self.projection.wo = nn.Linear(32, 32), self.wo
         del self.wo
 

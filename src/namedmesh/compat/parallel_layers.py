@@ -42,7 +42,7 @@ class ParallelLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         peers = self.ask()
-        self._cut_for = peers.size, peers.rank
+        self._made_for = peers.size, peers.rank
 
     @staticmethod
     def ask() -> RankGroup:
@@ -54,11 +54,11 @@ class ParallelLayer(nn.Module):
         """The ranks that share the layer.
 
         Raises:
-            ContractError: they are not those that the weight was cut for.
+            ContractError: they are not those that the weight was sharded for.
         """
         peers = self.ask()
-        if (peers.size, peers.rank) != self._cut_for:
-            size, rank = self._cut_for
+        if (peers.size, peers.rank) != self._made_for:
+            size, rank = self._made_for
             raise ContractError(
                 f"{type(self).__name__} was made as rank {rank} of {size}, and is used as rank {peers.rank} of {peers.size}; "
                 "use it with the mesh that it was made with, or make it anew"
@@ -86,7 +86,7 @@ class ParallelLayer(nn.Module):
 
 
 class _Linear(ParallelLayer):
-    """What the column and the row layer share: everything but the dim that is cut, and the arithmetic."""
+    """What the column and the row layer share: everything but the dim that is sharded, and the arithmetic."""
 
     dim: ClassVar[int]
     bias: nn.Parameter | None
@@ -115,14 +115,12 @@ class _Linear(ParallelLayer):
         return all_gather(self.weight.data, self.peers, self.dim)
 
     def extra_repr(self) -> str:
-        """The sizes of the whole layer, and over how many ranks it is cut."""
-        return (
-            f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, ranks={self._cut_for[0]}"
-        )
+        """The sizes of the whole layer, and over how many ranks it is sharded."""
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, ranks={self._made_for[0]}"
 
 
 class ColumnParallelLinear(_Linear):
-    """A linear layer whose output features are cut over the ranks; it returns a tensor.
+    """A linear layer whose output features are sharded over the ranks; it returns a tensor.
 
     The weight is this rank's ``(out_features / t, in_features)``, the bias its ``(out_features / t,)``.
 
@@ -133,7 +131,7 @@ class ColumnParallelLinear(_Linear):
         gather_output: join the output features on every rank.
         init_method: fills a weight. Ranks must be seeded alike: each draws the whole weight and keeps its
             shard.
-        stride: the number of blocks that the output features are made of, each cut on its own.
+        stride: the number of blocks that the output features are made of, each sharded on its own.
         keep_master_weight_for_test: keep the whole weight as first drawn, in ``master_weight``.
 
     Raises:
@@ -171,7 +169,7 @@ class ColumnParallelLinear(_Linear):
 
 
 class RowParallelLinear(_Linear):
-    """A linear layer whose input features are cut over the ranks; it returns a tensor.
+    """A linear layer whose input features are sharded over the ranks; it returns a tensor.
 
     The weight is this rank's ``(out_features, in_features / t)``; every rank has the whole bias.
 
@@ -182,7 +180,7 @@ class RowParallelLinear(_Linear):
         input_is_parallel: the input is this rank's shard already; otherwise each rank takes its own.
         init_method: fills a weight. Ranks must be seeded alike: each draws the whole weight and keeps its
             shard.
-        stride: the number of blocks that the input features are made of, each cut on its own.
+        stride: the number of blocks that the input features are made of, each sharded on its own.
         keep_master_weight_for_test: keep the whole weight as first drawn, in ``master_weight``.
 
     Raises:
@@ -255,12 +253,12 @@ class _Embedding(ParallelLayer):
         )
 
     def extra_repr(self) -> str:
-        """The sizes of the whole layer, and over how many ranks it is cut."""
-        return f"{self.num_embeddings}, {self.embedding_dim}, ranks={self._cut_for[0]}"
+        """The sizes of the whole layer, and over how many ranks it is sharded."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, ranks={self._made_for[0]}"
 
 
 class VocabParallelEmbedding(_Embedding):
-    """An embedding whose vocabulary is cut over the ranks.
+    """An embedding whose vocabulary is sharded over the ranks.
 
     The weight is this rank's ``(num_embeddings / t, embedding_dim)``: the ids from ``vocab_start_index`` up to,
     and without, ``vocab_end_index``. Output and gradients are those of one whole ``torch.nn.Embedding``.
@@ -313,7 +311,7 @@ class VocabParallelEmbedding(_Embedding):
 
 
 class ParallelEmbedding(_Embedding):
-    """An embedding whose features are cut over the ranks.
+    """An embedding whose features are sharded over the ranks.
 
     The weight is this rank's ``(num_embeddings, embedding_dim / t)``. Output and gradients are those of one whole
     ``torch.nn.Embedding``.

@@ -41,7 +41,7 @@ def parallelize(
         plan: a parallel style for the model itself, or a dict of module names to parallel styles. In a name
             every token may be a pattern (``"layers.*.attention.wq"``); ``""`` is the model. A submodule that
             is set to None, as on pipeline stages that do not have it, may be named all the same.
-        src_data_rank: the group rank whose values everybody gets a part of; None to let each rank cut its
+        src_data_rank: the group rank whose values everybody gets a part of; None to let each rank take its
             own copy, without communication.
         must_divide: further sizes that the number of ranks has to divide, by a name for the message, such as
             ``{"kv heads": 2}``.

@@ -32,7 +32,7 @@ class Heads:
     head_dim: int | None
 
     def concerning(self, features: int) -> Iterator[tuple[str, int]]:
-        """The counts that a cut of ``features`` has to respect: queries, keys and values, or both."""
+        """The counts that the sharding of ``features`` has to respect: queries, keys and values, or both."""
         width = self.head_dim
         if width and self.queries and features % (self.queries[1] * width) == 0:  # or queries and their gates
             yield self.queries
@@ -103,7 +103,7 @@ def head_problems(model: nn.Module, entries: list[Entry], tp_size: int) -> list[
     modules = dict(model.named_modules(remove_duplicate=False))
     merged: dict[tuple[str, int, str], tuple[dict[str, None], dict[str, None]]] = {}
     for entry in entries:
-        for place, count, remedy in _misfit_counts(modules, entry, tp_size):
+        for place, count, remedy in _counts_that_do_not_divide(modules, entry, tp_size):
             keys, where = merged.setdefault((place.rpartition(".")[2], count, remedy), ({}, {}))
             keys[repr(entry.key)] = None
             where[place] = None
@@ -114,7 +114,7 @@ def head_problems(model: nn.Module, entries: list[Entry], tp_size: int) -> list[
     ]
 
 
-def _misfit_counts(
+def _counts_that_do_not_divide(
     modules: dict[str, nn.Module], entry: Entry, tp_size: int
 ) -> Iterator[tuple[str, int, str]]:
     """Where a count is stated that the ranks do not divide, the count, and what helps."""
@@ -149,7 +149,7 @@ def sharded_features(entry: Entry) -> int | None:
 
 
 def _last(layout: Shard) -> bool:
-    """Whether a layout cuts the last dim of activations of three dims (batch, sequence, features)."""
+    """Whether a layout shards the last dim of activations of three dims (batch, sequence, features)."""
     return sharded_dim(layout, 3) == 2  # noqa: PLR2004  the last of three
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from namedmesh._torch import cast_once
+from namedmesh.tensor_parallel.collectives import local_shard
 
 
 def _cast_to(tensor: Tensor) -> torch.dtype | None:
@@ -30,6 +30,6 @@ def autocast_shard(parameter: Tensor) -> Tensor:
 
     As autocast does, it casts a parameter once, however often it is used in one autocast block.
     """
-    shard: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    shard = local_shard(parameter)
     dtype = _cast_to(shard)
     return shard if dtype is None else cast_once(parameter, shard, dtype)

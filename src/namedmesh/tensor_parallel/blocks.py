@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor
 
-from namedmesh.tensor_parallel.collectives import whole_parameter
+from namedmesh.tensor_parallel.collectives import local_shard, whole_parameter
 from namedmesh.tensor_parallel.regions import exchange
 
 if TYPE_CHECKING:
@@ -77,8 +77,7 @@ class Blocks:
         if torch.compiler.is_compiling() and isinstance(parameter, DTensor):
             # What the compiler knows to trace: all rows are gathered, and the parts of their gradients summed.
             return self.select(whole_parameter(parameter).movedim(dim, 0), peers.rank).movedim(0, dim)
-        shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        return self.collect(shard.movedim(dim, 0), peers).movedim(0, dim)
+        return self.collect(local_shard(parameter).movedim(dim, 0), peers).movedim(0, dim)
 
 
 def _lengths(moves: list[list[tuple[int, int]]]) -> list[int]:

@@ -229,6 +229,12 @@ def _after(work: dist.Work, dim: int = 0) -> Callable[[Tensor], Tensor]:
     return finish
 
 
+def local_shard(tensor: Tensor) -> Tensor:
+    """My plain shard of a DTensor; a plain tensor as it is."""
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
+
+
 def whole_parameter(parameter: Tensor) -> Tensor:
     """All of a parameter as a plain tensor, of whose gradient each peer makes a part: the parts are summed."""
     if not isinstance(parameter, DTensor):

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 
-from namedmesh.tensor_parallel.collectives import all_gather, gather, sum_forward, sum_scatter
+from namedmesh.tensor_parallel.collectives import all_gather, gather, local_shard, sum_forward, sum_scatter
 from namedmesh.tensor_parallel.module_setup import Setup, check_divides, sharded_dim
 from namedmesh.tensor_parallel.vocabulary import Lookup, lookup
 
 
 class ColwiseEmbedding(nn.Embedding):
-    """An ``nn.Embedding`` whose vectors are cut over the ranks. Made by ``ColwiseParallel``."""
+    """An ``nn.Embedding`` whose vectors are sharded over the ranks. Made by ``ColwiseParallel``."""
 
     _setup: Setup
 
@@ -26,7 +26,7 @@ class ColwiseEmbedding(nn.Embedding):
         if ids is None or not (whole_output or sharded_dim(setup.output_layout, input.ndim + 1) == last):
             return _through_dtensor(self, input)
         output = F.embedding(
-            ids, _plain(self.weight), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq
+            ids, local_shard(self.weight), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq
         )
         if whole_output:
             output = gather(output, setup.peers, last)
@@ -34,12 +34,12 @@ class ColwiseEmbedding(nn.Embedding):
 
 
 class RowwiseEmbedding(nn.Embedding):
-    """An ``nn.Embedding`` whose vocabulary is cut over the ranks. Made by ``RowwiseParallel``."""
+    """An ``nn.Embedding`` whose vocabulary is sharded over the ranks. Made by ``RowwiseParallel``."""
 
     _setup: Setup
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
-        """The sum of all ranks' lookups, of which one is not zero: whole, or cut along the output layout."""
+        """The sum of all ranks' lookups, of which one is not zero: whole, or sharded along the output layout."""
         setup = self._setup
         scatter_dim = sharded_dim(setup.output_layout, input.ndim + 1)
         ids = None if torch.compiler.is_compiling() else _whole_ids(setup, input)
@@ -58,7 +58,7 @@ class RowwiseEmbedding(nn.Embedding):
         rows = self.num_embeddings // self._setup.peers.size
         self._refuse_strangers(ids)
         first = self._setup.peers.rank * rows
-        return lookup(ids, _plain(self.weight), first, Lookup(padding_idx=self.padding_idx))
+        return lookup(ids, local_shard(self.weight), first, Lookup(padding_idx=self.padding_idx))
 
     def _refuse_strangers(self, ids: Tensor) -> None:
         """An id outside the vocabulary belongs to no rank, and its vector would silently be zeros."""
@@ -72,16 +72,8 @@ class RowwiseEmbedding(nn.Embedding):
                 )
 
 
-def _plain(weight: Tensor) -> Tensor:
-    """My shard of the weight; its gradient arrives at the parameter as a DTensor of the same layout."""
-    if not isinstance(weight, DTensor):
-        return weight
-    local: Tensor = weight.to_local()
-    return local
-
-
 def _whole_ids(setup: Setup, ids: Tensor) -> Tensor | None:
-    """The ids of all ranks as a plain tensor, gathered if they are cut; None if the layout is another."""
+    """The ids of all ranks as a plain tensor, gathered if they are sharded; None if the layout is another."""
     local = setup.plain(ids)
     if local is None or isinstance(setup.input_layout, Replicate):
         return local
@@ -92,10 +84,10 @@ def _whole_ids(setup: Setup, ids: Tensor) -> Tensor | None:
 def _through_dtensor(module: ColwiseEmbedding | RowwiseEmbedding, ids: Tensor) -> Tensor:
     """The same lookup in DTensor arithmetic: for other layouts, and for the compiler."""
     setup = module._setup  # noqa: SLF001  the module is one of ours
-    annotated = setup.annotated(ids)
-    if annotated.placements != (Replicate(),):
-        annotated = annotated.redistribute(placements=(Replicate(),))
     output = F.embedding(
-        annotated, module.weight, module.padding_idx, scale_grad_by_freq=module.scale_grad_by_freq
+        setup.moved(ids, Replicate()),
+        module.weight,
+        module.padding_idx,
+        scale_grad_by_freq=module.scale_grad_by_freq,
     )
     return setup.finish(module, output)

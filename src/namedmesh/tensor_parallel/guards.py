@@ -1,6 +1,6 @@
 """Checks in front of torch's own styles: a length that cannot be cut is refused before it is cut.
 
-Left alone, torch cuts it into unequal shards, and the next gather of them ends the process inside gloo.
+Left alone, torch splits it into unequal shards, and the next gather of them ends the process inside gloo.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _guard_sequence(module: nn.Module, style: SequenceParallel, tp_size: int) ->
     (wanted,) = style.sequence_sharding
 
     def check(module: nn.Module, args: tuple[Any, ...]) -> None:
-        # A plain input counts as a shard already; only a DTensor of another layout gets cut.
+        # A plain input counts as a shard already; only a DTensor of another layout gets sharded.
         if args and isinstance(args[0], DTensor):
             _check_move(module, "input 0", args[0], None, wanted, tp_size)
 
@@ -128,7 +128,7 @@ def _check_move(  # noqa: PLR0917  one line at each call
     wanted: Placement | None,
     tp_size: int,
 ) -> None:
-    """Check one redistribution of a style: it may not cut a dim into unequal shards."""
+    """Check one redistribution of a style: it may not split a dim into unequal shards."""
     if not isinstance(value, torch.Tensor) or not isinstance(wanted, Shard):
         return
     if isinstance(value, DTensor):
@@ -136,5 +136,5 @@ def _check_move(  # noqa: PLR0917  one line at each call
     dim = sharded_dim(wanted, value.ndim)
     if dim is None or layout is None or same_layout(layout, wanted, value.ndim):
         return
-    # The dim that gets cut is whole at present: the local length is the global one.
+    # The dim that gets sharded is whole at present: the local length is the global one.
     check_divides(module, what, value.shape, dim, tp_size)

@@ -77,7 +77,7 @@ def plan_from_hf(
     its own ``_tp_plan``; from a ``PeftModel``, that of the model inside. Such a plan is written for all
     variants of an architecture, so what it says about modules that this model does not have is left out, and
     so is a row layer whose input no column layer makes. If the output head of the model is tied to its input
-    embedding, the embedding is cut along the vocabulary too, as the head is.
+    embedding, the embedding is sharded along the vocabulary too, as the head is.
 
     Args:
         model_or_plan: a ``PreTrainedModel``, or a plan: a dict of module names to style names.
@@ -144,7 +144,7 @@ def plan_from_hf(
     if problems:
         raise PlanError(*problems)
     if model is not None:
-        _cut_tied_embedding(model, plan)
+        _shard_tied_embedding(model, plan)
     return plan
 
 
@@ -323,8 +323,8 @@ def _missing(model: nn.Module | None, name: object) -> str:
     return "here it names a module, not a parameter of experts; name the parameter"
 
 
-def _cut_tied_embedding(model: nn.Module, plan: dict[str, ParallelStyle]) -> None:
-    """Cut the input embedding as the tied output head is cut; older plans name only the head."""
+def _shard_tied_embedding(model: nn.Module, plan: dict[str, ParallelStyle]) -> None:
+    """Shard the input embedding as the tied output head is sharded; older plans name only the head."""
     modules = dict(model.named_modules())
     heads = [fqn for fqn, m in modules.items() if isinstance(m, nn.Linear) and _style_for(plan, fqn)]
     tied = {id(modules[fqn].weight) for fqn in heads}

@@ -2,7 +2,7 @@
 
 Legacy code reads ``weight.shape`` as the shape of the shard, marks the shard with attributes and hands it to
 optimizers of its own, so the parameters here are no DTensors. A dialect's layer makes them with a
-:class:`Recipe`, keeps them under the names that its API promises, and calls one function in its forward.
+:class:`Recipe`, keeps them under the names of its API, and calls one function in its forward.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Recipe:
     Args:
         initialize: fills a weight.
         dtype: of the parameters.
-        drawn_in: the dtype in which the whole weight is drawn before it is cut; ``dtype`` by default.
+        drawn_in: the dtype in which the whole weight is drawn before it is sharded; ``dtype`` by default.
         device: None draws the whole weight on every rank (where torch puts new tensors), from the generator
-            that all ranks have seeded alike, and cuts it: the shards do not depend on the number of ranks.
+            that all ranks have seeded alike, and shards it: the shards do not depend on the number of ranks.
             A device draws only the shard, there.
-        stride: how many blocks the weight is made of, each of which is cut over the ranks on its own.
+        stride: how many blocks the weight is made of, each of which is sharded over the ranks on its own.
         fill: without it, the parameters are left as the allocator hands them out.
     """
 
@@ -78,7 +78,7 @@ class Recipe:
 def check_blocks(length: int, ranks: int, stride: int = 1, *, what: str = "the length") -> None:
     """Refuse a length that cannot be cut into ``stride`` blocks of ``ranks`` equal shards.
 
-    A collective of unequal shards ends the process from inside the backend, and cutting for oneself would
+    A collective of unequal shards ends the process from inside the backend, and splitting for oneself would
     silently leave the rest out.
 
     Raises:
@@ -107,7 +107,7 @@ stride); use 8 or 12, or another multiple of 4
 def block_shard(whole: Tensor, peers: RankGroup, dim: int, stride: int = 1) -> Tensor:
     """My shard of each of ``stride`` blocks of a weight, joined.
 
-    The projections of queries, keys and values in one weight are three blocks: cut as one, the first rank
+    The projections of queries, keys and values in one weight are three blocks: sharded as one, the first rank
     would get the queries and the last the values.
 
     Example:
@@ -147,14 +147,14 @@ def column_linear(
     gather_output: bool = False,
     sum_gradient: bool = True,
 ) -> Tensor:
-    """A linear layer whose output features are cut over the peers.
+    """A linear layer whose output features are sharded over the peers.
 
     Args:
         value: ``(..., inputs)``, the same on every peer; or a shard of it along ``gather_dim``.
         weight: my rows, ``(my outputs, inputs)``.
         bias: my part of it, or None.
         peers: the ranks, over whom the gradient of the input is summed.
-        gather_dim: the dim along which the input is cut (0 for Megatron's sequence parallelism).
+        gather_dim: the dim along which the input is sharded (0 for Megatron's sequence parallelism).
         gather_output: join the output features of all peers.
         sum_gradient: without it, a whole input gets this rank's part of its gradient only, for the caller to
             sum later.
@@ -176,21 +176,21 @@ def row_linear(
     scatter_dim: int | None = None,
     sum_output: bool = True,
 ) -> Tensor:
-    """A linear layer whose input features are cut over the peers, without its bias.
+    """A linear layer whose input features are sharded over the peers, without its bias.
 
-    The bias is the caller's to add: where the output is cut (``scatter_dim``), legacy code expects each rank's
+    The bias is the caller's to add: where the output is sharded (``scatter_dim``), legacy code expects each rank's
     bias gradient to be of its own shard only, and sums it later.
 
     Args:
         value: ``(..., my inputs)``; or ``(..., inputs)``, of which each peer takes its own.
         weight: my columns, ``(outputs, my inputs)``.
         peers: the ranks, over whom the output is summed.
-        input_is_parallel: the input is cut already.
+        input_is_parallel: the input is sharded already.
         scatter_dim: leave each peer its shard of the sum along this dim.
         sum_output: without it, this rank's part of the sum comes out, for the caller to sum later.
 
     Returns:
-        ``(..., outputs)``, the same on every peer or cut.
+        ``(..., outputs)``, the same on every peer or sharded.
 
     Raises:
         ShapeError: an input that is not cut yet, or an output that is to be, cannot be cut into equal shards.
@@ -215,7 +215,7 @@ def vocabulary_embedding(
     *,
     scatter_swapped: bool = False,
 ) -> Tensor:
-    """An embedding whose vocabulary is cut over the peers.
+    """An embedding whose vocabulary is sharded over the peers.
 
     Args:
         ids: the same on every peer; one that is outside of the vocabulary gets zeros.
@@ -235,7 +235,7 @@ def vocabulary_embedding(
 
 
 def feature_embedding(ids: Tensor, weight: Tensor, peers: RankGroup, how: Lookup | None = None) -> Tensor:
-    """An embedding whose features are cut over the peers.
+    """An embedding whose features are sharded over the peers.
 
     Args:
         ids: the same on every peer.

@@ -23,6 +23,7 @@ from namedmesh.tensor_parallel.collectives import (
     all_gather,
     all_reduce,
     gather,
+    local_shard,
     reduce_scatter,
     split,
     start_all_gather,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class ColwiseLinear(nn.Linear):
-    """An ``nn.Linear`` whose output features are cut over the ranks. Made by ``ColwiseParallel``."""
+    """An ``nn.Linear`` whose output features are sharded over the ranks. Made by ``ColwiseParallel``."""
 
     _setup: Setup
 
@@ -67,12 +68,12 @@ class ColwiseLinear(nn.Linear):
 
 
 class RowwiseLinear(nn.Linear):
-    """An ``nn.Linear`` whose input features are cut over the ranks. Made by ``RowwiseParallel``."""
+    """An ``nn.Linear`` whose input features are sharded over the ranks. Made by ``RowwiseParallel``."""
 
     _setup: Setup
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
-        """The sum of all ranks' products: whole, or cut along another dim."""
+        """The sum of all ranks' products: whole, or sharded along another dim."""
         setup = self._setup
         if torch.compiler.is_compiling():
             return through_dtensor(self, input, Shard(-1))
@@ -86,7 +87,7 @@ class RowwiseLinear(nn.Linear):
             or (scatter_dim is None and not isinstance(setup.output_layout, Replicate))
         ):
             return through_dtensor(self, input, Shard(-1))
-        local = input.to_local() if isinstance(input, DTensor) else input
+        local = local_shard(input)
         if scatter_dim is not None:
             shape = torch.Size((*local.shape[:-1], self.out_features))
             check_divides(self, "the output", shape, scatter_dim, setup.peers.size)
@@ -228,14 +229,6 @@ def _parameter_gradients(
     return weight_gradient, bias_gradient
 
 
-def _shard_of(parameter: Tensor) -> Tensor:
-    """My plain shard of a parameter. Inside a forward or backward only, where no gradients are recorded."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    local: Tensor = parameter.to_local()  # where nothing is recorded, an attribute access
-    return local
-
-
 def _gradient(parameter: Tensor, local: Tensor) -> Tensor:
     """A gradient of my shard of a parameter, of the same kind as the parameter."""
     return gradient_like(parameter, local) if isinstance(parameter, DTensor) else local
@@ -272,7 +265,7 @@ class _Column(torch.autograd.Function):
         _refuse_double_backward()
         now = computed_now(ctx)
         value, weight, bias, mine = ctx.saved_tensors
-        mine = _shard_of(weight) if mine is None else mine
+        mine = local_shard(weight) if mine is None else mine
         gradient = synchronous(gradient)
         pending = gathering = None
         if now[1] and value is not None and ctx.gather_again:
@@ -326,7 +319,7 @@ class _Row(torch.autograd.Function):
         _refuse_double_backward()
         now = computed_now(ctx)
         value, weight, bias, mine = ctx.saved_tensors
-        mine = _shard_of(weight) if mine is None else mine
+        mine = local_shard(weight) if mine is None else mine
         whole = synchronous(gradient)
         if ctx.scatter_dim is not None:
             # The whole gradient also makes the bias' gradient the same, and whole, on every rank.

@@ -1,4 +1,4 @@
-"""Styles for modules that are not cut themselves but work beside cut ones: a norm of heads, a sum of parts."""
+"""Styles for modules that are not sharded themselves but work beside sharded ones: a norm of heads, a sum of parts."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from namedmesh.tensor_parallel.blocks import Blocks
 from namedmesh.tensor_parallel.collectives import (
     RankGroup,
     all_reduce,
+    local_shard,
     sum_backward,
     sum_forward,
     whole_parameter,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 class LocalParameters(ParallelStyle):
     """Run a module's forward on this rank's shards of its own parameters, as plain tensors.
 
-    For a norm over each head's features (the heads are cut, the weight is not), or for a bare parameter with
+    For a norm over each head's features (the heads are sharded, the weight is not), or for a bare parameter with
     one number a head. The parameters become DTensors. A replicated one takes part on every rank with other
     data, so its gradient is summed over the ranks; a sharded one's gradient is this rank's own.
 
@@ -129,8 +130,7 @@ class _LocalForward:
             if torch.compiler.is_compiling():
                 return whole_parameter(parameter)
             return _shared_parameter(parameter, self.peers)
-        shard: Tensor = parameter.to_local()
-        return shard
+        return local_shard(parameter)
 
 
 class _SummedForward:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.tensor import DTensor, Shard
 
 from namedmesh.errors import ShapeError
-from namedmesh.tensor_parallel.collectives import RankGroup
+from namedmesh.tensor_parallel.collectives import RankGroup, local_shard
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ class Setup:
         return Setup, (self.mesh, self.input_layout, self.output_layout, self.use_local_output)
 
     def hand_out(self, local: Tensor) -> Tensor:
-        """The output as the style promises it: plain, or as a DTensor."""
+        """The output of the style: plain, or as a DTensor."""
         if self.use_local_output:
             return local
         return DTensor.from_local(local, self.mesh, (self.output_layout,), run_check=False)
@@ -69,8 +69,7 @@ class Setup:
         layout = self.layout_of(value)
         if layout is None or not same_layout(layout, self.input_layout, value.ndim):
             return None
-        local: Tensor = value.to_local() if isinstance(value, DTensor) else value
-        return local
+        return local_shard(value)
 
     def annotated(self, tensor: Tensor) -> DTensor:
         """An input as a DTensor in the layout that the style declares."""
@@ -78,8 +77,15 @@ class Setup:
             return tensor
         return DTensor.from_local(tensor, self.mesh, (self.input_layout,), run_check=False)
 
+    def moved(self, tensor: Tensor, desired: Placement) -> DTensor:
+        """An input as a DTensor, moved to the layout that DTensor arithmetic needs."""
+        annotated = self.annotated(tensor)
+        if annotated.placements != (desired,):
+            annotated = annotated.redistribute(placements=(desired,))
+        return annotated
+
     def finish(self, module: torch.nn.Module, output: Tensor) -> Tensor:
-        """The output of DTensor arithmetic in the layout that the style promises; synchronous.
+        """The output of DTensor arithmetic in the layout of the style; synchronous.
 
         An asynchronous one would be a tensor of another class, which torch.compile and FSDP2 together get
         silently wrong.
@@ -91,10 +97,7 @@ class Setup:
             if dim is not None:
                 check_divides(module, "the output", output.shape, dim, self.peers.size)
             output = output.redistribute(placements=(self.output_layout,))
-        if not self.use_local_output:
-            return output
-        local: Tensor = output.to_local()
-        return local
+        return local_shard(output) if self.use_local_output else output
 
 
 def same_layout(one: Placement, other: Placement, ndim: int) -> bool:
@@ -105,7 +108,7 @@ def same_layout(one: Placement, other: Placement, ndim: int) -> bool:
 
 
 def sharded_dim(layout: Placement, ndim: int) -> int | None:
-    """The dim that is cut, counted from the front; None where nothing is, or where it is out of range.
+    """The dim that is sharded, counted from the front; None where nothing is, or where it is out of range.
 
     Example:
         >>> from torch.distributed.tensor import Replicate, Shard
@@ -136,7 +139,7 @@ def name_of(module: torch.nn.Module) -> str:
 
 
 def check_divides(module: torch.nn.Module, what: str, shape: torch.Size, dim: int, tp_size: int) -> None:
-    """Refuse to cut a dim into shards of different lengths.
+    """Refuse to split a dim into shards of different lengths.
 
     A collective of unequal shards ends the process from inside the backend, with no traceback; every rank
     sees the same global shape, so all of them raise.

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 
-from namedmesh.tensor_parallel.collectives import whole_parameter
+from namedmesh.tensor_parallel.collectives import local_shard, whole_parameter
 from namedmesh.tensor_parallel.linear import column, column_operand
 from namedmesh.tensor_parallel.module_setup import Setup
 from namedmesh.tensor_parallel.styles import shard_parameters
@@ -57,6 +57,4 @@ def column_of(module: nn.Module, value: Tensor, weight: Tensor, bias: Tensor | N
     whole = setup.annotated(value).redistribute(placements=[Replicate()])
     rows = DTensor.from_local(weight, setup.mesh, [Shard(0)], run_check=False)
     added = None if bias is None else DTensor.from_local(bias, setup.mesh, [Shard(0)], run_check=False)
-    output: Any = F.linear(whole, rows, added)
-    mine: Tensor = output.to_local()
-    return mine
+    return local_shard(F.linear(whole, rows, added))

@@ -1,4 +1,4 @@
-"""Which parameters a style cuts, and how: arithmetic on a module's shapes, with nothing communicated."""
+"""Which parameters a style shards, and how: arithmetic on a module's shapes, with nothing communicated."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from torch.distributed.tensor.placement_types import Placement
 
-_CUTTING = (ColwiseParallel, RowwiseParallel)
-_MOVING = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
+_SHARDING = (ColwiseParallel, RowwiseParallel)
+_PREPARING = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
 
 
 class ActivationStyle(ParallelStyle):
@@ -46,22 +46,22 @@ def parameter_placements(style: ParallelStyle, module: nn.Module) -> dict[str, P
     own: Callable[[nn.Module], dict[str, Placement]] | None = getattr(style, "parameter_placements", None)
     if own is not None:
         return own(module)
-    if isinstance(style, _CUTTING):
-        return _cut_placements(style, module)
+    if isinstance(style, _SHARDING):
+        return _sharded_placements(style, module)
     if isinstance(style, SequenceParallel):
         return {name: Replicate() for name, _ in module.named_parameters()}
-    if isinstance(style, _MOVING):
+    if isinstance(style, _PREPARING):
         return {}
     return None
 
 
-def _cut_placements(style: ParallelStyle, module: nn.Module) -> dict[str, Placement]:
+def _sharded_placements(style: ParallelStyle, module: nn.Module) -> dict[str, Placement]:
     column = isinstance(style, ColwiseParallel)
     if isinstance(module, nn.Embedding):
         return {"weight": Shard(1) if column else Shard(0)}
-    cut = Shard(0) if column else Shard(1)
+    sharded = Shard(0) if column else Shard(1)
     norm = weight_norm(module)
-    placements: dict[str, Placement] = {"weight": cut} if norm is None else norm_placements(norm, cut)
+    placements: dict[str, Placement] = {"weight": sharded} if norm is None else norm_placements(norm, sharded)
     if getattr(module, "bias", None) is not None:
         placements["bias"] = Shard(0) if column else Replicate()
     return placements
@@ -83,14 +83,14 @@ def incompatibilities(style: ParallelStyle, module: nn.Module) -> list[str]:
     own: Callable[[nn.Module], list[str]] | None = getattr(style, "incompatibilities", None)
     if own is not None:
         return own(module)
-    if isinstance(style, _CUTTING):
-        return _cut_misfits(style, module)
+    if isinstance(style, _SHARDING):
+        return _sharding_problems(style, module)
     if isinstance(style, SequenceParallel):
-        return _nested_misfits(style, module)
+        return _nesting_problems(style, module)
     return []
 
 
-def _nested_misfits(style: ParallelStyle, module: nn.Module) -> list[str]:
+def _nesting_problems(style: ParallelStyle, module: nn.Module) -> list[str]:
     nested = next((name for name, _ in module.named_parameters() if "." in name), None)
     if nested is None:
         return []
@@ -101,7 +101,7 @@ def _nested_misfits(style: ParallelStyle, module: nn.Module) -> list[str]:
     return [reason]
 
 
-def _cut_misfits(style: ParallelStyle, module: nn.Module) -> list[str]:
+def _sharding_problems(style: ParallelStyle, module: nn.Module) -> list[str]:
     name = type(style).__name__
     if not isinstance(module, nn.Linear | nn.Embedding):
         reason = (

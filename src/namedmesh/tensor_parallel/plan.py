@@ -182,7 +182,7 @@ def _size_problems(entries: list[Entry], tp_size: int) -> list[str]:
     for entry in entries:
         for name, placement in (parameter_placements(entry.style, entry.module) or {}).items():
             if not isinstance(placement, Shard) or (name == "bias" and hasattr(entry.module, "out_features")):
-                continue  # a bias is cut as the output features are: say it once
+                continue  # a bias is sharded as the output features are: say it once
             dim = placement.dim
             parts = entry.style.fused.get(name, 1) if isinstance(entry.style, LocalParameters) else 1
             size = entry.module.get_parameter(name).shape[dim]

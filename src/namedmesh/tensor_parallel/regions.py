@@ -29,7 +29,7 @@ def gather_uneven(shard: Tensor, peers: RankGroup, sizes: Sequence[int], *, part
         peers: the ranks.
         sizes: the length of each peer's shard, the same on every peer.
         parts: each peer makes a part of the gradient, so that they are summed. Without it every peer makes
-            the whole gradient, which is then only cut.
+            the whole gradient, which is then only split.
 
     Raises:
         ShapeError: the sizes are not one for each peer, or mine is not the length of my shard.
@@ -84,7 +84,7 @@ def exchange(
     length = outgoing.shape[0]
     if sending is not None:
         _check_sum(outgoing, sending, "the lengths to send")
-    elif length % peers.size:  # by default it is cut into equal shards
+    elif length % peers.size:  # by default it is sharded into equal shards
         raise ShapeError(
             f"dim 0 of shape {tuple(outgoing.shape)} has length {length}, which cannot be cut into "
             f"{peers.size} equal shards; pass the length of each shard"

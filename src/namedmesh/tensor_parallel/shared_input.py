@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 
 from namedmesh._torch import backward_pass, synchronous
 from namedmesh.tensor_parallel.collectives import (
     Pending,
     all_gather,
+    local_shard,
     my_shard,
     start_all_reduce,
     start_reduce_scatter,
@@ -95,10 +96,8 @@ class _Share:
             or layout is None
             or (dim is None and not isinstance(layout, Replicate))
         ):
-            whole = setup.annotated(value).redistribute(placements=(Replicate(),))
-            local: Tensor = whole.to_local()
-            return local
-        value = value.to_local() if isinstance(value, DTensor) else value
+            return local_shard(setup.annotated(value).redistribute(placements=(Replicate(),)))
+        value = local_shard(value)
         shared = SharedGradient(setup.peers, dim)
         whole_value = _shared(value, shared)
         setattr(whole_value, _MARK, shared)

@@ -21,7 +21,6 @@ from namedmesh.tensor_parallel.weight_norm import use_local_norm, weight_norm
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
     from torch.distributed.tensor.placement_types import Placement
@@ -70,7 +69,7 @@ class RowwiseParallel(TorchRowwiseParallel):
 
     Args:
         input_layouts: how a plain input is laid out: ``Shard(-1)`` (the default, also for the ids of an
-            embedding: say ``Replicate()`` there), or ``Replicate()`` to let each rank cut its features.
+            embedding: say ``Replicate()`` there), or ``Replicate()`` to let each rank take its features.
         output_layouts: ``Replicate()`` (the default) sums over the ranks; ``Shard(dim)`` leaves each rank
             its shard of the sum (sequence parallelism).
         use_local_output: hand out this rank's plain tensor (the default) instead of a DTensor.
@@ -120,7 +119,14 @@ def _shard(
         module._setup = setup  # type: ignore[assignment]  # noqa: SLF001  it is one of ours now
         return module
     if ours is None:
-        return distribute_module(module, mesh, partition, _input_hook(setup, desired), _output_hook(setup))
+        # A forward that is not torch's own gets and gives DTensors.
+        return distribute_module(
+            module,
+            mesh,
+            partition,
+            lambda _module, inputs, _mesh: (setup.moved(inputs[0], desired), *inputs[1:]),
+            lambda module, output, _mesh: setup.finish(module, output),
+        )
     distribute_module(module, mesh, partition)
     if norm is not None:
         use_local_norm(module, norm, Shard(0 if isinstance(style, ColwiseParallel) else 1), setup.peers)
@@ -169,28 +175,7 @@ def shard_parameters(style: ParallelStyle) -> Callable[[str, nn.Module, DeviceMe
             return
         for name, placement in (parameter_placements(style, module) or {}).items():
             parameter = getattr(module, name)
-            cut = distribute_tensor(parameter, mesh, [placement], src_data_rank=style.src_data_rank)
-            module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+            shard = distribute_tensor(parameter, mesh, [placement], src_data_rank=style.src_data_rank)
+            module.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
 
     return partition
-
-
-def _input_hook(setup: Setup, desired: Placement) -> Callable[..., Any]:
-    """For a forward that is not torch's own: its first input as a DTensor in the layout it needs."""
-
-    def prepare(_module: nn.Module, inputs: tuple[Any, ...], _mesh: DeviceMesh) -> tuple[Any, ...]:
-        annotated = setup.annotated(inputs[0])
-        if annotated.placements != (desired,):
-            annotated = annotated.redistribute(placements=(desired,))
-        return (annotated, *inputs[1:])
-
-    return prepare
-
-
-def _output_hook(setup: Setup) -> Callable[..., Any]:
-    """For a forward that is not torch's own: its output in the layout that the style promises."""
-
-    def finish(module: nn.Module, output: Tensor, _mesh: DeviceMesh) -> Tensor:
-        return setup.finish(module, output)
-
-    return finish

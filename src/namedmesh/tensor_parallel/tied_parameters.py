@@ -1,4 +1,4 @@
-"""Tied parameters: one tensor under two names, which a plan has to cut the same way under both."""
+"""Tied parameters: one tensor under two names, which a plan has to shard the same way under both."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def find_ties(model: nn.Module, entries: list[Entry]) -> tuple[list[Tie], list[s
                 layouts[id(entry.module), name] = placement_name(placements[name])
     ties, problems = [], []
     for names in _shared(model).values():
-        cuts = [(fqn, layouts.get((id(module), name))) for fqn, module, name in names]
-        distinct = {layout for _, layout in cuts}
+        named = [(fqn, layouts.get((id(module), name))) for fqn, module, name in names]
+        distinct = {layout for _, layout in named}
         if distinct == {None}:
             continue
         if len(distinct) == 1:
             ties.append(Tie(tuple((module, name) for _, module, name in names)))
         else:
-            problems.append(_broken(cuts))
+            problems.append(_broken(named))
     return ties, problems
 
 
@@ -59,14 +59,14 @@ def _shared(model: nn.Module) -> dict[int, list[tuple[str, nn.Module, str]]]:
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, name = fqn.rpartition(".")
         module = modules[owner]
-        # One module under two names is not a tie: it is cut once.
+        # One module under two names is not a tie: it is sharded once.
         holders[id(parameter)].setdefault((id(module), name), (fqn, module, name))
     return {key: list(found.values()) for key, found in holders.items() if len(found) > 1}
 
 
-def _broken(cuts: list[tuple[str, str | None]]) -> str:
-    names = listing((fqn for fqn, _ in cuts), 4)
-    layouts = listing((f"{fqn}: {layout or 'not sharded'}" for fqn, layout in cuts), 4)
+def _broken(named: list[tuple[str, str | None]]) -> str:
+    names = listing((fqn for fqn, _ in named), 4)
+    layouts = listing((f"{fqn}: {layout or 'not sharded'}" for fqn, layout in named), 4)
     return (
         f"{names} are one parameter (tied), but the plan lays them out differently ({layouts}); give them "
         f"the same layout, such as RowwiseParallel for an embedding and ColwiseParallel for the output head, "

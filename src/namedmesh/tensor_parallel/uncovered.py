@@ -125,7 +125,7 @@ def _is_inside(fqn: str, owner: str) -> bool:
 
 def sequence_parallel(entries: list[Entry]) -> list[Entry]:
     """The entries at whose input or output each rank has its shard of the sequence."""
-    return [entry for entry in entries if any(map(_cuts_the_sequence, _outer_layouts(entry.style)))]
+    return [entry for entry in entries if any(map(_shards_the_sequence, _outer_layouts(entry.style)))]
 
 
 def _outer_layouts(style: ParallelStyle) -> tuple[Placement | None, ...]:
@@ -139,17 +139,17 @@ def _outer_layouts(style: ParallelStyle) -> tuple[Placement | None, ...]:
     return (style.input_layouts,) if isinstance(style, SharedInput) else ()
 
 
-def _cuts_the_sequence(layout: Placement | None) -> bool:
-    """Whether a layout cuts another dim than the last of activations (batch, sequence, features)."""
+def _shards_the_sequence(layout: Placement | None) -> bool:
+    """Whether a layout shards another dim than the last of activations (batch, sequence, features)."""
     return isinstance(layout, Shard) and layout.dim not in {-1, 2}
 
 
 def _on_shards(model: nn.Module, entries: list[Entry]) -> Iterator[str]:
     """Trainable parameters in no style, of modules that may work on this rank's shard of the sequence only."""
-    cut = sequence_parallel(entries)
-    if not cut:
+    sharded = sequence_parallel(entries)
+    if not sharded:
         return
-    owner, *others = (entry.fqn.rpartition(".")[0] for entry in cut)
+    owner, *others = (entry.fqn.rpartition(".")[0] for entry in sharded)
     while not all(_is_inside(other, owner) for other in others):
         owner = owner.rpartition(".")[0]
     styles = {entry.fqn: entry.style for entry in entries}

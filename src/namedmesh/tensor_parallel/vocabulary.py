@@ -1,4 +1,4 @@
-"""A vocabulary cut over the ranks: looking vectors up in my part, and the loss of logits that are cut.
+"""A vocabulary sharded over the ranks: looking vectors up in my part, and the loss of logits that are sharded.
 
 Part number r of equal parts of n entries holds the ids from r * n up to, and without, (r + 1) * n.
 """
@@ -86,7 +86,7 @@ def shorten(
         ids: which vectors; one may come several times.
         max_norm: the limit.
         norm_type: which norm.
-        peers: the ranks that each have a part of the features, if they are cut; each shortens its own part.
+        peers: the ranks that each have a part of the features, if they are sharded; each shortens its own part.
 
     Example:
         >>> weight = torch.tensor([[3.0, 4.0], [6.0, 8.0]])
@@ -128,7 +128,7 @@ def cross_entropy(
     *,
     dtype: torch.dtype | None = torch.float32,
 ) -> Tensor:
-    """The cross entropy of logits whose vocabulary is cut over the peers, for each token.
+    """The cross entropy of logits whose vocabulary is sharded over the peers, for each token.
 
     Without smoothing every peer gets the same, the loss over the whole vocabulary. With smoothing, the share
     of the probability that is taken off the target is spread over **my part** of the vocabulary: peers get
@@ -138,7 +138,7 @@ def cross_entropy(
         logits: ``(..., my part of the vocabulary)``; left as it is.
         target: ``(...)``, ids in the whole vocabulary, the same on every peer. For an id outside of it the
             loss is the logarithm of the softmax's denominator, and means nothing: mask it.
-        peers: the ranks over which the vocabulary is cut.
+        peers: the ranks over which the vocabulary is sharded.
         label_smoothing: from 0 up to, and without, 1.
         dtype: what to compute in, and the type of the loss; None for that of the logits.
 

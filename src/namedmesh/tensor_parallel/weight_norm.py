@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.nn.utils.weight_norm import WeightNorm
 
 from namedmesh._torch import pre_hooks
-from namedmesh.tensor_parallel.collectives import sum_backward, sum_forward, whole_parameter
+from namedmesh.tensor_parallel.collectives import local_shard, sum_backward, sum_forward, whole_parameter
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,9 +27,9 @@ def weight_norm(module: nn.Module) -> WeightNorm | None:
     return next((hook for hook in found if isinstance(hook, WeightNorm) and hook.name == "weight"), None)
 
 
-def norm_placements(norm: WeightNorm, cut: Shard) -> dict[str, Placement]:
-    """How the two parameters of a weight are laid out, of which one dim is cut."""
-    return {MAGNITUDE: cut if norm.dim == cut.dim else Replicate(), DIRECTION: cut}
+def norm_placements(norm: WeightNorm, sharded: Shard) -> dict[str, Placement]:
+    """How the two parameters of a weight are laid out, of which one dim is sharded."""
+    return {MAGNITUDE: sharded if norm.dim == sharded.dim else Replicate(), DIRECTION: sharded}
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,21 @@ class LocalWeightNorm:
 
     Args:
         dim: the dim of which every slice has a norm of its own, -1 for one norm of the whole weight.
-        cut: the dim that is cut over the ranks.
+        sharded: the dim that is sharded over the ranks.
         peers: the ranks.
     """
 
     dim: int
-    cut: int
+    sharded: int
     peers: RankGroup
 
     def __call__(self, module: nn.Module, _inputs: object) -> None:
         """Leave the shard where the module's forward looks for its weight."""
         magnitude, direction = module.get_parameter(MAGNITUDE), module.get_parameter(DIRECTION)
-        shard = direction.to_local() if isinstance(direction, DTensor) else direction
+        shard = local_shard(direction)
         dims = [i for i in range(shard.ndim) if i != self.dim]
-        if self.dim == self.cut:
-            size = magnitude.to_local() if isinstance(magnitude, DTensor) else magnitude
+        if self.dim == self.sharded:
+            size = local_shard(magnitude)
             norm = torch.linalg.vector_norm(shard, dim=dims, keepdim=True)
         else:
             size = whole_parameter(magnitude)
@@ -61,9 +61,9 @@ class LocalWeightNorm:
         module.weight = shard * (size / norm)
 
 
-def use_local_norm(module: nn.Module, norm: WeightNorm, cut: Shard, peers: RankGroup) -> None:
+def use_local_norm(module: nn.Module, norm: WeightNorm, sharded: Shard, peers: RankGroup) -> None:
     """Put our hook where torch's is."""
     hooks = pre_hooks(module)
     key = next(key for key, hook in hooks.items() if hook is norm)
-    hooks[key] = LocalWeightNorm(norm.dim, cut.dim, peers)
+    hooks[key] = LocalWeightNorm(norm.dim, sharded.dim, peers)
     module.weight = None  # type: ignore[assignment]  # the next forward computes it

@@ -32,8 +32,8 @@ def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim:
     Args:
         tensor: a parameter that is not marked yet.
         is_parallel: whether it is a shard: each rank has another one.
-        dim: the dim along which the whole was cut.
-        stride: the number of blocks, each of which was cut on its own.
+        dim: the dim along which the whole was sharded.
+        stride: the number of blocks, each of which was sharded on its own.
 
     Raises:
         ContractError: the tensor is marked already.

@@ -63,7 +63,7 @@ class ParallelLinear(ParallelLayer):
     def make_parameters(
         self, settings: Settings, initialize: Initializer, dim: int, stride: int, *, weight: bool, bias: bool
     ) -> None:
-        """Make this rank's shard of the weight, cut along ``dim``, and its bias: cut too, if the rows are."""
+        """Make this rank's shard of the weight, sharded along ``dim``, and its bias: sharded too, if the rows are."""
         rows, columns = self.output_size, self.input_size
         with shapes_as_contract():
             what = ("output_size", "input_size")[dim]
@@ -94,7 +94,7 @@ class ParallelLinear(ParallelLayer):
         """Ignored: what another implementation keeps there means nothing here."""
 
     def extra_repr(self) -> str:
-        """The sizes of the whole layer, and over how many ranks it is cut."""
+        """The sizes of the whole layer, and over how many ranks it is sharded."""
         return (
             f"in_features={self.input_size}, out_features={self.output_size}, bias={self.bias is not None}, "
             f"TP={self._peers.size}"

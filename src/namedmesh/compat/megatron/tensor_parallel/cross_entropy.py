@@ -1,4 +1,4 @@
-"""Megatron's loss for logits whose vocabulary is cut over the tensor-parallel ranks."""
+"""Megatron's loss for logits whose vocabulary is sharded over the tensor-parallel ranks."""
 
 from __future__ import annotations
 

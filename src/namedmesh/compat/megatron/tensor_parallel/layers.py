@@ -49,7 +49,7 @@ Result: TypeAlias = "tuple[Tensor, nn.Parameter | None]"
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """A linear layer whose output features are cut over the tensor-parallel ranks.
+    """A linear layer whose output features are sharded over the tensor-parallel ranks.
 
     The weight is this rank's ``(output_size / t, input_size)``, the bias its ``(output_size / t,)``.
 
@@ -62,7 +62,7 @@ class ColumnParallelLinear(ParallelLinear):
         bias: with a bias, of zeros at first.
         gather_output: join the output features on every rank. Left out, it is False where a ``config`` is
             given and True where none is: each as its generation of the interface has it.
-        stride: the number of blocks that the output features are made of, each cut on its own.
+        stride: the number of blocks that the output features are made of, each sharded on its own.
         keep_master_weight_for_test: keep the whole weight as first drawn, in ``master_weight``.
         skip_bias_add: hand the bias out instead of adding it, for the caller to fuse with what follows.
         skip_weight_param_allocation: make no weight; one is passed to every forward.
@@ -186,7 +186,7 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """A linear layer whose input features are cut over the tensor-parallel ranks.
+    """A linear layer whose input features are sharded over the tensor-parallel ranks.
 
     The weight is this rank's ``(output_size, input_size / t)``; every rank has the whole bias.
 
@@ -200,7 +200,7 @@ class RowParallelLinear(ParallelLinear):
             and its gradient is that of this rank's shard of the sequence, to be summed over the ranks later.
         input_is_parallel: the input is this rank's shard already; otherwise each rank takes its own.
         skip_bias_add: hand the bias out instead of adding it, for the caller to fuse with what follows.
-        stride: the number of blocks that the input features are made of, each cut on its own.
+        stride: the number of blocks that the input features are made of, each sharded on its own.
         keep_master_weight_for_test: keep the whole weight as first drawn, in ``master_weight``.
         is_expert: the layer belongs to an expert: its ranks are those of the expert layout, and the output is
             left this rank's part of the sum, for whoever dispatches the tokens.
@@ -210,7 +210,7 @@ class RowParallelLinear(ParallelLinear):
     Raises:
         ContractError: the ranks, times the stride, do not divide ``input_size``; or an expert's layer on
             several ranks is to add its bias, which would then count several times.
-        ContractRuntimeError: sequence parallelism with an input that is not cut yet, or the configuration asks
+        ContractRuntimeError: sequence parallelism with an input that is not sharded yet, or the configuration asks
             for fused accumulation of gradients.
 
     Example:
@@ -294,7 +294,7 @@ class RowParallelLinear(ParallelLinear):
 
 
 class VocabParallelEmbedding(ParallelLayer):
-    """An embedding whose vocabulary is cut over the tensor-parallel ranks.
+    """An embedding whose vocabulary is sharded over the tensor-parallel ranks.
 
     The weight is this rank's ``(num_embeddings / t, embedding_dim)``: the ids from ``vocab_start_index`` up to,
     and without, ``vocab_end_index``.
@@ -373,5 +373,5 @@ class VocabParallelEmbedding(ParallelLayer):
         )
 
     def extra_repr(self) -> str:
-        """The sizes of the whole layer, and over how many ranks it is cut."""
+        """The sizes of the whole layer, and over how many ranks it is sharded."""
         return f"{self.num_embeddings}, {self.embedding_dim}, TP={self._peers.size}"

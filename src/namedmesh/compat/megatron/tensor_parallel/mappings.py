@@ -1,7 +1,7 @@
 """Megatron's ways in and out of tensor- and sequence-parallel regions, each with its partner as backward.
 
 Every function takes the process group as ``group``; left out, it is the tensor-model-parallel group. Below, t
-is the number of its ranks, and a dim of length n is cut into t shards of n / t in rank order. On one rank all
+is the number of its ranks, and a dim of length n is sharded into t shards of n / t in rank order. On one rank all
 of them hand the tensor through. Results are new tensors; the input is never written to.
 """
 
@@ -160,7 +160,7 @@ def gather_from_sequence_parallel_region(
         input_: ``(s / t, ...)``, this rank's shard.
         tensor_parallel_output_grad: the ranks go on with different parts of the work, as in a column-parallel
             layer: the gradients are summed, and each rank gets its shard. False where they all do the same:
-            the gradient is only cut.
+            the gradient is only split.
         group: the ranks.
         output_split_sizes: the lengths of all ranks' shards, where they differ.
         use_global_buffer: taken and not used. The result is a tensor of its own, because the next call would
@@ -296,7 +296,7 @@ def all_to_all(
 
 
 def all_to_all_sp2hp(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """From tokens that are cut over the ranks to features that are.
+    """From tokens that are sharded over the ranks to features that are.
 
     Args:
         input_: ``(tokens / t, h)``, or with more dims before the last, which are taken as one.
@@ -323,7 +323,7 @@ def all_to_all_sp2hp(input_: Tensor, group: ProcessGroup | None = None) -> Tenso
 
 
 def all_to_all_hp2sp(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """From features that are cut over the ranks to tokens that are.
+    """From features that are sharded over the ranks to tokens that are.
 
     Args:
         input_: ``(tokens, h / t)``, or with more dims before the last, which are taken as one.

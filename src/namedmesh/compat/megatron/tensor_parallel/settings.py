@@ -26,11 +26,11 @@ class Settings:
 
     Args:
         params_dtype: of the parameters; torch's default dtype where nothing is said.
-        use_cpu_initialization: draw the whole weight on every rank and cut it, so that the weights do not
+        use_cpu_initialization: draw the whole weight on every rank and shard it, so that the weights do not
             depend on the number of ranks. Otherwise so too, unless the ranks compute on an accelerator: there
             each draws its own shard.
         perform_initialization: fill the parameters at all.
-        sequence_parallel: outside of the layers, activations are cut along their first dim.
+        sequence_parallel: outside of the layers, activations are sharded along their first dim.
         expert_model_parallel_size: more than 1 marks parameters of expert layers as not to be all-reduced
             over the data-parallel ranks.
         deterministic_mode: look embeddings up in a way whose gradient adds up in the same order each time.

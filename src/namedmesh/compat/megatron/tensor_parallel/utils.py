@@ -1,4 +1,4 @@
-"""Megatron's helpers for cutting tensors, lengths and vocabularies."""
+"""Megatron's helpers for splitting tensors, lengths and vocabularies."""
 
 from __future__ import annotations
 
