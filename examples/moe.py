@@ -96,9 +96,13 @@ def make_model(mesh: namedmesh.NamedMesh) -> Llama:
     plan = tensor_parallel_plan(model)
     if mesh.size("etp") > 1:
         # The ranks along etp work on the same tokens, each on a part of every expert's features.
-        whole = {"input_layouts": Shard(1), "desired_input_layouts": Replicate(), "use_local_input": True}
-        cut = {"output_layouts": Replicate(), "desired_output_layouts": Shard(1)}
-        plan |= {"layers.*.feed_forward": PrepareModuleInputOutput(**whole, **cut)}
+        plan["layers.*.feed_forward"] = PrepareModuleInputOutput(
+            input_layouts=Shard(1),
+            desired_input_layouts=Replicate(),
+            use_local_input=True,
+            output_layouts=Replicate(),
+            desired_output_layouts=Shard(1),
+        )
         plan |= {"layers.*.feed_forward.router": KeepWhole()}
     else:
         # Each tp rank routes its part of the sequence; the parts of the router's gradient are summed.
@@ -110,7 +114,7 @@ def make_model(mesh: namedmesh.NamedMesh) -> Llama:
     parallelize(model, mesh["tp"], plan)
     features = ShardedExperts({"gate": Shard(2), "up": Shard(2), "down": Shard(1)})
     for layer in model.layers.values():
-        experts = layer.feed_forward.experts
+        experts: Any = layer.get_submodule("feed_forward.experts")
         if mesh.size("etp") > 1:
             parallelize(experts, mesh["etp"], features)
         parallelize(experts, mesh["ep"], ExpertParallel())

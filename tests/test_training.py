@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,7 +17,7 @@ from namedmesh import training
 TOLERANCE = 1e-9
 
 
-def check_layout(layout: dict[str, int]) -> dict[str, float]:
+def check_layout(layout: dict[str, Any]) -> dict[str, float]:
     mesh = namedmesh.init_mesh(**layout)
     told = {}
     loss, expected = checks.reference()
@@ -38,9 +39,9 @@ def check_layout(layout: dict[str, int]) -> dict[str, float]:
     with mock.patch("namedmesh.training.initialization.PIECE", 40):  # a few rows
         training.init_parameters(net, 5)
         training.init_parameters(expected, 5)
-    wanted = dict(expected.named_parameters())
+    first = dict(expected.named_parameters())
     told["first weights"] = max(
-        (checks.whole(each) - wanted[name]).abs().max().item() for name, each in net.named_parameters()
+        (checks.whole(each) - first[name]).abs().max().item() for name, each in net.named_parameters()
     )
     mesh.close()
     return told
@@ -53,7 +54,7 @@ HYBRID_WITH_CONTEXT = (
 
 
 @pytest.mark.parametrize("layout", [*checks.LAYOUTS, *HYBRID_WITH_CONTEXT], ids=checks.layout_name)
-def test_a_step_is_that_of_one_process(layout: dict[str, int]) -> None:
+def test_a_step_is_that_of_one_process(layout: dict[str, Any]) -> None:
     told = run_ranks(8, check_layout, layout)
     for each in told:
         assert max(each.values()) < TOLERANCE, told

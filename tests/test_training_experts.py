@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import moe
 import pytest
 import torch
@@ -13,7 +15,7 @@ from namedmesh import training
 from namedmesh.tensor_parallel import ExpertParallel, parallelize
 
 # Of the mesh over pp, dp and tp, and of the view over pp, edp, ep and etp.
-LAYOUTS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ep1": ({"pp": 1, "dp": 8, "tp": 1}, {"ep": 1, "etp": 1}),
     "ep2": ({"pp": 1, "dp": 8, "tp": 1}, {"ep": 2, "etp": 1}),
     "ep4": ({"pp": 1, "dp": 8, "tp": 1}, {"ep": 4, "etp": 1}),

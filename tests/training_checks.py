@@ -26,7 +26,7 @@ from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, parallel
 if TYPE_CHECKING:
     from namedmesh import NamedMesh
 
-LAYOUTS: tuple[dict[str, int], ...] = (
+LAYOUTS: tuple[dict[str, Any], ...] = (
     {"dp": 8},
     {"dp": 4, "tp": 2},
     {"dp": 2, "tp": 4},
@@ -39,7 +39,7 @@ BLOCKS, VOCABULARY, BATCH, SEQUENCE = 4, 8, 8, 8
 IGNORED = -100
 
 
-def layout_name(layout: dict[str, int]) -> str:
+def layout_name(layout: dict[str, Any]) -> str:
     return " ".join(f"{axis}{size}" for axis, size in layout.items())
 
 
