@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pty
+import re
 import shlex
 import subprocess
 import sys
@@ -313,7 +314,7 @@ def test_a_process_of_its_own_ends_with_the_status(command: str, status: int, me
         "plan --world-size 16 --tp 2 --svg a.svg --html a.html",
         "plan tp=2 --rank 1",
         "partitions --world-size 8 --params 1B",
-        "shard --in 8 --out 8 --tp 2 --style row",
+        "shard --in 8 --out 8 --tp 2 --style row --svg a.svg --html a.html",
         "diff --a tp=2 --b dp=2",
         "--help",
         "doctor --help",
@@ -389,3 +390,11 @@ def test_a_terminal_gets_tables_with_rich() -> None:
     assert "│" in out
     assert "\x1b[2;9m" in out  # the row that is ruled out is dim, and struck
     assert "2 heads do not divide by tp=3" in out
+    out = on_a_terminal("plan --world-size 16 --tp 4 --gpus-per-node 8", without_rich=False)
+    legend, _, nodes, blocks = out.splitlines()[:4]
+    assert "dp 3" in legend
+    assert nodes.split() == ["node", "0", "node", "1"]
+    colors = re.findall(r"\x1b\[([0-9;]+)m +([0-9]+) +\x1b", blocks)
+    assert [int(rank) for _, rank in colors] == list(range(16))
+    assert [len({color for color, _ in colors[i : i + 4]}) for i in range(0, 16, 4)] == [1] * 4
+    assert len({color for color, _ in colors}) == 4

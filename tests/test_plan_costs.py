@@ -74,7 +74,7 @@ def test_activations_by_the_formula_of_the_paper() -> None:
         model = Model(**sizes, checkpointing=checkpointing, sequence_parallel=sequence)  # type: ignore[arg-type]
         assert estimate_activations(model, {"tp": t, "pp": 5}) == pytest.approx(5 * tokens * bytes_each)
     wide = Model(**sizes, ffn=128, experts=4, top_k=2)  # type: ignore[arg-type]
-    assert estimate_activations(wide, {}) == pytest.approx(5 * tokens * (18 + 2 * 32))
+    assert estimate_activations(wide, {}) == pytest.approx(5 * tokens * (18 + 2 * 64))
 
 
 def test_the_best_partitions_by_what_their_steps_take() -> None:

@@ -375,7 +375,7 @@ def test_a_dry_run_on_the_meta_device() -> None:
         "mlp.down     RowwiseParallel     bias       Replicate()      64       64\n"
         "norm.weight  -                              not in the plan  64       64\n"
         "norm.bias    -                              not in the plan  64       64\n"
-        "24,448 of 97,216 parameters on each of 4 ranks"
+        "24,448 of 97,216 parameters on each of 4 ranks, 192 of them whole"
     )
     assert report.parameters == sum(p.numel() for p in model.parameters())
     assert all(value is before[key] or value.is_meta for key, value in model.state_dict().items())

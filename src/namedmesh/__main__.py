@@ -25,6 +25,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS: dict[str, str] = {
     **dict.fromkeys(("plan", "partitions", "shard", "diff", "doctor"), "namedmesh.plan.cli"),
     "migrate": "namedmesh.migrate.cli",
+    "run": "namedmesh.compat.cli",
 }
 """The commands, and the module of each."""
 
@@ -57,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.parser.error(
             f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(flag, arguments.parser._option_string_actions)}"  # noqa: SLF001  argparse lists its flags nowhere else
         )
+    if not arguments.guarded:
+        return int(arguments.run(arguments))
     stdout: Any = sys.stdout
     if stdout is None:
         sys.stderr.write(f"namedmesh {argv[0]}: standard output is closed\n")
@@ -90,8 +93,8 @@ def _parser(names: Iterable[str]) -> argparse.ArgumentParser:
     for name in names:
         summary, configure, run = import_module(COMMANDS[name]).COMMANDS[name]
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        command.set_defaults(run=run, parser=command, guarded=True)
         configure(command)
-        command.set_defaults(run=run, parser=command)
     return parser
 
 

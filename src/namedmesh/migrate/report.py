@@ -32,6 +32,11 @@ def as_text(scan: Scan) -> str:
     """
     problems = "\n".join(f"{problem.path}: {problem.message}" for problem in scan.problems)
     blocks = [problems] * bool(problems)
+    if scan.missing:
+        lines = [f"{one.path}:{one.line}: {one.module}" for one in scan.missing]
+        blocks.append(
+            "\n    ".join(["These imports need megatron-core, and have no replacement without it:", *lines])
+        )
     if not scan.findings:
         blocks.append(f"No use of megatron.core.parallel_state in {count_of(scan.files, 'file')}.")
         return "\n\n".join(blocks) + "\n"
@@ -59,6 +64,7 @@ def as_json(scan: Scan) -> str:
         "findings": data["findings"],
         "once": merge_setup(scan.findings),
         "problems": data["problems"],
+        "missing": data["missing"],
         "summary": _counts(scan),
         "meanwhile": _INSTALL,
     }

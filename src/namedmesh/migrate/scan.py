@@ -7,23 +7,23 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from namedmesh.errors import did_you_mean
-from namedmesh.migrate.rules import DIALECT, Advice, Arguments
-from namedmesh.migrate.sources import Source, UnreadableError, python_files, read
+from namedmesh.migrate.rules import Advice, Arguments
+from namedmesh.migrate.scopes import MODULES, USUAL_NAMES, Exports, Origin, Scopes, exported, has_usual_name
+from namedmesh.migrate.sources import (
+    Source,
+    UnreadableError,
+    fstring_quotes,
+    module_names,
+    python_files,
+    read,
+)
 from namedmesh.migrate.table import TABLE
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Sequence
 
-__all__ = ["Finding", "Problem", "Scan", "scan", "scan_source"]
-
-_MODULES = ("megatron.core.parallel_state", "megatron.core.mpu", DIALECT)
-_PARENTS = frozenset(
-    ".".join(parts[:n])
-    for parts in (module.split(".") for module in _MODULES)
-    for n in range(1, len(parts) + 1)
-)
-_USUAL_NAMES = ("parallel_state", "mpu")
+__all__ = ["PROVIDED", "Finding", "Missing", "Problem", "Scan", "scan", "scan_source"]
 
 _ASSIGNED = (
     "an assignment patches what the legacy calls answer and no mesh; where a test stands in for groups, give it a mesh "
@@ -32,7 +32,28 @@ _ASSIGNED = (
 _REFERENCE = "passed on, not called: arguments that are given where it is called can ask for another group"
 _STAR = "it came with 'import *'"
 _COMPUTED = "which name it is, is known only when it runs"
+_IN_FSTRING = (
+    "an f-string before Python 3.12 cannot hold these quotation marks: assign it to a variable first"
+)
 _OBJECT_AND_NAME = 2
+PROVIDED = frozenset(
+    (
+        *("megatron", "megatron.core", *(module for module in MODULES if module.startswith("megatron."))),
+        *(
+            "megatron.core.process_groups_config",
+            "megatron.core.hyper_comm_grid",
+            "megatron.core.tensor_parallel",
+        ),
+        *(
+            f"megatron.core.tensor_parallel.{part}"
+            for part in ("cross_entropy", "layers", "mappings", "utils")
+        ),
+    )
+)
+"""What can be imported after ``install()`` where megatron-core is not installed."""
+_ABSENT = frozenset(
+    f"megatron.core.tensor_parallel.{part}" for part in ("data", "random", "inference_layers")
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -49,6 +70,7 @@ class Finding:
         once: statements that every rank runs once before.
         notes: remarks.
         certain: whether imports determine what the name is; otherwise it only looks like a legacy one.
+        end: the line and the column after the last character of a call; None for what is no call.
     """
 
     path: str
@@ -60,6 +82,7 @@ class Finding:
     once: tuple[str, ...]
     notes: tuple[str, ...]
     certain: bool
+    end: tuple[int, int] | None = None
 
     @property
     def known(self) -> bool:
@@ -75,6 +98,15 @@ class Problem:
     message: str
 
 
+@dataclass(frozen=True, order=True)
+class Missing:
+    """An import that finds nothing where megatron-core is not installed, and that namedmesh does not replace."""
+
+    path: str
+    line: int
+    module: str
+
+
 @dataclass(frozen=True)
 class Scan:
     """The uses of legacy names in some files.
@@ -83,15 +115,17 @@ class Scan:
         files: how many files were read.
         findings: the uses, by file and line.
         problems: the files that could not be read.
+        missing: imports of Megatron that have no replacement.
     """
 
     files: int
     findings: tuple[Finding, ...]
     problems: tuple[Problem, ...]
+    missing: tuple[Missing, ...] = ()
 
 
-def scan(paths: Iterable[str | os.PathLike[str]]) -> Scan:
-    """Find every use of Megatron's ``parallel_state`` in files and folders.
+def scan(paths: Sequence[str | os.PathLike[str]]) -> Scan:
+    """Find every use of Megatron's ``parallel_state`` in files and folders, also by way of the code's own modules.
 
     Args:
         paths: modules, notebooks, and folders of them.
@@ -100,16 +134,23 @@ def scan(paths: Iterable[str | os.PathLike[str]]) -> Scan:
         >>> scan([]).findings
         ()
     """
-    findings: list[Finding] = []
+    sources: list[tuple[tuple[str, ...], Source]] = []
     problems = []
     files = 0
     for path in python_files(paths):
         files += 1
         try:
-            findings += scan_source(read(path))
+            sources.append((module_names(path, paths), read(path)))
         except UnreadableError as error:
             problems.append(Problem(str(path), str(error)))
-    return Scan(files, tuple(sorted(findings)), tuple(sorted(problems)))
+    # A module that names neither Megatron nor the usual names may still have them from another one.
+    exports = (
+        exported([(names, source.tree) for names, source in sources]) if any(map(_is_legacy, sources)) else {}
+    )
+    visitors = [_visited(source, exports, names[0]) for names, source in sources]
+    findings = [finding for visitor in visitors for finding in visitor.findings]
+    missing = [one for visitor in visitors for one in visitor.missing]
+    return Scan(files, tuple(sorted(findings)), tuple(sorted(problems)), tuple(sorted(missing)))
 
 
 def scan_source(source: Source) -> list[Finding]:
@@ -121,141 +162,47 @@ def scan_source(source: Source) -> list[Finding]:
         >>> use.line, use.column, use.legacy, use.replacement
         (1, 39, 'get_data_parallel_rank()', 'mesh.rank("dp")')
     """
-    if not any(name in source.text for name in _USUAL_NAMES):
-        return []
-    visitor = _Visitor(source)
-    visitor.visit(source.tree)
-    return visitor.findings
+    return _visited(source, {}, "").findings
 
 
-@dataclass(frozen=True)
-class _Origin:
-    """The dotted name that an expression stands for, and whether imports determine it."""
-
-    dotted: str
-    certain: bool = True
-
-    def attribute(self, name: str) -> _Origin:
-        return replace(self, dotted=f"{self.dotted}.{name}")
-
-    @property
-    def legacy(self) -> str | None:
-        """The name inside the legacy module; the empty string for the module itself, None outside of it."""
-        for module in _MODULES:
-            if f"{self.dotted}.".startswith(f"{module}."):
-                return self.dotted[len(module) + 1 :]
-        return None
+def _is_legacy(source: tuple[tuple[str, ...], Source]) -> bool:
+    return any(name in source[1].text for name in USUAL_NAMES)
 
 
-class _Scope:
-    """The names that one module, class or function binds; None for what is bound to something else."""
-
-    def __init__(self, *, is_class: bool) -> None:
-        self.bound: dict[str, _Origin | None] = {}
-        self.star = False
-        self.is_class = is_class
-
-    def bind(self, name: str, origin: _Origin | None) -> None:
-        """Record a binding. A known origin takes precedence: ``mpu = None`` replaces an import that failed."""
-        if origin is not None or name not in self.bound:
-            self.bound[name] = origin
-
-
-class _Scopes:
-    """The scopes around one line of the code, the module's first."""
-
-    def __init__(self) -> None:
-        self._stack: list[_Scope] = []
-
-    def enter(
-        self, body: Sequence[ast.AST], parameters: Sequence[str] = (), *, is_class: bool = False
-    ) -> None:
-        """Enter the scope of a body, after reading all of it: a function may use what is bound further down."""
-        scope = _Scope(is_class=is_class)
-        self._stack.append(scope)
-        for name in parameters:
-            scope.bind(name, None)
-        for statement in body:
-            for node in _own_nodes(statement):
-                self._record(node, scope)
-
-    def leave(self) -> None:
-        """Leave the innermost scope."""
-        self._stack.pop()
-
-    def origin(self, node: ast.expr) -> _Origin | None:
-        """Return the origin of an expression; None where it is not known."""
-        if isinstance(node, ast.Name):
-            for depth, scope in enumerate(reversed(self._stack)):
-                if node.id in scope.bound and (depth == 0 or not scope.is_class):
-                    return scope.bound[node.id]
-        if isinstance(node, ast.Attribute):
-            base = self.origin(node.value)
-            if base is not None:
-                return base.attribute(node.attr)
-            if _has_usual_name(node.value):
-                return _Origin(f"{_MODULES[0]}.{node.attr}", certain=False)
-        return None
-
-    def from_star_import(self, name: str) -> bool:
-        """Whether a name that nothing else binds can come from ``import *``."""
-        return not any(name in scope.bound for scope in self._stack) and any(
-            scope.star for scope in self._stack
-        )
-
-    def _record(self, node: ast.AST, scope: _Scope) -> None:
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                dotted = alias.name if alias.asname else alias.name.split(".")[0]
-                scope.bind(alias.asname or dotted, _Origin(dotted) if dotted in _PARENTS else None)
-        elif isinstance(node, ast.ImportFrom):
-            _record_import_from(node, scope)
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            scope.bind(node.name, None)
-        elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)):
-            origin = self.origin(node.value) if node.value else None
-            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                if isinstance(target, ast.Name):
-                    scope.bind(target.id, origin)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, (ast.Store, ast.Del)):
-            scope.bind(node.id, None)
-
-
-def _has_usual_name(node: ast.expr) -> bool:
-    """Whether an expression is named as the legacy module: ``mpu``, ``self.mpu``, ``cfg.parallel_state``."""
-    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-    return any(name.strip("_") == usual or name.endswith(f"_{usual}") for usual in _USUAL_NAMES)
-
-
-def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield a node and its descendants, without the bodies of functions and classes, which have their own scopes."""
-    yield node
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
-        return
-    for child in ast.iter_child_nodes(node):
-        yield from _own_nodes(child)
-
-
-def _record_import_from(node: ast.ImportFrom, scope: _Scope) -> None:
-    base = _Origin(node.module or "" if node.level == 0 else "")
-    if node.level and (node.module or "").split(".")[-1] in _USUAL_NAMES:
-        base = _Origin(_MODULES[0], certain=False)
-    for alias in node.names:
-        if alias.name == "*":
-            scope.star = scope.star or base.legacy == ""
-            continue
-        origin = base.attribute(alias.name)
-        known = origin.legacy is not None or origin.dotted in _PARENTS
-        scope.bind(alias.asname or alias.name, origin if known else None)
+def _visited(source: Source, exports: Exports, module: str) -> _Visitor:
+    visitor = _Visitor(source, exports, module)
+    if exports or any(name in source.text for name in ("megatron", *USUAL_NAMES)):
+        visitor.visit(source.tree)
+    return visitor
 
 
 class _Visitor(ast.NodeVisitor):
     """Visit one tree, and resolve the names at each node by the scopes around it."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, exports: Exports, module: str) -> None:
         self.findings: list[Finding] = []
+        self.missing: list[Missing] = []
         self._source = source
-        self._scopes = _Scopes()
+        self._scopes = Scopes(exports, module)
+        self._fstrings = 0
+
+    # Imports.
+
+    def visit_Import(self, node: ast.Import) -> None:
+        self._check_imports(node, [alias.name for alias in node.names])
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        if node.level == 0 and node.module in {"megatron", "megatron.core", "megatron.core.tensor_parallel"}:
+            named = [f"{node.module}.{alias.name}" for alias in node.names if alias.name != "*"]
+            inside = node.module == "megatron.core.tensor_parallel"  # its functions are there
+            self._check_imports(node, [name for name in named if not inside or name in _ABSENT])
+        elif node.level == 0:
+            self._check_imports(node, [node.module or ""])
+
+    def _check_imports(self, node: ast.stmt, modules: list[str]) -> None:
+        for module in modules:
+            if module.partition(".")[0] == "megatron" and module not in PROVIDED:
+                self.missing.append(Missing(*self._source.locate(node.lineno), module))
 
     # Scopes.
 
@@ -315,14 +262,19 @@ class _Visitor(ast.NodeVisitor):
         if origin is not None and isinstance(node.ctx, ast.Load):
             self._add_reference(node, origin)
 
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
+        self._fstrings += 1
+        self.generic_visit(node)
+        self._fstrings -= 1
+
     def visit_Constant(self, node: ast.Constant) -> None:
         """Visit a dotted path, as ``mock.patch`` takes it."""
         if isinstance(node.value, str) and "." in node.value:
-            origin = _Origin(node.value)
+            origin = Origin(node.value)
             if origin.legacy in TABLE:
                 self._add(node, origin, repr(node.value), Advice("", notes=(_ASSIGNED,)))
 
-    def _legacy_origin(self, node: ast.expr) -> _Origin | None:
+    def _legacy_origin(self, node: ast.expr) -> Origin | None:
         """Return the legacy name that an expression is, if it is one."""
         origin = self._scopes.origin(node)
         if origin is None:
@@ -332,19 +284,19 @@ class _Visitor(ast.NodeVisitor):
             return None
         return origin if origin.certain or name in TABLE else None
 
-    def _from_star_import(self, node: ast.expr) -> _Origin | None:
+    def _from_star_import(self, node: ast.expr) -> Origin | None:
         if not isinstance(node, ast.Name) or node.id not in TABLE or node.id.startswith("_"):
             return None
-        return _Origin(f"{_MODULES[0]}.{node.id}") if self._scopes.from_star_import(node.id) else None
+        return Origin(f"{MODULES[0]}.{node.id}") if self._scopes.from_star_import(node.id) else None
 
-    def _named_by_string(self, node: ast.expr) -> _Origin | None:
+    def _named_by_string(self, node: ast.expr) -> Origin | None:
         """Return the legacy name in ``getattr(mpu, "get_x")`` and its like; the module itself for a computed name."""
         if not isinstance(node, ast.Call) or len(node.args) < _OBJECT_AND_NAME:
             return None
         module, name = node.args[:_OBJECT_AND_NAME]
         origin = self._scopes.origin(module)
-        if origin is None and _has_usual_name(module):
-            origin = _Origin(_MODULES[0], certain=False)
+        if origin is None and has_usual_name(module):
+            origin = Origin(MODULES[0], certain=False)
         if origin is None or origin.legacy != "":
             return None
         if isinstance(name, ast.Constant):
@@ -353,7 +305,7 @@ class _Visitor(ast.NodeVisitor):
 
     # Findings.
 
-    def _add_call(self, node: ast.Call, origin: _Origin) -> None:
+    def _add_call(self, node: ast.Call, origin: Origin) -> None:
         entry = TABLE.get(origin.legacy or "")
         if entry is None:
             self._add_unknown(node, origin)
@@ -362,7 +314,7 @@ class _Visitor(ast.NodeVisitor):
         advice = entry.advise(Arguments.of(node, entry.parameters or ()))
         self._add(node, origin, f"{entry.name}({arguments})", advice)
 
-    def _add_reference(self, node: ast.expr, origin: _Origin) -> None:
+    def _add_reference(self, node: ast.expr, origin: Origin) -> None:
         entry = TABLE.get(origin.legacy or "")
         if entry is None:
             self._add_unknown(node, origin)
@@ -376,7 +328,7 @@ class _Visitor(ast.NodeVisitor):
             notes += (_STAR,)
         self._add(node, origin, entry.name, replace(advice, notes=notes))
 
-    def _add_named_by_string(self, node: ast.Call, origin: _Origin) -> None:
+    def _add_named_by_string(self, node: ast.Call, origin: Origin) -> None:
         if _is_call_of(node, "hasattr"):
             return
         if origin.legacy and _is_call_of(node, "getattr"):
@@ -385,26 +337,37 @@ class _Visitor(ast.NodeVisitor):
             note = _ASSIGNED if origin.legacy else _COMPUTED
             self._add(node, origin, ast.unparse(node), Advice("", notes=(note,)))
 
-    def _add_unknown(self, node: ast.expr, origin: _Origin) -> None:
+    def _add_unknown(self, node: ast.expr, origin: Origin) -> None:
         note = f"the table has no such name{did_you_mean(origin.legacy, TABLE)}"
         self._add(node, origin, origin.legacy or "", Advice("", notes=(note,)))
 
-    def _add(self, node: ast.expr, origin: _Origin, legacy: str, advice: Advice) -> None:
+    def _add(self, node: ast.expr, origin: Origin, legacy: str, advice: Advice) -> None:
         path, line = self._source.locate(node.lineno)
-        name, column = origin.legacy or "", node.col_offset + 1
+        if self._fstrings and advice.replacement:
+            advice = self._quoted(node, advice)
+        is_call = isinstance(node, ast.Call) and node.end_lineno is not None and not self._source.cells
         self.findings.append(
             Finding(
                 path,
                 line,
-                column,
-                name,
+                node.col_offset + 1,
+                origin.legacy or "",
                 legacy,
                 advice.replacement,
                 advice.once,
                 advice.notes,
                 origin.certain,
+                (node.end_lineno or 0, (node.end_col_offset or 0) + 1) if is_call else None,
             )
         )
+
+    def _quoted(self, node: ast.expr, advice: Advice) -> Advice:
+        """Write the quotation marks that the f-string around an expression allows before Python 3.12."""
+        around = fstring_quotes(self._source.text, node.lineno, node.col_offset)
+        free = [quote for quote in "\"'" if quote not in around and self._fstrings == 1]
+        if free and not (free == ["'"] and "'" in advice.replacement):
+            return replace(advice, replacement=advice.replacement.replace('"', free[0]))
+        return replace(advice, notes=(*advice.notes, _IN_FSTRING))
 
 
 def _parameters(arguments: ast.arguments) -> list[str]:

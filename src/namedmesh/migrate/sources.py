@@ -87,6 +87,48 @@ def _walk(folder: Path) -> Iterator[Path]:
         yield from (Path(here, name) for name in sorted(files) if name.endswith((".py", _NOTEBOOK)))
 
 
+def module_names(path: Path, roots: Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
+    """Return the names that a file can be imported by: inside its package, and from each root that it is in.
+
+    A package's module ends in ``.__init__``.
+
+    Example:
+        >>> module_names(Path(__file__), [Path(__file__).parent])
+        ('namedmesh.migrate.sources', 'sources')
+    """
+    top = path.parent
+    while (top / "__init__.py").exists() and top != top.parent:
+        top = top.parent
+    folders = [top, *(Path(root) for root in roots if Path(root).is_dir() and path.is_relative_to(root))]
+    return tuple(
+        dict.fromkeys(".".join(path.relative_to(folder).with_suffix("").parts) for folder in folders)
+    )
+
+
+def fstring_quotes(text: str, line: int, column: int) -> set[str]:
+    """Return the quotation marks of the f-strings around a place, given by its line and its column in bytes.
+
+    Example:
+        >>> fstring_quotes("print(f'{rank}')", 1, 9)
+        {"'"}
+    """
+    lines = text.splitlines()
+    place = (line, len(lines[line - 1].encode()[:column].decode(errors="ignore")))
+    quotes: set[str] = set()
+    open_strings: list[tuple[tuple[int, int], str]] = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        kind = tokenize.tok_name[token.type]
+        if kind == "FSTRING_START":  # from Python 3.12 on
+            open_strings.append((token.start, token.string[-1]))
+        elif kind == "FSTRING_END" or (
+            kind == "STRING" and "f" in token.string.partition(token.string[-1])[0].lower()
+        ):
+            start, quote = open_strings.pop() if kind == "FSTRING_END" else (token.start, token.string[-1])
+            if start <= place < token.end:
+                quotes.add(quote)
+    return quotes
+
+
 def read(path: Path) -> Source:
     """Read and parse a file.
 

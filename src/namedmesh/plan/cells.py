@@ -242,6 +242,39 @@ class Grid:
             for start, stop in zip(starts, [*starts[1:], len(row)], strict=True)
         ]
 
+    def blocks(self, name: str | None, width: int) -> list[list[tuple[str, str, str]]]:
+        """Return lines for a terminal: boxes side by side, the cells as blocks of text, background and color.
+
+        Raises:
+            AxisError: there is no such axis.
+        """
+        axis = self.color_axis(name)
+        size = max(len(cell.label) for box in self.boxes for row in box.rows for cell in row) + 2
+        wide = max(
+            max(len(row) for box in self.boxes for row in box.rows) * size,
+            *(len(box.label) for box in self.boxes),
+        )
+        colors = shades(self.axes[axis][axis])
+        step = -(-len(colors) // _STRIPES)
+        lines = [
+            [(f" {axis} {at} ", shade.fill, shade.text) for at, shade in list(enumerate(colors))[::step]]
+        ]
+        across = max(1, width // (wide + 2))
+        for start in range(0, len(self.boxes), across):
+            boxes = self.boxes[start : start + across]
+            lines += [[], [(f"{box.label:<{wide + 2}}", "", "") for box in boxes]]
+            for number in range(max(len(box.rows) for box in boxes)):
+                line = []
+                for box in boxes:
+                    row = box.rows[number] if number < len(box.rows) else ()
+                    for cell in row:
+                        found = self.shades(cell, axis)
+                        shade = found[0] if len(found) == 1 else Shade("", "")
+                        line.append((f"{cell.label:^{size}}", shade.fill, shade.text))
+                    line.append((" " * (wide + 2 - len(row) * size), "", ""))
+                lines.append(line)
+        return lines
+
     def check_rank(self, rank: int | None) -> None:
         """Check that a rank is in the world.
 

@@ -41,7 +41,7 @@ _MODEL_HELP = {
     "vocab": "entries of the vocabulary",
     "seq": "tokens of a sequence",
     "experts": "experts of a layer; lists every ep too",
-    "ffn": "inner width of an expert, or of the feed-forward network (default: 4 x hidden)",
+    "ffn": "inner width of an expert, or of the feed-forward network, gated (default: 4 x hidden, not gated)",
 }
 
 
@@ -108,7 +108,7 @@ def _plan(arguments: Namespace) -> int:
         **keywords,
     )
     if arguments.rank is None:
-        document = plan_document(plan, everything=arguments.all)
+        document = plan_document(plan, everything=arguments.all, color_by=arguments.color_by)
     else:
         document = rank_document(plan, plan_rank(plan, arguments.rank))
     show(document, arguments.format)
@@ -210,13 +210,19 @@ def _configure_shard(parser: ArgumentParser) -> None:
         "--style", choices=STYLES, required=True, help="column cuts the outputs, row the inputs"
     )
     _add_format(parser)
+    parser.add_argument("--svg", metavar="FILE", help="draw the shards into this file")
+    parser.add_argument("--html", metavar="FILE", help="write a page with the drawing")
 
 
 def _shard(arguments: Namespace) -> int:
-    from namedmesh.plan.shard import cut_weight, shard_document
+    from namedmesh.plan.shard import cut_weight, drawn_weight, shard_document
+    from namedmesh.plan.weights import draw_weights_html, draw_weights_svg
 
     cut = cut_weight(arguments.inputs, arguments.outputs, tp=arguments.tp, style=arguments.style)
     show(shard_document(cut, everything=arguments.all), arguments.format)
+    for path, draw in ((arguments.svg, draw_weights_svg), (arguments.html, draw_weights_html)):
+        if path is not None:
+            _write(path, draw(*drawn_weight(cut)))
     return 0
 
 

@@ -8,8 +8,9 @@ from typing import Literal
 from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.plan.spec import size_problems
 from namedmesh.plan.tables import Document, Table
+from namedmesh.plan.weights import Weight
 
-__all__ = ["Cut", "Piece", "cut_weight", "shard_document"]
+__all__ = ["Cut", "Piece", "cut_weight", "drawn_weight", "shard_document"]
 
 STYLES = ("column", "row")
 _SHOWN = 32
@@ -122,6 +123,13 @@ def shard_document(cut: Cut, *, everything: bool = False) -> Document:
         "pieces": [asdict(piece) for piece in cut.pieces],
     }
     return Document((headline, table, more), lambda: data, lambda: flat)
+
+
+def drawn_weight(cut: Cut) -> tuple[str, list[Weight]]:
+    """Return a title and the weight, as :func:`namedmesh.plan.weights.draw_weights_svg` takes them; torch's order of dims."""
+    sizes = tuple(piece.stop - piece.start for piece in cut.pieces)
+    weight = Weight("weight", (cut.outputs, cut.inputs), 0 if cut.style == "column" else 1, sizes)
+    return f"{cut.style}: {cut.inputs} -> {cut.outputs} over {len(sizes)} ranks", [weight]
 
 
 def _range(piece: Piece) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 from math import ceil, sqrt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
 from namedmesh.plan.cells import Cell, Grid, Outline, shades
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from namedmesh.plan.cells import Box
     from namedmesh.plan.core import Plan
 
-__all__ = ["PAIRS", "draw_svg"]
+__all__ = ["PAIRS", "draw_svg", "svg_page", "svg_text"]
 
 _MARGIN, _LABEL, _WIDEST, _NARROWEST = 24, 18, 1360, 512
 _WIDEST_CELL = 150  # eight of them fit side by side
@@ -145,7 +145,8 @@ class _Picture:
         """Draw boxes in boxes: the slowest axis outside, the fastest from left to right."""
         self.size = _Size(94, 54, 16, 0)
         *outer, fast = axes
-        slow, middle = (*([None] * (_LEVELS - len(axes))), *outer)
+        slow = outer[0] if len(axes) == _LEVELS else None
+        middle = outer[-1] if outer else None
         columns, lines = self.layout[fast], self.layout[middle] if middle else 1
         step, high, gutter = 106, 62, 12 + (9 * len(f"{_short(middle, 12)} {lines}") if middle else 0)
         wide, tall = gutter + columns * step + 12, lines * (high + 20) + 16
@@ -175,14 +176,7 @@ class _Picture:
         return self._document(top + ceil(count / across) * (tall + 60), "boxes of " + ", ".join(axes))
 
     def _document(self, bottom: float, note: str) -> str:
-        width, height = self.width, round(bottom) + _MARGIN
-        start = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-            f'height="{height}" font-family="Helvetica, Arial, sans-serif" role="img">'
-        )
-        title = f"<title>{escape(f'{self.layout}, {note}')}</title>"
-        paper = f'<rect class="paper" width="{width}" height="{height}"/>'
-        return "\n".join([start, title, _style(), paper, *self.parts, "</svg>"]) + "\n"
+        return svg_page(f"{self.layout}, {note}", self.width, round(bottom) + _MARGIN, self.parts)
 
     def _head(self, notes: list[str]) -> int:
         """Draw the heading, the notes and the legend; return the y coordinate below."""
@@ -276,14 +270,27 @@ class _Picture:
             f'<rect {paint.strip()} x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{round_}"/>'
         )
 
-    def _text(
-        self, x: float, y: float, text: str, size: int, ink: str = "ink", *, fill: str = "", anchor: str = ""
-    ) -> None:
-        paint = f'fill="{fill}"' if fill else f'class="{ink}"'
-        where = f' text-anchor="{anchor}"' if anchor else ""
-        self.parts.append(
-            f'<text x="{x:g}" y="{y:g}" font-size="{size}" {paint}{where}>{escape(text)}</text>'
-        )
+    def _text(self, *arguments: Any, **keywords: Any) -> None:
+        self.parts.append(svg_text(*arguments, **keywords))
+
+
+def svg_page(title: str, width: int, height: int, parts: list[str]) -> str:
+    """Return a document of some elements, which follows the reader's preference for light or dark."""
+    start = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" font-family="Helvetica, Arial, sans-serif" role="img">'
+    )
+    paper = f'<rect class="paper" width="{width}" height="{height}"/>'
+    return "\n".join([start, f"<title>{escape(title)}</title>", _style(), paper, *parts, "</svg>"]) + "\n"
+
+
+def svg_text(
+    x: float, y: float, text: str, size: int, ink: str = "ink", *, fill: str = "", anchor: str = ""
+) -> str:
+    """Return a line of text, in the ink of a class or in a color."""
+    paint = f'fill="{fill}"' if fill else f'class="{ink}"'
+    where = f' text-anchor="{anchor}"' if anchor else ""
+    return f'<text x="{x:g}" y="{y:g}" font-size="{size}" {paint}{where}>{escape(text)}</text>'
 
 
 def _across(count: int, width: int, height: int, room: int, gap: int) -> int:

@@ -41,11 +41,13 @@ class Document:
         parts: paragraphs and tables, for people.
         data: makes the same as JSON values.
         table: makes the rows that a spreadsheet wants.
+        picture: makes lines for a terminal of some width: texts, each with its background and its color.
     """
 
     parts: tuple[str | Table, ...]
     data: Callable[[], dict[str, Any]]
     table: Callable[[], Table]
+    picture: Callable[[int], Sequence[Sequence[tuple[str, str, str]]]] | None = None
 
 
 def show(document: Document, how: str) -> None:
@@ -156,10 +158,15 @@ def _show_rich(document: Document) -> None:
 
     from rich.console import Console
     from rich.table import Table as RichTable
+    from rich.text import Text
 
     console = Console(width=max(80, shutil.get_terminal_size().columns), highlight=False, markup=False)
+    for line in document.picture(console.width) if document.picture is not None else ():
+        console.print(
+            Text.assemble(*((text, f"{ink} on {fill}" if fill else "") for text, fill, ink in line))
+        )
     for number, part in enumerate(part for part in document.parts if part):
-        if number:
+        if number or document.picture is not None:
             console.print()
         if isinstance(part, str):
             console.print(part, soft_wrap=True)

@@ -7,6 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from namedmesh.errors import count_of
+from namedmesh.plan.cells import Grid
 from namedmesh.plan.members import Members, in_words
 from namedmesh.plan.tables import Cell, Document, Table
 
@@ -24,12 +25,13 @@ _LISTED = 4096
 """How many ranks of one kind are listed for programs by default."""
 
 
-def plan_document(plan: Plan, *, everything: bool = False) -> Document:
+def plan_document(plan: Plan, *, everything: bool = False, color_by: str | None = None) -> Document:
     """Write a plan as text and tables.
 
     Args:
         plan: the plan.
         everything: whether to list every group, however many there are.
+        color_by: the axis that gives the colors of the picture that a terminal may show.
     """
     parts: list[str | Table] = [_headline(plan), _kinds_table(plan)]
     listed = [kind for kind in plan.kinds if everything or kind.communicator == "own"]
@@ -39,7 +41,10 @@ def plan_document(plan: Plan, *, everything: bool = False) -> Document:
         parts += [_placements_table(plan)]
     parts += ["\n".join(f"warning: {warning}" for warning in plan.warnings)]
     return Document(
-        tuple(parts), lambda: _plan_data(plan, everything), lambda: _groups_table(plan, everything)
+        tuple(parts),
+        lambda: _plan_data(plan, everything),
+        lambda: _groups_table(plan, everything),
+        lambda width: Grid(plan).blocks(color_by, width),
     )
 
 
@@ -211,8 +216,10 @@ def _groups_data(groups: Groups, everything: bool) -> dict[str, Any]:
 
 def _groups_table(plan: Plan, everything: bool) -> Table:
     """Write a row for each group, whether it crosses nodes and NVLink domains (1 or 0), and one for each warning."""
-    columns = ("kind", "axes", "layout", "size", "count", "group", "ranks")
-    columns += ("crosses_nodes", "crosses_domains", "warning")
+    columns = (
+        *("kind", "axes", "layout", "size", "count", "group", "ranks"),
+        *("crosses_nodes", "crosses_domains", "warning"),
+    )
     rows: list[tuple[Cell, ...]] = []
     for groups in plan.kinds:
         start = (groups.name, " ".join(groups.kind.axes), groups.kind.view, groups.size, groups.count)

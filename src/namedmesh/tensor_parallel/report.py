@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from namedmesh.plan.tables import Table, as_text
+from namedmesh.plan.weights import Weight, draw_weights_html, draw_weights_svg, fold
 from namedmesh.tensor_parallel.placements import parameter_placements, placement_name
 from namedmesh.tensor_parallel.plan import resolve
 
@@ -62,20 +64,44 @@ class PlanReport:
     parameters_per_rank: int
 
     def __str__(self) -> str:
-        head = ("module", "style", "parameter", "placement", "global", "local")
-        lines = [head, *(_cells(row) for row in self.rows)]
-        lines += [
+        columns = ("module", "style", "parameter", "placement", "global", "local")
+        rows = [_cells(row) for row in self.rows]
+        rows += [
             (name, "-", "", "not in the plan", _shape(shape), _shape(shape)) for name, shape in self.unsharded
         ]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-        table = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in lines
-        ]
-        table.append(
+        folded = [(name, *cells) for name, cells in fold((row[0], row[1:]) for row in rows)]
+        total = (
             f"{self.parameters_per_rank:,} of {self.parameters:,} parameters on each of {self.tp_size} ranks"
         )
-        return "\n".join(table)
+        whole = (self.parameters_per_rank * self.tp_size - self.parameters) // max(1, self.tp_size - 1)
+        return f"{as_text(Table(columns, tuple(folded)))}\n{total}" + f", {whole:,} of them whole" * (
+            self.tp_size > 1
+        )
+
+    def svg(self) -> str:
+        """Draw each weight with the part of it that each rank has, equal layers once, as an SVG document."""
+        return draw_weights_svg(*self._drawn())
+
+    def html(self) -> str:
+        """Write the same as a page."""
+        return draw_weights_html(*self._drawn())
+
+    def _drawn(self) -> tuple[str, list[Weight]]:
+        rows: list[tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]] = [
+            (f"{row.module}.{row.parameter}".lstrip("."), (row.global_shape, row.local_shape))
+            for row in self.rows
+            if row.parameter
+        ]
+        rows += [(name, (shape, shape)) for name, shape in self.unsharded]
+        weights = []
+        for name, (shape, local) in fold(rows):
+            dim = next((dim for dim, size in enumerate(shape) if size != local[dim]), None)
+            sizes = () if dim is None else (local[dim],) * self.tp_size
+            weights.append(Weight(name, shape, dim, sizes))
+        return (
+            f"{self.parameters_per_rank:,} of {self.parameters:,} parameters on each of {self.tp_size} ranks",
+            weights,
+        )
 
 
 def plan_report(
@@ -110,7 +136,7 @@ def plan_report(
         w1      ColwiseParallel  bias       Shard(0)     16      8
         w2      RowwiseParallel  weight     Shard(1)     8x16    8x8
         w2      RowwiseParallel  bias       Replicate()  8       8
-        144 of 280 parameters on each of 2 ranks
+        144 of 280 parameters on each of 2 ranks, 8 of them whole
     """
     resolved = resolve(model, mesh_or_tp_size, plan, must_divide)
     tp_size = mesh_or_tp_size.size() if isinstance(mesh_or_tp_size, DeviceMesh) else mesh_or_tp_size

@@ -1,0 +1,52 @@
+"""The command ``namedmesh run``: a script, unchanged, with the dialects under the import paths of the originals."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+from pathlib import Path
+
+__all__ = ["COMMANDS", "DIALECTS"]
+
+DIALECTS = ("megatron", "deepspeed", "fairscale", "ezpz")
+"""The dialects that can be installed."""
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dialect",
+        action="append",
+        choices=DIALECTS,
+        help="install only this one; may be repeated (default: all)",
+    )
+    parser.add_argument(
+        "script", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS]", help="the script, and its arguments"
+    )
+    # What the script raises is its own.
+    parser.set_defaults(guarded=False)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Install the dialects and run the script, as ``python SCRIPT ARGS`` would."""
+    words = arguments.script[arguments.script[:1] == ["--"] :]
+    if not words or not Path(words[0]).is_file():
+        arguments.parser.error(f"there is no script {words[0]!r}" if words else "name a script to run")
+    for dialect in arguments.dialect or DIALECTS:
+        import_module(f"namedmesh.compat.{dialect}").install()
+    import runpy
+
+    sys.argv[:] = words
+    sys.path[0] = str(Path(words[0]).resolve().parent)
+    runpy.run_path(words[0], run_name="__main__")
+    return 0
+
+
+COMMANDS = {
+    "run": (
+        "run a script with the dialects in place of megatron.core, deepspeed, fairscale and ezpz",
+        _configure,
+        _run,
+    )
+}
+"""The summary of the command, the function that declares its arguments, and the one that runs it."""

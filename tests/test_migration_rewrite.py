@@ -1,0 +1,169 @@
+"""Rewriting the calls whose replacement is certain, and running scripts with the dialects in place."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+
+import pytest
+from ranks import fake_world, run_ranks
+
+from namedmesh.__main__ import main
+from namedmesh.compat import megatron
+from namedmesh.compat.cli import DIALECTS
+from namedmesh.compat.migration import scan
+from namedmesh.migrate.scan import PROVIDED
+
+SOURCE = str(Path(__file__).parents[1] / "src")
+SCRIPT = """\
+#!/usr/bin/env python
+\"\"\"A script with an \u00e9.\"\"\"
+from __future__ import annotations
+from namedmesh.compat.megatron import parallel_state as mpu
+from namedmesh.compat.megatron.parallel_state import get_pipeline_model_parallel_rank as stage
+
+mpu.initialize_model_parallel(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+print("\u00e9", mpu.get_tensor_model_parallel_rank(), f"{mpu.get_data_parallel_rank()} of {mpu.get_data_parallel_world_size()!r:>4}", mpu.get_tensor_model_parallel_world_size() * 2)
+print(f'{stage()} {mpu.get_context_parallel_world_size()}' f"\u00e9{mpu.get_pipeline_model_parallel_world_size()}")
+print(f\"\"\"
+{mpu.get_pipeline_model_parallel_next_rank()} {mpu.get_tensor_model_parallel_src_rank(
+)}\"\"\")
+print(not mpu.is_pipeline_first_stage(), -mpu.get_pipeline_model_parallel_last_rank())
+print(mpu.get_data_parallel_world_size(with_context_parallel=True), f"{'a' + str(mpu.get_data_parallel_rank())}")
+print(f"{f'{mpu.get_data_parallel_rank()}'}")
+mpu.destroy_model_parallel()
+"""
+
+
+def prints(source: str) -> str:
+    out = io.StringIO()
+    with fake_world(16, 5), contextlib.redirect_stdout(out):
+        exec(compile(source, "script.py", "exec", dont_inherit=True), {"__name__": "__main__"})  # noqa: S102  what is tested
+    return out.getvalue()
+
+
+def test_a_rewritten_script_prints_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "script.py"
+    for encoding, ending in (("utf-8", "\n"), ("latin-1", "\r\n")):
+        text = SCRIPT.replace("#!/usr/bin/env python", f"# -*- coding: {encoding} -*-").replace("\n", ending)
+        path.write_bytes(text.encode(encoding))
+        assert main(["migrate", "--write", str(path)]) == 0
+        after = path.read_bytes().decode(encoding)
+        assert prints(after) == prints(text) != ""
+        assert after.count("mpu.get_") == 1  # inside two f-strings
+        assert after.splitlines()[3] == "import namedmesh"
+        assert after.count(ending) == text.count(ending)  # a call of two lines is one, and there is an import
+    assert 'print(f\'{namedmesh.current_mesh().rank("pp")} ' in after
+    assert "f\"\u00e9{namedmesh.current_mesh().size('pp')}\"" in after
+    report = capsys.readouterr().out
+    assert f"{path}: rewritten; it was {path}.orig\n" in report
+    assert f"{path}: rewritten; it was {path}.orig.1\n" in report
+    assert (tmp_path / "script.py.orig").read_text(encoding="utf-8").startswith("# -*- coding: utf-8")
+    assert "f-string before Python 3.12" in report
+    assert main(["migrate", "--write", str(path)]) == 0
+    assert path.read_bytes().decode("latin-1") == after
+
+
+def test_a_diff_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.py"
+    text = "from megatron.core import mpu\nx = mpu.get_data_parallel_rank()\ny = mpu.get_data_parallel_group(flag)"
+    path.write_text(text, encoding="utf-8")
+    assert main(["migrate", "--diff", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert path.read_text(encoding="utf-8") == text
+    assert out.startswith(
+        f"--- a/{path}\n+++ b/{path}\n@@ -1,3 +1,4 @@\n+import namedmesh\n from megatron.core"
+    )
+    assert '-x = mpu.get_data_parallel_rank()\n+x = namedmesh.current_mesh().rank("dp")\n' in out
+    assert f"{path}:3: get_data_parallel_group(flag) -> " in out
+    assert f"{path}:2:" not in out
+    path.chmod(0o400)
+    (tmp_path / "a.py.orig").mkdir()
+    assert main(["migrate", "--diff", "--format", "json", str(path)]) == 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "use(mpu.get_data_parallel_rank)",
+        "mpu.get_data_parallel_group(mesh.flag)",
+        "mpu.get_expert_model_parallel_rank()",
+        "self.mpu.get_data_parallel_rank()",
+        "mpu.get_data_parallel_rank(  # why\n)",
+        "mpu.initialize_model_parallel(2)",
+    ],
+)
+def test_what_is_not_certain_stays(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.py"
+    text = f"from megatron.core import mpu\n{line}\n"
+    path.write_text(text, encoding="utf-8")
+    assert main(["migrate", "--write", str(path)]) == 0
+    assert path.read_text(encoding="utf-8") == text
+    assert f"{path}:2: " in capsys.readouterr().out
+
+
+def test_the_modules_of_the_code_base_are_followed(tmp_path: Path) -> None:
+    files = {
+        "pkg/__init__.py": "from .state import mpu as grid\n",
+        "pkg/state.py": "from megatron.core import mpu\nfrom megatron.core.parallel_state import get_data_parallel_rank as rank\n",
+        "pkg/sub/__init__.py": "from pkg.state import *\n",
+        "pkg/sub/a.py": "from ..state import rank as mine\nfrom .. import grid\nmine()\ngrid.get_data_parallel_rank()\n",
+        "pkg/sub/b.py": "from . import mpu as m\nimport pkg.state\nm.get_data_parallel_rank()\npkg.state.rank()\n",
+        "other.py": "import pkg\nfrom pkg.sub import rank\npkg.grid.get_data_parallel_rank()\nrank()\npkg.state.other()\n",
+        "stranger.py": "from elsewhere import rank, grid\nrank()\ngrid.get_data_parallel_rank()\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    found = [(Path(one.path).relative_to(tmp_path).as_posix(), one.line) for one in scan([tmp_path]).findings]
+    assert found == [
+        *(("other.py", 3), ("other.py", 4)),
+        *(("pkg/sub/a.py", 3), ("pkg/sub/a.py", 4), ("pkg/sub/b.py", 3), ("pkg/sub/b.py", 4)),
+    ]
+    assert all(one.certain for one in scan([tmp_path]).findings)
+
+
+def test_imports_without_a_replacement_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.py"
+    path.write_text(
+        "from megatron.core import mpu, tensor_parallel\nimport megatron.core.model_parallel_config\n"
+        "from megatron.core.tensor_parallel import random, ColumnParallelLinear\n"
+        "from megatron.core.tensor_parallel.random import checkpoint\nfrom megatron.core import ModelParallelConfig\n",
+        encoding="utf-8",
+    )
+    main(["migrate", str(path)])
+    assert capsys.readouterr().out == (
+        "These imports need megatron-core, and have no replacement without it:\n"
+        f"    {path}:2: megatron.core.model_parallel_config\n"
+        f"    {path}:3: megatron.core.tensor_parallel.random\n"
+        f"    {path}:4: megatron.core.tensor_parallel.random\n"
+        f"    {path}:5: megatron.core.ModelParallelConfig\n\n"
+        "No use of megatron.core.parallel_state in 1 file.\n"
+    )
+    replacement = megatron._REPLACEMENT
+    assert {"megatron", "megatron.core", *replacement.modules, *replacement.without} == PROVIDED
+
+
+def test_a_script_runs_unchanged(tmp_path: Path) -> None:
+    (tmp_path / "near.py").write_text("word = 'beside'\n", encoding="utf-8")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, near\nfrom ezpz import tp\nprint(tp.__name__, __name__, near.word, sys.argv[1:])\n"
+        "raise OSError('its own')\n",
+        encoding="utf-8",
+    )
+
+    def run() -> tuple[str, str]:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), pytest.raises(OSError, match="its own") as caught:
+            main(["run", "--dialect", "ezpz", str(script), "--lr", "3"])
+        return out.getvalue(), str(caught.value)
+
+    out = "namedmesh.compat.ezpz.tp __main__ beside ['--lr', '3']\n"
+    assert run_ranks(1, run, init=False) == [(out, "its own")]
+    assert set(DIALECTS) <= {path.stem for path in (Path(SOURCE) / "namedmesh" / "compat").iterdir()}
+    with pytest.raises(SystemExit) as caught:
+        main(["run", "nowhere.py"])
+    assert caught.value.code == 2
