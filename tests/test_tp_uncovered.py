@@ -302,6 +302,33 @@ def test_a_column_layer_that_gathers_what_the_ranks_use_parts_of() -> None:
     assert max(run_ranks(2, difference, Gated(), UP_DOWN | {"gate": ColwiseParallel()}, 8)) < 1e-9
 
 
+def two_steps() -> list[float]:
+    """A plan for the model around its layers and one for each layer, in either order."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plan = llama_plan(sequence_parallel=True)
+    around = {key: style for key, style in plan.items() if not key.startswith("layers")}
+    block = {key.removeprefix("layers.*."): style for key, style in plan.items() if key not in around}
+    found = []
+    for first in (True, False):
+        torch.manual_seed(0)
+        reference = Llama().double()
+        model: Any = copy.deepcopy(reference)
+        if first:
+            parallelize(model, mesh, around)
+        for layer in model.layers:
+            parallelize(layer, mesh, block)
+        if not first:
+            parallelize(model, mesh, around)
+        ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
+        found.append(training_difference(model, reference, ids))
+    return found
+
+
+def test_layers_may_have_a_plan_of_their_own() -> None:
+    for found in run_ranks(2, two_steps):
+        assert max(found) < 1e-11
+
+
 # --- what stands outside is left alone ----------------------------------------------------------------------
 
 

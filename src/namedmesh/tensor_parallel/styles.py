@@ -124,8 +124,9 @@ def _shard(
             module,
             mesh,
             partition,
-            lambda _module, inputs, _mesh: (setup.moved(inputs[0], desired), *inputs[1:]),
-            lambda module, output, _mesh: setup.finish(module, output),
+            # torch's annotations leave out what the functions return.
+            lambda _module, inputs, _mesh: (setup.moved(inputs[0], desired), *inputs[1:]),  # type: ignore[arg-type]
+            lambda module, output, _mesh: setup.finish(module, output),  # type: ignore[arg-type]
         )
     distribute_module(module, mesh, partition)
     if norm is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -153,20 +153,20 @@ def _on_shards(model: nn.Module, entries: list[Entry]) -> Iterator[str]:
     while not all(_is_inside(other, owner) for other in others):
         owner = owner.rpartition(".")[0]
     styles = {entry.fqn: entry.style for entry in entries}
-    whole = [fqn for fqn, style in styles.items() if isinstance(style, _GATHERING)]
-    whole += [
-        fqn
-        for fqn, style in styles.items()
-        if isinstance(style, KeepWhole)
-        and not any(_is_inside(other, fqn) for other in styles if other != fqn)
-    ]
+    elsewhere = [fqn for fqn, style in styles.items() if isinstance(style, _GATHERING)]
+    for fqn, module in model.named_modules():
+        named = any(_is_inside(other, fqn) for other in styles if other != fqn)
+        # Layers in a list of which the plan names nothing may have a plan of their own.
+        if not named and isinstance(styles.get(fqn, module), KeepWhole | nn.ModuleList | nn.ModuleDict):
+            elsewhere.append(fqn)
     for fqn, module in model.named_modules():
         style = styles.get(fqn)
         covered = {} if style is None else parameter_placements(style, module)
-        inside = _is_inside(fqn, owner) and not any(_is_inside(fqn, other) for other in whole)
+        inside = _is_inside(fqn, owner) and not any(_is_inside(fqn, other) for other in elsewhere)
         if inside and covered is not None and not isinstance(style, KeepWhole):
             for name, parameter in module.named_parameters(recurse=False):
-                if parameter.requires_grad and name not in covered:
+                left = parameter.requires_grad and not isinstance(parameter, DTensor)
+                if left and name not in covered:
                     yield f"{fqn}.{name}".lstrip(".")
 
 
