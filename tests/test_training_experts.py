@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import experts as layers
 import moe
 import pytest
 import torch
@@ -65,8 +66,8 @@ def test_what_is_no_stack_of_experts_is_refused() -> None:
                 parallelize(module, mesh["ep"], ExpertParallel())
             assert str(raised.value) == f"the model: {takes} {owns}"
         with pytest.raises(namedmesh.PlanError, match="dim 0 of gate 6 is not divisible"):
-            parallelize(moe.Experts(6, 2, 2), mesh["ep"], ExpertParallel())
-        experts = parallelize(moe.Experts(8, 2, 2), mesh["ep"], ExpertParallel())
+            parallelize(layers.Experts(6, 2, 2), mesh["ep"], ExpertParallel())
+        experts = parallelize(layers.Experts(8, 2, 2), mesh["ep"], ExpertParallel())
         with pytest.raises(namedmesh.PlanError, match="it was applied to before; apply it once"):
             parallelize(experts, mesh["ep"], ExpertParallel())
         with pytest.raises(namedmesh.ShapeError) as refused:
