@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import experts as layers
 import moe
 import pytest
 import torch
 from ranks import fake_world, run_ranks
 from torch import nn
+from training_moe import differences as of_example
 
 import namedmesh
 from namedmesh import training
@@ -34,7 +34,7 @@ def compare(layouts: list[str]) -> dict[str, dict[str, float]]:
         dense, expert = LAYOUTS[name]
         mesh = namedmesh.init_mesh(**dense)
         mesh.add_view("expert", pp=dense["pp"], edp=-1, **expert)
-        told[name] = moe.differences(mesh)
+        told[name] = of_example(mesh)
         mesh.close()
     return told
 
@@ -66,8 +66,8 @@ def test_what_is_no_stack_of_experts_is_refused() -> None:
                 parallelize(module, mesh["ep"], ExpertParallel())
             assert str(raised.value) == f"the model: {takes} {owns}"
         with pytest.raises(namedmesh.PlanError, match="dim 0 of gate 6 is not divisible"):
-            parallelize(layers.Experts(6, 2, 2), mesh["ep"], ExpertParallel())
-        experts = parallelize(layers.Experts(8, 2, 2), mesh["ep"], ExpertParallel())
+            parallelize(moe.Experts(6, 2, 2), mesh["ep"], ExpertParallel())
+        experts = parallelize(moe.Experts(8, 2, 2), mesh["ep"], ExpertParallel())
         with pytest.raises(namedmesh.PlanError, match="it was applied to before; apply it once"):
             parallelize(experts, mesh["ep"], ExpertParallel())
         with pytest.raises(namedmesh.ShapeError) as refused:

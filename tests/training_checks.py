@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import tiny
 import torch
 import torch.nn.functional as F  # noqa: N812  the name everyone knows it by
@@ -21,12 +22,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from namedmesh import training
+from namedmesh._torch import TORCH
 from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize
 
 if TYPE_CHECKING:
     from namedmesh import NamedMesh
 
-LAYOUTS: tuple[dict[str, int], ...] = (
+LAYOUTS: tuple[dict[str, Any], ...] = (
     {"dp": 8},
     {"dp": 4, "tp": 2},
     {"dp": 2, "tp": 4},
@@ -35,11 +37,15 @@ LAYOUTS: tuple[dict[str, int], ...] = (
     {"pp": 2, "dp": 2, "tp": 2},
     {"pp": 4, "tp": 2},
 )
+# Plain torch does so too: the first exchange of a pipeline's stages has two sizes at its two ends.
+PIPELINES = pytest.mark.skipif(
+    TORCH.release[:2] == (2, 9), reason="torch 2.9's pipelines end the process on gloo"
+)
 BLOCKS, VOCABULARY, BATCH, SEQUENCE = 4, 8, 8, 8
 IGNORED = -100
 
 
-def layout_name(layout: dict[str, int]) -> str:
+def layout_name(layout: dict[str, Any]) -> str:
     return " ".join(f"{axis}{size}" for axis, size in layout.items())
 
 
