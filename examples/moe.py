@@ -80,9 +80,13 @@ def expert_plan(plan: dict[str, ParallelStyle], mesh: NamedMesh) -> dict[str, Pa
     plan = {key: style for key, style in plan.items() if not key.startswith("layers.*.feed_forward.")}
     if mesh.size("etp") > 1:
         # The ranks along etp work on the same tokens, each on a part of every expert's features.
-        whole = {"input_layouts": Shard(1), "desired_input_layouts": Replicate(), "use_local_input": True}
-        cut = {"output_layouts": Replicate(), "desired_output_layouts": Shard(1)}
-        plan["layers.*.feed_forward"] = PrepareModuleInputOutput(**whole, **cut)
+        plan["layers.*.feed_forward"] = PrepareModuleInputOutput(
+            input_layouts=Shard(1),
+            desired_input_layouts=Replicate(),
+            use_local_input=True,
+            output_layouts=Replicate(),
+            desired_output_layouts=Shard(1),
+        )
         plan["layers.*.feed_forward.router"] = KeepWhole()
     else:
         # Each tp rank routes its part of the sequence; the parts of the router's gradient are summed.

@@ -55,7 +55,7 @@ def make_model(settings: Settings, mesh: NamedMesh) -> Llama:
         return model
     for layer in model.layers.values():
         if settings.moe:
-            shard_experts(layer.feed_forward.experts, mesh)
+            shard_experts(layer.get_submodule("feed_forward.experts"), mesh)
         fully_shard(layer, mesh=training.fsdp_mesh(mesh))
     fully_shard(model, mesh=training.fsdp_mesh(mesh))
     if settings.moe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,7 +17,7 @@ from namedmesh import training
 TOLERANCE = 1e-9
 
 
-def check_layout(layout: dict[str, int]) -> dict[str, float]:
+def check_layout(layout: dict[str, Any]) -> dict[str, float]:
     mesh = namedmesh.init_mesh(**layout)
     told = {}
     loss, expected = checks.reference()
@@ -38,9 +39,9 @@ def check_layout(layout: dict[str, int]) -> dict[str, float]:
     with mock.patch("namedmesh.training.initialization.PIECE", 40):  # a few rows
         training.init_parameters(net, 5)
         training.init_parameters(expected, 5)
-    wanted = dict(expected.named_parameters())
+    first = dict(expected.named_parameters())
     told["first weights"] = max(
-        (checks.whole(each) - wanted[name]).abs().max().item() for name, each in net.named_parameters()
+        (checks.whole(each) - first[name]).abs().max().item() for name, each in net.named_parameters()
     )
     mesh.close()
     return told
@@ -52,8 +53,40 @@ HYBRID_WITH_CONTEXT = (
 )
 
 
-@pytest.mark.parametrize("layout", [*checks.LAYOUTS, *HYBRID_WITH_CONTEXT], ids=checks.layout_name)
-def test_a_step_is_that_of_one_process(layout: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, id=checks.layout_name(layout), marks=[checks.PIPELINES] * ("pp" in layout))
+        for layout in (*checks.LAYOUTS, *HYBRID_WITH_CONTEXT)
+    ],
+)
+def test_a_step_is_that_of_one_process(layout: dict[str, Any]) -> None:
     told = run_ranks(8, check_layout, layout)
     for each in told:
         assert max(each.values()) < TOLERANCE, told
+
+
+def averaged_by_ddp() -> float:
+    """The gradients of a model that DistributedDataParallel averages over dp and cp."""
+    mesh = namedmesh.init_mesh(dp=2, cp=2)
+    _, expected = checks.reference()
+    inputs, targets = checks.my_batch(mesh)
+    group = training.fsdp_mesh(mesh).get_group()
+    net = torch.nn.parallel.DistributedDataParallel(checks.whole_model(), process_group=group)
+    tokens = int((targets != checks.IGNORED).sum())
+    training.token_mean(checks.loss_sum(net(inputs), targets), tokens, mesh).backward()
+    difference = checks.gradients_differ(net.module, expected)
+    with pytest.raises(namedmesh.ShapeError) as raised:
+        training.token_mean(torch.ones(2, 3), tokens, mesh)
+    assert str(raised.value) == (
+        "loss_sum has shape (2, 3), and must be one number: the sum over this rank's tokens, as "
+        'cross_entropy(..., reduction="sum") returns it'
+    )
+    assert training.token_mean(torch.zeros(()), 0, mesh).isnan()
+    torch.distributed.barrier()
+    mesh.close()
+    return difference
+
+
+def test_gradients_that_ddp_averages_are_those_of_one_process() -> None:
+    assert max(run_ranks(4, averaged_by_ddp)) < TOLERANCE

@@ -17,7 +17,7 @@ import namedmesh
 from namedmesh import training
 from namedmesh._torch import TORCH
 
-PLACES: dict[str, tuple[dict[str, int], tuple[str, ...], tuple[int, ...]]] = {
+PLACES: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[int, ...]]] = {
     "dp": ({"dp": 8}, ("dp",), tuple(range(8))),
     "tp": ({"dp": 4, "tp": 2}, ("dp",), (0, 0, 1, 1, 2, 2, 3, 3)),
     "hybrid": (
@@ -34,14 +34,15 @@ PLACES: dict[str, tuple[dict[str, int], tuple[str, ...], tuple[int, ...]]] = {
 @pytest.mark.parametrize("name", PLACES)
 def test_samplers_differ_along_data_axes_only(name: str) -> None:
     sizes, axes, places = PLACES[name]
+    dataset: Any = range(8)
     for rank in range(8):
         with fake_world(8, rank):
             mesh = namedmesh.init_mesh(**sizes, device="cpu")
             assert training.data_axes(mesh) == axes
             place = training.sampler_kwargs(mesh)
             assert place == {"num_replicas": max(places) + 1, "rank": places[rank]}
-            sampler: DistributedSampler[int] = DistributedSampler(range(8), shuffle=False, **place)
-            loaded = [int(each) for each in DataLoader(range(8), sampler=sampler)]  # type: ignore[arg-type]
+            sampler: Any = DistributedSampler(dataset, shuffle=False, **place)
+            loaded = [int(each) for each in DataLoader(dataset, sampler=sampler)]
             assert loaded == list(range(places[rank], 8, max(places) + 1))
             mesh.close()
 
@@ -65,7 +66,8 @@ def test_an_axis_that_nobody_knows_is_refused() -> None:
 
 def test_fsdp_needs_an_axis_to_shard_over() -> None:
     with fake_world(8):
-        for sizes in ({"pp": 4, "tp": 2}, {"dp_replicate": 8}):
+        refused: tuple[dict[str, Any], ...] = ({"pp": 4, "tp": 2}, {"dp_replicate": 8})
+        for sizes in refused:
             mesh = namedmesh.init_mesh(**sizes, device="cpu")
             with pytest.raises(namedmesh.AxisError) as raised:
                 training.fsdp_mesh(mesh)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import moe
 import pytest
 import torch
+import training_checks as checks
 from ranks import fake_world, run_ranks
 from torch import nn
 from training_moe import differences as of_example
 
 import namedmesh
 from namedmesh import training
+from namedmesh._torch import TORCH
 from namedmesh.tensor_parallel import ExpertParallel, parallelize
 
 # Of the mesh over pp, dp and tp, and of the view over pp, edp, ep and etp.
-LAYOUTS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ep1": ({"pp": 1, "dp": 8, "tp": 1}, {"ep": 1, "etp": 1}),
     "ep2": ({"pp": 1, "dp": 8, "tp": 1}, {"ep": 2, "etp": 1}),
     "ep4": ({"pp": 1, "dp": 8, "tp": 1}, {"ep": 4, "etp": 1}),
@@ -39,9 +43,15 @@ def compare(layouts: list[str]) -> dict[str, dict[str, float]]:
     return told
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [1, pytest.param(2, marks=checks.PIPELINES)])
 def test_experts_are_those_of_one_process(pp: int) -> None:
-    by_rank = run_ranks(8, compare, [name for name in LAYOUTS if LAYOUTS[name][0]["pp"] == pp])
+    # Up to torch 2.9 FSDP2 takes no parameters that are cut over two axes already.
+    largest = 1 if TORCH.release < (2, 10) else 8
+    by_rank = run_ranks(
+        8,
+        compare,
+        [name for name, (dense, expert) in LAYOUTS.items() if dense["pp"] == pp and expert["etp"] <= largest],
+    )
     for told in by_rank:
         for differences in told.values():
             assert max(differences.values()) < 1e-9, told

@@ -17,7 +17,7 @@ from namedmesh import training
 from namedmesh.training import initialization
 from namedmesh.training.seeds import Streams
 
-LAYOUTS: tuple[dict[str, int], ...] = (
+LAYOUTS: tuple[dict[str, Any], ...] = (
     {"dp": 8},
     {"dp": 4, "tp": 2},
     {"dp": 2, "tp": 4},
@@ -36,7 +36,7 @@ def draw(name: str | None = None) -> float:
 
 
 def drawn(
-    sizes: dict[str, int], differ_over: tuple[str, ...] | None = None, view: dict[str, int] | None = None
+    sizes: dict[str, Any], differ_over: tuple[str, ...] | None = None, view: dict[str, Any] | None = None
 ) -> Any:
     """What each of the 8 ranks draws, and its coordinates."""
     found = []
@@ -70,7 +70,7 @@ def same_over(found: Any, index: int) -> set[str]:
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-def test_the_ranks_of_a_tensor_parallel_group_draw_the_same_by_default(sizes: dict[str, int]) -> None:
+def test_the_ranks_of_a_tensor_parallel_group_draw_the_same_by_default(sizes: dict[str, Any]) -> None:
     found = drawn(sizes)
     tp = {"tp"} & sizes.keys()
     assert (same_over(found, 1), same_over(found, 2), same_over(found, 4)) == (tp, set(), tp)
@@ -151,7 +151,7 @@ def test_what_streams_refuse() -> None:
         "there is a stream 'tensor' already; choose another name, or reset() the streams first"
     )
     for call in ("state_dict", "reset", "load_state_dict"):
-        arguments = [{}] * (call == "load_state_dict")
+        arguments: list[Any] = [{}] * (call == "load_state_dict")
         with streams("tensor"), pytest.raises(namedmesh.TrainingError) as raised:
             getattr(streams, call)(*arguments)
         assert str(raised.value) == (
@@ -174,7 +174,7 @@ def test_a_recomputation_draws_from_streams_as_the_forward_did(inside: bool) -> 
         def forward(x: Tensor) -> Tensor:
             for _ in range(2):
                 x = (
-                    checkpoint(layer, x, use_reentrant=False, context_fn=streams.recomputed)  # type: ignore[no-untyped-call]
+                    checkpoint(layer, x, use_reentrant=False, context_fn=streams.recomputed)
                     if recompute
                     else layer(x)
                 )
@@ -224,13 +224,14 @@ def test_megatrons_shards_are_shards_of_the_same_weights(monkeypatch: pytest.Mon
 
 
 def test_first_weights_have_the_distribution_and_the_name_of_the_parameter() -> None:
-    layer = nn.Sequential(nn.Linear(100, 100), nn.LayerNorm(100))
+    layer: Any = nn.Sequential(nn.Linear(100, 100), nn.LayerNorm(100))
     training.init_parameters(layer, 0)
     assert layer[0].weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert layer[0].bias.tolist() + layer[1].bias.tolist() == [0] * 200
     assert layer[1].weight.tolist() == [1] * 100
     first = layer[0].weight.clone()
-    training.init_parameters(torch.compile(layer), 0)
+    compiled: Any = torch.compile(layer)
+    training.init_parameters(compiled, 0)
     assert torch.equal(layer[0].weight, first)
     training.init_parameters(layer.double(), 0)
     assert torch.equal(layer[0].weight.float(), first)

@@ -458,6 +458,15 @@ def wait_tensor(started: torch.Tensor) -> torch.Tensor:
     return waited
 
 
+def apply_style(
+    module: torch.nn.Module, mesh: DeviceMesh, style: Any, src_data_rank: int | None
+) -> torch.nn.Module:
+    """``parallelize_module`` with one style, along any axis: torch 2.8 takes the innermost of a mesh only."""
+    style.src_data_rank = src_data_rank
+    applied: torch.nn.Module = style._apply(module, mesh)
+    return applied
+
+
 _probes: dict[str, torch.nn.Parameter] = {}
 
 

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
+from namedmesh._torch import apply_style
 from namedmesh.tensor_parallel.guards import avoid_native_path, install_guards, restored_on_error
 from namedmesh.tensor_parallel.local import sum_gradients
 from namedmesh.tensor_parallel.module_setup import NAME
+from namedmesh.tensor_parallel.placements import composes
 from namedmesh.tensor_parallel.plan import resolve
 
 if TYPE_CHECKING:
@@ -86,7 +88,8 @@ def _apply_entry(entry: Entry, mesh: DeviceMesh, src_data_rank: int | None) -> n
     setattr(entry.module, NAME, entry.fqn)
     install_guards(entry.module, entry.style, mesh.size())
     # One style at a time: with a dict, torch drops src_data_rank at the name "".
-    applied = parallelize_module(entry.module, mesh, entry.style, src_data_rank=src_data_rank)
+    apply = apply_style if composes(entry.style) else parallelize_module
+    applied = apply(entry.module, mesh, entry.style, src_data_rank=src_data_rank)
     for name, parameter in applied.named_parameters():
         parameter.requires_grad_(trainable.get(name, parameter.requires_grad))
     if isinstance(entry.style, SequenceParallel):

@@ -130,9 +130,11 @@ class ExpertForward:
             )
         ranks = self.peers.size
         weights = {name: self._weight(name) for name in self.names}
+        output: Tensor
         if ranks == 1:
             with replaced_parameters(self.module, weights):
-                return self.original(tokens, counts)
+                output = self.original(tokens, counts)
+            return output
         # Of each rank, how many tokens come for each of my experts.
         arriving = all_to_all(counts, self.peers).view(ranks, -1)
         totals = torch.stack([counts.view(ranks, -1).sum(1), arriving.sum(1)])

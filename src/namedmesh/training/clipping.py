@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from functools import reduce
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,16 +81,10 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise TrainingError(f"norm_type is {norm_type}; it must be greater than 0, or math.inf")
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    alike: defaultdict[_Holders, list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            alike[_holders(parameter, parameter.grad)].append(parameter)
-    counted = []
-    for holders, some in alike.items():
-        shards = [
-            _local(each.grad) for each in some if each.grad is not None
-        ]  # on all ranks: it may communicate
-        counted += shards if _counts_here(mesh, *holders) else []
+    held = [(_holders(each, each.grad), each.grad) for each in parameters if each.grad is not None]
+    counts = {holders: _counts_here(mesh, *holders) for holders in dict(held)}
+    shards = [_shard(_summed(grad)) for _, grad in held]  # on every rank, as it may communicate
+    counted = [shard for (holders, _), shard in zip(held, shards, strict=True) if counts[holders]]
     # Without any it is no constant: the compiler computes with those while it traces, collectives included.
     mine = get_total_norm(counted, norm_type, foreach=foreach) if counted else torch.zeros(())
     total = _over_ranks(mine.to(mesh.device, torch.float64), norm_type, mesh)
@@ -101,8 +94,9 @@ def clip_grad_norm_(
             "clipped, and were left as they are; skip this step, or pass error_if_nonfinite=False"
         )
     total = total.to(reduce(torch.promote_types, (each.dtype for each in parameters), torch.float32))
-    for some in alike.values():
-        clip_grads_with_norm_(some, max_norm, total, foreach)
+    # The shards themselves: torch 2.8 scales a DTensor that is a part of a sum to something else.
+    scaled: list[Any] = [_Held(_shard(grad)) for _, grad in held]
+    clip_grads_with_norm_(scaled, max_norm, total, foreach)
     return total
 
 
@@ -118,6 +112,12 @@ def _over_ranks(mine: Tensor, norm_type: float, mesh: NamedMesh) -> Tensor:
         "max",
     ).unbind()
     return largest.masked_fill(undefined > 0, math.nan)
+
+
+class _Held(NamedTuple):
+    """What torch scales: something with a gradient."""
+
+    grad: Tensor
 
 
 class _Holders(NamedTuple):
@@ -146,11 +146,16 @@ def _holders(parameter: Tensor, grad: Tensor) -> _Holders:
     return _Holders(grad.device_mesh, whole, marks, bool(copy))
 
 
-def _local(grad: Tensor) -> Tensor:
-    """This rank's shard of a gradient, the parts of a sum added up."""
-    if isinstance(grad, DTensor):
-        placements = [Replicate() if isinstance(each, Partial) else each for each in grad.placements]
-        return synchronous(grad.redistribute(placements=placements).to_local())
+def _shard(grad: Tensor) -> Tensor:
+    """What this rank holds of a gradient: the same memory."""
+    return synchronous(grad.to_local()) if isinstance(grad, DTensor) else grad
+
+
+def _summed(grad: Tensor) -> Tensor:
+    """A gradient without parts of a sum, which are added up."""
+    if isinstance(grad, DTensor) and any(isinstance(each, Partial) for each in grad.placements):
+        whole = [Replicate() if isinstance(each, Partial) else each for each in grad.placements]
+        return grad.redistribute(placements=whole)
     return grad
 
 

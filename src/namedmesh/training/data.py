@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
@@ -64,7 +64,14 @@ def token_axes(mesh: NamedMesh) -> tuple[str, ...]:
     return data_axes(mesh) + (("cp",) if "cp" in mesh.layout else ())
 
 
-def sampler_kwargs(mesh: NamedMesh) -> dict[str, int]:
+class SamplerKwargs(TypedDict):
+    """What torch's samplers want to know of the mesh."""
+
+    num_replicas: int
+    rank: int
+
+
+def sampler_kwargs(mesh: NamedMesh) -> SamplerKwargs:
     """The arguments ``num_replicas`` and ``rank`` of torch's samplers, on this rank.
 
     Prevents: a sampler left to its defaults, which are those of the default group: every rank gets other

@@ -228,7 +228,7 @@ def seed_all(seed: int, mesh: NamedMesh, differ_over: Iterable[str] | None = Non
     """
     axes = [axis for axis in mesh.layout if axis != "tp"] if differ_over is None else list(differ_over)
     place = {axis: mesh.rank(axis) for axis in axes}
-    inside_experts = [axis for axis in ("ep", "etp") if axis in mesh.coords] or ["tp"]
+    inside_experts: list[str] = [axis for axis in ("ep", "etp") if axis in mesh.coords] or ["tp"]
     streams.reset(mesh.device)
     for name, more in (("tensor", ["tp"]), ("expert", inside_experts)):
         further = {axis: mesh.rank(axis) for axis in more if axis in mesh.coords}
