@@ -94,13 +94,7 @@ def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Step:
-    """Forward and backward over one batch: leaves the gradients in the model, returns the mean loss of a token.
-
-    Args:
-        model: this rank's part of the model.
-        mesh: where the other parts are.
-        pieces: the number of microbatches.
-    """
+    """Forward and backward over a batch, in so many pieces: leaves the gradients in this rank's part of the model."""
 
     def __init__(self, model: Llama, mesh: NamedMesh, pieces: int) -> None:
         self._model, self._mesh, self._tokens = model, mesh, torch.tensor(0)
@@ -116,8 +110,9 @@ class Step:
         with loss_parallel() if mesh.size("tp") > 1 else contextlib.nullcontext():
             self._pipe.step(inputs, target=targets, losses=losses)
         # Only the last stage knows the loss.
-        total = sum((each.detach() for each in losses), torch.zeros((), device=mesh.device))
-        dist.all_reduce(total := total.double(), group=mesh.group("pp"))
+        total = torch.zeros((), device=mesh.device, dtype=torch.float64)
+        total += sum(each.item() for each in losses)
+        dist.all_reduce(total, group=mesh.group("pp"))
         return total
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
