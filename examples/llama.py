@@ -7,7 +7,6 @@ reads its number of heads from the tensors it is given, so a tensor-parallel ran
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["Llama", "ModelSizes", "init_weights"]
 
 VOCABULARY = 256  # one token for each value of a byte
 ROTARY_BASE = 10_000.0
@@ -169,31 +167,13 @@ def rotate(x: Tensor, positions: Tensor | None = None) -> Tensor:
     return torch.cat((left * cos - right * sin, left * sin + right * cos), dim=-1)
 
 
-@torch.no_grad()
-def init_weights(model: Llama, sizes: ModelSizes, seed: int) -> None:
-    """Fill the parameters of ``model`` with numbers that depend on ``seed`` and on each one's name only.
-
-    So a parameter starts the same in every layout, whichever rank holds it, and no rank has to make the whole
-    model. Call it before the model is sharded: afterwards the ranks would draw the same numbers for different
-    shards.
-    """
-    for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
-            parameter.fill_(1.0)
-            continue
-        deviation = 0.02
-        if name == "embedding.weight":
-            # Not smaller than what the first layers add to it, or the start is rough.
-            deviation = 0.5
-        elif name.endswith(("out.weight", "down.weight")):
-            # These add to the residual path, twice a layer: keep its size independent of the depth.
-            deviation /= (2 * sizes.layers) ** 0.5
-        generator = torch.Generator().manual_seed(_seed_for(seed, name))
-        # Always drawn on the CPU: a GPU's generator gives other numbers.
-        drawn = torch.empty(parameter.shape).normal_(0.0, deviation, generator=generator)
-        parameter.copy_(drawn)
-
-
-def _seed_for(seed: int, name: str) -> int:
-    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
+def first_weights(sizes: ModelSizes, name: str, _parameter: Tensor) -> tuple[float, float]:
+    """The mean and the deviation of a parameter's first weights, by its name."""
+    if name.endswith("norm.weight"):
+        return 1.0, 0.0
+    if name == "embedding.weight":
+        # Not smaller than what the first layers add to it, or the start is rough.
+        return 0.0, 0.5
+    # These add to the residual path, twice a layer: keep its size independent of the depth.
+    adds = name.endswith(("out.weight", "down.weight"))
+    return 0.0, 0.02 / (2 * sizes.layers) ** 0.5 if adds else 0.02

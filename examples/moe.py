@@ -1,93 +1,105 @@
-"""A small mixture of experts on any layout: loss, gradients and their norm are those of one process.
+"""A small mixture of experts in place of a feed-forward network, and how it is laid out over ``ep`` and ``tp``.
 
-    torchrun --nproc-per-node 8 examples/moe.py --ep 8
-    torchrun --nproc-per-node 8 examples/moe.py --pp 2 --tp 2 --ep 2 --etp 2
+    torchrun --nproc-per-node 8 examples/train.py --moe --ep 8 --verify
 
-Attention and embeddings are laid out over ``pp, dp, tp``; the experts of the same ranks over ``pp, edp, ep, etp``.
+Attention and embeddings are laid out over ``pp, dp, cp, tp``; the experts of the same ranks over ``pp, edp, ep, etp``.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
-from parallel import IGNORED, Step, loss_sum, make_model, whole_model
-from settings import Settings
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad_norm_
+import torch.nn.functional as F  # noqa: N812  the name everyone knows it by
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
 
-import namedmesh
-from namedmesh import training
+from namedmesh.tensor_parallel import (
+    ExpertParallel,
+    KeepWhole,
+    LocalParameters,
+    PrepareModuleInputOutput,
+    SequenceParallel,
+    ShardedExperts,
+    parallelize,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from llama import Llama, ModelSizes
+    from torch.distributed.tensor.parallel import ParallelStyle
 
-    from llama import Llama
-
-SETTINGS = Settings(dim=16, layers=2, heads=4, kv_heads=2, moe=True, dtype="float64")
-BATCH, SEQUENCE = 8, 8
-TOLERANCE = 1e-9
+    from namedmesh import NamedMesh
 
 
-def whole_batch() -> tuple[Tensor, Tensor]:
-    """Tokens and targets, some of which do not count."""
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(SETTINGS.sizes.vocabulary, (BATCH, SEQUENCE + 1), generator=generator)
-    padding = torch.rand(BATCH, SEQUENCE, generator=generator) < torch.linspace(0, 0.9, BATCH)[:, None]
-    return tokens[:, :-1], tokens[:, 1:].masked_fill(padding, IGNORED)
+EXPERTS, CHOSEN = 8, 2
 
 
-def enlarge(model: Llama) -> Llama:
-    """Larger weights of the experts and routers, so that their gradients are not tiny."""
-    for name, parameter in model.named_parameters():
-        parameter.data *= 10 if "feed_forward" in name else 1
-    return model
+class Experts(nn.Module):
+    """Gated feed-forward networks, stacked; tokens come sorted by expert."""
+
+    def __init__(self, experts: int, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(experts, dim, hidden))
+        self.up = nn.Parameter(torch.empty(experts, dim, hidden))
+        self.down = nn.Parameter(torch.empty(experts, hidden, dim))
+
+    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """One row for each token; ``counts`` says how many are each expert's."""
+        parts = zip(tokens.split(counts.tolist()), self.gate, self.up, self.down, strict=True)
+        return torch.cat([(F.silu(part @ gate) * (part @ up)) @ down for part, gate, up, down in parts])
 
 
-def differences(mesh: namedmesh.NamedMesh) -> dict[str, float]:
-    """How far this rank's loss, gradients and their norm are from those of one process."""
-    alone = enlarge(whole_model(SETTINGS).double())
-    inputs, targets = whole_batch()
-    expected = loss_sum(alone(inputs), targets) / (targets != IGNORED).sum()
-    expected.backward()
-    model = enlarge(make_model(SETTINGS, mesh))
-    share = training.sampler_kwargs(mesh)
-    mine = (each[share["rank"] :: share["num_replicas"]].contiguous() for each in (inputs, targets))
-    found = Step(model, mesh, mesh.size("pp"))(*mine)
-    wanted = {name: each.grad for name, each in alone.named_parameters()}
-    gradients = 0.0
-    for name, each in model.named_parameters():
-        grad = each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad
-        gradients = max(gradients, (grad - wanted[name]).abs().max().item())  # type: ignore[operator]
-    norm = training.clip_grad_norm_(model.parameters(), 0.1, mesh)
-    whole_norm = clip_grad_norm_(alone.parameters(), 0.1)
-    return {
-        "loss": (found - expected).abs().item(),
-        "gradients": gradients,
-        "norm": (norm - whole_norm).abs().item(),
-    }
+class MixtureOfExperts(nn.Module):
+    """Each token goes to the experts that its router scores highest."""
+
+    def __init__(self, sizes: ModelSizes) -> None:
+        super().__init__()
+        self.router = nn.Linear(sizes.dim, EXPERTS, bias=False)
+        self.experts = Experts(EXPERTS, sizes.dim, sizes.feed_forward)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform each position of ``x`` on its own."""
+        tokens = x.flatten(0, -2)
+        scores, chosen = self.router(tokens).softmax(-1).topk(CHOSEN)
+        order = chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=EXPERTS)
+        token = order // CHOSEN
+        output = self.experts(tokens[token], counts) * scores.flatten()[order, None]
+        return torch.zeros_like(tokens).index_add(0, token, output).view_as(x)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare one step with one process; the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    for axis in ("pp", "tp", "ep", "etp"):
-        parser.add_argument(f"--{axis}", type=int, default=1)
-    sizes = parser.parse_args(arguments)
-    mesh = namedmesh.init_mesh(pp=sizes.pp, dp=-1, tp=sizes.tp)
-    mesh.add_view("expert", pp=sizes.pp, edp=-1, ep=sizes.ep, etp=sizes.etp)
-    found = differences(mesh)
-    if dist.get_rank() == dist.get_world_size() - 1:
-        print(f"{mesh.layout} and {mesh.views['expert']}: differences {found}")
-    dist.barrier()
-    mesh.close()
-    dist.destroy_process_group()
-    return int(max(found.values()) > TOLERANCE)
+def add_experts(model: Llama, sizes: ModelSizes) -> None:
+    """Give every layer experts for its feed-forward network."""
+    for layer in model.layers.values():
+        layer.feed_forward = MixtureOfExperts(sizes)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def expert_plan(plan: dict[str, ParallelStyle], mesh: NamedMesh) -> dict[str, ParallelStyle]:
+    """A tensor-parallel plan with experts in place of feed-forward networks."""
+    plan = {key: style for key, style in plan.items() if not key.startswith("layers.*.feed_forward.")}
+    if mesh.size("etp") > 1:
+        # The ranks along etp work on the same tokens, each on a part of every expert's features.
+        plan["layers.*.feed_forward"] = PrepareModuleInputOutput(
+            input_layouts=Shard(1),
+            desired_input_layouts=Replicate(),
+            use_local_input=True,
+            output_layouts=Replicate(),
+            desired_output_layouts=Shard(1),
+        )
+        plan["layers.*.feed_forward.router"] = KeepWhole()
+    else:
+        # Each tp rank routes its part of the sequence; the parts of the router's gradient are summed.
+        del plan["layers.*.feed_forward"]
+        plan["layers.*.feed_forward_norm"] = SequenceParallel(use_local_output=True)
+        plan["layers.*.feed_forward.router"] = LocalParameters()
+    return plan
+
+
+def shard_experts(experts: nn.Module, mesh: NamedMesh) -> None:
+    """Experts over ``ep``, their features over ``etp``, and each over the few ranks that share it."""
+    if mesh.size("etp") > 1:
+        features = ShardedExperts({"gate": Shard(2), "up": Shard(2), "down": Shard(1)})
+        parallelize(experts, mesh["etp"], features)
+    parallelize(experts, mesh["ep"], ExpertParallel())
+    fully_shard(experts, mesh=mesh["edp"])

@@ -1,8 +1,7 @@
 """The model over the mesh: a pipeline stage on each ``pp`` rank, cut over ``tp``, its parameters spread over the rest.
 
-Each axis is used by name: ``pp`` by training.pipeline, ``tp`` by a plan of parallel styles, ``cp`` by
-training.context_attention, ``dp`` and ``cp`` by FSDP2, and ``ep`` by ExpertParallel. The order matters: FSDP2 comes
-last, over what tensor parallelism left.
+Each axis is used by name: ``pp`` by training.pipeline, ``cp`` by training.context_attention, ``tp`` by a plan, ``ep`` by
+ExpertParallel, ``dp`` and ``cp`` by FSDP2, which comes last, over what tensor parallelism left.
 """
 
 from __future__ import annotations
@@ -14,28 +13,21 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  the name everyone knows it by
-from experts import add_experts, expert_plan, shard_experts
-from llama import Llama, init_weights
+from llama import Llama, first_weights
+from moe import add_experts, expert_plan, shard_experts
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel
 
-from namedmesh import training
-from namedmesh.tensor_parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize,
-)
+from namedmesh import parallelize, training
+from namedmesh.tensor_parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
 if TYPE_CHECKING:
     from settings import Settings
 
     from namedmesh import NamedMesh
 
-__all__ = ["IGNORED", "Step", "loss_sum", "make_model", "tensor_parallel_plan", "whole_model"]
 
 IGNORED = -100  # a target that does not count
 
@@ -45,7 +37,7 @@ def whole_model(settings: Settings, layers: range | None = None) -> Llama:
     model = Llama(settings.sizes, layers)
     if settings.moe:
         add_experts(model, settings.sizes)
-    init_weights(model, settings.sizes, settings.seed)
+    training.init_parameters(model, settings.seed, distribution=partial(first_weights, settings.sizes))
     return model
 
 
@@ -59,13 +51,14 @@ def make_model(settings: Settings, mesh: NamedMesh) -> Llama:
     if mesh.size("tp") > 1:
         plan = tensor_parallel_plan(model)
         parallelize(model, mesh["tp"], expert_plan(plan, mesh) if settings.moe else plan)
-    for layer in model.layers.values() if mesh.size() > 1 else ():
+    if mesh.size() == 1:
+        return model
+    for layer in model.layers.values():
         if settings.moe:
-            shard_experts(layer.feed_forward.experts, mesh)
+            shard_experts(layer.get_submodule("feed_forward.experts"), mesh)
         fully_shard(layer, mesh=training.fsdp_mesh(mesh))
-    if mesh.size() > 1:
-        fully_shard(model, mesh=training.fsdp_mesh(mesh))
-    if settings.moe and mesh.size() > 1:
+    fully_shard(model, mesh=training.fsdp_mesh(mesh))
+    if settings.moe:
         training.set_expert_divisor(model, mesh)
     return model
 
@@ -78,19 +71,14 @@ def tensor_parallel_plan(model: Llama) -> dict[str, ParallelStyle]:
     sum over the sequence again.
     """
     gather = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-    plan: dict[str, ParallelStyle] = {
-        "layers.*.attention_norm": SequenceParallel(),
-        "layers.*.attention": gather,
-        "layers.*.attention.query": ColwiseParallel(),
-        "layers.*.attention.key": ColwiseParallel(),
-        "layers.*.attention.value": ColwiseParallel(),
-        "layers.*.attention.out": RowwiseParallel(output_layouts=Shard(1)),
-        "layers.*.feed_forward_norm": SequenceParallel(),
-        "layers.*.feed_forward": gather,
-        "layers.*.feed_forward.gate": ColwiseParallel(),
-        "layers.*.feed_forward.up": ColwiseParallel(),
-        "layers.*.feed_forward.down": RowwiseParallel(output_layouts=Shard(1)),
-    }
+    plan: dict[str, ParallelStyle] = {}
+    for module, columns, row in (
+        ("attention", ("query", "key", "value"), "out"),
+        ("feed_forward", ("gate", "up"), "down"),
+    ):
+        plan |= {f"layers.*.{module}_norm": SequenceParallel(), f"layers.*.{module}": gather}
+        plan |= {f"layers.*.{module}.{column}": ColwiseParallel() for column in columns}
+        plan[f"layers.*.{module}.{row}"] = RowwiseParallel(output_layouts=Shard(1))
     # A plan may name only what is there: the middle stages of a pipeline have no embedding and no head.
     if model.embedding is not None:
         plan["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
@@ -106,13 +94,7 @@ def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Step:
-    """Forward and backward over one batch: leaves the gradients in the model, returns the mean loss of a token.
-
-    Args:
-        model: this rank's part of the model.
-        mesh: where the other parts are.
-        pieces: the number of microbatches.
-    """
+    """Forward and backward over a batch, in so many pieces: leaves the gradients in this rank's part of the model."""
 
     def __init__(self, model: Llama, mesh: NamedMesh, pieces: int) -> None:
         self._model, self._mesh, self._tokens = model, mesh, torch.tensor(0)
@@ -128,8 +110,9 @@ class Step:
         with loss_parallel() if mesh.size("tp") > 1 else contextlib.nullcontext():
             self._pipe.step(inputs, target=targets, losses=losses)
         # Only the last stage knows the loss.
-        total = sum((each.detach() for each in losses), torch.zeros((), device=mesh.device))
-        dist.all_reduce(total := total.double(), group=mesh.group("pp"))
+        total = torch.zeros((), device=mesh.device, dtype=torch.float64)
+        total += sum(each.item() for each in losses)
+        dist.all_reduce(total, group=mesh.group("pp"))
         return total
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:

@@ -8,15 +8,14 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from experts import EXPERTS
 from llama import ModelSizes
+from moe import EXPERTS
 
 from namedmesh import Layout, LayoutError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Settings", "parse"]
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16")}
 
@@ -35,7 +34,7 @@ class Settings:
     cp: int = option(1, "context-parallel ranks: each has a part of every sequence")
     tp: int = option(1, "tensor-parallel ranks")
     moe: bool = option(False, "a mixture of experts in place of each feed-forward network")
-    ep: int = option(1, "with --moe: the ranks that share the experts")
+    ep: int = option(1, "expert-parallel ranks, with --moe")
     steps: int = option(80, "where training ends, counted from the very first step")
     batch: int = option(32, "sequences in a step, over all ranks")
     seq: int = option(64, "bytes in a sequence")
@@ -47,16 +46,12 @@ class Settings:
     clip: float = option(1.0, "largest norm of the gradients that is not scaled down")
     microbatches: int = option(0, "pieces that a rank's share of a batch is worked off in; 0 for one a stage")
     seed: int = option(0, "of the first weights and of the order of the data")
-    data: str | None = option(
-        None, "a file or a directory to learn from (default: Python's library)", type=str
-    )
+    data: str | None = option(None, "a file or directory to learn from (default: Python's library)", type=str)
     checkpoint: str = option("checkpoints", "directory to save to; '' to save nothing")
     save_every: int = option(0, "steps between checkpoints; 0 to save at the end only")
     resume: str | None = option(None, "a checkpoint, or a directory of them, to continue from", type=str)
     verify: bool = option(False, "repeat the run in one process and compare the losses")
-    dtype: str | None = option(
-        None, "float32, float64 or bfloat16 (default: float32; float64 with --verify)", type=str
-    )
+    dtype: str | None = option(None, f"{', '.join(DTYPES)} (default: float32; float64 to verify)", type=str)
     device: str | None = option(None, "cpu, cuda, ... (default: what torch finds)", type=str)
 
     @property
@@ -66,12 +61,7 @@ class Settings:
 
     @property
     def precision(self) -> torch.dtype:
-        """What the parameters and everything computed from them are stored as.
-
-        Training amplifies rounding: two runs that add the same numbers in another order are 1e-3 apart after a
-        hundred steps in single precision, on one process or many. A comparison needs double precision to see
-        anything else.
-        """
+        """What everything is computed in; a comparison in less than double precision sees rounding alone."""
         return DTYPES[self.dtype or ("float64" if self.verify else "float32")]
 
     @property
@@ -81,23 +71,14 @@ class Settings:
 
     def saves_after(self, step: int) -> bool:
         """Whether a checkpoint is due when ``step`` is done."""
-        done = step + 1
-        due = done == self.steps or (self.save_every > 0 and done % self.save_every == 0)
+        due = step + 1 == self.steps or (self.save_every > 0 and (step + 1) % self.save_every == 0)
         return bool(self.checkpoint) and due
 
     def problems(self, world_size: int) -> list[str]:
         """What is wrong with these settings in a world of this size, one sentence each."""
-        found = [
-            f"--{name} must be at least {least}, not {value}"
-            for name, least, value in (
-                ("steps", 1, self.steps),
-                ("batch", 1, self.batch),
-                ("seq", 1, self.seq),
-                ("microbatches", 0, self.microbatches),
-                ("save-every", 0, self.save_every),
-            )
-            if value < least
-        ]
+        least = {"steps": 1, "batch": 1, "seq": 1, "microbatches": 0, "ep": 1}
+        low = [(name, number) for name, number in least.items() if getattr(self, name) < number]
+        found = [f"--{name} must be at least {number}, not {getattr(self, name)}" for name, number in low]
         if self.dtype is not None and self.dtype not in DTYPES:
             found.append(f"--dtype must be one of {', '.join(DTYPES)}, not {self.dtype}")
         found += self.sizes.problems()
@@ -109,65 +90,50 @@ class Settings:
         return found or self._misfits(layout)
 
     def _misfits(self, layout: Layout) -> list[str]:
+        pp, tp, sizes = layout["pp"], layout["tp"], self.sizes
         found = []
-        if self.layers < layout["pp"]:
-            found.append(
-                f"{self.layers} layers cannot fill pp={layout['pp']} stages; give at least one a stage"
-            )
-        if 0 < self.microbatches < layout["pp"]:
-            found.append(
-                f"--microbatches {self.microbatches} is too few for pp={layout['pp']}; give one a stage"
-            )
-        if self.batch % (layout["dp"] * self.pieces):
-            found.append(
-                f"--batch {self.batch} is not divisible by dp={layout['dp']} times {self.pieces} microbatches; the "
-                f"next that is: {-(-self.batch // (layout['dp'] * self.pieces)) * layout['dp'] * self.pieces}"
-            )
-        # Two chunks of a sequence for each cp rank, and the norms work on a part of these on each tp rank.
-        chunks = 2 * layout["cp"] * layout["tp"] if layout["cp"] > 1 else layout["tp"]
-        if self.seq % chunks:
-            found.append(
-                f"--seq {self.seq} is not divisible by {chunks}, for cp={layout['cp']} and tp={layout['tp']}"
-            )
-        if self.ep > 1 and (not self.moe or EXPERTS % self.ep or layout.world_size // layout["pp"] % self.ep):
-            found.append(
-                f"--ep {self.ep} needs --moe, and has to divide its {EXPERTS} experts and the "
-                f"{layout.world_size // layout['pp']} ranks of a pipeline stage"
-            )
-        cut = {
-            "--heads": self.heads,
-            "--kv-heads": self.kv_heads,
-            "the vocabulary": self.sizes.vocabulary,
-            "the feed-forward width": self.sizes.feed_forward,
-        }
-        found += [
-            f"{name} {size} is not divisible by tp={layout['tp']}"
-            for name, size in cut.items()
-            if size % layout["tp"]
+        if self.layers < pp:
+            found.append(f"{self.layers} layers cannot fill pp={pp} stages; give at least one a stage")
+        if 0 < self.microbatches < pp:
+            found.append(f"--microbatches {self.microbatches} is too few for pp={pp}; give one a stage")
+        if self.ep > 1 and not self.moe:
+            found.append(f"--ep {self.ep} is for experts; give --moe, too")
+        # What is cut, and into how many parts: two chunks of a sequence for each cp rank, a part of them for each tp.
+        parts = (2 * layout["cp"] if layout["cp"] > 1 else 1) * tp
+        cuts = (
+            (
+                "--batch",
+                self.batch,
+                layout["dp"] * self.pieces,
+                f"dp={layout['dp']} times {self.pieces} microbatches",
+            ),
+            ("--seq", self.seq, parts, f"{parts}, for cp={layout['cp']} and tp={tp}"),
+            ("--heads", self.heads, tp, f"tp={tp}"),
+            ("--kv-heads", self.kv_heads, tp, f"tp={tp}"),
+            ("the vocabulary", sizes.vocabulary, tp, f"tp={tp}"),
+            ("the feed-forward width", sizes.feed_forward, tp, f"tp={tp}"),
+            ("the number of experts", EXPERTS, self.ep, f"ep={self.ep}"),
+            ("the number of ranks", layout.world_size // pp, self.ep, f"ep={self.ep}"),
+        )
+        return found + [
+            f"{name} {size} is not divisible by {words}; the next that is: {-(-size // divisor) * divisor}"
+            for name, size, divisor, words in cuts
+            if size % divisor
         ]
-        return found
 
 
 class _Parser(argparse.ArgumentParser):
     """A parser of which only rank 0 speaks, and only rank 0 fails: one message, not one for each rank."""
 
-    def print_help(self, file: Any = None) -> None:
-        if _first():
-            super().print_help(file)
-
     def error(self, message: str) -> NoReturn:
-        if _first():
+        if os.environ.get("RANK", "0") == "0":
             super().error(message)
         raise SystemExit(0)
 
 
 def parse(arguments: Sequence[str] | None = None) -> Settings:
     """The settings that the command line asks for."""
-    parser = _Parser(
-        description="Train a small language model on bytes: pipeline x data x tensor parallel.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = _Parser(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
     for item in fields(Settings):
         name = "--" + item.name.replace("_", "-")
         words, kind = item.metadata["help"], item.metadata["type"]
@@ -177,7 +143,3 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
             shown = argparse.SUPPRESS if item.default is None else item.default
             parser.add_argument(name, type=kind, default=shown, help=words, metavar=kind.__name__.upper())
     return Settings(**vars(parser.parse_args(arguments)))
-
-
-def _first() -> bool:
-    return os.environ.get("RANK", "0") == "0"

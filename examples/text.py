@@ -1,8 +1,4 @@
-"""Bytes of real text, in an order that is a function of the seed and the step and nothing else.
-
-Nothing is loaded up front and nothing is remembered between steps: a run that continues at step 100 on another
-number of ranks draws the windows that an uninterrupted run would have drawn.
-"""
+"""Bytes of real text, in an order that is a function of the seed and the step and nothing else."""
 
 from __future__ import annotations
 
@@ -19,20 +15,13 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Corpus", "find_corpus"]
-
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files read as if they were one after the other.
-
-    Attributes:
-        files: the files, in a fixed order.
-        ends: where each file ends, counted in bytes from the start of the first.
-    """
+    """Files read as if they were one after the other."""
 
     files: tuple[Path, ...]
-    ends: tuple[int, ...]
+    ends: tuple[int, ...]  # where each file ends, counted in bytes from the start of the first
 
     @property
     def size(self) -> int:
@@ -40,15 +29,7 @@ class Corpus:
         return self.ends[-1] if self.ends else 0
 
     def batch(self, *, seed: int, step: int, batch: int, seq: int, part: slice) -> tuple[Tensor, Tensor]:
-        """The inputs and targets of one step, of shape (sequences, seq): target i is the byte after input i.
-
-        Args:
-            seed: chooses the order of the data.
-            step: the number of the step, from 0.
-            batch: sequences in the whole batch, over all ranks.
-            seq: the length of a sequence.
-            part: the sequences wanted here. Only their bytes are read.
-        """
+        """Some of the sequences of a step, and their targets: target i is the byte after input i."""
         digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
         # Every rank draws the starts of the whole batch, so that the batch is the same however it is divided.

@@ -13,21 +13,21 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import saving
 import torch
 import torch.distributed as dist
-from optim import make_optimizer, set_learning_rate
 from parallel import Step, make_model
+from plain import largest_difference, make_optimizer, reference_losses, set_learning_rate
 from progress import Progress, picture
 from settings import Settings, parse
 from text import Corpus, find_corpus
-from verify import largest_difference, reference_losses
 
 import namedmesh
-from namedmesh import training
+from namedmesh import CheckpointError, training
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +38,9 @@ TOLERANCE = 1e-4  # nats
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train as the command line says; the exit status."""
     settings = parse(arguments)
-    share_cores()
+    # More threads than cores would stand in each other's way.
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > (os.cpu_count() or 1):
+        torch.set_num_threads(1)
     try:
         device = namedmesh.launch.init(settings.device)
     except namedmesh.LaunchError as error:
@@ -55,21 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if agree else 1
 
 
-def make_mesh(settings: Settings, device: torch.device) -> namedmesh.NamedMesh:
-    """The mesh, and with experts another view of the same ranks."""
-    context = {"cp": settings.cp} if settings.cp > 1 else {}
-    mesh = namedmesh.init_mesh(pp=settings.pp, dp=settings.dp, **context, tp=settings.tp, device=device)
-    if settings.moe:
-        mesh.add_view("expert", pp=settings.pp, edp=-1, ep=settings.ep, etp=1)
-    return mesh
-
-
-def share_cores() -> None:
-    """One thread a rank where there are more ranks than cores; more would stand in each other's way."""
-    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > (os.cpu_count() or 1):
-        torch.set_num_threads(1)
-
-
 def check(settings: Settings, corpus: Corpus) -> list[str]:
     """Everything that is wrong with the job as this rank sees it."""
     found = settings.problems(dist.get_world_size())
@@ -78,23 +65,18 @@ def check(settings: Settings, corpus: Corpus) -> list[str]:
     if not corpus.files:
         found.append(f"--data {settings.data}: there is no such file or directory, or no file in it")
     elif corpus.size <= settings.seq:
-        found.append(
-            f"--data {settings.data}: {corpus.size} bytes are too few for sequences of {settings.seq}"
-        )
-    return found + saving.resume_problems(settings)
+        found.append(f"--data {settings.data}: {corpus.size} bytes are too few for --seq {settings.seq}")
+    return found + resume_problems(settings)
 
 
 def refuse_together(problems: Sequence[str], device: torch.device) -> None:
     """End the job if any rank has problems, in the words of the first that has; communicates."""
-    troubled = torch.zeros(dist.get_world_size(), device=device)
-    troubled[dist.get_rank()] = len(problems)
+    rank, troubled = dist.get_rank(), torch.zeros(dist.get_world_size(), device=device)
+    troubled[rank] = len(problems)
     dist.all_reduce(troubled)
-    if not troubled.any():
-        return
-    first = int(troubled.gt(0).int().argmax())
-    rank = dist.get_rank()
-    dist.destroy_process_group()
-    refuse(problems, rank=rank, speaker=first)
+    if troubled.any():
+        dist.destroy_process_group()
+        refuse(problems, rank=rank, speaker=int(troubled.gt(0).int().argmax()))
 
 
 def refuse(problems: Sequence[str], *, rank: int, speaker: int = 0) -> NoReturn:
@@ -106,16 +88,49 @@ def refuse(problems: Sequence[str], *, rank: int, speaker: int = 0) -> NoReturn:
     raise SystemExit(2)
 
 
+def make_mesh(settings: Settings, device: torch.device) -> namedmesh.NamedMesh:
+    """The mesh, and with experts another view of the same ranks."""
+    context = {"cp": settings.cp} if settings.cp > 1 else {}
+    mesh = namedmesh.init_mesh(pp=settings.pp, dp=settings.dp, **context, tp=settings.tp, device=device)
+    if settings.moe:
+        mesh.add_view("expert", pp=settings.pp, edp=-1, ep=settings.ep, etp=1)
+    return mesh
+
+
+def place(settings: Settings, step: int) -> Path:
+    """Where the checkpoint after ``step`` steps goes."""
+    return Path(settings.checkpoint) / f"step-{step:06}"
+
+
+def find_checkpoint(path: str) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint at ``path``, or the latest one in it, and its values; None where there is none."""
+    for found in (Path(path), *sorted(Path(path).glob("step-*"), reverse=True)):
+        with suppress(CheckpointError):  # not there, or not finished
+            return found, training.checkpoint_info(found)[1]
+    return None
+
+
+def resume_problems(settings: Settings) -> list[str]:
+    """What keeps the run from continuing where it was asked to, one sentence each."""
+    found = find_checkpoint(settings.resume) if settings.resume else None
+    if settings.resume and found is None:
+        return [f"--resume {settings.resume}: there is no finished checkpoint"]
+    if found and found[1]["step"] >= settings.steps:
+        return [f"{found[0]} has done {found[1]['step']} steps already; ask for more with --steps"]
+    return []
+
+
 def train(settings: Settings, corpus: Corpus, mesh: namedmesh.NamedMesh) -> list[float]:
     """Train from the start or a checkpoint, save what was asked for, and return the loss of every step."""
+    training.seed_all(settings.seed, mesh)
     model = make_model(settings, mesh)
     optimizer = make_optimizer(model)
-    start = resume(settings, corpus, mesh, model, optimizer)
     run_step = Step(model, mesh, settings.pieces)
+    found = find_checkpoint(settings.resume) if settings.resume else None
+    start = 0 if found is None else training.load(found[0], mesh, model, optimizer)["step"]
     progress = Progress(start, settings.steps, settings.batch * settings.seq, shown=dist.get_rank() == 0)
-    progress.tell(
-        f"{mesh.layout} on {mesh.device.type}, {settings.precision}\n{picture(mesh.layout, settings.layers)}"
-    )
+    progress.tell(f"{mesh.layout} on {mesh.device.type}, {settings.precision}")
+    progress.tell(picture(mesh.layout, settings.layers))
     mine = training.sampler_kwargs(mesh)
     share = settings.batch // mine["num_replicas"]
     part = slice(mine["rank"] * share, (mine["rank"] + 1) * share)
@@ -132,30 +147,11 @@ def train(settings: Settings, corpus: Corpus, mesh: namedmesh.NamedMesh) -> list
         losses.append(loss.item())
         progress.update(step, losses[-1])
         if settings.saves_after(step):
-            path = saving.place(settings, step + 1)
-            training.save(path, mesh, model, optimizer, **saving.about_run(settings, corpus, step + 1))
-            progress.tell(f"saved {path}")
+            # The next batch is a function of the seed and the step, so the step is the position in the data.
+            training.save(place(settings, step + 1), mesh, model, optimizer, step=step + 1)
+            progress.tell(f"saved {place(settings, step + 1)}")
     progress.tell(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {progress.seconds:.0f} s")
     return losses
-
-
-def resume(
-    settings: Settings,
-    corpus: Corpus,
-    mesh: namedmesh.NamedMesh,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-) -> int:
-    """Load the checkpoint, if one is asked for, and return the step to begin with."""
-    found = saving.find_checkpoint(settings.resume) if settings.resume else None
-    if found is None:
-        return 0
-    before = training.load(found[0], mesh, model, optimizer)
-    step: int = before["step"]
-    if dist.get_rank() == 0:
-        notes = saving.resume_notes(before, saving.about_run(settings, corpus, step))
-        print("\n".join([f"continuing {found[0]} after {step} steps", *notes]))
-    return step
 
 
 def verify(settings: Settings, corpus: Corpus, mesh: namedmesh.NamedMesh, losses: Sequence[float]) -> bool:
@@ -165,10 +161,9 @@ def verify(settings: Settings, corpus: Corpus, mesh: namedmesh.NamedMesh, losses
     print("verifying in one process ...", flush=True)
     difference = largest_difference(losses, reference_losses(settings, corpus, mesh.device))
     agree = difference <= TOLERANCE
-    words = "is within" if agree else "IS NOT WITHIN"
     print(
         f"largest difference of the loss over {len(losses)} steps in {settings.precision}: {difference:.1e}, "
-        f"{words} {TOLERANCE:.0e}"
+        f"{'is within' if agree else 'IS NOT WITHIN'} {TOLERANCE:.0e}"
     )
     return agree
 

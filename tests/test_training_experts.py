@@ -10,6 +10,7 @@ import torch
 import training_checks as checks
 from ranks import fake_world, run_ranks
 from torch import nn
+from training_moe import differences as of_example
 
 import namedmesh
 from namedmesh import training
@@ -37,7 +38,7 @@ def compare(layouts: list[str]) -> dict[str, dict[str, float]]:
         dense, expert = LAYOUTS[name]
         mesh = namedmesh.init_mesh(**dense)
         mesh.add_view("expert", pp=dense["pp"], edp=-1, **expert)
-        told[name] = moe.differences(mesh)
+        told[name] = of_example(mesh)
         mesh.close()
     return told
 

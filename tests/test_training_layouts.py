@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 import pytest
 from ranks import run_ranks
-from training_model import alone, loaded_alone, train_through
+from training_model import alone, loaded_alone, train_one_step, train_through
 
 from namedmesh._torch import TORCH
 
@@ -24,7 +25,12 @@ LAYOUTS: list[tuple[dict[str, int], str, int]] = [
 ]
 
 
-@pytest.mark.skipif(TORCH.release[:2] == (2, 9), reason="torch 2.9's pipelines end the process on gloo")
+PIPELINES = pytest.mark.skipif(
+    TORCH.release[:2] == (2, 9), reason="torch 2.9's pipelines end the process on gloo"
+)
+
+
+@PIPELINES
 def test_every_layout_continues_the_run_of_one_process(tmp_path: Path) -> None:
     paths = [str(tmp_path / str(number)) for number in range(len(LAYOUTS) + 1)]
     ((expected, state),) = run_ranks(1, alone, paths[0], len(LAYOUTS), init=False)
@@ -37,3 +43,21 @@ def test_every_layout_continues_the_run_of_one_process(tmp_path: Path) -> None:
     for one, other in zip(loaded, state, strict=True):
         differences += [abs(a - b) for a, b in zip(one, other, strict=True)]
     assert max(differences) < 1e-9
+
+
+def compiled(source: str, target: str) -> tuple[float, float]:
+    warnings.simplefilter("ignore")  # the compiler warns about what torch itself does
+    sizes = {"pp": 1, "dp": 1, "cp": 2, "tp": 2}
+    return train_one_step(sizes, "1F1B", 3, source, target, compiled=True)
+
+
+@PIPELINES
+def test_a_step_of_compiled_layers_is_that_of_one_process(tmp_path: Path) -> None:
+    paths = str(tmp_path / "0"), str(tmp_path / "1")
+    ((expected, state),) = run_ranks(1, alone, paths[0], 1, init=False)
+    for told in run_ranks(4, compiled, *paths):
+        assert told == pytest.approx(expected[0], abs=1e-9)
+    (loaded,) = run_ranks(1, loaded_alone, paths[1], init=False)
+    assert [each for one in loaded for each in one] == pytest.approx(
+        [each for one in state for each in one], abs=1e-9
+    )

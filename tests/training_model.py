@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 WIDTH, HEADS, KV_HEADS, INNER, LAYERS, VOCABULARY = 32, 8, 4, 20, 4, 24
 ROWS, LENGTH = 8, 8
 HIDDEN = -100
+CLIP = 0.5  # below the norms that come up
 
 
 class Attention(nn.Module):
@@ -125,6 +126,7 @@ def alone(first: str, steps: int) -> tuple[list[tuple[float, float]], list[list[
         before = loss_sum(model(tokens), targets) / (targets != HIDDEN).sum()
         optimizer.zero_grad()
         before.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         after = loss_sum(model(tokens), targets) / (targets != HIDDEN).sum()
         losses.append((before.item(), after.item()))
@@ -165,12 +167,8 @@ def parallelized(model: Part, mesh: namedmesh.NamedMesh, *, ulysses: bool) -> Pa
     return model
 
 
-def data_axes(mesh: namedmesh.NamedMesh) -> tuple[str, ...]:
-    return tuple(axis for axis in mesh.layout if axis.startswith("dp"))
-
-
 def sharded(model: Part, mesh: namedmesh.NamedMesh) -> Part:
-    over = mesh.flatten("dp", "cp") if "cp" in mesh.layout else mesh[data_axes(mesh)]
+    over = training.fsdp_mesh(mesh)
     for layer in model.layers.values():
         fully_shard(layer, mesh=over)
     fully_shard(model, mesh=over)
@@ -186,52 +184,58 @@ def train_through(
 
 
 def train_one_step(
-    sizes: dict[str, int], schedule: str, microbatches: int, source: str, target: str
+    sizes: dict[str, int],
+    schedule: str,
+    microbatches: int,
+    source: str,
+    target: str,
+    *,
+    compiled: bool = False,
 ) -> tuple[float, float]:
     """Continue from a checkpoint for one step, and save: the loss before and after the step."""
     mesh = namedmesh.init_mesh(**sizes, device="cpu")
     per_rank = 1 if schedule in {"1F1B", "GPipe"} else 2
     indices = training.stage_indices(mesh, schedule, per_rank)
-    model = [
-        sharded(parallelized(part, mesh, ulysses="cp" in sizes and microbatches > 1), mesh)
-        for part in parts(indices, per_rank * mesh.size("pp"))
-    ]
+    model = parts(indices, per_rank * mesh.size("pp"))
+    for part in model:
+        parallelized(part, mesh, ulysses="cp" in sizes and microbatches > 1)
+        for name, layer in part.layers.items():
+            if compiled:  # without one break in its graph
+                part.layers[name] = torch.compile(layer, backend="eager", fullgraph=True)
+        sharded(part, mesh)
     optimizer = optimizer_for(model)
     step = training.load(source, mesh, model, optimizer)["step"]
     tokens, targets = batch(step)
-    axes = data_axes(mesh)
-    count = (targets != HIDDEN).sum()
     if "cp" in mesh.layout:
         tokens, targets, positions = training.shard_sequence(tokens, targets, mesh=mesh["cp"])
         for part in model:
             part.positions = positions
-    mine = [each.chunk(mesh.size(*axes))[mesh.rank(*axes)] for each in (tokens, targets)]
-    over = (*axes, "cp") if "cp" in mesh.layout else axes
-    replicas = mesh.size(*over)
+    share = training.sampler_kwargs(mesh)
+    tokens, targets = (each.chunk(share["num_replicas"])[share["rank"]] for each in (tokens, targets))
+    count = (targets != HIDDEN).sum()
 
     def loss(logits: Tensor, some: Tensor) -> Tensor:
-        return loss_sum(logits, some) * replicas / count  # FSDP2 takes the mean of the gradients
+        return training.token_mean(loss_sum(logits, some), count, mesh)
 
     pipe = training.pipeline(mesh, model, schedule, microbatches=microbatches, loss=loss, reduction="sum")
-    told = []
     losses: list[Tensor] = []
-    pipe.step(mine[0], target=mine[1], losses=losses)
-    told.append(summed(losses, mesh, replicas))
+    pipe.step(tokens, target=targets, losses=losses)
+    told = summed(losses, mesh)
+    training.clip_grad_norm_([each for part in model for each in part.parameters()], CLIP, mesh)
     optimizer.step()
     saved = training.save(target, mesh, model, optimizer, async_=True, step=step + 1)
     # While it is written: without gradients.
-    pipe.eval(mine[0], target=mine[1], losses=losses)
-    told.append(summed(losses, mesh, replicas))
+    pipe.eval(tokens, target=targets, losses=losses)
+    after = summed(losses, mesh)
     assert saved is not None
     assert str(saved.result()) == target
     mesh.close()
-    return told[0], told[1]
+    return told, after
 
 
-def summed(losses: list[Tensor], mesh: namedmesh.NamedMesh, replicas: int) -> float:
-    """The loss of the whole batch, which the ranks of the last stage know a part of each."""
+def summed(losses: list[Tensor], mesh: namedmesh.NamedMesh) -> float:
+    """The loss of the batch, which all ranks of the last stage know."""
     total = sum((each.detach() for each in losses), torch.zeros((), dtype=torch.float64))
-    total = total / replicas / mesh.size("tp")
-    dist.all_reduce(total)
     losses.clear()
-    return total.item()
+    dist.all_reduce(total)
+    return total.item() * mesh.size("pp") / mesh.size()

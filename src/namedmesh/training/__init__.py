@@ -8,7 +8,7 @@ from namedmesh.training.data import check_same_batch, data_axes, fsdp_mesh, samp
 from namedmesh.training.experts import set_expert_divisor
 from namedmesh.training.initialization import init_parameters
 from namedmesh.training.loss import token_mean
-from namedmesh.training.pipeline import pipeline, stage_indices, stage_layers
+from namedmesh.training.pipelines import pipeline, stage_indices, stage_layers
 from namedmesh.training.seeds import seed_all, streams
 
 __all__ = [

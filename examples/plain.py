@@ -1,22 +1,40 @@
-"""The same training in one process, with nothing but plain torch: what the parallel run has to agree with."""
+"""What knows nothing of ranks: the optimizer, and the same training in one process, to compare with."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
-from optim import make_optimizer, set_learning_rate
+import torch
 from parallel import loss_sum, whole_model
-from torch.nn.utils import clip_grad_norm_
+from torch import nn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
     from settings import Settings
     from text import Corpus
 
-__all__ = ["largest_difference", "reference_losses"]
+
+WARM_UP = 10  # steps
+LOWEST = 0.1  # of the highest learning rate, at the end
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
+    """AdamW that lets the matrices decay, but not the norms."""
+    norms = [each for each in model.parameters() if each.ndim == 1]
+    others = [each for each in model.parameters() if each.ndim > 1]
+    groups = [{"params": others, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+    # Large eps: a gradient as small as its own rounding error should not make a full step.
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-5)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, *, step: int, steps: int, highest: float) -> None:
+    """A linear warm-up and a cosine: a function of the step, so there is no scheduler to save and restore."""
+    cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
+    rate = highest * min(1.0, (step + 1) / WARM_UP) * (LOWEST + (1 - LOWEST) * cosine)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
 
 
 def reference_losses(settings: Settings, corpus: Corpus, device: torch.device) -> list[float]:
@@ -31,7 +49,7 @@ def reference_losses(settings: Settings, corpus: Corpus, device: torch.device) -
         loss = loss_sum(model(inputs.to(device)), targets.to(device)) / targets.numel()
         optimizer.zero_grad()
         loss.backward()
-        clip_grad_norm_(model.parameters(), settings.clip)
+        nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
         set_learning_rate(optimizer, step=step, steps=settings.steps, highest=settings.lr)
         optimizer.step()
         losses.append(loss.item())

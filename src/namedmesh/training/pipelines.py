@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -32,7 +33,13 @@ def stage_layers(
 
 @overload
 def stage_layers(
-    layers: Sequence[nn.Module] | nn.Sequential | nn.ModuleList,
+    layers: nn.Sequential, mesh: NamedMesh | None, *, stage: int | None = None, stages: int | None = None
+) -> nn.Sequential: ...
+
+
+@overload
+def stage_layers(
+    layers: Sequence[nn.Module] | nn.ModuleList,
     mesh: NamedMesh | None,
     *,
     stage: int | None = None,
@@ -46,7 +53,7 @@ def stage_layers(
     *,
     stage: int | None = None,
     stages: int | None = None,
-) -> range | nn.ModuleDict:
+) -> range | nn.Sequential | nn.ModuleDict:
     """The layers of one pipeline stage: as even as can be, the longer stages last.
 
     The silent mistake it prevents: stages that number their layers from 0 each, so that checkpoints, learning
@@ -59,8 +66,8 @@ def stage_layers(
         stages: the number of stages; by default the size of ``pp``.
 
     Returns:
-        The numbers of the stage's layers; or the layers, in a dict whose keys are their numbers in the whole
-        model: a layer has the same name in every layout.
+        The numbers of the stage's layers; or the layers, in an ``nn.ModuleDict`` (of an ``nn.Sequential``, in one)
+        under their numbers in the whole model: a layer has the same name in every layout.
 
     Raises:
         LayoutError: there are more stages than layers.
@@ -80,9 +87,10 @@ def stage_layers(
     if stages > count:
         raise LayoutError(f"{count} layers cannot fill {stages} stages; give every stage one at least")
     numbers = range(count * stage // stages, count * (stage + 1) // stages)
-    return (
-        numbers if isinstance(layers, int) else nn.ModuleDict({str(each): layers[each] for each in numbers})
-    )
+    if isinstance(layers, int):
+        return numbers
+    named = OrderedDict((str(each), layers[each]) for each in numbers)
+    return nn.Sequential(named) if isinstance(layers, nn.Sequential) else nn.ModuleDict(named)
 
 
 def stage_indices(mesh: NamedMesh, schedule: str = "1F1B", stages: int = 1) -> tuple[int, ...]:
