@@ -78,6 +78,22 @@ def _views() -> dict[str, tuple[tuple[int, ...], int]]:
     return told
 
 
+def test_a_mesh_is_a_collection_of_axes() -> None:
+    with fake_world(8):
+        mesh = namedmesh.init_mesh({"dp": 2, "tp": -1}, device="cpu")
+        assert (list(mesh), len(mesh), "tp" in mesh, "ep" in mesh, 0 in mesh) == (
+            ["dp", "tp"],
+            2,
+            True,
+            False,
+            False,
+        )
+        mesh.add_view("expert", edp=2, ep=4)
+        assert list(mesh) == ["dp", "tp", "edp", "ep"]
+        assert {axis: mesh[axis].size() for axis in mesh} == {"dp": 2, "tp": 4, "edp": 2, "ep": 4}
+        mesh.close()
+
+
 def test_a_view_factors_the_same_ranks_and_shares_axes() -> None:
     layout = Layout(pp=2, edp=2, ep=2, etp=1)
     for rank, told in enumerate(run_ranks(8, _views)):

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from ranks import fake_world
+from ranks import fake_world, run_ranks
 
 from namedmesh.__main__ import main
 from namedmesh.compat import megatron
@@ -158,12 +155,14 @@ def test_a_script_runs_unchanged(tmp_path: Path) -> None:
         encoding="utf-8",
     )
 
-    command = [sys.executable, "-m", "namedmesh", "run", "--dialect", "ezpz", str(script), "--lr", "3"]
-    done = subprocess.run(
-        command, check=False, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": SOURCE}
-    )
-    assert (done.returncode, done.stdout) == (1, "namedmesh.compat.ezpz.tp __main__ beside ['--lr', '3']\n")
-    assert done.stderr.endswith("OSError: its own\n")
+    def run() -> tuple[str, str]:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), pytest.raises(OSError, match="its own") as caught:
+            main(["run", "--dialect", "ezpz", str(script), "--lr", "3"])
+        return out.getvalue(), str(caught.value)
+
+    out = "namedmesh.compat.ezpz.tp __main__ beside ['--lr', '3']\n"
+    assert run_ranks(1, run, init=False) == [(out, "its own")]
     assert set(DIALECTS) <= {path.stem for path in (Path(SOURCE) / "namedmesh" / "compat").iterdir()}
     with pytest.raises(SystemExit) as caught:
         main(["run", "nowhere.py"])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,6 @@ from namedmesh.mesh import NamedMesh
 from namedmesh.options import GroupOptions
 from namedmesh.views import product_axes
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 __all__ = ["CANONICAL_AXES", "create_mesh", "init_mesh", "version_fields"]
 
 # The names that the field uses. Any identifier will do; options may be given for these before they exist.
@@ -31,7 +29,7 @@ CANONICAL_AXES = ("pp", "dp_replicate", "dp_shard", "dp", "cp", "tp", "ep", "etp
 
 
 def init_mesh(
-    layout: Layout | None = None,
+    layout: Layout | Mapping[str, int] | None = None,
     *,
     device: str | torch.device | None = None,
     backend: str | None = None,
@@ -49,7 +47,7 @@ def init_mesh(
     the environment: that of torchrun, or a world of one under plain python.
 
     Args:
-        layout: the layout, instead of ``sizes``.
+        layout: the layout, or a size for each axis by name, instead of ``sizes``.
         device: the device of the mesh, as for :func:`namedmesh.launch.init`.
         backend: the backend of every group that sets no other; by default that of the default group.
         timeout: the timeout of every group that sets no other, and the time that ranks wait for each other
@@ -79,6 +77,8 @@ def init_mesh(
         >>> mesh.close()
         >>> dist.destroy_process_group()
     """
+    if isinstance(layout, Mapping):
+        layout, sizes = None, {**layout, **sizes}
     launched = not dist.is_initialized()
     if launched:
         device = launch.init(device, backend=backend, timeout=timeout, call="init_mesh")

@@ -23,7 +23,7 @@ from namedmesh.options import GroupOptions
 from namedmesh.views import DENSE, View, Views, named, product_axes, quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from types import TracebackType
 
@@ -144,6 +144,18 @@ class NamedMesh:
             return self._meshes[axes]
         except (KeyError, TypeError):
             return self._slice((axes,) if isinstance(axes, str) else tuple(axes), self._version)
+
+    def __contains__(self, axis: object) -> bool:
+        """Whether the mesh, or a view of it, has an axis."""
+        return axis in self._axes
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of the axes, slowest first; those of the views come after the mesh's own."""
+        return iter(self._axes)
+
+    def __len__(self) -> int:
+        """The number of axes."""
+        return len(self._axes)
 
     def group(self, *axes: str) -> dist.ProcessGroup:
         """The process group of this rank over one axis, or over several that were flattened.

@@ -36,8 +36,10 @@ class Rewritten:
     def diff(self) -> str:
         """Return the difference as ``patch`` takes it."""
         encoding = tokenize.detect_encoding(io.BytesIO(self.before).readline)[0]
-        sides = [side.decode(encoding).splitlines(keepends=True) for side in (self.before, self.after)]
-        lines = difflib.unified_diff(*sides, f"a/{self.path}", f"b/{self.path}")
+        before, after = (
+            side.decode(encoding).splitlines(keepends=True) for side in (self.before, self.after)
+        )
+        lines = difflib.unified_diff(before, after, f"a/{self.path}", f"b/{self.path}")
         return "".join(
             line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
         )
@@ -129,7 +131,7 @@ def _first_line(tree: ast.Module) -> int:
     for number, node in enumerate(tree.body):
         is_docstring = number == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if not is_docstring and not (isinstance(node, ast.ImportFrom) and node.module == "__future__"):
-            first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
-            return max(first, after + 1)
+            decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+            return max(min([node.lineno, *(one.lineno for one in decorators)]), after + 1)
         after = node.end_lineno or node.lineno
     return after + 1

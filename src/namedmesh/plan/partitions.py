@@ -174,7 +174,7 @@ def list_partitions(
     if problems:
         raise LayoutError(*problems)
     rules = Rules(model, gpus_per_node, memory, stage)
-    return tuple(Partition(*sizes, rules) for sizes in _all_sizes(world_size, model.experts))
+    return tuple(Partition(*sizes, rules=rules) for sizes in _all_sizes(world_size, model.experts))
 
 
 def best_partitions(partitions: Iterable[Partition], count: int) -> tuple[Partition, ...]:
@@ -206,7 +206,7 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def _all_sizes(world_size: int, experts: int | None) -> Iterator[tuple[int, ...]]:
+def _all_sizes(world_size: int, experts: int | None) -> Iterator[tuple[int, int, int, int, int, int]]:
     divisors = cache(_divisors)
     for tp in divisors(world_size):
         for cp in divisors(world_size // tp):
@@ -336,7 +336,7 @@ def _flat_row(partition: Partition) -> tuple[Cell, ...]:
         int(partition.fits),
         "; ".join(partition.reasons),
         " ".join(partition.crossing),
-        *([estimate.total for estimate in memory] or [None] * len(STAGES)),
+        *(memory[stage].total if memory else None for stage in STAGES),
         memory[0].activations if memory else None,
         *(sent.get(column.removeprefix("sent_")) for column in _SENT),
         partition.tokens_per_second or None,

@@ -145,7 +145,8 @@ class _Picture:
         """Draw boxes in boxes: the slowest axis outside, the fastest from left to right."""
         self.size = _Size(94, 54, 16, 0)
         *outer, fast = axes
-        slow, middle = (*([None] * (_LEVELS - len(axes))), *outer)
+        slow = outer[0] if len(axes) == _LEVELS else None
+        middle = outer[-1] if outer else None
         columns, lines = self.layout[fast], self.layout[middle] if middle else 1
         step, high, gutter = 106, 62, 12 + (9 * len(f"{_short(middle, 12)} {lines}") if middle else 0)
         wide, tall = gutter + columns * step + 12, lines * (high + 20) + 16

@@ -216,8 +216,10 @@ def _groups_data(groups: Groups, everything: bool) -> dict[str, Any]:
 
 def _groups_table(plan: Plan, everything: bool) -> Table:
     """Write a row for each group, whether it crosses nodes and NVLink domains (1 or 0), and one for each warning."""
-    columns = ("kind", "axes", "layout", "size", "count", "group", "ranks")
-    columns += ("crosses_nodes", "crosses_domains", "warning")
+    columns = (
+        *("kind", "axes", "layout", "size", "count", "group", "ranks"),
+        *("crosses_nodes", "crosses_domains", "warning"),
+    )
     rows: list[tuple[Cell, ...]] = []
     for groups in plan.kinds:
         start = (groups.name, " ".join(groups.kind.axes), groups.kind.view, groups.size, groups.count)
