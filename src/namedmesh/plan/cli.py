@@ -207,7 +207,7 @@ def _configure_shard(parser: ArgumentParser) -> None:
     _add_integer(parser, "--out", "output features", dest="outputs", required=True)
     _add_integer(parser, "--tp", "tensor-parallel ranks", required=True)
     parser.add_argument(
-        "--style", choices=STYLES, required=True, help="column cuts the outputs, row the inputs"
+        "--style", choices=STYLES, required=True, help="column shards the outputs, row the inputs"
     )
     _add_format(parser)
     parser.add_argument("--svg", metavar="FILE", help="draw the shards into this file")
@@ -280,7 +280,7 @@ COMMANDS = {
         _partitions,
     ),
     "shard": (
-        "how the weight of a linear layer is cut over tensor-parallel ranks",
+        "how the weight of a linear layer is sharded over tensor-parallel ranks",
         _configure_shard,
         _shard,
     ),

@@ -119,7 +119,7 @@ function paint() {
   if (step > 1) legend.append(`... ${axis.size - 1}`);
 }
 function outline() {
-  const axis = axisOf(outlined.value), number = (rank, axis) => Math.min(...peers(rank, axis));
+  const axis = axisOf(outlined.value);
   for (const cell of cells) {
     const slot = cell.parentElement, rank = firstOf(cell);
     slot.className = "slot";

@@ -23,6 +23,8 @@ _LINES = 3
 """How many lines of groups of one kind are shown by default."""
 _LISTED = 4096
 """How many ranks of one kind are listed for programs by default."""
+_PICTURED = 128
+"""How many ranks a terminal shows in their nodes."""
 
 
 def plan_document(plan: Plan, *, everything: bool = False, color_by: str | None = None) -> Document:
@@ -44,7 +46,7 @@ def plan_document(plan: Plan, *, everything: bool = False, color_by: str | None 
         tuple(parts),
         lambda: _plan_data(plan, everything),
         lambda: _groups_table(plan, everything),
-        lambda width: Grid(plan).blocks(color_by, width),
+        (lambda width: Grid(plan).blocks(color_by, width)) if plan.world_size <= _PICTURED else None,
     )
 
 
@@ -174,9 +176,9 @@ def _batch_line(one: RankPlan) -> str:
     return f"  batch: part {one.data_rank} of 0 to {one.data_size - 1}, {same}"
 
 
-def _slice_words(cut: Sequence[OnAxis], copies: Members) -> str:
-    parts = ", ".join(f"{own.axis} part {own.at} of 0 to {own.size - 1}" for own in cut) or "all of them"
-    whole = prod(own.size for own in cut)
+def _slice_words(slices: Sequence[OnAxis], copies: Members) -> str:
+    parts = ", ".join(f"{own.axis} part {own.at} of 0 to {own.size - 1}" for own in slices) or "all of them"
+    whole = prod(own.size for own in slices)
     share = f" (1/{whole})" if whole > 1 else ""
     held = f"the same on ranks {in_words(copies)}" if len(copies) > 1 else "held by no other rank"
     return f"{parts}{share}, {held}"
