@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from namedmesh.compat.megatron import parallel_state
+from namedmesh.compat.megatron import parallel_state, release
 from namedmesh.compat.megatron.state import VARIABLES
 
 if TYPE_CHECKING:
@@ -117,8 +117,8 @@ NO_ANSWERS = {
 
 
 @cache
-def _flags(module: Any) -> dict[str, list[tuple[str, tuple[Any, ...]]]]:
-    """The flags of every accessor, and the values to try."""
+def _flags(module: Any, _newest: bool) -> dict[str, list[tuple[str, tuple[Any, ...]]]]:
+    """The flags of every accessor, and the values to try; ours depend on the release that it answers as."""
     found = {}
     for name in getters(module):
         known = signature(getattr(module, name)).parameters
@@ -130,7 +130,7 @@ def _flags(module: Any) -> dict[str, list[tuple[str, tuple[Any, ...]]]]:
 def answers(module: Any, original: Any = None) -> dict[str, Any]:
     """What every accessor of an original says with every combination of its flags; comparable."""
     told: dict[str, Any] = {}
-    for name, flags in _flags(original or module).items():
+    for name, flags in _flags(original or module, release.newest()).items():
         function = getattr(module, name)
         for values in product(*(values for _, values in flags)):
             arguments = dict(zip((flag for flag, _ in flags), values, strict=True))

@@ -422,6 +422,28 @@ def test_a_bound_expert_view_is_the_original_s_expert_groups() -> None:
         assert told == answers(parallel_state)
 
 
+def test_a_bound_mesh_shards_weights_that_are_gathered_for_each_use() -> None:
+    megatron.select_release("0.19")
+    with fake_world(32, 13):
+        mesh = namedmesh.init_mesh(pp=2, dp=-1, cp=2, gtp_remat=2, tp=2, device="cpu")
+        mesh.add_view("expert", pp=2, edp=-1, egtp_remat=2, ep=2, etp=1)
+        megatron.bind(mesh)
+        assert parallel_state.get_gtp_weight_remat_group() is mesh.group("gtp_remat")
+        assert parallel_state.get_data_parallel_group() is mesh.group("dp", "gtp_remat")
+        told = answers(parallel_state)
+        mesh.close()
+        parallel_state.initialize_model_parallel(
+            2,
+            2,
+            context_parallel_size=2,
+            gtp_remat_size=2,
+            expert_model_parallel_size=2,
+            expert_gtp_remat_size=2,
+            expert_tensor_parallel_size=1,
+        )
+        assert told == answers(parallel_state)
+
+
 def test_with_switches_between_meshes() -> None:
     with fake_world(8, 5):
         first = namedmesh.init_mesh(dp=-1, tp=2, device="cpu")

@@ -43,7 +43,7 @@ class GlobalMemoryBuffer:
         name: str,
         mem_alloc_context: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> torch.Tensor:
-        """A tensor of a shape, uninitialized, on the buffer of this name and type.
+        """Return a tensor of a shape, uninitialized, on the buffer of this name and type.
 
         Args:
             tensor_shape: its shape.
@@ -72,7 +72,7 @@ class GlobalSymmetricMemoryBuffer:
         self.symm_buffer, self.symm_mem_hdl = symmetric_memory(int(size_in_mb * 2**20), process_group)
 
     def maybe_get_tensor(self, tensor_shape: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
-        """A tensor at the start of the buffer and the handle to the peers' memory; None where it cannot be.
+        """Return a tensor at the start of the buffer and the handle to the peers' memory; None where it cannot be.
 
         Args:
             tensor_shape: its shape.

@@ -16,7 +16,7 @@ from namedmesh.compat.megatron.rank_generator import (
     insert_gtp_remat,
     ordered_tokens,
 )
-from namedmesh.dialects import DIALECTS
+from namedmesh.dialects import DENSE, DIALECTS, EXPERT
 from namedmesh.errors import NamedMeshError
 from namedmesh.layout import Layout
 from namedmesh.options import GroupOptions
@@ -38,8 +38,7 @@ BINDABLE = (
 )
 """The arguments that the axes of a mesh do not determine, which ``bind`` takes."""
 
-_DENSE = {"tp": "tp", "cp": "cp", "dp": "dp", "pp": "pp", "gtp_remat": "gtp_remat"}
-_EXPERT = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp", "gtp_remat": "egtp_remat"}
+_EXPERT = {"tp": "etp", "dp": "edp", "gtp_remat": "egtp_remat"}
 
 
 @dataclass(frozen=True)
@@ -156,8 +155,7 @@ class ParallelConfig:
         world = world_size if self.local_world_size is None else self.local_world_size
         _raise_all([*self._sharp_problems(), *self._size_problems(world, world_size)])
         _ = self.options
-        dense = self._layout(world, self._dense_sizes, "tp", _DENSE)
-        expert = self._layout(world, self._expert_sizes, "ep", _EXPERT)
+        dense, expert = self._layout(world, DENSE), self._layout(world, EXPERT)
         pp_inside = not self.order.endswith("pp") and dense["pp"] > 1 and expert["edp"] != dense["dp"]
         if pp_inside or dense.partition("pp") != expert.partition("pp"):
             raise ContractError(
@@ -176,46 +174,37 @@ class ParallelConfig:
         """
         _raise_all([*self._group_problems(axis_map), *self._virtual_problems(axis_map.size("pp"))])
 
-    @property
-    def _dense_sizes(self) -> dict[str, int]:
-        """The sizes that the world is divided by; dp is what is left."""
-        sizes = {
-            "tp": self.tensor_model_parallel_size,
-            "pp": self.pipeline_model_parallel_size,
-            "cp": self.context_parallel_size,
-        }
-        return sizes | ({"gtp_remat": self.gtp_remat_size} if self.gtp_remat_size != 1 else {})
+    def _sizes(self, view: str) -> dict[str, int]:
+        """Return the sizes that the world of a view is divided by; dp is what is left."""
+        tp, etp, pp = (
+            self.tensor_model_parallel_size,
+            self.expert_tensor_parallel_size,
+            self.pipeline_model_parallel_size,
+        )
+        if view == DENSE:
+            sizes, gtp = {"tp": tp, "pp": pp, "cp": self.context_parallel_size}, self.gtp_remat_size
+        else:
+            sizes = {"tp": tp if etp is None else etp, "ep": self.expert_model_parallel_size, "pp": pp}
+            gtp = self.expert_gtp_remat_size
+        return sizes if gtp == 1 else sizes | {"gtp_remat": gtp}
 
-    @property
-    def _expert_sizes(self) -> dict[str, int]:
-        """The sizes that the world of the experts is divided by; edp is what is left."""
-        etp, egtp = self.expert_tensor_parallel_size, self.expert_gtp_remat_size
-        sizes = {
-            "tp": self.tensor_model_parallel_size if etp is None else etp,
-            "ep": self.expert_model_parallel_size,
-            "pp": self.pipeline_model_parallel_size,
-        }
-        return sizes | ({"gtp_remat": egtp} if egtp != 1 else {})
+    def _layout(self, world: int, view: str) -> Layout:
+        """Return the layout of a view, whose axes are the tokens of the order under other names."""
+        sizes = self._sizes(view)
+        sizes["dp"] = world // prod(sizes.values())
+        tokens = [token for token in reversed(self._tokens(view, sizes)) if token in sizes]
+        names = [_EXPERT.get(token, token) if view == EXPERT else token for token in tokens]
+        return Layout.from_shape(names, [sizes[token] for token in tokens], rank_offset=self.rank_offset)
 
-    def _layout(
-        self, world: int, sizes: Mapping[str, int], gtp_remat_after: str, names: Mapping[str, str]
-    ) -> Layout:
-        """Return the layout of some sizes in the order, whose tokens are axes under other names."""
-        sizes = {**sizes, "dp": world // prod(sizes.values())}
-        tokens = [
-            token
-            for token in reversed(self._tokens(sizes, gtp_remat_after))
-            if token in names and token in sizes
-        ]
-        axes = [names[token] for token in tokens]
-        return Layout.from_shape(axes, [sizes[token] for token in tokens], rank_offset=self.rank_offset)
-
-    def _tokens(self, sizes: Mapping[str, int], gtp_remat_after: str) -> list[str]:
+    def _tokens(self, view: str, sizes: Mapping[str, int]) -> list[str]:
+        """Return the tokens of the order, fastest first; gtp_remat is after tp, and after ep for the experts."""
         known = {token: sizes.get(token, 1) for token in ("tp", "pp", "dp", "ep", "cp")}
         order = self.order
         if "gtp_remat" in sizes or "gtp_remat" in order:
             known["gtp_remat"] = sizes.get("gtp_remat", 1)
-            order = insert_gtp_remat(order, gtp_remat_after)  # in lower case only, as the original
+            order = insert_gtp_remat(
+                order, "tp" if view == DENSE else "ep"
+            )  # in lower case only, as the original
         return ordered_tokens(order, known)
 
     def _sharp_problems(self) -> Iterator[NamedMeshError]:
@@ -255,22 +244,21 @@ class ParallelConfig:
                 f"{' and '.join(f'{name} is {size}' for name, size in gtp.items() if size > 1)}; weights that are gathered "
                 "for each use go with one optimizer instance only"
             )
-        dense = prod(self._dense_sizes.values())
-        if world % dense:
+        dense, experts = self._sizes(DENSE), self._sizes(EXPERT)
+        if world % prod(dense.values()):
             yield ContractRuntimeError(
-                f"the world of {world} ranks cannot be divided by {_product(self._dense_sizes)} = {dense}; change a "
-                "size, or start another number of ranks"
+                f"the world of {world} ranks cannot be divided by {_product(dense)}; change a size, or start another "
+                "number of ranks"
             )
         yield from self._virtual_problems(self.pipeline_model_parallel_size)
         try:
-            self._tokens({**self._dense_sizes, "dp": world // dense}, "tp")
+            self._tokens(DENSE, {**dense, "dp": world // prod(dense.values())})
         except NamedMeshError as error:
             yield error
-        experts = {"etp" if axis == "tp" else axis: size for axis, size in self._expert_sizes.items()}
         if world % prod(experts.values()):
+            named = {_EXPERT.get(axis, axis): size for axis, size in experts.items()}
             yield ContractRuntimeError(
-                f"the world of {world} ranks cannot be divided by the experts' {_product(experts)} = "
-                f"{prod(experts.values())}; change a size"
+                f"the world of {world} ranks cannot be divided by the experts' {_product(named)}; change a size"
             )
         if not 0 <= self.rank_offset <= self.rank_offset + world <= world_size:
             yield ContractRuntimeError(
@@ -331,7 +319,7 @@ def check_net_names(net_names: Mapping[str, object]) -> None:
 
 
 def _product(sizes: Mapping[str, int]) -> str:
-    return " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+    return f"{' x '.join(f'{axis}={size}' for axis, size in sizes.items())} = {prod(sizes.values())}"
 
 
 def _raise_all(problems: Iterable[NamedMeshError]) -> None:

@@ -84,36 +84,41 @@ def partial_without_cp() -> ContractError:
     )
 
 
-def _number(answer: str, cp: bool, gtp: bool, part: bool) -> int:
-    if part and not cp:
-        override: int | None = getattr(STATE, f"set_dp_{answer}")
-        if override is None and dist.is_initialized():
-            raise partial_without_cp()
-        return override or 0
-    base = _base(cp, gtp, part)
-    number: int | None = getattr(STATE, f"{base}_{answer}")
-    return zero_or_raise(f"{base}_group") if number is None else number
+def _numbers(answer: str, text: str) -> tuple[Callable[..., int], Callable[..., int]]:
+    """Make the accessor of a size or a rank, as it is and as it was before; its answers are slots of the state."""
+    dp, dp_cp, dp_gtp, dp_cp_gtp = (f"{base}_{answer}" for base in ("dp", "dp_cp", "dp_gtp", "dp_cp_gtp"))
 
+    def newest(
+        with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
+    ) -> int:
+        if partial_data_parallel:
+            return _part(answer, cp=with_context_parallel, gtp=with_gtp_remat)
+        if with_gtp_remat:
+            number = getattr(STATE, dp_cp_gtp if with_context_parallel else dp_gtp)
+        else:
+            number = getattr(STATE, dp_cp if with_context_parallel else dp)
+        return zero_or_raise("dp_group") if number is None else number
 
-def get_data_parallel_world_size(
-    with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
-) -> int:
-    """Return the size of :func:`get_data_parallel_group`; a manual override takes precedence; 0 without ``torch.distributed``."""
-    return _number("size", with_context_parallel, with_gtp_remat, partial_data_parallel)
-
-
-def get_data_parallel_rank(
-    with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
-) -> int:
-    """Return this rank's index in :func:`get_data_parallel_group`; a manual override takes precedence; 0 without ``torch.distributed``."""
-    return _number("rank", with_context_parallel, with_gtp_remat, partial_data_parallel)
-
-
-def _number_before(answer: str) -> Callable[..., int]:
     def before(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
-        return _number(answer, with_context_parallel, gtp=False, part=partial_data_parallel)
+        if partial_data_parallel:
+            return _part(answer, cp=with_context_parallel, gtp=False)
+        number = getattr(STATE, dp_cp if with_context_parallel else dp)
+        return zero_or_raise("dp_group") if number is None else number
 
-    return before
+    newest.__doc__ = f"{text} in :func:`get_data_parallel_group`; a manual override takes precedence."
+    return newest, before
+
+
+def _part(answer: str, *, cp: bool, gtp: bool) -> int:
+    """Return the size or rank in the part of the data-parallel ranks that is in this rank's optimizer instance."""
+    number: int | None = getattr(STATE, f"{'intra_dp_cp_gtp' if gtp else 'intra_dp_cp'}_{answer}")
+    if not cp and getattr(STATE, f"set_dp_{answer}") is None and dist.is_initialized():
+        raise partial_without_cp()
+    return zero_or_raise("intra_dp_cp_group") if number is None else number
+
+
+get_data_parallel_world_size, _world_size_before = _numbers("size", "Return the number of ranks")
+get_data_parallel_rank, _rank_before = _numbers("rank", "Return this rank's index")
 
 
 def get_expert_data_parallel_group(
@@ -144,54 +149,49 @@ def _expert_base(gtp: bool, part: bool) -> str:
     return ("intra_" if part else "") + ("edp_gtp" if gtp else "edp")
 
 
-def _expert_number(answer: str, gtp: bool, part: bool) -> int:
-    base = _expert_base(gtp, part)
-    number: int | None = getattr(STATE, f"{base}_{answer}")
-    return zero_or_raise(f"{base}_group") if number is None else number
+def _expert_numbers(answer: str, text: str) -> tuple[Callable[..., int], Callable[..., int]]:
+    """As :func:`_numbers`, for the experts."""
+    edp, intra, edp_gtp, intra_gtp = (
+        f"{base}_{answer}" for base in ("edp", "intra_edp", "edp_gtp", "intra_edp_gtp")
+    )
 
+    def newest(with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False) -> int:
+        if not with_gtp_remat:
+            return before(partial_expert_data_parallel)
+        number = getattr(STATE, intra_gtp if partial_expert_data_parallel else edp_gtp)
+        return zero_or_raise("edp_group") if number is None else number
 
-def get_expert_data_parallel_world_size(
-    with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
-) -> int:
-    """Return the size of :func:`get_expert_data_parallel_group`; 0 without ``torch.distributed``."""
-    return _expert_number("size", with_gtp_remat, partial_expert_data_parallel)
-
-
-def get_expert_data_parallel_rank(
-    with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
-) -> int:
-    """Return this rank's index in :func:`get_expert_data_parallel_group`; 0 without ``torch.distributed``."""
-    return _expert_number("rank", with_gtp_remat, partial_expert_data_parallel)
-
-
-def _expert_number_before(answer: str) -> Callable[..., int]:
     def before(partial_expert_data_parallel: bool = False) -> int:
-        return _expert_number(answer, gtp=False, part=partial_expert_data_parallel)
+        number = getattr(STATE, intra if partial_expert_data_parallel else edp)
+        return zero_or_raise("edp_group") if number is None else number
 
-    return before
+    newest.__doc__ = f"{text} in :func:`get_expert_data_parallel_group`; 0 without ``torch.distributed``."
+    return newest, before
 
 
-_BEFORE_0_19: dict[Callable[..., Any], Callable[..., Any]] = {
-    get_data_parallel_group: _group_before,
-    get_data_parallel_rank: _number_before("rank"),
-    get_data_parallel_world_size: _number_before("size"),
-    get_expert_data_parallel_group: _expert_group_before,
-    get_expert_data_parallel_rank: _expert_number_before("rank"),
-    get_expert_data_parallel_world_size: _expert_number_before("size"),
+get_expert_data_parallel_world_size, _expert_world_size_before = _expert_numbers(
+    "size", "Return the number of ranks"
+)
+get_expert_data_parallel_rank, _expert_rank_before = _expert_numbers("rank", "Return this rank's index")
+
+
+_NEWEST_AND_BEFORE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "get_data_parallel_group": (get_data_parallel_group, _group_before),
+    "get_data_parallel_rank": (get_data_parallel_rank, _rank_before),
+    "get_data_parallel_world_size": (get_data_parallel_world_size, _world_size_before),
+    "get_expert_data_parallel_group": (get_expert_data_parallel_group, _expert_group_before),
+    "get_expert_data_parallel_rank": (get_expert_data_parallel_rank, _expert_rank_before),
+    "get_expert_data_parallel_world_size": (get_expert_data_parallel_world_size, _expert_world_size_before),
 }
 
 
 def of_selected_release() -> dict[str, Callable[..., Any]]:
     """Return the accessors of this module, by name, with the arguments of the selected release."""
     return {
-        function.__name__: function if release.newest() else before
-        for function, before in _BEFORE_0_19.items()
+        name: newest if release.newest() else before for name, (newest, before) in _NEWEST_AND_BEFORE.items()
     }
 
 
-for _function, _before in _BEFORE_0_19.items():
-    _before.__name__, _before.__qualname__, _before.__doc__ = (
-        _function.__name__,
-        _function.__qualname__,
-        _function.__doc__,
-    )
+for _name, (_newest, _before) in _NEWEST_AND_BEFORE.items():
+    _newest.__name__ = _before.__name__ = _name
+    _before.__doc__ = _newest.__doc__

@@ -12,8 +12,8 @@ Example:
     >>> from namedmesh.compat.megatron import parallel_state
     >>> _ = namedmesh.launch.init("cpu")
     >>> parallel_state.initialize_model_parallel()
-    >>> parallel_state.get_all_ranks()          # tp, dp, cp, pp and ep rank
-    '0_0_0_0_0'
+    >>> parallel_state.get_tensor_model_parallel_world_size()
+    1
     >>> parallel_state._TENSOR_MODEL_PARALLEL_GLOBAL_RANKS
     [0]
     >>> parallel_state.destroy_model_parallel()

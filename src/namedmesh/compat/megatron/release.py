@@ -19,20 +19,19 @@ _NEWEST = (0, 19)
 _watchers: list[Callable[[], None]] = []
 
 
-def _parsed(version: str) -> tuple[int, int]:
-    try:
-        major, minor = version.split(".")[:2]
-        return int(major), int(minor)
-    except ValueError:
+def _parsed(version: str) -> tuple[int, ...]:
+    parts = version.split(".")[:2]
+    if not all(part.isdigit() for part in parts):
         raise ContractError(
             f"{version!r} is no version of megatron-core; give one such as '0.16.1' or '0.19'"
-        ) from None
+        )
+    return tuple(int(part) for part in parts)
 
 
-def _installed() -> tuple[int, int]:
+def _installed() -> tuple[int, ...]:
     try:
         return _parsed(metadata.version("megatron-core"))
-    except (metadata.PackageNotFoundError, ContractError):
+    except metadata.PackageNotFoundError:
         return _NEWEST
 
 

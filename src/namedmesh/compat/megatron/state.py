@@ -53,28 +53,24 @@ _NUMBERED = {
         ("gtp", "cp", "tp_cp", "egtp", "etp_ep", "edp", "edp_gtp", "intra_edp", "intra_edp_gtp"), ""
     ),
 }
-_LABELS = {row.slot: f"the {row.name.replace('_', ' ')} group" for row in MEGATRON_GROUPS} | {
-    row.gloo_slot: f"the {row.name.replace('_', ' ')} gloo group" for row in MEGATRON_GROUPS if row.gloo
-}
-_LABELS |= {
+_LABELS = {
+    **{row.gloo_slot: f"the {row.name.replace('_', ' ')} gloo group" for row in MEGATRON_GROUPS},
+    **{row.slot: f"the {row.name.replace('_', ' ')} group" for row in MEGATRON_GROUPS},
     "group_list": "the list of groups",
     "memory_buffer": "the global memory buffer",
     "symmetric_buffer": "the global symmetric memory buffer",
 }
-_NO_EMBEDDING = "this rank is in no such group: its stage holds no such embedding"
 _REMEDIES = {
+    **{row.gloo_slot: "make the groups with create_gloo_process_groups=True" for row in MEGATRON_GROUPS},
+    **dict.fromkeys(
+        ("embedding_group", "position_embedding_group"),
+        "this rank is in no such group: its stage holds no such embedding",
+    ),
     "dp_cp_gather_group": "make the groups with create_all_gather_group=True",
-    "embedding_group": _NO_EMBEDDING,
     "hierarchical_cp_groups": "make the groups with hierarchical_context_parallel_sizes",
     "inter_edp_group": "make the groups with num_distributed_optimizer_instances above 1",
-    "position_embedding_group": _NO_EMBEDDING,
     "symmetric_buffer": "call _set_global_symmetric_memory_buffer() on every rank",
     "memory_buffer": "it was destroyed",
-    **{
-        row.gloo_slot: "make the groups with create_gloo_process_groups=True"
-        for row in MEGATRON_GROUPS
-        if row.gloo
-    },
 }
 
 
