@@ -177,7 +177,7 @@ def test_a_mesh_that_exists_is_used_with_its_groups() -> None:
         with pytest.raises(LayoutError) as caught:
             ParallelDims.bind(wrong)
         assert str(caught.value) == (
-            "Layout(tp=2, dp_shard=8) is not over some of 'pp' and 'dp_replicate' and 'dp_shard' and 'cp' and 'tp' in this "
+            "tp=2 x dp_shard=8 (16 ranks) is not over some of 'pp' and 'dp_replicate' and 'dp_shard' and 'cp' and 'tp' in this "
             "order, as torchtitan lays out ranks; make the mesh with these axes"
         )
         wrong.close()
