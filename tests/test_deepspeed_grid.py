@@ -549,6 +549,12 @@ from deepspeed.runtime.pipe import ProcessTopology, module
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, _prime_factors
 assert ProcessTopology is ours.ProcessTopology
 assert PipelineParallelGrid is module.PipelineParallelGrid is ours.PipelineParallelGrid
+import deepspeed.comm
+from deepspeed.moe import layer
+from deepspeed.utils import groups
+from namedmesh.compat.deepspeed import groups as our_groups
+assert groups is layer.groups is our_groups
+assert deepspeed.comm.initialize_mesh_device is our_groups.initialize_mesh_device
 ours.uninstall()
 assert not [name for name in sys.modules if name.startswith("deepspeed")]
 """
@@ -558,7 +564,9 @@ ours.install()
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 import deepspeed.runtime.pipe
 assert deepspeed.runtime.pipe.ProcessTopology is ours.ProcessTopology
-assert PipeDataParallelTopology is ours.PipeDataParallelTopology and "torch" not in sys.modules
+assert PipeDataParallelTopology is ours.PipeDataParallelTopology
+from deepspeed.utils import groups
+assert groups.__name__ == "namedmesh.compat.deepspeed.groups"
 ours.uninstall()
 assert not [name for name in sys.modules if name.startswith("deepspeed")]
 """
@@ -580,6 +588,7 @@ def test_installing_late_warns_and_can_be_undone(theirs: Any) -> None:
     assert sys.modules["deepspeed.runtime.pipe.topology"] is topology
     deepspeed.uninstall()
     assert sys.modules["deepspeed.runtime.pipe.topology"] is theirs
+    assert sys.modules["deepspeed.comm"].initialize_mesh_device.__module__ == "deepspeed.comm.comm"
 
 
 def test_the_path_is_there_without_deepspeed_too() -> None:

@@ -11,11 +11,12 @@ from namedmesh.layout import Layout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from typing import Any
 
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["layout_of_groups", "layout_of_mesh"]
+__all__ = ["layout_of_groups", "layout_of_mesh", "meshes_of_transformers"]
 
 
 def layout_of_mesh(mesh: DeviceMesh) -> Layout:
@@ -74,3 +75,19 @@ def layout_of_groups(groups: Mapping[str, dist.ProcessGroup], rank: int, rank_of
     if problems:
         raise LayoutError(*problems)
     return layout
+
+
+def meshes_of_transformers(model: Any) -> tuple[DeviceMesh, DeviceMesh]:
+    """The meshes that transformers made for a model: that of the dense layers, and that of the experts.
+
+    Raises:
+        LayoutError: transformers did not distribute the model.
+    """
+    manager = getattr(model, "_mesh_manager", None)
+    if manager is None:
+        raise LayoutError(
+            f"the {type(model).__name__} has no mesh of transformers, which makes one in "
+            "from_pretrained(distributed_config=...); make a mesh with init_mesh, and shard the model with parallelize"
+        )
+    stages = ("pp", "dp_replicate")
+    return manager.get_mesh((*stages, "fsdp", "tp")), manager.get_mesh((*stages, "efsdp", "ep"))

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh import current
 from namedmesh._torch import constant_under_compile, flattened, forget
-from namedmesh.adopt import layout_of_groups, layout_of_mesh
+from namedmesh.adopt import layout_of_groups, layout_of_mesh, meshes_of_transformers
 from namedmesh.consistency import report_failure
 from namedmesh.errors import AxisError, LayoutError, MeshError, did_you_mean
 from namedmesh.explain import explain_group, explain_mesh, explain_rank
@@ -99,6 +99,31 @@ class NamedMesh:
         for axis, group in groups.items():
             pool.borrow(layout.group(pool.rank, axis), group, axis)
         return cls(layout, mesh, pool, default_group_device(mesh.device_type))
+
+    @classmethod
+    def from_transformers(cls, model: object) -> NamedMesh:
+        """A named mesh over those that Hugging Face's transformers made for a model; nothing is created.
+
+        Args:
+            model: what ``from_pretrained(..., distributed_config=DistributedConfig(...))`` returned.
+
+        Returns:
+            A mesh of axes ``pp``, ``dp_replicate``, ``fsdp`` and ``tp``, with the view ``expert`` of ``pp``,
+            ``dp_replicate``, ``efsdp`` and ``ep``. Slices of it go together with the model's parameters.
+
+        Raises:
+            LayoutError: transformers did not distribute the model.
+        """
+        dense, expert = meshes_of_transformers(model)
+        mesh, layout = cls.from_device_mesh(dense), layout_of_mesh(expert)
+        groups = {axis: expert.get_group(axis) for axis in layout if axis not in mesh}
+        current.check_told_apart(layout, expert.device_type, groups)
+        for axis, group in groups.items():
+            if mesh.pool.find(layout, (axis,), mesh.pool.defaults) is None:
+                mesh.pool.borrow(layout.group(mesh.global_rank, axis), group, axis)
+        mesh._views.add("expert", View(layout, expert))
+        mesh._prepare_answers()
+        return mesh
 
     @classmethod
     def from_groups(

@@ -12,6 +12,7 @@ from namedmesh.tensor_parallel.local import sum_gradients
 from namedmesh.tensor_parallel.module_setup import NAME
 from namedmesh.tensor_parallel.placements import composes
 from namedmesh.tensor_parallel.plan import resolve
+from namedmesh.tensor_parallel.saving import save_whole_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,7 +50,8 @@ def parallelize(
             ``{"kv heads": 2}``.
 
     Returns:
-        The model. Its sharded parameters are DTensors; parameters that were tied are still tied.
+        The model. Its sharded parameters are DTensors; parameters that were tied are still tied. A Hugging Face
+        model's ``save_pretrained``, called by every rank of the default group, writes whole tensors, on rank 0.
 
     Raises:
         PlanError: with every problem there is: the mesh has several axes, a name matches nothing, two names
@@ -79,6 +81,7 @@ def parallelize(
         for tie in resolved.ties:
             tie.restore()
     avoid_native_path(model)
+    save_whole_tensors(model)
     return model
 
 

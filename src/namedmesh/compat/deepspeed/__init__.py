@@ -1,9 +1,10 @@
-"""The DeepSpeed dialect: topologies, the pipeline grid and the model-parallel unit, over one NamedMesh.
+"""The DeepSpeed dialect: topologies, the pipeline grid, the mpu and ``utils.groups``, over one NamedMesh.
 
 Four ways in, for code at different stages of a move:
 
-- *Unchanged code*: :func:`install` puts the dialect under ``deepspeed.runtime.pipe.topology``, so that DeepSpeed's own
-  pipelines work on it; call it before the first import of ``deepspeed``.
+- *Unchanged code*: :func:`install` puts the dialect under ``deepspeed.runtime.pipe.topology`` and
+  ``deepspeed.utils.groups``, so that DeepSpeed's own pipelines, experts, sequence parallelism and ZeRO++ work on it; call
+  it before the first import of ``deepspeed``. ``groups.bind(mesh)`` then says which mesh they work on.
 - *Code that builds topologies*: :class:`ProcessTopology` and its kin. They need no process group and no torch.
 - *Code that builds a grid*: :class:`PipelineParallelGrid`, with the arguments of DeepSpeed's. It makes a mesh, and
   ``grid.mesh`` leads to it; :meth:`PipelineParallelGrid.from_mesh` takes one that exists.
@@ -14,6 +15,7 @@ Importing the package does not import torch: what needs it is loaded when it is 
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -52,17 +54,24 @@ _LAZY = {
 
 _REPLACEMENT = Replacement(
     "deepspeed",
-    {"deepspeed.runtime.pipe.topology": f"{__name__}.topology"},
-    without=dict.fromkeys(("deepspeed.runtime", "deepspeed.runtime.pipe"), __name__),
+    {
+        "deepspeed.runtime.pipe.topology": f"{__name__}.topology",
+        "deepspeed.utils.groups": f"{__name__}.groups",
+    },
+    without=dict.fromkeys(("deepspeed.runtime", "deepspeed.runtime.pipe", "deepspeed.utils"), __name__),
 )
+# What else is replaced: the maker of the mesh for mesh_param, and what it was.
+_MESH_MAKERS = ("deepspeed.comm", "deepspeed.comm.comm")
+_replaced: list[tuple[Any, Any]] = []
 
 
 def install() -> None:
-    """Put the dialect under ``deepspeed.runtime.pipe.topology``.
+    """Put the dialect under ``deepspeed.runtime.pipe.topology`` and ``deepspeed.utils.groups``.
 
-    DeepSpeed's ``PipelineModule`` then makes grids of ours, and takes topologies of ours. Where DeepSpeed is not
-    installed, the module is made up with the packages that it is in. Call it before the first import of
-    ``deepspeed``; a second call does nothing.
+    DeepSpeed's ``PipelineModule`` then makes grids of ours, and takes topologies of ours; its engine, MoE layers and
+    ZeRO take their groups from a mesh, and ``deepspeed.initialize(mesh_param=...)`` makes its torch mesh on the same
+    groups. Where DeepSpeed is not installed, the modules are made up with the packages that they are in. Call it
+    before the first import of ``deepspeed``; a second call does nothing.
 
     Warns:
         UserWarning: modules of DeepSpeed were imported before, and keep the original; it names them.
@@ -74,10 +83,19 @@ def install() -> None:
         from deepspeed.pipe import PipelineModule      # on our topologies and grids
     """
     _REPLACEMENT.install()
+    maker = import_module(f"{__name__}.groups").initialize_mesh_device
+    for module in [sys.modules[name] for name in _MESH_MAKERS if name in sys.modules]:
+        original = vars(module).get("initialize_mesh_device")
+        if original not in {None, maker}:
+            _replaced.append((module, original))
+            vars(module)["initialize_mesh_device"] = maker
 
 
 def uninstall() -> None:
     """Undo :func:`install`; modules that were imported in between are forgotten, and imported anew on demand."""
+    while _replaced:
+        module, original = _replaced.pop()
+        vars(module)["initialize_mesh_device"] = original
     _REPLACEMENT.uninstall()
 
 

@@ -1,0 +1,462 @@
+"""The torchtitan dialect: ``ParallelDims`` over one NamedMesh.
+
+torchtitan makes a process group for every axis of four to five factorings of the world. Here each factoring is a view
+of one mesh, so axes over the same ranks have one group::
+
+    from namedmesh.compat.torchtitan import ParallelDims
+
+    dims = ParallelDims(dp_replicate=1, dp_shard=-1, cp=1, tp=2, pp=1, ep=1, world_size=8)
+    dims.get_mesh("tp"), dims.get_optional_mesh("pp"), dims.mesh
+
+:meth:`ParallelDims.bind` takes a mesh that exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from namedmesh.compat.errors import ContractError
+from namedmesh.errors import LayoutError, did_you_mean
+from namedmesh.init import init_mesh
+from namedmesh.layout import Layout
+from namedmesh.views import named
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Self
+
+    from namedmesh.mesh import NamedMesh
+
+__all__ = ["ParallelDims"]
+
+_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+_BACKENDS = ("partial_dtensor", "full_dtensor", "spmd_types")
+# The axes whose meshes exist, for each backend; a mesh of one axis is a slice of the first factoring that has it.
+_EVERY = {"data": ("pp", "batch", "cp", "tp"), "sparse": ("pp", "dp_replicate", "efsdp", "ep")}
+_FACTORINGS = {
+    "partial_dtensor": {"dense": ("pp", "dp_replicate", "fsdp", "tp"), **_EVERY},
+    "full_dtensor": {"dense": _AXES, **_EVERY},
+    "spmd_types": {"dense": _AXES, **_EVERY, "spmd": ("pp", "dp", "cp", "tp")},
+}
+_COMMON = ("pp", "batch", "loss", "dp_replicate", "cp", "tp", "ep", "efsdp")
+_NAMES = {
+    "partial_dtensor": (*_COMMON, "fsdp"),
+    "full_dtensor": (*_COMMON, "dp_shard"),
+    "spmd_types": (*_COMMON, "dp", "dp_shard"),
+}
+# What a parameter of the model is sharded over.
+_DENSE = {
+    "partial_dtensor": ("dp_replicate", "fsdp", "tp"),
+    "full_dtensor": ("dp_replicate", "dp_shard", "cp", "tp"),
+    "spmd_types": ("dp", "cp", "tp"),
+}
+_SPARSE = ("dp_replicate", "efsdp", "ep")
+# What a boundary between modules may be redistributed over; with full_dtensor, everything.
+_BOUNDARY = {"partial_dtensor": ("tp", "ep"), "spmd_types": ("dp", "cp", "tp", "ep")}
+
+
+@dataclass
+class ParallelDims:
+    """The degrees of parallelism of a job, and the torch meshes over them, under torchtitan's names.
+
+    Ranks are laid out as (pp, dp_replicate, dp_shard, cp, tp), tp fastest; the experts' factoring is (pp,
+    dp_replicate, efsdp, ep). Derived axes: ``batch`` is dp_replicate x dp_shard, ``loss`` that and cp, ``fsdp``
+    dp_shard x cp, ``efsdp`` dp_shard x cp x tp / ep, and ``dp``, with spmd_types, the same ranks as batch.
+
+    Args:
+        dp_replicate: how many replicas of the sharded parameters there are.
+        dp_shard: how many ranks shard the parameters; -1 for whatever is left.
+        cp: how many ranks share a sequence.
+        tp: how many ranks share a layer.
+        pp: how many stages the layers are in.
+        ep: how many ranks share the experts of a layer; no factor of the world size.
+        world_size: how many ranks there are.
+        spmd_backend: ``"partial_dtensor"`` (the axis ``fsdp``), ``"full_dtensor"`` (``dp_shard``) or
+            ``"spmd_types"`` (``dp_shard`` and ``dp``).
+
+    Attributes:
+        mesh: the mesh behind it; None before :meth:`build_mesh`.
+
+    Raises:
+        ContractError: an ``AssertionError``, too: degrees that are below 1, or do not make up the world.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dims = ParallelDims(dp_replicate=1, dp_shard=-1, cp=1, tp=1, pp=1, ep=1, world_size=1)
+        >>> dims.get_optional_mesh("tp") is None, dims.get_mesh("dp_shard").size(), dims.mesh.layout
+        (True, 1, Layout(pp=1, dp_replicate=1, dp_shard=1, cp=1, tp=1))
+        >>> dims.mesh.close()
+        >>> dist.destroy_process_group()
+    """
+
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    pp: int
+    ep: int
+    world_size: int
+    spmd_backend: str = "spmd_types"
+    mesh: NamedMesh | None = field(default=None, init=False, repr=False, compare=False)
+    _single_axis_meshes: dict[str, DeviceMesh] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _roots: dict[str, DeviceMesh] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _slices: dict[tuple[str, ...], DeviceMesh] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        """Check the degrees, and infer dp_shard."""
+        others = ("dp_replicate", "cp", "tp", "pp", "ep")
+        problems = [
+            f"{name}={getattr(self, name)} is below 1; a degree is 1 where it is not used"
+            for name in others
+            if getattr(self, name) < 1
+        ]
+        if self.dp_shard != -1 and self.dp_shard < 1:
+            problems.append(f"dp_shard={self.dp_shard} is below 1; give -1 for whatever is left")
+        if self.spmd_backend not in _BACKENDS:
+            problems.append(
+                f"spmd_backend={self.spmd_backend!r} is not one of {_BACKENDS}"
+                f"{did_you_mean(self.spmd_backend, _BACKENDS)}"
+            )
+        if problems:
+            raise ContractError(*problems)
+        rest = self.dp_replicate * self.non_data_parallel_size
+        if self.dp_shard == -1:
+            self.dp_shard = max(1, self.world_size // rest)
+        if rest * self.dp_shard != self.world_size:
+            degrees = " x ".join(f"{axis}={getattr(self, axis)}" for axis in _AXES)
+            raise ContractError(
+                f"{degrees} = {rest * self.dp_shard} is not the world of {self.world_size} ranks; change a degree, or "
+                "give dp_shard=-1 for whatever is left"
+            )
+
+    @classmethod
+    def from_config(cls, parallelism_config: Any, world_size: int) -> Self:
+        """The degrees of a ``ParallelismConfig`` of torchtitan.
+
+        Args:
+            parallelism_config: an object with ``data_parallel_replicate_degree`` and so on.
+            world_size: how many ranks there are.
+
+        Raises:
+            ContractError: degrees that are below 1, or do not make up the world.
+        """
+        config = parallelism_config
+        return cls(
+            dp_replicate=config.data_parallel_replicate_degree,
+            dp_shard=config.data_parallel_shard_degree,
+            cp=config.context_parallel_degree,
+            tp=config.tensor_parallel_degree,
+            pp=config.pipeline_parallel_degree,
+            ep=config.expert_parallel_degree,
+            world_size=world_size,
+            spmd_backend=config.spmd_backend,
+        )
+
+    @classmethod
+    def bind(cls, mesh: NamedMesh, *, ep: int | None = None, spmd_backend: str = "spmd_types") -> Self:
+        """The dims of a mesh that exists, on its groups; communicates for the factorings that it lacks.
+
+        Every rank of the mesh calls it. The factorings become views of the mesh.
+
+        Args:
+            mesh: a mesh of axes ``pp``, ``dp_replicate``, ``dp_shard`` (or ``dp``), ``cp`` and ``tp`` in this
+                order; one that it lacks is of size 1.
+            ep: how many ranks share the experts; by default the size of the axis ``ep`` of a view, or 1.
+            spmd_backend: as for the class.
+
+        Raises:
+            LayoutError: the mesh has other axes, or another order.
+        """
+        data = "dp" if "dp" in mesh.layout else "dp_shard"
+        allowed = tuple(data if axis == "dp_shard" else axis for axis in _AXES)
+        known = tuple(axis for axis in allowed if axis in mesh.layout)
+        if known != mesh.layout.axes:
+            raise LayoutError(
+                f"{mesh.layout} is not over some of {named(allowed)} in this order, as torchtitan lays out ranks; "
+                "make the mesh with these axes"
+            )
+        sizes = {axis: mesh.size(axis) if axis in mesh.layout else 1 for axis in allowed}
+        sizes["dp_shard"] = sizes.pop(data)
+        if ep is None:
+            ep = mesh.size("ep") if "ep" in mesh else 1
+        dims = cls(**sizes, ep=ep, world_size=mesh.layout.world_size, spmd_backend=spmd_backend)
+        dims.mesh = mesh
+        dims.build_mesh()
+        return dims
+
+    def build_mesh(self) -> DeviceMesh:
+        """Make the meshes, once; communicates. Every rank calls it, or the first accessor does.
+
+        Returns:
+            The 1-D mesh over all ranks, named ``world``.
+
+        Raises:
+            LayoutError: ep does not divide the ranks that share the experts, or the world has another size.
+            AgreementError: the ranks have other degrees, or some did not call.
+        """
+        if self._single_axis_meshes:
+            return self._roots["world"]
+        factorings = _FACTORINGS[self.spmd_backend]
+        if self.mesh is None:
+            self.mesh = init_mesh({axis: self._degree(axis) for axis in factorings["dense"]})
+        mesh = self.mesh
+        for name, axes in factorings.items():
+            sizes = {axis: self._degree(axis) for axis in axes}
+            layout = Layout(**sizes, world_size=mesh.layout.world_size, rank_offset=mesh.layout.rank_offset)
+            if layout not in (mesh.layout, *mesh.views.values()):
+                mesh.add_view(f"torchtitan {name}", **sizes)
+            self._roots[name] = mesh[axes]
+        self._roots["loss"] = mesh.flatten("batch", "cp", name="loss_mesh")
+        self._roots["world"] = (
+            mesh.flatten(*mesh.layout.axes, name="world") if len(mesh.layout.axes) > 1 else mesh.device_mesh
+        )
+        for name in _NAMES[self.spmd_backend]:
+            root = next((key for key, axes in factorings.items() if name in axes), "loss")
+            self._single_axis_meshes[name] = self._roots[root] if root == "loss" else self._roots[root][name]
+        return self._roots["world"]
+
+    def get_optional_mesh(
+        self, dims: str | list[str], *, include_singleton_axes: bool = False
+    ) -> DeviceMesh | None:
+        """The mesh over one axis or several, or None where one of them is not in use; the same object each time.
+
+        In use are axes larger than 1; ``fsdp`` and ``dp_shard`` always, and ``efsdp`` where ep is larger than 1.
+
+        Args:
+            dims: a name, or names in the order of the ranks.
+            include_singleton_axes: whether axes that are not in use count, too.
+
+        Raises:
+            LayoutError: a ``ValueError``, too: an unknown name, names that are in no factoring together, out of order
+                or repeated.
+        """
+        self._build()
+        names = (dims,) if isinstance(dims, str) else tuple(dims)
+        known = self._single_axis_meshes
+        problems = [
+            f"Invalid mesh dim {name!r}: the meshes with {self.spmd_backend} are {', '.join(known)}"
+            f"{did_you_mean(name, known)}"
+            for name in names
+            if name not in known
+        ]
+        if problems:
+            raise LayoutError(*problems)
+        if not include_singleton_axes and not all(self._in_use(name) for name in names):
+            return None
+        if len(names) == 1:
+            return known[names[0]]
+        if names not in self._slices:
+            self._slices[names] = self._slice(names)
+        return self._slices[names]
+
+    def get_mesh(self, dims: str | list[str]) -> DeviceMesh:
+        """As :meth:`get_optional_mesh`, but an error where an axis is not in use.
+
+        Raises:
+            LayoutError: a ``ValueError``, too: as above, or an axis is not in use.
+        """
+        mesh = self.get_optional_mesh(dims)
+        if mesh is None:
+            names = [dims] if isinstance(dims, str) else dims
+            unused = [name for name in names if not self._in_use(name)]
+            raise LayoutError(
+                f"the mesh over {named(names)} is not available: {named(unused)} of size 1 or without experts is not in "
+                "use; ask get_optional_mesh, which returns None, or give the degree a size above 1"
+            )
+        return mesh
+
+    def get_activated_mesh(self, axes: Sequence[str]) -> DeviceMesh | None:
+        """The mesh over those of ``axes`` that exist and are in use; None where none is."""
+        self._build()
+        used = [axis for axis in axes if axis in self._single_axis_meshes and self._in_use(axis)]
+        return self.get_optional_mesh(used) if used else None
+
+    def get_all_one_dimensional_meshes(self) -> dict[str, DeviceMesh]:
+        """The meshes of one axis that are in use and have more than one rank, by name."""
+        self._build()
+        return {
+            name: mesh
+            for name, mesh in self._single_axis_meshes.items()
+            if mesh.size() > 1 and self._in_use(name)
+        }
+
+    def spmd_meshes(self) -> list[DeviceMesh]:
+        """The meshes that parameters are sharded over: that of the dense ones, and that of the experts."""
+        meshes = [self.get_activated_mesh(axes) for axes in (_DENSE[self.spmd_backend], _SPARSE)]
+        return [mesh for mesh in meshes if mesh is not None]
+
+    def spmd_dense_mesh(self) -> DeviceMesh:
+        """The mesh (dp, cp, tp) of spmd_types, axes of size 1 included.
+
+        Raises:
+            LayoutError: the backend is another.
+        """
+        self._build()
+        if self.spmd_backend != "spmd_types":
+            raise LayoutError(
+                f"spmd_dense_mesh is of the backend 'spmd_types', and this is {self.spmd_backend!r}; use spmd_meshes()"
+            )
+        return self._kept(("dp", "cp", "tp"), "spmd")
+
+    def spmd_sparse_mesh(self) -> DeviceMesh | None:
+        """The mesh (dp_replicate, efsdp, ep) of spmd_types; None without experts, or with another backend."""
+        self._build()
+        if self.spmd_backend != "spmd_types" or self.ep == 1:
+            return None
+        return self._kept(_SPARSE, "sparse")
+
+    def get_dense_tp_mesh(self) -> DeviceMesh:
+        """The mesh over tp that the dense layers compute on.
+
+        Raises:
+            LayoutError: tp is not in use, and the backend is not spmd_types.
+        """
+        return self.spmd_dense_mesh()["tp"] if self.spmd_backend == "spmd_types" else self.get_mesh("tp")
+
+    def resolve_mesh(self, axes: Iterable[str]) -> DeviceMesh | None:
+        """The mesh that a boundary between modules is redistributed over; None where there is nothing to do.
+
+        Args:
+            axes: the axes of the boundary's layout. Only those that the backend redistributes over count; with
+                full_dtensor ``dp`` stands for dp_replicate and dp_shard.
+
+        Raises:
+            LayoutError: with full_dtensor, a ``ValueError``, too: these are not all the axes of one of
+                :meth:`spmd_meshes`.
+        """
+        names = [str(getattr(axis, "value", axis)) for axis in axes]
+        if self.spmd_backend == "full_dtensor":
+            names = [
+                each for name in names for each in (("dp_replicate", "dp_shard") if name == "dp" else (name,))
+            ]
+        mesh = self.get_activated_mesh(
+            [name for name in names if name in _BOUNDARY.get(self.spmd_backend, names)]
+        )
+        if mesh is None or self.spmd_backend != "full_dtensor" or mesh in self.spmd_meshes():
+            return mesh
+        whole = [each.mesh_dim_names for each in self.spmd_meshes()]
+        raise LayoutError(
+            f"axes {named(mesh.mesh_dim_names or ())} are not all of a mesh of parameters; name all those of one of {whole}"
+        )
+
+    def resolve_shared_mesh(self, placements: Iterable[Any]) -> DeviceMesh | None:
+        """As :meth:`resolve_mesh`, for layouts that are over the same axes; None among them is skipped.
+
+        Args:
+            placements: objects with a method ``axes()``, or None.
+
+        Raises:
+            ContractError: an ``AssertionError``, too: layouts over different axes.
+        """
+        axes = {tuple(layout.axes()) for layout in placements if layout is not None}
+        if len(axes) > 1:
+            shown = ", ".join(sorted(str(tuple(map(str, each))) for each in axes))
+            raise ContractError(
+                f"the layouts of one boundary are over {shown}; give all of them the same axes"
+            )
+        return self.resolve_mesh(axes.pop()) if axes else None
+
+    @property
+    def world_mesh(self) -> DeviceMesh:
+        """The 1-D mesh over all ranks."""
+        return self.build_mesh()
+
+    @property
+    def dp_enabled(self) -> bool:
+        """Whether there is data parallelism of either kind."""
+        return self.dp_replicate > 1 or self.dp_shard > 1
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether parameters are replicated."""
+        return self.dp_replicate > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether parameters are sharded over the data-parallel ranks."""
+        return self.dp_shard > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether ranks share sequences."""
+        return self.cp > 1
+
+    @property
+    def dp_cp_enabled(self) -> bool:
+        """Whether the loss is reduced over ranks."""
+        return self.dp_enabled or self.cp_enabled
+
+    @property
+    def fsdp_enabled(self) -> bool:
+        """Whether parameters are sharded over data- or context-parallel ranks."""
+        return self.dp_shard_enabled or self.cp_enabled
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether ranks share layers."""
+        return self.tp > 1
+
+    @property
+    def pp_enabled(self) -> bool:
+        """Whether there is a pipeline."""
+        return self.pp > 1
+
+    @property
+    def ep_enabled(self) -> bool:
+        """Whether ranks share experts."""
+        return self.ep > 1
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """How many ranks see the same samples: cp x tp x pp."""
+        return self.cp * self.tp * self.pp
+
+    @property
+    def seq_len_divisor(self) -> int:
+        """What divides the length of a sequence: tp, times twice cp for its balanced shards."""
+        return self.tp * self.cp * 2
+
+    def _build(self) -> None:
+        if not self._single_axis_meshes:
+            self.build_mesh()
+
+    def _degree(self, axis: str) -> int:
+        if axis in {"batch", "dp"}:
+            return self.dp_replicate * self.dp_shard
+        if axis == "fsdp":
+            return self.dp_shard * self.cp
+        if axis == "efsdp":
+            return -1
+        degree: int = getattr(self, axis)
+        return degree
+
+    def _in_use(self, axis: str) -> bool:
+        if axis in {"fsdp", "dp_shard"}:
+            return True  # fully_shard takes them at size 1, for its mixed precision
+        return self.ep > 1 if axis == "efsdp" else self._single_axis_meshes[axis].size() > 1
+
+    def _slice(self, names: tuple[str, ...]) -> DeviceMesh:
+        for name, axes in _FACTORINGS[self.spmd_backend].items():
+            in_order = tuple(axis for axis in axes if axis in names)
+            if in_order == names:
+                return self._kept(names, name)
+            if set(in_order) == set(names):
+                raise LayoutError(
+                    f"the axes {names} are not each once and in the order of the ranks; ask for {in_order}"
+                )
+        raise LayoutError(
+            f"axes {named(names)} are not together in one factoring of the ranks; the factorings are "
+            f"{', '.join(map(str, _FACTORINGS[self.spmd_backend].values()))}"
+        )
+
+    def _kept(self, names: tuple[str, ...], root: str) -> DeviceMesh:
+        if names not in self._slices:
+            self._slices[names] = self._roots[root][names]
+        return self._slices[names]
