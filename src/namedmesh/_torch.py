@@ -298,10 +298,17 @@ def forget_group_caches() -> None:
 
     DTensor takes equal meshes for one, and hands out the layout of the first result it saw.
     """
-    if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import DTensor, debug
 
-        _clear_sharding_prop_cache()
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()
+    else:  # older releases have one cache, and no function that clears it
+        propagator: Any = DTensor._op_dispatcher.sharding_propagator
+        cache = type(propagator.propagate_op_sharding)
+        propagator.propagate_op_sharding = cache(propagator.propagate_op_sharding_non_cached)
 
 
 def _leave_counting_to_torch() -> None:
