@@ -23,7 +23,7 @@ from tp_models import Block
 
 from namedmesh.compat import megatron
 from namedmesh.compat.megatron import tensor_parallel as megatron_layers
-from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, SharedInput, parallelize
+from namedmesh.tensor_parallel import ColwiseParallel, KeepWhole, RowwiseParallel, SharedInput, parallelize
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +50,8 @@ class Counted(TorchDispatchMode):
 def block_plan(sequence: bool, shared: bool) -> dict[str, Any]:
     """A plan for one block, of our fast styles."""
     layout = Shard(1) if sequence else Replicate()
-    plan: dict[str, Any] = {}
+    # Each rank for itself is compared, without the sum of the norms' gradients.
+    plan: dict[str, Any] = dict.fromkeys(("attention_norm", "ffn_norm"), KeepWhole())
     for part, columns, row in (
         ("attention", ("wq", "wk", "wv"), "wo"),
         ("feed_forward", ("w1", "w3"), "w2"),
