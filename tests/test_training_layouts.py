@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from ranks import run_ranks
@@ -14,7 +14,7 @@ from namedmesh._torch import TORCH
 if TYPE_CHECKING:
     from pathlib import Path
 
-LAYOUTS: list[tuple[dict[str, int], str, int]] = [
+LAYOUTS: list[tuple[dict[str, Any], str, int]] = [
     ({"pp": 1, "dp": 8, "tp": 1}, "1F1B", 1),
     ({"pp": 1, "dp": 4, "tp": 2}, "GPipe", 2),
     ({"pp": 1, "dp": 2, "tp": 4}, "1F1B", 3),
