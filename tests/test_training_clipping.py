@@ -12,6 +12,7 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 import namedmesh
 from namedmesh import training
@@ -132,8 +133,10 @@ def check(mesh: NamedMesh) -> dict[str, float]:
     told = {}
     for order in (0.5, 1.0, 2.0, 3.0, math.inf):
         expected = torch.nn.utils.get_total_norm(whole, order)
-        norm = training.clip_grad_norm_(iter(parameters), math.inf, mesh, order)
+        with CommDebugMode() as seen:
+            norm = training.clip_grad_norm_(iter(parameters), math.inf, mesh, order)
         assert type(norm) is Tensor
+        told["value collectives"] = seen.get_total_counts()
         told[f"norm {order}"] = ((norm - expected) / expected).abs().item()
         told[f"value {order}"] = norm.item()
     expected = torch.nn.utils.get_total_norm(whole)
@@ -197,6 +200,8 @@ def check_all() -> tuple[list[dict[str, float]], list[str]]:
 
 def test_every_number_of_the_models_gradient_counts_once() -> None:
     by_rank = run_ranks(8, check_all)
+    # One for the norm, or one for each axis of a mesh over a part of the world; one for the gradient that is Partial.
+    assert [told["value collectives"] for told in by_rank[0][0]] == [2, 2, 2, 3]
     for differences, _ in by_rank:
         for told, first in zip(differences, by_rank[0][0], strict=True):
             assert all(value < 1e-9 for name, value in told.items() if not name.startswith("value")), told

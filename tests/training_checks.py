@@ -150,7 +150,8 @@ def reference() -> tuple[float, nn.Sequential]:
     return loss.item(), net
 
 
-def whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
