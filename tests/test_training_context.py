@@ -50,7 +50,8 @@ def difference(mesh: DeviceMesh, length: int, *, balanced: bool, **how: Any) -> 
     (got[:, :, real] * weights[:, :, places[real]]).sum().backward()
     found: list[Any] = [(got, expected)]
     found += [(part.grad, each.grad) for part, each in zip(parts, whole, strict=True)]
-    return max((one[:, :, real] - all_[:, :, places[real]]).abs().max().item() for one, all_ in found)
+    worst: float = max((one[:, :, real] - all_[:, :, places[real]]).abs().max().item() for one, all_ in found)
+    return worst
 
 
 def all_differences() -> dict[object, float]:
