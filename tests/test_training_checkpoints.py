@@ -341,6 +341,8 @@ def through_pretrained(root: Path) -> list[float]:
 
 @pytest.mark.oracle("transformers", "safetensors")
 def test_save_pretrained_and_back(tmp_path: Path) -> None:
+    import transformers  # noqa: F401  once, before the ranks are forked
+
     by_rank = run_ranks(2, through_pretrained, tmp_path)
     assert len(by_rank[0]) > 8
     assert {difference for told in by_rank for difference in told} == {0.0}

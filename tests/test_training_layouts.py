@@ -52,7 +52,7 @@ def compiled(source: str, target: str) -> tuple[float, float]:
 
 
 @PIPELINES
-def test_a_step_of_compiled_layers_is_that_of_one_process(tmp_path: Path) -> None:
+def test_a_step_with_a_compiled_layer_is_that_of_one_process(tmp_path: Path) -> None:
     paths = str(tmp_path / "0"), str(tmp_path / "1")
     ((expected, state),) = run_ranks(1, alone, paths[0], 1, init=False)
     for told in run_ranks(4, compiled, *paths):
