@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,8 @@ def make_model(settings: Settings, mesh: NamedMesh) -> Llama:
     model.to(mesh.device, settings.precision)
     if "cp" in mesh.layout:
         for layer in model.layers.values():
-            layer.attention.attend = partial(training.context_attention, mesh=mesh["cp"])
+            attention: Any = layer.get_submodule("attention")
+            attention.attend = partial(training.context_attention, mesh=mesh["cp"])
     if mesh.size("tp") > 1:
         plan = tensor_parallel_plan(model)
         parallelize(model, mesh["tp"], expert_plan(plan, mesh) if settings.moe else plan)

@@ -270,7 +270,8 @@ def test_marked_shards_are_whole_tensors(tmp_path: Path) -> None:
 
 def states_around_a_checkpoint(root: Path) -> None:
     mesh = namedmesh.init_mesh(dp=2, tp=2, device="cpu")
-    model = fully_shard(nn.Linear(4, 4), mesh=mesh["dp"])
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=mesh["dp"])
     optimizer = adam(model.parameters())
     torch.manual_seed(mesh.rank("tp"))
     before = torch.get_rng_state()
@@ -286,7 +287,8 @@ def states_around_a_checkpoint(root: Path) -> None:
 
     # tp has another size now, and the states differed along it: they stay as they are.
     mesh = namedmesh.init_mesh(dp=4, tp=1, device="cpu")
-    model = fully_shard(nn.Linear(4, 4), mesh=mesh["dp"])
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=mesh["dp"])
     torch.manual_seed(7)
     seeded = torch.get_rng_state()
     training.load(root / "fresh", mesh, model)
@@ -339,6 +341,8 @@ def through_pretrained(root: Path) -> list[float]:
 
 @pytest.mark.oracle("transformers", "safetensors")
 def test_save_pretrained_and_back(tmp_path: Path) -> None:
+    import transformers  # noqa: F401  once, before the ranks are forked
+
     by_rank = run_ranks(2, through_pretrained, tmp_path)
     assert len(by_rank[0]) > 8
     assert {difference for told in by_rank for difference in told} == {0.0}

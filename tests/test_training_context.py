@@ -38,23 +38,29 @@ def difference(mesh: DeviceMesh, length: int, *, balanced: bool, **how: Any) -> 
     for each in whole:
         each.requires_grad_()
     causal = how["is_causal"]
-    expected = F.scaled_dot_product_attention(*whole, is_causal=causal, enable_gqa=kv_heads != HEADS)
+    q, k, v = whole
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=kv_heads != HEADS)
     (expected * weights).sum().backward()
     parts = [spread(each.detach(), mesh, balanced=balanced).requires_grad_() for each in whole]
-    got = training.context_attention(*parts, mesh, balanced=balanced, length=length, **how)
+    q, k, v = parts
+    got = training.context_attention(q, k, v, mesh, balanced=balanced, length=length, **how)
     # What is beyond the end was made up, and counts nothing.
     _, places = training.shard_sequence(weights, mesh=mesh, dim=2, balanced=balanced, pad=(0,))
     real = places < length
     (got[:, :, real] * weights[:, :, places[real]]).sum().backward()
-    found = [(got, expected), *((part.grad, each.grad) for part, each in zip(parts, whole, strict=True))]
-    return max((one[:, :, real] - all_[:, :, places[real]]).abs().max().item() for one, all_ in found)
+    found: list[Any] = [(got, expected)]
+    found += [(part.grad, each.grad) for part, each in zip(parts, whole, strict=True)]
+    worst: float = max((one[:, :, real] - all_[:, :, places[real]]).abs().max().item() for one, all_ in found)
+    return worst
 
 
 def all_differences() -> dict[object, float]:
     told: dict[object, float] = {}
-    for sizes in ({"cp": 4}, {"cp": 2, "tp": 2}):
+    layouts: list[dict[str, Any]] = [{"cp": 4}, {"cp": 2, "tp": 2}]
+    choices: list[Any] = [[True, False]] * 4
+    for sizes in layouts:
         mesh = namedmesh.init_mesh(**sizes, device="cpu")
-        for balanced, causal, ulysses, same_heads, length in product(*[[True, False]] * 4, (16, 13)):
+        for balanced, causal, ulysses, same_heads, length in product(*choices, (16, 13)):
             told[str(sizes), balanced, causal, ulysses, same_heads, length] = difference(
                 mesh["cp"],
                 length,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from ranks import run_ranks
@@ -14,7 +14,7 @@ from namedmesh._torch import TORCH
 if TYPE_CHECKING:
     from pathlib import Path
 
-LAYOUTS: list[tuple[dict[str, int], str, int]] = [
+LAYOUTS: list[tuple[dict[str, Any], str, int]] = [
     ({"pp": 1, "dp": 8, "tp": 1}, "1F1B", 1),
     ({"pp": 1, "dp": 4, "tp": 2}, "GPipe", 2),
     ({"pp": 1, "dp": 2, "tp": 4}, "1F1B", 3),
@@ -52,7 +52,7 @@ def compiled(source: str, target: str) -> tuple[float, float]:
 
 
 @PIPELINES
-def test_a_step_of_compiled_layers_is_that_of_one_process(tmp_path: Path) -> None:
+def test_a_step_with_a_compiled_layer_is_that_of_one_process(tmp_path: Path) -> None:
     paths = str(tmp_path / "0"), str(tmp_path / "1")
     ((expected, state),) = run_ranks(1, alone, paths[0], 1, init=False)
     for told in run_ranks(4, compiled, *paths):

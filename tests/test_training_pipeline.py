@@ -44,12 +44,13 @@ def differences(schedule: str, per_rank: int) -> float:
     """Losses, outputs and gradients of batches of several sizes, against one process."""
     mesh = namedmesh.init_mesh(pp=2, dp=1, device="cpu")
     worst = 0.0
-    stages = []
+    stages: list[Stage] = []
     for index in training.stage_indices(mesh, schedule, per_rank):
         stage = Stage(training.stage_layers(linears(), None, stage=index, stages=2 * per_rank))
         for layer in stage.layers.values():
             fully_shard(layer, mesh=mesh["dp"])  # away after its forward, were it not for the pipeline
-        stages.append(fully_shard(stage, mesh=mesh["dp"]))
+        fully_shard(stage, mesh=mesh["dp"])
+        stages.append(stage)
     pipe = training.pipeline(mesh, stages, schedule, microbatches=4, loss=mean)
     alone = Stage(training.stage_layers(linears(), None, stage=0, stages=1))
     for rows in (8, 5, 12, 2):

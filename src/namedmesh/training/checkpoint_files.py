@@ -75,7 +75,7 @@ def read_about(path: Path) -> dict[str, Any]:
     for place in (path, beside(path, "replaced")):
         if is_whole(place):
             # Values of any class: documented where they come from.
-            about: dict[str, Any] = torch.load(place / ABOUT, weights_only=False)
+            about: dict[str, Any] = torch.load(place / ABOUT, weights_only=False, map_location="cpu")
             return about | {"place": place}
     raise CheckpointError(f"there is no finished checkpoint at {path}; name the path that it was saved to")
 

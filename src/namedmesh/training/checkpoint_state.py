@@ -209,9 +209,10 @@ def local(loaded: Any, parameter: Tensor, mesh: NamedMesh | None) -> Any:
 
 def _exchanged(shard: Tensor, mesh: NamedMesh, axis: str, dim: int, parts: tuple[int, int]) -> Tensor:
     """This rank's shard after the parts of all shards changed from the one order to the other."""
-    joined = DTensor.from_local(shard, mesh[axis], [Shard(dim)], run_check=False).full_tensor()
-    other = joined.unflatten(dim, (*parts, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
-    return other.chunk(mesh.size(axis), dim)[mesh.rank(axis)].contiguous()
+    joined: Tensor = DTensor.from_local(shard, mesh[axis], [Shard(dim)], run_check=False).full_tensor()
+    other: Tensor = joined.unflatten(dim, (*parts, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+    mine: Tensor = other.chunk(mesh.size(axis), dim)[mesh.rank(axis)]
+    return mine.contiguous()
 
 
 Print = tuple[tuple[int, ...], tuple[object, ...], tuple[float, ...]]
@@ -221,7 +222,7 @@ def fingerprint(tensor: Tensor) -> Print:
     """The whole shape, which shard this rank has, and three numbers that two different shards have not in common."""
     cut: tuple[object, ...] = ()
     if isinstance(tensor, DTensor):
-        where = tensor.device_mesh.get_coordinate() or []
+        where: Sequence[int] = tensor.device_mesh.get_coordinate() or []
         sizes = tensor.device_mesh.shape
         placed = zip(tensor.placements, sizes, where, strict=False)
         cut = tuple((str(each), size, place) for each, size, place in placed if not each.is_replicate())

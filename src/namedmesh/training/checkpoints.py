@@ -107,7 +107,7 @@ def save(
             )
         if problems:
             raise CheckpointError(*problems)
-        about.update(_merged(mesh, by_rank, extra))
+        about.update(_merged(mesh, by_rank))
         make_room(final)
 
     def finish() -> Path:
@@ -149,15 +149,14 @@ def _followed(written: Any, finish: Callable[[], Path]) -> Future[Path]:
     return moved
 
 
-def _merged(
-    mesh: NamedMesh | None, by_rank: Sequence[Mapping[str, Any]], extra: dict[str, Any]
-) -> dict[str, Any]:
+def _merged(mesh: NamedMesh | None, by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What a checkpoint says about itself, from what every rank says; all but the tensors."""
     about: dict[str, Any] = {
         "layout": None if mesh is None else (dict(mesh.layout.items()), mesh.layout.rank_offset),
         "objects": {name: each for one in by_rank for name, each in one["objects"].items()},
         "random": shared_states([one["random"] for one in by_rank]),
-        "extra": extra,
+        # As they are now: what is written in the background may change meanwhile.
+        "extra": torch.load(io.BytesIO(by_rank[0]["extra"]), weights_only=False, map_location="cpu"),
     }
     if "options" in by_rank[0]:
         groups = [group for one in by_rank for group in one["options"]]

@@ -199,6 +199,9 @@ class Pipeline:
     ) -> Tensor | None:
         """Forward and backward over a batch, of any size; the gradients are those of the loss of the batch.
 
+        For the first batch of a shape, and for a larger one, the stages run once more to find out the shapes between
+        them. In that, FSDP2's ranks take part together: give them batches of one size, or the largest first.
+
         Args:
             *args: the inputs of the first stage, on every rank.
             target: what the loss compares with, on every rank.
