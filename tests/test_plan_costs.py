@@ -61,7 +61,7 @@ def test_experts_are_spread_over_ep_and_etp() -> None:
 
 
 def test_activations_by_the_formula_of_the_paper() -> None:
-    sizes = {"layers": 5, "heads": 4, "hidden": 16, "seq": 8, "micro_batch": 3, "batch": 3}
+    sizes: dict[str, Any] = {"layers": 5, "heads": 4, "hidden": 16, "seq": 8, "micro_batch": 3, "batch": 3}
     tokens, t = 3 * 8 * 16, 2
     expected = {
         ("none", False): 10 + 24 / t + 5 * 4 * 8 / (16 * t),
@@ -71,9 +71,9 @@ def test_activations_by_the_formula_of_the_paper() -> None:
         ("full", False): 2,
     }
     for (checkpointing, sequence), bytes_each in expected.items():
-        model = Model(**sizes, checkpointing=checkpointing, sequence_parallel=sequence)  # type: ignore[arg-type]
+        model = Model(**sizes, checkpointing=checkpointing, sequence_parallel=sequence)
         assert estimate_activations(model, {"tp": t, "pp": 5}) == pytest.approx(5 * tokens * bytes_each)
-    wide = Model(**sizes, ffn=128, experts=4, top_k=2)  # type: ignore[arg-type]
+    wide = Model(**sizes, ffn=128, experts=4, top_k=2)
     assert estimate_activations(wide, {}) == pytest.approx(5 * tokens * (18 + 2 * 64))
 
 
@@ -114,7 +114,9 @@ def test_what_crosses_nodes_is_what_the_plan_says(
     partitions = list_partitions(world, model=Model(experts=8) if moe else None, gpus_per_node=node)
     some = [one for one in partitions if (one.ep, one.etp) == (ep, etp)][:4]
     for one in some:
-        sizes = one.sizes if moe else {axis: one.sizes[axis] for axis in ("tp", "cp", "pp", "dp")}
+        sizes: dict[str, Any] = (
+            one.sizes if moe else {axis: one.sizes[axis] for axis in ("tp", "cp", "pp", "dp")}
+        )
         plan = make_plan(**sizes, gpus_per_node=node)
         assert set(one.crossing) == {place.axis for place in plan.placements if place.across_nodes}
 

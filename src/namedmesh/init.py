@@ -78,7 +78,8 @@ def init_mesh(
         >>> dist.destroy_process_group()
     """
     if isinstance(layout, Mapping):
-        layout, sizes = None, {**layout, **sizes}
+        sizes = {**layout, **sizes}
+        layout = None
     launched = not dist.is_initialized()
     if launched:
         device = launch.init(device, backend=backend, timeout=timeout, call="init_mesh")
