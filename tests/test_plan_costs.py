@@ -236,6 +236,11 @@ def test_a_comparison_by_brute_force(a: str, b: str, tp: int, pp: int, data: int
             "  - the experts have 6 parameters of 5 in all; give expert_params, or other sizes",
         ),
         (
+            lambda: list_partitions(10**27),
+            LayoutError,
+            "world_size is 1000000000000000000000000000; partitions are listed for 10000000 ranks at most",
+        ),
+        (
             lambda: list_partitions(8, model=Model(batch=6, micro_batch=4)),
             LayoutError,
             "a batch of 6 does not divide into micro-batches of 4",

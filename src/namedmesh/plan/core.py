@@ -277,7 +277,9 @@ def plan_rank(plan: Plan, rank: int) -> RankPlan:
         slice=tuple(own for own in axes if own.axis in plan.replica_axes and own.size > 1),
         copies=group_of(dense, rank, *(axis for axis in dense if axis not in plan.replica_axes)),
         expert_slice=tuple(own for own in expert_axes if own.axis in _EXPERT_SHARDS and own.size > 1),
-        expert_copies=_copies(plan.expert, rank) if plan.expert is not None else Members(rank, ()),
+        expert_copies=Members(rank, ())
+        if plan.expert is None
+        else group_of(plan.expert, rank, *(axis for axis in plan.expert if axis not in _EXPERT_SHARDS)),
         groups={name: group for name, group in groups.items() if group is not None},
     )
 
@@ -399,11 +401,6 @@ def _crossing_warning(arrangement: Arrangement, far: list[Placement], block: int
     dialect = arrangement.dialect
     orders = "in any order" if dialect.orderable else f"in the order of {dialect.name}"
     return f"{names} {verb} {where}, {orders}; choose {inner} so that it divides {block}"
-
-
-def _copies(expert: Layout, rank: int) -> Members:
-    """Return the ranks that hold the same experts as a rank."""
-    return group_of(expert, rank, *(axis for axis in expert if axis not in _EXPERT_SHARDS))
 
 
 def _on_axes(layout: Layout, rank: int) -> tuple[OnAxis, ...]:

@@ -229,7 +229,8 @@ def draw_html(plan: Plan, *, color_by: str | None = None, rank: int | None = Non
     """
     grid = Grid(plan)
     axis = grid.color_axis(color_by)
-    grid.check_rank(rank)
+    if rank is not None:
+        plan.layout.coords(rank)  # raises if there is no such rank
     data = _layout_data(grid)
     count = sum(len(row) for box in grid.boxes for row in box.rows)
     classes = "many " * (count > _MANY) + "blocks" * (grid.block > 1)
