@@ -216,6 +216,21 @@ def test_a_comparison_by_brute_force(a: str, b: str, tp: int, pp: int, data: int
     ("call", "kind", "message"),
     [
         (lambda: parse_count("many"), UsageError, "'many' is not a number of parameters, such as 7B or 350M"),
+        (
+            lambda: parse_count("1e400"),
+            UsageError,
+            "'1e400' is not a number of parameters, such as 7B or 350M",
+        ),
+        (
+            lambda: cut_weight(4, 4, tp=10**27, style="row"),
+            LayoutError,
+            f"tp is {10**27}; it may be 1000000 at most",
+        ),
+        (
+            lambda: compare(f"dp={10**27}", "tp=2"),
+            LayoutError,
+            f"the world has {10**27} ranks; it may have {2**63 - 1} at most",
+        ),
         (lambda: parse_bytes("0GB"), UsageError, "'0GB' is not an amount of memory, such as 80GB or 80GiB"),
         (
             lambda: list_partitions(0, model=Model(heads=0), stage=4),

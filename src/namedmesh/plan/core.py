@@ -212,10 +212,6 @@ def make_plan(
     """
     arrangement = resolve(spec, world_size=world_size, like=like, order=order, **sizes)
     problems = size_problems({"gpus_per_node": gpus_per_node, "nvlink_domain": nvlink_domain})
-    if arrangement.dense.world_size > sys.maxsize:
-        problems.append(
-            f"the world has {arrangement.dense.world_size} ranks; it may have {sys.maxsize} at most"
-        )
     if problems:
         raise LayoutError(*problems)
     kinds = _shared(arrangement)
@@ -307,9 +303,15 @@ def resolve(
     name = like
     if isinstance(spec, Spec):
         sizes, name = spec.sizes, spec.dialect or like
-        if name is None:
-            return Arrangement(PLAIN, Layout.from_shape(sizes, sizes.values(), world_size=world_size))
-    return arrange(DIALECTS[name] if name else PLAIN, sizes, world_size=world_size, order=order)
+    if name is None and isinstance(spec, Spec):
+        arrangement = Arrangement(PLAIN, Layout.from_shape(sizes, sizes.values(), world_size=world_size))
+    else:
+        arrangement = arrange(DIALECTS[name] if name else PLAIN, sizes, world_size=world_size, order=order)
+    if arrangement.dense.world_size > sys.maxsize:
+        raise LayoutError(
+            f"the world has {arrangement.dense.world_size} ranks; it may have {sys.maxsize} at most"
+        )
+    return arrangement
 
 
 def _check_arguments(

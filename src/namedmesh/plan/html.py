@@ -169,7 +169,7 @@ function pick(focus) {
   }
 }
 function fit() {
-  let size = 16.5;
+  let size = 22.5;
   const over = () => nodes.getBoundingClientRect().bottom + scrollY + 44 > innerHeight;
   do nodes.style.fontSize = `${size -= 0.5}px`; while (size > 8 && over());
   if (over()) nodes.style.fontSize = `${size = innerWidth > 700 ? 9 : 12}px`;
