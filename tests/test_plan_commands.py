@@ -164,6 +164,34 @@ def test_markdown_is_a_table_or_a_list(capsys: pytest.CaptureFixture[str]) -> No
     )
 
 
+def test_the_best_partitions_come_first_in_every_format(capsys: pytest.CaptureFixture[str]) -> None:
+    command = (
+        "partitions --world-size 16 --gpus-per-node 8 --params 100M --expert-params 80M --layers 4 --hidden 64 --seq 128 "
+        "--heads 4 --experts 4 --top-k 2 --batch 4 --micro-batch 2 --checkpointing full --sequence-parallel --best 3"
+    )
+    data, rows = as_json(capsys, command)["partitions"], as_csv(capsys, command)
+    _, out, _ = run(capsys, command)
+    lines = [line.split() for line in out.splitlines()[3:6]]
+    assert len(data) == len(rows) == 3
+    for one, row, line in zip(data, rows, lines, strict=True):
+        assert [one[axis] for axis in ("tp", "cp", "pp", "dp", "ep", "etp")] == [
+            int(size) for size in line[:6]
+        ]
+        assert row["ep"] == line[4]
+        assert (
+            float(row["tokens_per_second"])
+            == one["tokens_per_second"]
+            == pytest.approx(4 * one["dp"] * 128 / sum(one["step"].values()))
+        )
+        assert float(row["bytes_activations"]) == one["memory"][0]["activations"] > 0
+        assert str(round(one["tokens_per_second"])) in line
+    speeds = [one["tokens_per_second"] for one in data]
+    assert speeds == sorted(speeds, reverse=True)
+    assert run(capsys, "partitions --world-size 8 --best 2")[2] == (
+        "namedmesh partitions: a ranking needs params, layers, hidden, seq; give them too\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("command", "status", "message"),
     [

@@ -61,7 +61,7 @@ def test_experts_are_spread_over_ep_and_etp() -> None:
 
 
 def test_activations_by_the_formula_of_the_paper() -> None:
-    sizes = {"layers": 5, "heads": 4, "hidden": 16, "seq": 8, "micro_batch": 3, "batch": 3}
+    sizes: dict[str, Any] = {"layers": 5, "heads": 4, "hidden": 16, "seq": 8, "micro_batch": 3, "batch": 3}
     tokens, t = 3 * 8 * 16, 2
     expected = {
         ("none", False): 10 + 24 / t + 5 * 4 * 8 / (16 * t),
@@ -71,9 +71,9 @@ def test_activations_by_the_formula_of_the_paper() -> None:
         ("full", False): 2,
     }
     for (checkpointing, sequence), bytes_each in expected.items():
-        model = Model(**sizes, checkpointing=checkpointing, sequence_parallel=sequence)  # type: ignore[arg-type]
+        model = Model(**sizes, checkpointing=checkpointing, sequence_parallel=sequence)
         assert estimate_activations(model, {"tp": t, "pp": 5}) == pytest.approx(5 * tokens * bytes_each)
-    wide = Model(**sizes, ffn=128, experts=4, top_k=2)  # type: ignore[arg-type]
+    wide = Model(**sizes, ffn=128, experts=4, top_k=2)
     assert estimate_activations(wide, {}) == pytest.approx(5 * tokens * (18 + 2 * 64))
 
 
@@ -114,7 +114,9 @@ def test_what_crosses_nodes_is_what_the_plan_says(
     partitions = list_partitions(world, model=Model(experts=8) if moe else None, gpus_per_node=node)
     some = [one for one in partitions if (one.ep, one.etp) == (ep, etp)][:4]
     for one in some:
-        sizes = one.sizes if moe else {axis: one.sizes[axis] for axis in ("tp", "cp", "pp", "dp")}
+        sizes: dict[str, Any] = (
+            one.sizes if moe else {axis: one.sizes[axis] for axis in ("tp", "cp", "pp", "dp")}
+        )
         plan = make_plan(**sizes, gpus_per_node=node)
         assert set(one.crossing) == {place.axis for place in plan.placements if place.across_nodes}
 
@@ -214,6 +216,21 @@ def test_a_comparison_by_brute_force(a: str, b: str, tp: int, pp: int, data: int
     ("call", "kind", "message"),
     [
         (lambda: parse_count("many"), UsageError, "'many' is not a number of parameters, such as 7B or 350M"),
+        (
+            lambda: parse_count("1e400"),
+            UsageError,
+            "'1e400' is not a number of parameters, such as 7B or 350M",
+        ),
+        (
+            lambda: cut_weight(4, 4, tp=10**27, style="row"),
+            LayoutError,
+            f"tp is {10**27}; it may be 1000000 at most",
+        ),
+        (
+            lambda: compare(f"dp={10**27}", "tp=2"),
+            LayoutError,
+            f"the world has {10**27} ranks; it may have {2**63 - 1} at most",
+        ),
         (lambda: parse_bytes("0GB"), UsageError, "'0GB' is not an amount of memory, such as 80GB or 80GiB"),
         (
             lambda: list_partitions(0, model=Model(heads=0), stage=4),
@@ -232,6 +249,11 @@ def test_a_comparison_by_brute_force(a: str, b: str, tp: int, pp: int, data: int
             "  - checkpointing 'ful' is not one of ('none', 'selective', 'full')\n"
             "  - a token goes to 20 of 8 experts; top_k is 8 at most\n"
             "  - the experts have 6 parameters of 5 in all; give expert_params, or other sizes",
+        ),
+        (
+            lambda: list_partitions(10**27),
+            LayoutError,
+            "world_size is 1000000000000000000000000000; partitions are listed for 10000000 ranks at most",
         ),
         (
             lambda: list_partitions(8, model=Model(batch=6, micro_batch=4)),

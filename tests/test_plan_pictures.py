@@ -191,13 +191,14 @@ def test_a_small_world_is_boxes_in_boxes() -> None:
     root = ET.fromstring(draw_svg(make_plan("pp=2,dp=3,tp=4")))  # noqa: S314  our own text
     texts = [text.text for text in root.iter(f"{SVG}text")]
     assert [texts.count(text) for text in ("pp = 1", "dp 2", "tp = 3", "rank 23")] == [1, 2, 2, 1]
-    boxes = [
-        [tuple(float(box.attrib[side]) for side in ("x", "y", "width", "height")) for box in found]
-        for name in ("outer rim", "inner line", "paper edge")
-        if (found := [box for box in root.iter(f"{SVG}rect") if box.get("class") == name])
-    ]
-    assert [len(found) for found in boxes] == [2, 6, 24]
-    for outer, inner, each in ((*boxes[:2], 3), (*boxes[1:], 4)):
+
+    def boxes(name: str) -> list[tuple[float, ...]]:
+        found = [box.attrib for box in root.iter(f"{SVG}rect") if box.get("class") == name]
+        return [tuple(float(box[side]) for side in ("x", "y", "width", "height")) for box in found]
+
+    blocks, groups, ranks = boxes("outer rim"), boxes("inner line"), boxes("paper edge")
+    assert (len(blocks), len(groups), len(ranks)) == (2, 6, 24)
+    for outer, inner, each in ((blocks, groups, 3), (groups, ranks, 4)):
         for number, (x, y, width, height) in enumerate(inner):
             left, top, wide, high = outer[number // each]
             assert left < x < x + width < left + wide

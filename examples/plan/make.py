@@ -21,6 +21,10 @@ COMMANDS = (
     "plan megatrn tp=2,pp=4",
     "plan --world-size 16 --tp 3",
     "partitions --world-size 8 --layers 12 --heads 12 --hidden 768 --seq 1024 --params 124M --gpus-per-node 4 --fitting",
+    (
+        "partitions --world-size 64 --gpus-per-node 8 --params 46.7B --layers 32 --hidden 4096 --ffn 14336 --heads 32 --kv-heads 8 "
+        "--experts 8 --top-k 2 --seq 4096 --batch 16 --memory 80GB --best 4"
+    ),
     "shard --in 1024 --out 512 --tp 4 --style column",
     'diff --a "megatron tp=2,pp=4" --b "fairscale tp=2,pp=4" --world-size 16',
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from namedmesh.errors import AxisError, LayoutError, did_you_mean
+from namedmesh.errors import AxisError, did_you_mean
 from namedmesh.plan.members import group_of
 
 if TYPE_CHECKING:
@@ -274,17 +274,6 @@ class Grid:
                     line.append((" " * (wide + 2 - len(row) * size), "", ""))
                 lines.append(line)
         return lines
-
-    def check_rank(self, rank: int | None) -> None:
-        """Check that a rank is in the world.
-
-        Raises:
-            LayoutError: it is not.
-        """
-        if rank is not None and not 0 <= rank < self.plan.world_size:
-            raise LayoutError(
-                f"rank {rank} is outside {self.plan.layout}; its ranks are 0 to {self.plan.world_size - 1}"
-            )
 
 
 def _numbered(word: str, first: int, stop: int, size: int) -> str:

@@ -178,12 +178,10 @@ def _partitions(arguments: Namespace) -> int:
     from namedmesh.plan.partitions import best_partitions, list_partitions, partitions_document
 
     counts = {name: getattr(arguments, name) for name in ("params", "expert_params")}
-    model = Model(
-        **{name: getattr(arguments, name) for name in (*_MODEL_HELP, "top_k", "batch", "micro_batch")},
-        **{name: None if text is None else parse_count(text) for name, text in counts.items()},
-        checkpointing=arguments.checkpointing,
-        sequence_parallel=arguments.sequence_parallel,
-    )
+    flags = (*_MODEL_HELP, "top_k", "batch", "micro_batch", "checkpointing", "sequence_parallel")
+    sizes: dict[str, Any] = {name: getattr(arguments, name) for name in flags}
+    sizes |= {name: None if text is None else parse_count(text) for name, text in counts.items()}
+    model = Model(**sizes)
     partitions = list_partitions(
         arguments.world_size,
         model=model,

@@ -212,10 +212,6 @@ def make_plan(
     """
     arrangement = resolve(spec, world_size=world_size, like=like, order=order, **sizes)
     problems = size_problems({"gpus_per_node": gpus_per_node, "nvlink_domain": nvlink_domain})
-    if arrangement.dense.world_size > sys.maxsize:
-        problems.append(
-            f"the world has {arrangement.dense.world_size} ranks; it may have {sys.maxsize} at most"
-        )
     if problems:
         raise LayoutError(*problems)
     kinds = _shared(arrangement)
@@ -277,7 +273,9 @@ def plan_rank(plan: Plan, rank: int) -> RankPlan:
         slice=tuple(own for own in axes if own.axis in plan.replica_axes and own.size > 1),
         copies=group_of(dense, rank, *(axis for axis in dense if axis not in plan.replica_axes)),
         expert_slice=tuple(own for own in expert_axes if own.axis in _EXPERT_SHARDS and own.size > 1),
-        expert_copies=_copies(plan.expert, rank) if plan.expert is not None else Members(rank, ()),
+        expert_copies=Members(rank, ())
+        if plan.expert is None
+        else group_of(plan.expert, rank, *(axis for axis in plan.expert if axis not in _EXPERT_SHARDS)),
         groups={name: group for name, group in groups.items() if group is not None},
     )
 
@@ -305,9 +303,15 @@ def resolve(
     name = like
     if isinstance(spec, Spec):
         sizes, name = spec.sizes, spec.dialect or like
-        if name is None:
-            return Arrangement(PLAIN, Layout.from_shape(sizes, sizes.values(), world_size=world_size))
-    return arrange(DIALECTS[name] if name else PLAIN, sizes, world_size=world_size, order=order)
+    if name is None and isinstance(spec, Spec):
+        arrangement = Arrangement(PLAIN, Layout.from_shape(sizes, sizes.values(), world_size=world_size))
+    else:
+        arrangement = arrange(DIALECTS[name] if name else PLAIN, sizes, world_size=world_size, order=order)
+    if arrangement.dense.world_size > sys.maxsize:
+        raise LayoutError(
+            f"the world has {arrangement.dense.world_size} ranks; it may have {sys.maxsize} at most"
+        )
+    return arrangement
 
 
 def _check_arguments(
@@ -399,11 +403,6 @@ def _crossing_warning(arrangement: Arrangement, far: list[Placement], block: int
     dialect = arrangement.dialect
     orders = "in any order" if dialect.orderable else f"in the order of {dialect.name}"
     return f"{names} {verb} {where}, {orders}; choose {inner} so that it divides {block}"
-
-
-def _copies(expert: Layout, rank: int) -> Members:
-    """Return the ranks that hold the same experts as a rank."""
-    return group_of(expert, rank, *(axis for axis in expert if axis not in _EXPERT_SHARDS))
 
 
 def _on_axes(layout: Layout, rank: int) -> tuple[OnAxis, ...]:

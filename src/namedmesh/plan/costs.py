@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
 from namedmesh.plan.spec import UsageError, size_problems
@@ -359,6 +360,6 @@ def parse_bytes(text: str) -> int:
 
 def _scaled(text: str, units: Mapping[str, int], what: str) -> int:
     match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]+)?) *([a-z]*)", text.strip().lower(), re.ASCII)
-    if match is None or match[2] not in units or not float(match[1]):
+    if match is None or match[2] not in units or not 0 < float(match[1]) < inf:
         raise UsageError(f"{text!r} is not {what}")
     return round(float(match[1]) * units[match[2]])

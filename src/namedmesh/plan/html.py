@@ -169,7 +169,7 @@ function pick(focus) {
   }
 }
 function fit() {
-  let size = 16.5;
+  let size = 22.5;
   const over = () => nodes.getBoundingClientRect().bottom + scrollY + 44 > innerHeight;
   do nodes.style.fontSize = `${size -= 0.5}px`; while (size > 8 && over());
   if (over()) nodes.style.fontSize = `${size = innerWidth > 700 ? 9 : 12}px`;
@@ -229,7 +229,8 @@ def draw_html(plan: Plan, *, color_by: str | None = None, rank: int | None = Non
     """
     grid = Grid(plan)
     axis = grid.color_axis(color_by)
-    grid.check_rank(rank)
+    if rank is not None:
+        plan.layout.coords(rank)  # raises if there is no such rank
     data = _layout_data(grid)
     count = sum(len(row) for box in grid.boxes for row in box.rows)
     classes = "many " * (count > _MANY) + "blocks" * (grid.block > 1)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["RANKED_BY", "Partition", "Rules", "best_partitions", "list_partitions", "partitions_document"]
 
 _SHOWN = 200
+_MOST = 10**7  # beyond, there may be millions of them
 _AXES = ("tp", "cp", "pp", "dp", "ep", "etp")
 RANKED_BY = ("params", "layers", "hidden", "seq")
 """The sizes of a model that a ranking needs."""
@@ -167,6 +168,8 @@ def list_partitions(
     """
     model = model or Model()
     problems = size_problems({"world_size": world_size, "gpus_per_node": gpus_per_node}) + model.problems()
+    if world_size > _MOST:
+        problems.append(f"world_size is {world_size}; partitions are listed for {_MOST} ranks at most")
     if stage not in STAGES:
         problems.append(f"stage {stage} is not one of ZeRO's {STAGES}")
     if memory is not None and model.params is None:
@@ -241,10 +244,6 @@ def _incompatibilities(model: Model, axis: str, size: int) -> tuple[str, ...]:
     )
 
 
-_MEMORY = tuple(f"bytes_stage_{stage}" for stage in STAGES)
-_SENT = tuple(f"sent_{axis}" for axis in ("tp", "cp", "pp", "dp", "ep", "etp", "edp"))
-
-
 def partitions_document(
     partitions: Sequence[Partition], headline: str = "", *, everything: bool = False
 ) -> Document:
@@ -277,20 +276,12 @@ def partitions_document(
         notes.append(
             "tokens/s: of the job at most, at 989 TFLOP/s, 450 GB/s inside a node and 50 GB/s across nodes, nothing overlapped"
         )
-    flat_columns = (
-        *_AXES,
-        "fits",
-        "reasons",
-        "crossing",
-        *_MEMORY,
-        "bytes_activations",
-        *_SENT,
-        "tokens_per_second",
-    )
     return Document(
         (headline, table, more, "\n".join(notes)),
         lambda: {"partitions": [_data(partition) for partition in partitions]},
-        lambda: Table(flat_columns, tuple(_flat_row(partition) for partition in partitions)),
+        lambda: Table(
+            tuple(_flat(Partition(1, 1, 1, 1))), tuple(tuple(_flat(one).values()) for one in partitions)
+        ),
     )
 
 
@@ -328,16 +319,16 @@ def _data(partition: Partition) -> dict[str, Any]:
     }
 
 
-def _flat_row(partition: Partition) -> tuple[Cell, ...]:
-    sent = dict(partition.traffic)
-    memory = partition.memory
-    return (
-        *partition.sizes.values(),
-        int(partition.fits),
-        "; ".join(partition.reasons),
-        " ".join(partition.crossing),
-        *(memory[stage].total if memory else None for stage in STAGES),
-        memory[0].activations if memory else None,
-        *(sent.get(column.removeprefix("sent_")) for column in _SENT),
-        partition.tokens_per_second or None,
-    )
+def _flat(partition: Partition) -> dict[str, Cell]:
+    """Return the columns that a spreadsheet wants."""
+    sent, memory = dict(partition.traffic), partition.memory
+    return {
+        **partition.sizes,
+        "fits": int(partition.fits),
+        "reasons": "; ".join(partition.reasons),
+        "crossing": " ".join(partition.crossing),
+        **{f"bytes_stage_{stage}": memory[stage].total if memory else None for stage in STAGES},
+        "bytes_activations": memory[0].activations if memory else None,
+        **{f"sent_{axis}": sent.get(axis) for axis in (*_AXES, "edp")},
+        "tokens_per_second": partition.tokens_per_second or None,
+    }

@@ -14,6 +14,7 @@ __all__ = ["Cut", "Piece", "cut_weight", "drawn_weight", "shard_document"]
 
 STYLES = ("column", "row")
 _SHOWN = 32
+_MOST = 10**6
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,8 @@ def cut_weight(inputs: int, outputs: int, *, tp: int, style: Literal["column", "
         [3, 3, 3, 1]
     """
     problems = size_problems({"the number of inputs": inputs, "the number of outputs": outputs, "tp": tp})
+    if tp > _MOST:
+        problems.append(f"tp is {tp}; it may be {_MOST} at most")
     if style not in STYLES:
         problems.append(f"style {style!r} is not one of {STYLES}{did_you_mean(style, STYLES)}")
     if problems:
