@@ -115,14 +115,8 @@ class NamedMesh:
             LayoutError: transformers did not distribute the model.
         """
         dense, expert = meshes_of_transformers(model)
-        mesh, layout = cls.from_device_mesh(dense), layout_of_mesh(expert)
-        groups = {axis: expert.get_group(axis) for axis in layout if axis not in mesh}
-        current.check_told_apart(layout, expert.device_type, groups)
-        for axis, group in groups.items():
-            if mesh.pool.find(layout, (axis,), mesh.pool.defaults) is None:
-                mesh.pool.borrow(layout.group(mesh.global_rank, axis), group, axis)
-        mesh._views.add("expert", View(layout, expert))
-        mesh._prepare_answers()
+        mesh = cls.from_device_mesh(dense)
+        mesh.adopt_view("expert", expert)
         return mesh
 
     @classmethod
@@ -156,6 +150,30 @@ class NamedMesh:
             list(groups.values()), chosen.type, mesh=ranks, mesh_dim_names=layout.axes
         )
         return cls(layout, root, pool, chosen)
+
+    def adopt_view(self, name: str, root: DeviceMesh) -> None:
+        """Another factoring of the same ranks that exists as a torch mesh; its groups are used as they are.
+
+        Args:
+            name: the name of the view.
+            root: a mesh over the same ranks. Axes that this mesh has already must be the same ranks there.
+
+        Raises:
+            LayoutError: a name that is taken, an axis that is not the same ranks, or a mesh of other ranks.
+        """
+        layout = layout_of_mesh(root)
+        if layout.ranks != self.layout.ranks:
+            raise LayoutError(
+                f"{layout} is not over the ranks of {self.layout}; adopt a mesh over the same ranks"
+            )
+        self._views.check(name, layout, self.global_rank)
+        groups = {axis: root.get_group(axis) for axis in layout if axis not in self}
+        current.check_told_apart(layout, root.device_type, groups)
+        for axis, group in groups.items():
+            if self.pool.find(layout, (axis,), self.pool.defaults) is None:
+                self.pool.borrow(layout.group(self.global_rank, axis), group, axis)
+        self._views.add(name, View(layout, root))
+        self._prepare_answers()
 
     # Accessors. Nothing here communicates.
 
