@@ -190,14 +190,15 @@ def _gpt_on(which: str, *, mine: bool) -> Iterator[None]:
     try:
         with without_triton() if which == "newest" else nullcontext():
             if mine:
+                megatron.select_release()
                 megatron.install()
             importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
             importlib.import_module("megatron.core.models.gpt.gpt_model")
         yield
     finally:
         megatron.uninstall()
-        forget()
         put_first("installed")
+        megatron.select_release()
 
 
 @pytest.mark.parametrize("which", RELEASES)

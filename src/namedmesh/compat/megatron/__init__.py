@@ -75,7 +75,7 @@ def install(version: str | None = None) -> None:
     and ``hyper_comm_grid``. Call it before the first import of ``megatron.core``; a second call does nothing.
 
     Args:
-        version: the release to answer as, as for :func:`select_release`.
+        version: the release to answer as, as for :func:`select_release`; by default the one that is selected.
 
     Raises:
         ContractError: it is no version.
@@ -89,7 +89,8 @@ def install(version: str | None = None) -> None:
         megatron.install()
         from megatron.core import mpu      # ours
     """
-    select_release(version)
+    if version is not None:
+        select_release(version)
     _REPLACEMENT.install()
 
 

@@ -133,8 +133,11 @@ def get_expert_data_parallel_group(
         with_gtp_remat: False for the replicas of this rank's experts only: ``mesh.group("edp")``.
         partial_expert_data_parallel: only those of this rank's optimizer instance.
     """
-    base = _expert_base(with_gtp_remat, partial_expert_data_parallel)
-    return getattr(STATE, base + "_group") or STATE.get_or_create(base + "_group", check_initialized)
+    if not with_gtp_remat:
+        return _expert_group_before(check_initialized, partial_expert_data_parallel)
+    if partial_expert_data_parallel:
+        return STATE.intra_edp_gtp_group or STATE.get_or_create("intra_edp_gtp_group", check_initialized)
+    return STATE.edp_gtp_group or STATE.get_or_create("edp_gtp_group", check_initialized)
 
 
 def _expert_group_before(
@@ -143,10 +146,6 @@ def _expert_group_before(
     if partial_expert_data_parallel:
         return STATE.intra_edp_group or STATE.get_or_create("intra_edp_group", check_initialized)
     return STATE.edp_group or STATE.get_or_create("edp_group", check_initialized)
-
-
-def _expert_base(gtp: bool, part: bool) -> str:
-    return ("intra_" if part else "") + ("edp_gtp" if gtp else "edp")
 
 
 def _expert_numbers(answer: str, text: str) -> tuple[Callable[..., int], Callable[..., int]]:

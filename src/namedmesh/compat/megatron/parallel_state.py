@@ -100,15 +100,6 @@ def _rank(base: str, otherwise: Callable[[str], Any] = zero_or_raise) -> Callabl
     return _number(base, "rank", f"this rank's index in the {label} group", otherwise)
 
 
-def _none(_: str) -> None:
-    """Return None for a size or rank that there is not."""
-
-
-def _zero(_: str) -> int:
-    """Return 0 for a size or rank that there is not."""
-    return 0
-
-
 def _size_setter(base: str) -> Callable[[int | None], None]:
     def setter(world_size: int | None) -> None:
         """Override the size that the accessor returns; None undoes it."""
@@ -196,8 +187,8 @@ def get_gtp_weight_remat_group(check_initialized: bool = True) -> ProcessGroup:
     return STATE.gtp_group or STATE.get_or_create("gtp_group", check_initialized)
 
 
-get_gtp_weight_remat_world_size = _size("gtp", "ranks over which each weight is sharded", _zero)
-get_gtp_weight_remat_rank = _rank("gtp", _zero)
+get_gtp_weight_remat_world_size = _size("gtp", "ranks over which each weight is sharded", lambda _: 0)
+get_gtp_weight_remat_rank = _rank("gtp", lambda _: 0)
 
 
 def get_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int]:
@@ -467,9 +458,9 @@ def get_expert_gtp_weight_remat_group(check_initialized: bool = True) -> Process
 
 
 get_expert_gtp_weight_remat_world_size = _size(
-    "egtp", "ranks over which each expert's weight is sharded", _zero
+    "egtp", "ranks over which each expert's weight is sharded", lambda _: 0
 )
-get_expert_gtp_weight_remat_rank = _rank("egtp", _zero)
+get_expert_gtp_weight_remat_rank = _rank("egtp", lambda _: 0)
 
 
 def get_expert_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int]:
@@ -502,8 +493,8 @@ def get_expert_tensor_parallel_group(check_initialized: bool = True) -> ProcessG
     return STATE.etp_group or STATE.get_or_create("etp_group", check_initialized)
 
 
-get_expert_tensor_parallel_world_size = _size("etp", "ranks that share each expert", _none)
-get_expert_tensor_parallel_rank = _rank("etp", _none)
+get_expert_tensor_parallel_world_size = _size("etp", "ranks that share each expert", lambda _: None)
+get_expert_tensor_parallel_rank = _rank("etp", lambda _: None)
 set_expert_tensor_parallel_world_size = _size_setter("etp")
 set_expert_tensor_parallel_rank = _rank_setter("etp")
 

@@ -44,7 +44,9 @@ def newest() -> bool:
 
 
 def select(version: str | None = None) -> None:
-    """Answer as a release of megatron-core.
+    """Answer as a release of megatron-core, where two of them disagree.
+
+    Select it before other code imports the accessors: one that is imported by name keeps its arguments.
 
     Args:
         version: the release, such as ``"0.16.1"``; by default the one that is installed, or else the newest.
