@@ -160,8 +160,8 @@ def test_settings_that_cannot_be_are_named_at_once() -> None:
     assert (status, out) == (2, "")
     assert err.splitlines()[:3] == [
         "namedmesh doctor: 3 problems:",
-        "  - timeout is nan; it is a number above 0",
-        "  - megabytes is -1; it is a number above 0",
+        "  - timeout is nan; it is a number above 0 and below 1e+09",
+        "  - megabytes is -1; it is a number above 0 and below 1e+09",
     ]
     assert "backend 'cpu:glo' names 'glo', which is none that torch knows" in err.splitlines()[3]
 

@@ -173,8 +173,9 @@ class Grid:
         if axis is None:
             return ""
         rows = [self.outlines(row) for box in self.boxes for row in box.rows]
+        place = "a node" if self.plan.gpus_per_node else "an NVLink domain"
         crossing = any(outline.crosses for row in rows for outline in row)
-        return f"outlined: groups of {axis}" + ", dashed and open where they leave a node" * crossing
+        return f"outlined: groups of {axis}" + f", dashed and open where they leave {place}" * crossing
 
     def color_axis(self, name: str | None = None) -> str:
         """Return the axis that gives the colors: the one with the name, or the slowest of size above 1.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from dataclasses import asdict, dataclass
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Settings", "run_doctor"]
 
-_LONGEST = 1e9  # seconds, as many as torch can count
+_LONGEST, _LARGEST = 1e9, 1e9  # seconds as torch can count them, and megabytes as memory can hold
 _LEAVE_TIMEOUT = timedelta(seconds=10)
 
 
@@ -61,9 +60,9 @@ class Settings:
         Raises:
             UsageError: all that is wrong with them.
         """
-        numbers = (("timeout", self.seconds, _LONGEST), ("megabytes", self.megabytes, math.inf))
+        numbers = (("timeout", self.seconds, _LONGEST), ("megabytes", self.megabytes, _LARGEST))
         problems = [
-            f"{name} is {value:g}; it is a number above 0"
+            f"{name} is {value:g}; it is a number above 0 and below {most:g}"
             for name, value, most in numbers
             if value is not None and not 0 < value < most
         ]
