@@ -77,13 +77,13 @@ def test_communicators_are_the_distinct_sets_of_ranks(plan: Plan) -> None:
     asked, held = 0, set()
     for found in plan.kinds:
         mine = [tuple(group) for group in found.first(found.count) if 0 in group]
-        for backend in range(found.kind.twins + 1):
+        for backend in range(found.kind.gloo_groups + 1):
             asked += len(mine)
             held |= {(group, backend) for group in mine if len(group) > 1}
     held.discard((tuple(plan.layout.ranks), 0))
     assert plan.asked == asked
     assert plan.held == len(held)
-    assert plan.calls == sum(found.count * (1 + found.kind.twins) for found in plan.kinds)
+    assert plan.calls == sum(found.count * (1 + found.kind.gloo_groups) for found in plan.kinds)
 
 
 @given(plans())
@@ -107,7 +107,7 @@ def test_one_rank_by_brute_force(plan: Plan, data: st.DataObject) -> None:
     batch = {axis: at for axis, at in here.items() if axis.startswith("dp")}
     assert one.batch[:] == plan.layout.where(**batch)
     assert one.copies[:] == plan.layout.where(
-        **{axis: at for axis, at in here.items() if axis in plan.arrangement.dialect.cuts}
+        **{axis: at for axis, at in here.items() if axis in plan.arrangement.dialect.shards}
     )
     if plan.expert is not None:
         there = plan.expert.coords(rank)

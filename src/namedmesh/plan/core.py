@@ -220,7 +220,7 @@ def make_plan(
         (group, gloo)
         for kind, group in members
         if group is not None and len(group) > 1
-        for gloo in range(kind.twins + 1)
+        for gloo in range(kind.gloo_groups + 1)
         if gloo or len(group) < arrangement.dense.world_size
     }
     node = gpus_per_node or nvlink_domain
@@ -228,10 +228,10 @@ def make_plan(
     return Plan(
         arrangement,
         kinds,
-        tuple(axis for axis in arrangement.dense if axis in arrangement.dialect.cuts),
-        asked=sum(groups.kind.twins + 1 for groups in kinds),
+        tuple(axis for axis in arrangement.dense if axis in arrangement.dialect.shards),
+        asked=sum(groups.kind.gloo_groups + 1 for groups in kinds),
         held=len(communicators),
-        calls=sum(groups.count * (groups.kind.twins + 1) for groups in kinds),
+        calls=sum(groups.count * (groups.kind.gloo_groups + 1) for groups in kinds),
         gpus_per_node=gpus_per_node,
         nvlink_domain=nvlink_domain,
         placements=placed,
