@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import GELU, Linear, Sequential
 
 import namedmesh
@@ -14,14 +15,13 @@ model = Sequential(Linear(64, 256), GELU(), Linear(256, 64)).to(mesh.device)
 namedmesh.parallelize(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
 fully_shard(model, mesh=mesh["dp"])
 if dist.get_rank() == 0:
-    print(mesh.explain())
-    print(f"a weight of (256, 64): {tuple(model[0].weight.to_local().shape)} of it on this rank")
+    shards = [tuple(each.to_local().shape) for each in model.parameters() if isinstance(each, DTensor)]
+    print(f"{mesh.explain()}\n  of weights (256, 64) and (64, 256) it has {shards[0]} and {shards[2]}")
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 torch.manual_seed(mesh.rank("dp"))  # the ranks of one tp group have the same samples
 batch = torch.randn(32, 64, device=mesh.device)
 for step in range(4):
-    loss = (model(batch) - batch).square().mean()
-    loss.backward()
+    (loss := (model(batch) - batch).square().mean()).backward()
     optimizer.step()
     optimizer.zero_grad()
     dist.all_reduce(mean := loss.detach() / mesh.size("dp"), group=mesh.group("dp"))

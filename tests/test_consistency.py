@@ -124,13 +124,13 @@ def _in_file(path: str) -> list[object]:
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", store=dist.FileStore(path, 4), rank=rank, world_size=4)
     second = timedelta(seconds=1)
-    told = [_absent(lambda: namedmesh.init_mesh(dp=2, tp=2, timeout=second))]
+    told: list[object] = [_absent(lambda: namedmesh.init_mesh(dp=2, tp=2, timeout=second))]
     summed(None)
     if rank == WRONG:
         told.append(_told(lambda: namedmesh.init_mesh(dp=2, tp=2, timeout=second)))
     summed(None)
     told.append(_one_is_wrong(_right, lambda: namedmesh.init_mesh(dp=4, tp=1)))
-    mesh = _right()
+    mesh = namedmesh.init_mesh(dp=2, tp=2)
     told.append(summed(mesh.group("tp"), rank))
     mesh.close()
     dist.destroy_process_group()

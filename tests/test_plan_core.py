@@ -107,7 +107,7 @@ def test_one_rank_by_brute_force(plan: Plan, data: st.DataObject) -> None:
     batch = {axis: at for axis, at in here.items() if axis.startswith("dp")}
     assert one.batch[:] == plan.layout.where(**batch)
     assert one.copies[:] == plan.layout.where(
-        **{axis: at for axis, at in here.items() if axis in plan.arrangement.dialect.cuts}
+        **{axis: at for axis, at in here.items() if axis in plan.arrangement.dialect.shards}
     )
     if plan.expert is not None:
         there = plan.expert.coords(rank)

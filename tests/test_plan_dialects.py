@@ -135,7 +135,7 @@ def test_deepspeed_groups_are_deepspeeds(pp: int, dp: int, tp: int) -> None:
 def test_a_size_larger_than_the_world_is_cut_down_where_the_library_does() -> None:
     made = arrange(DIALECTS["fairscale"], {"tp": 8}, world_size=4)
     assert made.dense["tp"] == 4
-    assert made.notes == ("fairscale cuts tp=8 down to the world of 4 ranks without an error",)
+    assert made.notes == ("fairscale reduces tp=8 to the world of 4 ranks without an error",)
 
 
 @pytest.mark.parametrize(

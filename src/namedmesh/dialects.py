@@ -111,7 +111,7 @@ class Dialect:
         expert: the axes of its experts' layout, slowest first; none if it has no such layout.
         words: its own name of an axis, where that is another.
         inferred: the axis that is whatever is left when it has no size.
-        cuts: the axes over which one copy of the parameters is cut.
+        shards: the axes over which one copy of the parameters is sharded.
         kinds: the groups that it makes; by default one kind for each axis.
         orderable: whether the user may give another order of the axes.
         etp_follows_tp: whether the experts are tensor-parallel as the rest unless told otherwise.
@@ -123,7 +123,7 @@ class Dialect:
     expert: tuple[str, ...] = ()
     words: Mapping[str, str] = field(default_factory=dict)
     inferred: str = "dp"
-    cuts: tuple[str, ...] = ("pp", "dp_shard", "tp")
+    shards: tuple[str, ...] = ("pp", "dp_shard", "tp")
     kinds: tuple[Kind, ...] = ()
     orderable: bool = False
     etp_follows_tp: bool = True
@@ -285,7 +285,7 @@ DIALECTS: dict[str, Dialect] = {
             ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
             ("pp", "dp_replicate", *EXPERT_AXES),
             inferred="dp_shard",
-            cuts=("pp", "dp_shard", "cp", "tp"),
+            shards=("pp", "dp_shard", "cp", "tp"),
             kinds=_TORCHTITAN_KINDS,
             etp_follows_tp=False,
         ),
@@ -458,7 +458,7 @@ def _shrunk(
     tp = sizes.get("tp", 1)
     if not dialect.shrinks_tp or world_size is None or tp <= world_size:
         return sizes, ()
-    note = f"{dialect.name} cuts tp={tp} down to the world of {world_size} ranks without an error"
+    note = f"{dialect.name} reduces tp={tp} to the world of {world_size} ranks without an error"
     return {**sizes, "tp": world_size}, (note,)
 
 

@@ -86,7 +86,7 @@ def init_mesh(
     if launched:
         device = launch.init(device, backend=backend, timeout=timeout, call="init_mesh")
     if not sizes and isinstance(layout, Mapping) and all(isinstance(axis, str) for axis in layout):
-        layout, sizes = None, dict(layout)
+        sizes, layout = dict(layout), None
     try:
         return _init_mesh(
             _Request(layout, sizes, world_size, rank_offset, part),

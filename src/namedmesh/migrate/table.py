@@ -89,7 +89,8 @@ def _variables() -> dict[str, str | Variant]:
         name: _SPECIAL.get(name, expression.format(kind.name))
         for column, expression in columns.items()
         for kind in MEGATRON_GROUPS
-        if (name := getattr(kind, column))
+        # The page says nothing yet about weights that are gathered for each use.
+        if (name := getattr(kind, column)) and "gtp" not in kind.name
     }
 
 
