@@ -111,3 +111,97 @@ def test_a_model_that_we_sharded_generates_saves_and_loads(tmp_path: Path) -> No
             for what in ("generated", "saved", "loaded")
         }
     assert len(list(tmp_path.glob("*/*.safetensors"))) == 2
+
+
+def _steps_of_accelerate(mesh: NamedMesh, configuration: Any) -> tuple[bool, list[float]]:
+    accelerate: Any = importlib.import_module("accelerate")
+    model = tiny().train()
+    parallelize(model, mesh["tp"], plan_from_hf(model))
+    model.config.distributed_config = configuration  # how accelerate knows that the model is sharded
+    parallelism = accelerate.ParallelismConfig(tp_size=2)
+    parallelism.device_mesh = mesh.device_mesh
+    accelerator = accelerate.Accelerator(cpu=True, parallelism_config=parallelism)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    for _ in range(2):
+        loss = model(ids(), labels=ids()).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return accelerator.torch_device_mesh is mesh.device_mesh, losses
+
+
+def _steps_of_trainer(folder: str, mesh: NamedMesh | None, configuration: Any) -> tuple[Any, list[float]]:
+    accelerate: Any = importlib.import_module("accelerate")
+    model, parallelism = tiny().train(), None
+    if mesh is not None:
+        parallelize(model, mesh["tp"], plan_from_hf(model))
+        model.config.distributed_config = configuration
+        parallelism = accelerate.ParallelismConfig(tp_size=2)
+        parallelism.device_mesh = mesh.device_mesh
+    arguments = transformers().TrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        max_steps=2,
+        per_device_train_batch_size=2,
+        learning_rate=0.1,
+        max_grad_norm=0.0,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        parallelism_config=parallelism,
+    )
+    samples = [{"input_ids": row, "labels": row} for row in ids().repeat(2, 1)]
+    trainer = transformers().Trainer(model=model, args=arguments, train_dataset=samples)
+    trainer.train()
+    losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    return mesh is None or trainer.accelerator.torch_device_mesh is mesh.device_mesh, losses
+
+
+def _train_on_our_mesh(folder: str) -> list[Any]:
+    state: Any = importlib.import_module("accelerate.state")
+    accelerate: Any = importlib.import_module("accelerate")
+    configuration: Any = importlib.import_module("transformers.distributed.configuration_utils")
+
+    def as_on_gpu(_self: Any, accelerator: Any) -> None:
+        accelerator.state.distributed_type = accelerate.DistributedType.MULTI_GPU
+
+    # accelerate refuses a ParallelismConfig on the CPU, for no reason that concerns the mesh.
+    accelerate.ParallelismConfig._validate_accelerator = as_on_gpu
+    mesh = namedmesh.init_mesh(tp=2, device="cpu")
+    sizes = configuration.DistributedConfig(tp_size=2)
+    told = [_steps_of_accelerate(mesh, sizes)]
+    state.AcceleratorState._reset_state(reset_partial_state=True)
+    told.append(_steps_of_trainer(folder, mesh, sizes))
+    mesh.close()
+    return told
+
+
+def _train_alone(folder: str) -> list[Any]:
+    model = tiny().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(2):
+        loss = model(ids(), labels=ids()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return [(True, losses), _steps_of_trainer(folder, None, None)]
+
+
+@pytest.mark.oracle("transformers", "accelerate")
+def test_accelerate_and_trainer_train_on_our_mesh(tmp_path: Path) -> None:
+    tiny()
+    pytest.importorskip("transformers.distributed.configuration_utils")
+    importlib.import_module("accelerate")
+    (expected,) = run_ranks(1, _train_alone, str(tmp_path), init=False)
+    for told in run_ranks(2, _train_on_our_mesh, str(tmp_path)):
+        for (is_ours, losses), (_, right) in zip(told, expected, strict=True):
+            assert is_ours
+            assert losses == pytest.approx(right, abs=2e-3)  # Trainer rounds what it logs
+            assert losses[1] < losses[0]

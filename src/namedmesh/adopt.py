@@ -66,7 +66,14 @@ def layout_of_groups(groups: Mapping[str, dist.ProcessGroup], rank: int, rank_of
     )
     problems = []
     for axis, group in groups.items():
-        got, expected = tuple(dist.get_process_group_ranks(group)), layout.group(rank, axis)
+        try:
+            got, expected = tuple(dist.get_process_group_ranks(group)), layout.group(rank, axis)
+        except KeyError:
+            problems.append(
+                f"the group of axis {axis!r} is a {type(group).__name__} that torch.distributed does not know, so that its "
+                "ranks cannot be told; leave the axis out of the mesh"
+            )
+            continue
         if got != expected:
             problems.append(
                 f"the group of axis {axis!r} has ranks {listing(got)}, but {layout} has {listing(expected)} for rank "

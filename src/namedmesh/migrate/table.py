@@ -314,6 +314,15 @@ SECTIONS["Making groups by hand"] = (RANK_GENERATOR, *SECTIONS["Making groups by
 TABLE: dict[str, Entry] = {entry.name: entry for entries in SECTIONS.values() for entry in entries}
 """The entries, by legacy name."""
 
+# Slots of other libraries, which take a group of a mesh.
+_ELSEWHERE = {
+    "deepspeed.utils.groups": "namedmesh.compat.deepspeed.groups.bind(mesh)",
+    "torchtitan ParallelDims(...)": "namedmesh.compat.torchtitan.ParallelDims.bind(mesh)",
+    "verl.utils.ulysses": 'set_ulysses_sequence_parallel_group(mesh.group("sp"))',
+    "yunchang.globals, Ulysses": 'PROCESS_GROUP.ULYSSES_PG = mesh.group("sp")',
+    "yunchang.globals, ring attention": 'PROCESS_GROUP.RING_PG = mesh.group("cp")',
+}
+
 _WIDTH = 56  # of the left column; a longer call has a line of its own
 
 
@@ -355,6 +364,8 @@ def page() -> str:
     """
     remarks: dict[str, int] = {}
     blocks = ["\n".join([section, "-" * len(section), "", *_lines(section, remarks)]) for section in SECTIONS]
+    elsewhere = [f"    {slot:<{_WIDTH}}  {code}" for slot, code in _ELSEWHERE.items()]
+    blocks.append("\n".join(["Other libraries", "---------------", "", *elsewhere]))
     numbered = [f"[{number}] {remark}" for remark, number in remarks.items()]
     return "\n\n".join([*blocks, "\n".join(["Remarks", "-------", "", *numbered])]) + "\n"
 

@@ -52,7 +52,7 @@ def _whole(state_dict: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
         if isinstance(value, DTensor):
             place = (value.to_local().data_ptr(), value.shape)
             if place not in gathered:
-                full = value.detach().full_tensor()
+                full = value.full_tensor().detach()
                 gathered[place] = full.cpu() if keep else full[:0]
             result = gathered[place]
         if keep:

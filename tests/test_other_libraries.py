@@ -1,0 +1,82 @@
+"""What ``examples/README.md`` says about other libraries' meshes."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import fake_world, run_ranks
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import namedmesh
+from namedmesh import LayoutError, NamedMesh
+
+
+def _fabric() -> list[float]:
+    losses: list[float] = importlib.import_module("fabric").main()
+    return losses
+
+
+def _without_fabric() -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    samples = torch.randn(16, 8)
+    losses = []
+    for _ in range(4):
+        loss = (model(samples) - samples).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.oracle("lightning_fabric")
+def test_fabric_trains_on_its_mesh_by_our_names() -> None:
+    importlib.import_module("lightning_fabric")
+    (expected,) = run_ranks(1, _without_fabric, init=False)
+    for losses in run_ranks(4, _fabric):
+        assert losses == pytest.approx(expected, abs=1e-6)
+
+
+def _reduced_over_replicas() -> list[float]:
+    """A replica of two ranks; what the other replicas have comes in by the hook, as torchft's groups do it."""
+    mesh = namedmesh.init_mesh(dp_shard=2, device="cpu")
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=mesh["dp_shard"])
+    gradients: list[torch.Tensor] = []
+    sharded: Any = model
+    sharded.set_all_reduce_hook(lambda reduced: gradients.append(reduced.mul_(0.5).clone()))
+    model(torch.ones(2, 4)).sum().backward()
+    weight: Any = model.weight
+    whole = weight.grad.full_tensor()
+    mesh.close()
+    return [float(len(gradients)), *whole.unique().tolist()]
+
+
+def test_a_hook_reduces_over_replicas_that_are_in_no_mesh() -> None:
+    assert (
+        run_ranks(2, _reduced_over_replicas) == [[1.0, 1.0]] * 2
+    )  # the gradient is 2, of which the hook keeps half
+
+
+def test_a_group_that_torch_does_not_know_is_refused() -> None:
+    class Managed(dist.ProcessGroup):
+        def size(self) -> int:
+            return 2
+
+    with fake_world(4):
+        mesh = namedmesh.init_mesh(dp=2, tp=2, device="cpu")
+        with pytest.raises(LayoutError) as caught:
+            NamedMesh.from_groups({"dp_replicate": Managed(0, 2), "tp": mesh.group("tp")}, device="cpu")
+        assert str(caught.value) == (
+            "the group of axis 'dp_replicate' is a Managed that torch.distributed does not know, so that its ranks cannot be "
+            "told; leave the axis out of the mesh"
+        )
+        mesh.close()
