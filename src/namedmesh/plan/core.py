@@ -229,7 +229,7 @@ def make_plan(
     return Plan(
         arrangement,
         kinds,
-        tuple(axis for axis in arrangement.dense if axis in arrangement.dialect.cuts),
+        tuple(axis for axis in arrangement.dense if axis in arrangement.dialect.shards),
         asked=sum(groups.kind.gloo_groups + 1 for groups in kinds),
         held=len(communicators),
         calls=sum(groups.count * (groups.kind.gloo_groups + 1) for groups in kinds),
