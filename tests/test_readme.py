@@ -37,7 +37,7 @@ def _run_code(sources: list[str]) -> list[str]:
 
 def test_python_blocks_run_on_eight_ranks() -> None:
     sources = blocks("python")
-    assert len(sources) == 4
+    assert len(sources) == 5
     told = run_ranks(8, _run_code, sources)
     # 256 rows over tp=2, then over dp=4; torch has several spellings of the two cuts on one dim.
     assert {tuple(lines[1:]) for lines in told} == {("(32, 64)", "True")}
