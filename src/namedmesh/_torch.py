@@ -653,3 +653,10 @@ def keep_forwards(schedule: Any) -> None:
             ]
             for rank, actions in schedule.pipeline_order_with_comms.items()
         }
+    else:  # torch 2.8, for some of them
+        schedule.pipeline_order = {
+            rank: [
+                each if each is not None and each.computation_type.name in kinds else None for each in actions
+            ]
+            for rank, actions in schedule.pipeline_order.items()
+        }
