@@ -642,7 +642,7 @@ def keep_forwards(schedule: Any) -> None:
     torch's ``eval`` skips each backward when its turn comes, and looks for its gradient first: it fails where two
     stages that follow each other are on one rank (up to 2.13, in ZBV, DualPipeV, and with one rank in all).
     """
-    kinds = {"FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD"}
+    kinds = {"FORWARD", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD"}
     if hasattr(schedule, "pipeline_order_with_comms"):
         schedule.pipeline_order_with_comms = {
             rank: [
