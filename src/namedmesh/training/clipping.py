@@ -44,7 +44,7 @@ def clip_grad_norm_(
     Megatron and DeepSpeed, and without marks as replicas. What each stage of ``pp`` has counts, but for a
     parameter marked as a copy of another stage's, such as a tied embedding: ``parameter.shared = True`` (set it
     after ``fully_shard``, which makes parameters anew). There is one reduction, over all ranks of the mesh, and
-    for a mesh over a part of the world one for each axis.
+    for a mesh over a part of the world one for each axis. A gradient that is ``Partial`` is summed before.
 
     Marks: ``tensor_model_parallel`` and ``model_parallel`` for another shard on each rank of tp; ``allreduce =
     False`` for experts, of which each rank of ep has others; ``shared`` and ``ds_pipe_replicated`` for copies.
