@@ -298,7 +298,7 @@ class Pipeline:
         single = issubclass(self._kind, PipelineScheduleSingle)
         loss = self._part if train else None
         # Without gradients, 1F1B does what GPipe does; torch 2.8 lets only the latter leave the backwards out.
-        kind = self._kind if train or not single else ScheduleGPipe
+        kind: Any = self._kind if train or not single else ScheduleGPipe
         schedule = kind(stages[0] if single else stages, self._microbatches, loss_fn=loss, scale_grads=False)
         if not train and not single:
             keep_forwards(schedule)
