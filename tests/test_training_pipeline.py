@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -79,20 +80,23 @@ def differences(schedule: str, per_rank: int) -> float:
                 assert isinstance(parameter.grad, DTensor)
                 found.append((parameter.grad.full_tensor(), whole[name].grad))
         worst = max(worst, *((one - other).abs().max().item() for one, other in found))
+    dist.barrier()
     mesh.close()
     return worst
 
 
 def all_schedules() -> dict[str, float]:
     single = dict.fromkeys(("1F1B", "gpipe"), 1)
-    several = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBV", "DualPipeV")
+    several = ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"]
+    # In torch 2.8 stages that go there and back do not find out their shapes, and it has one such schedule only.
+    several += ["ZBV", "DualPipeV"] if TORCH.release >= (2, 10) else []
     return {name: differences(name, count) for name, count in (single | dict.fromkeys(several, 2)).items()}
 
 
 @PIPELINES
 def test_every_schedule_trains_and_evaluates_as_one_process() -> None:
     for told in run_ranks(2, all_schedules):
-        assert len(told) == 7
+        assert len(told) == (7 if TORCH.release >= (2, 10) else 5)
         assert max(told.values()) < 1e-12, told
 
 

@@ -231,6 +231,7 @@ def train_one_step(
     after = summed(losses, mesh)
     assert saved is not None
     assert str(saved.result()) == target
+    dist.barrier()
     mesh.close()
     return told, after
 

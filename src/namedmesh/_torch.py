@@ -652,7 +652,7 @@ def keep_forwards(schedule: Any) -> None:
     torch's ``eval`` skips each backward when its turn comes, and looks for its gradient first: it fails where two
     stages that follow each other are on one rank (up to 2.13, in ZBV, DualPipeV, and with one rank in all).
     """
-    kinds = {"FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD"}
+    kinds = {"FORWARD", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD"}
     if hasattr(schedule, "pipeline_order_with_comms"):
         schedule.pipeline_order_with_comms = {
             rank: [
@@ -662,4 +662,11 @@ def keep_forwards(schedule: Any) -> None:
                 if each.computation_type.name in kinds
             ]
             for rank, actions in schedule.pipeline_order_with_comms.items()
+        }
+    else:  # torch 2.8, for some of them
+        schedule.pipeline_order = {
+            rank: [
+                each if each is not None and each.computation_type.name in kinds else None for each in actions
+            ]
+            for rank, actions in schedule.pipeline_order.items()
         }

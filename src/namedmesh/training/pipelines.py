@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV, ScheduleZBVZeroBubble
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from namedmesh._torch import keep_forwards
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     Loss = Callable[[Tensor, Tensor], Tensor]
 
+# Schedules whose stages go to the last rank and back; torch 2.8 does not have the second.
+_RETURNING = {"ScheduleZBVZeroBubble", "ScheduleDualPipeV"}
 _SHAPES = 4  # how many shapes of a batch are remembered: each holds the buffers of its stages
 
 
@@ -103,7 +105,7 @@ def stage_indices(mesh: NamedMesh, schedule: str = "1F1B", stages: int = 1) -> t
         LayoutError: the schedule has no such name, or takes another number of stages.
     """
     kind, size, rank = _schedule_class(schedule), mesh.size("pp"), mesh.rank("pp")
-    returns = issubclass(kind, (ScheduleZBVZeroBubble, ScheduleDualPipeV))
+    returns = kind.__name__ in _RETURNING
     if (issubclass(kind, PipelineScheduleSingle) and stages != 1) or (returns and stages != 2):  # noqa: PLR2004
         raise LayoutError(
             f"{schedule} takes {2 if returns else 1} of the stages on each rank, not {stages}; give as many, or "
@@ -295,9 +297,9 @@ class Pipeline:
         ]
         single = issubclass(self._kind, PipelineScheduleSingle)
         loss = self._part if train else None
-        schedule = self._kind(
-            stages[0] if single else stages, self._microbatches, loss_fn=loss, scale_grads=False
-        )
+        # Without gradients, 1F1B does what GPipe does; torch 2.8 lets only the latter leave the backwards out.
+        kind: Any = self._kind if train or not single else ScheduleGPipe
+        schedule = kind(stages[0] if single else stages, self._microbatches, loss_fn=loss, scale_grads=False)
         if not train and not single:
             keep_forwards(schedule)
         return schedule
