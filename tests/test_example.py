@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 import torch
 import train
 from llama import Llama, ModelSizes, first_weights, rotate
+from parallel import Step, make_model, whole_model
 from plain import largest_difference, reference_losses
 from progress import picture
 from ranks import run_ranks
@@ -53,7 +56,7 @@ TINY = Settings(
 
 def losses_of(settings: Settings) -> list[float]:
     mesh = train.make_mesh(settings, torch.device("cpu"))
-    losses = train.train(settings, find_corpus(settings.data), mesh)
+    losses, _ = train.train(settings, find_corpus(settings.data), mesh)
     mesh.close()
     return losses
 
@@ -87,6 +90,42 @@ def test_losses_are_those_of_one_process(
     assert all(losses == by_rank[0] for losses in by_rank)
     assert reference[-1] < reference[0] - 0.01
     assert by_rank[0] == pytest.approx(reference, abs=1e-9)
+
+
+PROMPT = b"def "
+
+
+def samples(layouts: list[dict[str, Any]]) -> list[bytes]:
+    found = []
+    for layout in layouts:
+        settings = dataclasses.replace(TINY, **layout)
+        mesh = train.make_mesh(settings, torch.device("cpu"))
+        step = Step(make_model(settings, mesh), mesh, settings.pieces)
+        found.append(train.generate(step, PROMPT, settings.seq))
+        mesh.close()
+    return found
+
+
+def samples_of_whole_models() -> list[bytes]:
+    """The same of models that know of no ranks, from as much text as there is."""
+    found = []
+    for moe in (False, True):
+        model = whole_model(dataclasses.replace(TINY, moe=moe)).double()
+        text = bytearray(PROMPT)
+        with torch.no_grad():
+            while len(text) < TINY.seq:
+                text.append(int(model(torch.tensor([[*text]]))[0, -1].argmax()))
+        found.append(bytes(text[len(PROMPT) :]))
+    return found
+
+
+@PIPELINES
+def test_the_sample_is_that_of_the_whole_model() -> None:
+    dense, experts = run_ranks(1, samples_of_whole_models)[0]
+    assert len(set(dense)) > 2
+    layouts: list[dict[str, Any]] = [{"pp": 2, "tp": 2}, {"pp": 2, "cp": 2, "tp": 2, "microbatches": 4}]
+    layouts += [{"dp": 8}, {"pp": 2, "cp": 2, "ep": 2, "moe": True}]
+    assert run_ranks(8, samples, layouts) == [[dense, dense, dense, experts]] * 8
 
 
 def losses_with_experts() -> list[list[float]]:
@@ -181,7 +220,9 @@ def test_a_layout_that_does_not_fit_is_told_with_the_rest() -> None:
 
 def test_the_script_refuses_on_one_screen(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "train.py"), "--device", "cpu", "--seq", "0"]
-    command += ["--data", str(tmp_path), "--resume", str(tmp_path)]
+    (tmp_path / "file").touch()
+    command += ["--lr", "nan", "--data", str(tmp_path / "none"), "--resume", str(tmp_path)]
+    command += ["--checkpoint", str(tmp_path / "file")]
     paths = [str(Path(namedmesh.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60)
@@ -189,9 +230,12 @@ def test_the_script_refuses_on_one_screen(tmp_path: Path) -> None:
     # Up to torch 2.8 gloo itself talks about the world of one.
     told = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("[Gloo]")]
     assert told == [
+        "importing torch in 1 processes: some seconds ...",
         "cannot train (rank 0):",
         "  - --seq must be at least 1, not 0",
-        f"  - --data {tmp_path}: there is no such file or directory, or no file in it",
+        "  - --lr must be a number above 0, not nan",
+        f"  - --data {tmp_path}/none: there is no such file or directory, or no file in it",
+        f"  - --checkpoint {tmp_path}/file: File exists; give another directory, or '' for none",
         f"  - --resume {tmp_path}: there is no finished checkpoint",
     ]
 
@@ -209,6 +253,32 @@ def test_only_rank_0_speaks_about_options(
         parse(["--stepz", "3"])
     assert stopped.value.code == 2
     assert "unrecognized arguments: --stepz 3" in capsys.readouterr().err
+
+
+def trouble(directory: Path) -> list[str]:
+    """A loss that is no number on every rank; an interrupt on one rank; checkpoints beyond those to keep."""
+    settings = dataclasses.replace(TINY, tp=2, save_every=1, keep=2, checkpoint=str(directory))
+    told = []
+    with pytest.raises(namedmesh.TrainingError) as raised:
+        losses_of(dataclasses.replace(settings, lr=1e300))
+    told.append(str(raised.value))
+    losses_of(dataclasses.replace(settings, steps=3))
+    told += sorted(path.name for path in directory.iterdir())
+    update = mock.patch("train.Progress.update", side_effect=lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    last = dataclasses.replace(settings, save_every=0, resume=str(directory))
+    with update if torch.distributed.get_rank() == 1 else nullcontext(), pytest.raises(KeyboardInterrupt):
+        losses_of(last)
+    return [*told, train.how_to_go_on(last)]
+
+
+def test_trouble_is_told_and_leaves_checkpoints(tmp_path: Path) -> None:
+    told = run_ranks(2, trouble, tmp_path)
+    assert told[0] == told[1]
+    text, *kept, going_on = told[0]
+    assert text.startswith("the loss of step ")
+    assert " is nan, and the norm of its gradient nan; choose a lower --lr than 1e+300" in text
+    assert kept == ["step-000002", "step-000003"]
+    assert going_on == f"to go on from step 4: --resume {tmp_path} --steps N"
 
 
 def test_a_run_that_is_done_is_not_continued(tmp_path: Path) -> None:
