@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
-    print(f"importing torch in {os.environ.get('WORLD_SIZE', '1')} processes: some seconds ...", flush=True)
+    print(f"importing torch, world size {os.environ.get('WORLD_SIZE', '1')} ...", flush=True)
 
 import torch
 import torch.distributed as dist

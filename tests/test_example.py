@@ -8,8 +8,10 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr
+from datetime import timedelta
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -92,7 +94,7 @@ def test_losses_are_those_of_one_process(
     assert by_rank[0] == pytest.approx(reference, abs=1e-9)
 
 
-PROMPT = b"def "
+PROMPT = b"def __init"
 
 
 def samples(layouts: list[dict[str, Any]]) -> list[bytes]:
@@ -123,9 +125,9 @@ def samples_of_whole_models() -> list[bytes]:
 def test_the_sample_is_that_of_the_whole_model() -> None:
     dense, experts = run_ranks(1, samples_of_whole_models)[0]
     assert len(set(dense)) > 2
-    layouts: list[dict[str, Any]] = [{"pp": 2, "tp": 2}, {"pp": 2, "cp": 2, "tp": 2, "microbatches": 4}]
-    layouts += [{"dp": 8}, {"pp": 2, "cp": 2, "ep": 2, "moe": True}]
-    assert run_ranks(8, samples, layouts) == [[dense, dense, dense, experts]] * 8
+    layouts: list[dict[str, Any]] = [{"tp": 2, "microbatches": 4}, {"ep": 2, "moe": True}]
+    layouts = [{"pp": 2, "cp": 2, **each} for each in layouts]
+    assert run_ranks(8, samples, layouts) == [[dense, experts]] * 8
 
 
 def losses_with_experts() -> list[list[float]]:
@@ -230,7 +232,7 @@ def test_the_script_refuses_on_one_screen(tmp_path: Path) -> None:
     # Up to torch 2.8 gloo itself talks about the world of one.
     told = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("[Gloo]")]
     assert told == [
-        "importing torch in 1 processes: some seconds ...",
+        "importing torch, world size 1 ...",
         "cannot train (rank 0):",
         "  - --seq must be at least 1, not 0",
         "  - --lr must be a number above 0, not nan",
@@ -265,7 +267,7 @@ def trouble(directory: Path) -> list[str]:
     losses_of(dataclasses.replace(settings, steps=3))
     told += sorted(path.name for path in directory.iterdir())
     update = mock.patch("train.Progress.update", side_effect=lambda *_: os.kill(os.getpid(), signal.SIGINT))
-    last = dataclasses.replace(settings, save_every=0, resume=str(directory))
+    last = dataclasses.replace(settings, steps=6, save_every=0, resume=str(directory))
     with update if torch.distributed.get_rank() == 1 else nullcontext(), pytest.raises(KeyboardInterrupt):
         losses_of(last)
     return [*told, train.how_to_go_on(last)]
@@ -275,10 +277,44 @@ def test_trouble_is_told_and_leaves_checkpoints(tmp_path: Path) -> None:
     told = run_ranks(2, trouble, tmp_path)
     assert told[0] == told[1]
     text, *kept, going_on = told[0]
-    assert text.startswith("the loss of step ")
-    assert " is nan, and the norm of its gradient nan; choose a lower --lr than 1e+300" in text
+    assert text == (
+        "the loss of step 2 is 5.54518, and the norm of its gradient nan; choose a lower --lr than 1e+300"
+    )
     assert kept == ["step-000002", "step-000003"]
     assert going_on == f"to go on from step 4: --resume {tmp_path} --steps N"
+
+
+def main_with_a_kill(directory: Path) -> None:
+    """The whole script, on two ranks of which one is killed after two steps."""
+
+    def update(_: object, step: int, __: float) -> None:
+        if step == 1 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    options = (
+        "--device cpu --seq 16 --dim 32 --layers 2 --heads 2 --kv-heads 2 --batch 4 --tp 2 --save-every 1"
+    )
+    err = StringIO()
+    soon = partial(training.report_lost_ranks, patience=timedelta(seconds=2))
+    with (
+        mock.patch("train.Progress.update", update),
+        redirect_stderr(err),
+        pytest.raises(SystemExit) as ended,
+    ):
+        train.main([*options.split(), "--data", str(EXAMPLES), "--checkpoint", str(directory / "saved")])
+    (directory / "told").write_text(f"{err.getvalue()}{ended.value.code}")
+
+
+def test_a_killed_rank_is_named_once(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"^1 of 2 ranks failed\n--- rank 1: lost"):
+        run_ranks(2, main_with_a_kill, tmp_path, init=False)
+    assert (tmp_path / "told").read_text().splitlines() == [
+        "cannot train (rank 0):",
+        "  - rank 1 (pp 0, dp 0, tp 1) does not answer: it was killed, was stopped, or is cut off; lost with it: tp (ranks "
+        "0, 1); end the job, and start it again from its last checkpoint",
+        f"  - to go on from step 1: --resume {tmp_path}/saved --steps N",
+        "2",
+    ]
 
 
 def test_a_run_that_is_done_is_not_continued(tmp_path: Path) -> None:
