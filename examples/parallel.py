@@ -116,6 +116,24 @@ class Step:
         dist.all_reduce(total, group=mesh.group("pp"))
         return total
 
+    def next_byte(self, text: bytes | bytearray, seq: int) -> int:
+        """The likeliest byte after some, fewer than ``seq`` of them: the same on every rank."""
+        mesh, positions = self._mesh, torch.arange(seq)
+        # What stands behind the text is not seen by it, and the shape is always the same.
+        inputs = torch.tensor([[*text, *[0] * (seq - len(text))]], device=mesh.device)
+        if "cp" in mesh.layout:
+            inputs, positions = training.shard_sequence(inputs, mesh=mesh["cp"])
+            self._model.positions = positions
+        logits = self._pipe.eval(inputs)
+        found = torch.tensor(0, device=mesh.device)
+        if logits is not None:  # the last stage
+            if mesh.size("tp") > 1:
+                logits = DTensor.from_local(logits, mesh["tp"], [Shard(-1)]).full_tensor()
+            found += logits[0, positions.to(mesh.device) == len(text) - 1].argmax(-1).sum()  # on one cp rank
+        for axis in [each for each in ("pp", "cp") if each in mesh.layout]:
+            dist.all_reduce(found, group=mesh.group(axis))
+        return int(found)
+
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         if self._mesh.size("tp") > 1:  # each rank has the logits of a part of the vocabulary, and only that
             logits = DTensor.from_local(logits, self._mesh["tp"], [Shard(-1)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING
 
@@ -41,8 +42,18 @@ def picture(layout: Layout, layers: int) -> str:
     return "\n".join([*lines, note])
 
 
+def with_unit(loss: float) -> str:
+    """A loss in both units.
+
+    Example:
+        >>> with_unit(2.0)
+        '2.000 nats a byte (2.885 bits)'
+    """
+    return f"{loss:.3f} nats a byte ({loss / math.log(2):.3f} bits)"
+
+
 class Progress:
-    """A line now and then, for steps from ``first`` to before ``steps`` of so many tokens; one rank shows them."""
+    """A line now and then, for steps from ``first`` to before ``steps`` of so many bytes; one rank shows them."""
 
     def __init__(self, first: int, steps: int, tokens: int, *, shown: bool) -> None:
         self._first, self._steps, self._tokens, self._shown = first, steps, tokens, shown
@@ -60,8 +71,8 @@ class Progress:
             self._measured = time.monotonic()
         if done == 1 or step + 1 == self._steps or done % max(1, (self._steps - self._first) // LINES) == 0:
             pace = (time.monotonic() - self._measured) / max(1, done - 1)
-            speed = f"  {self._tokens / pace:,.0f} tokens/s" if done > 1 else ""
-            self.tell(f"step {step + 1:{len(str(self._steps))}}/{self._steps}  loss {loss:.3f}{speed}")
+            speed = f"  {self._tokens / pace:,.0f} bytes/s" if done > 1 else ""
+            self.tell(f"step {step + 1:{len(str(self._steps))}}/{self._steps}  loss {with_unit(loss)}{speed}")
 
     def tell(self, words: str) -> None:
         """Print something else."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -49,6 +50,10 @@ class Settings:
     data: str | None = option(None, "a file or directory to learn from (default: Python's library)", type=str)
     checkpoint: str = option("checkpoints", "directory to save to; '' to save nothing")
     save_every: int = option(0, "steps between checkpoints; 0 to save at the end only")
+    keep: int = option(3, "how many of the checkpoints up to the last one stay; 0 for all")
+    timeout: float = option(
+        600.0, "seconds that ranks wait for each other; one that does not come is named then"
+    )
     resume: str | None = option(None, "a checkpoint, or a directory of them, to continue from", type=str)
     verify: bool = option(False, "repeat the run in one process and compare the losses")
     dtype: str | None = option(None, f"{', '.join(DTYPES)} (default: float32; float64 to verify)", type=str)
@@ -76,9 +81,17 @@ class Settings:
 
     def problems(self, world_size: int) -> list[str]:
         """What is wrong with these settings in a world of this size, one sentence each."""
-        least = {"steps": 1, "batch": 1, "seq": 1, "microbatches": 0, "ep": 1}
+        least = {"steps": 1, "batch": 1, "seq": 1, "microbatches": 0, "ep": 1, "save_every": 0, "keep": 0}
         low = [(name, number) for name, number in least.items() if getattr(self, name) < number]
-        found = [f"--{name} must be at least {number}, not {getattr(self, name)}" for name, number in low]
+        found = [
+            f"--{name.replace('_', '-')} must be at least {number}, not {getattr(self, name)}"
+            for name, number in low
+        ]
+        found += [
+            f"--{name} must be a number above 0, not {getattr(self, name)}"
+            for name in ("lr", "clip", "timeout")
+            if not 0 < getattr(self, name) < math.inf
+        ]
         if self.dtype is not None and self.dtype not in DTYPES:
             found.append(f"--dtype must be one of {', '.join(DTYPES)}, not {self.dtype}")
         found += self.sizes.problems()

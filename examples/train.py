@@ -11,28 +11,37 @@ The batch and the order of the data do not depend on the layout, so neither does
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
+import signal
 import sys
+import tempfile
 from contextlib import suppress
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+
+if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
+    print(f"importing torch, world size {os.environ.get('WORLD_SIZE', '1')} ...", flush=True)
 
 import torch
 import torch.distributed as dist
 from parallel import Step, make_model
 from plain import largest_difference, make_optimizer, reference_losses, set_learning_rate
-from progress import Progress, picture
+from progress import Progress, picture, with_unit
 from settings import Settings, parse
 from text import Corpus, find_corpus
 
 import namedmesh
-from namedmesh import CheckpointError, training
+from namedmesh import CheckpointError, LostRanksError, TrainingError, training
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 TOLERANCE = 1e-4  # nats
+SAMPLE = 32  # bytes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,19 +51,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > (os.cpu_count() or 1):
         torch.set_num_threads(1)
     try:
-        device = namedmesh.launch.init(settings.device)
+        device = namedmesh.launch.init(settings.device, timeout=timedelta(seconds=settings.timeout))
     except namedmesh.LaunchError as error:
         refuse(error.problems, rank=int(os.environ.get("RANK", "0")))
+    rank = dist.get_rank()
+    try:
+        agree = run(settings, device)
+    except LostRanksError as error:
+        refuse([*error.problems, how_to_go_on(settings)], rank=0 if error.first else 1)
+    except (CheckpointError, TrainingError) as error:  # the same on every rank
+        refuse([*error.problems, how_to_go_on(settings)], rank=rank)
+    except KeyboardInterrupt:
+        if rank == 0:
+            print(f"interrupted; {how_to_go_on(settings)}", flush=True)
+        raise SystemExit(130 if rank == 0 else 0) from None
+    dist.destroy_process_group()
+    return 0 if agree else 1
+
+
+def run(settings: Settings, device: torch.device) -> bool:
+    """Check, train, show a sample, and compare if asked to: whether it agreed."""
     corpus = find_corpus(settings.data)
     refuse_together(check(settings, corpus), device)
     mesh = make_mesh(settings, device)
-    losses = train(settings, corpus, mesh)
-    agree = not settings.verify or verify(settings, corpus, mesh, losses)
-    # Together: a rank that left early would take the store with it that the others still talk to.
-    dist.barrier()
+    with training.report_lost_ranks(mesh):
+        losses, sample = train(settings, corpus, mesh)
+        if mesh.global_rank == 0:
+            print(
+                f"a sample: {sample}\n{how_to_go_on(settings)}; --verify compares the losses with one process"
+            )
+        agree = not settings.verify or verify(settings, corpus, mesh, losses)
+        # Together: a rank that left early would take the store with it that the others still talk to.
+        dist.barrier()
     mesh.close()
-    dist.destroy_process_group()
-    return 0 if agree else 1
+    return agree
 
 
 def check(settings: Settings, corpus: Corpus) -> list[str]:
@@ -66,6 +96,14 @@ def check(settings: Settings, corpus: Corpus) -> list[str]:
         found.append(f"--data {settings.data}: there is no such file or directory, or no file in it")
     elif corpus.size <= settings.seq:
         found.append(f"--data {settings.data}: {corpus.size} bytes are too few for --seq {settings.seq}")
+    if settings.checkpoint:
+        try:
+            Path(settings.checkpoint).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=settings.checkpoint).close()
+        except OSError as error:
+            found.append(
+                f"--checkpoint {settings.checkpoint}: {error.strerror}; give another directory, or '' for none"
+            )
     return found + resume_problems(settings)
 
 
@@ -110,6 +148,35 @@ def find_checkpoint(path: str) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
+def how_to_go_on(settings: Settings) -> str:
+    """What to type to continue."""
+    found = find_checkpoint(settings.checkpoint) if settings.checkpoint else None
+    if found is None:
+        return "no checkpoint was saved; --save-every N saves one every N steps"
+    return f"to go on from step {found[1]['step']}: --resume {settings.checkpoint} --steps N"
+
+
+def prune(settings: Settings, step: int) -> None:
+    """Remove all but the last checkpoints up to this step, on one rank."""
+    if settings.keep and dist.get_rank() == 0:
+        last = place(settings, step)
+        for old in sorted(each for each in last.parent.glob("step-*") if each <= last)[: -settings.keep]:
+            shutil.rmtree(old)
+
+
+def stop_requests(device: torch.device) -> Callable[[], bool]:
+    """From now on Ctrl-C, and what torchrun makes of it, only ask for an end; the result says if any rank was asked."""
+    asked = torch.zeros(1, device=device)
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, lambda *_: asked.fill_(1) and None)
+
+    def any_rank() -> bool:
+        dist.all_reduce(anyone := asked.clone())
+        return bool(anyone)
+
+    return any_rank
+
+
 def resume_problems(settings: Settings) -> list[str]:
     """What keeps the run from continuing where it was asked to, one sentence each."""
     found = find_checkpoint(settings.resume) if settings.resume else None
@@ -120,9 +187,11 @@ def resume_problems(settings: Settings) -> list[str]:
     return []
 
 
-def train(settings: Settings, corpus: Corpus, mesh: namedmesh.NamedMesh) -> list[float]:
-    """Train from the start or a checkpoint, save what was asked for, and return the loss of every step."""
+def train(settings: Settings, corpus: Corpus, mesh: namedmesh.NamedMesh) -> tuple[list[float], str]:
+    """Train from the start or a checkpoint, save what was asked for; the loss of every step, and a sample of text."""
     training.seed_all(settings.seed, mesh)
+    if mesh.global_rank == 0:
+        print(f"making the model on {mesh.size()} ranks ...", flush=True)
     model = make_model(settings, mesh)
     optimizer = make_optimizer(model)
     run_step = Step(model, mesh, settings.pieces)
@@ -134,6 +203,8 @@ def train(settings: Settings, corpus: Corpus, mesh: namedmesh.NamedMesh) -> list
     mine = training.sampler_kwargs(mesh)
     share = settings.batch // mine["num_replicas"]
     part = slice(mine["rank"] * share, (mine["rank"] + 1) * share)
+    progress.tell("the first step takes longer: it sets up what the others use")
+    stop_requested = stop_requests(mesh.device)
     losses = []
     for step in range(start, settings.steps):
         batch = corpus.batch(seed=settings.seed, step=step, batch=settings.batch, seq=settings.seq, part=part)
@@ -141,17 +212,40 @@ def train(settings: Settings, corpus: Corpus, mesh: namedmesh.NamedMesh) -> list
             training.check_same_batch(batch, mesh)
         optimizer.zero_grad()
         loss = run_step(*(each.to(mesh.device) for each in batch))
-        training.clip_grad_norm_(model.parameters(), settings.clip, mesh)
+        norm = training.clip_grad_norm_(model.parameters(), settings.clip, mesh)
         set_learning_rate(optimizer, step=step, steps=settings.steps, highest=settings.lr)
         optimizer.step()
         losses.append(loss.item())
+        if not math.isfinite(losses[-1] + norm.item()):
+            raise TrainingError(
+                f"the loss of step {step + 1} is {losses[-1]:g}, and the norm of its gradient {norm.item():g}; choose a lower "
+                f"--lr than {settings.lr:g}"
+            )
         progress.update(step, losses[-1])
-        if settings.saves_after(step):
+        stopping = stop_requested()
+        if settings.saves_after(step) or (stopping and settings.checkpoint):
             # The next batch is a function of the seed and the step, so the step is the position in the data.
             training.save(place(settings, step + 1), mesh, model, optimizer, step=step + 1)
+            prune(settings, step + 1)
             progress.tell(f"saved {place(settings, step + 1)}")
-    progress.tell(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {progress.seconds:.0f} s")
-    return losses
+        if stopping:
+            raise KeyboardInterrupt
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.default_int_handler)
+    progress.tell(f"loss {with_unit(losses[0])} -> {with_unit(losses[-1])} in {progress.seconds:.0f} s")
+    unseen = corpus.batch(
+        seed=settings.seed, step=settings.steps, batch=1, seq=settings.seq, part=slice(None)
+    )
+    prompt = bytes(unseen[0][0, : max(1, settings.seq // 2)].tolist())
+    return losses, f"{prompt!r} + {generate(run_step, prompt, settings.seq)!r}"
+
+
+def generate(run_step: Step, prompt: bytes, seq: int) -> bytes:
+    """What the model takes to be the likeliest text after some; communicates."""
+    text = bytearray(prompt)
+    while len(text) < min(seq, len(prompt) + SAMPLE):
+        text.append(run_step.next_byte(text, seq))
+    return bytes(text[len(prompt) :])
 
 
 def verify(settings: Settings, corpus: Corpus, mesh: namedmesh.NamedMesh, losses: Sequence[float]) -> bool:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import signal
 import subprocess
 import sys
+from contextlib import nullcontext, redirect_stderr
+from datetime import timedelta
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +20,7 @@ import pytest
 import torch
 import train
 from llama import Llama, ModelSizes, first_weights, rotate
+from parallel import Step, make_model, whole_model
 from plain import largest_difference, reference_losses
 from progress import picture
 from ranks import run_ranks
@@ -53,7 +58,7 @@ TINY = Settings(
 
 def losses_of(settings: Settings) -> list[float]:
     mesh = train.make_mesh(settings, torch.device("cpu"))
-    losses = train.train(settings, find_corpus(settings.data), mesh)
+    losses, _ = train.train(settings, find_corpus(settings.data), mesh)
     mesh.close()
     return losses
 
@@ -87,6 +92,42 @@ def test_losses_are_those_of_one_process(
     assert all(losses == by_rank[0] for losses in by_rank)
     assert reference[-1] < reference[0] - 0.01
     assert by_rank[0] == pytest.approx(reference, abs=1e-9)
+
+
+PROMPT = b"def __init"
+
+
+def samples(layouts: list[dict[str, Any]]) -> list[bytes]:
+    found = []
+    for layout in layouts:
+        settings = dataclasses.replace(TINY, **layout)
+        mesh = train.make_mesh(settings, torch.device("cpu"))
+        step = Step(make_model(settings, mesh), mesh, settings.pieces)
+        found.append(train.generate(step, PROMPT, settings.seq))
+        mesh.close()
+    return found
+
+
+def samples_of_whole_models() -> list[bytes]:
+    """The same of models that know of no ranks, from as much text as there is."""
+    found = []
+    for moe in (False, True):
+        model = whole_model(dataclasses.replace(TINY, moe=moe)).double()
+        text = bytearray(PROMPT)
+        with torch.no_grad():
+            while len(text) < TINY.seq:
+                text.append(int(model(torch.tensor([[*text]]))[0, -1].argmax()))
+        found.append(bytes(text[len(PROMPT) :]))
+    return found
+
+
+@PIPELINES
+def test_the_sample_is_that_of_the_whole_model() -> None:
+    dense, experts = run_ranks(1, samples_of_whole_models)[0]
+    assert len(set(dense)) > 2
+    layouts: list[dict[str, Any]] = [{"tp": 2, "microbatches": 4}, {"ep": 2, "moe": True}]
+    layouts = [{"pp": 2, "cp": 2, **each} for each in layouts]
+    assert run_ranks(8, samples, layouts) == [[dense, experts]] * 8
 
 
 def losses_with_experts() -> list[list[float]]:
@@ -181,7 +222,9 @@ def test_a_layout_that_does_not_fit_is_told_with_the_rest() -> None:
 
 def test_the_script_refuses_on_one_screen(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "train.py"), "--device", "cpu", "--seq", "0"]
-    command += ["--data", str(tmp_path), "--resume", str(tmp_path)]
+    (tmp_path / "file").touch()
+    command += ["--lr", "nan", "--data", str(tmp_path / "none"), "--resume", str(tmp_path)]
+    command += ["--checkpoint", str(tmp_path / "file")]
     paths = [str(Path(namedmesh.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60)
@@ -189,9 +232,12 @@ def test_the_script_refuses_on_one_screen(tmp_path: Path) -> None:
     # Up to torch 2.8 gloo itself talks about the world of one.
     told = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("[Gloo]")]
     assert told == [
+        "importing torch, world size 1 ...",
         "cannot train (rank 0):",
         "  - --seq must be at least 1, not 0",
-        f"  - --data {tmp_path}: there is no such file or directory, or no file in it",
+        "  - --lr must be a number above 0, not nan",
+        f"  - --data {tmp_path}/none: there is no such file or directory, or no file in it",
+        f"  - --checkpoint {tmp_path}/file: File exists; give another directory, or '' for none",
         f"  - --resume {tmp_path}: there is no finished checkpoint",
     ]
 
@@ -209,6 +255,66 @@ def test_only_rank_0_speaks_about_options(
         parse(["--stepz", "3"])
     assert stopped.value.code == 2
     assert "unrecognized arguments: --stepz 3" in capsys.readouterr().err
+
+
+def trouble(directory: Path) -> list[str]:
+    """A loss that is no number on every rank; an interrupt on one rank; checkpoints beyond those to keep."""
+    settings = dataclasses.replace(TINY, tp=2, save_every=1, keep=2, checkpoint=str(directory))
+    told = []
+    with pytest.raises(namedmesh.TrainingError) as raised:
+        losses_of(dataclasses.replace(settings, lr=1e300))
+    told.append(str(raised.value))
+    losses_of(dataclasses.replace(settings, steps=3))
+    told += sorted(path.name for path in directory.iterdir())
+    update = mock.patch("train.Progress.update", side_effect=lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    last = dataclasses.replace(settings, steps=6, save_every=0, resume=str(directory))
+    with update if torch.distributed.get_rank() == 1 else nullcontext(), pytest.raises(KeyboardInterrupt):
+        losses_of(last)
+    return [*told, train.how_to_go_on(last)]
+
+
+def test_trouble_is_told_and_leaves_checkpoints(tmp_path: Path) -> None:
+    told = run_ranks(2, trouble, tmp_path)
+    assert told[0] == told[1]
+    text, *kept, going_on = told[0]
+    assert text == (
+        "the loss of step 2 is 5.54518, and the norm of its gradient nan; choose a lower --lr than 1e+300"
+    )
+    assert kept == ["step-000002", "step-000003"]
+    assert going_on == f"to go on from step 4: --resume {tmp_path} --steps N"
+
+
+def main_with_a_kill(directory: Path) -> None:
+    """The whole script, on two ranks of which one is killed after two steps."""
+
+    def update(_: object, step: int, __: float) -> None:
+        if step == 1 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    options = (
+        "--device cpu --seq 16 --dim 32 --layers 2 --heads 2 --kv-heads 2 --batch 4 --tp 2 --save-every 1"
+    )
+    err = StringIO()
+    soon = partial(training.report_lost_ranks, patience=timedelta(seconds=2))
+    with (
+        mock.patch("train.Progress.update", update),
+        redirect_stderr(err),
+        pytest.raises(SystemExit) as ended,
+    ):
+        train.main([*options.split(), "--data", str(EXAMPLES), "--checkpoint", str(directory / "saved")])
+    (directory / "told").write_text(f"{err.getvalue()}{ended.value.code}")
+
+
+def test_a_killed_rank_is_named_once(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"^1 of 2 ranks failed\n--- rank 1: lost"):
+        run_ranks(2, main_with_a_kill, tmp_path, init=False)
+    assert (tmp_path / "told").read_text().splitlines() == [
+        "cannot train (rank 0):",
+        "  - rank 1 (pp 0, dp 0, tp 1) does not answer: it was killed, was stopped, or is cut off; lost with it: tp (ranks "
+        "0, 1); end the job, and start it again from its last checkpoint",
+        f"  - to go on from step 1: --resume {tmp_path}/saved --steps N",
+        "2",
+    ]
 
 
 def test_a_run_that_is_done_is_not_continued(tmp_path: Path) -> None:

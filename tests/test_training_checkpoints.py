@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import resource
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -118,6 +120,27 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
 
 
 # --- killed ----------------------------------------------------------------------------------------------------
+
+
+def refused_by_the_disk(root: Path) -> list[list[str]]:
+    """No room on one rank, and a file where a directory has to be."""
+    mesh = namedmesh.init_mesh(dp=2)
+    model = nn.Linear(300, 300)
+    fully_shard(model, mesh=mesh["dp"])
+    (root / "file").touch()
+    if mesh.global_rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    return [refusal(partial(training.save, root / name, mesh, model)) for name in ("full", "file/below")]
+
+
+def test_what_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    full, below = run_ranks(2, refused_by_the_disk, tmp_path)[0]
+    assert len(full) == len(below) == 1
+    assert full[0].startswith(f"the checkpoint {tmp_path}/full could not be written by rank 1 (")
+    assert full[0].endswith("); see to room and permission there")
+    assert (
+        f"the checkpoint {tmp_path}/file/below could not be written ([Errno 20] Not a directory" in below[0]
+    )
 
 
 def numbered(number: int) -> tuple[nn.Module, torch.optim.Optimizer]:

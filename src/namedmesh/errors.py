@@ -18,6 +18,7 @@ __all__ = [
     "CheckpointError",
     "LaunchError",
     "LayoutError",
+    "LostRanksError",
     "MeshError",
     "NamedMeshError",
     "PlanError",
@@ -83,6 +84,18 @@ class AgreementError(NamedMeshError, RuntimeError):
 
 class LaunchError(NamedMeshError, RuntimeError):
     """The environment of this process does not describe a job, or names a device that is not there."""
+
+
+class LostRanksError(NamedMeshError, RuntimeError):
+    """Some ranks of the job do not answer any more, or have failed.
+
+    Attributes:
+        ranks: which, where that is known.
+        first: whether this rank is the one that found out first: true on one rank only.
+    """
+
+    ranks: tuple[int, ...] = ()
+    first: bool = False
 
 
 class PlanError(NamedMeshError, ValueError):

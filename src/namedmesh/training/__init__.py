@@ -8,6 +8,7 @@ from namedmesh.training.data import check_same_batch, data_axes, fsdp_mesh, samp
 from namedmesh.training.experts import set_expert_divisor
 from namedmesh.training.initialization import init_parameters
 from namedmesh.training.loss import token_mean
+from namedmesh.training.lost_ranks import report_lost_ranks
 from namedmesh.training.pipelines import pipeline, stage_indices, stage_layers
 from namedmesh.training.seeds import seed_all, streams
 
@@ -21,6 +22,7 @@ __all__ = [
     "init_parameters",
     "load",
     "pipeline",
+    "report_lost_ranks",
     "sampler_kwargs",
     "save",
     "seed_all",

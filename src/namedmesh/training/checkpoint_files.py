@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from namedmesh.errors import CheckpointError
+from namedmesh.errors import CheckpointError, listing
 from namedmesh.layout import Layout
 
 if TYPE_CHECKING:
@@ -119,6 +119,30 @@ def checkpoint_info(path: str | os.PathLike[str]) -> tuple[Layout | None, dict[s
     about = read_about(Path(path))
     layout = about["layout"]
     return None if layout is None else Layout(rank_offset=layout[1], **layout[0]), about["extra"]
+
+
+@contextmanager
+def refuse_io(path: Path) -> Iterator[None]:
+    """Turn what keeps a checkpoint from being written into one sentence for each cause.
+
+    Raises:
+        CheckpointError: some ranks could not write; DCP tells all of them, with every traceback.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(_unwritten(path, "", error)) from None
+    except dcp.api.CheckpointException as error:
+        causes: dict[str, list[int]] = {}
+        for rank, (cause, _) in error.failures.items():
+            causes.setdefault(f"{type(cause).__name__}: {cause}".partition("\n")[0], []).append(rank)
+        raise CheckpointError(
+            *(_unwritten(path, f" by rank {listing(ranks)}", cause) for cause, ranks in causes.items())
+        ) from None
+
+
+def _unwritten(path: Path, ranks: str, cause: object) -> str:
+    return f"the checkpoint {path} could not be written{ranks} ({cause}); see to room and permission there"
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from namedmesh.errors import CheckpointError, listing
-from namedmesh.training.checkpoint_files import beside, find, make_room, move, without_warnings
+from namedmesh.training.checkpoint_files import beside, find, make_room, move, refuse_io, without_warnings
 from namedmesh.training.checkpoint_random import random_states, restore_random_states, shared_states
 from namedmesh.training.checkpoint_ranks import Ranks
 from namedmesh.training.checkpoint_state import State, contradictions, fingerprint
@@ -66,6 +66,7 @@ def save(
     Raises:
         CheckpointError: a name stands for different tensors, ranks give different extra values, or ``path`` is a
             directory that holds something else; all problems at once, on every rank, before anything is written.
+            Or it cannot be written, such as for want of permission or room: the checkpoint before is kept.
 
     Example:
         >>> import tempfile, torch
@@ -111,14 +112,16 @@ def save(
         make_room(final)
 
     def finish() -> Path:
-        ranks.on_first(lambda _: move(final, about))
+        with refuse_io(final):
+            ranks.on_first(lambda _: move(final, about))
         return final
 
-    ranks.on_first(prepare, mine)
+    with refuse_io(final):
+        ranks.on_first(prepare, mine)
     writer = dcp.FileSystemWriter(beside(final, "unfinished"))
     if async_ and mesh is not None:
-        return _followed(dcp.async_save(tensors, storage_writer=writer, **ranks.arguments), finish)
-    with without_warnings():
+        return _followed(dcp.async_save(tensors, storage_writer=writer, **ranks.arguments), finish, final)
+    with without_warnings(), refuse_io(final):
         dcp.save(tensors, storage_writer=writer, **ranks.arguments)
     written: Future[Path] = Future()
     written.set_result(finish())
@@ -132,14 +135,15 @@ def _bytes(values: object) -> bytes:
     return written.getvalue()
 
 
-def _followed(written: Any, finish: Callable[[], Path]) -> Future[Path]:
+def _followed(written: Any, finish: Callable[[], Path], final: Path) -> Future[Path]:
     """A future that is done when what follows the writing is."""
     moved: Future[Path] = Future()
     _under_way.add(moved)
 
     def follow(written: Future[Any]) -> None:
         try:
-            written.result()
+            with refuse_io(final):
+                written.result()
             moved.set_result(finish())
         except BaseException as error:  # noqa: BLE001  whoever asks for the result gets it
             moved.set_exception(error)
