@@ -154,9 +154,8 @@ class Attention(nn.Module):
 
     @staticmethod
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        mixed = nn.functional.scaled_dot_product_attention(
-            *(each.transpose(1, 2) for each in (query, key, value))
-        )
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value)
         return mixed.transpose(1, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

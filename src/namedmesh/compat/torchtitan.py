@@ -36,7 +36,7 @@ _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _BACKENDS = ("partial_dtensor", "full_dtensor", "spmd_types")
 # The axes whose meshes exist, for each backend; a mesh of one axis is a slice of the first factoring that has it.
 _EVERY = {"data": ("pp", "batch", "cp", "tp"), "sparse": ("pp", "dp_replicate", "efsdp", "ep")}
-_FACTORINGS = {
+_FACTORINGS: dict[str, dict[str, tuple[str, ...]]] = {
     "partial_dtensor": {"dense": ("pp", "dp_replicate", "fsdp", "tp"), **_EVERY},
     "full_dtensor": {"dense": _AXES, **_EVERY},
     "spmd_types": {"dense": _AXES, **_EVERY, "spmd": ("pp", "dp", "cp", "tp")},
@@ -211,7 +211,7 @@ class ParallelDims:
             sizes = {axis: self._degree(axis) for axis in axes}
             layout = Layout(**sizes, world_size=mesh.layout.world_size, rank_offset=mesh.layout.rank_offset)
             if layout not in (mesh.layout, *mesh.views.values()):
-                mesh.add_view(f"torchtitan {name}", **sizes)
+                mesh.add_view(f"torchtitan {name}", options={}, **sizes)
             self._roots[name] = mesh[axes]
         self._roots["loss"] = mesh.flatten("batch", "cp", name="loss_mesh")
         self._roots["world"] = (

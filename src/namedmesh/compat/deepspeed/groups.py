@@ -150,7 +150,8 @@ def _mesh() -> NamedMesh:
         mesh = init_mesh(dp=-1)
     _state.mesh = mesh
     mesh.pool.registry.users[id(_state)] = _state.clear
-    return mesh
+    bound: NamedMesh = mesh
+    return bound
 
 
 def _create(sets: Iterable[Sequence[int]], label: str) -> Any:
