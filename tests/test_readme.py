@@ -35,7 +35,8 @@ def _run_code(sources: list[str]) -> list[str]:
     return [repr(weight.placements), repr(tuple(weight.to_local().shape)), repr(weight.grad is not None)]
 
 
-def test_python_blocks_run_on_eight_ranks() -> None:
+def test_python_blocks_run_on_eight_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a block saves a checkpoint
     sources = blocks("python")
     assert len(sources) == 5
     told = run_ranks(8, _run_code, sources)
