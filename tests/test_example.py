@@ -298,6 +298,7 @@ def main_with_a_kill(directory: Path) -> None:
     soon = partial(training.report_lost_ranks, patience=timedelta(seconds=2))
     with (
         mock.patch("train.Progress.update", update),
+        mock.patch.object(training, "report_lost_ranks", soon),
         redirect_stderr(err),
         pytest.raises(SystemExit) as ended,
     ):

@@ -90,7 +90,9 @@ class _Answers:
 
     def _answer(self, store: dist.Store) -> None:
         with suppress(RuntimeError):  # the store is gone
-            while not key_appeared(store, f"asked/{self.rank}", timedelta(hours=1)):
+            while not key_appeared(
+                store, f"asked/{self.rank}", timedelta(days=20)
+            ):  # the longest that poll() takes
                 pass
             store.compare_set(f"answer/{self.rank}", "", "")
 
@@ -130,8 +132,11 @@ class _Answers:
         deadline = time.monotonic() + patience.total_seconds()
         found = {}
         for rank in others:
-            left = timedelta(seconds=max(0.01, deadline - time.monotonic()))
-            if not key_appeared(self.store, f"answer/{rank}", left):
+            answer = [f"answer/{rank}"]
+            # A wait that ends with its timeout is a warning of torch's.
+            while not (answered := self.store.check(answer)) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            if not answered:
                 found[rank] = "does not answer: it was killed, was stopped, or is cut off"
             elif ending := self.store.get(f"answer/{rank}").decode():
                 found[rank] = f"ended with {ending}"
