@@ -480,7 +480,7 @@ _probes: dict[str, torch.nn.Parameter] = {}
 def cast_once(parameter: torch.Tensor, piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A piece of a parameter in another type; the same tensor each time, up to the end of the autocast block.
 
-    That is what autocast does itself, and torch has no way to put something into its cache, and none to be told
+    That is what autocast does itself, and torch has no way to put something into its cache, and none to be notified
     when it is emptied. So autocast casts a parameter of our own, and what is kept is kept in the metadata of the
     node that made this cast.
     """

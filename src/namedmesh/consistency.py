@@ -298,12 +298,12 @@ class _Comparison:
         """One sentence for each group that only some of its members hold already, with the same request."""
         tokens = [json.loads(request[_HELD]) for request in requests]
         problems = []
-        for place, wanted in enumerate(self.held):
-            for members in wanted.groups():
+        for place, requested in enumerate(self.held):
+            for members in requested.groups():
                 holders = [rank for rank in members if tokens[rank - self.ranks.start][place]]
                 if len({tokens[rank - self.ranks.start][place] for rank in members}) > 1:
                     problems.append(
-                        f"{self.call} needs the group over {wanted.label} of ranks {listing(members)}, and it still belongs to "
+                        f"{self.call} needs the group over {requested.label} of ranks {listing(members)}, and it still belongs to "
                         f"an earlier mesh on {_ranks(holders)} only; close() that mesh on every rank"
                     )
         return problems[:8]

@@ -114,7 +114,7 @@ class Dialect:
         shards: the axes over which one copy of the parameters is sharded.
         kinds: the groups that it makes; by default one kind for each axis.
         orderable: whether the user may give another order of the axes.
-        etp_follows_tp: whether the experts are tensor-parallel as the rest unless told otherwise.
+        etp_follows_tp: whether the experts are tensor-parallel as the rest unless an option says otherwise.
         shrinks_tp: whether a tp larger than the world is cut down to it.
     """
 
@@ -389,11 +389,11 @@ def arrange(
     tokens = _tokens(dialect, sizes, order)
     dense_axes = [token for token in reversed(tokens) if token not in EXPERT_AXES]
     inferred = _inferred(dialect, sizes, dense_axes, world_size)
-    wanted = [
+    requested = [
         axis for axis in dense_axes if dialect is not PLAIN or sizes.get(axis) is not None or axis == inferred
     ]
-    filled = [sizes.get(axis, -1 if axis == inferred else 1) for axis in wanted]
-    dense = Layout.from_shape(wanted, filled, world_size=world_size)
+    filled = [sizes.get(axis, -1 if axis == inferred else 1) for axis in requested]
+    dense = Layout.from_shape(requested, filled, world_size=world_size)
     expert = _expert(dialect, sizes, tokens, dense)
     if check_pipelines and expert and "pp" in dense and dense.partition("pp") != expert.partition("pp"):
         raise LayoutError(

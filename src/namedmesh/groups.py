@@ -162,7 +162,7 @@ class GroupPool:
         request: Mapping[str, str],
         *,
         ranks: range,
-        wanted: Iterable[tuple[Layout, Sequence[str], GroupOptions]] = (),
+        requested: Iterable[tuple[Layout, Sequence[str], GroupOptions]] = (),
     ) -> None:
         """Compare a request with the other ranks before groups are created for it; communicates.
 
@@ -170,12 +170,12 @@ class GroupPool:
             call: what is being called.
             request: what was asked for, field by field.
             ranks: the ranks that take part.
-            wanted: the layout, axes and options of the groups that the call will ask for.
+            requested: the layout, axes and options of the groups that the call will ask for.
 
         Raises:
             AgreementError: the ranks do not agree.
         """
-        held = [self._held(*group) for group in wanted]
+        held = [self._held(*group) for group in requested]
         self.token = check_consistency(
             call, request, ranks=ranks, rank=self.rank, timeout=self.defaults.timeout, held=held
         )
@@ -206,7 +206,7 @@ class GroupPool:
         """The mesh over all axes of a layout; communicates.
 
         With a bound device torch's ``init_device_mesh`` creates the groups, one split for each axis, wherever it
-        can say what is wanted: for a layout over the whole world, without options, whose groups do not exist.
+        can express the request: for a layout over the whole world, without options, whose groups do not exist.
         Otherwise only the members of a group create it: ``init_device_mesh`` has every rank create every group.
         Axes of size 1 are left out: it would create a group of one for each rank of each of them.
         """
@@ -305,12 +305,12 @@ class GroupPool:
         """
         self._check_open()
         options = options or self.defaults
-        wanted = list(dict.fromkeys(tuple(sorted(members)) for members in sets))
+        requested = list(dict.fromkeys(tuple(sorted(members)) for members in sets))
         if bound_device() is not None:
-            return self._make_sets_together(wanted, label, options)
+            return self._make_sets_together(requested, label, options)
         # The members of a set know the same groups over it, so they agree on whether it has to be created.
         mine: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for ranks in wanted:
+        for ranks in requested:
             if self.rank not in ranks:
                 continue
             if len(ranks) == 1:
@@ -321,14 +321,14 @@ class GroupPool:
         return mine
 
     def _make_sets_together(
-        self, wanted: Sequence[tuple[int, ...]], label: str, options: GroupOptions
+        self, requested: Sequence[tuple[int, ...]], label: str, options: GroupOptions
     ) -> dict[tuple[int, ...], dist.ProcessGroup]:
         """Every rank of the world creates every set, as a bound default group needs it."""
         mine: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        if any(len(ranks) == 1 for ranks in wanted):
+        if any(len(ranks) == 1 for ranks in requested):
             alone = self._make_alone()
-            mine = {ranks: alone for ranks in wanted if ranks == (self.rank,)}
-        for ranks in wanted:
+            mine = {ranks: alone for ranks in requested if ranks == (self.rank,)}
+        for ranks in requested:
             if len(ranks) == 1:
                 continue
             member = self.rank in ranks

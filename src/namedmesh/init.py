@@ -171,11 +171,13 @@ def _create_agreed(  # noqa: PLR0917  one call
         if pool.rank in ranks:
             pool.check_consistency("init_mesh", fields, ranks=ranks)
         raise
-    wanted = [(layout, (axis,), options.get(axis, pool.defaults)) for axis in layout]
+    requested = [(layout, (axis,), options.get(axis, pool.defaults)) for axis in layout]
     with report_failure("init_mesh", layout.ranks, pool.defaults.timeout):
-        existing = {axes[0]: pool.existing(layout, axes, option) for _, axes, option in wanted}
+        existing = {axes[0]: pool.existing(layout, axes, option) for _, axes, option in requested}
         check_told_apart(layout, device.type, existing)
-    pool.check_consistency("init_mesh", fields | {"layout": repr(layout)}, ranks=layout.ranks, wanted=wanted)
+    pool.check_consistency(
+        "init_mesh", fields | {"layout": repr(layout)}, ranks=layout.ranks, requested=requested
+    )
     return create_mesh(layout, pool, device, options)
 
 

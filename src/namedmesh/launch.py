@@ -159,25 +159,25 @@ def local_device(
         device(type='cpu')
     """
     environment = os.environ if environment is None else environment
-    wanted = _wanted(device)
-    if wanted.type == "cpu":
+    requested = _wanted(device)
+    if requested.type == "cpu":
         return torch.device("cpu")
-    count = _device_count(wanted.type)
-    if ":" in str(wanted):  # one device, by its number
-        if wanted.index >= count:
+    count = _device_count(requested.type)
+    if ":" in str(requested):  # one device, by its number
+        if requested.index >= count:
             raise LaunchError(
-                f"device {wanted} is not there: {_visible(wanted.type, count)}; name one of those, or 'cpu'"
+                f"device {requested} is not there: {_visible(requested.type, count)}; name one of those, or 'cpu'"
             )
-        return wanted
+        return requested
     local_rank = int_variable(environment, "LOCAL_RANK")
     if local_rank is None:
         local_rank = (int_variable(environment, "RANK") or 0) % max(count, 1)
     if local_rank < count:
-        return torch.device(wanted.type, local_rank)
-    if count == 1 and _sees_one_of_its_own(wanted.type, environment):
-        return torch.device(wanted.type, 0)
+        return torch.device(requested.type, local_rank)
+    if count == 1 and _sees_one_of_its_own(requested.type, environment):
+        return torch.device(requested.type, 0)
     raise LaunchError(
-        f"local rank {local_rank} has no {wanted.type} device: {_visible(wanted.type, count)}; start at most "
+        f"local rank {local_rank} has no {requested.type} device: {_visible(requested.type, count)}; start at most "
         f"{count} processes on this machine, make more devices visible, or use device='cpu'"
     )
 
@@ -200,17 +200,17 @@ def default_group_device(device: str | torch.device | None = None) -> torch.devi
     bound = bound_device()
     if device is None and bound is None and backend in ("gloo", "mpi"):
         return torch.device("cpu")
-    wanted = bound if device is None and bound is not None else _wanted(device)
-    one_is_asked_for = device is not None and ":" in str(wanted)
-    if wanted.type == "cpu" or one_is_asked_for or not _device_count(wanted.type):
-        return local_device(wanted)
-    module = torch.get_device_module(wanted.type)
-    if bound is not None and bound.type == wanted.type:
+    requested = bound if device is None and bound is not None else _wanted(device)
+    one_is_asked_for = device is not None and ":" in str(requested)
+    if requested.type == "cpu" or one_is_asked_for or not _device_count(requested.type):
+        return local_device(requested)
+    module = torch.get_device_module(requested.type)
+    if bound is not None and bound.type == requested.type:
         chosen = bound
     elif module.is_initialized():
-        return torch.device(wanted.type, module.current_device())
+        return torch.device(requested.type, module.current_device())
     else:
-        chosen = local_device(wanted.type)
+        chosen = local_device(requested.type)
     if not module.is_initialized():
         module.set_device(chosen)
     return chosen

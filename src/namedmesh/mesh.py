@@ -462,20 +462,20 @@ class NamedMesh:
         self,
         call: str,
         request: Mapping[str, str],
-        wanted: Iterable[tuple[Layout, Sequence[str], GroupOptions]] = (),
+        requested: Iterable[tuple[Layout, Sequence[str], GroupOptions]] = (),
     ) -> None:
         """Compare a request with the other ranks of the mesh before groups are created for it; communicates.
 
         Args:
             call: what is being called, for messages.
             request: what was asked for, field by field.
-            wanted: the layout, axes and options of the groups that the call will ask for.
+            requested: the layout, axes and options of the groups that the call will ask for.
 
         Raises:
             AgreementError: the ranks do not agree.
         """
         self._check_open()
-        self.pool.check_consistency(call, request, ranks=self.layout.ranks, wanted=wanted)
+        self.pool.check_consistency(call, request, ranks=self.layout.ranks, requested=requested)
 
     # Behind the accessors.
 

@@ -213,7 +213,7 @@ class ModelParallel:
                 call,
                 arguments | version_fields(),
                 ranks=range(world),
-                wanted=[(layout, (axis,), options.get(axis, GroupOptions())) for axis in layout],
+                requested=[(layout, (axis,), options.get(axis, GroupOptions())) for axis in layout],
             )
             if fitted["tp"] < sizes["tp"]:
                 warnings.warn(

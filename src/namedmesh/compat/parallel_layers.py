@@ -75,7 +75,7 @@ class ParallelLayer(nn.Module):
         *,
         keep: bool = False,
     ) -> None:
-        """Make this rank's shard of a weight that is sharded along ``dim``, and keep the whole one if wanted."""
+        """Make this rank's shard of a weight that is sharded along ``dim``, and keep the whole one if requested."""
         peers = self.peers
         stride = stride if peers.size > 1 else 1  # a whole weight has no blocks
         with shapes_as_contract():

@@ -36,7 +36,7 @@ class Ranks:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """How DCP is told about the ranks."""
+        """The ranks, as DCP takes them."""
         return {"process_group": self.group, "no_dist": self.group is None}
 
     def on_first(self, function: Callable[[list[Any]], T], mine: object = None) -> T:

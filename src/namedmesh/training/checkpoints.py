@@ -201,24 +201,24 @@ def load(
     state = State(mesh, model, optimizer)
     prefix = "" if about is None else "model."
     # A tied tensor is there under one of its names at least.
-    wanted = [
+    selected = [
         name
         for name in state.entries
         if prefix + name in shapes or not any(prefix + other in shapes for other in state.aliases(name))
     ]
     of_model = state.model_tensors()
-    tensors = {prefix + name: of_model[name] for name in wanted}
+    tensors = {prefix + name: of_model[name] for name in selected}
     problems = state.problems + ([] if optimizer is None else _optimizer_problems(state, about, place))
     remembered: dict[str, dict[str, Any]] = {}
     if optimizer is not None and about is not None and not problems:
         remembered = state.room_for_optimizer(about["state"], shapes)
         for name, found in remembered.items():
             tensors |= {f"optimizer.{name}.{key}": each for key, each in found.items()}
-    problems += _misfits(tensors, shapes, place)
+    problems += _incompatibilities(tensors, shapes, place)
 
     def judge(by_rank: Sequence[tuple[list[str], list[str]]]) -> None:
         known = {prefix + name for names, _ in by_rank for name in names}
-        found = [each for _, told in by_rank for each in told]
+        found = [each for _, problems in by_rank for each in problems]
         found += [
             f"{key.removeprefix('model.')!r} is in the checkpoint {place}, and on no rank in the model"
             for key in shapes
@@ -231,7 +231,7 @@ def load(
     reader = dcp.HuggingFaceStorageReader(str(place)) if about is None else dcp.FileSystemReader(place)
     with without_warnings():
         dcp.load(tensors, storage_reader=reader, **ranks.arguments)
-    state.put_model({name: tensors[prefix + name] for name in wanted})
+    state.put_model({name: tensors[prefix + name] for name in selected})
     if about is None:
         return {}
     state.put_objects(about["objects"])
@@ -244,7 +244,7 @@ def load(
     return extra
 
 
-def _misfits(tensors: Mapping[str, Tensor], shapes: Shapes, place: Path) -> list[str]:
+def _incompatibilities(tensors: Mapping[str, Tensor], shapes: Shapes, place: Path) -> list[str]:
     """The tensors that a checkpoint does not have, or has with other shapes."""
     found = []
     for key, each in tensors.items():
@@ -321,5 +321,5 @@ def to_pretrained(
         index |= dict.fromkeys(named, f"model{several}.safetensors")
     if len(files) > 1:
         size = sum(each.nbytes for file in files for each in file.values())
-        told = {"metadata": {"total_size": size}, "weight_map": index}
-        (target / "model.safetensors.index.json").write_text(json.dumps(told, indent=2), encoding="utf-8")
+        contents = {"metadata": {"total_size": size}, "weight_map": index}
+        (target / "model.safetensors.index.json").write_text(json.dumps(contents, indent=2), encoding="utf-8")

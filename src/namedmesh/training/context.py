@@ -31,14 +31,14 @@ def shard_sequence(
     from the end: causal attention is as much work on each. Otherwise rank r has the r-th of as many chunks as ranks.
 
     The silent mistakes it prevents: rotary or learned positions that start from 0 on every rank; and targets
-    shifted after the cut instead of before it, so that the last token of each chunk is told the wrong next one.
+    shifted after the cut instead of before it, so that the last token of each chunk gets the wrong next one.
     Shift first: the ``targets`` of ``tokens`` are tokens from one further on, and are sharded like these.
 
     Args:
         *tensors: whole sequences of one length, the same on every rank of ``mesh``: tokens, targets, masks.
         mesh: ``mesh["cp"]``.
         dim: the dim of the sequence.
-        balanced: the order; :func:`context_attention` has to be told the same.
+        balanced: the order; pass the same to :func:`context_attention`.
         pad: what to append to each tensor until its length divides, such as ``(0, -100)`` for tokens and targets.
 
     Returns:

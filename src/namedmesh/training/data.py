@@ -31,7 +31,7 @@ def data_axes(mesh: NamedMesh) -> tuple[str, ...]:
 
     Raises:
         AxisError: the mesh has an axis of another name, with more than one rank: whether samples differ along
-            it, nobody has said.
+            it is not known.
 
     Example:
         >>> import torch.distributed as dist

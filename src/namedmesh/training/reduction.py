@@ -41,5 +41,5 @@ def group_names(mesh: NamedMesh, axes: tuple[str, ...]) -> tuple[str, ...]:
     try:
         return (mesh.group(*large).group_name,)
     except MeshError:
-        mesh.group(large[0])  # a mesh that is closed is told so
+        mesh.group(large[0])  # raises where the mesh is closed
         return tuple(mesh.group(axis).group_name for axis in large)

@@ -201,7 +201,7 @@ def seed_all(seed: int, mesh: NamedMesh, differ_over: Iterable[str] | None = Non
     - ``streams("tensor")`` over tp as well: for what tp cuts, such as dropout on the heads of attention;
     - ``streams("expert")`` over ep and etp as well: for what is inside experts.
 
-    With ``differ_over=("pp",)`` they promise what Megatron's tracker does: the default numbers are the same on all
+    With ``differ_over=("pp",)`` they guarantee what Megatron's tracker does: the default numbers are the same on all
     ranks of a stage, those of ``"tensor"`` differ over tp alone, and are the same over dp.
 
     Args:

@@ -169,7 +169,7 @@ class HyperCommGrid:
             "HyperCommGrid.create_pg",
             {"layout": repr(layout), "dims": key[1], "options": repr(options)},
             ranks=layout.ranks,
-            wanted=[(layout, axes, options)],
+            requested=[(layout, axes, options)],
         )
         group = self._groups[key] = self._pool.make(layout, axes, options)
         return group

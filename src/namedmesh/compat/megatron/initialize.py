@@ -235,7 +235,7 @@ def initialize_model_parallel(config: ParallelConfig) -> None:  # noqa: D417  th
         fields = config.fields_to_compare(axis_map) | version_fields()
         pool = GroupPool(defaults=GroupOptions(timeout=timedelta(minutes=config.distributed_timeout_minutes)))
     try:
-        pool.check_consistency(call, fields, ranks=ranks, wanted=wanted_groups(axis_map, options))
+        pool.check_consistency(call, fields, ranks=ranks, requested=wanted_groups(axis_map, options))
         if config.pipeline_model_parallel_comm_backend == "ucc":
             _prepare_ucc()
         mesh = create_mesh(dense, pool, default_group_device(), options[DENSE])
