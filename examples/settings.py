@@ -113,13 +113,9 @@ class Settings:
             found.append(f"--ep {self.ep} is for experts; give --moe, too")
         # What is cut, and into how many parts: two chunks of a sequence for each cp rank, a part of them for each tp.
         parts = (2 * layout["cp"] if layout["cp"] > 1 else 1) * tp
+        dp, pieces = layout["dp"], self.pieces
         cuts = (
-            (
-                "--batch",
-                self.batch,
-                layout["dp"] * self.pieces,
-                f"dp={layout['dp']} times {self.pieces} microbatches",
-            ),
+            ("--batch", self.batch, dp * pieces, f"dp={dp} times {pieces} microbatches"),
             ("--seq", self.seq, parts, f"{parts}, for cp={layout['cp']} and tp={tp}"),
             ("--heads", self.heads, tp, f"tp={tp}"),
             ("--kv-heads", self.kv_heads, tp, f"tp={tp}"),

@@ -35,10 +35,10 @@ from settings import Settings, parse
 from text import Corpus, find_corpus
 
 import namedmesh
-from namedmesh import CheckpointError, LostRanksError, TrainingError, training
+from namedmesh import AgreementError, CheckpointError, LaunchError, LostRanksError, TrainingError, training
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 TOLERANCE = 1e-4  # nats
 SAMPLE = 32  # bytes
@@ -52,15 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(1)
     try:
         device = namedmesh.launch.init(settings.device, timeout=timedelta(seconds=settings.timeout))
-    except namedmesh.LaunchError as error:
+    except (AgreementError, LaunchError) as error:
         refuse(error.problems, rank=int(os.environ.get("RANK", "0")))
     rank = dist.get_rank()
     try:
         agree = run(settings, device)
-    except LostRanksError as error:
-        refuse([*error.problems, how_to_go_on(settings)], rank=0 if error.first else 1)
-    except (CheckpointError, TrainingError) as error:  # the same on every rank
-        refuse([*error.problems, how_to_go_on(settings)], rank=rank)
+    except (CheckpointError, LostRanksError, TrainingError) as error:  # the same on every rank that is left
+        speaks = getattr(error, "first", rank == 0)
+        refuse([*error.problems, how_to_go_on(settings)], rank=rank, speaker=rank if speaks else -1)
     except KeyboardInterrupt:
         if rank == 0:
             print(f"interrupted; {how_to_go_on(settings)}", flush=True)
@@ -160,21 +159,8 @@ def prune(settings: Settings, step: int) -> None:
     """Remove all but the last checkpoints up to this step, on one rank."""
     if settings.keep and dist.get_rank() == 0:
         last = place(settings, step)
-        for old in sorted(each for each in last.parent.glob("step-*") if each <= last)[: -settings.keep]:
-            shutil.rmtree(old)
-
-
-def stop_requests(device: torch.device) -> Callable[[], bool]:
-    """From now on Ctrl-C, and what torchrun makes of it, only ask for an end; the result says if any rank was asked."""
-    asked = torch.zeros(1, device=device)
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, lambda *_: asked.fill_(1) and None)
-
-    def any_rank() -> bool:
-        dist.all_reduce(anyone := asked.clone())
-        return bool(anyone)
-
-    return any_rank
+        for old in sorted(each for each in last.parent.glob("step-[0-9]*") if each <= last)[: -settings.keep]:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def resume_problems(settings: Settings) -> list[str]:
@@ -190,22 +176,23 @@ def resume_problems(settings: Settings) -> list[str]:
 def train(settings: Settings, corpus: Corpus, mesh: namedmesh.NamedMesh) -> tuple[list[float], str]:
     """Train from the start or a checkpoint, save what was asked for; the loss of every step, and a sample of text."""
     training.seed_all(settings.seed, mesh)
-    if mesh.global_rank == 0:
-        print(f"making the model on {mesh.size()} ranks ...", flush=True)
-    model = make_model(settings, mesh)
-    optimizer = make_optimizer(model)
-    run_step = Step(model, mesh, settings.pieces)
     found = find_checkpoint(settings.resume) if settings.resume else None
-    start = 0 if found is None else training.load(found[0], mesh, model, optimizer)["step"]
+    start = 0 if found is None else found[1]["step"]
     progress = Progress(start, settings.steps, settings.batch * settings.seq, shown=dist.get_rank() == 0)
     progress.tell(f"{mesh.layout} on {mesh.device.type}, {settings.precision}")
     progress.tell(picture(mesh.layout, settings.layers))
+    progress.tell("making the model, and the first step, which sets up what the others use ...")
+    model = make_model(settings, mesh)
+    optimizer = make_optimizer(model)
+    if found:
+        training.load(found[0], mesh, model, optimizer)
+    run_step = Step(model, mesh, settings.pieces)
     mine = training.sampler_kwargs(mesh)
     share = settings.batch // mine["num_replicas"]
     part = slice(mine["rank"] * share, (mine["rank"] + 1) * share)
-    progress.tell("the first step takes longer: it sets up what the others use")
-    stop_requested = stop_requests(mesh.device)
-    losses = []
+    asked_to_stop, losses = torch.zeros(1, device=mesh.device), []
+    for each in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C, and what torchrun makes of it: stop after a step
+        signal.signal(each, lambda *_: asked_to_stop.fill_(1) and None)
     for step in range(start, settings.steps):
         batch = corpus.batch(seed=settings.seed, step=step, batch=settings.batch, seq=settings.seq, part=part)
         if step == start:
@@ -222,7 +209,7 @@ def train(settings: Settings, corpus: Corpus, mesh: namedmesh.NamedMesh) -> tupl
                 f"--lr than {settings.lr:g}"
             )
         progress.update(step, losses[-1])
-        stopping = stop_requested()
+        dist.all_reduce(stopping := asked_to_stop.clone())  # any rank
         if settings.saves_after(step) or (stopping and settings.checkpoint):
             # The next batch is a function of the seed and the step, so the step is the position in the data.
             training.save(place(settings, step + 1), mesh, model, optimizer, step=step + 1)

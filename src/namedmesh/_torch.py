@@ -111,6 +111,13 @@ def default_store() -> dist.Store:
     return c10d._get_default_store()
 
 
+def new_store_connection() -> dist.Store:
+    """Another connection to the store of the default group, for a thread that waits on it; not in torch's stubs."""
+    store: Any = default_store()
+    connection: dist.Store = store.clone()
+    return connection
+
+
 def default_timeout() -> timedelta | None:
     """The timeout of the default group, or None where its backend has none (the fake one)."""
     group = dist.group.WORLD

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from namedmesh._torch import default_store
+from namedmesh._torch import new_store_connection
 from namedmesh.errors import LostRanksError, NamedMeshError, listing
 from namedmesh.rendezvous import key_appeared
 
@@ -157,4 +157,4 @@ class _Answers:
 def _connection(mesh: NamedMesh) -> dist.Store:
     """Another connection to the store of the default group."""
     ranks = mesh.layout.ranks
-    return dist.PrefixStore(f"namedmesh/lost/{ranks[0]}-{ranks[-1]}", default_store().clone())
+    return dist.PrefixStore(f"namedmesh/lost/{ranks[0]}-{ranks[-1]}", new_store_connection())
