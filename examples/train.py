@@ -127,8 +127,10 @@ def refuse(problems: Sequence[str], *, rank: int, speaker: int = 0) -> NoReturn:
 
 def make_mesh(settings: Settings, device: torch.device) -> namedmesh.NamedMesh:
     """The mesh, and with experts another view of the same ranks."""
-    context: dict[str, Any] = {"cp": settings.cp} if settings.cp > 1 else {}
-    mesh = namedmesh.init_mesh(pp=settings.pp, dp=settings.dp, **context, tp=settings.tp, device=device)
+    context = {"cp": settings.cp} if settings.cp > 1 else {}
+    mesh = namedmesh.init_mesh(
+        {"pp": settings.pp, "dp": settings.dp, **context, "tp": settings.tp}, device=device
+    )
     if settings.moe:
         mesh.add_view("expert", pp=settings.pp, edp=-1, ep=settings.ep, etp=1)
     return mesh

@@ -295,7 +295,7 @@ def main_with_a_kill(directory: Path) -> None:
         "--device cpu --seq 16 --dim 32 --layers 2 --heads 2 --kv-heads 2 --batch 4 --tp 2 --save-every 1"
     )
     err = StringIO()
-    soon = partial(training.report_lost_ranks, patience=timedelta(seconds=2))
+    soon = partial(training.report_lost_ranks, timeout=timedelta(seconds=2))
     with (
         mock.patch("train.Progress.update", update),
         mock.patch.object(training, "report_lost_ranks", soon),

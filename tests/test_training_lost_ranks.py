@@ -34,7 +34,7 @@ def lose_a_rank(how: str, told: Path) -> None:
     with training.report_lost_ranks(mesh):  # nothing happens, and it may be entered again
         dist.all_reduce(torch.ones(1), group=mesh.group("dp"))
     try:
-        with training.report_lost_ranks(mesh, patience=timedelta(seconds=3)):
+        with training.report_lost_ranks(mesh, timeout=timedelta(seconds=3)):
             for axis in ("dp", "tp"):
                 dist.all_reduce(torch.ones(1), group=mesh.group(axis))
             if mesh.global_rank == LOST:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def report_lost_ranks(mesh: NamedMesh, *, patience: timedelta = timedelta(seconds=10)) -> Iterator[None]:
+def report_lost_ranks(mesh: NamedMesh, *, timeout: timedelta = timedelta(seconds=10)) -> Iterator[None]:
     """Name the ranks that were lost, where a collective fails because of them; every rank of the mesh enters this.
 
     A rank that is killed makes the collectives of the others fail, with an error of the backend about a
@@ -34,7 +34,7 @@ def report_lost_ranks(mesh: NamedMesh, *, patience: timedelta = timedelta(second
 
     Args:
         mesh: the mesh.
-        patience: how long the ranks have to answer.
+        timeout: how long the ranks have to answer.
 
     Raises:
         LostRanksError: in place of a ``RuntimeError`` from the body, where a rank does not answer, or has left the
@@ -57,7 +57,7 @@ def report_lost_ranks(mesh: NamedMesh, *, patience: timedelta = timedelta(second
     try:
         yield
     except RuntimeError as error:
-        found = None if isinstance(error, NamedMeshError) else answers.verdict(patience)
+        found = None if isinstance(error, NamedMeshError) else answers.verdict(timeout)
         if found is not None:
             raise found from None
         ending = _words(error)
@@ -104,11 +104,11 @@ class _Answers:
             self.thread.join()
             self.store.delete_key(f"asked/{self.rank}")
 
-    def verdict(self, patience: timedelta) -> LostRanksError | None:
+    def verdict(self, timeout: timedelta) -> LostRanksError | None:
         """The error about the lost ranks, the same on every rank; None if there are none."""
         try:
             if not self.store.check(["verdict"]):
-                found = self._lost(patience)
+                found = self._lost(timeout)
                 if not found:
                     return None
                 mine = json.dumps({"by": self.rank, "lost": found})
@@ -124,12 +124,12 @@ class _Answers:
         error.first = verdict["by"] == self.rank
         return error
 
-    def _lost(self, patience: timedelta) -> dict[int, str]:
+    def _lost(self, timeout: timedelta) -> dict[int, str]:
         """One sentence for each rank that does not answer, or has left with an exception."""
         others = [rank for rank in self.mesh.layout.ranks if rank != self.rank]
         for rank in others:
             self.store.set(f"asked/{rank}", "")
-        deadline = time.monotonic() + patience.total_seconds()
+        deadline = time.monotonic() + timeout.total_seconds()
         found = {}
         for rank in others:
             answer = [f"answer/{rank}"]
