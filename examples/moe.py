@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F  # noqa: N812  the name everyone knows it by
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 from namedmesh.tensor_parallel import (
@@ -97,9 +96,8 @@ def expert_plan(plan: dict[str, ParallelStyle], mesh: NamedMesh) -> dict[str, Pa
 
 
 def shard_experts(experts: nn.Module, mesh: NamedMesh) -> None:
-    """Experts over ``ep``, their features over ``etp``, and each over the few ranks that share it."""
+    """Experts over ``ep``, their features over ``etp``; before the plan over ``tp``, which then leaves them alone."""
     if mesh.size("etp") > 1:
         features = ShardedExperts({"gate": Shard(2), "up": Shard(2), "down": Shard(1)})
         parallelize(experts, mesh["etp"], features)
     parallelize(experts, mesh["ep"], ExpertParallel())
-    fully_shard(experts, mesh=mesh["edp"])

@@ -49,14 +49,17 @@ def make_model(settings: Settings, mesh: NamedMesh) -> Llama:
         for layer in model.layers.values():
             attention: Any = layer.get_submodule("attention")
             attention.attend = partial(training.context_attention, mesh=mesh["cp"])
+    experts = [layer.get_submodule("feed_forward.experts") for layer in model.layers.values() if settings.moe]
+    for each in experts if mesh.size() > 1 else ():
+        shard_experts(each, mesh)
     if mesh.size("tp") > 1:
         plan = tensor_parallel_plan(model)
         parallelize(model, mesh["tp"], expert_plan(plan, mesh) if settings.moe else plan)
     if mesh.size() == 1:
         return model
+    for each in experts:
+        fully_shard(each, mesh=mesh["edp"])  # the few ranks that share them
     for layer in model.layers.values():
-        if settings.moe:
-            shard_experts(layer.get_submodule("feed_forward.experts"), mesh)
         fully_shard(layer, mesh=training.fsdp_mesh(mesh))
     fully_shard(model, mesh=training.fsdp_mesh(mesh))
     if settings.moe:

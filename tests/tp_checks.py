@@ -20,6 +20,7 @@ from tp_models import Llama
 
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
+    ExpertParallel,
     IdentityExpert,
     LocalParameters,
     RowwiseParallel,
@@ -271,6 +272,37 @@ def experts() -> Pairs:
     yield from against_whole(Mixture(), plan, noise(2, 3, 4))
 
 
+class Stacked(nn.Module):
+    """Four experts; tokens come sorted by expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4, 4))
+
+    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        parts = zip(tokens.split(counts.tolist()), self.weight, strict=True)
+        return torch.cat([torch.tanh(part @ weight) for part, weight in parts])
+
+
+class Routed(nn.Module):
+    """The signs of a token's first two features name its expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Stacked()
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x[:, 0] > 0) * 2 + (x[:, 1] > 0) * 1
+        order = chosen.argsort(stable=True)
+        out: Tensor = self.experts(x[order], chosen.bincount(minlength=4))
+        return out[order.argsort()]
+
+
+def exchanged_tokens() -> Pairs:
+    plan = {"experts": ExpertParallel()}
+    yield from against_whole(Routed(), plan, noise(16, 4), cut_in=0, cut_out=0)
+
+
 # --- layers of legacy code and their regions ----------------------------------------------------------------
 
 
@@ -401,6 +433,7 @@ CHECKS: tuple[Callable[[], Pairs], ...] = (
     heads,
     parts,
     experts,
+    exchanged_tokens,
     legacy_linears,
     legacy_embeddings,
     legacy_loss,

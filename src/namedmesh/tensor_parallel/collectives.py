@@ -253,7 +253,8 @@ def my_shard(full: Tensor, peers: RankGroup, dim: int) -> Tensor:
 def with_backward(forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Make a function differentiable: another function of the same arguments computes its gradient.
 
-    Both take a tensor, the ranks, and what else they need.
+    Both take a tensor, the ranks, and at most one thing more: called with two more where nothing needs a gradient, the
+    compiler takes the context for the tensor.
     """
 
     class Collective(torch.autograd.Function):

@@ -79,7 +79,7 @@ def exchange(
             default, the number of peers does not divide it.
     """
     if torch.compiler.is_compiling():  # lengths that are computed are known when the graph runs
-        return outgoing if peers.size == 1 else _exchange(outgoing, peers, send, receive)
+        return outgoing if peers.size == 1 else _exchange(outgoing, peers, (send, receive))
     sending, receiving = (None if sizes is None else _lengths(sizes, peers) for sizes in (send, receive))
     length = outgoing.shape[0]
     if sending is not None:
@@ -89,7 +89,7 @@ def exchange(
             f"dim 0 of shape {tuple(outgoing.shape)} has length {length}, which cannot be cut into "
             f"{peers.size} equal shards; pass the length of each shard"
         )
-    return outgoing if peers.size == 1 else _exchange(outgoing, peers, sending, receiving)
+    return outgoing if peers.size == 1 else _exchange(outgoing, peers, (sending, receiving))
 
 
 def _lengths(sizes: Sequence[int], peers: RankGroup) -> list[int]:
@@ -133,14 +133,20 @@ def _padded(shard: Tensor, length: int) -> Tensor:
     return torch.cat([shard, shard.new_zeros(missing, *shard.shape[1:])]) if missing else shard
 
 
-def _exchange_back(
-    gradient: Tensor, peers: RankGroup, send: list[int] | None, receive: list[int] | None
-) -> Tensor:
+_Lengths = tuple["Sequence[int] | None", "Sequence[int] | None"]
+
+
+def _exchange_lengths(outgoing: Tensor, peers: RankGroup, lengths: _Lengths) -> Tensor:
+    """Exchange shards of lengths to send and to receive."""
+    return all_to_all(outgoing, peers, *lengths)
+
+
+def _exchange_back(gradient: Tensor, peers: RankGroup, lengths: _Lengths) -> Tensor:
     """An exchange itself, so that it has a derivative again."""
-    return _exchange(gradient, peers, receive, send)
+    return _exchange(gradient, peers, lengths[::-1])
 
 
 _gather_uneven = with_backward(_join, _shard_of_mine)
 _gather_uneven_parts = with_backward(_join, _sum_and_shard)
 _sum_scatter_uneven = with_backward(_sum_and_shard, _join)
-_exchange: Callable[..., Tensor] = with_backward(all_to_all, _exchange_back)
+_exchange: Callable[..., Tensor] = with_backward(_exchange_lengths, _exchange_back)
