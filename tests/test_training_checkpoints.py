@@ -369,3 +369,9 @@ def test_save_pretrained_and_back(tmp_path: Path) -> None:
     by_rank = run_ranks(2, through_pretrained, tmp_path)
     assert len(by_rank[0]) > 8
     assert {difference for told in by_rank for difference in told} == {0.0}
+
+
+def test_without_safetensors_a_sentence_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("namedmesh.training.checkpoints.find_spec", lambda _: None)
+    with pytest.raises(CheckpointError, match="pip install safetensors"):
+        training.to_pretrained(tmp_path / "step", tmp_path / "model")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from concurrent.futures import Future, wait
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -228,6 +229,8 @@ def load(
             raise CheckpointError(*dict.fromkeys(found))
 
     ranks.on_first(judge, (list(state.entries), problems))
+    if about is None:
+        _require_safetensors()
     reader = dcp.HuggingFaceStorageReader(str(place)) if about is None else dcp.FileSystemReader(place)
     with without_warnings():
         dcp.load(tensors, storage_reader=reader, **ranks.arguments)
@@ -279,6 +282,13 @@ def _optimizer_problems(state: State, about: Mapping[str, Any] | None, place: Pa
     return found
 
 
+def _require_safetensors() -> None:
+    if find_spec("safetensors") is None:
+        raise CheckpointError(
+            "Hugging Face's format needs the package safetensors, which is not installed; pip install safetensors"
+        )
+
+
 def to_pretrained(
     path: str | os.PathLike[str], directory: str | os.PathLike[str], *, shard_bytes: int = 5 * 2**30
 ) -> None:
@@ -294,8 +304,9 @@ def to_pretrained(
         shard_bytes: the largest size of a file (or one tensor, if that is larger).
 
     Raises:
-        CheckpointError: there is no checkpoint.
+        CheckpointError: there is no checkpoint, or the package safetensors is not installed.
     """
+    _require_safetensors()
     from safetensors.torch import save_file
 
     place, _, shapes = find(Path(path))
