@@ -11,21 +11,12 @@ import torch
 from ranks import fake_world
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from training_checks import LAYOUTS
 
 import namedmesh
 from namedmesh import training
 from namedmesh.training import initialization
 from namedmesh.training.seeds import Streams
-
-LAYOUTS: tuple[dict[str, Any], ...] = (
-    {"dp": 8},
-    {"dp": 4, "tp": 2},
-    {"dp": 2, "tp": 4},
-    {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
-    {"dp": 2, "cp": 2, "tp": 2},
-    {"pp": 2, "dp": 2, "tp": 2},
-    {"pp": 4, "tp": 2},
-)
 
 
 def draw(name: str | None = None) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
@@ -100,7 +101,7 @@ def init_mesh(
         if not launched:
             raise
         dist.destroy_process_group()
-        if isinstance(error, LayoutError) and not launch.was_launched():
+        if isinstance(error, LayoutError) and not launch.was_launched(os.environ):
             raise LayoutError(*(f"{problem}. {_ALONE}" for problem in error.problems)) from None
         raise
 

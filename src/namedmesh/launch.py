@@ -129,14 +129,14 @@ def _store_of_all(
     )
 
 
-def was_launched() -> bool:
-    """Whether torchrun or another launcher has started this process."""
-    return "RANK" in os.environ or "WORLD_SIZE" in os.environ
+def was_launched(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun or another launcher has set these variables."""
+    return "RANK" in environment or "WORLD_SIZE" in environment
 
 
 def _rank_and_world_size(environment: Mapping[str, str]) -> tuple[int, int]:
     """This process's place in the job; that of one alone, where no launcher set one."""
-    if not was_launched():
+    if not was_launched(environment):
         return 0, 1
     check_environment(environment)
     return int(environment["RANK"]), int(environment["WORLD_SIZE"])

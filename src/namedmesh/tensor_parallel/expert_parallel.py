@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from namedmesh._torch import joined, replaced_parameters
 from namedmesh.errors import PlanError, ShapeError
-from namedmesh.tensor_parallel.collectives import RankGroup, all_to_all
+from namedmesh.tensor_parallel.collectives import RankGroup, all_to_all, local_shard
 from namedmesh.tensor_parallel.regions import exchange
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class ExpertForward:
 
     def _weight(self, name: str) -> Tensor:
         weight = getattr(self.module, name)
-        weight = weight.to_local() if isinstance(weight, DTensor) else weight
+        weight = local_shard(weight)
         return weight if self.gradient_scale == 1 else _scale_gradient(weight, self.gradient_scale)
 
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from namedmesh.errors import listing
+from namedmesh.tensor_parallel.collectives import local_shard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -226,7 +227,7 @@ def fingerprint(tensor: Tensor) -> Print:
         sizes = tensor.device_mesh.shape
         placed = zip(tensor.placements, sizes, where, strict=False)
         cut = tuple((str(each), size, place) for each, size, place in placed if not each.is_replicate())
-    plain = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
+    plain = local_shard(tensor).detach().reshape(-1)
     some = plain[:: max(1, plain.numel() // _SAMPLE)].double()
     angles = torch.arange(some.numel(), device=some.device, dtype=some.dtype)
     numbers = torch.stack([some.norm(), some @ angles.cos(), some @ angles.sin()])

@@ -162,15 +162,12 @@ def _contents(value: Any) -> list[bytes]:
         flat = value.detach().cpu().contiguous()
         return [repr((value.dtype, value.shape)).encode(), ctypes.string_at(flat.data_ptr(), flat.nbytes)]
     if isinstance(value, Mapping):
-        value = sorted(value.items(), key=repr_of_key)
+        value = sorted(
+            value.items(), key=lambda item: repr(item[0])
+        )  # ranks may fill theirs in different orders
     if isinstance(value, list | tuple):
         return [b"(", *(text for each in value for text in _contents(each)), b")"]
     return [repr(value).encode()]
-
-
-def repr_of_key(item: tuple[object, object]) -> str:
-    """What the items of a dict are sorted by: ranks may fill theirs in different orders."""
-    return repr(item[0])
 
 
 def fsdp_mesh(mesh: NamedMesh) -> DeviceMesh:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from namedmesh._torch import global_offset
 from namedmesh.errors import TrainingError, listing
 from namedmesh.mesh import current_mesh
+from namedmesh.tensor_parallel.collectives import local_shard
 from namedmesh.training.seeds import derived_seed
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def init_parameters(
     for wrapped, parameter in model.named_parameters():
         name = wrapped.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
         mean, deviation = distribution(name, parameter)
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = local_shard(parameter)
         if deviation == 0:
             local.fill_(mean)
         elif local.numel():

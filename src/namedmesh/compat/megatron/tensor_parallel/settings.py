@@ -25,7 +25,7 @@ class Settings:
     """The settings that matter to a layer, read from any object that has some of them.
 
     Args:
-        params_dtype: of the parameters; torch's default dtype where nothing is said.
+        params_dtype: of the parameters; by default torch's default dtype.
         use_cpu_initialization: draw the whole weight on every rank and shard it, so that the weights do not
             depend on the number of ranks. Otherwise so too, unless the ranks compute on an accelerator: there
             each draws its own shard.
