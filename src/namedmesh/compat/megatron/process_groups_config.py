@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from namedmesh._torch import state_of_default_group
 from namedmesh.compat.megatron import release
 from namedmesh.compat.megatron.initialize import bind
 from namedmesh.compat.megatron.state import STATE
@@ -361,5 +362,5 @@ def _config_of(model: Any) -> Any:
 
 def _alone() -> dist.ProcessGroup:
     """Return a group of this rank alone."""
-    layout = Layout(alone=1, others=dist.get_world_size())
-    return GroupPool().make(layout, ("alone",), GroupOptions())
+    pool = state_of_default_group(GroupPool)  # one for all calls, until the default group ends
+    return pool.make(Layout(alone=1, others=dist.get_world_size()), ("alone",), GroupOptions())
