@@ -72,7 +72,7 @@ class _Lifetime(list[Any]):
 
 
 def state_of_default_group(kind: Callable[[], S]) -> S:
-    """The object of type ``kind`` that belongs to the default group; created once, ended with the group.
+    """Return the object of type ``kind`` that belongs to the default group; created once, ended with the group.
 
     torch tells nobody when it destroys the default group. Whoever keeps a reference to one of its groups from
     then on risks an abort when the interpreter exits: a thread of the group may outlive the interpreter.
@@ -107,19 +107,19 @@ def _exits_with_error() -> bool:
 
 
 def default_store() -> dist.Store:
-    """The store of the default group: torch has no public way to reach it."""
+    """Return the store of the default group: torch has no public way to reach it."""
     return c10d._get_default_store()
 
 
 def new_store_connection() -> dist.Store:
-    """Another connection to the store of the default group, for a thread that waits on it; not in torch's stubs."""
+    """Return another connection to the store of the default group, for a thread that waits on it."""
     store: Any = default_store()
     connection: dist.Store = store.clone()
     return connection
 
 
 def default_timeout() -> timedelta | None:
-    """The timeout of the default group, or None where its backend has none (the fake one)."""
+    """Return the timeout of the default group, or None where its backend has none (the fake one)."""
     group = dist.group.WORLD
     if group is None:
         return None
@@ -134,13 +134,13 @@ def default_timeout() -> timedelta | None:
 
 
 def default_timeout_is_torchs() -> bool:
-    """Whether groups made without a timeout get the one that the default group has."""
+    """Return whether groups made without a timeout get the one that the default group has."""
     own = default_timeout()
     return own is None or own == c10d._get_default_timeout(c10d.Backend(dist.get_backend()))
 
 
 def bound_device() -> torch.device | None:
-    """The device that the default group is bound to, if any; a bound group makes subgroups by splitting."""
+    """Return the device that the default group is bound to, if any; a bound group makes subgroups by splitting."""
     return getattr(dist.group.WORLD, "bound_device_id", None)
 
 
@@ -148,12 +148,12 @@ def bound_device() -> torch.device | None:
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
-    """Whether torch still has a group, or somebody destroyed it."""
+    """Return whether torch still has a group, or somebody destroyed it."""
     return group in c10d._world.pg_map
 
 
 def group_name(*identity: object) -> str:
-    """The name of a group that only its members create; the same in every life of the same group.
+    """Return the name of a group that only its members create; the same in every life of the same group.
 
     A name that repeats lets compiled code and cached DTensor layouts, which refer to groups by name, find the
     group again after a mesh was closed and opened.
@@ -233,7 +233,7 @@ def new_group_among_members(
 def _unconnected_gloo(  # noqa: PLR0917  one call
     members: list[int], rank: int, store: dist.Store, name: str, timeout: timedelta, devices: Sequence[str]
 ) -> Any:
-    """A gloo group that connects at its first collective: ``new_group`` reads that from the environment only."""
+    """Return a gloo group that connects at its first collective: ``new_group`` reads that from the environment only."""
     group: Any = dist.ProcessGroup(dist.PrefixStore(f"{name}/", store), rank, len(members))
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     _add_gloo(group, members, rank, store, name, timeout, devices)
@@ -276,7 +276,7 @@ def _register(group: Any, backend: Any, store: dist.Store, name: str) -> None:
 
 
 def connects_without_blocking(backend: str) -> bool:
-    """Whether :func:`new_group_among_members` with ``connect=False`` returns without the other members."""
+    """Return whether :func:`new_group_among_members` with ``connect=False`` returns without the other members."""
     parts = set(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map().values())
     return (
         parts <= {"gloo", "nccl", "fake"}
@@ -338,7 +338,7 @@ if _NAMES_COUNT_GROUPS:
 
 
 def flattened(root: DeviceMesh, axes: tuple[str, ...], name: str, group: dist.ProcessGroup) -> DeviceMesh:
-    """A 1-D mesh over the product of some axes of ``root``, on a group that exists, and known to its root.
+    """Return a 1-D mesh over the product of some axes of ``root``, on a group that exists, and known to its root.
 
     ``DeviceMesh.from_group`` would make a mesh that FSDP2 refuses beside tensor parallelism on ``root``,
     because the two have no common root; ``_flatten`` of torch would make a second group.
@@ -371,7 +371,7 @@ def _flattened_on_root(root: Any, axes: tuple[str, ...], name: str, group: dist.
 
 
 def _one_axis(layout: Any) -> Any:
-    """The layout of a mesh as that of a mesh with one axis over the same ranks."""
+    """Return the layout of a mesh as that of a mesh with one axis over the same ranks."""
     if _LAYOUTS_ARE_LISTS:
         return type(layout)([layout.collapse()])
     merged = layout.coalesce()
@@ -394,7 +394,7 @@ def _flattened_in_table(root: Any, axes: tuple[str, ...], name: str, group: dist
 
 
 def joined(meshes: Sequence[Any]) -> DeviceMesh:
-    """The mesh with the axes of several slices and flattened products of one root, in the given order.
+    """Return the mesh with the axes of several slices and flattened products of one root, in the given order.
 
     A public slice of the root takes a product's name up to torch 2.9, and warns later.
     """
@@ -441,7 +441,7 @@ def constant_under_compile(function: F) -> F:
 
 
 def is_observed(tensor: torch.Tensor) -> bool:
-    """Whether somebody may keep what an operation on this tensor returns, so that nothing may write into it later.
+    """Return whether the result of an operation on this tensor may be kept, so that nothing may write into it.
 
     A dispatch mode sees every operation: selective activation checkpointing is one, and keeps outputs. So are
     the modes of fake tensors, which like meta tensors and the compiler know functional collectives only.
@@ -467,7 +467,7 @@ def functional_collective(name: str, tensor: torch.Tensor, *arguments: Any, grou
 
 
 def wait_tensor(started: torch.Tensor) -> torch.Tensor:
-    """The result of a functional collective, once it is there."""
+    """Return the result of a functional collective, once it is there."""
     waited: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(started)
     return waited
 
@@ -485,7 +485,7 @@ _probes: dict[str, torch.nn.Parameter] = {}
 
 
 def cast_once(parameter: torch.Tensor, piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A piece of a parameter in another type; the same tensor each time, up to the end of the autocast block.
+    """Return a piece of a parameter in another type; the same tensor each time, up to the end of the autocast block.
 
     That is what autocast does itself, and torch has no way to put something into its cache, and none to be notified
     when it is emptied. So autocast casts a parameter of our own, and what is kept is kept in the metadata of the
@@ -511,14 +511,14 @@ def cast_once(parameter: torch.Tensor, piece: torch.Tensor, dtype: torch.dtype) 
 
 
 def no_view(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that a function made, as autograd hands it out for users to write into: not as a view."""
+    """Return a tensor that a function made, as autograd hands it out for users to write into: not as a view."""
     if torch.compiler.is_compiling():  # which cannot ask, and keeps views apart itself
         return tensor
     return tensor.data if tensor._is_view() else tensor
 
 
 def computed_now(ctx: Any) -> tuple[bool, ...]:
-    """For which tensor inputs of a function this backward pass computes gradients; only in its backward.
+    """Return for which tensor inputs of a function this backward pass computes gradients; only in its backward.
 
     ``ctx.needs_input_grad`` says for which of them some pass may: zero-bubble schedules ask for the gradients of
     inputs and of weights in two passes.
@@ -537,7 +537,7 @@ def _executes(node: Any) -> bool:
 
 
 def backward_pass() -> int:
-    """The number of the backward pass that runs in this thread, -1 outside of any."""
+    """Return the number of the backward pass that runs in this thread, -1 outside of any."""
     return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
 
 
@@ -556,7 +556,7 @@ def reduce_scatter_single(
 
 
 def synchronous(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor behind an asynchronous result, waited for; any other tensor as it is. Not differentiable."""
+    """Return the tensor behind an asynchronous result, waited for; any other tensor as it is. Not differentiable."""
     if isinstance(tensor, AsyncCollectiveTensor):
         waited: torch.Tensor = tensor.wait()
         return waited
@@ -564,7 +564,7 @@ def synchronous(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gradient_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
-    """A gradient of ``parameter``'s own layout around this rank's ``local`` piece.
+    """Return a gradient of ``parameter``'s own layout around this rank's ``local`` piece.
 
     The public ``DTensor.from_local`` works out the global shape again and passes through autograd: ten times
     the cost, once per parameter and step.
@@ -588,7 +588,7 @@ def gradient_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def global_offset(tensor: DTensor) -> tuple[int, ...]:
-    """Where this rank's shard of a tensor begins in the whole, for each dim; what checkpoints go by."""
+    """Return where this rank's shard of a tensor begins in the whole, for each dim; what checkpoints go by."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -612,12 +612,12 @@ def replaced_parameters(module: torch.nn.Module, values: Mapping[str, torch.Tens
 
 
 def pre_hooks(module: torch.nn.Module) -> dict[int, Any]:
-    """The forward pre-hooks of a module by their numbers, to look at and to change."""
+    """Return the forward pre-hooks of a module by their numbers, to look at and to change."""
     return module._forward_pre_hooks
 
 
 def absent_children(model: torch.nn.Module) -> list[str]:
-    """The names of the submodules that were deliberately set to None, as pipeline stages do."""
+    """Return the names of the submodules that were deliberately set to None, as pipeline stages do."""
     absent = []
     for fqn, module in model.named_modules(remove_duplicate=False):
         for name, child in module._modules.items():  # named_children() leaves None out
@@ -635,7 +635,7 @@ def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> No
 
 
 def symmetric_memory(size: int, group: dist.ProcessGroup) -> tuple[torch.Tensor | None, Any]:
-    """A buffer of bytes that the ranks of a group map into each other's memory, and its handle.
+    """Return a buffer of bytes that the ranks of a group map into each other's memory, and its handle.
 
     Both are None where it cannot be: without CUDA, or where the ranks do not reach each other's memory.
     """

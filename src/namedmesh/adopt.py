@@ -20,7 +20,7 @@ __all__ = ["layout_of_groups", "layout_of_mesh", "meshes_of_transformers"]
 
 
 def layout_of_mesh(mesh: DeviceMesh) -> Layout:
-    """The layout that a torch mesh has, its axes ordered by stride, the slowest first.
+    """Return the layout that a torch mesh has, its axes ordered by stride, the slowest first.
 
     Raises:
         LayoutError: the mesh has no names, or its ranks follow no row-major order of its axes.
@@ -47,7 +47,7 @@ def layout_of_mesh(mesh: DeviceMesh) -> Layout:
 
 
 def _stride(ranks: torch.Tensor, dim: int) -> int:
-    """The distance between neighbors on a dim; a dim of size 1 keeps its place among its neighbors."""
+    """Return the distance between neighbors on a dim; a dim of size 1 keeps its place among its neighbors."""
     if ranks.size(dim) > 1:
         corner = [0] * ranks.ndim
         corner[dim] = 1
@@ -56,7 +56,7 @@ def _stride(ranks: torch.Tensor, dim: int) -> int:
 
 
 def layout_of_groups(groups: Mapping[str, dist.ProcessGroup], rank: int, rank_offset: int) -> Layout:
-    """The layout that process groups by axis have, slowest axis first.
+    """Return the layout that process groups by axis have, slowest axis first.
 
     Raises:
         LayoutError: the groups are not those of any layout with these axes in this order.
@@ -85,7 +85,7 @@ def layout_of_groups(groups: Mapping[str, dist.ProcessGroup], rank: int, rank_of
 
 
 def meshes_of_transformers(model: Any) -> tuple[DeviceMesh, DeviceMesh]:
-    """The meshes that transformers made for a model: that of the dense layers, and that of the experts.
+    """Return the meshes that transformers made for a model: that of the dense layers, and that of the experts.
 
     Raises:
         LayoutError: transformers did not distribute the model.

@@ -190,11 +190,11 @@ class _Comparison:
         return []
 
     def _conclude(self) -> bool:
-        """Whether this rank is the one that writes the verdict."""
+        """Return whether this rank is the one that writes the verdict."""
         return self.store.add("concluded", 1) == 1
 
     def _missed_failure(self) -> list[str]:
-        """The problems of the last failed attempt, if it failed because this rank did not come."""
+        """Return the problems of the last failed attempt, if it failed because this rank did not come."""
         if not self.scope.check(["absence"]):
             return []
         absence = json.loads(self.scope.get("absence"))
@@ -277,7 +277,7 @@ class _Comparison:
                 self._fail(failed, attempt, problem, absent, attempts)
 
     def _exchange(self) -> str:
-        """Put this rank's request in the store; the last rank to do so compares all of them."""
+        """Write this rank's request to the store; the last rank to do so compares all of them."""
         store, everybody = self.store, len(self.ranks)
         store.set(f"request/{self.rank}", json.dumps(self.request))
         if store.add("exchanged", 1) == everybody:
@@ -295,7 +295,7 @@ class _Comparison:
         return store.get("problems").decode()
 
     def _held_differences(self, requests: Sequence[Mapping[str, str]]) -> list[str]:
-        """One sentence for each group that only some of its members hold already, with the same request."""
+        """Return one sentence for each group that only some of its members hold already, with the same request."""
         tokens = [json.loads(request[_HELD]) for request in requests]
         problems = []
         for place, requested in enumerate(self.held):
@@ -320,17 +320,17 @@ class _Comparison:
 
 
 def _scope(ranks: range) -> dist.Store:
-    """Where a set of ranks compares."""
+    """Return where a set of ranks compares."""
     return dist.PrefixStore(f"namedmesh/{ranks.start}-{ranks.stop}", default_store())
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Some ranks in a sentence."""
+    """Return some ranks in a sentence."""
     return f"rank{'s' * (len(ranks) != 1)} {listing(ranks)}"
 
 
 def _differences(requests: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list[str]:
-    """One sentence for each field in which the requests differ.
+    """Return one sentence for each field in which the requests differ.
 
     Example:
         >>> _differences([{"layout": "tp=2"}, {"layout": "tp=2"}, {"layout": "tp=1"}], [0, 1, 2])

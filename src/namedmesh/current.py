@@ -35,10 +35,10 @@ class Mesh(Protocol):
     closed: bool
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
-        """The ranks over some axes."""
+        """Return the ranks over some axes."""
 
     def group_named(self, name: str) -> dist.ProcessGroup | None:
-        """The group over an axis or a product."""
+        """Return the group over an axis or a product."""
 
 
 # A mesh is alive until it is closed, as its groups are.
@@ -51,7 +51,7 @@ _watchers: list[Callable[[Any], None]] = []
 
 
 def current() -> Mesh:
-    """The innermost mesh entered with ``with mesh:``; outside of any, the only mesh that is alive.
+    """Return the innermost mesh entered with ``with mesh:``; outside of any, the only mesh that is alive.
 
     Raises:
         MeshError: there is no mesh, or there are several and none was selected, or the selected one is closed.
@@ -74,7 +74,7 @@ def current() -> Mesh:
 
 
 def selected_mesh() -> Mesh | None:
-    """The innermost mesh entered with ``with mesh:``, if there is one."""
+    """Return the innermost mesh entered with ``with mesh:``, if there is one."""
     return _selected[-1] if _selected else None
 
 

@@ -312,7 +312,7 @@ class Arrangement:
     notes: tuple[str, ...] = ()
 
     def layout(self, view: str) -> Layout:
-        """The layout of a view.
+        """Return the layout of a view.
 
         Raises:
             LayoutError: there is no such view.
@@ -365,7 +365,7 @@ def arrange(
     order: str | None = None,
     check_pipelines: bool = True,
 ) -> Arrangement:
-    """The layouts of a dialect for some sizes.
+    """Return the layouts of a dialect for some sizes.
 
     Args:
         dialect: one of :data:`DIALECTS`, or :data:`PLAIN`.
@@ -404,7 +404,7 @@ def arrange(
 
 
 def kinds_of(arrangement: Arrangement) -> tuple[Kind, ...]:
-    """The groups that a dialect makes; for a plain mesh one kind for each axis, and the usual products.
+    """Return the groups that a dialect makes; for a plain mesh one kind for each axis, and the usual products.
 
     Example:
         >>> [kind.name for kind in kinds_of(arrange(PLAIN, {"pp": 2, "tp": 2}, world_size=8))]
@@ -465,7 +465,7 @@ def _shrunk(
 def _inferred(
     dialect: Dialect, sizes: Mapping[str, int], axes: Sequence[str], world_size: int | None
 ) -> str | None:
-    """The axis that takes what is left, unless a size says so itself or nothing is left to take."""
+    """Return the axis that takes what is left, unless a size says so itself or nothing is left to take."""
     if world_size is None or any(size == -1 for axis, size in sizes.items() if axis in axes):
         return None
     candidate = dialect.inferred
@@ -475,7 +475,7 @@ def _inferred(
 
 
 def _tokens(dialect: Dialect, sizes: Mapping[str, int], order: str | None) -> list[str]:
-    """The axes, fastest first; those that the order leaves out, of size 1, are the slowest."""
+    """Return the axes, fastest first; those that the order leaves out, of size 1, are the slowest."""
     default = dialect.order.split("-")
     if order is None:
         return default
@@ -518,5 +518,5 @@ def _expert(
 
 
 def _own(sizes: Mapping[str, int]) -> list[int]:
-    """The sizes of the axes that only the experts have."""
+    """Return the sizes of the axes that only the experts have."""
     return [sizes[axis] for axis in EXPERT_AXES if axis in sizes]

@@ -111,7 +111,7 @@ class TrainingError(NamedMeshError, RuntimeError):
 
 
 def did_you_mean(name: object, allowed: Iterable[str]) -> str:
-    """The tail of a message about an unknown name: the nearest allowed one, or nothing.
+    """Return the tail of a message about an unknown name: the nearest allowed one, or nothing.
 
     Example:
         >>> did_you_mean("tq", ("pp", "dp", "tp"))
@@ -124,7 +124,7 @@ def did_you_mean(name: object, allowed: Iterable[str]) -> str:
 
 
 def count_of(count: int, word: str) -> str:
-    """A number with its noun.
+    """Return a number with its noun.
 
     Example:
         >>> count_of(1, "group"), count_of(2, "group")
@@ -134,7 +134,7 @@ def count_of(count: int, word: str) -> str:
 
 
 def listing(items: Iterable[object], limit: int = 8) -> str:
-    """Items separated by commas, the rest counted once there are more than ``limit``.
+    """Return items separated by commas, the rest counted once there are more than ``limit``.
 
     Example:
         >>> listing(range(3)), listing(range(100), limit=4)

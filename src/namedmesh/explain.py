@@ -20,7 +20,7 @@ __all__ = ["explain_group", "explain_mesh", "explain_rank"]
 
 
 def explain_rank(layouts: Mapping[str, Layout], rank: int) -> str:
-    """Where a rank stands on each axis, and with whom.
+    """Return where a rank stands on each axis, and with whom.
 
     Example:
         >>> from namedmesh import Layout
@@ -50,7 +50,7 @@ def _on_axis(layout: Layout, rank: int, axis: str, at: int) -> str:
 def explain_group(
     layouts: Mapping[str, Layout], communicators: Sequence[Communicator], group: dist.ProcessGroup
 ) -> str:
-    """What a process group is: its axes, its ranks, its backend, and who else uses it.
+    """Return what a process group is: its axes, its ranks, its backend, and who else uses it.
 
     Raises:
         MeshError: the group is not one of this mesh.
@@ -82,7 +82,7 @@ def explain_mesh(
     rank: int,
     device: torch.device,
 ) -> str:
-    """The axes, this rank's place, and the communicators that it holds."""
+    """Return the axes, this rank's place, and the communicators that it holds."""
     owned = [
         communicator for communicator in communicators if communicator.owned and len(communicator.ranks) > 1
     ]

@@ -74,7 +74,7 @@ class GroupRegistry:
 
     @classmethod
     def current(cls) -> GroupRegistry:
-        """The registry of the default group.
+        """Return the registry of the default group.
 
         Raises:
             MeshError: there is no default process group.
@@ -84,7 +84,7 @@ class GroupRegistry:
         return state_of_default_group(cls)
 
     def release(self, groups: Iterable[LazyGroup]) -> None:
-        """Give groups back; those without users are destroyed, the one that was reserved last first.
+        """Release groups; those without users are destroyed, the one that was reserved last first.
 
         One that cannot be destroyed does not keep the others; its error is raised in the end.
         """
@@ -183,7 +183,7 @@ class GroupPool:
     # Finding: nothing here communicates.
 
     def find(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> dist.ProcessGroup | None:
-        """This rank's group over ``axes``, if this mesh has one."""
+        """Return this rank's group over ``axes``, if this mesh has one."""
         ranks = layout.group(self.rank, *axes)
         borrowed = self._find_borrowed(ranks, options)
         if borrowed is not None:
@@ -194,7 +194,7 @@ class GroupPool:
     def existing(
         self, layout: Layout, axes: Sequence[str], options: GroupOptions
     ) -> dist.ProcessGroup | None:
-        """The group that :meth:`make` would hand out, of this mesh or another; None where it would create one."""
+        """Return the group that :meth:`make` would return, of this mesh or another; None where it would create one."""
         ranks = layout.group(self.rank, *axes)
         borrowed = self._find_borrowed(ranks, options)
         lazy = self.registry.groups.get(self._key(ranks, options, f"{_label(axes)} {self.token}"))
@@ -203,7 +203,7 @@ class GroupPool:
     # Creating: every rank of the layout calls these, in the same order.
 
     def primary(self, layout: Layout, device_type: str, options: Mapping[str, GroupOptions]) -> DeviceMesh:
-        """The mesh over all axes of a layout; communicates.
+        """Return the mesh over all axes of a layout; communicates.
 
         With a bound device torch's ``init_device_mesh`` creates the groups, one split for each axis, wherever it
         can express the request: for a layout over the whole world, without options, whose groups do not exist.
@@ -233,7 +233,7 @@ class GroupPool:
         return self.over(layout, device_type, options)
 
     def over(self, layout: Layout, device_type: str, options: Mapping[str, GroupOptions]) -> DeviceMesh:
-        """A mesh over all axes of a layout, on groups that exist or are created now; communicates."""
+        """Return a mesh over all axes of a layout, on groups that exist or are created now; communicates."""
         groups = [self.make(layout, (axis,), options.get(axis, self.defaults)) for axis in layout.axes]
         with torch.device("cpu"):
             ranks = (
@@ -242,7 +242,7 @@ class GroupPool:
         return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=layout.axes)
 
     def make(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> dist.ProcessGroup:
-        """This rank's group over ``axes``, created unless it exists; communicates."""
+        """Return this rank's group over ``axes``, created unless it exists; communicates."""
         self._check_open()
         ranks = layout.group(self.rank, *axes)
         borrowed = self._find_borrowed(ranks, options)
@@ -259,7 +259,7 @@ class GroupPool:
     def reserve(
         self, layout: Layout, axes: Sequence[str], options: GroupOptions
     ) -> dist.ProcessGroup | LazyGroup:
-        """This rank's group over ``axes``, to be created on first use where that does not block on other ranks.
+        """Return this rank's group over ``axes``, to be created on first use where that does not block on other ranks.
 
         Communicates where it does: with a bound default group, or backends that connect at once.
         """
@@ -289,7 +289,7 @@ class GroupPool:
         return lazy.created or lazy
 
     def gloo_options(self, options: GroupOptions) -> GroupOptions:
-        """The options of the gloo group beside one with the given options; where that is gloo, it is the same."""
+        """Return the options of the gloo group beside a group with the given options; the same where that is gloo."""
         if self.registry.default_backend == "fake":
             return options  # there is nobody to connect to, and nothing to send
         return replace(options, backend="gloo", nccl=(), high_priority=False)
@@ -297,7 +297,7 @@ class GroupPool:
     def make_sets(
         self, sets: Iterable[Sequence[int]], label: str, options: GroupOptions | None = None
     ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-        """Groups over irregular sets of ranks, such as the first and the last stage of each pipeline.
+        """Return groups over irregular sets of ranks, such as the first and the last stage of each pipeline.
 
         Every rank of the mesh calls this with the same sets in the same order, also those in none of them (of
         the *world*, where the default group is bound to a device); communicates. The sets of this rank are
@@ -323,7 +323,7 @@ class GroupPool:
     def _make_sets_together(
         self, requested: Sequence[tuple[int, ...]], label: str, options: GroupOptions
     ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-        """Every rank of the world creates every set, as a bound default group needs it."""
+        """Create every set on every rank of the world, as a bound default group needs it."""
         mine: dict[tuple[int, ...], dist.ProcessGroup] = {}
         if any(len(ranks) == 1 for ranks in requested):
             alone = self._make_alone()
@@ -351,7 +351,7 @@ class GroupPool:
         return mine
 
     def _exists_for_all(self, key: _Key, options: GroupOptions) -> bool:
-        """Whether the members of a set have a group of this mesh already; every rank comes to the same answer."""
+        """Return whether the members of a set have a group of this mesh; the same answer on every rank."""
         ranks = key[0]
         return self._shares(options) and (
             key in self._sets_created
@@ -367,7 +367,7 @@ class GroupPool:
         self._borrowed[self._borrowed_key(ranks)] = label, group
 
     def close(self) -> None:
-        """Give every group back: the last mesh that uses one destroys it, in the reverse order of reservation."""
+        """Release every group: the last mesh that uses one destroys it, in the reverse order of reservation."""
         if self.closed:
             return
         self.closed = True
@@ -390,7 +390,7 @@ class GroupPool:
             raise MeshError("the mesh was closed; make another with init_mesh()")
 
     def _reserve(self, ranks: tuple[int, ...], label: str, options: GroupOptions) -> LazyGroup:
-        """The group of this mesh over some ranks, that of another mesh where it has one, or a new one."""
+        """Return the group of this mesh over some ranks, that of another mesh where it has one, or a new one."""
         self._check_open()
         key = self._key(ranks, options, label)
         if key not in self._groups:
@@ -409,7 +409,7 @@ class GroupPool:
         return LazyGroup(ranks, self.rank, label, self.token, name, arguments, self.registry.lock)
 
     def _created(self, lazy: LazyGroup) -> dist.ProcessGroup:
-        """A group that has been reserved, created now; blocks until its members connect, if it has to.
+        """Return a group that has been reserved, created now; blocks until its members connect, if it has to.
 
         gloo connects at the first collective, as NCCL does: a member that closes its mesh at once would break one
         that is still connecting.
@@ -417,7 +417,7 @@ class GroupPool:
         return lazy.created or lazy.create(connect=not lazy.connects_later)
 
     def _split(self, layout: Layout, axes: Sequence[str], arguments: dict[str, Any]) -> dist.ProcessGroup:
-        """One call for the whole partition: with a bound device a communicator is split off the default one."""
+        """Create the whole partition in one call: with a bound device a communicator is split off the default one."""
         world = self.registry.world_size
         if layout.world_size != world:
             raise MeshError(
@@ -434,7 +434,7 @@ class GroupPool:
         return self._member(dist.split_group(split_ranks=split_ranks, **arguments))
 
     def _make_alone(self) -> dist.ProcessGroup:
-        """The group of this rank alone, one for all axes of size 1."""
+        """Return the group of this rank alone, one for all axes of size 1."""
         lazy = self._reserve((self.rank,), "self", self.defaults)
         if lazy.created is None and bound_device() is not None:
             alone = [[rank] for rank in range(self.registry.world_size)]
@@ -444,7 +444,7 @@ class GroupPool:
         return self._created(lazy)
 
     def _member(self, group: object) -> dist.ProcessGroup:
-        """A group that this rank is in, of a function of torch that may return something else to others."""
+        """Return a group that this rank is in, of a function of torch that may return something else to others."""
         if not isinstance(group, dist.ProcessGroup):
             raise MeshError(f"torch made no group for rank {self.rank}, which is one of its ranks")
         return group
@@ -452,13 +452,13 @@ class GroupPool:
     # What a group is known by.
 
     def _borrowed_key(self, ranks: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """None for the whole world, whose ranks nobody lists."""
+        """Return the ranks, or None for the whole world."""
         if self.registry.world_size == 1:
             return (self.rank,)
         return None if ranks is None or len(ranks) == self.registry.world_size else ranks
 
     def _find_borrowed(self, ranks: tuple[int, ...], options: GroupOptions) -> dist.ProcessGroup | None:
-        """The group of somebody else that has these ranks and options, if groups are shared."""
+        """Return the group of somebody else that has these ranks and options, if groups are shared."""
         _, group = self._borrowed.get(self._borrowed_key(ranks), ("", None))
         if group is None or len(ranks) == 1:
             return group
@@ -473,7 +473,7 @@ class GroupPool:
         return group if fits else None
 
     def _held(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> Held:
-        """Which group over ``axes`` this rank holds already, through whichever mesh."""
+        """Return which group over ``axes`` this rank holds already, through whichever mesh."""
         ranks = layout.group(self.rank, *axes)
         lazy = self.registry.groups.get(self._key(ranks, options, ""))
         shared = len(ranks) > 1 and self._shares(options)
@@ -510,7 +510,7 @@ class GroupPool:
         return self.share and options.share
 
     def _key(self, ranks: tuple[int, ...], options: GroupOptions, label: str) -> object:
-        """What distinguishes a group from others: its ranks and options, and its label where it is not shared."""
+        """Return the key of a group: its ranks and options, and its label where it is not shared."""
         if len(ranks) == 1:
             return ranks
         key = self._shared_key(ranks, options)
@@ -527,12 +527,12 @@ def _label(axes: Sequence[str]) -> str:
 
 @cache
 def _by_device(backend: str) -> tuple[tuple[str, str], ...]:
-    """Which backend serves which type of device: the same for every spelling."""
+    """Return the backend of each type of device: the same for every spelling."""
     return tuple(sorted(normalized_backend(backend).items()))
 
 
 def new_group_by_everyone(ranks: Sequence[int] | None, **options: Any) -> Any:
-    """A group that belongs to who asks for it; every rank of the world calls this, with the same ranks.
+    """Return a group that belongs to who asks for it; every rank of the world calls this, with the same ranks.
 
     Only for dialects whose contract it is; a mesh creates its groups through its pool.
     """

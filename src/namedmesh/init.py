@@ -47,7 +47,7 @@ def init_mesh(
     part: bool = False,
     **sizes: int,
 ) -> NamedMesh:
-    """A mesh over this job's ranks; communicates.
+    """Return a mesh over this job's ranks; communicates.
 
     Every rank calls it with the same arguments. Where there is no default process group yet, it is made from
     the environment: that of torchrun, or a world of one under plain python.
@@ -183,14 +183,14 @@ def _create_agreed(  # noqa: PLR0917  one call
 
 
 def version_fields() -> dict[str, str]:
-    """What the ranks compare besides a request."""
+    """Return what the ranks compare besides a request."""
     return {"torch": str(torch.__version__), "namedmesh": __version__}
 
 
 def create_mesh(
     layout: Layout, pool: GroupPool, device: torch.device, options: Mapping[str, GroupOptions]
 ) -> NamedMesh:
-    """A mesh that the ranks agree on, with its groups; for :func:`init_mesh` and the dialects."""
+    """Return a mesh that the ranks agree on, with its groups; for :func:`init_mesh` and the dialects."""
     with pool.registry.calls:
         root = pool.primary(layout, device.type, options)
         for axis, option in options.items():
@@ -200,7 +200,7 @@ def create_mesh(
 
 
 def _part_ranks(request: _Request, world: int) -> range:
-    """The ranks of a part, as far as the request determines them."""
+    """Return the ranks of a part, as far as the request determines them."""
     start, layout = request.rank_offset, request.layout
     if isinstance(layout, Layout):
         start, size = layout.rank_offset, layout.world_size

@@ -114,7 +114,7 @@ def init(
 def _store_of_all(
     call: str, rank: int, world_size: int, timeout: timedelta, mistake: str | None = None
 ) -> dist.Store:
-    """A store for the default group, once all ranks have called; a mistake is reported to the other ranks."""
+    """Return a store for the default group, once all ranks have called; a mistake is reported to the other ranks."""
     if world_size == 1:
         return dist.HashStore()
     return wait_for_ranks(
@@ -130,12 +130,12 @@ def _store_of_all(
 
 
 def was_launched(environment: Mapping[str, str]) -> bool:
-    """Whether torchrun or another launcher has set these variables."""
+    """Return whether torchrun or another launcher has set these variables."""
     return "RANK" in environment or "WORLD_SIZE" in environment
 
 
 def _rank_and_world_size(environment: Mapping[str, str]) -> tuple[int, int]:
-    """This process's place in the job; that of one alone, where no launcher set one."""
+    """Return this process's place in the job; that of one alone, where no launcher set one."""
     if not was_launched(environment):
         return 0, 1
     check_environment(environment)
@@ -145,7 +145,7 @@ def _rank_and_world_size(environment: Mapping[str, str]) -> tuple[int, int]:
 def local_device(
     device: str | torch.device | None = None, environment: Mapping[str, str] | None = None
 ) -> torch.device:
-    """The device that this process should use.
+    """Return the device that this process should use.
 
     Args:
         device: as for :func:`init`.
@@ -183,7 +183,7 @@ def local_device(
 
 
 def default_group_device(device: str | torch.device | None = None) -> torch.device:
-    """The device that goes with a default group which exists already.
+    """Return the device that goes with a default group which exists already.
 
     It is the one that the group is bound to, or else the current one. Where no device of its kind is in use
     yet, there is no current one: then it is the device of the local rank, which is made the current one.
@@ -244,12 +244,12 @@ def _visible(kind: str, count: int) -> str:
 
 
 def _sees_one_of_its_own(kind: str, environment: Mapping[str, str]) -> bool:
-    """Whether a launcher seems to have given each process one device of its own, which is number 0 for it."""
+    """Return whether a launcher seems to have given each process one device of its own, which is number 0 for it."""
     return any(environment.get(name) and "," not in environment[name] for name in _VISIBILITY.get(kind, ()))
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """See that a launcher's variables are all there, and fit each other.
+    """Check that a launcher's variables are all set, and fit each other.
 
     Raises:
         LaunchError: some are missing, or the rank is outside the world.

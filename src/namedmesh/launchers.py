@@ -100,7 +100,7 @@ class _Place:
     job: str | None
 
     def completed(self, other: _Place) -> _Place:
-        """With what the other one knows, if it is about the same processes."""
+        """Return this place with what the other one knows, if it is about the same processes."""
         if self.rank != other.rank or (None not in (self.size, other.size) and self.size != other.size):
             return self
         missing = {
@@ -112,7 +112,7 @@ class _Place:
 
 
 def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun would have set for this process, as far as another launcher has it and it is not set yet.
+    """Return what torchrun would have set for this process, as far as another launcher has it and it is not set yet.
 
     Variables of torchrun that are set take precedence. Nothing is returned for a process that no launcher
     started, such as a shell inside an allocation, or for one that it started alone.
@@ -165,7 +165,7 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(hosts: str) -> str:
-    """The first host of a list in SLURM's short form.
+    """Return the first host of a list in SLURM's short form.
 
     Raises:
         LaunchError: there is no host in it, or a bracket is not closed.
@@ -183,7 +183,7 @@ def first_host(hosts: str) -> str:
 
 
 def int_variable(environment: Mapping[str, str], name: str) -> int | None:
-    """The value of a variable that holds an int; None if it is not set.
+    """Return the value of a variable that holds an int; None if it is not set.
 
     Raises:
         LaunchError: it is set to something else.
@@ -233,7 +233,7 @@ def _place(launcher: _Launcher, environment: Mapping[str, str]) -> _Place:
 def _check(
     place: _Place, given: Mapping[str, int | None], size: int | None, environment: Mapping[str, str]
 ) -> None:
-    """See that a place is whole, and that what is set already fits it."""
+    """Check that a place is complete, and that what is set already fits it."""
     launcher, problems = place.launcher, []
     sizes = launcher.size or ("PMI_SIZE",)
     where = next((name for name in sizes if name in environment), sizes[0])
@@ -259,7 +259,7 @@ def _check(
 
 
 def _address(place: _Place, size: int | None, environment: Mapping[str, str]) -> str:
-    """Where rank 0 runs."""
+    """Return where rank 0 runs."""
     if place.nodes == 1 or place.local_size == size:
         return "127.0.0.1"
     if place.host_list:

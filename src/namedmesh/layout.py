@@ -70,7 +70,7 @@ class Layout:
         world_size: int | None = None,
         rank_offset: int = 0,
     ) -> Layout:
-        """A layout from two sequences, the way ``init_device_mesh`` takes them.
+        """Return a layout from two sequences, the way ``init_device_mesh`` takes them.
 
         Args:
             axes: the names, slowest axis first.
@@ -98,7 +98,7 @@ class Layout:
     def from_order(
         cls, order: str, /, *, world_size: int | None = None, rank_offset: int = 0, **sizes: int
     ) -> Layout:
-        """A layout from Megatron's order string, in which the first axis is the *fastest*.
+        """Return a layout from Megatron's order string, in which the first axis is the *fastest*.
 
         Args:
             order: the names joined by ``-``, fastest first, such as ``"tp-cp-ep-dp-pp"``.
@@ -195,7 +195,7 @@ class Layout:
         return f"Layout({', '.join(parts)})"
 
     def __str__(self) -> str:
-        """The sizes in words, as messages show them: ``pp=2 x dp=2 x tp=2 (8 ranks)``."""
+        """Return the sizes in words, as messages show them: ``pp=2 x dp=2 x tp=2 (8 ranks)``."""
         return f"{product(self.axes, self.sizes)} ({self.world_size} rank{'s' * (self.world_size != 1)})"
 
     def __contains__(self, axis: object) -> bool:
@@ -208,11 +208,11 @@ class Layout:
         return len(self.axes)
 
     def __getitem__(self, axis: str) -> int:
-        """The size of an axis: ``layout["tp"]``."""
+        """Return the size of an axis: ``layout["tp"]``."""
         return self.sizes[self._index(axis)]
 
     def items(self) -> Iterator[tuple[str, int]]:
-        """Names and sizes, slowest axis first.
+        """Yield names and sizes, slowest axis first.
 
         Example:
             >>> dict(Layout(dp=4, tp=2).items())
@@ -241,7 +241,7 @@ class Layout:
         return range(self.rank_offset, self.rank_offset + self.world_size)
 
     def size(self, *axes: str) -> int:
-        """The number of ranks in a group over ``axes``: the product of their sizes.
+        """Return the number of ranks in a group over ``axes``: the product of their sizes.
 
         Example:
             >>> Layout(pp=2, dp=3, tp=4).size("pp", "tp")
@@ -252,7 +252,7 @@ class Layout:
         )  # a graph of torch.compile takes no generator
 
     def count(self, *axes: str) -> int:
-        """The number of groups over ``axes``.
+        """Return the number of groups over ``axes``.
 
         Example:
             >>> Layout(pp=2, dp=3, tp=4).count("pp", "tp")
@@ -261,7 +261,7 @@ class Layout:
         return self.world_size // self.size(*axes)
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on each axis.
+        """Return where a rank stands on each axis.
 
         Raises:
             LayoutError: the rank is not in the layout.
@@ -277,7 +277,7 @@ class Layout:
         }
 
     def rank(self, /, **coords: int) -> int:
-        """The rank at the given coordinates.
+        """Return the rank at the given coordinates.
 
         Args:
             **coords: one coordinate for each axis; an axis of size 1 may be left out.
@@ -302,7 +302,7 @@ class Layout:
         )
 
     def where(self, /, **coords: int) -> tuple[int, ...]:
-        """Every rank at the given coordinates, ascending.
+        """Return every rank at the given coordinates, ascending.
 
         Raises:
             AxisError: a name that is no axis.
@@ -318,7 +318,7 @@ class Layout:
         return _shifted(self._offsets(free), first)
 
     def group(self, rank: int, /, *axes: str) -> tuple[int, ...]:
-        """The ranks that a rank shares a group over ``axes`` with, itself included, ascending.
+        """Return the ranks that a rank shares a group over ``axes`` with, itself included, ascending.
 
         The cost is that of the group's size, whatever the size of the world.
 
@@ -341,7 +341,7 @@ class Layout:
         return _shifted(self._offsets(chosen), rank - own)
 
     def group_rank(self, rank: int, /, *axes: str) -> int:
-        """The position of a rank inside its group over ``axes``.
+        """Return the position of a rank inside its group over ``axes``.
 
         Example:
             >>> Layout(pp=2, dp=2, tp=2).group_rank(5, "pp", "tp")
@@ -354,7 +354,7 @@ class Layout:
         return position
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """Every group over ``axes``: groups by their first rank, ranks inside a group ascending.
+        """Return every group over ``axes``: groups by their first rank, ranks inside a group ascending.
 
         Args:
             *axes: the axes that vary inside a group, in any order.
@@ -380,7 +380,7 @@ class Layout:
         return tuple(zip(*(_shifted(firsts, offset) for offset in inside), strict=True))
 
     def neighbour(self, rank: int, axis: str, step: int = 1) -> int:
-        """The rank ``step`` places further on an axis, round the end.
+        """Return the rank ``step`` places further on an axis, round the end.
 
         Example:
             >>> layout = Layout(pp=4, tp=2)
@@ -395,7 +395,7 @@ class Layout:
         return rank + ((at + steps) % self.sizes[i] - at) * self.strides[i]
 
     def partition(self, *axes: str) -> tuple[object, ...]:
-        """A small key that two layouts share exactly if their groups over the given axes are the same.
+        """Return a small key that two layouts share exactly if their groups over the given axes are the same.
 
         It lists (size, stride) of the axes, with those of size 1 left out and adjoining ones merged; its
         length depends on the number of axes only.
@@ -417,7 +417,7 @@ class Layout:
         return f"axis {axis!r} is not one of {self.axes}{did_you_mean(axis, self.axes)}"
 
     def _chosen(self, axes: Sequence[str]) -> list[int]:
-        """The places of the axes in layout order; every problem with them is in one error."""
+        """Return the places of the axes in layout order; every problem with them is in one error."""
         problems = [self._unknown(axis) for axis in axes if axis not in self]
         if not axes:
             problems.append(f"no axis is named; name one or more of {self.axes}")
@@ -463,7 +463,7 @@ class Layout:
         return runs
 
     def _offsets(self, chosen: Sequence[int]) -> Sequence[int]:
-        """The distances from the first rank of a group over the chosen axes to its members, ascending."""
+        """Return the distances from the first rank of a group over the chosen axes to its members, ascending."""
         offsets: Sequence[int] = range(1)
         for size, stride in self._runs(chosen):
             steps = range(0, size * stride, stride)

@@ -54,11 +54,11 @@ class LazyGroup:
         self._ended = False
 
     def size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return len(self.ranks)
 
     def rank(self) -> int:
-        """This rank's place among them."""
+        """Return this rank's place among them."""
         return self.ranks.index(self._rank)
 
     @property
@@ -78,7 +78,7 @@ class LazyGroup:
         return connects_without_blocking(self._arguments["backend"])
 
     def get_or_create(self) -> dist.ProcessGroup:
-        """The group, created now if it was not; does not block on other ranks.
+        """Return the group, created now if it was not; does not block on other ranks.
 
         Raises:
             MeshError: the mesh was closed.

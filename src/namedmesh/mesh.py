@@ -84,7 +84,7 @@ class NamedMesh:
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh) -> NamedMesh:
-        """A named mesh over a torch mesh that exists; its groups are used as they are and never destroyed.
+        """Return a named mesh over a torch mesh that exists; its groups are used as they are and never destroyed.
 
         Args:
             mesh: a mesh with names, whose ranks are a range in row-major order of its axes (in any order).
@@ -102,7 +102,7 @@ class NamedMesh:
 
     @classmethod
     def from_transformers(cls, model: object) -> NamedMesh:
-        """A named mesh over those that Hugging Face's transformers made for a model; nothing is created.
+        """Return a named mesh over those that Hugging Face's transformers made for a model; nothing is created.
 
         Args:
             model: what ``from_pretrained(..., distributed_config=DistributedConfig(...))`` returned.
@@ -127,7 +127,7 @@ class NamedMesh:
         device: str | torch.device | None = None,
         rank_offset: int = 0,
     ) -> NamedMesh:
-        """A named mesh over process groups that exist; they are never destroyed.
+        """Return a named mesh over process groups that exist; they are never destroyed.
 
         Args:
             groups: this rank's group on each axis, by name, slowest axis first.
@@ -152,7 +152,7 @@ class NamedMesh:
         return cls(layout, root, pool, chosen)
 
     def adopt_view(self, name: str, root: DeviceMesh) -> None:
-        """Another factoring of the same ranks that exists as a torch mesh; its groups are used as they are.
+        """Add another factoring of the same ranks that exists as a torch mesh; its groups are used as they are.
 
         Args:
             name: the name of the view.
@@ -178,7 +178,7 @@ class NamedMesh:
     # Accessors. Nothing here communicates.
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
-        """The sub-mesh over one axis or several, in the order of the layout; the same object each time.
+        """Return the sub-mesh over one axis or several, in the order of the layout; the same object each time.
 
         Raises:
             AxisError: a name that is no axis, or axes of two views at once.
@@ -191,19 +191,19 @@ class NamedMesh:
             return self._slice((axes,) if isinstance(axes, str) else tuple(axes), self._version)
 
     def __contains__(self, axis: object) -> bool:
-        """Whether ``mesh[axis]`` answers: for axes, those of views included, and flattened products by name."""
+        """Return whether ``mesh[axis]`` answers: for axes, those of views included, and flattened products by name."""
         return isinstance(axis, str) and axis in self._meshes
 
     def __iter__(self) -> Iterator[str]:
-        """The names of the axes, slowest first; those of a view come after the mesh's own."""
+        """Yield the names of the axes, slowest first; those of a view come after the mesh's own."""
         return iter(self._axes)
 
     def __len__(self) -> int:
-        """The number of axes."""
+        """Return the number of axes."""
         return len(self._axes)
 
     def group(self, *axes: str) -> dist.ProcessGroup:
-        """The process group of this rank over one axis, or over several that were flattened.
+        """Return the process group of this rank over one axis, or over several that were flattened.
 
         Raises:
             AxisError: a name that is no axis, or axes of two views at once.
@@ -215,21 +215,21 @@ class NamedMesh:
             return self._find_group(axes, self._version)
 
     def size(self, *axes: str) -> int:
-        """The number of ranks in this rank's group over ``axes``; without axes, in the whole mesh."""
+        """Return the number of ranks in this rank's group over ``axes``; without axes, in the whole mesh."""
         try:
             return self._sizes[axes]
         except KeyError:
             return len(self._find_ranks(axes, self._version))
 
     def rank(self, *axes: str) -> int:
-        """This rank's position in its group over ``axes``; without axes, in the whole mesh."""
+        """Return this rank's position in its group over ``axes``; without axes, in the whole mesh."""
         try:
             return self._ranks[axes]
         except KeyError:
             return self._find_ranks(axes, self._version).index(self.global_rank)
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
-        """The global ranks in this rank's group over ``axes``, ascending; without axes, of the whole mesh."""
+        """Return the global ranks in this rank's group over ``axes``, ascending; without axes, of the whole mesh."""
         return self._find_ranks(axes, self._version)
 
     @property
@@ -256,23 +256,23 @@ class NamedMesh:
         return tuple(self.pool.communicators)
 
     def is_first(self, axis: str) -> bool:
-        """Whether this rank is the first on an axis, or on a flattened product."""
+        """Return whether this rank is the first on an axis, or on a flattened product."""
         return self.rank(axis) == 0
 
     def is_last(self, axis: str) -> bool:
-        """Whether this rank is the last on an axis, or on a flattened product."""
+        """Return whether this rank is the last on an axis, or on a flattened product."""
         return self.rank(axis) == self.size(axis) - 1
 
     def next(self, axis: str) -> int:
-        """The global rank after this one on an axis, or on a flattened product; after the last comes the first."""
+        """Return the global rank after this one on an axis or a flattened product; after the last comes the first."""
         return self.ranks(axis)[(self.rank(axis) + 1) % self.size(axis)]
 
     def prev(self, axis: str) -> int:
-        """The global rank before this one on an axis, or on a flattened product; before the first, the last."""
+        """Return the global rank before this one on an axis or a flattened product; before the first, the last."""
         return self.ranks(axis)[self.rank(axis) - 1]
 
     def gloo_group(self, *axes: str) -> dist.ProcessGroup:
-        """The gloo group over the same ranks as :meth:`group`, for tensors on the CPU.
+        """Return the gloo group over the same ranks as :meth:`group`, for tensors on the CPU.
 
         Raises:
             MeshError: the axes have no gloo group; it is created where their options say ``gloo_twin``.
@@ -280,7 +280,7 @@ class NamedMesh:
         return self._find_gloo_group(axes, self._version)
 
     def options_of(self, ordered: tuple[str, ...]) -> GroupOptions:
-        """The options of a group over axes of one view: what was set for all together, or for each.
+        """Return the options of a group over axes of one view: what was set for all together, or for each.
 
         Args:
             ordered: the axes, in the order of their layout.
@@ -297,7 +297,7 @@ class NamedMesh:
         return combined
 
     def explain(self, group: dist.ProcessGroup | None = None, *, rank: int | None = None) -> str:
-        """In words: what a process group is, where a rank stands, or, without either, the whole mesh."""
+        """Describe a process group, the place of a rank, or, without either, the whole mesh."""
         layouts = self._views.layouts()
         if group is not None:
             return explain_group(layouts, self.communicators, group)
@@ -308,7 +308,7 @@ class NamedMesh:
     # What communicates: every rank of the mesh calls these, in the same order.
 
     def flatten(self, *axes: str, name: str | None = None, options: GroupOptions | None = None) -> DeviceMesh:
-        """A 1-D mesh over the product of some axes, on one group; communicates the first time.
+        """Make a 1-D mesh over the product of some axes, on one group; communicates the first time.
 
         Args:
             *axes: two axes or more of the mesh or of one view, in any order; the ranks are in layout order.
@@ -360,7 +360,7 @@ class NamedMesh:
     def add_view(
         self, name: str, /, *, options: Mapping[str, GroupOptions] | None = None, **sizes: int
     ) -> DeviceMesh:
-        """Another factoring of the same ranks, such as the expert view; communicates.
+        """Add another factoring of the same ranks, such as the expert view; communicates.
 
         Args:
             name: the name of the view.
@@ -396,7 +396,7 @@ class NamedMesh:
         return root
 
     def close(self) -> None:
-        """Give back the groups of this mesh; the last mesh that uses a group destroys it. A second call does nothing.
+        """Release the groups of this mesh; the last mesh that uses a group destroys it. A second call does nothing.
 
         The default group stays, and so do groups that were adopted. Every rank of the mesh should call it.
         """
@@ -435,11 +435,11 @@ class NamedMesh:
         current.deselect(self)
 
     def __copy__(self) -> Self:
-        """The same mesh: a copy of something that holds a mesh shares it."""
+        """Return the same mesh: a copy of something that holds a mesh shares it."""
         return self
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        """The same mesh: a copy of something that holds a mesh shares it."""
+        """Return the same mesh: a copy of something that holds a mesh shares it."""
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -453,7 +453,7 @@ class NamedMesh:
         return f"<NamedMesh {self.layout}, {state}>"
 
     def group_named(self, name: str) -> dist.ProcessGroup | None:
-        """The group of this rank over an axis or a flattened product of this name, if there is one."""
+        """Return the group of this rank over an axis or a flattened product of this name, if there is one."""
         return self._groups.get((self._version, (name,)))
 
     # For the dialects, which create groups of this mesh.
@@ -514,14 +514,14 @@ class NamedMesh:
                 self._groups[self._version, axes] = mesh.get_group()
 
     def _place(self, axes: Sequence[str]) -> tuple[View, tuple[str, ...]]:
-        """The view that has the axes, and the axes in its order; without axes, the whole mesh."""
+        """Return the view that has the axes, and the axes in its order; without axes, the whole mesh."""
         expanded = self._views.expand(axes) or self.layout.axes
         view = self._views.of(expanded)
         return view, view.ordered(expanded)
 
     @constant_under_compile
     def _find_ranks(self, axes: tuple[str, ...], version: str) -> tuple[int, ...]:
-        """The ranks over axes that no answer stands ready for."""
+        """Return the ranks over axes that no answer stands ready for."""
         view, ordered = self._place(axes)
         key = ("ranks", ordered, version)
         if key not in self._answers:
@@ -579,7 +579,7 @@ class NamedMesh:
     def _flattened_already(
         self, ordered: tuple[str, ...], name: str | None, options: GroupOptions | None
     ) -> DeviceMesh:
-        """What a second call of flatten returns, or one for a single axis: nothing new, so nothing else may be asked."""
+        """Return the mesh of a second call of flatten, or of one for a single axis; nothing else may be asked."""
         if len(ordered) == 1:
             known, group_options, mesh = ordered[0], self.options_of(ordered), self[ordered[0]]
         else:
@@ -601,7 +601,7 @@ class NamedMesh:
     def _checked_view(
         self, name: str, options: Mapping[str, GroupOptions], sizes: Mapping[str, int]
     ) -> Layout:
-        """The layout of a view that may be added, with its options.
+        """Return the layout of a view that may be added, with its options.
 
         Raises:
             LayoutError: it does not fit the mesh.
@@ -628,7 +628,7 @@ class NamedMesh:
         return layout
 
     def _axis_options(self, axis: str, options: Mapping[str, GroupOptions]) -> GroupOptions:
-        """The options of an axis of a new view."""
+        """Return the options of an axis of a new view."""
         return options.get(axis) or self._options.get((axis,)) or self.pool.defaults
 
     def _wanted(
@@ -638,7 +638,7 @@ class NamedMesh:
 
 
 def current_mesh() -> NamedMesh:
-    """The mesh that code without a mesh argument works on.
+    """Return the mesh that code without a mesh argument works on.
 
     Returns:
         The innermost mesh entered with ``with mesh:``; outside of any, the only mesh that is alive.
@@ -658,10 +658,10 @@ _versions = count()
 
 
 def _next_version() -> str:
-    """A text that no other mesh has; the compiler guards texts, and may take a changed number for a variable one."""
+    """Return a text that no other mesh has; the compiler guards texts, but makes changed numbers symbolic."""
     return str(next(_versions))
 
 
 def _option_axes(name: str, layout: Layout) -> tuple[str, ...]:
-    """The axes that an option is for: one of the layout, several joined by ``_``, or one that a view will have."""
+    """Return the axes of an option: one of the layout, several joined by ``_``, or one of a later view."""
     return (name,) if name in layout else product_axes(name, layout) or (name,)

@@ -88,7 +88,7 @@ class GroupOptions:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> dict[str, GroupOptions]:
-        """Options by axis, from a YAML file in the format of Megatron's ``--nccl-communicator-config-path``.
+        """Return options by axis, from a YAML file in the format of Megatron's ``--nccl-communicator-config-path``.
 
         The file maps the name of an axis to NCCL settings and ``is_high_priority_stream``::
 
@@ -104,7 +104,7 @@ class GroupOptions:
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> GroupOptions:
-        """The options that settings in the spelling of such a file stand for.
+        """Return the options that settings in the spelling of such a file stand for.
 
         Raises:
             LayoutError: a setting that NCCL does not have.
@@ -117,7 +117,7 @@ class GroupOptions:
         return cls(nccl=nccl, high_priority=bool(settings.get(_HIGH_PRIORITY, False)))
 
     def combined(self, other: GroupOptions, axes: str) -> GroupOptions:
-        """The options of a group over two axes: what either sets, provided they do not contradict.
+        """Return the options of a group over two axes: what either sets, provided they do not contradict.
 
         Args:
             other: the options of the other axis.
@@ -148,7 +148,7 @@ class GroupOptions:
         return replace(self, **changes)
 
     def __repr__(self) -> str:
-        """Only what was set: the text is compared between ranks and shown in messages."""
+        """Return only what was set: the text is compared between ranks and shown in messages."""
         options = [
             f"{field.name}={getattr(self, field.name)!r}"
             for field in fields(self)
@@ -195,7 +195,7 @@ def _from_text(text: str, path: str) -> dict[str, GroupOptions]:
 
 
 def normalized_backend(backend: str | None) -> dict[str, str]:
-    """Which backend serves which type of device, as torch reads the name of one, or of several.
+    """Return which backend serves which type of device, as torch reads the name of one, or of several.
 
     Two names that mean the same give equal answers, so groups can be shared whatever the spelling, and
     ``normalized_backend(name).get("cuda") == "nccl"`` says whether NCCL options apply there.
@@ -246,7 +246,7 @@ def normalized_backend(backend: str | None) -> dict[str, str]:
 
 
 def nccl_options(options: GroupOptions, timeout: timedelta | None = None) -> object:
-    """What ``new_group`` takes as ``pg_options`` for NCCL.
+    """Return what ``new_group`` takes as ``pg_options`` for NCCL.
 
     Raises:
         MeshError: this torch was built without NCCL.

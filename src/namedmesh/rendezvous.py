@@ -31,7 +31,7 @@ _store_of_failure: list[dist.Store] = []
 
 
 def hosts_store(environment: Mapping[str, str], rank: int) -> bool:
-    """Whether this rank hosts the store: rank 0 does, unless torchrun's agent has one already."""
+    """Return whether this rank hosts the store: rank 0 does, unless torchrun's agent has one already."""
     return rank == 0 and not _hosted_by_agent(environment)
 
 
@@ -40,7 +40,7 @@ def _hosted_by_agent(environment: Mapping[str, str]) -> bool:
 
 
 def open_store(environment: Mapping[str, str], rank: int, timeout: timedelta) -> dist.Store:
-    """The store at ``MASTER_ADDR`` and ``MASTER_PORT``.
+    """Return the store at ``MASTER_ADDR`` and ``MASTER_PORT``.
 
     Raises:
         LaunchError: rank 0 cannot host it there, or another rank does not reach it within ``timeout``.
@@ -211,7 +211,7 @@ class _Attempts:
         return dist.PrefixStore(str(number), self.shared)
 
     def _last_of(self, rank: int) -> str:
-        """The last attempt that a rank entered, and whether it confirmed that all had arrived."""
+        """Return the last attempt that a rank entered, and whether it confirmed that all had arrived."""
         return self.shared.compare_set(f"rank/{rank}", "", " none").decode()
 
     def _outcome_of(self, number: int) -> str:
@@ -227,7 +227,7 @@ class _Attempts:
 
 
 def key_appeared(store: dist.Store, key: str, timeout: timedelta) -> bool:
-    """Whether a key appeared in time. A FileStore reports it as a plain RuntimeError."""
+    """Return whether a key appeared in time. A FileStore reports it as a plain RuntimeError."""
     try:
         store.wait([key], timeout)
     except dist.DistNetworkError:

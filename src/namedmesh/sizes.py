@@ -27,7 +27,7 @@ RESERVED = (
 
 
 def axis_name_problems(axes: Sequence[object]) -> list[str]:
-    """What is wrong with the names of some axes, a sentence each; nothing if they can name a layout.
+    """Return what is wrong with the names of some axes, a sentence each; nothing if they can name a layout.
 
     Example:
         >>> axis_name_problems(["dp", "tp", "dp"])
@@ -49,7 +49,7 @@ def axis_name_problems(axes: Sequence[object]) -> list[str]:
 
 
 def product(axes: Iterable[str], sizes: Iterable[int]) -> str:
-    """Sizes in words.
+    """Return sizes in words.
 
     Example:
         >>> product(("dp", "tp"), (4, 2))
@@ -59,7 +59,7 @@ def product(axes: Iterable[str], sizes: Iterable[int]) -> str:
 
 
 def as_int(value: object) -> int | None:
-    """The int that a value is, if it is one; True and False are none.
+    """Return the int that a value is, if it is one; True and False are none.
 
     Example:
         >>> as_int(2), as_int(2.0), as_int(True)
@@ -74,7 +74,7 @@ def as_int(value: object) -> int | None:
 
 
 def checked_int(what: str, value: SupportsIndex, least: int, problems: list[str]) -> int:
-    """An int of at least ``least``; anything else is a problem, and ``least`` to go on checking with."""
+    """Return an int of at least ``least``; anything else is a problem, and ``least`` to go on checking with."""
     number = as_int(value)
     if number is None or number < least:
         problems.append(f"{what} is {value!r}; it is an int of at least {least}")
@@ -83,7 +83,7 @@ def checked_int(what: str, value: SupportsIndex, least: int, problems: list[str]
 
 
 def checked_size(axis: object, value: SupportsIndex, problems: list[str]) -> int:
-    """The size of an axis, or -1; anything else is a problem, and 1 to go on checking with."""
+    """Return the size of an axis, or -1; anything else is a problem, and 1 to go on checking with."""
     size = as_int(value)
     if size is None or (size < 1 and size != -1):
         problems.append(
@@ -96,7 +96,7 @@ def checked_size(axis: object, value: SupportsIndex, problems: list[str]) -> int
 def fitted(
     axes: tuple[str, ...], sizes: tuple[int, ...], world_size: int | None, problems: list[str]
 ) -> tuple[int, ...]:
-    """The sizes with -1 replaced; a world that they do not fit is a problem."""
+    """Return the sizes with -1 replaced; a world that they do not fit is a problem."""
     known = prod([size for size in sizes if size != -1])
     if world_size is None or (known == world_size and -1 not in sizes):
         return sizes

@@ -24,7 +24,7 @@ class View(NamedTuple):
     root: Any
 
     def ordered(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """The given axes in the order of the layout.
+        """Return the given axes in the order of the layout.
 
         Raises:
             AxisError: there are none.
@@ -54,11 +54,11 @@ class Views:
         return self._views[DENSE]
 
     def layouts(self) -> dict[str, Layout]:
-        """The layouts by the names of the views."""
+        """Return the layouts by the names of the views."""
         return {name: view.layout for name, view in self._views.items()}
 
     def homes(self) -> dict[str, str]:
-        """Every axis, and the first view that has it."""
+        """Return every axis, and the first view that has it."""
         homes: dict[str, str] = {}
         for name, view in self._views.items():
             for axis in view.layout:
@@ -66,7 +66,7 @@ class Views:
         return homes
 
     def of(self, axes: Sequence[str]) -> View:
-        """The first view that has all the given axes.
+        """Return the first view that has all the given axes.
 
         Raises:
             AxisError: a name that is no axis, or axes that are not together in one view.
@@ -91,7 +91,7 @@ class Views:
         )
 
     def expand(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Axes as they are, and the axes of flattened products in place of the products' names."""
+        """Return axes as they are, and the axes of flattened products in place of the products' names."""
         return tuple(axis for name in names for axis in self._products.get(name, (name,)))
 
     def add(self, name: str, view: View) -> None:
@@ -99,7 +99,7 @@ class Views:
         self._views[name] = view
 
     def add_product(self, name: str, axes: tuple[str, ...]) -> None:
-        """Give some axes, taken together, a name of their own."""
+        """Name some axes taken together."""
         self._products[name] = axes
 
     def check(self, name: str, layout: Layout, rank: int) -> None:
@@ -143,7 +143,7 @@ class Views:
 
 
 def named(axes: Sequence[str]) -> str:
-    """Axes in a sentence.
+    """Return axes in a sentence.
 
     Example:
         >>> named(("dp", "tp"))
@@ -153,7 +153,7 @@ def named(axes: Sequence[str]) -> str:
 
 
 def product_axes(name: str, layout: Layout) -> tuple[str, ...]:
-    """The axes of a layout that a name joins by ``_`` in its order; none if it does not.
+    """Return the axes of a layout that a name joins by ``_`` in its order; none if it does not.
 
     Example:
         >>> from namedmesh import Layout
@@ -171,7 +171,7 @@ def product_axes(name: str, layout: Layout) -> tuple[str, ...]:
 
 
 def quoted(axes: Sequence[str]) -> str:
-    """Axes as they stand in code.
+    """Return axes as they stand in code.
 
     Example:
         >>> quoted(("dp", "tp"))

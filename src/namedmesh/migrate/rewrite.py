@@ -46,7 +46,7 @@ class Rewritten:
 
 
 def is_certain(finding: Finding) -> bool:
-    """Whether a use can be replaced where it stands: a call that imports determine, without statements or remarks.
+    """Return whether a use can be replaced in place: a call that imports determine, without statements or remarks.
 
     What it needs besides, a mesh, is the one that ``namedmesh.current_mesh()`` returns.
     """

@@ -169,14 +169,14 @@ class Arguments:
         return ast.unparse(self.named[name]) if name in self.named else "1"
 
     def is_off(self, name: str) -> bool:
-        """Whether an argument is missing, or a literal that asks for nothing: None, False, an empty list."""
+        """Return whether an argument is missing, or a literal that asks for nothing: None, False, an empty list."""
         value = self.named.get(name)
         if isinstance(value, (ast.List, ast.Tuple)):
             return not value.elts
         return value is None or (isinstance(value, ast.Constant) and not value.value)
 
     def is_one(self, name: str) -> bool:
-        """Whether a size is missing or the literal 1."""
+        """Return whether a size is missing or the literal 1."""
         value = self.named.get(name)
         return self.is_off(name) or (isinstance(value, ast.Constant) and value.value == 1)
 

@@ -114,7 +114,7 @@ class Scopes:
         return self._exports.get(module, {}).get(name, origin)
 
     def from_star_import(self, name: str) -> bool:
-        """Whether a name that nothing else binds can come from ``import *``."""
+        """Return whether a name that nothing else binds can come from ``import *``."""
         return not any(name in scope.bound for scope in self._stack) and any(
             scope.star for scope in self._stack
         )
@@ -159,7 +159,7 @@ class Scopes:
 
 
 def has_usual_name(node: ast.expr) -> bool:
-    """Whether an expression is named as the legacy module: ``mpu``, ``self.mpu``, ``cfg.parallel_state``."""
+    """Return whether an expression is named as the legacy module: ``mpu``, ``self.mpu``, ``cfg.parallel_state``."""
     name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
     return any(name.strip("_") == usual or name.endswith(f"_{usual}") for usual in USUAL_NAMES)
 

@@ -54,7 +54,7 @@ class Comparison:
         return all(kind.same for kind in self.kinds)
 
     def __str__(self) -> str:
-        """The tables that ``namedmesh diff`` prints."""
+        """Return the tables that ``namedmesh diff`` prints."""
         return rendered(diff_document(self), "text").rstrip()
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def adapted_model(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """The model inside of a ``PeftModel``, and its name there; None for any other model."""
+    """Return the model inside of a ``PeftModel``, and its name there; None for any other model."""
     if not hasattr(model, "get_base_model"):
         return None
     inner: nn.Module = model.get_base_model()  # type: ignore[operator]  # a method, not a module
@@ -30,7 +30,7 @@ def adapted_model(model: nn.Module) -> tuple[str, nn.Module] | None:
 
 
 def with_adapters(entries: list[Entry]) -> tuple[list[Entry], list[str]]:
-    """The entries, with those of adapted linears for what is inside; and a sentence for each that has no answer.
+    """Return the entries, with those of adapted linears for what is inside; and a sentence for each that has no answer.
 
     An adapter adds ``B(A(x))`` to the layer's output. Beside a column layer every rank computes the few features
     of ``A(x)``, and B is a column layer, too; beside a row layer A is one, and B gets the sum.
@@ -50,7 +50,7 @@ def with_adapters(entries: list[Entry]) -> tuple[list[Entry], list[str]]:
 
 
 def _reason(entry: Entry) -> str | None:
-    """Why an adapted module cannot be sharded."""
+    """Return why an adapted module cannot be sharded."""
     module = entry.module
     kind = f"{type(module).__module__.partition('.')[0]}'s {type(module).__name__}"
     if not isinstance(entry.style, ColwiseParallel | RowwiseParallel) or not isinstance(

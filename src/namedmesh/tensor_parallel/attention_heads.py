@@ -32,7 +32,7 @@ class Heads:
     head_dim: int | None
 
     def concerning(self, features: int) -> Iterator[tuple[str, int]]:
-        """The counts that the sharding of ``features`` has to respect: queries, keys and values, or both."""
+        """Yield the counts that the sharding of ``features`` has to respect: queries, keys and values, or both."""
         width = self.head_dim
         if width and self.queries and features % (self.queries[1] * width) == 0:  # or queries and their gates
             yield self.queries
@@ -55,14 +55,14 @@ class Heads:
         return (self.queries[1] + 2 * (self.keys or self.queries)[1]) * self.head_dim
 
     def can_share(self, tp_size: int) -> bool:
-        """Whether ranks that do not divide the kv heads can share them: each has its queries, each head too."""
+        """Return whether ranks that do not divide the kv heads can share them: each has its queries, each head too."""
         if self.queries is None or self.keys is None:
             return False
         return self.queries[1] % tp_size == 0 and self.queries[1] % self.keys[1] == 0
 
 
 def with_counts(model: nn.Module, entries: list[Entry], tp_size: int) -> list[Entry]:
-    """The entries, those of keys and values with the head counts that the model states around them."""
+    """Return the entries, those of keys and values with the head counts that the model states around them."""
     modules = dict(model.named_modules(remove_duplicate=False))
     # Attention without keys and values of its own, which takes those of another layer.
     reusing = [
@@ -92,7 +92,7 @@ def _counts_around(modules: dict[str, nn.Module], fqn: str) -> tuple[int | None,
 
 
 def _grouping(modules: dict[str, nn.Module], fqn: str) -> nn.Module | None:
-    """The nearest module around a linear that keeps how many queries share a kv head."""
+    """Return the nearest module around a linear that keeps how many queries share a kv head."""
     tokens = fqn.split(".")
     around = (modules.get(".".join(tokens[:depth])) for depth in range(len(tokens) - 1, -1, -1))
     return next((module for module in around if hasattr(module, GROUPS)), None)
@@ -117,7 +117,7 @@ def head_problems(model: nn.Module, entries: list[Entry], tp_size: int) -> list[
 def _counts_that_do_not_divide(
     modules: dict[str, nn.Module], entry: Entry, tp_size: int
 ) -> Iterator[tuple[str, int, str]]:
-    """Where a count is stated that the ranks do not divide, the count, and what helps."""
+    """Yield where a count is stated that the ranks do not divide, the count, and what helps."""
     features = sharded_features(entry)
     if features is None:
         return
@@ -135,7 +135,7 @@ def _counts_that_do_not_divide(
 
 
 def sharded_features(entry: Entry) -> int | None:
-    """The features of a linear that each rank gets a shard of, and so of the heads; None if there are none."""
+    """Return the features of a linear that each rank gets a shard of, and so of the heads; None if there are none."""
     if not isinstance(entry.module, nn.Linear):
         return None
     # Features are the last dim of any activation: its number does not matter.
@@ -149,23 +149,23 @@ def sharded_features(entry: Entry) -> int | None:
 
 
 def _last(layout: Shard) -> bool:
-    """Whether a layout shards the last dim of activations of three dims (batch, sequence, features)."""
+    """Return whether a layout shards the last dim of activations of three dims (batch, sequence, features)."""
     return sharded_dim(layout, 3) == 2  # noqa: PLR2004  the last of three
 
 
 def called_attention(fqn: str, module: nn.Module) -> bool:
-    """Whether a module's name, or that of its class, says that it is attention."""
+    """Return whether a module's name, or that of its class, says that it is attention."""
     called = f"{fqn.rpartition('.')[2]} {type(module).__name__}".lower().replace("attentiondecoderlayer", "")
     return any(word in called for word in _ATTENTION)
 
 
 def heads_around(modules: dict[str, nn.Module], fqn: str) -> Heads | None:
-    """The heads that the nearest module around says it has; None if none does."""
+    """Return the heads that the nearest module around says it has; None if none does."""
     return next((heads for _, heads in _stated(modules, fqn)), None)
 
 
 def _stated(modules: dict[str, nn.Module], fqn: str) -> Iterator[tuple[str, Heads]]:
-    """What the modules around a linear say about heads, the nearest first.
+    """Yield what the modules around a linear say about heads, the nearest first.
 
     A block or a whole model also states heads, and so does the configuration that a feed-forward carries:
     those count only for linears inside something that is called attention.
@@ -191,14 +191,14 @@ def _stated(modules: dict[str, nn.Module], fqn: str) -> Iterator[tuple[str, Head
 
 
 def _own_config(module: nn.Module) -> object:
-    """A module's configuration; that of its layer, where transformers' layers differ."""
+    """Return a module's configuration; that of its layer, where transformers' layers differ."""
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
     layers = getattr(config, "per_layer_config", None)
     return config if layers is None or index is None else layers[index]
 
 
 def _stated_value(source: object, name: str) -> object:
-    """An attribute; None where it is missing, or is another one in every layer (a RuntimeError in transformers)."""
+    """Return an attribute; None where it is missing, or differs between layers (a RuntimeError in transformers)."""
     try:
         return getattr(source, name, None)
     except RuntimeError:
@@ -206,7 +206,7 @@ def _stated_value(source: object, name: str) -> object:
 
 
 def _heads(source: object, module: nn.Module) -> Heads | None:
-    """What a module or its configuration states; what the module says of itself counts more."""
+    """Return what a module or its configuration states; what the module says of itself counts more."""
     queries, keys = _first_count(source, _QUERY_HEADS), _first_count(source, _KV_HEADS)
     groups = _stated_value(module, GROUPS)
     if queries is not None and _is_count(groups) and queries[1] % groups == 0:
@@ -221,7 +221,7 @@ def _heads(source: object, module: nn.Module) -> Heads | None:
 def _head_dim(
     source: object, module: nn.Module, queries: tuple[str, int] | None, keys: tuple[str, int] | None
 ) -> int | None:
-    """The features of one head: stated, or the width that fits the linears of the module."""
+    """Return the features of one head: stated, or the width that fits the linears of the module."""
     for stated in (_stated_value(module, "head_dim"), _stated_value(source, "head_dim")):
         if _is_count(stated):
             return stated

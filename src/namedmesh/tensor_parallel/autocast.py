@@ -10,7 +10,7 @@ from namedmesh.tensor_parallel.collectives import local_shard
 
 
 def _cast_to(tensor: Tensor) -> torch.dtype | None:
-    """The type that autocast would give a tensor; None where it leaves it as it is."""
+    """Return the type that autocast would give a tensor; None where it leaves it as it is."""
     device = tensor.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return None
@@ -20,13 +20,13 @@ def _cast_to(tensor: Tensor) -> torch.dtype | None:
 
 
 def autocast_value(value: Tensor) -> Tensor:
-    """An activation in the type that autocast gives it. The backward runs outside autocast: the cast is a step."""
+    """Return an activation in the type that autocast gives it; the cast is a step of the backward."""
     dtype = _cast_to(value)
     return value if dtype is None else value.to(dtype)
 
 
 def autocast_shard(parameter: Tensor) -> Tensor:
-    """My plain shard of a parameter, in the type that autocast gives it; inside a forward of our own only.
+    """Return this rank's plain shard of a parameter, in the type that autocast gives it; inside a forward of our own only.
 
     As autocast does, it casts a parameter once, however often it is used in one autocast block.
     """

@@ -43,11 +43,11 @@ class Blocks:
 
     @classmethod
     def equal(cls, rows: int, count: int, mesh: DeviceMesh) -> Blocks:
-        """So many equal blocks of some rows, over the ranks of a mesh."""
+        """Make blocks of equal length of some rows, over the ranks of a mesh."""
         return cls((rows // count,) * count, mesh.size())
 
     def moved(self, holder: int, worker: int) -> list[tuple[int, int]]:
-        """The rows, from and to, that one rank holds and another one works on."""
+        """Return the rows, from and to, that one rank holds and another one works on."""
         width = sum(self.sizes) // self.size
         start, found = 0, []
         for rows in self.sizes:
@@ -60,12 +60,12 @@ class Blocks:
         return found
 
     def select(self, whole: Tensor, rank: int) -> Tensor:
-        """The rows that a rank works on, out of all rows."""
+        """Return the rows that a rank works on, out of all rows."""
         moves = [move for holder in range(self.size) for move in self.moved(holder, rank)]
         return torch.cat([whole[low:high] for low, high in moves])
 
     def collect(self, shard: Tensor, peers: RankGroup) -> Tensor:
-        """The rows that this rank works on, from the ranks that hold them; their gradients go back."""
+        """Return the rows that this rank works on, from the ranks that hold them; their gradients go back."""
         first = peers.rank * shard.shape[0]
         sent = [self.moved(peers.rank, worker) for worker in range(self.size)]
         received = [self.moved(holder, peers.rank) for holder in range(self.size)]
@@ -73,7 +73,7 @@ class Blocks:
         return exchange(outgoing, peers, _lengths(sent), _lengths(received))
 
     def of(self, parameter: Tensor, peers: RankGroup, dim: int = 0) -> Tensor:
-        """The plain rows that this rank works on, of a parameter that is sharded along ``dim``."""
+        """Return the plain rows that this rank works on, of a parameter that is sharded along ``dim``."""
         if torch.compiler.is_compiling() and isinstance(parameter, DTensor):
             # What the compiler knows to trace: all rows are gathered, and the parts of their gradients summed.
             return self.select(whole_parameter(parameter).movedim(dim, 0), peers.rank).movedim(0, dim)

@@ -80,7 +80,7 @@ class RankGroup:
         return group
 
     def _found_again(self) -> dist.ProcessGroup:
-        """The group that has the place of a destroyed one: a mesh that is made again gets groups of the same names."""
+        """Return the group that replaces a destroyed one: a mesh that is made again gets groups of the same names."""
         if isinstance(self.source, DeviceMesh):
             with suppress(RuntimeError, ValueError):
                 group: dist.ProcessGroup = self.source.get_group()
@@ -105,7 +105,7 @@ class RankGroup:
 
 
 def _nothing() -> None:
-    """The group of one rank alone."""
+    """Stand in for the group of one rank alone, which needs none."""
 
 
 ALONE = RankGroup(None)
@@ -120,7 +120,7 @@ class Pending:
     finish: Callable[[Tensor], Tensor] | None = None
 
     def wait(self) -> Tensor:
-        """The tensor, once it is filled."""
+        """Return the tensor, once it is filled."""
         return self.tensor if self.finish is None else self.finish(self.tensor)
 
 
@@ -133,7 +133,7 @@ def start_all_reduce(
     """Start summing a tensor over the peers.
 
     Args:
-        tensor: my part.
+        tensor: this rank's part.
         peers: the ranks.
         operation: ``"sum"``, or how to combine the parts otherwise: ``"max"``.
         mine: the caller made the tensor and gave it to nobody, so that the sum may be written into it. It is
@@ -150,7 +150,7 @@ def start_all_reduce(
 
 
 def all_reduce(tensor: Tensor, peers: RankGroup, operation: str = "sum", *, mine: bool = False) -> Tensor:
-    """The sum of a tensor over the peers; the arguments are those of :func:`start_all_reduce`."""
+    """Return the sum of a tensor over the peers; the arguments are those of :func:`start_all_reduce`."""
     if peers.size == 1 or is_observed(tensor):
         return start_all_reduce(tensor, peers, operation, mine=mine).wait()
     sent = sendable(tensor)
@@ -173,7 +173,7 @@ def start_all_gather(local: Tensor, peers: RankGroup, dim: int) -> Pending:
 
 
 def all_gather(local: Tensor, peers: RankGroup, dim: int) -> Tensor:
-    """Every peer's tensor, one after the other along ``dim``; contiguous."""
+    """Return every peer's tensor, one after the other along ``dim``; contiguous."""
     return no_view(start_all_gather(local, peers, dim).wait().contiguous())
 
 
@@ -190,7 +190,7 @@ def start_reduce_scatter(full: Tensor, peers: RankGroup, dim: int) -> Pending:
 
 
 def reduce_scatter(full: Tensor, peers: RankGroup, dim: int) -> Tensor:
-    """The sum over the peers, of which each keeps its shard of ``dim``; contiguous."""
+    """Return the sum over the peers, of which each keeps its shard of ``dim``; contiguous."""
     return no_view(start_reduce_scatter(full, peers, dim).wait().contiguous())
 
 
@@ -200,7 +200,7 @@ def all_to_all(
     send: Sequence[int] | None = None,
     receive: Sequence[int] | None = None,
 ) -> Tensor:
-    """What the peers send me, in rank order, for one shard of dim 0 to each; of equal lengths by default."""
+    """Return what the peers send me, in rank order, for one shard of dim 0 to each; of equal lengths by default."""
     outgoing = sendable(outgoing)
     if is_observed(outgoing):
         equal = [outgoing.shape[0] // peers.size] * peers.size
@@ -213,7 +213,7 @@ def all_to_all(
 
 
 def sendable(tensor: Tensor) -> Tensor:
-    """A tensor whose memory holds its values, in order: a collective reads that, and nothing else."""
+    """Return a tensor whose memory holds its values, in order: a collective reads that, and nothing else."""
     if torch.compiler.is_compiling() or tensor.is_conj() or tensor.is_neg():  # the compiler cannot ask
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor.contiguous()
@@ -230,13 +230,13 @@ def _after(work: dist.Work, dim: int = 0) -> Callable[[Tensor], Tensor]:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """My plain shard of a DTensor; a plain tensor as it is."""
+    """Return this rank's plain shard of a DTensor; a plain tensor as it is."""
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local
 
 
 def whole_parameter(parameter: Tensor) -> Tensor:
-    """All of a parameter as a plain tensor, of whose gradient each peer makes a part: the parts are summed."""
+    """Return all of a parameter as a plain tensor, of whose gradient each peer makes a part: the parts are summed."""
     if not isinstance(parameter, DTensor):
         return parameter
     # The move sums the parts on the way back.
@@ -245,7 +245,7 @@ def whole_parameter(parameter: Tensor) -> Tensor:
 
 
 def my_shard(full: Tensor, peers: RankGroup, dim: int) -> Tensor:
-    """My shard of ``dim`` of a tensor that every peer has; contiguous."""
+    """Return this rank's shard of ``dim`` of a tensor that every peer has; contiguous."""
     width = full.shape[dim] // peers.size
     return full.narrow(dim, peers.rank * width, width).contiguous()
 
@@ -273,7 +273,7 @@ def with_backward(forward: Callable[..., Tensor], backward: Callable[..., Tensor
 
 
 def _passed(tensor: Tensor, _peers: RankGroup) -> Tensor:
-    """A view, so that autograd does not write on the caller's tensor."""
+    """Return a view, so that autograd does not write on the caller's tensor."""
     return tensor.view_as(tensor)
 
 
@@ -306,10 +306,10 @@ def gather_parts(shard: Tensor, peers: RankGroup, dim: int) -> Tensor:
 
 
 def split(replicated: Tensor, peers: RankGroup, dim: int) -> Tensor:
-    """Keep my shard of a tensor that every peer has; the gradient is gathered."""
+    """Keep this rank's shard of a tensor that every peer has; the gradient is gathered."""
     return replicated if peers.size == 1 else _split(replicated, peers, dim)
 
 
 def sum_scatter(partial: Tensor, peers: RankGroup, dim: int) -> Tensor:
-    """Keep my shard, along a dim, of the sum over the peers; the gradient is gathered."""
+    """Keep this rank's shard, along a dim, of the sum over the peers; the gradient is gathered."""
     return partial if peers.size == 1 else _sum_scatter(partial, peers, dim)

@@ -18,7 +18,7 @@ class ColwiseEmbedding(nn.Embedding):
     _setup: Setup
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
-        """My shard of every looked-up vector, or whole vectors if the output layout is replicated."""
+        """Return this rank's shard of every looked-up vector, or whole vectors if the output layout is replicated."""
         setup = self._setup
         ids = None if torch.compiler.is_compiling() else _whole_ids(setup, input)
         last = input.ndim
@@ -39,7 +39,7 @@ class RowwiseEmbedding(nn.Embedding):
     _setup: Setup
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
-        """The sum of all ranks' lookups, of which one is not zero: whole, or sharded along the output layout."""
+        """Return the sum of all ranks' lookups, of which one is not zero: whole, or sharded along the output layout."""
         setup = self._setup
         scatter_dim = sharded_dim(setup.output_layout, input.ndim + 1)
         ids = None if torch.compiler.is_compiling() else _whole_ids(setup, input)
@@ -54,14 +54,14 @@ class RowwiseEmbedding(nn.Embedding):
         return setup.hand_out(output)
 
     def _my_rows(self, ids: Tensor) -> Tensor:
-        """The vectors of the ids that are in my shard of the vocabulary, zeros for the others."""
+        """Return the vectors of the ids that are in this rank's shard of the vocabulary, zeros for the others."""
         rows = self.num_embeddings // self._setup.peers.size
         self._refuse_strangers(ids)
         first = self._setup.peers.rank * rows
         return lookup(ids, local_shard(self.weight), first, Lookup(padding_idx=self.padding_idx))
 
     def _refuse_strangers(self, ids: Tensor) -> None:
-        """An id outside the vocabulary belongs to no rank, and its vector would silently be zeros."""
+        """Refuse an id outside the vocabulary: it belongs to no rank, and its vector would silently be zeros."""
         plain = type(ids) is Tensor and ids.device.type == "cpu"  # looking at values there costs little
         if plain and ids.numel() and ids.dtype in {torch.int32, torch.int64}:
             low, high = torch.aminmax(ids)
@@ -73,7 +73,7 @@ class RowwiseEmbedding(nn.Embedding):
 
 
 def _whole_ids(setup: Setup, ids: Tensor) -> Tensor | None:
-    """The ids of all ranks as a plain tensor, gathered if they are sharded; None if the layout is another."""
+    """Return the ids of all ranks as a plain tensor, gathered if they are sharded; None if the layout is another."""
     local = setup.plain(ids)
     if local is None or isinstance(setup.input_layout, Replicate):
         return local
@@ -82,7 +82,7 @@ def _whole_ids(setup: Setup, ids: Tensor) -> Tensor | None:
 
 
 def _through_dtensor(module: ColwiseEmbedding | RowwiseEmbedding, ids: Tensor) -> Tensor:
-    """The same lookup in DTensor arithmetic: for other layouts, and for the compiler."""
+    """Return the same lookup in DTensor arithmetic: for other layouts, and for the compiler."""
     setup = module._setup  # noqa: SLF001  the module is one of ours
     output = F.embedding(
         setup.moved(ids, Replicate()),

@@ -69,11 +69,11 @@ class ExpertParallel(ParallelStyle):
         return "ExpertParallel()"
 
     def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
-        """All parameters of the module's own are cut along their first dim."""
+        """Return the placements: every parameter of the module's own is sharded along its first dim."""
         return {name: Shard(0) for name, _ in module.named_parameters(recurse=False)}
 
     def incompatibilities(self, module: nn.Module) -> list[str]:
-        """A sentence if the parameters are not stacked experts, or travel already."""
+        """Return a sentence if the parameters are not stacked experts, or travel already."""
         if isinstance(module.forward, ExpertForward):
             return ["ExpertParallel finds experts that it was applied to before; apply it once"]
         shapes = {name: tuple(each.shape) for name, each in module.named_parameters(recurse=False)}
@@ -97,7 +97,7 @@ class ExpertParallel(ParallelStyle):
 
 
 def _cut(parameter: Tensor, mesh: DeviceMesh, source: int | None) -> DTensor:
-    """This rank's experts of a parameter, which may be cut over another axis already."""
+    """Return this rank's experts of a parameter, which may be cut over another axis already."""
     if not isinstance(parameter, DTensor):
         return distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=source)
     mine = parameter.to_local().detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
@@ -122,7 +122,7 @@ class ExpertForward:
         """What the gradients of the weights are multiplied by."""
 
     def __call__(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """The module's output for this rank's tokens, of which each expert has a number."""
+        """Return the module's output for this rank's tokens, of which each expert has a number."""
         if counts.shape != (self.experts,):
             raise ShapeError(
                 f"the numbers of tokens have shape {tuple(counts.shape)}; pass one number for each of the {self.experts} "
@@ -135,7 +135,7 @@ class ExpertForward:
             with replaced_parameters(self.module, weights):
                 output = self.original(tokens, counts)
             return output
-        # Of each rank, how many tokens come for each of my experts.
+        # Of each rank, how many tokens come for each of this rank's experts.
         arriving = all_to_all(counts, self.peers).view(ranks, -1)
         totals = torch.stack([counts.view(ranks, -1).sum(1), arriving.sum(1)])
         send, receive = totals.tolist()

@@ -56,7 +56,7 @@ class ShardedExperts(LocalParameters):
         return f"ShardedExperts({self.placements}{f', fused={self.fused}' if self.fused else ''})"
 
     def incompatibilities(self, module: nn.Module) -> list[str]:
-        """A sentence for each parameter that the module does not own, or that would be added more than once."""
+        """Return a sentence for each parameter that the module does not own, or that would be added more than once."""
         placements = self.parameter_placements(module)
         whole = [
             name

@@ -76,17 +76,17 @@ class FusedColwiseParallel(ColwiseParallel):
         return f"FusedColwiseParallel({layout}, input_layouts={self.input_layouts})"
 
     def sizes(self, module: nn.Linear) -> tuple[int, ...]:
-        """The output features of each block."""
+        """Return the output features of each block."""
         if isinstance(self.blocks, int):
             return (module.out_features // self.blocks,) * self.blocks
         return self.blocks or (module.out_features,)
 
     def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
-        """All sharded, rank after rank."""
+        """Return the placements: all parameters are sharded, rank after rank."""
         return {name: Shard(0) for name in ("weight", "bias") if getattr(module, name, None) is not None}
 
     def incompatibilities(self, module: nn.Module) -> list[str]:
-        """A sentence for each reason why the module is not made of such parts."""
+        """Return a sentence for each reason why the module is not made of such parts."""
         if not isinstance(module, nn.Linear):
             return [f"FusedColwiseParallel fits nn.Linear, not {type(module).__name__}"]
         reasons = []
@@ -100,7 +100,7 @@ class FusedColwiseParallel(ColwiseParallel):
         return reasons
 
     def size_incompatibilities(self, module: nn.Linear, tp_size: int) -> list[str]:
-        """A sentence for each part that the ranks cannot share equally."""
+        """Return a sentence for each part that the ranks cannot share equally."""
         if self.interleaved is not None:
             counts, what = [self.interleaved], "interleaved heads"
         else:
@@ -130,14 +130,14 @@ class FusedLinear(nn.Linear):
     _blocks: Blocks
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
-        """This rank's part of every block, in the order of the blocks."""
+        """Return this rank's part of every block, in the order of the blocks."""
         blocks, peers = self._blocks, self._setup.peers
         bias = None if self.bias is None else blocks.of(self.bias, peers)
         return column_of(self, input, blocks.of(self.weight, peers), bias)
 
 
 def fused_problems(model: nn.Module, entries: list[Entry], tp_size: int) -> list[str]:
-    """Parts that the ranks cannot share equally, and column layers of which the plan must say what they are."""
+    """Return the parts that the ranks cannot share equally, and the column layers of which the plan must say what they are."""
     places: dict[str, list[str]] = {}
     for entry in entries:
         if isinstance(entry.style, FusedColwiseParallel) and isinstance(entry.module, nn.Linear):

@@ -49,7 +49,7 @@ def install_guards(module: nn.Module, style: ParallelStyle, tp_size: int) -> Non
 
 
 def avoid_native_path(model: nn.Module) -> None:
-    """Have encoder layers with sharded parts run their Python forward in evaluation too.
+    """Make encoder layers with sharded parts run their Python forward in evaluation too.
 
     Without gradients torch hands the weights of such a layer to one native function, past the modules.
     """
@@ -62,7 +62,7 @@ def avoid_native_path(model: nn.Module) -> None:
 
 @contextmanager
 def restored_on_error(model: nn.Module) -> Iterator[None]:
-    """Put every module back as it was if the block fails: no model is left half sharded."""
+    """Restore every module if the block fails: no model is left half sharded."""
     before = [
         (module, type(module), {name: _shallow(value) for name, value in vars(module).items()})
         for module in model.modules()
@@ -78,7 +78,7 @@ def restored_on_error(model: nn.Module) -> Iterator[None]:
 
 
 def _shallow(value: object) -> object:
-    """A copy of a container; parameters, hooks and submodules stand in such."""
+    """Return a copy of a container; parameters, hooks and submodules stand in such."""
     return copy.copy(value) if isinstance(value, dict | set | list) else value
 
 

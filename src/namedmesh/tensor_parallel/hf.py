@@ -149,7 +149,7 @@ def plan_from_hf(
 
 
 def _names_of(model: nn.Module) -> dict[str, str]:
-    """The style names that a model states, by names of modules and parameters that it has."""
+    """Return the style names that a model states, by names of modules and parameters that it has."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"plan_from_hf reads a model or a dict of style names, not a {type(model).__name__}")
     stated: dict[str, str] = {}
@@ -171,13 +171,13 @@ def _names_of(model: nn.Module) -> dict[str, str]:
 
 
 def _base_prefix(model: nn.Module) -> str:
-    """What the base model's names start with in this model: ``"model."``, or nothing for the base model."""
+    """Return what the base model's names start with in this model: ``"model."``, or nothing for the base model."""
     base = getattr(model, "base_model", model)
     return next((f"{fqn}." for fqn, module in model.named_modules() if module is base and fqn), "")
 
 
 def _bare_parameters(model: nn.Module | None, names: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """The keys that name parameters instead of modules, with their owners' keys and their styles."""
+    """Return the keys that name parameters instead of modules, with their owners' keys and their styles."""
     if model is None:
         return {}
     parameters = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
@@ -194,7 +194,7 @@ def _bare_parameters(model: nn.Module | None, names: Mapping[str, str]) -> dict[
 def _entries(
     model: nn.Module | None, key: str, name: str, names: Mapping[str, str]
 ) -> dict[str, ParallelStyle] | None:
-    """What one key comes to: itself, or one entry a module where they differ; None if it cannot be told."""
+    """Return what one key comes to: itself, or one entry a module where they differ; None if it cannot be told."""
     if model is None:
         return {key: _STYLES[name]()} if name in _STYLES else None
     found = {fqn: module for fqn, module in model.named_modules() if matches(key, fqn)}
@@ -211,7 +211,7 @@ def _entries(
 
 
 def _same_or_apart(key: str, styles: Mapping[str, ParallelStyle | None]) -> dict[str, ParallelStyle]:
-    """One entry for all modules that a key matches, if they get the same; without those that get none."""
+    """Return one entry for all modules that a key matches, if they get the same; without those that get none."""
     distinct = {repr(style): style for style in styles.values()}
     if len(distinct) == 1:
         ((_, style),) = distinct.items()
@@ -220,7 +220,7 @@ def _same_or_apart(key: str, styles: Mapping[str, ParallelStyle | None]) -> dict
 
 
 def _column(model: nn.Module, key: str, name: str) -> ParallelStyle | None:
-    """A style by its name alone, or by that of the layer too; None if there is none of that name."""
+    """Return a style by its name alone, or by that of the layer too; None if there is none of that name."""
     if name == "packed_colwise":
         return FusedColwiseParallel(blocks=2)
     if name == "colwise" and names_keys_or_values(key):
@@ -232,7 +232,7 @@ def _column(model: nn.Module, key: str, name: str) -> ParallelStyle | None:
 
 
 def _owner(model: nn.Module, fqn: str, name: str, names: Mapping[str, str]) -> ParallelStyle | None:
-    """The style of a module whose own parameters the plan names, for those that it has."""
+    """Return the style of a module whose own parameters the plan names, for those that it has."""
     module = model.get_submodule(fqn)
     placements, fused = {}, {}
     for parameter, value in module.named_parameters(recurse=False):
@@ -247,17 +247,17 @@ def _owner(model: nn.Module, fqn: str, name: str, names: Mapping[str, str]) -> P
 
 
 def _row(model: nn.Module, fqn: str, _name: str, names: Mapping[str, str]) -> ParallelStyle | None:
-    """The style of a row layer, if a column layer of the plan makes its input."""
+    """Return the style of a row layer, if a column layer of the plan makes its input."""
     return None if _input_is_whole(model, fqn, names) else RowwiseParallel()
 
 
 def _bare_placement(ndim: int, name: str) -> Placement:
-    """How a bare parameter is sharded: a linear's weight, experts stacked in front, or one number a head."""
+    """Return how a bare parameter is sharded: a linear's weight, experts stacked in front, or one number a head."""
     return Shard(max(ndim - 2, 0) if name.endswith("colwise") else ndim - 1)
 
 
 def _is_fused(module: nn.Module, parameter: str, name: str) -> bool:
-    """Whether a bare parameter is gate and up, one after the other.
+    """Return whether a bare parameter is gate and up, one after the other.
 
     Experts say how the two are fused: so, or row by row, whose halves are no parts. Some plans say "colwise" of
     the former.
@@ -267,7 +267,7 @@ def _is_fused(module: nn.Module, parameter: str, name: str) -> bool:
 
 
 def _tail(model: nn.Module, fqn: str, _name: str, _names: Mapping[str, str]) -> ParallelStyle | None:
-    """The style of a latent projection, of whose features the last go to every head, as its attention says.
+    """Return the style of a latent projection, of whose features the last go to every head, as its attention says.
 
     Raises:
         LookupError: neither the attention module nor the configuration says how many.
@@ -285,7 +285,7 @@ def _text_config(model: nn.Module) -> Any:
 
 
 def _input_is_whole(model: nn.Module, fqn: str, names: Mapping[str, str]) -> bool:
-    """Whether the plan has no column layer beside a row layer, to make its input.
+    """Return whether the plan has no column layer beside a row layer, to make its input.
 
     A plan may name a layer that only some variants of a block share, such as the output projection of linear
     attention, whose other projections it leaves whole.
@@ -305,7 +305,7 @@ def _input_is_whole(model: nn.Module, fqn: str, names: Mapping[str, str]) -> boo
 
 
 def _reason(model: nn.Module | None, name: object) -> str:
-    """Why a style name has no answer."""
+    """Return why a style name has no answer."""
     if name in _UNSUPPORTED:
         return f"{name!r} is not supported: {_UNSUPPORTED[str(name)]}"
     if name in _SPECIAL:
@@ -315,7 +315,7 @@ def _reason(model: nn.Module | None, name: object) -> str:
 
 
 def _missing(model: nn.Module | None, name: object) -> str:
-    """What of the model a style would need to know."""
+    """Return what of the model a style would need to know."""
     if model is None:
         return "pass the model instead of a dict"
     if name == "mla_kv_a_proj":

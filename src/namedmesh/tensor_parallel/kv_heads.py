@@ -30,7 +30,7 @@ _NAMES = ("k_proj", "v_proj", "wk", "wv", "key", "value")
 
 
 def names_keys_or_values(fqn: str) -> bool:
-    """Whether a linear's name, or the name of the module that wraps it, says that it makes keys or values.
+    """Return whether a linear's name, or the name of the module that wraps it, says that it makes keys or values.
 
     Example:
         >>> names_keys_or_values("layers.*.self_attn.k_proj"), names_keys_or_values("layers.*.mlp.up_proj")
@@ -72,7 +72,7 @@ class SharedHeads:
         return gcd(self.queries // self.heads, self.queries // self.size)
 
     def of_rank(self, rank: int) -> list[int]:
-        """The heads that a rank hands out."""
+        """Return the heads that a rank hands out."""
         mine = self.queries // self.size
         return [
             q // (self.queries // self.heads) for q in range(rank * mine, (rank + 1) * mine, self.repeats)
@@ -132,7 +132,7 @@ class KeyValueParallel(ColwiseParallel):
     def on_ranks(
         self, size: int, queries: int | None, heads: int | None, attentions: Sequence[nn.Module]
     ) -> KeyValueParallel:
-        """The style for ``size`` ranks, with the counts that a model states unless it has its own.
+        """Return the style for ``size`` ranks, with the counts that a model states unless it has its own.
 
         ``attentions`` are the modules that use the heads, of which each may keep the number of its groups.
         """
@@ -143,12 +143,12 @@ class KeyValueParallel(ColwiseParallel):
         return bound
 
     def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
-        """Sharded where the ranks divide the heads, or else whole."""
+        """Return the placements: sharded where the ranks divide the heads, or else whole."""
         placement = Shard(0) if self.shared is None else Replicate()
         return {name: placement for name in ("weight", "bias") if getattr(module, name, None) is not None}
 
     def incompatibilities(self, module: nn.Module) -> list[str]:
-        """A sentence for each reason why the module cannot have its heads shared."""
+        """Return a sentence for each reason why the module cannot have its heads shared."""
         if not isinstance(module, nn.Linear):
             return [f"KeyValueParallel fits nn.Linear, not {type(module).__name__}; leave it out of the plan"]
         reasons = []
@@ -181,7 +181,7 @@ class KeyValueLinear(nn.Linear):
     _shared: SharedHeads
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
-        """The heads that this rank's queries attend to."""
+        """Return the heads that this rank's queries attend to."""
         mine, count = self._shared.of_rank(self._setup.peers.rank), self._shared.heads
         weight = rows_of(self.weight, mine, count)
         bias = None if self.bias is None else rows_of(self.bias, mine, count)

@@ -53,7 +53,7 @@ class Recipe:
     def weight(
         self, rows: int, columns: int, dim: int, peers: RankGroup
     ) -> tuple[nn.Parameter, Tensor | None]:
-        """My shard of a ``(rows, columns)`` weight that is sharded along ``dim``, and the whole one if it was drawn.
+        """Return this rank's shard of a ``(rows, columns)`` weight that is sharded along ``dim``, and the whole one if it was drawn.
 
         The ranks, times the stride, divide the length of ``dim``: see :func:`check_blocks`.
         """
@@ -70,7 +70,7 @@ class Recipe:
         return nn.Parameter(shard), whole
 
     def bias(self, length: int) -> nn.Parameter:
-        """A bias of zeros."""
+        """Return a bias of zeros."""
         make = torch.zeros if self.fill else torch.empty
         return nn.Parameter(make(length, dtype=self.dtype, device=self.device))
 
@@ -105,7 +105,7 @@ stride); use 8 or 12, or another multiple of 4
 
 
 def block_shard(whole: Tensor, peers: RankGroup, dim: int, stride: int = 1) -> Tensor:
-    """My shard of each of ``stride`` blocks of a weight, joined.
+    """Return this rank's shard of each of ``stride`` blocks of a weight, joined.
 
     The projections of queries, keys and values in one weight are three blocks: sharded as one, the first rank
     would get the queries and the last the values.
@@ -124,7 +124,7 @@ def block_shard(whole: Tensor, peers: RankGroup, dim: int, stride: int = 1) -> T
 
 
 def fill_shard(shard: Tensor, initialize: Initializer, peers: RankGroup) -> None:
-    """Fill my shard with numbers of its own, on its device.
+    """Fill this rank's shard with numbers of its own, on its device.
 
     Ranks that are seeded alike would draw the same numbers. So one number is drawn as the seed of the shard,
     the same on all of them, and the rank is added to it; a rank's next layer starts from another one.
@@ -147,12 +147,12 @@ def column_linear(
     gather_output: bool = False,
     sum_gradient: bool = True,
 ) -> Tensor:
-    """A linear layer whose output features are sharded over the peers.
+    """Return a linear layer whose output features are sharded over the peers.
 
     Args:
         value: ``(..., inputs)``, the same on every peer; or a shard of it along ``gather_dim``.
-        weight: my rows, ``(my outputs, inputs)``.
-        bias: my part of it, or None.
+        weight: this rank's rows, ``(local outputs, inputs)``.
+        bias: this rank's part of it, or None.
         peers: the ranks, over whom the gradient of the input is summed.
         gather_dim: the dim along which the input is sharded (0 for Megatron's sequence parallelism).
         gather_output: join the output features of all peers.
@@ -160,7 +160,7 @@ def column_linear(
             sum later.
 
     Returns:
-        ``(..., my outputs)``, or ``(..., outputs)`` where they are gathered.
+        ``(..., local outputs)``, or ``(..., outputs)`` where they are gathered.
     """
     over = peers if sum_gradient or gather_dim is not None else RankGroup(None)
     output = column(value, weight, bias, over, gather_dim, gather_again=True)
@@ -176,14 +176,14 @@ def row_linear(
     scatter_dim: int | None = None,
     sum_output: bool = True,
 ) -> Tensor:
-    """A linear layer whose input features are sharded over the peers, without its bias.
+    """Return a linear layer whose input features are sharded over the peers, without its bias.
 
     The bias is the caller's to add: where the output is sharded (``scatter_dim``), legacy code expects each rank's
     bias gradient to be of its own shard only, and sums it later.
 
     Args:
-        value: ``(..., my inputs)``; or ``(..., inputs)``, of which each peer takes its own.
-        weight: my columns, ``(outputs, my inputs)``.
+        value: ``(..., local inputs)``; or ``(..., inputs)``, of which each peer takes its own.
+        weight: this rank's columns, ``(outputs, local inputs)``.
         peers: the ranks, over whom the output is summed.
         input_is_parallel: the input is sharded already.
         scatter_dim: leave each peer its shard of the sum along this dim.
@@ -215,11 +215,11 @@ def vocabulary_embedding(
     *,
     scatter_swapped: bool = False,
 ) -> Tensor:
-    """An embedding whose vocabulary is sharded over the peers.
+    """Return an embedding whose vocabulary is sharded over the peers.
 
     Args:
         ids: the same on every peer; one that is outside of the vocabulary gets zeros.
-        weight: my rows, ``(my part of the vocabulary, features)``.
+        weight: this rank's rows, ``(local part of the vocabulary, features)``.
         peers: the ranks.
         how: how to look up.
         scatter_swapped: swap the first two dims, and leave each peer its shard of the first.
@@ -235,11 +235,11 @@ def vocabulary_embedding(
 
 
 def feature_embedding(ids: Tensor, weight: Tensor, peers: RankGroup, how: Lookup | None = None) -> Tensor:
-    """An embedding whose features are sharded over the peers.
+    """Return an embedding whose features are sharded over the peers.
 
     Args:
         ids: the same on every peer.
-        weight: my columns, ``(ids, my features)``.
+        weight: this rank's columns, ``(ids, local features)``.
         peers: the ranks.
         how: how to look up; with ``max_norm``, the norm is that of whole vectors.
 

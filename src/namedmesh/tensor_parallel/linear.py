@@ -52,7 +52,7 @@ class ColwiseLinear(nn.Linear):
     _setup: Setup
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
-        """This rank's output features, or what the style's output layout says."""
+        """Return this rank's output features, or what the style's output layout says."""
         setup = self._setup
         if torch.compiler.is_compiling():
             return through_dtensor(self, input, Replicate())
@@ -73,7 +73,7 @@ class RowwiseLinear(nn.Linear):
     _setup: Setup
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
-        """The sum of all ranks' products: whole, or sharded along another dim."""
+        """Return the sum of all ranks' products: whole, or sharded along another dim."""
         setup = self._setup
         if torch.compiler.is_compiling():
             return through_dtensor(self, input, Shard(-1))
@@ -108,7 +108,7 @@ class ColumnOperand(NamedTuple):
 
 
 def column_operand(module: nn.Module, setup: Setup, value: Tensor) -> ColumnOperand | None:
-    """An input of a column layer for explicit collectives; None if they cannot move what it is laid out as.
+    """Return an input of a column layer for explicit collectives; None if they cannot move what it is laid out as.
 
     Raises:
         PlanError: the style is to gather an input that is gathered already.
@@ -138,7 +138,7 @@ def column_operand(module: nn.Module, setup: Setup, value: Tensor) -> ColumnOper
 def through_dtensor(
     module: ColwiseLinear | RowwiseLinear, value: Tensor, desired: Replicate | Shard
 ) -> Tensor:
-    """The same layer in DTensor arithmetic: for layouts the short way does not know, and for the compiler."""
+    """Return the same layer in DTensor arithmetic: for layouts the short way does not know, and for the compiler."""
     setup = module._setup  # noqa: SLF001  the module is one of ours
     annotated = setup.annotated(value)
     if annotated.placements != (desired,):
@@ -159,12 +159,12 @@ def column(  # noqa: PLR0917  the operands, and how they are laid out
     *,
     gather_again: bool = False,
 ) -> Tensor:
-    """My output features: ``value @ weight.T + bias`` with my rows of the weight and of the bias.
+    """Return this rank's output features: ``value @ weight.T + bias`` with its rows of the weight and of the bias.
 
     Args:
-        value: what every peer has; or, with ``gather_dim``, my shard of it along that dim.
-        weight: a DTensor or a plain shard, ``(my outputs, inputs)``; its gradient is of the same kind.
-        bias: my part of the bias, or None.
+        value: what every peer has; or, with ``gather_dim``, this rank's shard of it along that dim.
+        weight: a DTensor or a plain shard, ``(local outputs, inputs)``; its gradient is of the same kind.
+        bias: this rank's part of the bias, or None.
         peers: over whom the gradient of the input is summed.
         gather_dim: gather the input along this dim first; its gradient is reduced and scattered.
         shared: where this layer's part of the input's gradient goes, to be summed together with others'.
@@ -179,20 +179,20 @@ def column(  # noqa: PLR0917  the operands, and how they are laid out
 def row(
     value: Tensor, weight: Tensor, bias: Tensor | None, peers: RankGroup, scatter_dim: int | None = None
 ) -> Tensor:
-    """The peers' sum of ``value @ weight.T``, plus the bias, with my columns of the weight.
+    """Return the peers' sum of ``value @ weight.T``, plus the bias, with this rank's columns of the weight.
 
     Args:
-        value: my input features.
-        weight: a DTensor or a plain shard, ``(outputs, my inputs)``; its gradient is of the same kind.
+        value: this rank's input features.
+        weight: a DTensor or a plain shard, ``(outputs, local inputs)``; its gradient is of the same kind.
         bias: the whole bias, which counts once, or None. Its gradient is the whole one, on every peer.
         peers: over whom the output is summed.
-        scatter_dim: keep only my shard of the sum, along this dim.
+        scatter_dim: keep only this rank's shard of the sum, along this dim.
     """
     return _row(autocast_value(value), weight, bias, peers, scatter_dim)
 
 
 def _refuse_double_backward() -> None:
-    """Say it, rather than give second derivatives that leave out the collectives."""
+    """Refuse second derivatives, which would leave out the collectives."""
     if torch.is_grad_enabled():
         raise MeshError(
             "the fast parallel styles have no second derivative, and backward was called with "
@@ -201,7 +201,7 @@ def _refuse_double_backward() -> None:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """One row for each token."""
+    """Return one row for each token."""
     return tensor.reshape(-1, tensor.shape[-1])
 
 
@@ -210,14 +210,14 @@ def _conjugate(tensor: Tensor) -> Tensor:
 
 
 def _input_part(gradient: Tensor, mine: Tensor) -> Tensor:
-    """My part of the gradient of a layer's input, from my shard of the weight; made here, and nobody else's."""
+    """Return this rank's part of the gradient of a layer's input, from its shard of the weight, in a new tensor."""
     return (_rows(gradient) @ _conjugate(mine)).view(*gradient.shape[:-1], mine.shape[1])
 
 
 def _parameter_gradients(
     now: tuple[bool, ...], gradient: Tensor, value: Tensor | None, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of weight and bias, from the output's, each of the same kind as its parameter.
+    """Return the gradients of weight and bias, from the output's, each of the same kind as its parameter.
 
     ``now`` says which this pass is for: of the input, the weight and, where there is one, the bias.
     """
@@ -230,12 +230,12 @@ def _parameter_gradients(
 
 
 def _gradient(parameter: Tensor, local: Tensor) -> Tensor:
-    """A gradient of my shard of a parameter, of the same kind as the parameter."""
+    """Return a gradient of this rank's shard of a parameter, of the same kind as the parameter."""
     return gradient_like(parameter, local) if isinstance(parameter, DTensor) else local
 
 
 class _Column(torch.autograd.Function):
-    """``gather(x) @ W.T + b`` with my rows of W; the input's gradient is summed while W's is computed."""
+    """``gather(x) @ W.T + b`` with this rank's rows of W; the input's gradient is summed while W's is computed."""
 
     @staticmethod
     def forward(  # noqa: PLR0917  autograd passes them by position
@@ -286,7 +286,7 @@ class _Column(torch.autograd.Function):
 
 
 class _Row(torch.autograd.Function):
-    """``reduce(x @ W.T) + b`` with my columns of W and of x; the reduction is done when this returns."""
+    """``reduce(x @ W.T) + b`` with this rank's columns of W and of x; the reduction is done when this returns."""
 
     @staticmethod
     def forward(  # noqa: PLR0917  autograd passes them by position
@@ -329,7 +329,7 @@ class _Row(torch.autograd.Function):
 
 
 def _gathered_gradient(ctx: Any, gradient: Tensor, *, later: bool) -> Tensor:
-    """All shards of the output's gradient; kept from the pass for the input to that for the weight."""
+    """Return all shards of the output's gradient; kept from the pass for the input to that for the weight."""
     known, ctx.gathered = ctx.gathered, None
     if known is not None and known[0] is gradient:
         whole: Tensor = known[1]
@@ -341,7 +341,7 @@ def _gathered_gradient(ctx: Any, gradient: Tensor, *, later: bool) -> Tensor:
 
 
 def _keep(ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None, mine: Tensor) -> None:
-    """Save what the backward will need: not the input when the weight is frozen, my shard where it was cast."""
+    """Save what the backward will need: not the input when the weight is frozen, this rank's shard where it was cast."""
     needs_value, needs_weight = ctx.needs_input_grad[:2]
     ctx.save_for_backward(
         value if needs_weight else None,

@@ -61,13 +61,13 @@ class LocalParameters(ParallelStyle):
         return f"LocalParameters({self.placements or ''})"
 
     def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
-        """The layout of every parameter that this style touches."""
+        """Return the layout of every parameter that this style touches."""
         if self.placements is not None:
             return self.placements
         return {name: Replicate() for name, _ in module.named_parameters(recurse=False)}
 
     def incompatibilities(self, module: nn.Module) -> list[str]:
-        """A sentence for each parameter that the module does not own."""
+        """Return a sentence for each parameter that the module does not own."""
         own = [name for name, _ in module.named_parameters(recurse=False)]
         return [
             f"LocalParameters names {name!r}, but {type(module).__name__} owns {tuple(own)}"
@@ -152,14 +152,14 @@ class _SummedForward:
 
 
 def _summed(parameter: Tensor) -> Tensor:
-    """A parameter as it is, a replicated one with a sum over the ranks on the way back."""
+    """Return a parameter as it is, a replicated one with a sum over the ranks on the way back."""
     if isinstance(parameter, DTensor) and all(placement.is_replicate() for placement in parameter.placements):
         return parameter.redistribute(placements=parameter.placements)
     return parameter
 
 
 def sum_gradients(module: nn.Module) -> None:
-    """Have the partial gradients of a module's own replicated parameters summed over the ranks."""
+    """Sum the partial gradients of a module's own replicated parameters over the ranks."""
     module.forward = _SummedForward(module)
 
 

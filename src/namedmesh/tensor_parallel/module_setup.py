@@ -48,13 +48,13 @@ class Setup:
         return Setup, (self.mesh, self.input_layout, self.output_layout, self.use_local_output)
 
     def hand_out(self, local: Tensor) -> Tensor:
-        """The output of the style: plain, or as a DTensor."""
+        """Return the output of the style: plain, or as a DTensor."""
         if self.use_local_output:
             return local
         return DTensor.from_local(local, self.mesh, (self.output_layout,), run_check=False)
 
     def layout_of(self, value: Tensor) -> Placement | None:
-        """How an input is laid out; None if its shards are none that explicit collectives can move."""
+        """Return how an input is laid out; None if its shards are none that explicit collectives can move."""
         if not isinstance(value, DTensor):
             return self.input_layout
         layout = value.placements[0]
@@ -65,27 +65,27 @@ class Setup:
         return layout if dim is None or value.shape[dim] % self.peers.size == 0 else None
 
     def plain(self, value: Tensor) -> Tensor | None:
-        """The local tensor of an input that is laid out as annotated; None if it has another layout."""
+        """Return the local tensor of an input that is laid out as annotated; None if it has another layout."""
         layout = self.layout_of(value)
         if layout is None or not same_layout(layout, self.input_layout, value.ndim):
             return None
         return local_shard(value)
 
     def annotated(self, tensor: Tensor) -> DTensor:
-        """An input as a DTensor in the layout that the style declares."""
+        """Return an input as a DTensor in the layout that the style declares."""
         if isinstance(tensor, DTensor):
             return tensor
         return DTensor.from_local(tensor, self.mesh, (self.input_layout,), run_check=False)
 
     def moved(self, tensor: Tensor, desired: Placement) -> DTensor:
-        """An input as a DTensor, moved to the layout that DTensor arithmetic needs."""
+        """Return an input as a DTensor, moved to the layout that DTensor arithmetic needs."""
         annotated = self.annotated(tensor)
         if annotated.placements != (desired,):
             annotated = annotated.redistribute(placements=(desired,))
         return annotated
 
     def finish(self, module: torch.nn.Module, output: Tensor) -> Tensor:
-        """The output of DTensor arithmetic in the layout of the style; synchronous.
+        """Return the output of DTensor arithmetic in the layout of the style; synchronous.
 
         An asynchronous one would be a tensor of another class, which torch.compile and FSDP2 together get
         silently wrong.
@@ -101,14 +101,14 @@ class Setup:
 
 
 def same_layout(one: Placement, other: Placement, ndim: int) -> bool:
-    """Whether two layouts are the same for a tensor of ``ndim`` dims, counting dims from either end."""
+    """Return whether two layouts are the same for a tensor of ``ndim`` dims, counting dims from either end."""
     if isinstance(one, Shard) and isinstance(other, Shard):
         return one.dim % ndim == other.dim % ndim
     return one == other
 
 
 def sharded_dim(layout: Placement, ndim: int) -> int | None:
-    """The dim that is sharded, counted from the front; None where nothing is, or where it is out of range.
+    """Return the dim that is sharded, counted from the front; None where nothing is, or where it is out of range.
 
     Example:
         >>> from torch.distributed.tensor import Replicate, Shard
@@ -134,7 +134,7 @@ def check_features(module: torch.nn.Module, value: Tensor, features: int) -> Non
 
 
 def name_of(module: torch.nn.Module) -> str:
-    """A module's name in error messages."""
+    """Return a module's name in error messages."""
     return getattr(module, NAME, None) or type(module).__name__
 
 

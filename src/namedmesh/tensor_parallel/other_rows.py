@@ -34,7 +34,7 @@ def with_forward(
 
 
 def rows_of(parameter: Tensor, blocks: Sequence[int], count: int) -> Tensor:
-    """Some of the ``count`` equal blocks of rows of a parameter that every rank has whole, as a plain tensor.
+    """Return some of the ``count`` equal blocks of rows of a parameter that every rank has whole, as a plain tensor.
 
     The gradient of the parameter is summed over the ranks, each of which makes the part of its own blocks.
     """
@@ -49,7 +49,7 @@ def rows_of(parameter: Tensor, blocks: Sequence[int], count: int) -> Tensor:
 
 
 def column_of(module: nn.Module, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A column layer of this rank's rows: as many on every rank, wherever they come from."""
+    """Return a column layer of this rank's rows: as many on every rank, wherever they come from."""
     setup: Setup = module._setup  # type: ignore[assignment]  # noqa: SLF001  the module is one of ours
     operand = None if torch.compiler.is_compiling() else column_operand(module, setup, value)
     if operand is not None:

@@ -34,12 +34,12 @@ class ActivationStyle(ParallelStyle):
         return f"{type(self).__name__}()"
 
     def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:  # noqa: ARG002  none, for any
-        """It touches no parameters."""
+        """Return nothing: the style touches no parameters."""
         return {}
 
 
 def parameter_placements(style: ParallelStyle, module: nn.Module) -> dict[str, Placement] | None:
-    """How a style lays out each parameter of a module that it fits; None if only the style itself knows.
+    """Return how a style lays out each parameter of a module that it fits; None if only the style itself knows.
 
     A style of somebody else's may answer with a method ``parameter_placements(module)``.
     """
@@ -68,7 +68,7 @@ def _sharded_placements(style: ParallelStyle, module: nn.Module) -> dict[str, Pl
 
 
 def incompatibilities(style: ParallelStyle, module: nn.Module) -> list[str]:
-    """Why a style cannot be applied to a module whatever the number of ranks: a sentence for each reason.
+    """Return why a style cannot be applied to a module whatever the number of ranks: a sentence for each reason.
 
     A style of somebody else's may answer with a method ``incompatibilities(module)``.
     """
@@ -130,12 +130,12 @@ def _sharding_problems(style: ParallelStyle, module: nn.Module) -> list[str]:
 
 
 def composes(style: ParallelStyle) -> bool:
-    """Whether a style takes a module that another style has distributed over another axis."""
+    """Return whether a style takes a module that another style has distributed over another axis."""
     return bool(getattr(style, "takes_distributed", False))
 
 
 def placement_name(placement: Placement) -> str:
-    """A placement in words that mean the same on every version of torch.
+    """Return a placement in words that mean the same on every version of torch.
 
     Example:
         >>> placement_name(Shard(0)), placement_name(Replicate())

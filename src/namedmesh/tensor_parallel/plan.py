@@ -89,7 +89,7 @@ def resolve(
 
 
 def mesh_problems(mesh_or_tp_size: object) -> tuple[list[str], int]:
-    """What is wrong with a mesh, or with a number of ranks, and the number to go on checking with."""
+    """Return what is wrong with a mesh, or with a number of ranks, and the number to go on checking with."""
     if isinstance(mesh_or_tp_size, DeviceMesh):
         mesh = mesh_or_tp_size
         if mesh.ndim == 1:
@@ -145,7 +145,7 @@ def _match(model: nn.Module, plan: object, entries: list[Entry]) -> list[str]:
 
 
 def matches(key: str, fqn: str) -> bool:
-    """Whether a key names a module, token by token; only the empty key names the model itself."""
+    """Return whether a key names a module, token by token; only the empty key names the model itself."""
     if not key or not fqn:
         return key == fqn
     wanted, tokens = key.split("."), fqn.split(".")
@@ -153,18 +153,18 @@ def matches(key: str, fqn: str) -> bool:
 
 
 def _is_empty(module: nn.Module) -> bool:
-    """Whether a module is a container with nothing in it, as on a pipeline stage that has no layers."""
+    """Return whether a module is a container with nothing in it, as on a pipeline stage that has no layers."""
     return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and not len(module)
 
 
 def _covers(key: str, absent: str) -> bool:
-    """Whether a key names a submodule that is set to None or empty, or something inside it."""
+    """Return whether a key names a submodule that is set to None or empty, or something inside it."""
     wanted, tokens = key.split("."), absent.split(".")
     return len(wanted) >= len(tokens) and all(map(fnmatchcase, tokens, wanted))
 
 
 def _generic(names: Iterable[str]) -> list[str]:
-    """Module names with the layer numbers as wildcards, each once."""
+    """Return module names with the layer numbers as wildcards, each once."""
     starred = (".".join("*" if token.isdigit() else token for token in fqn.split(".")) for fqn in names)
     return list(dict.fromkeys(starred))
 
@@ -177,7 +177,7 @@ def _reasons_against(entry: Entry) -> list[str]:
 
 
 def _size_problems(entries: list[Entry], tp_size: int) -> list[str]:
-    """Sizes that do not divide, once for all the layers that one key matches."""
+    """Return sizes that do not divide, once for all the layers that one key matches."""
     places: dict[tuple[str, str, int, int], list[str]] = defaultdict(list)
     for entry in entries:
         for name, placement in (parameter_placements(entry.style, entry.module) or {}).items():

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def llama_plan(
     *, sequence_parallel: bool = False, loss_parallel: bool = False, sequence_dim: int = 1
 ) -> dict[str, ParallelStyle]:
-    """The plan of a Llama-style decoder.
+    """Return the plan of a Llama-style decoder.
 
     The names are ``tok_embeddings``, ``layers.*.attention_norm``, ``layers.*.attention.{wq,wk,wv,wo}``,
     ``layers.*.ffn_norm``, ``layers.*.feed_forward.{w1,w2,w3}``, ``norm`` and ``output``. The model's

@@ -25,14 +25,14 @@ def gather_uneven(shard: Tensor, peers: RankGroup, sizes: Sequence[int], *, part
     """Join shards of different lengths along dim 0.
 
     Args:
-        shard: mine, of length ``sizes[peers.rank]``.
+        shard: this rank's, of length ``sizes[peers.rank]``.
         peers: the ranks.
         sizes: the length of each peer's shard, the same on every peer.
         parts: each peer makes a part of the gradient, so that they are summed. Without it every peer makes
             the whole gradient, which is then only split.
 
     Raises:
-        ShapeError: the sizes are not one for each peer, or mine is not the length of my shard.
+        ShapeError: the sizes are not one for each peer, or mine is not the length of this rank's shard.
     """
     lengths = _lengths(sizes, peers)
     if shard.shape[0] != lengths[peers.rank]:
@@ -48,7 +48,7 @@ def sum_scatter_uneven(partial: Tensor, peers: RankGroup, sizes: Sequence[int]) 
     """Sum over the peers, each keeping a shard of dim 0, of different lengths; the gradient is gathered.
 
     Args:
-        partial: my part of the sum.
+        partial: this rank's part of the sum.
         peers: the ranks.
         sizes: the length of the shard that each peer keeps, the same on every peer.
 
@@ -66,7 +66,7 @@ def exchange(
     send: Sequence[int] | None = None,
     receive: Sequence[int] | None = None,
 ) -> Tensor:
-    """Every peer sends one shard of dim 0 to each peer, and joins what it receives in rank order.
+    """Send one shard of dim 0 to each peer, and join what is received in rank order.
 
     Args:
         outgoing: the shards to send, one after the other.
@@ -110,7 +110,7 @@ def _check_sum(whole: Tensor, lengths: list[int], what: str) -> None:
 
 
 def _join(shard: Tensor, peers: RankGroup, lengths: list[int]) -> Tensor:
-    """All shards. They travel at one common length: not every backend takes others."""
+    """Gather all shards. They travel at one common length: not every backend takes others."""
     longest = max(lengths)
     padded = all_gather(_padded(shard, longest), peers, 0)
     return torch.cat([padded.narrow(0, i * longest, length) for i, length in enumerate(lengths)])
@@ -122,7 +122,7 @@ def _shard_of_mine(whole: Tensor, peers: RankGroup, lengths: list[int]) -> Tenso
 
 
 def _sum_and_shard(whole: Tensor, peers: RankGroup, lengths: list[int]) -> Tensor:
-    """My shard of the sum."""
+    """Return this rank's shard of the sum."""
     longest = max(lengths)
     padded = torch.cat([_padded(shard, longest) for shard in whole.split(lengths)])
     return reduce_scatter(padded, peers, 0).narrow(0, 0, lengths[peers.rank]).contiguous()
@@ -142,7 +142,7 @@ def _exchange_lengths(outgoing: Tensor, peers: RankGroup, lengths: _Lengths) -> 
 
 
 def _exchange_back(gradient: Tensor, peers: RankGroup, lengths: _Lengths) -> Tensor:
-    """An exchange itself, so that it has a derivative again."""
+    """Apply the exchange itself, so that it has a derivative again."""
     return _exchange(gradient, peers, lengths[::-1])
 
 

@@ -111,7 +111,7 @@ def plan_report(
     *,
     must_divide: Mapping[str, int] | None = None,
 ) -> PlanReport:
-    """Say what ``parallelize`` would do, without doing it: no communication, and a meta model will do.
+    """Report what ``parallelize`` would do, without doing it: no communication, and a meta model will do.
 
     Args:
         model: the model, not parallelized yet.

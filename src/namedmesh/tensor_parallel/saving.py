@@ -44,7 +44,7 @@ def _save_pretrained(
 
 
 def _whole(state_dict: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
-    """The tensors of a state dict, gathered on the CPU; those that share memory still do."""
+    """Return the tensors of a state dict, gathered on the CPU; those that share memory still do."""
     whole: dict[str, Any] = {}
     gathered: dict[tuple[int, torch.Size], torch.Tensor] = {}
     for name, value in state_dict.items():

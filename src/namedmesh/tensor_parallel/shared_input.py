@@ -87,7 +87,7 @@ class _Share:
         return args, kwargs | {self.name: self.share(kwargs[self.name])}
 
     def share(self, value: Tensor) -> Tensor:
-        """The whole input, marked for the column layers."""
+        """Return the whole input, marked for the column layers."""
         setup = self.setup
         layout = setup.layout_of(value)
         dim = None if layout is None else sharded_dim(layout, value.ndim)
@@ -105,7 +105,7 @@ class _Share:
 
 
 def shared_gradient(value: Tensor, peers: RankGroup) -> SharedGradient | None:
-    """Where the parts of this tensor's gradient are to go, if it is a shared input of the same ranks."""
+    """Return where the parts of this tensor's gradient are to go, if it is a shared input of the same ranks."""
     shared: SharedGradient | None = getattr(value, _MARK, None)
     return shared if shared is not None and shared.peers == peers else None
 
@@ -158,7 +158,7 @@ class SharedGradient:
         return start_reduce_scatter(part, self.peers, self.scatter_dim)
 
     def result(self) -> Tensor | None:
-        """The sum over the ranks of all parts that were added in this pass; None where there were none."""
+        """Return the sum over the ranks of all parts that were added in this pass; None where there were none."""
         if self._pass != backward_pass():
             return None
         pending = self._pending

@@ -29,7 +29,7 @@ Kinds: TypeAlias = "dict[type[nn.Module], type[nn.Module]]"
 
 
 class ColwiseParallel(TorchColwiseParallel):
-    """Cut an ``nn.Linear``'s output features, or an ``nn.Embedding``'s vectors, over the ranks.
+    """Shard an ``nn.Linear``'s output features, or an ``nn.Embedding``'s vectors, over the ranks.
 
     The same options, parameters and results as torch's style of this name. The parameters are DTensors, so
     checkpoints, FSDP2, clipping and ``full_tensor()`` see whole tensors; the arithmetic is on plain tensors,
@@ -62,7 +62,7 @@ class ColwiseParallel(TorchColwiseParallel):
 
 
 class RowwiseParallel(TorchRowwiseParallel):
-    """Cut an ``nn.Linear``'s input features, or an ``nn.Embedding``'s vocabulary, over the ranks.
+    """Shard an ``nn.Linear``'s input features, or an ``nn.Embedding``'s vocabulary, over the ranks.
 
     The same options, parameters and results as torch's style of this name, except that the output is
     synchronous: torch's asynchronous one is wrong under ``torch.compile`` together with FSDP2.
@@ -102,7 +102,7 @@ def _shard(
     desired: Placement,
     local_compute: Kinds,
 ) -> nn.Module:
-    """Cut the parameters, then give the module the forward for them."""
+    """Shard the parameters, then give the module the forward for them."""
     problems = incompatibilities(style, module)
     norm = weight_norm(module)
     if problems:
@@ -139,7 +139,7 @@ def _shard(
 def _extends_the_forward(
     style: ColwiseParallel | RowwiseParallel, module: nn.Module, local_compute: Kinds
 ) -> bool:
-    """Whether a subclass only adds to the forward of its base: it calls it, and leaves the weight to it."""
+    """Return whether a subclass only adds to the forward of its base: it calls it, and leaves the weight to it."""
     bases = type(module).__mro__
     forwards = [
         vars(kind)["forward"]
@@ -156,7 +156,7 @@ def _extends_the_forward(
 
 
 def _leaves_the_weight_alone(forward: Callable[..., Any]) -> bool:
-    """Whether a forward calls ``super()``, and asks its weight and bias at most for their dtype."""
+    """Return whether a forward calls ``super()``, and asks its weight and bias at most for their dtype."""
     names = [str(instruction.argval) for instruction in dis.get_instructions(forward)]
     uses = {names[i + 1] for i, name in enumerate(names[:-1]) if name in {"weight", "bias"}}
     return "super" in names and uses <= {"dtype", "device"}
@@ -164,7 +164,7 @@ def _leaves_the_weight_alone(forward: Callable[..., Any]) -> bool:
 
 @cache
 def _on_sharded_base(kind: Any, ours: Any) -> type[nn.Module]:
-    """The class again, with ours where its ``super().forward`` goes."""
+    """Return the class again, with ours where its ``super().forward`` goes."""
     return type(kind.__name__, (kind, ours), {"__module__": kind.__module__})
 
 

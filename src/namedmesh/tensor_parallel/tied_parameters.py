@@ -22,7 +22,7 @@ class Tie:
     holders: tuple[tuple[nn.Module, str], ...]
 
     def restore(self) -> None:
-        """Give every holder the first one's parameter."""
+        """Set the first holder's parameter on every other one."""
         module, name = self.holders[0]
         shared = module.get_parameter(name)
         for other, other_name in self.holders[1:]:
@@ -30,7 +30,7 @@ class Tie:
 
 
 def find_ties(model: nn.Module, entries: list[Entry]) -> tuple[list[Tie], list[str]]:
-    """The ties to restore after a plan is applied, and those that the plan would break."""
+    """Return the ties to restore after a plan is applied, and those that the plan would break."""
     layouts: dict[tuple[int, str], str] = {}
     for entry in entries:
         placements = parameter_placements(entry.style, entry.module)
@@ -53,7 +53,7 @@ def find_ties(model: nn.Module, entries: list[Entry]) -> tuple[list[Tie], list[s
 
 
 def _shared(model: nn.Module) -> dict[int, list[tuple[str, nn.Module, str]]]:
-    """The parameters that more than one module holds: every holder, with its fully qualified name."""
+    """Return the parameters that more than one module holds: every holder, with its fully qualified name."""
     modules = dict(model.named_modules(remove_duplicate=False))
     holders: dict[int, dict[tuple[int, str], tuple[str, nn.Module, str]]] = defaultdict(dict)
     for fqn, parameter in model.named_parameters(remove_duplicate=False):

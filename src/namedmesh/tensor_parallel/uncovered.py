@@ -65,7 +65,7 @@ class Section:
         return called_attention(self.fqn, self.inside[self.fqn])
 
     def sizes_outside(self, styled: set[str]) -> set[int]:
-        """The numbers of features that go in and come out, through linears without a style, too."""
+        """Return the numbers of features that go in and come out, through linears without a style, too."""
         sizes = {linear.in_features for linear in self.columns.values()}
         sizes |= {linear.out_features for linear in self.rows.values()}
         for _ in range(2):  # one linear may feed another
@@ -75,14 +75,14 @@ class Section:
         return sizes
 
     def leads_in(self, fqn: str, linear: nn.Linear, sizes: set[int]) -> bool:
-        """Whether a linear without a style is taken to make the input of a column layer."""
+        """Return whether a linear without a style is taken to make the input of a column layer."""
         if self.attention and (names_keys_or_values(fqn) or linear.in_features == linear.out_features):
             return False
         return linear.out_features in sizes
 
 
 def sections(model: nn.Module, entries: list[Entry]) -> list[Section]:
-    """The smallest modules that have a row layer and, to make its input, a column layer."""
+    """Return the smallest modules that have a row layer and, to make its input, a column layer."""
     modules = dict(model.named_modules())
     layers = [(e, e.module) for e in entries if isinstance(e.module, nn.Linear) and sharded_features(e)]
     columns = {e.fqn: linear for e, linear in layers if isinstance(e.style, ColwiseParallel)}
@@ -109,7 +109,7 @@ def sections(model: nn.Module, entries: list[Entry]) -> list[Section]:
 
 
 def _attention_around(owner: str, modules: dict[str, nn.Module], columns: Iterable[str]) -> str:
-    """The attention with other column layers that a module is the output projection of; or else the module."""
+    """Return the attention with other column layers that a module is the output projection of; or else the module."""
     tokens = owner.split(".")
     for depth in range(len(tokens) - 1, 0, -1):
         around = ".".join(tokens[:depth])
@@ -124,12 +124,12 @@ def _is_inside(fqn: str, owner: str) -> bool:
 
 
 def sequence_parallel(entries: list[Entry]) -> list[Entry]:
-    """The entries at whose input or output each rank has its shard of the sequence."""
+    """Return the entries at whose input or output each rank has its shard of the sequence."""
     return [entry for entry in entries if any(map(_shards_the_sequence, _outer_layouts(entry.style)))]
 
 
 def _outer_layouts(style: ParallelStyle) -> tuple[Placement | None, ...]:
-    """How a style's module gets its inputs or hands out its output, on the side of the rest of the model."""
+    """Return how a style's module gets its inputs or hands out its output, on the side of the rest of the model."""
     if isinstance(style, PrepareModuleInputOutput):
         style = style.prepare_module_input
     if isinstance(style, ColwiseParallel | PrepareModuleInput):
@@ -140,12 +140,12 @@ def _outer_layouts(style: ParallelStyle) -> tuple[Placement | None, ...]:
 
 
 def _shards_the_sequence(layout: Placement | None) -> bool:
-    """Whether a layout shards another dim than the last of activations (batch, sequence, features)."""
+    """Return whether a layout shards another dim than the last of activations (batch, sequence, features)."""
     return isinstance(layout, Shard) and layout.dim not in {-1, 2}
 
 
 def _on_shards(model: nn.Module, entries: list[Entry]) -> Iterator[str]:
-    """Trainable parameters in no style, of modules that may work on this rank's shard of the sequence only."""
+    """Return trainable parameters in no style, of modules that may work on this rank's shard of the sequence only."""
     sharded = sequence_parallel(entries)
     if not sharded:
         return
@@ -171,7 +171,7 @@ def _on_shards(model: nn.Module, entries: list[Entry]) -> Iterator[str]:
 
 
 def cover(model: nn.Module, entries: list[Entry]) -> tuple[list[Entry], list[str]]:
-    """What a plan leaves out between sharded layers.
+    """Return what a plan leaves out between sharded layers.
 
     Returns:
         The entries that can only be meant: a norm over the features of one head inside of attention, and an
@@ -204,7 +204,7 @@ def cover(model: nn.Module, entries: list[Entry]) -> tuple[list[Entry], list[str
 def _whole_heads(
     section: Section, styled: dict[str, ParallelStyle], leave_out: str
 ) -> Iterator[tuple[str, str]]:
-    """What makes, or takes, the features of all heads in attention whose ranks have some of them."""
+    """Yield what makes, or takes, the features of all heads in attention whose ranks have some of them."""
     if not section.attention:
         return
     heads = heads_around(section.inside, next(iter(section.columns)))
@@ -225,7 +225,7 @@ def _whole_heads(
 
 
 def _initial(fqn: str) -> str:
-    """What the name of a module of queries, keys or values begins with; empty for others."""
+    """Return what the name of a module of queries, keys or values begins with; empty for others."""
     name = fqn.rpartition(".")[2].removeprefix("w")
     return name[0] if name.startswith(("q", "k", "v")) else f"other {fqn}"
 
@@ -233,7 +233,7 @@ def _initial(fqn: str) -> str:
 def _left_out(
     model: nn.Module, section: Section, styled: dict[str, ParallelStyle], sizes: set[int]
 ) -> Iterator[tuple[str, nn.Module, list[str]]]:
-    """The modules with trainable parameters of their own that may take part on every rank, and the names."""
+    """Yield the modules with trainable parameters of their own that may take part on every rank, and the names."""
     order = list(section.inside)
     first, last = min(map(order.index, section.columns)), max(map(order.index, section.rows))
     # Where other layers have no style either, the section is more than its columns and rows.
@@ -269,7 +269,7 @@ def _left_out(
 
 
 def _networks_outside(section: Section, styled: dict[str, ParallelStyle], sizes: set[int]) -> list[str]:
-    """Modules of several linears without a style that read what goes in, such as what chooses tokens to attend to."""
+    """Return modules of several linears without a style that read the input, such as the indexer of sparse attention."""
     found: list[str] = []
     for fqn in section.inside:
         if fqn == section.fqn or any(_is_inside(other, fqn) for other in styled):
@@ -294,14 +294,14 @@ def _stands_outside(section: Section, fqn: str, module: nn.Module, sizes: set[in
 
 
 def _hands_out_all(style: ParallelStyle | None) -> bool:
-    """Whether a column style gathers its features, so that every rank gets all of them."""
+    """Return whether a column style gathers its features, so that every rank gets all of them."""
     return isinstance(style, ColwiseParallel) and isinstance(style.output_layouts[0], Replicate)
 
 
 def _meant(
     section: Section, fqn: str, module: nn.Module, names: list[str], sizes: set[int]
 ) -> LocalParameters | None:
-    """The style that a module without one can only be meant to have, if there is one."""
+    """Return the style that a module without one can only be meant to have, if there is one."""
     own = dict(module.named_parameters(recurse=False))
     shapes = {tuple(parameter.shape) for parameter in own.values()}
     heads = heads_around(section.inside, f"{fqn}.")
@@ -321,7 +321,7 @@ def _meant(
 
 
 def _is_listed(section: Section, fqn: str) -> bool:
-    """Whether a module is in a list, such as a norm for each head, of which ranks would take those of others."""
+    """Return whether a module is in a list, such as a norm for each head, of which ranks would take those of others."""
     return any(token.isdigit() for token in fqn.removeprefix(section.fqn).split("."))
 
 
@@ -361,6 +361,6 @@ def _reason(
 
 
 def starred(names: dict[str, nn.Linear]) -> list[str]:
-    """Names with the layer numbers as wildcards, each once."""
+    """Return names with the layer numbers as wildcards, each once."""
     generic = (".".join("*" if token.isdigit() else token for token in fqn.split(".")) for fqn in names)
     return list(dict.fromkeys(generic))

@@ -1,4 +1,4 @@
-"""A vocabulary sharded over the ranks: looking vectors up in my part, and the loss of logits that are sharded.
+"""A vocabulary sharded over the ranks: looking vectors up in this rank's part, and the loss of logits that are sharded.
 
 Part number r of equal parts of n entries holds the ids from r * n up to, and without, (r + 1) * n.
 """
@@ -48,11 +48,11 @@ class Lookup:
 
 
 def lookup(ids: Tensor, weight: Tensor, first: int, how: Lookup | None = None) -> Tensor:
-    """The vectors of the ids that are in my part of the vocabulary, zeros for the others.
+    """Return the vectors of the ids that are in this rank's part of the vocabulary, zeros for the others.
 
     Args:
         ids: any shape.
-        weight: my rows, as a plain tensor.
+        weight: this rank's rows, as a plain tensor.
         first: the id of the first of them.
         how: how to look up.
 
@@ -106,7 +106,7 @@ def shorten(
 
 
 def _norm_of_parts(norms: Tensor, norm_type: float, peers: RankGroup) -> Tensor:
-    """The norms of whole vectors, from those of the peers' parts of them."""
+    """Return the norms of whole vectors, from those of the peers' parts of them."""
     if norm_type == math.inf:
         return all_reduce(norms, peers, "max", mine=True)
     if norm_type == 0:  # the number of features that are not zero
@@ -115,7 +115,7 @@ def _norm_of_parts(norms: Tensor, norm_type: float, peers: RankGroup) -> Tensor:
 
 
 def _in_part(ids: Tensor, first: int, length: int) -> tuple[Tensor, Tensor]:
-    """Which ids are outside my part; and each id's place in it, with 0 standing in for those outside."""
+    """Return which ids are outside this rank's part; and each id's place in it, with 0 standing in for those outside."""
     elsewhere = (ids < first) | (ids >= first + length)
     return elsewhere, (ids - first).masked_fill(elsewhere, 0)
 
@@ -128,14 +128,14 @@ def cross_entropy(
     *,
     dtype: torch.dtype | None = torch.float32,
 ) -> Tensor:
-    """The cross entropy of logits whose vocabulary is sharded over the peers, for each token.
+    """Return the cross entropy of logits whose vocabulary is sharded over the peers, for each token.
 
     Without smoothing every peer gets the same, the loss over the whole vocabulary. With smoothing, the share
-    of the probability that is taken off the target is spread over **my part** of the vocabulary: peers get
+    of the probability that is taken off the target is spread over **this rank's part** of the vocabulary: peers get
     different losses, whose mean is the loss smoothed over all of it but for the factor that normalizes it.
 
     Args:
-        logits: ``(..., my part of the vocabulary)``; left as it is.
+        logits: ``(..., local part of the vocabulary)``; left as it is.
         target: ``(...)``, ids in the whole vocabulary, the same on every peer. For an id outside of it the
             loss is the logarithm of the softmax's denominator, and means nothing: mask it.
         peers: the ranks over which the vocabulary is sharded.

@@ -22,13 +22,13 @@ MAGNITUDE, DIRECTION = "weight_g", "weight_v"
 
 
 def weight_norm(module: nn.Module) -> WeightNorm | None:
-    """The weight norm of a module, if it has one."""
+    """Return the weight norm of a module, if it has one."""
     found = pre_hooks(module).values()
     return next((hook for hook in found if isinstance(hook, WeightNorm) and hook.name == "weight"), None)
 
 
 def norm_placements(norm: WeightNorm, sharded: Shard) -> dict[str, Placement]:
-    """How the two parameters of a weight are laid out, of which one dim is sharded."""
+    """Return how the two parameters of a weight are laid out, of which one dim is sharded."""
     return {MAGNITUDE: sharded if norm.dim == sharded.dim else Replicate(), DIRECTION: sharded}
 
 
@@ -62,7 +62,7 @@ class LocalWeightNorm:
 
 
 def use_local_norm(module: nn.Module, norm: WeightNorm, sharded: Shard, peers: RankGroup) -> None:
-    """Put our hook where torch's is."""
+    """Replace torch's hook with ours."""
     hooks = pre_hooks(module)
     key = next(key for key, hook in hooks.items() if hook is norm)
     hooks[key] = LocalWeightNorm(norm.dim, sharded.dim, peers)

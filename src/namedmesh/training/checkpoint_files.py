@@ -22,12 +22,12 @@ ABOUT = "namedmesh.pt"  # written last: a directory that has it is a whole check
 
 
 def beside(path: Path, what: str) -> Path:
-    """The directory next to ``path`` for what is not in its place."""
+    """Return the directory next to ``path`` for what is not in its place."""
     return path.with_name(f".{path.name}.{what}")
 
 
 def is_whole(path: Path) -> bool:
-    """Whether there is a finished checkpoint at this very place."""
+    """Return whether there is a finished checkpoint at this very place."""
     return (path / ABOUT).is_file()
 
 
@@ -67,7 +67,7 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def read_about(path: Path) -> dict[str, Any]:
-    """What the checkpoint at ``path`` says about itself, and its ``place``: one that was being replaced has another.
+    """Return the metadata of the checkpoint at ``path``, and its ``place``: one that was being replaced has another.
 
     Raises:
         CheckpointError: there is none.
@@ -81,7 +81,7 @@ def read_about(path: Path) -> dict[str, Any]:
 
 
 def find(path: Path) -> tuple[Path, dict[str, Any] | None, Shapes]:
-    """Where the last finished checkpoint is, what it says about itself (None: of Hugging Face), and its tensors.
+    """Return where the last finished checkpoint is, what it says about itself (None: of Hugging Face), and its tensors.
 
     Raises:
         CheckpointError: there is none.
@@ -93,7 +93,7 @@ def find(path: Path) -> tuple[Path, dict[str, Any] | None, Shapes]:
 
 
 def shapes_in(reader: dcp.StorageReader) -> Shapes:
-    """The whole shape and type of every tensor in a checkpoint, by name."""
+    """Return the whole shape and type of every tensor in a checkpoint, by name."""
     found = reader.read_metadata().state_dict_metadata
     return {
         key: (tuple(each.size), each.properties.dtype)
@@ -103,7 +103,7 @@ def shapes_in(reader: dcp.StorageReader) -> Shapes:
 
 
 def checkpoint_info(path: str | os.PathLike[str]) -> tuple[Layout | None, dict[str, Any]]:
-    """The layout that a checkpoint was saved from, and its extra values; no mesh is needed.
+    """Return the layout that a checkpoint was saved from, and its extra values; no mesh is needed.
 
     Raises:
         CheckpointError: there is no finished checkpoint.

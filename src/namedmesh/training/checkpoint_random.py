@@ -18,7 +18,7 @@ States = dict[str, bytes]
 
 
 def random_states(mesh: NamedMesh | None) -> States:
-    """The states of this rank's generators and streams, by name."""
+    """Return the states of this rank's generators and streams, by name."""
     states = streams.state_dict()
     if mesh is not None and mesh.device.type not in states:
         states[mesh.device.type] = torch.get_device_module(mesh.device).get_rng_state(mesh.device)
@@ -26,7 +26,7 @@ def random_states(mesh: NamedMesh | None) -> States:
 
 
 def shared_states(by_rank: Sequence[States]) -> list[States]:
-    """The same states, those that are equal as one object: pickled once."""
+    """Return the same states, those that are equal as one object: pickled once."""
     once: dict[bytes, bytes] = {}
     return [{name: once.setdefault(state, state) for name, state in states.items()} for states in by_rank]
 
@@ -34,7 +34,7 @@ def shared_states(by_rank: Sequence[States]) -> list[States]:
 def restore_random_states(
     mesh: NamedMesh | None, saved: tuple[dict[str, int], int] | None, by_rank: Sequence[States]
 ) -> None:
-    """Give each generator the state that it had on the ranks that this one stands for.
+    """Set each generator to the state that it had on the ranks that this one stands for.
 
     These are the ranks with its coordinates on the axes that have the same size now. Where they had several
     states of a generator, none of them is this rank's, and the generator stays as the job seeded it.

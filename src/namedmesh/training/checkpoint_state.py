@@ -30,13 +30,13 @@ _TOLERANCE = (
 
 
 def modules_of(model: Model) -> list[nn.Module]:
-    """The modules that a rank holds: one, or several stages of a pipeline; what DDP wraps, without it."""
+    """Return the modules that a rank holds: one, or several stages of a pipeline; what DDP wraps, without it."""
     modules = [model] if isinstance(model, nn.Module) else list(model)
     return [each.module if isinstance(each, DistributedDataParallel) else each for each in modules]
 
 
 def clean(name: str) -> str:
-    """The name of a parameter in the model as it was written."""
+    """Return the name of a parameter in the model as it was written."""
     for part in _WRAPPERS:
         name = name.replace(part, "")
     return name
@@ -78,19 +78,19 @@ class State:
             )
 
     def parameters(self) -> list[tuple[str, Tensor]]:
-        """The optimizer's parameters with their names, in the order in which torch numbers them."""
+        """Return the optimizer's parameters with their names, in the order in which torch numbers them."""
         return [(self.names.get(id(each), ""), each) for group in self.groups for each in group["params"]]
 
     def aliases(self, name: str) -> list[str]:
-        """The names of the tensor that has this name."""
+        """Return the names that the tensor of this name has."""
         return [other for other, value in self.entries.items() if value is self.entries[name]]
 
     def model_tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers as a checkpoint holds them, by name."""
+        """Return parameters and buffers as a checkpoint holds them, by name."""
         return {name: whole(value, value, self.mesh) for name, value in self.entries.items()}
 
     def optimizer_options(self) -> list[tuple[dict[str, Any], list[str]]]:
-        """The options of each group of parameters, and the names in it."""
+        """Return the options of each group of parameters, and the names in it."""
         return [
             (
                 {key: value for key, value in group.items() if key not in {"params", "param_names"}},
@@ -100,7 +100,7 @@ class State:
         ]
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """What the optimizer remembers of each parameter that it has stepped, as a checkpoint holds it."""
+        """Return what the optimizer remembers of each parameter that it has stepped, as a checkpoint holds it."""
         return {
             name: {
                 key: whole(value, parameter, self.mesh) if isinstance(value, Tensor) else value
@@ -113,7 +113,7 @@ class State:
     def room_for_optimizer(
         self, saved: Mapping[str, Any], shapes: Mapping[str, Any]
     ) -> dict[str, dict[str, Any]]:
-        """Tensors to load the state of the optimizer into, as a checkpoint holds them.
+        """Return tensors to load the state of the optimizer into, as a checkpoint holds them.
 
         Args:
             saved: the names of the tensors that the checkpoint has for each parameter.
@@ -146,7 +146,7 @@ class State:
                 self.entries[name].detach().copy_(local(tensor, self.entries[name], self.mesh))
 
     def put_objects(self, objects: Mapping[str, Any]) -> None:
-        """Give the modules back what else they keep."""
+        """Restore the extra states of the modules."""
         for module in modules_of(self.model):
             found = {raw: objects[clean(raw)] for raw in module.state_dict() if clean(raw) in objects}
             if found:
@@ -158,7 +158,7 @@ class State:
         options: Mapping[str, Mapping[str, Any]],
         state: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        """Give the optimizer its options and what it remembered, by the names of the parameters."""
+        """Load the optimizer's options and state, by the names of the parameters."""
         packed = optimizer.state_dict()
         for group, (_, names) in zip(packed["param_groups"], self.optimizer_options(), strict=True):
             group.update(options[names[0]] if names else {})
@@ -171,7 +171,7 @@ class State:
 
 
 def shard_of(parameter: Tensor, mesh: NamedMesh | None) -> tuple[str, int, int] | None:
-    """The axis over which a plain tensor is cut, the dim and the number of blocks, by Megatron's marks."""
+    """Return the axis over which a plain tensor is cut, the dim and the number of blocks, by Megatron's marks."""
     if (
         mesh is None
         or isinstance(parameter, DTensor)
@@ -185,7 +185,7 @@ def shard_of(parameter: Tensor, mesh: NamedMesh | None) -> tuple[str, int, int] 
 
 
 def whole(tensor: Tensor, parameter: Tensor, mesh: NamedMesh | None) -> Tensor:
-    """A tensor as a checkpoint holds it: a marked shard becomes a DTensor of the whole, on the same memory.
+    """Return a tensor as a checkpoint holds it: a marked shard becomes a DTensor of the whole, on the same memory.
 
     Where the whole was cut in blocks, the ranks of the axis exchange them first, and the memory is another.
     """
@@ -199,7 +199,7 @@ def whole(tensor: Tensor, parameter: Tensor, mesh: NamedMesh | None) -> Tensor:
 
 
 def local(loaded: Any, parameter: Tensor, mesh: NamedMesh | None) -> Any:
-    """The inverse of :func:`whole`."""
+    """Return the inverse of :func:`whole`."""
     cut = shard_of(parameter, mesh)
     if mesh is None or cut is None or not isinstance(loaded, DTensor):
         return loaded
@@ -209,7 +209,7 @@ def local(loaded: Any, parameter: Tensor, mesh: NamedMesh | None) -> Any:
 
 
 def _exchanged(shard: Tensor, mesh: NamedMesh, axis: str, dim: int, parts: tuple[int, int]) -> Tensor:
-    """This rank's shard after the parts of all shards changed from the one order to the other."""
+    """Return this rank's shard after the parts of all shards changed from the one order to the other."""
     joined: Tensor = DTensor.from_local(shard, mesh[axis], [Shard(dim)], run_check=False).full_tensor()
     other: Tensor = joined.unflatten(dim, (*parts, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
     mine: Tensor = other.chunk(mesh.size(axis), dim)[mesh.rank(axis)]
@@ -220,7 +220,7 @@ Print = tuple[tuple[int, ...], tuple[object, ...], tuple[float, ...]]
 
 
 def fingerprint(tensor: Tensor) -> Print:
-    """The whole shape, which shard this rank has, and three numbers that two different shards have not in common."""
+    """Return the whole shape, which shard this rank has, and three numbers that differ between different shards."""
     cut: tuple[object, ...] = ()
     if isinstance(tensor, DTensor):
         where: Sequence[int] = tensor.device_mesh.get_coordinate() or []
@@ -235,7 +235,7 @@ def fingerprint(tensor: Tensor) -> Print:
 
 
 def contradictions(by_rank: Sequence[Mapping[str, Print]]) -> list[str]:
-    """The names that stand for different tensors on different ranks, one sentence for each."""
+    """Return the names that stand for different tensors on different ranks, one sentence for each."""
     shapes: dict[str, tuple[tuple[int, ...], int]] = {}
     seen: dict[object, tuple[tuple[float, ...], int]] = {}
     found: dict[str, str] = {}

@@ -130,14 +130,14 @@ def save(
 
 
 def _bytes(values: object) -> bytes:
-    """The same bytes for equal values on every rank; pickle alone has others for each tensor."""
+    """Return the same bytes for equal values on every rank; pickle alone has others for each tensor."""
     written = io.BytesIO()
     torch.save(values, written)
     return written.getvalue()
 
 
 def _followed(written: Any, finish: Callable[[], Path], final: Path) -> Future[Path]:
-    """A future that is done when what follows the writing is."""
+    """Return a future that is done when what follows the writing is."""
     moved: Future[Path] = Future()
     _under_way.add(moved)
 
@@ -155,7 +155,7 @@ def _followed(written: Any, finish: Callable[[], Path], final: Path) -> Future[P
 
 
 def _merged(mesh: NamedMesh | None, by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a checkpoint says about itself, from what every rank says; all but the tensors."""
+    """Return what a checkpoint says about itself, from what every rank says; all but the tensors."""
     about: dict[str, Any] = {
         "layout": None if mesh is None else (dict(mesh.layout.items()), mesh.layout.rank_offset),
         "objects": {name: each for one in by_rank for name, each in one["objects"].items()},
@@ -248,7 +248,7 @@ def load(
 
 
 def _incompatibilities(tensors: Mapping[str, Tensor], shapes: Shapes, place: Path) -> list[str]:
-    """The tensors that a checkpoint does not have, or has with other shapes."""
+    """Return the tensors that a checkpoint does not have, or has with other shapes."""
     found = []
     for key, each in tensors.items():
         name = key.removeprefix("model.")
@@ -262,7 +262,7 @@ def _incompatibilities(tensors: Mapping[str, Tensor], shapes: Shapes, place: Pat
 
 
 def _optimizer_problems(state: State, about: Mapping[str, Any] | None, place: Path) -> list[str]:
-    """Why the optimizer cannot be filled from a checkpoint."""
+    """Return why the optimizer cannot be filled from a checkpoint."""
     if about is None or "options" not in about:
         return [f"the checkpoint {place} was saved without an optimizer; load it without one"]
     options = about["options"]

@@ -101,7 +101,7 @@ def clip_grad_norm_(
 
 
 def _over_ranks(mine: Tensor, norm_type: float, mesh: NamedMesh) -> Tensor:
-    """The norm over all ranks' parts, of which each has its norm."""
+    """Return the norm over all ranks' parts, of which each has its norm."""
     if not math.isinf(norm_type):
         return all_reduced(mine**norm_type, mesh, mesh.layout.axes) ** (1 / norm_type)
     # Not every backend's maximum keeps what is not a number.
@@ -147,12 +147,12 @@ def _holders(parameter: Tensor, grad: Tensor) -> _Holders:
 
 
 def _shard(grad: Tensor) -> Tensor:
-    """What this rank holds of a gradient: the same memory."""
+    """Return what this rank holds of a gradient: the same memory."""
     return synchronous(grad.to_local()) if isinstance(grad, DTensor) else grad
 
 
 def _summed(grad: Tensor) -> Tensor:
-    """A gradient without parts of a sum, which are added up."""
+    """Return a gradient without parts of a sum, which are added up."""
     if isinstance(grad, DTensor) and any(isinstance(each, Partial) for each in grad.placements):
         whole = [Replicate() if isinstance(each, Partial) else each for each in grad.placements]
         return grad.redistribute(placements=whole)
@@ -163,7 +163,7 @@ def _summed(grad: Tensor) -> Tensor:
 def _counts_here(
     mesh: NamedMesh, over: DeviceMesh | None, whole: tuple[bool, ...], marks: tuple[str, ...], copy: bool
 ) -> bool:
-    """Whether this rank is the first of those that hold the same numbers."""
+    """Return whether this rank is the first of those that hold the same numbers."""
     rank = mesh.global_rank
     members = {rank} if over is None else set(over.mesh.flatten().tolist())
     same = set(mesh.layout.ranks)  # the ranks that hold the tensor, or a shard of it

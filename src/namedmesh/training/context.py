@@ -25,7 +25,7 @@ def shard_sequence(
     balanced: bool = True,
     pad: Sequence[float] | None = None,
 ) -> tuple[Tensor, ...]:
-    """This rank's part of sequences, and the positions of its tokens.
+    """Return this rank's part of sequences, and the positions of its tokens.
 
     In balanced order a sequence is cut into two chunks for each rank, of which rank r has the r-th and the r-th
     from the end: causal attention is as much work on each. Otherwise rank r has the r-th of as many chunks as ranks.
@@ -99,7 +99,7 @@ def context_attention(
     length: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention over whole sequences of which each rank has a part, as :func:`shard_sequence` gives it.
+    """Compute attention over whole sequences of which each rank has a part, as :func:`shard_sequence` gives it.
 
     Keys and values are gathered over ``mesh``; each rank keeps its queries. With ``ulysses`` an all-to-all gives
     each rank whole sequences of some heads instead, and another one takes the result back. Both are exact, have
@@ -169,7 +169,7 @@ def context_attention(
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, first: int, *, is_causal: bool, gqa: bool, scale: float | None
 ) -> Tensor:
-    """Attention of consecutive queries, the first of them at position ``first``, over keys from position 0 on."""
+    """Compute attention of consecutive queries, the first of them at position ``first``, over keys from position 0 on."""
     mask = None
     if is_causal:
         end = first + query.shape[2]
@@ -208,23 +208,23 @@ def _check(
 
 
 def _chunks(rank: int, size: int, *, balanced: bool) -> tuple[int, ...]:
-    """Which chunks of the whole sequence a rank has."""
+    """Return which chunks of the whole sequence a rank has."""
     return (rank, 2 * size - 1 - rank) if balanced else (rank,)
 
 
 def _whole_order(joined: Tensor, size: int, *, balanced: bool) -> Tensor:
-    """The sequence in its own order, from the parts of all ranks one after the other."""
+    """Return the sequence in its own order, from the parts of all ranks one after the other."""
     held = [part for rank in range(size) for part in _chunks(rank, size, balanced=balanced)]
     return _ordered(joined, [held.index(part) for part in range(len(held))])
 
 
 def _rank_order(whole: Tensor, size: int, *, balanced: bool) -> Tensor:
-    """The inverse of :func:`_whole_order`."""
+    """Return the inverse of :func:`_whole_order`."""
     return _ordered(whole, [part for rank in range(size) for part in _chunks(rank, size, balanced=balanced)])
 
 
 def _ordered(tensor: Tensor, order: list[int]) -> Tensor:
-    """Chunks of the sequence, by their numbers."""
+    """Return chunks of the sequence, by their numbers."""
     if order == sorted(order):
         return tensor
     chunks = tensor.chunk(len(order), dim=2)
@@ -232,13 +232,13 @@ def _ordered(tensor: Tensor, order: list[int]) -> Tensor:
 
 
 def _to_heads(tensor: Tensor, ranks: RankGroup) -> Tensor:
-    """From all heads of a part of the sequence to some heads of all parts."""
+    """Exchange all heads of a part of the sequence for some heads of all parts."""
     sent = torch.cat(tensor.chunk(ranks.size, dim=1), dim=0)
     return torch.cat(exchange(sent, ranks).chunk(ranks.size, dim=0), dim=2)
 
 
 def _to_sequence(tensor: Tensor, ranks: RankGroup) -> Tensor:
-    """The inverse of :func:`_to_heads`."""
+    """Return the inverse of :func:`_to_heads`."""
     sent = torch.cat(tensor.chunk(ranks.size, dim=2), dim=0)
     return torch.cat(exchange(sent, ranks).chunk(ranks.size, dim=0), dim=1)
 

@@ -24,7 +24,7 @@ _SAME_SAMPLES = ("pp", "cp", "tp")
 
 @constant_under_compile
 def data_axes(mesh: NamedMesh) -> tuple[str, ...]:
-    """The axes along which samples differ: ``dp``, or ``dp_replicate`` and ``dp_shard``, as far as they are there.
+    """Return the axes along which samples differ: ``dp``, or those of ``dp_replicate`` and ``dp_shard`` that exist.
 
     Prevents: ranks that draw samples by their global rank, so that the ranks of one tensor-parallel group work
     on different samples and sum what does not belong together.
@@ -60,7 +60,7 @@ def data_axes(mesh: NamedMesh) -> tuple[str, ...]:
 
 @constant_under_compile
 def token_axes(mesh: NamedMesh) -> tuple[str, ...]:
-    """The axes along which ranks have different tokens: those along which samples differ, and cp."""
+    """Return the axes along which ranks have different tokens: those along which samples differ, and cp."""
     return data_axes(mesh) + (("cp",) if "cp" in mesh.layout else ())
 
 
@@ -72,7 +72,7 @@ class SamplerKwargs(TypedDict):
 
 
 def sampler_kwargs(mesh: NamedMesh) -> SamplerKwargs:
-    """The arguments ``num_replicas`` and ``rank`` of torch's samplers, on this rank.
+    """Return the arguments ``num_replicas`` and ``rank`` of torch's samplers, on this rank.
 
     Prevents: a sampler left to its defaults, which are those of the default group: every rank gets other
     samples, also those of one tensor-parallel, context-parallel or pipeline group.
@@ -150,7 +150,7 @@ def check_same_batch(batch: object, mesh: NamedMesh) -> None:
 
 
 def _digest(batch: object) -> int:
-    """A number that other contents have with a chance of 2 to the -62; never 0."""
+    """Return a hash of the contents, equal for others with a chance of 2 to the -62; never 0."""
     digest = hashlib.sha256()
     for text in _contents(batch):
         digest.update(text)
@@ -171,7 +171,7 @@ def _contents(value: Any) -> list[bytes]:
 
 
 def fsdp_mesh(mesh: NamedMesh) -> DeviceMesh:
-    """The mesh that ``fully_shard(mesh=...)`` wants; communicates the first time, where cp is beside dp.
+    """Return the mesh that ``fully_shard(mesh=...)`` wants; communicates the first time, where cp is beside dp.
 
     Prevents: parameters averaged over ``mesh["dp"]`` in a mesh that has ``cp`` too. The ranks along cp see other
     tokens of the same samples and hold the same parameters; without them in the mean their weights drift apart.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def set_expert_divisor(model: nn.Module, mesh: NamedMesh) -> None:
-    """Have the gradients of a model's experts divided by as many ranks as all others.
+    """Divide the gradients of a model's experts by as many ranks as all others.
 
     Prevents: experts that learn faster than the rest of the model. A rank's experts get the tokens of all ranks
     along ep, but FSDP2 and DDP divide the sum of their gradients by the ranks along edp only, while everything

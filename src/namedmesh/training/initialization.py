@@ -26,7 +26,7 @@ PIECE = 2**20  # numbers; part of the contract, as other pieces are other weight
 
 
 def normal(name: str, parameter: Tensor) -> tuple[float, float]:
-    """The mean and the deviation of a parameter's first weights: 0 and 0.02, but 1 for norms and 0 for biases.
+    """Return the mean and the deviation of a parameter's first weights: 0 and 0.02, but 1 for norms and 0 for biases.
 
     Example:
         >>> import torch
@@ -115,7 +115,7 @@ def _fill(
 
 
 def _place(parameter: Tensor) -> tuple[tuple[int, ...], list[Runs]]:
-    """The shape of the whole parameter, and where this rank's shard lies in it."""
+    """Return the shape of the whole parameter, and where this rank's shard lies in it."""
     if isinstance(parameter, DTensor):
         local = parameter.to_local().shape
         return tuple(parameter.shape), [[run] for run in zip(global_offset(parameter), local, strict=True)]

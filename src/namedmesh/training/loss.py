@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def token_mean(loss_sum: Tensor, token_count: Tensor | int, mesh: NamedMesh) -> Tensor:
-    """The mean loss of a token over the whole global batch; communicates.
+    """Return the mean loss of a token over the whole global batch; communicates.
 
     Prevents the most common silent bug of the field: each rank takes the mean over its own tokens, and FSDP2 or
     DDP averages those means. With padding or masked prompts the ranks have different numbers of tokens, so that

@@ -70,7 +70,7 @@ def report_lost_ranks(mesh: NamedMesh, *, timeout: timedelta = timedelta(seconds
 
 
 def _words(error: BaseException) -> str:
-    """The type of an error and its first line."""
+    """Return the type of an error and its first line."""
     return f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
 
 
@@ -97,7 +97,7 @@ class _Answers:
             store.compare_set(f"answer/{self.rank}", "", "")
 
     def leave(self, ending: str) -> None:
-        """Say how this rank leaves, and end its thread."""
+        """Record how this rank leaves, and end its thread."""
         with suppress(RuntimeError):
             self.store.set(f"answer/{self.rank}", ending)
             self.store.set(f"asked/{self.rank}", "")
@@ -105,7 +105,7 @@ class _Answers:
             self.store.delete_key(f"asked/{self.rank}")
 
     def verdict(self, timeout: timedelta) -> LostRanksError | None:
-        """The error about the lost ranks, the same on every rank; None if there are none."""
+        """Return the error about the lost ranks, the same on every rank; None if there are none."""
         try:
             if not self.store.check(["verdict"]):
                 found = self._lost(timeout)
@@ -125,7 +125,7 @@ class _Answers:
         return error
 
     def _lost(self, timeout: timedelta) -> dict[int, str]:
-        """One sentence for each rank that does not answer, or has left with an exception."""
+        """Return one sentence for each rank that does not answer, or has left with an exception."""
         others = [rank for rank in self.mesh.layout.ranks if rank != self.rank]
         for rank in others:
             self.store.set(f"asked/{rank}", "")
@@ -155,6 +155,6 @@ class _Answers:
 
 
 def _connection(mesh: NamedMesh) -> dist.Store:
-    """Another connection to the store of the default group."""
+    """Return another connection to the store of the default group."""
     ranks = mesh.layout.ranks
     return dist.PrefixStore(f"namedmesh/lost/{ranks[0]}-{ranks[-1]}", new_store_connection())

@@ -56,7 +56,7 @@ def stage_layers(
     stage: int | None = None,
     stages: int | None = None,
 ) -> range | nn.Sequential | nn.ModuleDict:
-    """The layers of one pipeline stage: as even as can be, the longer stages last.
+    """Return the layers of one pipeline stage: as even as can be, the longer stages last.
 
     The silent mistake it prevents: stages that number their layers from 0 each, so that checkpoints, learning
     rates and first weights by name take the layers of one stage for those of another.
@@ -96,7 +96,7 @@ def stage_layers(
 
 
 def stage_indices(mesh: NamedMesh, schedule: str = "1F1B", stages: int = 1) -> tuple[int, ...]:
-    """Which stages of the pipeline a rank has, when each has ``stages`` of them.
+    """Return which stages of the pipeline a rank has, when each has ``stages`` of them.
 
     The silent mistake it prevents: stages in the order of one schedule, run by another. Rank 0 of two has stages
     0 and 2 where stages go round (interleaved), and 0 and 3 where they go there and back (ZBV, DualPipeV).
@@ -130,7 +130,7 @@ def pipeline(
     loss: Loss,
     reduction: Literal["mean", "sum"] = "mean",
 ) -> Pipeline:
-    """A pipeline over ``pp``, on one of torch's schedules; the stages may be tensor-parallel and in FSDP2.
+    """Return a pipeline over ``pp``, on one of torch's schedules; the stages may be tensor-parallel and in FSDP2.
 
     The silent mistakes it prevents: torch takes the mean of the microbatches' losses for the loss of the batch,
     which it is not where a last microbatch is smaller (or holds fewer tokens: ``reduction="sum"``). And schedules
@@ -199,7 +199,7 @@ class Pipeline:
     def step(
         self, *args: Tensor, target: Tensor, losses: list[Tensor] | None = None, **kwargs: Any
     ) -> Tensor | None:
-        """Forward and backward over a batch, of any size; the gradients are those of the loss of the batch.
+        """Run forward and backward over a batch, of any size; the gradients are those of the loss of the batch.
 
         For the first batch of a shape, and for a larger one, the stages run once more to find out the shapes between
         them. In that, FSDP2's ranks take part together: give them batches of one size, or the largest first.
@@ -222,7 +222,7 @@ class Pipeline:
     def eval(
         self, *args: Tensor, target: Tensor | None = None, losses: list[Tensor] | None = None, **kwargs: Any
     ) -> Tensor | None:
-        """Forward over a batch, of any size, without gradients; ``losses`` gets the loss of the batch.
+        """Run forward over a batch, of any size, without gradients; ``losses`` gets the loss of the batch.
 
         Args:
             *args: as for :meth:`step`, as are all arguments; without ``target`` no loss is computed.
@@ -305,7 +305,7 @@ class Pipeline:
         return schedule
 
     def _part(self, output: Tensor, index: Tensor) -> Tensor:
-        """What the rows of one microbatch add to the loss of the batch."""
+        """Return what the rows of one microbatch add to the loss of the batch."""
         first = int(index[0])
         rows = min(first + len(index), self._count) - first
         # Without a row of the batch, a row's loss times zero: the backward is the same on every rank.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def all_reduced(tensor: Tensor, mesh: NamedMesh, axes: Sequence[str], operation: str = "sum") -> Tensor:
-    """A tensor's sum (or ``"max"``) over the ranks along some axes, in a new tensor; communicates.
+    """Return a tensor's sum (or ``"max"``) over the ranks along some axes, in a new tensor; communicates.
 
     One collective where the mesh has a group over all the axes, and otherwise one for each axis.
 
@@ -34,7 +34,7 @@ def all_reduced(tensor: Tensor, mesh: NamedMesh, axes: Sequence[str], operation:
 
 @constant_under_compile
 def group_names(mesh: NamedMesh, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of the groups that together span the axes; none where they have one rank."""
+    """Return the names of the groups that together span the axes; none where they have one rank."""
     large = tuple(axis for axis in axes if mesh.size(axis) > 1)
     if not large:
         return ()

@@ -64,7 +64,7 @@ class Streams:
         self._device = None if device is None or device.type in {"cpu", "meta"} else device
 
     def add(self, name: str, seed: int) -> None:
-        """A new stream, from a seed.
+        """Add a stream, from a seed.
 
         Raises:
             TrainingError: there is a stream of this name.
@@ -131,7 +131,7 @@ class Streams:
         return forward(), again()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The states of torch's default generators and of every stream, as tensors on the CPU.
+        """Return the states of torch's default generators and of every stream, as tensors on the CPU.
 
         Returns:
             ``"cpu"`` (and the type of the accelerator) for the default generators, ``"tensor/cpu"`` for a stream.
@@ -146,7 +146,7 @@ class Streams:
         return self._current() | streams
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where :meth:`state_dict` was taken: streams that are in it are made, others stay as they are.
+        """Load a state: streams that are in it are created, others stay as they are.
 
         Raises:
             TrainingError: called inside a stream.
@@ -247,7 +247,7 @@ def _seed_numpy(seed: int) -> None:
 
 
 def derived_seed(seed: int, name: str, place: object = "") -> int:
-    """A seed for something with a name; others for other names and places.
+    """Return a seed for something with a name; others for other names and places.
 
     Example:
         >>> derived_seed(1, "layer.weight") == derived_seed(1, "layer.weight") != derived_seed(2, "layer.weight")
