@@ -20,8 +20,6 @@ from namedmesh.errors import NamedMeshError, did_you_mean
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["COMMANDS", "main"]
-
 COMMANDS: dict[str, str] = {
     **dict.fromkeys(("plan", "partitions", "shard", "diff", "doctor"), "namedmesh.plan.cli"),
     "migrate": "namedmesh.migrate.cli",

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["layout_of_groups", "layout_of_mesh", "meshes_of_transformers"]
-
 
 def layout_of_mesh(mesh: DeviceMesh) -> Layout:
     """Return the layout that a torch mesh has, its axes ordered by stride, the slowest first.

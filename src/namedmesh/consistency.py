@@ -25,8 +25,6 @@ from namedmesh.rendezvous import key_appeared
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["MISTAKE", "Held", "check_consistency", "report_failure"]
-
 MISTAKE = "mistake"
 """The field of a request in which a rank says why it fails; the others then need no comparison."""
 

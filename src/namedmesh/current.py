@@ -14,17 +14,6 @@ if TYPE_CHECKING:
 
     from namedmesh.layout import Layout
 
-__all__ = [
-    "check_told_apart",
-    "current",
-    "deselect",
-    "register",
-    "select",
-    "selected_mesh",
-    "unregister",
-    "watch",
-]
-
 
 class Mesh(Protocol):
     """What is asked of a mesh here."""

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from namedmesh.groups import Communicator
     from namedmesh.layout import Layout
 
-__all__ = ["explain_group", "explain_mesh", "explain_rank"]
-
 
 def explain_rank(layouts: Mapping[str, Layout], rank: int) -> str:
     """Return where a rank stands on each axis, and with whom.

@@ -23,8 +23,6 @@ from namedmesh.mesh import NamedMesh
 from namedmesh.options import GroupOptions
 from namedmesh.views import product_axes
 
-__all__ = ["CANONICAL_AXES", "create_mesh", "init_mesh", "version_fields"]
-
 # The names that the field uses. Any identifier will do; options may be given for these before they exist.
 CANONICAL_AXES = ("pp", "dp_replicate", "dp_shard", "dp", "cp", "tp", "ep", "etp", "edp")
 

@@ -16,8 +16,6 @@ from namedmesh.errors import LaunchError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["first_host", "int_variable", "torchrun_variables"]
-
 # What torch itself uses where nothing else is known.
 _DEFAULT_PORT = 29500
 # The shells that SLURM starts for an allocation have step ids from here on: they are no tasks of a parallel step.

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-__all__ = ["LazyGroup"]
-
 
 class LazyGroup:
     """A process group over some ranks, reserved by all its members in one order, and the same on all of them.

@@ -20,8 +20,6 @@ from namedmesh.errors import AgreementError, LaunchError, listing
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["hosts_store", "key_appeared", "open_store", "wait_for_ranks"]
-
 # The outcomes of an attempt; after the last one follow a colon and the reason.
 _COMPLETE, _REPLACED, _FAILED = "complete", "replaced", "failed in restart "
 # How long ranks that know of a failure wait for the rank that words it, and for the others to read it.

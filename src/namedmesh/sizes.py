@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, SupportsIndex, cast
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["RESERVED", "as_int", "axis_name_problems", "checked_int", "checked_size", "fitted", "product"]
-
 # What `Layout` and `init_mesh` take by keyword beside the axes.
 RESERVED = (
     "backend",

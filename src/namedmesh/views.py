@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from namedmesh.layout import Layout
 
-__all__ = ["DENSE", "View", "Views", "named", "product_axes", "quoted"]
-
 DENSE = "mesh"
 """The name of the view that the mesh was made with."""
 

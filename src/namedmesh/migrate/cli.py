@@ -12,8 +12,6 @@ from namedmesh.migrate.rewrite import Rewritten, is_certain, rewrite, write
 from namedmesh.migrate.scan import scan
 from namedmesh.plan.spec import UsageError
 
-__all__ = ["COMMANDS"]
-
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(

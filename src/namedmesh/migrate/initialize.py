@@ -8,8 +8,6 @@ from namedmesh.dialects import DIALECTS, Arrangement, arrange
 from namedmesh.errors import NamedMeshError
 from namedmesh.migrate.rules import Advice, Arguments, Entry, view_statement
 
-__all__ = ["INITIALIZE", "RANK_GENERATOR"]
-
 _DENSE_SIZES = {
     "tp": "tensor_model_parallel_size",
     "cp": "context_parallel_size",

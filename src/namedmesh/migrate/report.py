@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from namedmesh.migrate.scan import Finding, Scan
 
-__all__ = ["as_json", "as_text", "merge_setup"]
-
 _INSTALL = "import namedmesh.compat.megatron; namedmesh.compat.megatron.install()"
 _VIEW = re.compile(r'mesh\.add_view\("(\w+)"')
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from namedmesh.migrate.scan import Finding, Scan
 
-__all__ = ["Rewritten", "is_certain", "rewrite", "write"]
-
 _MESH = "namedmesh.current_mesh()"
 
 

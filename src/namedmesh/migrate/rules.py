@@ -10,16 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = [
-    "DIALECT",
-    "Advice",
-    "Arguments",
-    "Entry",
-    "Variant",
-    "setup_statements",
-    "view_statement",
-]
-
 DIALECT = "namedmesh.compat.megatron.parallel_state"
 """The module that has every legacy name, whether or not a mesh call replaces it."""
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
 
-__all__ = ["PROVIDED", "Finding", "Missing", "Problem", "Scan", "scan", "scan_source"]
-
 _ASSIGNED = (
     "an assignment patches what the legacy calls answer and no mesh; where a test stands in for groups, give it a mesh "
     "of its own, adopted with NamedMesh.from_groups({'tp': group, ...})"

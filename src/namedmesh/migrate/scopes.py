@@ -12,8 +12,6 @@ from namedmesh.migrate.rules import DIALECT
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["MODULES", "USUAL_NAMES", "Exports", "Origin", "Scopes", "exported", "has_usual_name"]
-
 MODULES = ("megatron.core.parallel_state", "megatron.core.mpu", DIALECT)
 PARENTS = frozenset(
     ".".join(parts[:n])

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["Source", "UnreadableError", "python_files", "read"]
-
 _SKIPPED = frozenset({"__pycache__", "build", "node_modules", "site-packages"})
 _NOTEBOOK = ".ipynb"
 

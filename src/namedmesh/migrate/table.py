@@ -13,8 +13,6 @@ from namedmesh.migrate.rules import DIALECT, Advice, Arguments, Entry, Variant
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["SECTIONS", "TABLE", "advise", "page", "rows"]
-
 _CP = "with_context_parallel"
 _PART = "partial_data_parallel"
 _EXPERT_PART = "partial_expert_data_parallel"

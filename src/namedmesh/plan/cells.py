@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from namedmesh.layout import Layout
     from namedmesh.plan.core import Plan
 
-__all__ = ["LARGEST", "Box", "Cell", "Grid", "Outline", "Shade", "shades"]
-
 LARGEST = 512
 """How many cells a picture has at most."""
 _ROW = 8

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from namedmesh.plan.core import Plan
 
-__all__ = ["COMMANDS"]
-
 _DIFFERENT = 3  # beside 1, a layout that is wrong, and 2, arguments that are
 _AXIS_HELP = {
     "pp": "pipeline stages",

@@ -14,8 +14,6 @@ from namedmesh.plan.tables import Document, Table, rendered
 if TYPE_CHECKING:
     from namedmesh.layout import Layout
 
-__all__ = ["Comparison", "Difference", "compare", "diff_document"]
-
 _EXAMPLES = 4
 _PARTS = ("dp_replicate", "dp_shard")
 

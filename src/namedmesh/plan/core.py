@@ -17,9 +17,6 @@ from namedmesh.plan.spec import Spec, UsageError, near_misses, parse_spec, size_
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Groups", "OnAxis", "Plan", "RankPlan", "make_plan", "plan_rank", "resolve"]
-
-
 _EXPERT_SHARDS = ("pp", "ep", "etp")  # the axes that shard the experts; over the others they are replicated
 _DATA = ("dp", "dp_replicate", "dp_shard")
 

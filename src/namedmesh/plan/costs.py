@@ -15,20 +15,6 @@ from namedmesh.plan.spec import UsageError, size_problems
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-__all__ = [
-    "CHECKPOINTING",
-    "STAGES",
-    "Memory",
-    "Model",
-    "estimate_activations",
-    "estimate_memory",
-    "estimate_model_memory",
-    "estimate_step",
-    "estimate_traffic",
-    "parse_bytes",
-    "parse_count",
-]
-
 STAGES = (0, 1, 2, 3)
 """The stages of ZeRO; FSDP that shards everything is stage 3."""
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}

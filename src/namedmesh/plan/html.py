@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from namedmesh.plan.cells import Box
     from namedmesh.plan.core import Plan
 
-__all__ = ["PAIRS", "STYLE", "draw_html"]
-
 PAIRS = (
     ("ink", "paper"),
     ("soft", "paper"),

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from namedmesh.dialects import Kind
     from namedmesh.layout import Layout
 
-__all__ = ["Members", "first_groups", "group_of", "group_of_kind", "in_words", "nth_group"]
-
 Runs = tuple[tuple[int, int], ...]
 
 

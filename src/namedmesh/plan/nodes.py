@@ -13,8 +13,6 @@ from namedmesh.errors import LayoutError, NamedMeshError
 if TYPE_CHECKING:
     from namedmesh.layout import Layout
 
-__all__ = ["Placement", "bandwidth_bound", "better_order", "crossing", "crossing_groups", "placements"]
-
 _BANDWIDTH_BOUND = ("tp", "etp", "ep")
 # What an order string names: where tp and dp stand decides where etp and edp do.
 _TOKENS = ("tp", "cp", "ep", "dp", "dp_shard", "dp_replicate", "pp")

@@ -16,8 +16,6 @@ from namedmesh.plan.tables import Cell, Document, Table
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-__all__ = ["RANKED_BY", "Partition", "Rules", "best_partitions", "list_partitions", "partitions_document"]
-
 _SHOWN = 200
 _MOST = 10**7  # beyond, there may be millions of them
 _AXES = ("tp", "cp", "pp", "dp", "ep", "etp")

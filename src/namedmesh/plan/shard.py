@@ -10,8 +10,6 @@ from namedmesh.plan.spec import size_problems
 from namedmesh.plan.tables import Document, Table
 from namedmesh.plan.weights import Weight
 
-__all__ = ["Cut", "Piece", "cut_weight", "drawn_weight", "shard_document"]
-
 STYLES = ("column", "row")
 _SHOWN = 32
 _MOST = 10**6

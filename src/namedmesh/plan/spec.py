@@ -13,8 +13,6 @@ from namedmesh.sizes import axis_name_problems
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["Spec", "SpecError", "UsageError", "near_misses", "parse_spec", "size_problems"]
-
 _ITEM = re.compile(r"[^,\s]+")
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from namedmesh.plan.cells import Box
     from namedmesh.plan.core import Plan
 
-__all__ = ["PAIRS", "draw_svg", "svg_page", "svg_text"]
-
 _MARGIN, _LABEL, _WIDEST, _NARROWEST = 24, 18, 1360, 512
 _WIDEST_CELL = 150  # eight of them fit side by side
 _FEW, _SOME = 16, 128

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["FORMATS", "Cell", "Document", "Table", "as_text", "rendered", "show"]
-
 FORMATS = ("text", "json", "csv", "markdown")
 Cell = str | int | float | None
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from namedmesh.plan.core import Groups, OnAxis, Plan, RankPlan
 
-__all__ = ["plan_document", "rank_document", "replicas_line"]
-
 _WIDTH = 100
 _LINES = 3
 """How many lines of groups of one kind are shown by default."""

@@ -12,8 +12,6 @@ from namedmesh.plan.svg import svg_page, svg_text
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
-__all__ = ["Weight", "draw_weights_html", "draw_weights_svg", "fold"]
-
 _Details = TypeVar("_Details", bound="Hashable")
 _LONGEST, _SHORTEST = 220, 14  # of the side of a weight, in pixels
 _NUMBERED = 16  # shards that have room for the number of their rank

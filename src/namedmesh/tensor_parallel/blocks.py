@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from namedmesh.tensor_parallel.collectives import RankGroup
 
-__all__ = ["Blocks"]
-
 
 @dataclass(frozen=True)
 class Blocks:

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["save_whole_tensors"]
-
 
 def save_whole_tensors(model: nn.Module) -> None:
     """Let the ``save_pretrained`` of a Hugging Face model write whole tensors, on rank 0; others are left alone.

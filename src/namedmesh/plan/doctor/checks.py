@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from namedmesh.mesh import NamedMesh
 
-__all__ = ["AxisReport", "Group", "RankReport", "check_groups", "first_line", "groups_to_check"]
-
 WORLD = "world"
 _WARM, _LATENCY_ROUNDS, _BANDWIDTH_ROUNDS, _LOCAL_ROUNDS = 3, 20, 5, 9
 

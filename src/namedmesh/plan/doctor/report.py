@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from namedmesh.plan.doctor.checks import AxisReport, RankReport
 
-__all__ = ["Summary", "doctor_document", "summarize"]
-
 
 @dataclass(frozen=True)
 class AxisSummary:

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from namedmesh.dialects import Arrangement
 
-__all__ = ["Settings", "run_doctor"]
-
 _LONGEST, _LARGEST = 1e9, 1e9  # seconds as torch can count them, and megabytes as memory can hold
 _LEAVE_TIMEOUT = timedelta(seconds=10)
 
