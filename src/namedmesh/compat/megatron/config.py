@@ -24,8 +24,6 @@ from namedmesh.options import GroupOptions
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["BINDABLE", "ParallelConfig", "check_net_names"]
-
 BINDABLE = (
     "virtual_pipeline_model_parallel_size",
     "hierarchical_context_parallel_sizes",
@@ -175,7 +173,7 @@ class ParallelConfig:
         _raise_all([*self._group_problems(axis_map), *self._virtual_problems(axis_map.size("pp"))])
 
     def _sizes(self, view: str) -> dict[str, int]:
-        """Return the sizes that the world of a view is divided by; dp is what is left."""
+        """Return the sizes that the world of a view is divided by, by the tokens of the order; dp is what is left."""
         tp, etp, pp = (
             self.tensor_model_parallel_size,
             self.expert_tensor_parallel_size,
@@ -198,14 +196,11 @@ class ParallelConfig:
 
     def _tokens(self, view: str, sizes: Mapping[str, int]) -> list[str]:
         """Return the tokens of the order, fastest first; gtp_remat is after tp, and after ep for the experts."""
-        known = {token: sizes.get(token, 1) for token in ("tp", "pp", "dp", "ep", "cp")}
-        order = self.order
-        if "gtp_remat" in sizes or "gtp_remat" in order:
-            known["gtp_remat"] = sizes.get("gtp_remat", 1)
-            order = insert_gtp_remat(
-                order, "tp" if view == DENSE else "ep"
-            )  # in lower case only, as the original
-        return ordered_tokens(order, known)
+        order, names = self.order, ["tp", "pp", "dp", "ep", "cp"]
+        if "gtp_remat" in sizes or "gtp_remat" in order:  # in lower case only, as the original
+            order = insert_gtp_remat(order, "tp" if view == DENSE else "ep")
+            names.append("gtp_remat")
+        return ordered_tokens(order, {name: sizes.get(name, 1) for name in names})
 
     def _sharp_problems(self) -> Iterator[NamedMeshError]:
         group, instances = self.sharp_enabled_group, self.num_distributed_optimizer_instances

@@ -32,21 +32,6 @@ if TYPE_CHECKING:
 
     from namedmesh.mesh import NamedMesh
 
-__all__ = ["Bound", "bind", "current_mesh", "destroy_model_parallel", "initialize_model_parallel", "unbind"]
-
-_UCC_ENVIRONMENT = {
-    "TORCH_UCC_BLOCKING_WAIT": "none",
-    "UCC_EC_CUDA_STREAM_TASK_MODE": "driver",
-    "UCX_TLS": "ib,cuda_copy",
-}
-_UCC_FIXED = {
-    "NSYS_UCP_COMM_PARAMS": "1",
-    "UCX_RNDV_THRESH": "0",
-    "UCX_NET_DEVICES": "all",
-    "UCC_CL_BASIC_TLS": "^sharp,nccl",
-}
-
-
 _BINDINGS = Bindings(STATE)
 _P = ParamSpec("_P")
 _NEW = {"gtp_remat_size", "expert_gtp_remat_size", "rank_offset", "local_world_size"}
@@ -139,9 +124,7 @@ def bind(mesh: NamedMesh, **options: Any) -> Bound:
     return _BINDINGS.fill(mesh, config.beside_sizes, groups, owned=False)
 
 
-def unbind() -> None:
-    """Forget the mesh that is bound; it stays as it is, with its groups."""
-    _BINDINGS.unbind()
+unbind = _BINDINGS.unbind
 
 
 def current_mesh() -> NamedMesh:
@@ -222,8 +205,9 @@ def initialize_model_parallel(config: ParallelConfig) -> None:  # noqa: D417  th
     with report_failure(call, ranks) if rank in ranks else nullcontext():
         dense, expert = config.validate(world)
         if STATE.dp_group is not None:
+            of = "groups that were assigned by hand" if STATE.mesh is None else str(STATE.mesh.layout)
             raise ContractError(
-                f"the parallel state is already initialized, for {_described()}; call destroy_model_parallel() first, "
+                f"the parallel state is already initialized, for {of}; call destroy_model_parallel() first, "
                 "or bind another mesh beside it with namedmesh.compat.megatron.bind(mesh)"
             )
     if rank not in ranks:
@@ -259,12 +243,13 @@ def destroy_model_parallel() -> None:
     _BINDINGS.destroy()
 
 
-def _described() -> str:
-    return "groups that were assigned by hand" if STATE.mesh is None else str(STATE.mesh.layout)
-
-
 def _prepare_ucc() -> None:
-    """Set the environment for the UCC backend as the original does, where the user has not."""
-    for name, value in _UCC_ENVIRONMENT.items():
+    """Set the environment for the UCC backend as the original does: where the user has not, and in any case."""
+    for name, value in (
+        ("TORCH_UCC_BLOCKING_WAIT", "none"),
+        ("UCC_EC_CUDA_STREAM_TASK_MODE", "driver"),
+        ("UCX_TLS", "ib,cuda_copy"),
+    ):
         os.environ.setdefault(name, value)
-    os.environ.update(_UCC_FIXED)
+    os.environ |= {"NSYS_UCP_COMM_PARAMS": "1", "UCX_RNDV_THRESH": "0"}
+    os.environ |= {"UCX_NET_DEVICES": "all", "UCC_CL_BASIC_TLS": "^sharp,nccl"}
