@@ -30,26 +30,13 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from namedmesh.compat.megatron.config import ParallelConfig
-    from namedmesh.dialects import Kind
     from namedmesh.layout import Layout
     from namedmesh.mesh import NamedMesh
 
 logger = logging.getLogger(__name__)
 
 
-# The groups of a mesh.
-
-
-def _without_gtp(row: Kind, axis_map: AxisMap) -> str:
-    """Return the slot of the group that a row is where its gtp_remat or egtp_remat is 1; none for any other row."""
-    gtp = "egtp_remat" if row.view == EXPERT else "gtp_remat"
-    return row.slot.replace("_gtp_group", "_group") if "_gtp_" in row.slot and axis_map.size(gtp) == 1 else ""
-
-
-def _rows_to_build(axis_map: AxisMap) -> list[Kind]:
-    """Return the rows over whole axes, but for those that are other groups because gtp_remat or egtp_remat is 1."""
-    rows = [row for row in MEGATRON_GROUPS if row.members == "all" and row.slot != "optimizer_group"]
-    return [row for row in rows if not _without_gtp(row, axis_map)]
+_OVER_AXES = [row for row in MEGATRON_GROUPS if row.members == "all" and row.slot != "optimizer_group"]
 
 
 def axis_options(axis_map: AxisMap, config: ParallelConfig) -> dict[str, dict[str, GroupOptions]]:
@@ -60,14 +47,15 @@ def axis_options(axis_map: AxisMap, config: ParallelConfig) -> dict[str, dict[st
     """
     backend = config.pipeline_model_parallel_comm_backend
     options: dict[str, dict[str, GroupOptions]] = {DENSE: {}, EXPERT: {}}
-    for row in _rows_to_build(axis_map) if config.options or backend is not None else ():
+    for row in _OVER_AXES if config.options or backend is not None else ():
         of_group = config.options.get(row.key, GroupOptions())
         if row.key == "pp" and backend is not None:
             # The original gives no NCCL settings to a backend that is not NCCL.
             of_group = GroupOptions(backend="ucc") if backend == "ucc" else replace(of_group, backend="nccl")
         axes = axis_map.locate(row.axes)[1]
         if axis_map.added.isdisjoint(axes):
-            options[row.view]["_".join(axes)] = of_group
+            # The first row over these axes; a later one spans gtp_remat too, which is 1.
+            options[row.view].setdefault("_".join(axes), of_group)
     return options
 
 
@@ -75,7 +63,7 @@ def wanted_groups(
     axis_map: AxisMap, options: Mapping[str, Mapping[str, GroupOptions]]
 ) -> list[tuple[Layout, tuple[str, ...], GroupOptions]]:
     """Return the layout, axes and options of every group over whole axes."""
-    located = [(row.view, *axis_map.locate(row.axes)) for row in _rows_to_build(axis_map)]
+    located = [(row.view, *axis_map.locate(row.axes)) for row in _OVER_AXES]
     return [
         (layout, axes, options[view].get("_".join(axes), GroupOptions())) for view, layout, axes in located
     ]
@@ -102,7 +90,7 @@ def build_groups(mesh: NamedMesh, axis_map: AxisMap, config: ParallelConfig) -> 
             options = replace(mesh.options_of(axes), share=False)
             values["dp_cp_gather_group"] = mesh.pool.make(layout, axes, options)
         builder.build_part("intra_dp_cp_group", "dp_cp_group")
-    for row in _rows_to_build(axis_map):
+    for row in _OVER_AXES:  # those that span gtp_remat are those that do not where it is 1
         if row.slot not in values:
             builder.build(row.slot)
     if config.levels:
@@ -128,7 +116,9 @@ def build_groups(mesh: NamedMesh, axis_map: AxisMap, config: ParallelConfig) -> 
     builder.build(
         "optimizer_group", [[rank for model in each for rank in model] for each in models_by_instance]
     )
-    builder.groups_without_gtp()
+    for base in ("dp_cp", "edp"):  # gtp_remat goes with one instance
+        other = f"intra_{base}_group" if instances > 1 else f"{base}_gtp_group"
+        values[f"intra_{base}_gtp_group"] = values[other]
     if config.virtual_pipeline_model_parallel_size is not None:
         values |= {"vpp_rank": 0, "vpp_size": config.virtual_pipeline_model_parallel_size}
     values["memory_buffer"] = GlobalMemoryBuffer(mesh.device)
@@ -187,13 +177,6 @@ class _Builder:
         else:
             self.values[slot] = self.values[whole]
             self.values[ROWS[slot].gloo_slot] = self.values[ROWS[whole].gloo_slot]
-
-    def groups_without_gtp(self) -> None:
-        """Let the groups that span gtp_remat be those that do not where its size is 1; they are in one instance."""
-        for row in MEGATRON_GROUPS:
-            other = _without_gtp(row, self.axis_map)
-            if other or (row.slot not in self.values and "_gtp_" in row.slot):
-                self.values[row.slot] = self.values[other or row.slot.removeprefix("intra_")]
 
     @contextmanager
     def sharp(self, name: str, slot: str) -> Iterator[None]:
