@@ -163,12 +163,7 @@ class HyperCommGrid:
         return group
 
     def get_pg(self, dims: str | list[str], *, view: str | None = None) -> dist.ProcessGroup:
-        """Return the group over some dims that :meth:`create_pg` created.
-
-        Raises:
-            ContractKeyError: it was not created, or there is no such view.
-            ContractAxisError: there is no such dim.
-        """
+        """Return the group over some dims that :meth:`create_pg` created; raise ContractKeyError if it did not."""
         *_, key = self._ordered(dims, view)
         if key not in self._groups:
             raise ContractKeyError(
@@ -177,7 +172,7 @@ class HyperCommGrid:
         return self._groups[key]
 
     def get_rank_enum(self, dims: str | list[str], *, view: str | None = None) -> list[list[int]]:
-        """Return the ranks of every group over some dims; it raises as :meth:`get_pg` does."""
+        """Return the ranks of every group over some dims."""
         layout, axes, _ = self._ordered(dims, view, canonical=False)
         return [list(ranks) for ranks in layout.groups(*axes)]
 

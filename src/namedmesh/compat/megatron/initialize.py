@@ -38,30 +38,27 @@ _NEW = {"gtp_remat_size", "expert_gtp_remat_size", "rank_offset", "local_world_s
 """The arguments that releases before 0.19 have at another position, or not at all."""
 
 
-def _takes_fields_of(
-    config_type: Callable[_P, ParallelConfig],
-) -> Callable[[Callable[[ParallelConfig], None]], Callable[_P, None]]:
-    """Let a function of a :class:`ParallelConfig` take its fields as arguments.
+def _signature() -> Signature:
+    """Return the arguments that the selected release has, followed by those of other releases, by name only."""
+    by_name = {"create_all_gather_group"} if release.newest() else _NEW
+    parameters = [
+        parameter.replace(kind=parameter.KEYWORD_ONLY) if parameter.name in by_name else parameter
+        for parameter in signature(ParallelConfig).parameters.values()
+    ]
+    return Signature(sorted(parameters, key=lambda parameter: parameter.kind))
 
-    Those that the selected release has can be given by position; those of another release by name.
-    """
+
+def _takes_fields_of(
+    _: Callable[_P, ParallelConfig],
+) -> Callable[[Callable[[ParallelConfig], None]], Callable[_P, None]]:
+    """Let a function of a :class:`ParallelConfig` take its fields as arguments, as the selected release does."""
 
     def decorate(function: Callable[[ParallelConfig], None]) -> Callable[_P, None]:
         @wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> None:
-            arguments = signature(call).bind(*args, **kwargs).arguments
-            function(ParallelConfig(**arguments))
+            function(ParallelConfig(**signature(call).bind(*args, **kwargs).arguments))
 
-        def update_signature() -> None:
-            by_name = {"create_all_gather_group"} if release.newest() else _NEW
-            parameters = [
-                parameter.replace(kind=parameter.KEYWORD_ONLY) if parameter.name in by_name else parameter
-                for parameter in signature(config_type).parameters.values()
-            ]
-            parameters.sort(key=lambda parameter: parameter.kind)
-            vars(call)["__signature__"] = Signature(parameters)
-
-        release.on_change(update_signature)
+        release.on_change(lambda: vars(call).update(__signature__=_signature()))
         return call
 
     return decorate
@@ -128,11 +125,7 @@ unbind = _BINDINGS.unbind
 
 
 def current_mesh() -> NamedMesh:
-    """Return the mesh that the accessors answer from at this moment.
-
-    Raises:
-        MeshError: they answer from none.
-    """
+    """Return the mesh that the accessors answer from at this moment; raise MeshError where there is none."""
     mesh = STATE.mesh
     if mesh is None:
         raise MeshError(
@@ -218,19 +211,16 @@ def initialize_model_parallel(config: ParallelConfig) -> None:  # noqa: D417  th
         options = axis_options(axis_map, config)
         fields = config.fields_to_compare(axis_map) | version_fields()
         pool = GroupPool(defaults=GroupOptions(timeout=timedelta(minutes=config.distributed_timeout_minutes)))
+    mesh: NamedMesh | None = None
     try:
         pool.check_consistency(call, fields, ranks=ranks, requested=wanted_groups(axis_map, options))
         if config.pipeline_model_parallel_comm_backend == "ucc":
             _prepare_ucc()
         mesh = create_mesh(dense, pool, default_group_device(), options[DENSE])
-    except BaseException:
-        pool.close()
-        raise
-    try:
         mesh.create_view(EXPERT, expert, options[EXPERT])
         groups = build_groups(mesh, axis_map, config)
     except BaseException:
-        mesh.close()
+        (pool if mesh is None else mesh).close()
         raise
     _BINDINGS.fill(mesh, config.beside_sizes, groups, owned=True)
 

@@ -82,11 +82,8 @@ class ProcessGroupCollection:
         """Return the groups of the accessors at this moment.
 
         Args:
-            required_pgs: which; by default all. One that there is not, such as the embedding group in the
-                middle of a pipeline, is None.
-
-        Raises:
-            LayoutError: a name that is none of the groups.
+            required_pgs: the names of the groups, by default all; LayoutError is raised for any other. A group that
+                there is not, such as the embedding group in the middle of a pipeline, is None.
         """
         names = fields() if required_pgs is None else list(required_pgs)
         _check(names)
@@ -187,11 +184,7 @@ class MultiModuleProcessGroupCollection:
             self.get_module_collection(self.language_model_module_name)
 
     def get_language_model_collection(self) -> ProcessGroupCollection:
-        """Return the collection of the language model.
-
-        Raises:
-            LayoutError: this rank has no language model.
-        """
+        """Return the collection of the language model; raise LayoutError where this rank has none."""
         if self.language_model_module_name is None:
             raise LayoutError("this rank has no language model; ask has_language_model() first")
         return self.module_pgs[self.language_model_module_name]
@@ -205,11 +198,7 @@ class MultiModuleProcessGroupCollection:
         return self.language_model_module_name is not None
 
     def get_module_collection(self, module_name: str) -> ProcessGroupCollection:
-        """Return the collection of a module.
-
-        Raises:
-            LayoutError: there is no such module.
-        """
+        """Return the collection of a module; raise LayoutError where there is no such module."""
         if module_name not in self.module_pgs:
             raise LayoutError(
                 f"{module_name!r} is none of the modules {', '.join(self.module_pgs)}"
@@ -296,14 +285,9 @@ def _of_accessors(names: Iterable[str], ddp_config: Any) -> dict[str, Any]:
 def _of_collection(
     collection: ProcessGroupCollection, config: Any, ddp_config: Any, names: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the groups of a collection, with those that others stand for.
+    """Return the groups of a collection, which has to have some; others may stand for those that it lacks.
 
-    Args:
-        collection: the groups.
-        config: the configuration of the model: with one context-parallel rank dp stands for dp_cp.
-        ddp_config: the configuration of the data parallelism, if any: with one optimizer instance the whole groups
-            stand for its parts.
-        names: the groups that the collection has to have, beside those of the data parallelism.
+    With one context-parallel rank dp stands for dp_cp, and with one optimizer instance a group for its part.
     """
     given = dict(vars(collection))
     if getattr(config, "context_parallel_size", 1) == 1 and "dp" in given:

@@ -17,13 +17,8 @@ if TYPE_CHECKING:
 def ordered_tokens(order: str, sizes: Mapping[str, int]) -> list[str]:
     """Return the tokens of an order string, fastest first, with those that it omits at the end.
 
-    Args:
-        order: such as ``"tp-cp-ep-dp-pp"``, in lower or upper case.
-        sizes: the size of each token, in the order in which omitted ones are added.
-
-    Raises:
-        ContractRuntimeError: a token of a size other than 1 has no place in the order.
-        ContractKeyError: the order names something else.
+    The sizes are by token, in the order in which omitted ones are added. A token of a size other than 1 has to have a
+    place in the order (ContractRuntimeError), which names nothing else (ContractKeyError).
     """
     order = order.lower()
     parsed = parse_order(order, tuple(sizes))
@@ -113,11 +108,7 @@ class RankGenerator:
         self.world_size = self.layout.world_size
 
     def get_mask(self, order: str, token: str) -> list[bool]:
-        """Return which names of ``order`` are in ``token``, such as ``"tp-dp"``.
-
-        Raises:
-            LayoutError: a part of ``token`` is not in the order.
-        """
+        """Return which names of ``order`` are in ``token``, such as ``"tp-dp"``; raise LayoutError for any other."""
         ordered, given = order.split("-"), token.split("-")
         unknown = [part for part in given if part not in ordered]
         if unknown:
@@ -130,20 +121,12 @@ class RankGenerator:
         return [part in given for part in ordered]
 
     def get_ranks(self, token: str) -> list[list[int]]:
-        """Return every group over the parallelisms that ``token`` names, such as ``"tp"`` or ``"tp-dp"``.
-
-        Raises:
-            LayoutError: a part of ``token`` is not in the order.
-        """
+        """Return every group over the parallelisms that ``token`` names, such as ``"tp"`` or ``"tp-dp"``."""
         self.get_mask(self.order, token)
         return [list(ranks) for ranks in self.layout.groups(*token.split("-"))]
 
     def get_gtp_ranks(self, gtp_remat_size: int) -> list[list[int]]:
-        """Return the groups over ``gtp_remat``.
-
-        Raises:
-            ContractError: the generator has another size of it.
-        """
+        """Return the groups over ``gtp_remat``; raise ContractError where the generator has another size of it."""
         if gtp_remat_size != self.gtp_remat:
             raise ContractError(
                 f"gtp_remat_size is {gtp_remat_size}, but the generator has {self.gtp_remat}; give that"
