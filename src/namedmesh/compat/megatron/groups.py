@@ -7,6 +7,7 @@ import os
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -103,19 +104,15 @@ def build_groups(mesh: NamedMesh, axis_map: AxisMap, config: ParallelConfig) -> 
     for slot, choose in config.stages_with_embeddings.items():
         sets = [_embedding_stages(choose, list(ranks)) for ranks in axis_map.groups("pp")]
         builder.build(slot, sets)
-        mine = next((ranks for ranks in sets if mesh.global_rank in ranks), None)
-        values[ROWS[slot].ranks_slot] = mine
+        values[ROWS[slot].ranks_slot] = next((ranks for ranks in sets if mesh.global_rank in ranks), None)
     with builder.sharp("dp_replica", "inter_edp_group"):
         builder.build_part("intra_edp_group", "edp_group")
         part = axis_map.size("edp") // instances
-        builder.build(
-            "inter_edp_group", builder.split("inter_edp_group", instances, part) if instances > 1 else []
-        )
+        sets = builder.split("inter_edp_group", instances, part) if instances > 1 else []
+        builder.build("inter_edp_group", sets)
     models = axis_map.groups("etp", "ep", "pp")
-    models_by_instance = split_ranks(models, len(models) // instances)
-    builder.build(
-        "optimizer_group", [[rank for model in each for rank in model] for each in models_by_instance]
-    )
+    of_instances = split_ranks(models, len(models) // instances)
+    builder.build("optimizer_group", [list(chain.from_iterable(models)) for models in of_instances])
     for base in ("dp_cp", "edp"):  # gtp_remat goes with one instance
         other = f"intra_{base}_group" if instances > 1 else f"{base}_gtp_group"
         values[f"intra_{base}_gtp_group"] = values[other]
@@ -139,20 +136,23 @@ class _Builder:
         """Build a group, and its gloo group, over whole axes, with its ranks; or the one of some sets of ranks."""
         row, pool = ROWS[slot], self.mesh.pool
         layout, axes = self.axis_map.locate(row.axes)
-        options = self.mesh.options_of(axes)
-        reserve: Callable[[GroupOptions], Any] = partial(pool.reserve, layout, axes)
-        if sets is None and row.ranks:
-            self.values[row.ranks_slot] = list(layout.group(self.mesh.global_rank, *axes))
-        if sets is not None:
-            if slot == "optimizer_group":  # it spans every axis, and has the options of none
-                options = self.mesh.options_of(())
-            options = self.config.options.get(row.key) or options
+        reserve: Callable[[GroupOptions], Any]
+        if sets is None:
+            options = self.mesh.options_of(axes)
+            reserve = partial(pool.reserve, layout, axes)
+            if row.ranks:
+                self.values[row.ranks_slot] = list(layout.group(self.mesh.global_rank, *axes))
+        else:
+            # An optimizer instance spans every axis, and has the options of none.
+            own = self.config.options.get(row.key)
+            options = own or self.mesh.options_of(() if slot == "optimizer_group" else axes)
             reserve = partial(pool.reserve_set, sets, row.key)
         self.values[slot] = reserve(options)
         if row.gloo:
             # Beside weights that are gathered for each use the original makes no gloo groups.
-            gtp = self.axis_map.size("gtp_remat") * (row.view == DENSE or self.axis_map.size("egtp_remat"))
-            with_gloo = self.config.create_gloo_process_groups and gtp == 1
+            gathered = self.axis_map.size("gtp_remat") > 1
+            gathered |= row.view == EXPERT and self.axis_map.size("egtp_remat") > 1
+            with_gloo = self.config.create_gloo_process_groups and not gathered
             self.values[row.gloo_slot] = reserve(pool.gloo_options(options)) if with_gloo else None
 
     def split(self, slot: str, size: int, stride: int = 1) -> list[list[int]]:

@@ -70,9 +70,39 @@ _SYMMETRIC_MEGABYTES = 256
 _Before = TypeVar("_Before", bound="Callable[..., Any]")
 
 
-def _described(answer: str) -> tuple[str, str]:
-    """Return how accessors of sizes and ranks are named, and what they return."""
-    return ("world_size", "the number of ranks") if answer == "size" else ("rank", "this rank's index")
+# Release 0.19 put with_gtp_remat before the flags of the parts of data-parallel groups: such an accessor is here as it
+# is there, and as it was before.
+
+_NEWEST_AND_BEFORE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+
+
+def _before(newest: Callable[..., Any]) -> Callable[[_Before], _Before]:
+    """Let a function be an accessor as it was before release 0.19."""
+
+    def register(before: _Before) -> _Before:
+        before.__name__, before.__doc__ = newest.__name__, newest.__doc__
+        _NEWEST_AND_BEFORE[newest.__name__] = newest, before
+        return before
+
+    return register
+
+
+def _partial_without_cp() -> ContractError:
+    return ContractError(
+        "partial_data_parallel is True without with_context_parallel; a part for the optimizer includes the "
+        "context-parallel ranks, so say with_context_parallel=True too"
+    )
+
+
+# Sizes and ranks, and the setters that override them.
+
+
+def _described(accessor: Callable[..., int], answer: str, name: str) -> Callable[..., int]:
+    """Give an accessor of the size or the rank of a group its name, and its docstring."""
+    word, what = ("world_size", "the number of ranks") if answer == "size" else ("rank", "this rank's index")
+    accessor.__name__ = f"get_{name}_{word}"
+    accessor.__doc__ = f"Return {what} in :func:`get_{name}_group`, unless a setter overrides it."
+    return accessor
 
 
 def _number(answer: str, base: str, otherwise: Callable[[str], Any] = zero_or_raise) -> Callable[[], int]:
@@ -83,12 +113,7 @@ def _number(answer: str, base: str, otherwise: Callable[[str], Any] = zero_or_ra
         value = getattr(STATE, slot)
         return otherwise(group) if value is None else value
 
-    (word, what), name = _described(answer), ROWS[group].name
-    accessor.__name__ = f"get_{name}_{word}"
-    accessor.__doc__ = (
-        f"Return {what} in the {name.replace('_', ' ')} group; a manual override takes precedence."
-    )
-    return accessor
+    return _described(accessor, answer, ROWS[group].name)
 
 
 _size, _rank = partial(_number, "size"), partial(_number, "rank")
@@ -108,6 +133,81 @@ def _rank_setter(base: str) -> Callable[[int | None], None]:
         STATE.put(f"set_{base}_rank", rank)
 
     return setter
+
+
+def _data_parallel_number(answer: str) -> Callable[..., int]:
+    """Make the accessor of a size or a rank in the data-parallel groups."""
+
+    def newest(
+        with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
+    ) -> int:
+        base = "intra_dp_cp" if partial_data_parallel else "dp_cp" if with_context_parallel else "dp"
+        number = getattr(STATE, f"{base}_gtp_{answer}" if with_gtp_remat else f"{base}_{answer}")
+        part_without_cp = partial_data_parallel and not with_context_parallel
+        if part_without_cp and getattr(STATE, f"set_dp_{answer}") is None and dist.is_initialized():
+            raise _partial_without_cp()
+        return zero_or_raise(f"{base}_group") if number is None else number
+
+    _described(newest, answer, "data_parallel")
+
+    @_before(newest)
+    def before(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
+        return newest(with_context_parallel, False, partial_data_parallel)
+
+    return newest
+
+
+def _expert_data_parallel_number(answer: str) -> Callable[..., int]:
+    """Make the accessor of a size or a rank in the experts' data-parallel groups."""
+
+    def newest(with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False) -> int:
+        base = "intra_edp" if partial_expert_data_parallel else "edp"
+        number = getattr(STATE, f"{base}_gtp_{answer}" if with_gtp_remat else f"{base}_{answer}")
+        return zero_or_raise("edp_group") if number is None else number
+
+    _described(newest, answer, "expert_data_parallel")
+
+    @_before(newest)
+    def before(partial_expert_data_parallel: bool = False) -> int:
+        return newest(False, partial_expert_data_parallel)
+
+    return newest
+
+
+get_tensor_model_parallel_world_size = _size("tp", raise_missing)
+get_tensor_model_parallel_rank = _rank("tp", raise_missing)
+set_tensor_model_parallel_world_size = _size_setter("tp")
+set_tensor_model_parallel_rank = _rank_setter("tp")
+get_pipeline_model_parallel_world_size = _size("pp", raise_missing)
+get_pipeline_model_parallel_rank = _rank("pp", raise_missing)
+set_pipeline_model_parallel_world_size = _size_setter("pp")
+set_pipeline_model_parallel_rank = _rank_setter("pp")
+get_data_parallel_world_size = _data_parallel_number("size")
+get_data_parallel_rank = _data_parallel_number("rank")
+set_data_parallel_rank = _rank_setter("dp")
+get_context_parallel_world_size = _size("cp")
+get_context_parallel_rank = _rank("cp")
+get_tensor_and_context_parallel_world_size = _size("tp_cp")
+get_tensor_and_context_parallel_rank = _rank("tp_cp")
+get_gtp_weight_remat_world_size = _size("gtp", lambda _: 0)
+get_gtp_weight_remat_rank = _rank("gtp", lambda _: 0)
+get_expert_model_parallel_world_size = _size("ep")
+get_expert_model_parallel_rank = _rank("ep")
+set_expert_model_parallel_world_size = _size_setter("ep")
+set_expert_model_parallel_rank = _rank_setter("ep")
+get_expert_tensor_parallel_world_size = _size("etp", lambda _: None)
+get_expert_tensor_parallel_rank = _rank("etp", lambda _: None)
+set_expert_tensor_parallel_world_size = _size_setter("etp")
+set_expert_tensor_parallel_rank = _rank_setter("etp")
+get_expert_tensor_and_model_parallel_world_size = _size("etp_ep")
+get_expert_tensor_and_model_parallel_rank = _rank("etp_ep")
+get_expert_data_parallel_world_size = _expert_data_parallel_number("size")
+get_expert_data_parallel_rank = _expert_data_parallel_number("rank")
+get_expert_gtp_weight_remat_world_size = _size("egtp", lambda _: 0)
+get_expert_gtp_weight_remat_rank = _rank("egtp", lambda _: 0)
+
+
+# Whether there are groups.
 
 
 def is_initialized() -> bool:
@@ -157,26 +257,14 @@ def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGr
     return STATE.tp_group or STATE.get_or_create("tp_group", check_initialized)
 
 
-get_tensor_model_parallel_world_size = _size("tp", raise_missing)
-get_tensor_model_parallel_rank = _rank("tp", raise_missing)
-
-
 def get_tensor_model_parallel_src_rank() -> int:
     """Return the first global rank of the tensor-parallel group."""
     return (STATE.tp_ranks or raise_missing("tp_group"))[0]
 
 
-set_tensor_model_parallel_world_size = _size_setter("tp")
-set_tensor_model_parallel_rank = _rank_setter("tp")
-
-
 def get_gtp_weight_remat_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the group over which the weights are sharded that are gathered for each use."""
     return STATE.gtp_group or STATE.get_or_create("gtp_group", check_initialized)
-
-
-get_gtp_weight_remat_world_size = _size("gtp", lambda _: 0)
-get_gtp_weight_remat_rank = _rank("gtp", lambda _: 0)
 
 
 def get_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int]:
@@ -196,10 +284,6 @@ def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[in
     return raise_missing("cp_group") if ranks is None and check_initialized else ranks
 
 
-get_context_parallel_world_size = _size("cp")
-get_context_parallel_rank = _rank("cp")
-
-
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[ProcessGroup]:
     """Return the groups of the levels of the context-parallel group, innermost first."""
     return STATE.hierarchical_cp_groups or STATE.get_or_create("hierarchical_cp_groups", check_initialized)
@@ -208,10 +292,6 @@ def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> 
 def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the group over tp and cp together: ``mesh.group("cp", "tp")``."""
     return STATE.tp_cp_group or STATE.get_or_create("tp_cp_group", check_initialized)
-
-
-get_tensor_and_context_parallel_world_size = _size("tp_cp")
-get_tensor_and_context_parallel_rank = _rank("tp_cp")
 
 
 def get_tensor_and_data_parallel_group(
@@ -241,28 +321,7 @@ def get_amax_reduction_group(
     return STATE.tp_dp_group or STATE.get_or_create("tp_dp_group")
 
 
-# Data-parallel groups, with and without the context-parallel ranks, whole or in parts, on gloo too. Release 0.19 put
-# with_gtp_remat before the flags of the parts: an accessor is here as it is there, and as it was before.
-
-_NEWEST_AND_BEFORE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
-
-
-def _before(newest: Callable[..., Any]) -> Callable[[_Before], _Before]:
-    """Let a function be an accessor as it was before release 0.19."""
-
-    def register(before: _Before) -> _Before:
-        before.__name__, before.__doc__ = newest.__name__, newest.__doc__
-        _NEWEST_AND_BEFORE[newest.__name__] = newest, before
-        return before
-
-    return register
-
-
-def _partial_without_cp() -> ContractError:
-    return ContractError(
-        "partial_data_parallel is True without with_context_parallel; a part for the optimizer includes the "
-        "context-parallel ranks, so say with_context_parallel=True too"
-    )
+# Data-parallel groups, with and without the context-parallel ranks, whole or in parts, on gloo too.
 
 
 def get_data_parallel_group(
@@ -313,34 +372,6 @@ def _data_parallel_group_before(
     return STATE.dp_cp_group or STATE.get_or_create("dp_cp_group")
 
 
-def _data_parallel_number(answer: str) -> Callable[..., int]:
-    """Make the accessor of a size or a rank in the data-parallel groups."""
-
-    def newest(
-        with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
-    ) -> int:
-        base = "intra_dp_cp" if partial_data_parallel else "dp_cp" if with_context_parallel else "dp"
-        number = getattr(STATE, f"{base}_gtp_{answer}" if with_gtp_remat else f"{base}_{answer}")
-        part_without_cp = partial_data_parallel and not with_context_parallel
-        if part_without_cp and getattr(STATE, f"set_dp_{answer}") is None and dist.is_initialized():
-            raise _partial_without_cp()
-        return zero_or_raise(f"{base}_group") if number is None else number
-
-    word, what = _described(answer)
-    newest.__name__ = f"get_data_parallel_{word}"
-    newest.__doc__ = f"Return {what} in :func:`get_data_parallel_group`; a manual override takes precedence."
-
-    @_before(newest)
-    def before(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
-        return newest(with_context_parallel, False, partial_data_parallel)
-
-    return newest
-
-
-get_data_parallel_world_size = _data_parallel_number("size")
-get_data_parallel_rank = _data_parallel_number("rank")
-
-
 def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> ProcessGroup:
@@ -362,9 +393,6 @@ def get_data_parallel_group_gloo(
 def has_separate_all_gather_group() -> bool:
     """Return whether there is a second communicator over the data- and context-parallel ranks."""
     return STATE.separate_gather
-
-
-set_data_parallel_rank = _rank_setter("dp")
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
@@ -403,12 +431,6 @@ def get_hybrid_data_context_parallel_groups(
 def get_pipeline_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the group of the stages of this rank's pipeline: ``mesh.group("pp")``."""
     return STATE.pp_group or STATE.get_or_create("pp_group", check_initialized)
-
-
-get_pipeline_model_parallel_world_size = _size("pp", raise_missing)
-get_pipeline_model_parallel_rank = _rank("pp", raise_missing)
-set_pipeline_model_parallel_world_size = _size_setter("pp")
-set_pipeline_model_parallel_rank = _rank_setter("pp")
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
@@ -534,10 +556,6 @@ def get_expert_gtp_weight_remat_group(check_initialized: bool = True) -> Process
     return STATE.egtp_group or STATE.get_or_create("egtp_group", check_initialized)
 
 
-get_expert_gtp_weight_remat_world_size = _size("egtp", lambda _: 0)
-get_expert_gtp_weight_remat_rank = _rank("egtp", lambda _: 0)
-
-
 def get_expert_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int]:
     """Return the global ranks of the group over which the experts' weights are sharded, ascending."""
     ranks = STATE.egtp_ranks
@@ -554,30 +572,14 @@ def get_expert_model_parallel_src_rank() -> int:
     return (STATE.ep_ranks or raise_missing("ep_group"))[0]
 
 
-get_expert_model_parallel_world_size = _size("ep")
-get_expert_model_parallel_rank = _rank("ep")
-set_expert_model_parallel_world_size = _size_setter("ep")
-set_expert_model_parallel_rank = _rank_setter("ep")
-
-
 def get_expert_tensor_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the group of the ranks that share each expert: ``mesh.group("etp")``."""
     return STATE.etp_group or STATE.get_or_create("etp_group", check_initialized)
 
 
-get_expert_tensor_parallel_world_size = _size("etp", lambda _: None)
-get_expert_tensor_parallel_rank = _rank("etp", lambda _: None)
-set_expert_tensor_parallel_world_size = _size_setter("etp")
-set_expert_tensor_parallel_rank = _rank_setter("etp")
-
-
 def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the group over etp and ep together: one full set of the experts of a layer."""
     return STATE.etp_ep_group or STATE.get_or_create("etp_ep_group", check_initialized)
-
-
-get_expert_tensor_and_model_parallel_world_size = _size("etp_ep")
-get_expert_tensor_and_model_parallel_rank = _rank("etp_ep")
 
 
 def get_expert_tensor_model_pipeline_parallel_group(
@@ -613,31 +615,6 @@ def _expert_data_parallel_group_before(
     if partial_expert_data_parallel:
         return STATE.intra_edp_group or STATE.get_or_create("intra_edp_group", check_initialized)
     return STATE.edp_group or STATE.get_or_create("edp_group", check_initialized)
-
-
-def _expert_data_parallel_number(answer: str) -> Callable[..., int]:
-    """Make the accessor of a size or a rank in the experts' data-parallel groups."""
-
-    def newest(with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False) -> int:
-        base = "intra_edp" if partial_expert_data_parallel else "edp"
-        number = getattr(STATE, f"{base}_gtp_{answer}" if with_gtp_remat else f"{base}_{answer}")
-        return zero_or_raise("edp_group") if number is None else number
-
-    word, what = _described(answer)
-    newest.__name__ = f"get_expert_data_parallel_{word}"
-    newest.__doc__ = (
-        f"Return {what} in :func:`get_expert_data_parallel_group`; 0 without ``torch.distributed``."
-    )
-
-    @_before(newest)
-    def before(partial_expert_data_parallel: bool = False) -> int:
-        return newest(False, partial_expert_data_parallel)
-
-    return newest
-
-
-get_expert_data_parallel_world_size = _expert_data_parallel_number("size")
-get_expert_data_parallel_rank = _expert_data_parallel_number("rank")
 
 
 def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> ProcessGroup:
