@@ -78,9 +78,6 @@ def build_groups(mesh: NamedMesh, axis_map: AxisMap, config: ParallelConfig) -> 
 
     Returns:
         For this rank, the value of every slot of the state that a mesh determines.
-
-    Raises:
-        ContractError: a callback returns ranks that are not in the pipeline that it was given.
     """
     builder = _Builder(mesh, axis_map, config)
     values, instances = builder.values, builder.instances

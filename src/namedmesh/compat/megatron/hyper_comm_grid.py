@@ -173,7 +173,7 @@ class HyperCommGrid:
 
     def get_rank_enum(self, dims: str | list[str], *, view: str | None = None) -> list[list[int]]:
         """Return the ranks of every group over some dims."""
-        layout, axes, _ = self._ordered(dims, view, canonical=False)
+        layout, axes, _ = self._ordered(dims, view)
         return [list(ranks) for ranks in layout.groups(*axes)]
 
     def is_current_rank_in_grid(self) -> bool:
@@ -190,7 +190,7 @@ class HyperCommGrid:
     close = destroy
 
     def _ordered(
-        self, dims: str | list[str], view: str | None, *, canonical: bool = True
+        self, dims: str | list[str], view: str | None
     ) -> tuple[Layout, tuple[str, ...], tuple[str, str]]:
         """Return a layout, its axes for some dims, and the key of their group; shared dims are the base view's."""
         name = _BASE if view is None else view
@@ -205,7 +205,7 @@ class HyperCommGrid:
             raise ContractAxisError(
                 f"{unknown or names} of {dims!r} is not among the dims {list(layout.axes[::-1])}; name one or more of them"
             )
-        if canonical and shared >= set(names):
+        if shared >= set(names):
             name, layout = _BASE, self.layout
         axes = tuple(axis for axis in layout.axes if axis in names)
         return layout, axes, (name, "-".join(axes))

@@ -5,7 +5,8 @@ The functions read one object, :data:`namedmesh.compat.megatron.state.STATE`. Th
 the variable is deleted, or the state is destroyed.
 
 Every accessor raises :class:`~namedmesh.compat.errors.ContractError`, which is also an ``AssertionError``, where its
-group is not initialized; with ``check_initialized=False`` it returns None instead.
+group is not initialized, or its flags contradict each other; with ``check_initialized=False`` it returns None where there
+is no group.
 
 Example:
     >>> import namedmesh, torch.distributed as dist
@@ -338,9 +339,6 @@ def get_data_parallel_group(
         with_gtp_remat: False for the replicas of this rank's parameters only: ``mesh.group("dp")``.
         partial_data_parallel: only those of this rank's optimizer instance; they include cp.
         independent_all_gather: the second communicator over dp and cp, for all-gathers.
-
-    Raises:
-        ContractError: there is no such group, or a part is asked for without cp.
     """
     if not with_gtp_remat or (independent_all_gather and with_context_parallel and not partial_data_parallel):
         return _data_parallel_group_before(
@@ -375,11 +373,7 @@ def _data_parallel_group_before(
 def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> ProcessGroup:
-    """Return the gloo group over the ranks of :func:`get_data_parallel_group`, for tensors on the CPU.
-
-    Raises:
-        ContractError: there is no such group, or a part is asked for without cp.
-    """
+    """Return the gloo group over the ranks of :func:`get_data_parallel_group`, for tensors on the CPU."""
     if not with_context_parallel:
         group = STATE.dp_gloo or STATE.get_or_create("dp_gloo")
         if partial_data_parallel:
@@ -408,11 +402,8 @@ def get_hybrid_data_context_parallel_groups(
 
     Args:
         check_initialized: raise where there are no groups.
-        group_size: a power of two, or the size of the whole data- and context-parallel group.
-
-    Raises:
-        ContractError: there are no groups yet.
-        ContractKeyError: there is no group of this size.
+        group_size: a power of two, or the size of the whole data- and context-parallel group; ContractKeyError is
+            raised for any other.
     """
     if get_data_parallel_world_size(with_context_parallel=True) == group_size:
         return STATE.get_or_create("dp_cp_group", check_initialized)
@@ -459,9 +450,6 @@ def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = 
     Args:
         ignore_virtual: look at the rank only.
         vp_stage: the virtual stage that is asked about, where there are any and they are not ignored.
-
-    Raises:
-        ContractError: there are no groups yet, or ``vp_stage`` is needed and missing.
     """
     if not ignore_virtual and STATE.vpp_size is not None and _required(vp_stage) != 0:
         return False
