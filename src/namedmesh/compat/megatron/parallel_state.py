@@ -5,8 +5,8 @@ The functions read one object, :data:`namedmesh.compat.megatron.state.STATE`. Th
 the variable is deleted, or the state is destroyed.
 
 Every accessor raises :class:`~namedmesh.compat.errors.ContractError`, which is also an ``AssertionError``, where its
-group is not initialized, or its flags contradict each other; with ``check_initialized=False`` it returns None where there
-is no group.
+group is not initialized or its flags contradict each other. With ``check_initialized=False`` it returns None where
+there is no group.
 
 Example:
     >>> import namedmesh, torch.distributed as dist
@@ -573,7 +573,7 @@ def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -
 def get_expert_tensor_model_pipeline_parallel_group(
     check_initialized: bool = True, with_egtp_remat: bool = False
 ) -> ProcessGroup:
-    """Return the group over etp, ep and pp together, and egtp_remat if asked: one full set of the experts of the model."""
+    """Return the group over etp, ep and pp, and egtp_remat if asked: one full set of the experts of the model."""
     if with_egtp_remat:
         return STATE.etp_ep_pp_gtp_group or STATE.get_or_create("etp_ep_pp_gtp_group", check_initialized)
     return STATE.etp_ep_pp_group or STATE.get_or_create("etp_ep_pp_group", check_initialized)

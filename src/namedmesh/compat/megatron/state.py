@@ -71,7 +71,7 @@ class State(LegacyState):
         def __setattr__(self, name: str, value: Any) -> None: ...
 
     def read(self, slot: str) -> Any:
-        """Return the value of a slot; a group that is created now is added to the list of groups, as in the original."""
+        """Return the value of a slot; a group that is created now joins the list of groups, as in the original."""
         was_lazy = slot in self.lazy
         value = super().read(slot)
         if was_lazy and value not in self.group_list:

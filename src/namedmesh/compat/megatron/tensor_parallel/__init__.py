@@ -14,5 +14,5 @@ from namedmesh.compat.megatron.tensor_parallel.mappings import __all__ as _mappi
 from namedmesh.compat.megatron.tensor_parallel.utils import *
 from namedmesh.compat.megatron.tensor_parallel.utils import __all__ as _utils
 
-__all__ = [*_cross_entropy, *_layers, *_mappings, *_utils]  # noqa: PLE0604  lists of names, which ruff does not look into
+__all__ = [*_cross_entropy, *_layers, *_mappings, *_utils]  # noqa: PLE0604  they are lists of names
 __all__.sort()
