@@ -13,11 +13,11 @@ Three ways in, for code at different stages of a move:
 
 from __future__ import annotations
 
+from namedmesh.compat.binding import Bound
 from namedmesh.compat.install import Replacement
 from namedmesh.compat.megatron import parallel_state, tensor_parallel
 from namedmesh.compat.megatron.hyper_comm_grid import HyperCommGrid
 from namedmesh.compat.megatron.initialize import (
-    Bound,
     bind,
     current_mesh,
     destroy_model_parallel,

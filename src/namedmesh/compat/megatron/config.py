@@ -24,8 +24,6 @@ from namedmesh.options import GroupOptions
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["BINDABLE", "ParallelConfig", "check_net_names"]
-
 BINDABLE = (
     "virtual_pipeline_model_parallel_size",
     "hierarchical_context_parallel_sizes",
@@ -104,12 +102,7 @@ class ParallelConfig:
 
     @cached_property
     def options(self) -> dict[str, GroupOptions]:
-        """Options by Megatron's name of the group, from the file of NCCL settings and the high-priority groups.
-
-        Raises:
-            ContractFileNotFoundError: there is no file at the path.
-            ContractRuntimeError: the file has settings that NCCL does not have.
-        """
+        """Options by Megatron's name of the group, from the file of NCCL settings and the high-priority groups."""
         path = self.nccl_communicator_config_path
         options: dict[str, GroupOptions] = {}
         if path is not None:
@@ -141,17 +134,7 @@ class ParallelConfig:
     # original raises for the first.
 
     def validate(self, world_size: int) -> tuple[Layout, Layout]:
-        """Check every argument, and return the layouts of the mesh and of its expert view.
-
-        Args:
-            world_size: the number of ranks of the default group.
-
-        Raises:
-            ContractError: what the original asserts.
-            ContractRuntimeError: sizes or orders that it refuses so.
-            ContractFileNotFoundError: there is no file of NCCL settings at the path.
-            ContractKeyError: the order names something unknown.
-        """
+        """Check every argument in a world of some size, and return the layouts of the mesh and of its expert view."""
         world = world_size if self.local_world_size is None else self.local_world_size
         _raise_all([*self._sharp_problems(), *self._size_problems(world, world_size)])
         _ = self.options
@@ -166,24 +149,15 @@ class ParallelConfig:
         return dense, expert
 
     def validate_for_mesh(self, axis_map: AxisMap) -> None:
-        """Check what ``bind`` takes against the axes of a mesh.
-
-        Raises:
-            ContractError: sizes that do not divide.
-            ContractRuntimeError: virtual stages without a pipeline.
-        """
+        """Check what ``bind`` takes against the axes of a mesh."""
         _raise_all([*self._group_problems(axis_map), *self._virtual_problems(axis_map.size("pp"))])
 
     def _sizes(self, view: str) -> dict[str, int]:
-        """Return the sizes that the world of a view is divided by; dp is what is left."""
-        tp, etp, pp = (
-            self.tensor_model_parallel_size,
-            self.expert_tensor_parallel_size,
-            self.pipeline_model_parallel_size,
-        )
-        if view == DENSE:
-            sizes, gtp = {"tp": tp, "pp": pp, "cp": self.context_parallel_size}, self.gtp_remat_size
-        else:
+        """Return the sizes that the world of a view is divided by, by the tokens of the order; dp is what is left."""
+        tp, etp = self.tensor_model_parallel_size, self.expert_tensor_parallel_size
+        pp, gtp = self.pipeline_model_parallel_size, self.gtp_remat_size
+        sizes = {"tp": tp, "pp": pp, "cp": self.context_parallel_size}
+        if view == EXPERT:
             sizes = {"tp": tp if etp is None else etp, "ep": self.expert_model_parallel_size, "pp": pp}
             gtp = self.expert_gtp_remat_size
         return sizes if gtp == 1 else sizes | {"gtp_remat": gtp}
@@ -198,14 +172,11 @@ class ParallelConfig:
 
     def _tokens(self, view: str, sizes: Mapping[str, int]) -> list[str]:
         """Return the tokens of the order, fastest first; gtp_remat is after tp, and after ep for the experts."""
-        known = {token: sizes.get(token, 1) for token in ("tp", "pp", "dp", "ep", "cp")}
-        order = self.order
-        if "gtp_remat" in sizes or "gtp_remat" in order:
-            known["gtp_remat"] = sizes.get("gtp_remat", 1)
-            order = insert_gtp_remat(
-                order, "tp" if view == DENSE else "ep"
-            )  # in lower case only, as the original
-        return ordered_tokens(order, known)
+        order, names = self.order, ["tp", "pp", "dp", "ep", "cp"]
+        if "gtp_remat" in sizes or "gtp_remat" in order:  # in lower case only, as the original
+            order = insert_gtp_remat(order, "tp" if view == DENSE else "ep")
+            names.append("gtp_remat")
+        return ordered_tokens(order, {name: sizes.get(name, 1) for name in names})
 
     def _sharp_problems(self) -> Iterator[NamedMeshError]:
         group, instances = self.sharp_enabled_group, self.num_distributed_optimizer_instances
@@ -222,20 +193,16 @@ class ParallelConfig:
             )
 
     def _size_problems(self, world: int, world_size: int) -> Iterator[NamedMeshError]:
-        names = [
-            field.name
-            for field in fields(self)
-            if field.name.endswith("_size") and "virtual" not in field.name
-        ]
-        wrong = {
-            name: size
-            for name in (*names, "num_distributed_optimizer_instances")
+        names = [field.name for field in fields(self) if field.name.endswith("_size")]
+        names = [name for name in names if "virtual" not in name] + ["num_distributed_optimizer_instances"]
+        wrong = [
+            ContractRuntimeError(f"{name} is {size!r}; a size is a whole number from 1")
+            for name in names
             if (size := getattr(self, name)) is not None
             and (not isinstance(size, int) or isinstance(size, bool) or size < 1)
-        }
+        ]
         if wrong:
-            for name, size in wrong.items():
-                yield ContractRuntimeError(f"{name} is {size!r}; a size is a whole number from 1")
+            yield from wrong
             return
         gtp = {name: getattr(self, name) for name in ("gtp_remat_size", "expert_gtp_remat_size")}
         if max(gtp.values()) > 1 and self.num_distributed_optimizer_instances > 1:
@@ -301,14 +268,7 @@ class ParallelConfig:
 
 
 def check_net_names(net_names: Mapping[str, object]) -> None:
-    """Refuse networks that the original does not let NCCL settings name.
-
-    Args:
-        net_names: the network of each group, or None.
-
-    Raises:
-        ContractRuntimeError: one is neither IB nor socket.
-    """
+    """Refuse networks that the original does not let the NCCL settings of a group name: all but IB and socket."""
     problems = [
         f"net_name of {group!r} is {net_name!r}; it is 'IB' or 'socket'"
         for group, net_name in net_names.items()

@@ -1,47 +1,43 @@
-"""Megatron's groups on a mesh: their options, and the groups themselves."""
+"""Megatron's groups: those of a mesh with their options, and single ones that a caller makes as in the original."""
 
 from __future__ import annotations
 
+import logging
 import os
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from namedmesh.compat.errors import ContractError
+from namedmesh._torch import set_group_timeout
+from namedmesh.compat.axis_map import AxisMap
+from namedmesh.compat.errors import ContractError, ContractRuntimeError
 from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer
-from namedmesh.compat.megatron.rank_generator import chunks, hybrid_sizes, level_groups
-from namedmesh.compat.megatron.state import ROWS
+from namedmesh.compat.megatron.config import check_net_names
+from namedmesh.compat.megatron.state import ROWS, STATE, raise_missing
 from namedmesh.dialects import DENSE, EXPERT, MEGATRON_GROUPS
+from namedmesh.errors import LayoutError
+from namedmesh.groups import new_group_by_everyone
 from namedmesh.lazy_group import LazyGroup
-from namedmesh.options import GroupOptions
+from namedmesh.options import GroupOptions, nccl_options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from datetime import timedelta
 
-    from namedmesh.compat.axis_map import AxisMap
     from namedmesh.compat.megatron.config import ParallelConfig
-    from namedmesh.dialects import Kind
     from namedmesh.layout import Layout
     from namedmesh.mesh import NamedMesh
 
-__all__ = ["axis_options", "build_groups", "wanted_groups"]
+logger = logging.getLogger(__name__)
+
 
 _OVER_AXES = [row for row in MEGATRON_GROUPS if row.members == "all" and row.slot != "optimizer_group"]
-
-
-def _rows_to_build(axis_map: AxisMap) -> list[Kind]:
-    """Return the rows over whole axes, but for those that are other groups because gtp_remat or egtp_remat is 1."""
-    return [row for row in _OVER_AXES if not _without_gtp(row, axis_map)]
-
-
-def _without_gtp(row: Kind, axis_map: AxisMap) -> str:
-    """Return the slot of the group that a row is where its gtp_remat or egtp_remat is 1; none for any other row."""
-    gtp = "egtp_remat" if row.view == EXPERT else "gtp_remat"
-    return row.slot.replace("_gtp_group", "_group") if "_gtp_" in row.slot and axis_map.size(gtp) == 1 else ""
 
 
 def axis_options(axis_map: AxisMap, config: ParallelConfig) -> dict[str, dict[str, GroupOptions]]:
@@ -52,14 +48,15 @@ def axis_options(axis_map: AxisMap, config: ParallelConfig) -> dict[str, dict[st
     """
     backend = config.pipeline_model_parallel_comm_backend
     options: dict[str, dict[str, GroupOptions]] = {DENSE: {}, EXPERT: {}}
-    for row in _rows_to_build(axis_map) if config.options or backend is not None else ():
+    for row in _OVER_AXES if config.options or backend is not None else ():
         of_group = config.options.get(row.key, GroupOptions())
         if row.key == "pp" and backend is not None:
             # The original gives no NCCL settings to a backend that is not NCCL.
             of_group = GroupOptions(backend="ucc") if backend == "ucc" else replace(of_group, backend="nccl")
         axes = axis_map.locate(row.axes)[1]
         if axis_map.added.isdisjoint(axes):
-            options[row.view]["_".join(axes)] = of_group
+            # The first row over these axes; a later one spans gtp_remat too, which is 1.
+            options[row.view].setdefault("_".join(axes), of_group)
     return options
 
 
@@ -67,7 +64,7 @@ def wanted_groups(
     axis_map: AxisMap, options: Mapping[str, Mapping[str, GroupOptions]]
 ) -> list[tuple[Layout, tuple[str, ...], GroupOptions]]:
     """Return the layout, axes and options of every group over whole axes."""
-    located = [(row.view, *axis_map.locate(row.axes)) for row in _rows_to_build(axis_map)]
+    located = [(row.view, *axis_map.locate(row.axes)) for row in _OVER_AXES]
     return [
         (layout, axes, options[view].get("_".join(axes), GroupOptions())) for view, layout, axes in located
     ]
@@ -81,30 +78,41 @@ def build_groups(mesh: NamedMesh, axis_map: AxisMap, config: ParallelConfig) -> 
 
     Returns:
         For this rank, the value of every slot of the state that a mesh determines.
-
-    Raises:
-        ContractError: a callback returns ranks that are not in the pipeline that it was given.
     """
     builder = _Builder(mesh, axis_map, config)
-    values = builder.values
-    with _sharp_environment(config, "dp"):
-        builder.over_axes("dp_cp_group")
-        builder.all_gather_group()
-        builder.part("intra_dp_cp_group", "dp_cp_group")
-        _connect_with_sharp(mesh, values["dp_cp_group"], config, "dp")
-    for row in _rows_to_build(axis_map):
+    values, instances = builder.values, builder.instances
+    with builder.sharp("dp", "dp_cp_group"):
+        builder.build("dp_cp_group")
+        if config.create_all_gather_group:
+            layout, axes = axis_map.locate(("dp", "cp"))
+            options = replace(mesh.options_of(axes), share=False)
+            values["dp_cp_gather_group"] = mesh.pool.make(layout, axes, options)
+        builder.build_part("intra_dp_cp_group", "dp_cp_group")
+    for row in _OVER_AXES:  # those that span gtp_remat are those that do not where it is 1
         if row.slot not in values:
-            builder.over_axes(row.slot)
-    builder.context_parallel_levels()
-    builder.hybrid_groups()
+            builder.build(row.slot)
+    if config.levels:
+        values["hierarchical_cp_groups"] = [
+            builder.create("hierarchical_cp_groups", size, prod(config.levels[:level]))
+            for level, size in enumerate(config.levels)
+        ]
+    sizes = hybrid_sizes(axis_map.size("dp", "cp")) if config.hybrid_context_parallel else []
+    values["hybrid_groups"] = {size: builder.create("hybrid_groups", size) for size in sizes}
     for slot, choose in config.stages_with_embeddings.items():
-        builder.embedding(slot, choose)
-    with _sharp_environment(config, "dp_replica"):
-        builder.part("intra_edp_group", "edp_group")
-        builder.across_instances()
-        _connect_with_sharp(mesh, values["inter_edp_group"], config, "dp_replica")
-    builder.optimizer_instance()
-    builder.groups_without_gtp()
+        sets = [_embedding_stages(choose, list(ranks)) for ranks in axis_map.groups("pp")]
+        builder.build(slot, sets)
+        values[ROWS[slot].ranks_slot] = next((ranks for ranks in sets if mesh.global_rank in ranks), None)
+    with builder.sharp("dp_replica", "inter_edp_group"):
+        builder.build_part("intra_edp_group", "edp_group")
+        part = axis_map.size("edp") // instances
+        sets = builder.split("inter_edp_group", instances, part) if instances > 1 else []
+        builder.build("inter_edp_group", sets)
+    models = axis_map.groups("etp", "ep", "pp")
+    of_instances = split_ranks(models, len(models) // instances)
+    builder.build("optimizer_group", [list(chain.from_iterable(models)) for models in of_instances])
+    for base in ("dp_cp", "edp"):  # gtp_remat goes with one instance
+        other = f"intra_{base}_group" if instances > 1 else f"{base}_gtp_group"
+        values[f"intra_{base}_gtp_group"] = values[other]
     if config.virtual_pipeline_model_parallel_size is not None:
         values |= {"vpp_rank": 0, "vpp_size": config.virtual_pipeline_model_parallel_size}
     values["memory_buffer"] = GlobalMemoryBuffer(mesh.device)
@@ -121,106 +129,93 @@ class _Builder:
         self.instances = config.num_distributed_optimizer_instances
         self.values: dict[str, Any] = {}
 
-    def over_axes(self, slot: str) -> None:
-        """Build a group over whole axes, with its ranks and its gloo group."""
-        row = ROWS[slot]
-        layout, axes = self.axis_map.locate(row.axes)
-        self._build(row, partial(self.mesh.pool.reserve, layout, axes), self.mesh.options_of(axes))
-        if row.ranks:
-            self.values[row.ranks_slot] = list(layout.group(self.mesh.global_rank, *axes))
-
-    def over_sets(self, slot: str, sets: Sequence[Sequence[int]], *, own_options: bool = False) -> Any:
-        """Build the one of some sets of ranks that has this rank, with options of its own or else those of its axes."""
+    def build(self, slot: str, sets: Sequence[Sequence[int]] | None = None) -> None:
+        """Build a group, and its gloo group, over whole axes, with its ranks; or the one of some sets of ranks."""
         row, pool = ROWS[slot], self.mesh.pool
-        axes = () if own_options else self.axis_map.locate(row.axes)[1]
-        options = self.config.options.get(row.key) or self.mesh.options_of(axes)
-        return self._build(row, lambda options: pool.reserve_set(sets, row.key, options), options)
-
-    def _build(self, row: Kind, reserve: Callable[[GroupOptions], Any], options: GroupOptions) -> Any:
-        group = self.values[row.slot] = reserve(options)
+        layout, axes = self.axis_map.locate(row.axes)
+        reserve: Callable[[GroupOptions], Any]
+        if sets is None:
+            options = self.mesh.options_of(axes)
+            reserve = partial(pool.reserve, layout, axes)
+            if row.ranks:
+                self.values[row.ranks_slot] = list(layout.group(self.mesh.global_rank, *axes))
+        else:
+            # An optimizer instance spans every axis, and has the options of none.
+            own = self.config.options.get(row.key)
+            options = own or self.mesh.options_of(() if slot == "optimizer_group" else axes)
+            reserve = partial(pool.reserve_set, sets, row.key)
+        self.values[slot] = reserve(options)
         if row.gloo:
             # Beside weights that are gathered for each use the original makes no gloo groups.
-            with_gloo = self.config.create_gloo_process_groups and self.axis_map.size("gtp_remat") == 1
-            with_gloo = with_gloo and (row.view == DENSE or self.axis_map.size("egtp_remat") == 1)
-            self.values[row.gloo_slot] = reserve(self.mesh.pool.gloo_options(options)) if with_gloo else None
-        return group
+            gathered = self.axis_map.size("gtp_remat") > 1
+            gathered |= row.view == EXPERT and self.axis_map.size("egtp_remat") > 1
+            with_gloo = self.config.create_gloo_process_groups and not gathered
+            self.values[row.gloo_slot] = reserve(pool.gloo_options(options)) if with_gloo else None
 
-    def part(self, slot: str, whole: str) -> None:
+    def split(self, slot: str, size: int, stride: int = 1) -> list[list[int]]:
+        """Return the sets of ranks that :func:`split_ranks` makes of every group over the axes of a slot."""
+        groups = self.axis_map.groups(*ROWS[slot].axes)
+        return [part for ranks in groups for part in split_ranks(ranks, size, stride)]
+
+    def create(self, slot: str, size: int, stride: int = 1) -> dist.ProcessGroup | None:
+        """Return a group that is handed out in a container, and therefore cannot be created on first use."""
+        self.build(slot, self.split(slot, size, stride))
+        return self.created(slot)
+
+    def created(self, slot: str) -> dist.ProcessGroup | None:
+        """Return the group of a slot, created now where it was reserved."""
+        group: dist.ProcessGroup | LazyGroup | None = self.values[slot]
+        return group.get_or_create() if isinstance(group, LazyGroup) else group
+
+    def build_part(self, slot: str, whole: str) -> None:
         """Build the part of a group that is inside one optimizer instance; the group itself where there is one."""
-        row = ROWS[slot]
         if self.instances > 1:
-            size = self.axis_map.size(*row.axes) // self.instances
-            groups = self.axis_map.groups(*row.axes)
-            self.over_sets(slot, [part for ranks in groups for part in chunks(ranks, size)])
+            self.build(slot, self.split(slot, self.axis_map.size(*ROWS[slot].axes) // self.instances))
         else:
-            self.values[slot], self.values[row.gloo_slot] = (
-                self.values[whole],
-                self.values[ROWS[whole].gloo_slot],
-            )
+            self.values[slot] = self.values[whole]
+            self.values[ROWS[slot].gloo_slot] = self.values[ROWS[whole].gloo_slot]
 
-    def all_gather_group(self) -> None:
-        """Build the second group over dp and cp, for all-gathers."""
-        if self.config.create_all_gather_group:
-            layout, axes = self.axis_map.locate(ROWS["dp_cp_gather_group"].axes)
-            options = replace(self.mesh.options_of(axes), share=False)
-            self.values["dp_cp_gather_group"] = self.mesh.pool.make(layout, axes, options)
+    @contextmanager
+    def sharp(self, name: str, slot: str) -> Iterator[None]:
+        """Let the groups that are created inside use SHARP, if those of this name do.
 
-    def context_parallel_levels(self) -> None:
-        """Build the levels of cp, innermost first."""
-        sizes, groups = self.config.levels, self.axis_map.groups("cp")
-        levels = []
-        for level in range(len(sizes)):
-            sets = [
-                ranks_of_level for ranks in groups for ranks_of_level in level_groups(ranks, sizes, level)
-            ]
-            levels.append(_created(self.over_sets("hierarchical_cp_groups", sets)))
-        if levels:
-            self.values["hierarchical_cp_groups"] = levels
-
-    def hybrid_groups(self) -> None:
-        """Build a group for each power of two inside dp and cp."""
-        groups: dict[int, Any] = {}
-        for size in (
-            hybrid_sizes(self.axis_map.size("dp", "cp")) if self.config.hybrid_context_parallel else ()
-        ):
-            sets = [part for ranks in self.axis_map.groups("dp", "cp") for part in chunks(ranks, size)]
-            groups[size] = _created(self.over_sets("hybrid_groups", sets))
-        self.values["hybrid_groups"] = groups
-
-    def embedding(self, slot: str, choose: Callable[[list[int]], list[int]]) -> None:
-        """Build the group of the stages that share an embedding; none on a rank of another stage."""
-        sets = [_embedding_stages(choose, list(ranks)) for ranks in self.axis_map.groups("pp")]
-        self.over_sets(slot, sets)
-        mine = next((ranks for ranks in reversed(sets) if self.mesh.global_rank in ranks), None)
-        self.values[ROWS[slot].ranks_slot] = mine
-
-    def across_instances(self) -> None:
-        """Build the group of the ranks that hold the same part of edp in each optimizer instance."""
-        size = self.axis_map.size("edp") // self.instances
-        groups = self.axis_map.groups("edp") if self.instances > 1 else ()
-        self.over_sets("inter_edp_group", [ranks[start::size] for ranks in groups for start in range(size)])
-
-    def optimizer_instance(self) -> None:
-        """Build the group of one optimizer instance: the model-parallel ranks of a part of the experts' replicas."""
-        models = self.axis_map.groups("etp", "ep", "pp")
-        replicas = len(models) // self.instances
-        sets = [
-            [rank for model in models[start : start + replicas] for rank in model]
-            for start in range(0, len(models), replicas)
-        ]
-        self.over_sets("optimizer_group", sets, own_options=True)
-
-    def groups_without_gtp(self) -> None:
-        """Let the groups that span gtp_remat be those that do not where its size is 1; they are in one instance."""
-        for row in ROWS.values():
-            other = _without_gtp(row, self.axis_map)
-            if other or (row.slot not in self.values and "_gtp_" in row.slot):
-                self.values[row.slot] = self.values[other or row.slot.removeprefix("intra_")]
+        NCCL reads the environment when it creates a communicator, which a first collective makes sure of.
+        """
+        if self.config.sharp_group != name:
+            yield
+            return
+        os.environ["NCCL_COLLNET_ENABLE"] = "1"
+        try:
+            yield
+            group = self.created(slot)
+            if group is not None and self.mesh.device.type == "cuda":
+                dist.barrier(group=group, device_ids=[torch.cuda.current_device()])
+                torch.cuda.synchronize()
+            elif group is not None:
+                dist.barrier(group=group)
+        finally:
+            os.environ.pop("NCCL_COLLNET_ENABLE", None)
 
 
-def _created(group: dist.ProcessGroup | LazyGroup | None) -> dist.ProcessGroup | None:
-    """Return a group that is handed out in a container, and therefore cannot be created on first use."""
-    return group.get_or_create() if isinstance(group, LazyGroup) else group
+def split_ranks(ranks: Sequence[Any], size: int, stride: int = 1) -> list[list[Any]]:
+    """Split the ranks of a group into sets of some size, of every ``stride``-th rank each.
+
+    Example:
+        >>> split_ranks((0, 2, 4, 6), 2), split_ranks(range(8), 4, 2)
+        ([[0, 2], [4, 6]], [[0, 2, 4, 6], [1, 3, 5, 7]])
+    """
+    span = size * stride
+    return [list(ranks[i : i + span : stride]) for i in range(len(ranks)) if i % span < stride]
+
+
+def hybrid_sizes(size: int) -> list[int]:
+    """Return the sizes of the hybrid groups inside a group: powers of two, as far as the original goes.
+
+    Example:
+        >>> hybrid_sizes(16), hybrid_sizes(12), hybrid_sizes(2)
+        ([2, 4, 8], [2, 4], [])
+    """
+    return [2**power for power in range(1, size.bit_length() - 1)]
 
 
 def _embedding_stages(choose: Callable[[list[int]], list[int]], pipeline: list[int]) -> list[int]:
@@ -234,28 +229,213 @@ def _embedding_stages(choose: Callable[[list[int]], list[int]], pipeline: list[i
     return stages
 
 
-@contextmanager
-def _sharp_environment(config: ParallelConfig, group: str) -> Iterator[None]:
-    """NCCL reads the environment when it creates a communicator; those created inside use SHARP."""
-    if config.sharp_group != group:
-        yield
-        return
-    os.environ["NCCL_COLLNET_ENABLE"] = "1"
+# Single groups, made as in the original: every rank calls, also for groups that it is not in.
+
+
+def create_group(  # noqa: PLR0917  the original's signature
+    ranks: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+) -> Any:
+    """Create a process group beside those of the mesh; communicates. The group belongs to the caller.
+
+    The arguments are those of ``torch.distributed.new_group``. The group is on the list that
+    :func:`update_pg_timeout` goes through; ``destroy_model_parallel`` does not destroy it.
+
+    Returns:
+        The group; on a rank outside it, what torch returns to those.
+    """
+    group = new_group_by_everyone(
+        ranks,
+        timeout=timeout,
+        backend=backend,
+        pg_options=pg_options,
+        use_local_synchronization=use_local_synchronization,
+        group_desc=group_desc,
+    )
+    if STATE.group_list is None:
+        STATE.group_list = [None]  # the default group
+    if ranks is None or dist.get_rank() in ranks:
+        STATE.group_list.append(group)
+    return group
+
+
+def _create_mine(rank: int, sets: Iterable[Sequence[int]], group_desc: str, **options: Any) -> Any:
+    """Create a group over each set of ranks, and return the one that a rank is in; None if it is in none."""
+    mine = None
+    for ranks in sets:
+        group = create_group(ranks, group_desc=group_desc, **options)
+        mine = group if rank in ranks else mine
+    return mine
+
+
+def create_hierarchical_groups(  # noqa: PLR0917  the original's signature
+    rank: int,
+    ranks: Sequence[int],
+    hierarchical_group_sizes: Sequence[int],
+    create_gloo_process_groups: bool = False,
+    pg_options: Any = None,
+    timeout: timedelta | None = None,
+    group_desc: str | None = None,
+) -> tuple[list[Any], list[Any]]:
+    """Create the groups at each level of a hierarchy over some ranks; communicates.
+
+    With sizes ``[2, 4]`` over 8 ranks, the groups of level 0 join neighboring ranks, (0, 1) (2, 3) (4, 5) (6, 7), and
+    those of level 1 join one rank of each: (0, 2, 4, 6) and (1, 3, 5, 7).
+
+    Args:
+        rank: this rank.
+        ranks: the ranks.
+        hierarchical_group_sizes: the size of each level, which multiply to the number of ranks.
+        create_gloo_process_groups: whether there are gloo groups too.
+        pg_options: options of the groups, for all levels or a list of one for each.
+        timeout: the timeout of the groups.
+        group_desc: a description, for torch's messages.
+
+    Returns:
+        This rank's groups, one for each level, and the gloo groups (None where there are none); empty on a rank
+        that is not in ``ranks``.
+
+    Raises:
+        ContractError: the sizes do not multiply to the number of ranks.
+    """
+    sizes = list(hierarchical_group_sizes)
+    if prod(sizes) != len(ranks):
+        raise ContractError(
+            f"the hierarchical sizes {sizes} multiply to {prod(sizes)}, but the group has {len(ranks)} ranks; "
+            "change a size"
+        )
+    options = pg_options if isinstance(pg_options, list) else [pg_options] * len(sizes)
+    groups: list[Any] = []
+    gloo_groups: list[Any] = []
+    for level, level_options in enumerate(options):
+        sets, name = split_ranks(ranks, sizes[level], prod(sizes[:level])), f"HIERARCHICAL_{group_desc}"
+        groups.append(_create_mine(rank, sets, f"{name}_L{level}", timeout=timeout, pg_options=level_options))
+        gloo_groups.append(
+            _create_mine(rank, sets, f"{name}_GLOO_L{level}", timeout=timeout, backend="gloo")
+            if create_gloo_process_groups
+            else None
+        )
+    return (groups, gloo_groups) if rank in ranks else ([], [])
+
+
+def create_hybrid_dp_cp_groups(rank: int, ranks: Sequence[int], pg_options: Any) -> dict[int, Any]:
+    """Create groups of neighboring ranks, for each power of two from 2 to below the number of ranks; communicates.
+
+    Args:
+        rank: this rank.
+        ranks: the ranks of a data- and context-parallel group.
+        pg_options: options of the groups.
+
+    Returns:
+        This rank's group for each size.
+    """
+    groups = {
+        size: _create_mine(
+            rank, split_ranks(ranks, size), f"HYBRID_DP_CP_GROUP_{size}", pg_options=pg_options
+        )
+        for size in hybrid_sizes(len(ranks))
+    }
+    return groups if rank in ranks else {}
+
+
+def create_all_gather_groups(
+    for_expert_parallelism: bool = False,
+    timeout: timedelta | None = None,
+    nccl_comm_cfgs: Mapping[str, Mapping[str, Any]] | None = None,
+) -> tuple[Any, Any]:
+    """Create second groups over the ranks of dp and cp, so that all-gathers overlap with reduce-scatters; communicates.
+
+    Every rank of the world calls it. The groups belong to the caller. Their ranks are those of
+    ``get_data_parallel_group`` in every order of the axes; the original has those of its default order.
+
+    Args:
+        for_expert_parallelism: create one over edp too, if ep is above 1.
+        timeout: the timeout of the groups.
+        nccl_comm_cfgs: NCCL settings by the names of groups, ``dp_cp`` and ``ep_dp``.
+
+    Returns:
+        This rank's group over dp and cp, and its group over edp or None.
+
+    Raises:
+        ContractRuntimeError: there is no parallel state yet.
+    """
+    mesh = STATE.mesh
+    if mesh is None:
+        raise ContractRuntimeError(
+            "create_all_gather_groups() needs the groups of the parallel state; call initialize_model_parallel(...) first"
+        )
+    axis_map = AxisMap.from_layout(mesh.layout, "Megatron", mesh.views)
+
+    def create(slot: str) -> Any:
+        row = ROWS[slot]
+        options = get_nccl_options(row.key, nccl_comm_cfgs or {})
+        sets, name = axis_map.groups(*row.axes), f"{row.variable}_AG"
+        return _create_mine(mesh.global_rank, sets, name, timeout=timeout, pg_options=options)
+
+    with_experts = for_expert_parallelism and STATE.ep_size > 1
+    return create("dp_cp_group"), create("edp_group") if with_experts else None
+
+
+def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Return the NCCL options of a group, from settings by group name; None where it has none.
+
+    Args:
+        pg_name: the name, such as ``"dp_cp"``.
+        nccl_comm_cfgs: settings by name, as in the file of ``nccl_communicator_config_path``.
+
+    Raises:
+        ContractRuntimeError: a setting that NCCL does not have, or a ``net_name`` other than IB or socket.
+        MeshError: this torch was built without NCCL.
+    """
+    settings = nccl_comm_cfgs.get(pg_name)
+    if settings is None:
+        return None
+    check_net_names({pg_name: settings.get("net_name")})
     try:
-        yield
-    finally:
-        os.environ.pop("NCCL_COLLNET_ENABLE", None)
+        options = GroupOptions.from_settings(settings)
+    except LayoutError as error:
+        raise ContractRuntimeError(*(f"{pg_name}: {problem}" for problem in error.problems)) from None
+    return nccl_options(options)
 
 
-def _connect_with_sharp(
-    mesh: NamedMesh, reserved: dist.ProcessGroup | LazyGroup | None, config: ParallelConfig, name: str
+def overwrite_nccl_comm_cfgs(
+    nccl_comm_cfgs: dict[str, dict[str, Any]], pg_name: str, key_value_pair: tuple[str, Any]
 ) -> None:
-    """Run a first collective, so that NCCL creates the communicator while the environment asks for SHARP."""
-    if config.sharp_group != name or reserved is None:
-        return
-    group = _created(reserved)
-    if mesh.device.type == "cuda":
-        dist.barrier(group=group, device_ids=[torch.cuda.current_device()])
+    """Set one setting of one group, in settings by group name.
+
+    Example:
+        >>> settings = {}
+        >>> overwrite_nccl_comm_cfgs(settings, "dp_cp", ("max_ctas", 8))
+        >>> settings
+        {'dp_cp': {'max_ctas': 8}}
+    """
+    name, value = key_value_pair
+    nccl_comm_cfgs.setdefault(pg_name, {})[name] = value
+
+
+def update_pg_timeout(timeout: timedelta, pg: dist.ProcessGroup | None = None) -> None:
+    """Change the timeout of a group, or of all groups of the mesh and the default one; communicates.
+
+    The ranks of the group (of the world, for all groups) wait for each other first, so that no collective is
+    under way with the old one.
+
+    Args:
+        timeout: the new timeout.
+        pg: the group; by default all of them.
+
+    Raises:
+        ContractError: there are no groups yet.
+    """
+    if pg is None and STATE.group_list is None:
+        raise_missing("group_list")
+    if pg is None:
+        STATE.read_all()
+    dist.barrier(pg)
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
-    else:
-        dist.barrier(group=group)
+    for group in STATE.group_list if pg is None else [pg]:
+        set_group_timeout(timeout, group)

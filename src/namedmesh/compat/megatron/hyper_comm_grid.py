@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -22,15 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["HyperCommGrid"]
 
 _BASE = "base"
-_NCCL_SETTINGS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")
 _UNSET = -(2**31)  # what NCCL has for a setting without a value
-
-
-class _View(NamedTuple):
-    """A factoring of the ranks, and the dims that it has in common with the base view."""
-
-    layout: Layout
-    shared: frozenset[str]
 
 
 class HyperCommGrid:
@@ -59,11 +51,7 @@ class HyperCommGrid:
     """
 
     def __init__(
-        self,
-        shape: Sequence[int],
-        dim_names: Sequence[str],
-        rank_offset: int = 0,
-        backend: str | None = None,
+        self, shape: Sequence[int], dim_names: Sequence[str], rank_offset: int = 0, backend: str | None = None
     ) -> None:
         self.layout = Layout.from_shape(reversed(dim_names), reversed(shape), rank_offset=rank_offset)
         self.shape, self.dim_names = list(shape), list(dim_names)
@@ -75,7 +63,8 @@ class HyperCommGrid:
                 f"{self.layout} from rank {rank_offset} needs {self.layout.ranks.stop} ranks, and the world has {world}; "
                 "change a size or rank_offset"
             )
-        self._views = {_BASE: _View(self.layout, frozenset())}
+        # The layout of each view, and the dims that it has in common with the base view.
+        self._views: dict[str, tuple[Layout, set[str]]] = {_BASE: (self.layout, set())}
         self._pool: GroupPool | None = None
         self._owns_pool = True
         self._groups: dict[tuple[str, str], dist.ProcessGroup] = {}
@@ -108,8 +97,7 @@ class HyperCommGrid:
             shared_dims: dims that are the same ranks in the base view, whose groups are therefore the same.
 
         Raises:
-            LayoutError: the name is in use, the sizes do not multiply to those of the grid, or a shared dim is
-                missing or other ranks.
+            LayoutError: the name is in use, the sizes multiply to another number of ranks, or a shared dim has others.
         """
         if name in self._views:
             raise LayoutError(f"the grid has a view {name!r}; choose another name")
@@ -125,7 +113,7 @@ class HyperCommGrid:
                 raise LayoutError(
                     f"{dims} of view {name!r} are not the same ranks in {layout} and in {self.layout}; share others"
                 )
-        self._views[name] = _View(layout, frozenset(shared))
+        self._views[name] = layout, set(shared)
 
     def create_pg(
         self,
@@ -175,12 +163,7 @@ class HyperCommGrid:
         return group
 
     def get_pg(self, dims: str | list[str], *, view: str | None = None) -> dist.ProcessGroup:
-        """Return the group over some dims that :meth:`create_pg` created.
-
-        Raises:
-            ContractKeyError: it was not created, or there is no such view.
-            ContractAxisError: there is no such dim.
-        """
+        """Return the group over some dims that :meth:`create_pg` created; raise ContractKeyError if it did not."""
         *_, key = self._ordered(dims, view)
         if key not in self._groups:
             raise ContractKeyError(
@@ -189,13 +172,8 @@ class HyperCommGrid:
         return self._groups[key]
 
     def get_rank_enum(self, dims: str | list[str], *, view: str | None = None) -> list[list[int]]:
-        """Return the ranks of every group over some dims.
-
-        Raises:
-            ContractKeyError: there is no such view.
-            ContractAxisError: there is no such dim.
-        """
-        layout, axes, _ = self._ordered(dims, view, canonical=False)
+        """Return the ranks of every group over some dims."""
+        layout, axes, _ = self._ordered(dims, view)
         return [list(ranks) for ranks in layout.groups(*axes)]
 
     def is_current_rank_in_grid(self) -> bool:
@@ -212,7 +190,7 @@ class HyperCommGrid:
     close = destroy
 
     def _ordered(
-        self, dims: str | list[str], view: str | None, *, canonical: bool = True
+        self, dims: str | list[str], view: str | None
     ) -> tuple[Layout, tuple[str, ...], tuple[str, str]]:
         """Return a layout, its axes for some dims, and the key of their group; shared dims are the base view's."""
         name = _BASE if view is None else view
@@ -227,7 +205,7 @@ class HyperCommGrid:
             raise ContractAxisError(
                 f"{unknown or names} of {dims!r} is not among the dims {list(layout.axes[::-1])}; name one or more of them"
             )
-        if canonical and shared.issuperset(names):
+        if shared >= set(names):
             name, layout = _BASE, self.layout
         axes = tuple(axis for axis in layout.axes if axis in names)
         return layout, axes, (name, "-".join(axes))
@@ -254,6 +232,6 @@ def _settings(pg_options: Any) -> dict[str, Any]:
         raise LayoutError(
             f"pg_options is a {type(pg_options).__name__}; the grid takes torch.distributed.ProcessGroupNCCL.Options"
         )
-    settings = {name: getattr(config, name) for name in _NCCL_SETTINGS}
-    nccl = {name: value for name, value in settings.items() if value not in {None, "", _UNSET}}
-    return {"nccl": nccl, "high_priority": bool(pg_options.is_high_priority_stream)}
+    nccl = {name: getattr(config, name) for name in ("cga_cluster_size", "max_ctas", "min_ctas", "net_name")}
+    given = {name: value for name, value in nccl.items() if value not in {None, "", _UNSET}}
+    return {"nccl": given, "high_priority": bool(pg_options.is_high_priority_stream)}

@@ -32,51 +32,33 @@ if TYPE_CHECKING:
 
     from namedmesh.mesh import NamedMesh
 
-__all__ = ["Bound", "bind", "current_mesh", "destroy_model_parallel", "initialize_model_parallel", "unbind"]
-
-_UCC_ENVIRONMENT = {
-    "TORCH_UCC_BLOCKING_WAIT": "none",
-    "UCC_EC_CUDA_STREAM_TASK_MODE": "driver",
-    "UCX_TLS": "ib,cuda_copy",
-}
-_UCC_FIXED = {
-    "NSYS_UCP_COMM_PARAMS": "1",
-    "UCX_RNDV_THRESH": "0",
-    "UCX_NET_DEVICES": "all",
-    "UCC_CL_BASIC_TLS": "^sharp,nccl",
-}
-
-
 _BINDINGS = Bindings(STATE)
 _P = ParamSpec("_P")
 _NEW = {"gtp_remat_size", "expert_gtp_remat_size", "rank_offset", "local_world_size"}
 """The arguments that releases before 0.19 have at another position, or not at all."""
 
 
-def _takes_fields_of(
-    config_type: Callable[_P, ParallelConfig],
-) -> Callable[[Callable[[ParallelConfig], None]], Callable[_P, None]]:
-    """Let a function of a :class:`ParallelConfig` take its fields as arguments.
+def _signature() -> Signature:
+    """Return the arguments that the selected release has, followed by those of other releases, by name only."""
+    by_name = {"create_all_gather_group"} if release.newest() else _NEW
+    parameters = [
+        parameter.replace(kind=parameter.KEYWORD_ONLY) if parameter.name in by_name else parameter
+        for parameter in signature(ParallelConfig).parameters.values()
+    ]
+    return Signature(sorted(parameters, key=lambda parameter: parameter.kind))
 
-    Those that the selected release has can be given by position; those of another release by name.
-    """
+
+def _takes_fields_of(
+    _: Callable[_P, ParallelConfig],
+) -> Callable[[Callable[[ParallelConfig], None]], Callable[_P, None]]:
+    """Let a function of a :class:`ParallelConfig` take its fields as arguments, as the selected release does."""
 
     def decorate(function: Callable[[ParallelConfig], None]) -> Callable[_P, None]:
         @wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> None:
-            arguments = signature(call).bind(*args, **kwargs).arguments
-            function(ParallelConfig(**arguments))
+            function(ParallelConfig(**signature(call).bind(*args, **kwargs).arguments))
 
-        def update_signature() -> None:
-            by_name = {"create_all_gather_group"} if release.newest() else _NEW
-            parameters = [
-                parameter.replace(kind=parameter.KEYWORD_ONLY) if parameter.name in by_name else parameter
-                for parameter in signature(config_type).parameters.values()
-            ]
-            parameters.sort(key=lambda parameter: parameter.kind)
-            vars(call)["__signature__"] = Signature(parameters)
-
-        release.on_change(update_signature)
+        release.on_change(lambda: vars(call).update(__signature__=_signature()))
         return call
 
     return decorate
@@ -139,17 +121,11 @@ def bind(mesh: NamedMesh, **options: Any) -> Bound:
     return _BINDINGS.fill(mesh, config.beside_sizes, groups, owned=False)
 
 
-def unbind() -> None:
-    """Forget the mesh that is bound; it stays as it is, with its groups."""
-    _BINDINGS.unbind()
+unbind = _BINDINGS.unbind
 
 
 def current_mesh() -> NamedMesh:
-    """Return the mesh that the accessors answer from at this moment.
-
-    Raises:
-        MeshError: they answer from none.
-    """
+    """Return the mesh that the accessors answer from at this moment; raise MeshError where there is none."""
     mesh = STATE.mesh
     if mesh is None:
         raise MeshError(
@@ -222,8 +198,9 @@ def initialize_model_parallel(config: ParallelConfig) -> None:  # noqa: D417  th
     with report_failure(call, ranks) if rank in ranks else nullcontext():
         dense, expert = config.validate(world)
         if STATE.dp_group is not None:
+            of = "groups that were assigned by hand" if STATE.mesh is None else str(STATE.mesh.layout)
             raise ContractError(
-                f"the parallel state is already initialized, for {_described()}; call destroy_model_parallel() first, "
+                f"the parallel state is already initialized, for {of}; call destroy_model_parallel() first, "
                 "or bind another mesh beside it with namedmesh.compat.megatron.bind(mesh)"
             )
     if rank not in ranks:
@@ -234,19 +211,16 @@ def initialize_model_parallel(config: ParallelConfig) -> None:  # noqa: D417  th
         options = axis_options(axis_map, config)
         fields = config.fields_to_compare(axis_map) | version_fields()
         pool = GroupPool(defaults=GroupOptions(timeout=timedelta(minutes=config.distributed_timeout_minutes)))
+    mesh: NamedMesh | None = None
     try:
         pool.check_consistency(call, fields, ranks=ranks, requested=wanted_groups(axis_map, options))
         if config.pipeline_model_parallel_comm_backend == "ucc":
             _prepare_ucc()
         mesh = create_mesh(dense, pool, default_group_device(), options[DENSE])
-    except BaseException:
-        pool.close()
-        raise
-    try:
         mesh.create_view(EXPERT, expert, options[EXPERT])
         groups = build_groups(mesh, axis_map, config)
     except BaseException:
-        mesh.close()
+        (pool if mesh is None else mesh).close()
         raise
     _BINDINGS.fill(mesh, config.beside_sizes, groups, owned=True)
 
@@ -259,12 +233,13 @@ def destroy_model_parallel() -> None:
     _BINDINGS.destroy()
 
 
-def _described() -> str:
-    return "groups that were assigned by hand" if STATE.mesh is None else str(STATE.mesh.layout)
-
-
 def _prepare_ucc() -> None:
-    """Set the environment for the UCC backend as the original does, where the user has not."""
-    for name, value in _UCC_ENVIRONMENT.items():
+    """Set the environment for the UCC backend as the original does: where the user has not, and in any case."""
+    for name, value in (
+        ("TORCH_UCC_BLOCKING_WAIT", "none"),
+        ("UCC_EC_CUDA_STREAM_TASK_MODE", "driver"),
+        ("UCX_TLS", "ib,cuda_copy"),
+    ):
         os.environ.setdefault(name, value)
-    os.environ.update(_UCC_FIXED)
+    os.environ |= {"NSYS_UCP_COMM_PARAMS": "1", "UCX_RNDV_THRESH": "0"}
+    os.environ |= {"UCX_NET_DEVICES": "all", "UCC_CL_BASIC_TLS": "^sharp,nccl"}

@@ -5,7 +5,8 @@ The functions read one object, :data:`namedmesh.compat.megatron.state.STATE`. Th
 the variable is deleted, or the state is destroyed.
 
 Every accessor raises :class:`~namedmesh.compat.errors.ContractError`, which is also an ``AssertionError``, where its
-group is not initialized; with ``check_initialized=False`` it returns None instead.
+group is not initialized or its flags contradict each other. With ``check_initialized=False`` it returns None where
+there is no group.
 
 Example:
     >>> import namedmesh, torch.distributed as dist
@@ -23,7 +24,8 @@ Example:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
@@ -31,7 +33,7 @@ from namedmesh.compat.binding import make_patchable
 from namedmesh.compat.errors import ContractError, ContractKeyError
 from namedmesh.compat.megatron import release
 from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer, GlobalSymmetricMemoryBuffer
-from namedmesh.compat.megatron.create_groups import (
+from namedmesh.compat.megatron.groups import (
     create_all_gather_groups as create_all_gather_groups,
     create_group as create_group,
     create_hierarchical_groups as create_hierarchical_groups,
@@ -40,16 +42,6 @@ from namedmesh.compat.megatron.create_groups import (
     logger as logger,
     overwrite_nccl_comm_cfgs as overwrite_nccl_comm_cfgs,
     update_pg_timeout as update_pg_timeout,
-)
-from namedmesh.compat.megatron.data_parallel import (
-    get_data_parallel_group as get_data_parallel_group,
-    get_data_parallel_rank as get_data_parallel_rank,
-    get_data_parallel_world_size as get_data_parallel_world_size,
-    get_expert_data_parallel_group as get_expert_data_parallel_group,
-    get_expert_data_parallel_rank as get_expert_data_parallel_rank,
-    get_expert_data_parallel_world_size as get_expert_data_parallel_world_size,
-    of_selected_release,
-    partial_without_cp,
 )
 from namedmesh.compat.megatron.initialize import (
     destroy_model_parallel as destroy_model_parallel,
@@ -76,9 +68,45 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _SYMMETRIC_MEGABYTES = 256
+_Before = TypeVar("_Before", bound="Callable[..., Any]")
 
 
-def _number(base: str, answer: str, what: str, otherwise: Callable[[str], Any]) -> Callable[[], int]:
+# Release 0.19 put with_gtp_remat before the flags of the parts of data-parallel groups: such an accessor is here as it
+# is there, and as it was before.
+
+_NEWEST_AND_BEFORE: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+
+
+def _before(newest: Callable[..., Any]) -> Callable[[_Before], _Before]:
+    """Let a function be an accessor as it was before release 0.19."""
+
+    def register(before: _Before) -> _Before:
+        before.__name__, before.__doc__ = newest.__name__, newest.__doc__
+        _NEWEST_AND_BEFORE[newest.__name__] = newest, before
+        return before
+
+    return register
+
+
+def _partial_without_cp() -> ContractError:
+    return ContractError(
+        "partial_data_parallel is True without with_context_parallel; a part for the optimizer includes the "
+        "context-parallel ranks, so say with_context_parallel=True too"
+    )
+
+
+# Sizes and ranks, and the setters that override them.
+
+
+def _described(accessor: Callable[..., int], answer: str, name: str) -> Callable[..., int]:
+    """Give an accessor of the size or the rank of a group its name, and its docstring."""
+    word, what = ("world_size", "the number of ranks") if answer == "size" else ("rank", "this rank's index")
+    accessor.__name__ = f"get_{name}_{word}"
+    accessor.__doc__ = f"Return {what} in :func:`get_{name}_group`, unless a setter overrides it."
+    return accessor
+
+
+def _number(answer: str, base: str, otherwise: Callable[[str], Any] = zero_or_raise) -> Callable[[], int]:
     """Make the accessor of the slot ``{base}_{answer}`` of the state: a size or a rank, or ``otherwise(slot)``."""
     slot, group = f"{base}_{answer}", f"{base}_group"
 
@@ -86,18 +114,10 @@ def _number(base: str, answer: str, what: str, otherwise: Callable[[str], Any]) 
         value = getattr(STATE, slot)
         return otherwise(group) if value is None else value
 
-    accessor.__doc__ = f"Return {what}; a manual override takes precedence."
-    accessor.__name__ = f"get_{ROWS[group].name}_{'world_size' if answer == 'size' else 'rank'}"
-    return accessor
+    return _described(accessor, answer, ROWS[group].name)
 
 
-def _size(base: str, what: str, otherwise: Callable[[str], Any] = zero_or_raise) -> Callable[[], int]:
-    return _number(base, "size", f"the number of {what}", otherwise)
-
-
-def _rank(base: str, otherwise: Callable[[str], Any] = zero_or_raise) -> Callable[[], int]:
-    label = ROWS[f"{base}_group"].name.replace("_", " ")
-    return _number(base, "rank", f"this rank's index in the {label} group", otherwise)
+_size, _rank = partial(_number, "size"), partial(_number, "rank")
 
 
 def _size_setter(base: str) -> Callable[[int | None], None]:
@@ -114,6 +134,81 @@ def _rank_setter(base: str) -> Callable[[int | None], None]:
         STATE.put(f"set_{base}_rank", rank)
 
     return setter
+
+
+def _data_parallel_number(answer: str) -> Callable[..., int]:
+    """Make the accessor of a size or a rank in the data-parallel groups."""
+
+    def newest(
+        with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
+    ) -> int:
+        base = "intra_dp_cp" if partial_data_parallel else "dp_cp" if with_context_parallel else "dp"
+        number = getattr(STATE, f"{base}_gtp_{answer}" if with_gtp_remat else f"{base}_{answer}")
+        part_without_cp = partial_data_parallel and not with_context_parallel
+        if part_without_cp and getattr(STATE, f"set_dp_{answer}") is None and dist.is_initialized():
+            raise _partial_without_cp()
+        return zero_or_raise(f"{base}_group") if number is None else number
+
+    _described(newest, answer, "data_parallel")
+
+    @_before(newest)
+    def before(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
+        return newest(with_context_parallel, False, partial_data_parallel)
+
+    return newest
+
+
+def _expert_data_parallel_number(answer: str) -> Callable[..., int]:
+    """Make the accessor of a size or a rank in the experts' data-parallel groups."""
+
+    def newest(with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False) -> int:
+        base = "intra_edp" if partial_expert_data_parallel else "edp"
+        number = getattr(STATE, f"{base}_gtp_{answer}" if with_gtp_remat else f"{base}_{answer}")
+        return zero_or_raise("edp_group") if number is None else number
+
+    _described(newest, answer, "expert_data_parallel")
+
+    @_before(newest)
+    def before(partial_expert_data_parallel: bool = False) -> int:
+        return newest(False, partial_expert_data_parallel)
+
+    return newest
+
+
+get_tensor_model_parallel_world_size = _size("tp", raise_missing)
+get_tensor_model_parallel_rank = _rank("tp", raise_missing)
+set_tensor_model_parallel_world_size = _size_setter("tp")
+set_tensor_model_parallel_rank = _rank_setter("tp")
+get_pipeline_model_parallel_world_size = _size("pp", raise_missing)
+get_pipeline_model_parallel_rank = _rank("pp", raise_missing)
+set_pipeline_model_parallel_world_size = _size_setter("pp")
+set_pipeline_model_parallel_rank = _rank_setter("pp")
+get_data_parallel_world_size = _data_parallel_number("size")
+get_data_parallel_rank = _data_parallel_number("rank")
+set_data_parallel_rank = _rank_setter("dp")
+get_context_parallel_world_size = _size("cp")
+get_context_parallel_rank = _rank("cp")
+get_tensor_and_context_parallel_world_size = _size("tp_cp")
+get_tensor_and_context_parallel_rank = _rank("tp_cp")
+get_gtp_weight_remat_world_size = _size("gtp", lambda _: 0)
+get_gtp_weight_remat_rank = _rank("gtp", lambda _: 0)
+get_expert_model_parallel_world_size = _size("ep")
+get_expert_model_parallel_rank = _rank("ep")
+set_expert_model_parallel_world_size = _size_setter("ep")
+set_expert_model_parallel_rank = _rank_setter("ep")
+get_expert_tensor_parallel_world_size = _size("etp", lambda _: None)
+get_expert_tensor_parallel_rank = _rank("etp", lambda _: None)
+set_expert_tensor_parallel_world_size = _size_setter("etp")
+set_expert_tensor_parallel_rank = _rank_setter("etp")
+get_expert_tensor_and_model_parallel_world_size = _size("etp_ep")
+get_expert_tensor_and_model_parallel_rank = _rank("etp_ep")
+get_expert_data_parallel_world_size = _expert_data_parallel_number("size")
+get_expert_data_parallel_rank = _expert_data_parallel_number("rank")
+get_expert_gtp_weight_remat_world_size = _size("egtp", lambda _: 0)
+get_expert_gtp_weight_remat_rank = _rank("egtp", lambda _: 0)
+
+
+# Whether there are groups.
 
 
 def is_initialized() -> bool:
@@ -155,10 +250,7 @@ def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
 
 def get_model_parallel_src_rank() -> int:
     """Return the first global rank of the model-parallel group."""
-    try:
-        return STATE.mp_ranks[0]
-    except TypeError:  # None, for want of ranks
-        return raise_missing("mp_group")
+    return (STATE.mp_ranks or raise_missing("mp_group"))[0]
 
 
 def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
@@ -166,29 +258,14 @@ def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGr
     return STATE.tp_group or STATE.get_or_create("tp_group", check_initialized)
 
 
-get_tensor_model_parallel_world_size = _size("tp", "ranks that share each layer", raise_missing)
-get_tensor_model_parallel_rank = _rank("tp", raise_missing)
-
-
 def get_tensor_model_parallel_src_rank() -> int:
     """Return the first global rank of the tensor-parallel group."""
-    try:
-        return STATE.tp_ranks[0]
-    except TypeError:  # None, for want of ranks
-        return raise_missing("tp_group")
-
-
-set_tensor_model_parallel_world_size = _size_setter("tp")
-set_tensor_model_parallel_rank = _rank_setter("tp")
+    return (STATE.tp_ranks or raise_missing("tp_group"))[0]
 
 
 def get_gtp_weight_remat_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the group over which the weights are sharded that are gathered for each use."""
     return STATE.gtp_group or STATE.get_or_create("gtp_group", check_initialized)
-
-
-get_gtp_weight_remat_world_size = _size("gtp", "ranks over which each weight is sharded", lambda _: 0)
-get_gtp_weight_remat_rank = _rank("gtp", lambda _: 0)
 
 
 def get_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int]:
@@ -208,10 +285,6 @@ def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[in
     return raise_missing("cp_group") if ranks is None and check_initialized else ranks
 
 
-get_context_parallel_world_size = _size("cp", "ranks that share each sequence")
-get_context_parallel_rank = _rank("cp")
-
-
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[ProcessGroup]:
     """Return the groups of the levels of the context-parallel group, innermost first."""
     return STATE.hierarchical_cp_groups or STATE.get_or_create("hierarchical_cp_groups", check_initialized)
@@ -220,10 +293,6 @@ def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> 
 def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the group over tp and cp together: ``mesh.group("cp", "tp")``."""
     return STATE.tp_cp_group or STATE.get_or_create("tp_cp_group", check_initialized)
-
-
-get_tensor_and_context_parallel_world_size = _size("tp_cp", "ranks of tp and cp together")
-get_tensor_and_context_parallel_rank = _rank("tp_cp")
 
 
 def get_tensor_and_data_parallel_group(
@@ -256,18 +325,59 @@ def get_amax_reduction_group(
 # Data-parallel groups, with and without the context-parallel ranks, whole or in parts, on gloo too.
 
 
+def get_data_parallel_group(
+    with_context_parallel: bool = False,
+    with_gtp_remat: bool = True,
+    partial_data_parallel: bool = False,
+    *,
+    independent_all_gather: bool = False,
+) -> ProcessGroup:
+    """Return the group of the ranks that have other samples: ``mesh.group("dp", "gtp_remat")``.
+
+    Args:
+        with_context_parallel: together with the ranks that share a sequence, those of cp.
+        with_gtp_remat: False for the replicas of this rank's parameters only: ``mesh.group("dp")``.
+        partial_data_parallel: only those of this rank's optimizer instance; they include cp.
+        independent_all_gather: the second communicator over dp and cp, for all-gathers.
+    """
+    if not with_gtp_remat or (independent_all_gather and with_context_parallel and not partial_data_parallel):
+        return _data_parallel_group_before(
+            with_context_parallel, partial_data_parallel, independent_all_gather
+        )
+    if not with_context_parallel:
+        if partial_data_parallel:
+            raise _partial_without_cp()
+        return STATE.dp_gtp_group or STATE.get_or_create("dp_gtp_group")
+    if partial_data_parallel:
+        return STATE.intra_dp_cp_gtp_group or STATE.get_or_create("intra_dp_cp_gtp_group")
+    return STATE.dp_cp_gtp_group or STATE.get_or_create("dp_cp_gtp_group")
+
+
+@_before(get_data_parallel_group)
+def _data_parallel_group_before(
+    with_context_parallel: bool = False,
+    partial_data_parallel: bool = False,
+    independent_all_gather: bool = False,
+) -> ProcessGroup:
+    if not with_context_parallel:
+        if partial_data_parallel:
+            raise _partial_without_cp()
+        return STATE.dp_group or STATE.get_or_create("dp_group")
+    if partial_data_parallel:
+        return STATE.intra_dp_cp_group or STATE.get_or_create("intra_dp_cp_group")
+    if independent_all_gather:
+        return STATE.dp_cp_gather_group or STATE.get_or_create("dp_cp_gather_group")
+    return STATE.dp_cp_group or STATE.get_or_create("dp_cp_group")
+
+
 def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> ProcessGroup:
-    """Return the gloo group over the ranks of :func:`get_data_parallel_group`, for tensors on the CPU.
-
-    Raises:
-        ContractError: there is no such group, or a part is asked for without cp.
-    """
+    """Return the gloo group over the ranks of :func:`get_data_parallel_group`, for tensors on the CPU."""
     if not with_context_parallel:
         group = STATE.dp_gloo or STATE.get_or_create("dp_gloo")
         if partial_data_parallel:
-            raise partial_without_cp()
+            raise _partial_without_cp()
         return group
     if partial_data_parallel:
         return STATE.intra_dp_cp_gloo or STATE.get_or_create("intra_dp_cp_gloo")
@@ -279,15 +389,10 @@ def has_separate_all_gather_group() -> bool:
     return STATE.separate_gather
 
 
-set_data_parallel_rank = _rank_setter("dp")
-
-
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """Return the first global rank of the data-parallel group, with the context-parallel ranks if asked."""
-    try:
-        return STATE.dp_cp_ranks[0] if with_context_parallel else STATE.dp_ranks[0]
-    except TypeError:  # None, for want of ranks
-        return raise_missing("dp_group")
+    ranks = STATE.dp_cp_ranks if with_context_parallel else STATE.dp_ranks
+    return (ranks or raise_missing("dp_group"))[0]
 
 
 def get_hybrid_data_context_parallel_groups(
@@ -297,11 +402,8 @@ def get_hybrid_data_context_parallel_groups(
 
     Args:
         check_initialized: raise where there are no groups.
-        group_size: a power of two, or the size of the whole data- and context-parallel group.
-
-    Raises:
-        ContractError: there are no groups yet.
-        ContractKeyError: there is no group of this size.
+        group_size: a power of two, or the size of the whole data- and context-parallel group; ContractKeyError is
+            raised for any other.
     """
     if get_data_parallel_world_size(with_context_parallel=True) == group_size:
         return STATE.get_or_create("dp_cp_group", check_initialized)
@@ -322,36 +424,24 @@ def get_pipeline_model_parallel_group(check_initialized: bool = True) -> Process
     return STATE.pp_group or STATE.get_or_create("pp_group", check_initialized)
 
 
-get_pipeline_model_parallel_world_size = _size("pp", "stages of a pipeline", raise_missing)
-get_pipeline_model_parallel_rank = _rank("pp", raise_missing)
-set_pipeline_model_parallel_world_size = _size_setter("pp")
-set_pipeline_model_parallel_rank = _rank_setter("pp")
-
-
 def get_pipeline_model_parallel_next_rank() -> int:
     """Return the global rank of the next stage; after the last comes the first: ``mesh.next("pp")``."""
-    ranks = STATE.pp_ranks or raise_missing("pp_group")
-    return ranks[(STATE.pp_rank + 1) % STATE.pp_size]
+    return (STATE.pp_ranks or raise_missing("pp_group"))[(STATE.pp_rank + 1) % STATE.pp_size]
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
     """Return the global rank of the previous stage; before the first comes the last: ``mesh.prev("pp")``."""
-    ranks = STATE.pp_ranks or raise_missing("pp_group")
-    return ranks[(STATE.pp_rank - 1) % STATE.pp_size]
+    return (STATE.pp_ranks or raise_missing("pp_group"))[(STATE.pp_rank - 1) % STATE.pp_size]
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
     """Return the global rank of the first stage."""
-    try:
-        return STATE.pp_ranks[0]
-    except TypeError:  # None, for want of ranks
-        return raise_missing("pp_group")
+    return (STATE.pp_ranks or raise_missing("pp_group"))[0]
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
     """Return the global rank of the last stage."""
-    ranks = STATE.pp_ranks or raise_missing("pp_group")
-    return ranks[STATE.pp_size - 1]
+    return (STATE.pp_ranks or raise_missing("pp_group"))[STATE.pp_size - 1]
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
@@ -360,9 +450,6 @@ def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = 
     Args:
         ignore_virtual: look at the rank only.
         vp_stage: the virtual stage that is asked about, where there are any and they are not ignored.
-
-    Raises:
-        ContractError: there are no groups yet, or ``vp_stage`` is needed and missing.
     """
     if not ignore_virtual and STATE.vpp_size is not None and _required(vp_stage) != 0:
         return False
@@ -457,12 +544,6 @@ def get_expert_gtp_weight_remat_group(check_initialized: bool = True) -> Process
     return STATE.egtp_group or STATE.get_or_create("egtp_group", check_initialized)
 
 
-get_expert_gtp_weight_remat_world_size = _size(
-    "egtp", "ranks over which each expert's weight is sharded", lambda _: 0
-)
-get_expert_gtp_weight_remat_rank = _rank("egtp", lambda _: 0)
-
-
 def get_expert_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int]:
     """Return the global ranks of the group over which the experts' weights are sharded, ascending."""
     ranks = STATE.egtp_ranks
@@ -476,16 +557,7 @@ def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGr
 
 def get_expert_model_parallel_src_rank() -> int:
     """Return the first global rank of the expert-parallel group."""
-    try:
-        return STATE.ep_ranks[0]
-    except TypeError:  # None, for want of ranks
-        return raise_missing("ep_group")
-
-
-get_expert_model_parallel_world_size = _size("ep", "ranks over which the experts are distributed")
-get_expert_model_parallel_rank = _rank("ep")
-set_expert_model_parallel_world_size = _size_setter("ep")
-set_expert_model_parallel_rank = _rank_setter("ep")
+    return (STATE.ep_ranks or raise_missing("ep_group"))[0]
 
 
 def get_expert_tensor_parallel_group(check_initialized: bool = True) -> ProcessGroup:
@@ -493,28 +565,44 @@ def get_expert_tensor_parallel_group(check_initialized: bool = True) -> ProcessG
     return STATE.etp_group or STATE.get_or_create("etp_group", check_initialized)
 
 
-get_expert_tensor_parallel_world_size = _size("etp", "ranks that share each expert", lambda _: None)
-get_expert_tensor_parallel_rank = _rank("etp", lambda _: None)
-set_expert_tensor_parallel_world_size = _size_setter("etp")
-set_expert_tensor_parallel_rank = _rank_setter("etp")
-
-
 def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the group over etp and ep together: one full set of the experts of a layer."""
     return STATE.etp_ep_group or STATE.get_or_create("etp_ep_group", check_initialized)
 
 
-get_expert_tensor_and_model_parallel_world_size = _size("etp_ep", "ranks of etp and ep together")
-get_expert_tensor_and_model_parallel_rank = _rank("etp_ep")
-
-
 def get_expert_tensor_model_pipeline_parallel_group(
     check_initialized: bool = True, with_egtp_remat: bool = False
 ) -> ProcessGroup:
-    """Return the group over etp, ep and pp together, and egtp_remat if asked: one full set of the experts of the model."""
+    """Return the group over etp, ep and pp, and egtp_remat if asked: one full set of the experts of the model."""
     if with_egtp_remat:
         return STATE.etp_ep_pp_gtp_group or STATE.get_or_create("etp_ep_pp_gtp_group", check_initialized)
     return STATE.etp_ep_pp_group or STATE.get_or_create("etp_ep_pp_group", check_initialized)
+
+
+def get_expert_data_parallel_group(
+    check_initialized: bool = True, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
+) -> ProcessGroup:
+    """Return the group of the ranks that have the same experts and other samples.
+
+    Args:
+        check_initialized: raise where there is no such group.
+        with_gtp_remat: False for the replicas of this rank's experts only: ``mesh.group("edp")``.
+        partial_expert_data_parallel: only those of this rank's optimizer instance.
+    """
+    if not with_gtp_remat:
+        return _expert_data_parallel_group_before(check_initialized, partial_expert_data_parallel)
+    if partial_expert_data_parallel:
+        return STATE.intra_edp_gtp_group or STATE.get_or_create("intra_edp_gtp_group", check_initialized)
+    return STATE.edp_gtp_group or STATE.get_or_create("edp_gtp_group", check_initialized)
+
+
+@_before(get_expert_data_parallel_group)
+def _expert_data_parallel_group_before(
+    check_initialized: bool = True, partial_expert_data_parallel: bool = False
+) -> ProcessGroup:
+    if partial_expert_data_parallel:
+        return STATE.intra_edp_group or STATE.get_or_create("intra_edp_group", check_initialized)
+    return STATE.edp_group or STATE.get_or_create("edp_group", check_initialized)
 
 
 def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> ProcessGroup:
@@ -593,7 +681,11 @@ if not TYPE_CHECKING:  # Megatron's names: what the modules of the dialect defin
     ]
 
 make_patchable(__name__, STATE, VARIABLES)
-release.on_change(lambda: globals().update(of_selected_release()))
+release.on_change(
+    lambda: globals().update(
+        {name: pair[0 if release.newest() else 1] for name, pair in _NEWEST_AND_BEFORE.items()}
+    )
+)
 
 if TYPE_CHECKING:
 

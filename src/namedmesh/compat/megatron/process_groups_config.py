@@ -24,43 +24,26 @@ if TYPE_CHECKING:
 
 __all__ = ["MultiModuleProcessGroupCollection", "ProcessGroupCollection", "fields", "process_groups"]
 
-_ORDER = [
-    "tp",
-    "pp",
-    "mp",
-    "embd",
-    "pos_embd",
-    "cp",
-    "tp_cp",
-    "hcp",
-    "ep",
-    "expt_tp",
-    "tp_ep",
-    "tp_ep_pp",
-    "tp_ep_pp_with_egtp_remat",
-    "tp_dp_cp",
-    "dp",
-    "dp_cp",
-    "dp_cp_gtp_remat",
-    "dp_cp_ag",
-    "gtp_remat",
-    "expt_gtp_remat",
-    "expt_dp",
-    "expt_dp_gtp_remat",
-    "expt_dp_ag",
-    "intra_dp_cp",
-    "intra_expt_dp",
-    "inter_dist_opt",
-    "intra_dist_opt",
+# fmt: off
+_NAMES = [
+    "tp", "pp", "mp", "embd", "pos_embd", "cp", "tp_cp", "hcp", "ep", "expt_tp", "tp_ep", "tp_ep_pp",
+    "tp_ep_pp_with_egtp_remat", "tp_dp_cp", "dp", "dp_cp", "dp_cp_gtp_remat", "dp_cp_ag", "gtp_remat", "expt_gtp_remat",
+    "expt_dp", "expt_dp_gtp_remat", "expt_dp_ag", "intra_dp_cp", "intra_expt_dp", "inter_dist_opt", "intra_dist_opt",
 ]
-_SLOTS = {row.field: row.slot for row in MEGATRON_GROUPS}
+# fmt: on
+_SLOTS = {row.field: row.slot for row in MEGATRON_GROUPS if row.field}
 _SHARED = ("dp", "dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "gtp_remat", "expt_gtp_remat")
-_INSTANCES = ("intra_dp_cp", "intra_expt_dp", "inter_dist_opt")
+_OPTIMIZER = {
+    **{name: name for name in (*_SHARED, "inter_dist_opt", "mp", "intra_dist_opt")},
+    "expt_tp_pp": "tp_ep_pp",
+    "expt_tp_pp_with_egtp_remat": "tp_ep_pp_with_egtp_remat",
+}
+_DDP = (*_SHARED, "inter_dist_opt", "tp", "pp", "ep")
 
 
 def fields() -> list[str]:
     """Return the names of the groups of a collection, in the order of the original, in the selected release."""
-    return [name for name in _ORDER if release.newest() or not ("gtp" in name or name.endswith("_ag"))]
+    return [name for name in _NAMES if release.newest() or not ("gtp" in name or name.endswith("_ag"))]
 
 
 class ProcessGroupCollection:
@@ -83,16 +66,14 @@ class ProcessGroupCollection:
         vars(self).update(groups)
 
     def __getattr__(self, name: str) -> Any:
-        if release.newest() and name in _ORDER:
+        if release.newest() and name in _NAMES:
             return None
-        raise AttributeError(f"the collection has no group {name!r}{did_you_mean(name, _ORDER)}")
+        raise AttributeError(f"the collection has no group {name!r}{did_you_mean(name, _NAMES)}")
 
     def __repr__(self) -> str:
-        given = {name: vars(self)[name] for name in _ORDER if name in vars(self)}
+        given = [(name, vars(self)[name]) for name in _NAMES if name in vars(self)]
         shown = [
-            f"{name}({_sizes(group)})"
-            for name, group in given.items()
-            if group is not None or not release.newest()
+            f"{name}({_sizes(group)})" for name, group in given if group is not None or not release.newest()
         ]
         return f"ProcessGroupCollection({', '.join(shown) or 'empty'})"
 
@@ -101,15 +82,13 @@ class ProcessGroupCollection:
         """Return the groups of the accessors at this moment.
 
         Args:
-            required_pgs: which; by default all. One that there is not, such as the embedding group in the
-                middle of a pipeline, is None.
-
-        Raises:
-            LayoutError: a name that is none of the groups.
+            required_pgs: the names of the groups, by default all; LayoutError is raised for any other. A group that
+                there is not, such as the embedding group in the middle of a pipeline, is None.
         """
         names = fields() if required_pgs is None else list(required_pgs)
         _check(names)
-        return cls(**{name: _group(name) for name in names})
+        # The second groups for all-gathers, which have no slot, are the user's to make.
+        return cls(**{name: STATE.read(_SLOTS[name]) if name in _SLOTS else None for name in names})
 
     @staticmethod
     def is_gtp_remat_active(process_group_dict: Mapping[str, Any]) -> bool:
@@ -135,27 +114,20 @@ class ProcessGroupCollection:
         """
         ddp_config = getattr(model_chunks[0], "ddp_config", None)
         if pg_collection is None:
-            result = {f"{name}_group": _required(name) for name in (*_SHARED, "mp", "intra_dist_opt")}
-            pair = {"expt_tp_pp": "tp_ep_pp", "expt_tp_pp_with_egtp_remat": "tp_ep_pp_with_egtp_remat"}
-            result |= {f"{key}_group": _required(name) for key, name in pair.items()}
-            several = getattr(ddp_config, "num_distributed_optimizer_instances", 1) > 1
-            result["inter_dist_opt_group"] = _required("inter_dist_opt") if several else None
-            gloo = use_gloo_process_groups and not ProcessGroupCollection.is_gtp_remat_active(result)
+            given = _of_accessors(_OPTIMIZER.values(), ddp_config)
         else:
-            result = _of_collection(
-                pg_collection, _config_of(model_chunks[0]), ddp_config, ("expt_dp", "mp", "tp_ep_pp")
-            )
-            given, gloo = vars(pg_collection), False
-            result |= {"mp_group": given["mp"], "expt_tp_pp_group": given["tp_ep_pp"]}
-            merged = given.get("tp_ep_pp_with_egtp_remat", given["tp_ep_pp"])
-            result |= {"expt_tp_pp_with_egtp_remat_group": merged, "intra_dist_opt_group": None}
-            if ddp_config is not None and ddp_config.use_distributed_optimizer:
-                _check_given(given, ("intra_dist_opt",))
-                result["intra_dist_opt_group"] = given["intra_dist_opt"]
+            config = _config_of(model_chunks[0])
+            given = _of_collection(pg_collection, config, ddp_config, ("expt_dp", "mp", "tp_ep_pp"))
+            given.setdefault("tp_ep_pp_with_egtp_remat", given["tp_ep_pp"])
+            if ddp_config is None or not ddp_config.use_distributed_optimizer:
+                given["intra_dist_opt"] = None
+            _check_given(given, ("intra_dist_opt",))
             if use_gloo_process_groups:
                 raise LayoutError(
                     "a collection has no gloo groups; say use_gloo_process_groups=False, or leave pg_collection out"
                 )
+        result = {f"{key}_group": given.get(name) for key, name in _OPTIMIZER.items()}
+        gloo = use_gloo_process_groups and not ProcessGroupCollection.is_gtp_remat_active(result)
         for slot, name in (("intra_dp_cp_gloo", "intra_dp_cp"), ("intra_edp_gloo", "intra_expt_dp")):
             result[f"{name}_group_gloo"] = STATE.get_or_create(slot) if gloo else None
         return result
@@ -175,16 +147,14 @@ class ProcessGroupCollection:
         Raises:
             LayoutError: a group that is needed is not in the collection.
         """
-        if pg_collection is None:
-            result = {f"{name}_group": _required(name) for name in (*_SHARED, "tp", "pp", "ep")}
-            several = ddp_config.num_distributed_optimizer_instances > 1
-            result["inter_dist_opt_group"] = _required("inter_dist_opt") if several else None
-            whole = ddp_config.use_distributed_optimizer
-            return result | {"intra_dist_opt_group": _required("intra_dist_opt") if whole else None}
-        if pg_collection.__dict__.get("expt_dp") is None:
-            pg_collection = ProcessGroupCollection(**{**vars(pg_collection), "expt_dp": _alone()})
-        result = _of_collection(pg_collection, config, ddp_config, ("tp", "pp", "ep"))
-        return result | {f"{name}_group": vars(pg_collection)[name] for name in ("tp", "pp", "ep")}
+        if pg_collection is not None:
+            if vars(pg_collection).get("expt_dp") is None:
+                pg_collection = ProcessGroupCollection(**{**vars(pg_collection), "expt_dp": _alone()})
+            given = _of_collection(pg_collection, config, ddp_config, ("tp", "pp", "ep"))
+            return {f"{name}_group": given.get(name) for name in _DDP}
+        instance = ("intra_dist_opt",) if ddp_config.use_distributed_optimizer else ()
+        given = _of_accessors((*_DDP, *instance), ddp_config)
+        return {f"{name}_group": given.get(name) for name in (*_DDP, "intra_dist_opt")}
 
 
 @dataclass
@@ -214,11 +184,7 @@ class MultiModuleProcessGroupCollection:
             self.get_module_collection(self.language_model_module_name)
 
     def get_language_model_collection(self) -> ProcessGroupCollection:
-        """Return the collection of the language model.
-
-        Raises:
-            LayoutError: this rank has no language model.
-        """
+        """Return the collection of the language model; raise LayoutError where this rank has none."""
         if self.language_model_module_name is None:
             raise LayoutError("this rank has no language model; ask has_language_model() first")
         return self.module_pgs[self.language_model_module_name]
@@ -232,11 +198,7 @@ class MultiModuleProcessGroupCollection:
         return self.language_model_module_name is not None
 
     def get_module_collection(self, module_name: str) -> ProcessGroupCollection:
-        """Return the collection of a module.
-
-        Raises:
-            LayoutError: there is no such module.
-        """
+        """Return the collection of a module; raise LayoutError where there is no such module."""
         if module_name not in self.module_pgs:
             raise LayoutError(
                 f"{module_name!r} is none of the modules {', '.join(self.module_pgs)}"
@@ -297,22 +259,11 @@ def process_groups(mesh: NamedMesh) -> ProcessGroupCollection:
 
 def _check(names: Iterable[str]) -> None:
     known = fields()
-    problems = [
+    _raise_all(
         f"{name!r} is none of Megatron's groups, which are {', '.join(known)}{did_you_mean(name, known)}"
         for name in names
         if name not in known
-    ]
-    if problems:
-        raise LayoutError(*problems)
-
-
-def _group(name: str) -> Any:
-    """Return a group of the accessors, or None; the second groups for all-gathers are the user's to make."""
-    return STATE.read(_SLOTS[name]) if name in _SLOTS else None
-
-
-def _required(name: str) -> Any:
-    return STATE.get_or_create(_SLOTS[name])
+    )
 
 
 def _sizes(group: Any) -> object:
@@ -321,36 +272,44 @@ def _sizes(group: Any) -> object:
     return None if group is None else group.size()
 
 
+def _several(ddp_config: Any) -> bool:
+    return bool(getattr(ddp_config, "num_distributed_optimizer_instances", 1) > 1)
+
+
+def _of_accessors(names: Iterable[str], ddp_config: Any) -> dict[str, Any]:
+    """Return groups of the accessors, all of which there have to be."""
+    names = [name for name in names if name != "inter_dist_opt" or _several(ddp_config)]
+    return {name: STATE.get_or_create(_SLOTS[name]) for name in names}
+
+
 def _of_collection(
     collection: ProcessGroupCollection, config: Any, ddp_config: Any, names: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the groups of a collection that an optimizer and ``DistributedDataParallel`` share.
+    """Return the groups of a collection, which has to have some; others may stand for those that it lacks.
 
-    Args:
-        collection: the groups.
-        config: the configuration of the model: with one context-parallel rank dp stands for dp_cp.
-        ddp_config: the configuration of the data parallelism, if any: with one optimizer instance the whole groups
-            stand for its parts.
-        names: further groups that the collection has to have.
+    With one context-parallel rank dp stands for dp_cp, and with one optimizer instance a group for its part.
     """
     given = dict(vars(collection))
-    several = getattr(ddp_config, "num_distributed_optimizer_instances", 1) > 1
     if getattr(config, "context_parallel_size", 1) == 1 and "dp" in given:
         given.setdefault("dp_cp", given["dp"])
-    _check_given(given, ("dp", "dp_cp", *names, *(_INSTANCES if several else ())))
-    if not several:
+    parts = ("intra_dp_cp", "intra_expt_dp", "inter_dist_opt") if _several(ddp_config) else ()
+    _check_given(given, ("dp", "dp_cp", *names, *parts))
+    if not parts:
         given |= {"intra_dp_cp": given["dp_cp"], "intra_expt_dp": given["expt_dp"], "inter_dist_opt": None}
-    return {f"{name}_group": given.get(name) for name in (*_SHARED, "inter_dist_opt")}
+    return given
 
 
 def _check_given(given: Mapping[str, Any], names: Iterable[str]) -> None:
-    missing = [
+    _raise_all(
         f"the collection has no {name!r}, which is needed here; give it, or None if there is no such group"
         for name in names
         if name not in given
-    ]
-    if missing:
-        raise LayoutError(*missing)
+    )
+
+
+def _raise_all(problems: Iterable[str]) -> None:
+    if problems := list(problems):
+        raise LayoutError(*problems)
 
 
 def _config_of(model: Any) -> Any:

@@ -13,29 +13,12 @@ from namedmesh.layout import Layout
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = [
-    "RankGenerator",
-    "chunks",
-    "default_embedding_ranks",
-    "default_position_embedding_ranks",
-    "generate_masked_orthogonal_rank_groups",
-    "hybrid_sizes",
-    "insert_gtp_remat",
-    "level_groups",
-    "ordered_tokens",
-]
-
 
 def ordered_tokens(order: str, sizes: Mapping[str, int]) -> list[str]:
     """Return the tokens of an order string, fastest first, with those that it omits at the end.
 
-    Args:
-        order: such as ``"tp-cp-ep-dp-pp"``, in lower or upper case.
-        sizes: the size of each token, in the order in which omitted ones are added.
-
-    Raises:
-        ContractRuntimeError: a token of a size other than 1 has no place in the order.
-        ContractKeyError: the order names something else.
+    The sizes are by token, in the order in which omitted ones are added. A token of a size other than 1 has to have a
+    place in the order (ContractRuntimeError), which names nothing else (ContractKeyError).
     """
     order = order.lower()
     parsed = parse_order(order, tuple(sizes))
@@ -47,12 +30,13 @@ def ordered_tokens(order: str, sizes: Mapping[str, int]) -> list[str]:
     ]
     if problems:
         raise ContractRuntimeError(*problems)
-    problems = [
-        f"{token!r} in the order {order!r} is not one of {', '.join(sizes)}{did_you_mean(token, sizes)}"
-        for token in parsed.unknown
-    ]
-    if problems:
-        raise ContractKeyError(*problems)
+    if parsed.unknown:
+        raise ContractKeyError(
+            *(
+                f"{token!r} in the order {order!r} is not one of {', '.join(sizes)}{did_you_mean(token, sizes)}"
+                for token in parsed.unknown
+            )
+        )
     return parsed.tokens
 
 
@@ -93,6 +77,8 @@ class RankGenerator:
         [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]
         >>> ranks.get_ranks("tp-pp")
         [[0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]]
+        >>> ranks.get_mask("tp-dp-pp", "tp-pp")
+        [True, False, True]
     """
 
     def __init__(  # noqa: PLR0917  the original's signature
@@ -122,45 +108,34 @@ class RankGenerator:
         self.world_size = self.layout.world_size
 
     def get_mask(self, order: str, token: str) -> list[bool]:
-        """Return which names of ``order`` are in ``token``, such as ``"tp-dp"``.
-
-        Raises:
-            LayoutError: a part of ``token`` is not in the order.
-
-        Example:
-            >>> RankGenerator(2, 1, 2, 2, 1, "tp-dp-pp").get_mask("tp-dp-pp", "tp-pp")
-            [True, False, True]
-        """
+        """Return which names of ``order`` are in ``token``, such as ``"tp-dp"``; raise LayoutError for any other."""
         ordered, given = order.split("-"), token.split("-")
-        problems = [
-            f"{part!r} of {token!r} is not in the order {order!r}{did_you_mean(part, ordered)}"
-            for part in given
-            if part not in ordered
-        ]
-        if problems:
-            raise LayoutError(*problems)
+        unknown = [part for part in given if part not in ordered]
+        if unknown:
+            raise LayoutError(
+                *(
+                    f"{part!r} of {token!r} is not in the order {order!r}{did_you_mean(part, ordered)}"
+                    for part in unknown
+                )
+            )
         return [part in given for part in ordered]
 
     def get_ranks(self, token: str) -> list[list[int]]:
-        """Return every group over the parallelisms that ``token`` names, such as ``"tp"`` or ``"tp-dp"``.
-
-        Raises:
-            LayoutError: a part of ``token`` is not in the order.
-        """
+        """Return every group over the parallelisms that ``token`` names, such as ``"tp"`` or ``"tp-dp"``."""
         self.get_mask(self.order, token)
         return [list(ranks) for ranks in self.layout.groups(*token.split("-"))]
 
     def get_gtp_ranks(self, gtp_remat_size: int) -> list[list[int]]:
-        """Return the groups over ``gtp_remat``.
-
-        Raises:
-            ContractError: the generator has another size of it.
-        """
+        """Return the groups over ``gtp_remat``; raise ContractError where the generator has another size of it."""
         if gtp_remat_size != self.gtp_remat:
             raise ContractError(
                 f"gtp_remat_size is {gtp_remat_size}, but the generator has {self.gtp_remat}; give that"
             )
         return self.get_ranks("gtp_remat")
+
+
+def _layout_from_fastest(fastest_first: Sequence[str], sizes: Sequence[int], rank_offset: int = 0) -> Layout:
+    return Layout.from_shape(reversed(fastest_first), reversed(sizes), rank_offset=rank_offset)
 
 
 def generate_masked_orthogonal_rank_groups(
@@ -180,10 +155,9 @@ def generate_masked_orthogonal_rank_groups(
         >>> generate_masked_orthogonal_rank_groups(8, [2, 2, 2], [False, False, True])
         [[0, 4], [1, 5], [2, 6], [3, 7]]
     """
-    pairs = list(zip(parallel_size, mask, strict=False))
-    names = [f"axis{i}" for i in range(len(pairs))]
-    layout = _layout_from_fastest(names, [size for size, _ in pairs])
-    axes = [name for name, (_, masked) in zip(names, pairs, strict=True) if masked]
+    masked = {f"axis{i}": inside for i, (_, inside) in enumerate(zip(parallel_size, mask, strict=False))}
+    layout = _layout_from_fastest(list(masked), parallel_size[: len(masked)])
+    axes = [axis for axis, inside in masked.items() if inside]
     groups = [list(ranks) for ranks in layout.groups(*axes)] if axes else [[rank] for rank in layout.ranks]
     # As many groups as the world has room for, whatever the sizes multiply to, as in the original.
     count = world_size // len(groups[0])
@@ -193,50 +167,6 @@ def generate_masked_orthogonal_rank_groups(
             "change a size"
         )
     return groups[:count]
-
-
-def _layout_from_fastest(fastest_first: Sequence[str], sizes: Sequence[int], rank_offset: int = 0) -> Layout:
-    return Layout.from_shape(reversed(fastest_first), reversed(sizes), rank_offset=rank_offset)
-
-
-def level_groups(ranks: Sequence[int], sizes: Sequence[int], level: int) -> list[list[int]]:
-    """Return the groups of one level of a hierarchy inside a group; level 0 joins neighboring ranks.
-
-    Raises:
-        ContractError: the sizes of the levels do not multiply to the number of ranks.
-
-    Example:
-        >>> level_groups(range(8), [2, 4], 0), level_groups(range(8), [2, 4], 1)
-        ([[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2, 4, 6], [1, 3, 5, 7]])
-    """
-    names = [f"level{i}" for i in range(len(sizes))]
-    positions = _layout_from_fastest(names, sizes)
-    if positions.world_size != len(ranks):
-        raise ContractError(
-            f"the hierarchical sizes {list(sizes)} multiply to {positions.world_size}, but the group has {len(ranks)} "
-            "ranks; change a size"
-        )
-    return [[ranks[i] for i in group] for group in positions.groups(names[level])]
-
-
-def chunks(ranks: Sequence[int], size: int) -> list[list[int]]:
-    """Return contiguous parts of a group.
-
-    Example:
-        >>> chunks((0, 2, 4, 6), 2)
-        [[0, 2], [4, 6]]
-    """
-    return [list(ranks[i : i + size]) for i in range(0, len(ranks), size)]
-
-
-def hybrid_sizes(size: int) -> list[int]:
-    """Return the sizes of the hybrid groups inside a group: powers of two, as far as the original goes.
-
-    Example:
-        >>> hybrid_sizes(16), hybrid_sizes(12), hybrid_sizes(2)
-        ([2, 4, 8], [2, 4], [])
-    """
-    return [2**power for power in range(1, size.bit_length() - 1)]
 
 
 def default_embedding_ranks(pp_ranks: Iterable[int]) -> list[int]:
@@ -251,10 +181,5 @@ def default_embedding_ranks(pp_ranks: Iterable[int]) -> list[int]:
 
 
 def default_position_embedding_ranks(pp_ranks: Iterable[int]) -> list[int]:
-    """Return the ranks of a pipeline that hold the position embeddings: the first stage.
-
-    Example:
-        >>> default_position_embedding_ranks([0, 4, 8, 12])
-        [0]
-    """
+    """Return the ranks of a pipeline that hold the position embeddings: the first stage."""
     return [next(iter(pp_ranks))]

@@ -13,8 +13,6 @@ from namedmesh.compat.errors import ContractError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["newest", "on_change", "select"]
-
 _NEWEST = (0, 19)
 _watchers: list[Callable[[], None]] = []
 

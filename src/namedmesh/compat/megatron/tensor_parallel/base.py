@@ -8,6 +8,7 @@ from torch import nn
 
 from namedmesh.compat.megatron.tensor_parallel.attributes import set_tensor_model_parallel_attributes
 from namedmesh.compat.megatron.tensor_parallel.peers import peers_of
+from namedmesh.compat.megatron.tensor_parallel.settings import Settings
 from namedmesh.compat.partition import shapes_as_contract
 from namedmesh.tensor_parallel.layers import check_blocks
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from namedmesh.compat.megatron.tensor_parallel.settings import Settings
     from namedmesh.tensor_parallel.collectives import RankGroup
     from namedmesh.tensor_parallel.layers import Initializer
 
@@ -39,15 +39,16 @@ class ParallelLinear(ParallelLayer):
 
     def __init__(
         self,
-        sizes: tuple[int, int],
-        settings: Settings,
+        input_size: int,
+        output_size: int,
         config: object,
         *,
         is_expert: bool,
         tp_group: ProcessGroup | None,
     ) -> None:
         super().__init__()
-        self.input_size, self.output_size = sizes
+        self.input_size, self.output_size = input_size, output_size
+        self.settings = settings = Settings.of(config, type(self).__name__)
         self.config = settings if config is None else config
         self.is_expert = is_expert
         self.expert_parallel = settings.expert_model_parallel_size > 1
@@ -61,14 +62,14 @@ class ParallelLinear(ParallelLayer):
         self.register_load_state_dict_pre_hook(_allow_no_extra_state)  # type: ignore[no-untyped-call]
 
     def make_parameters(
-        self, settings: Settings, initialize: Initializer, dim: int, stride: int, *, weight: bool, bias: bool
+        self, initialize: Initializer, dim: int, stride: int, *, weight: bool, bias: bool
     ) -> None:
         """Make this rank's shard of the weight, sharded along ``dim``, and its bias: sharded too, if the rows are."""
         rows, columns = self.output_size, self.input_size
         with shapes_as_contract():
             what = ("output_size", "input_size")[dim]
             check_blocks((rows, columns)[dim], self._peers.size, stride, what=what)
-        recipe = settings.recipe(initialize, stride)
+        recipe = self.settings.recipe(initialize, stride)
         if weight:
             shard, whole = recipe.weight(rows, columns, dim, self._peers)
             set_tensor_model_parallel_attributes(shard, is_parallel=True, dim=dim, stride=stride)

@@ -111,9 +111,7 @@ class ColumnParallelLinear(ParallelLinear):
         disable_grad_reduce: bool = False,
         tp_group: ProcessGroup | None = None,
     ) -> None:
-        settings = Settings.of(config, type(self).__name__)
-        sizes = input_size, output_size
-        super().__init__(sizes, settings, config, is_expert=is_expert, tp_group=tp_group)
+        super().__init__(input_size, output_size, config, is_expert=is_expert, tp_group=tp_group)
         ranks = self._peers.size
         self.output_size_per_partition = output_size // ranks
         self.gather_output = config is None if gather_output is None else gather_output
@@ -130,7 +128,7 @@ class ColumnParallelLinear(ParallelLinear):
             self.sequence_parallel = False
         self.allreduce_dgrad = ranks > 1 and not self.sequence_parallel and not disable_grad_reduce
         weight = not skip_weight_param_allocation
-        self.make_parameters(settings, init_method, 0, stride, weight=weight, bias=bias)
+        self.make_parameters(init_method, 0, stride, weight=weight, bias=bias)
         if not keep_master_weight_for_test:
             self.master_weight = None
 
@@ -242,9 +240,7 @@ class RowParallelLinear(ParallelLinear):
         tp_comm_buffer_name: str | None = None,  # noqa: ARG002  the legacy signature has it
         tp_group: ProcessGroup | None = None,
     ) -> None:
-        settings = Settings.of(config, type(self).__name__)
-        sizes = input_size, output_size
-        super().__init__(sizes, settings, config, is_expert=is_expert, tp_group=tp_group)
+        super().__init__(input_size, output_size, config, is_expert=is_expert, tp_group=tp_group)
         if self.sequence_parallel and not input_is_parallel:
             raise ContractRuntimeError(
                 "RowParallelLinear got sequence_parallel with input_is_parallel=False; its input features must "
@@ -258,11 +254,11 @@ class RowParallelLinear(ParallelLinear):
         self.input_size_per_partition = input_size // self._peers.size
         self.input_is_parallel = input_is_parallel
         self.skip_bias_add = skip_bias_add
-        self.make_parameters(settings, init_method, 1, stride, weight=True, bias=bias)
+        self.make_parameters(init_method, 1, stride, weight=True, bias=bias)
         if self.bias is not None:
             self.bias.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
         if self.master_weight is not None:
-            keep = self.master_weight.to(settings.params_dtype)
+            keep = self.master_weight.to(self.settings.params_dtype)
             self.master_weight = keep if keep_master_weight_for_test else None
 
     @shapes_as_contract()

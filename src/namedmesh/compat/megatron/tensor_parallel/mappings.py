@@ -56,11 +56,6 @@ def copy_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | N
 
     Returns:
         The same tensor.
-
-    Example:
-        >>> import torch
-        >>> copy_to_tensor_model_parallel_region(torch.ones(2))    # plain python: one rank
-        tensor([1., 1.])
     """
     return sum_backward(input_, peers_of(group))
 
@@ -74,11 +69,6 @@ def reduce_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup
 
     Returns:
         The sum, on every rank.
-
-    Example:
-        >>> import torch
-        >>> reduce_from_tensor_model_parallel_region(torch.ones(2))
-        tensor([1., 1.])
     """
     return sum_forward(input_, peers_of(group))
 
@@ -95,11 +85,6 @@ def scatter_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup 
 
     Raises:
         ContractError: t does not divide n.
-
-    Example:
-        >>> import torch
-        >>> scatter_to_tensor_model_parallel_region(torch.arange(4))
-        tensor([0, 1, 2, 3])
     """
     peers = peers_of(group)
     return split(divisible(input_, -1, peers), peers, input_.ndim - 1)
@@ -115,11 +100,6 @@ def gather_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup
 
     Returns:
         ``(..., n)``, the same on every rank.
-
-    Example:
-        >>> import torch
-        >>> gather_from_tensor_model_parallel_region(torch.arange(4))
-        tensor([0, 1, 2, 3])
     """
     return gather(input_, peers_of(group), input_.ndim - 1)
 
@@ -136,11 +116,6 @@ def scatter_to_sequence_parallel_region(input_: Tensor, group: ProcessGroup | No
 
     Raises:
         ContractError: t does not divide s.
-
-    Example:
-        >>> import torch
-        >>> scatter_to_sequence_parallel_region(torch.arange(4))
-        tensor([0, 1, 2, 3])
     """
     peers = peers_of(group)
     return split(divisible(input_, 0, peers), peers, 0)
@@ -171,11 +146,6 @@ def gather_from_sequence_parallel_region(
 
     Raises:
         ContractError: the sizes are not one for each rank, or mine is not the length of my shard.
-
-    Example:
-        >>> import torch
-        >>> gather_from_sequence_parallel_region(torch.arange(4))
-        tensor([0, 1, 2, 3])
     """
     peers = peers_of(group)
     if output_split_sizes is not None:
@@ -204,11 +174,6 @@ def reduce_scatter_to_sequence_parallel_region(
 
     Raises:
         ContractError: t does not divide s, or the sizes are not one for each rank or do not add up to s.
-
-    Example:
-        >>> import torch
-        >>> reduce_scatter_to_sequence_parallel_region(torch.arange(4))
-        tensor([0, 1, 2, 3])
     """
     peers = peers_of(group)
     if input_split_sizes is not None:
@@ -227,11 +192,6 @@ def all_gather_last_dim_from_tensor_parallel_region(
 
     Returns:
         ``(..., n)``, the same on every rank.
-
-    Example:
-        >>> import torch
-        >>> all_gather_last_dim_from_tensor_parallel_region(torch.arange(4))
-        tensor([0, 1, 2, 3])
     """
     return gather_parts(input_, peers_of(group), input_.ndim - 1)
 
@@ -250,11 +210,6 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(
 
     Raises:
         ContractError: t does not divide n.
-
-    Example:
-        >>> import torch
-        >>> reduce_scatter_last_dim_to_tensor_parallel_region(torch.arange(4))
-        tensor([0, 1, 2, 3])
     """
     peers = peers_of(group)
     return sum_scatter(divisible(input_, -1, peers), peers, input_.ndim - 1)
@@ -281,14 +236,6 @@ def all_to_all(
     Raises:
         ContractError: there is no group, the lengths are not one for each rank or do not add up to n, or by
             default t does not divide n.
-
-    Example:
-        >>> import torch
-        >>> from namedmesh import launch
-        >>> _ = launch.init("cpu")
-        >>> all_to_all(torch.distributed.group.WORLD, torch.arange(3))
-        tensor([0, 1, 2])
-        >>> torch.distributed.destroy_process_group()
     """
     if group is None:
         raise ContractError("all_to_all was called without a group; pass the process group of its ranks")
