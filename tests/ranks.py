@@ -35,6 +35,10 @@ with warnings.catch_warnings():
     import torch.distributed.pipelining
     import torch.distributed.tensor.parallel
 
+    # The first compilation of a process imports the backends, and more.
+    torch.compile(torch.neg, backend="aot_eager")(torch.ones(1, requires_grad=True)).backward()
+    torch._dynamo.reset()
+
 T = TypeVar("T")
 
 

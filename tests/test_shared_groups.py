@@ -39,7 +39,7 @@ def trained(mesh: namedmesh.NamedMesh, *, compiled: bool = False) -> list[float]
     for block in net.children():
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(net, mesh=mesh["dp"])
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
     forward = torch.compile(net, backend="aot_eager") if compiled else net
     rows = tiny.batch(8).chunk(2)[mesh.rank("dp")]
     told = []
