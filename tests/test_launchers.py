@@ -30,7 +30,12 @@ def _reduced(worlds: list[dict[str, str]]) -> tuple[int, int, float, dict[str, s
     total = torch.tensor([dist.get_rank() + 1.0])
     dist.all_reduce(total)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
-    found = dist.get_rank(), dist.get_world_size(), total.item(), {name: os.environ.get(name) for name in names}
+    found = (
+        dist.get_rank(),
+        dist.get_world_size(),
+        total.item(),
+        {name: os.environ.get(name) for name in names},
+    )
     dist.barrier()
     dist.destroy_process_group()
     return found
