@@ -13,8 +13,9 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from tp_compare import whole
 from tp_models import Llama
 
 import namedmesh
@@ -92,10 +93,6 @@ POLICIES: dict[str, Callable[[], Any]] = {
 def selectively(function: Callable[..., Any], *args: Any, policy: str) -> Any:
     contexts = lambda: create_selective_checkpoint_contexts(POLICIES[policy]())  # noqa: E731
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def apart(one: Any, other: Any) -> float:

@@ -13,7 +13,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from tp_compare import whole
 from tp_models import Attention, Llama
 
 from namedmesh.tensor_parallel import (
@@ -81,10 +81,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, Callable[[], Tensor]]] = {
     "norms of heads": (NormedAttention, HEADS, lambda: values(2, 8, 32)),
     "summed": (Summed, {"up": ColwiseParallel(), "rest": SumOutput()}, lambda: values(2, 8, 8)),
 }
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def compiled_case(name: str) -> tuple[int, float]:

@@ -29,9 +29,7 @@ def training_difference(
     as this rank's shard, and in the end every entry of the state dict.
     """
     # Some gradients are zero but for rounding (a bias of keys): a small eps would make steps of the rounding.
-    optimizers = [
-        torch.optim.AdamW(m.parameters(), lr=0.01, eps=1e-3, fused=True) for m in (model, reference)
-    ]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=1e-3) for m in (model, reference)]
     differences = [0.0]
     for step in range(steps):
         inputs = [data.roll(step, 0).clone().requires_grad_(data.is_floating_point()) for _ in optimizers]
