@@ -19,9 +19,9 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import paired  # noqa: F401  finds the tests' models
-import ranks  # noqa: F401  imports what every fork would import
 import tiny
 import torch
+import torch._dynamo  # every fork would import it
 import torch.distributed as dist
 import torch.distributed.tensor.parallel
 

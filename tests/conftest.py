@@ -29,6 +29,31 @@ settings.load_profile("namedmesh")
 torch.set_num_threads(1)
 
 
+# The files that take longest come first, so that no worker is left with one of them while the others have ended.
+LONGEST = (
+    "test_example",
+    "test_training_layouts",
+    "test_tp_checkpointing",
+    "test_tp_compile",
+    "test_mesh_training",
+    "test_training_experts",
+    "test_training",
+    "test_shared_groups",
+    "test_training_compile",
+    "test_tp_training",
+    "test_rendezvous",
+    "test_tp_parity",
+    "test_accessors_compiled",
+    "test_tp_kv_heads",
+    "test_training_checkpoints",
+    "test_default_group",
+    "test_tp_mutations",
+    "test_tp_collectives",
+    "test_megatron_state",
+    "test_deepspeed_training",
+)
+
+
 @pytest.fixture(autouse=True)
 def _no_group_left_behind() -> Iterator[None]:
     yield
@@ -56,6 +81,8 @@ def installed(package: str) -> bool:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what cannot run here, and say so; with ORACLES=required a missing package fails instead."""
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     for item in items:
         for mark in item.iter_markers("oracle"):
             # Published packages warn as they please, while they are imported and later.

@@ -35,6 +35,12 @@ with warnings.catch_warnings():
     import torch.distributed.pipelining
     import torch.distributed.tensor.parallel
 
+    # The first compilation of a process imports the backends, and more.
+    torch.compile(torch.neg, backend="aot_eager")(torch.ones(1, requires_grad=True)).backward()
+    torch._dynamo.reset()
+    # For its logs torch measures the guards of every graph, after it has emptied the processor's caches.
+    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+
 T = TypeVar("T")
 
 

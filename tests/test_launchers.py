@@ -2,59 +2,43 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
 
-from namedmesh import LaunchError
+from namedmesh import LaunchError, launch
 from namedmesh.launchers import first_host, torchrun_variables
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-SCRIPT = """
-import json, os, torch, torch.distributed as dist
-from namedmesh import launch
-device = launch.init("cpu")
-total = torch.tensor([dist.get_rank() + 1.0])
-dist.all_reduce(total)
-told = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")}
-print(json.dumps([dist.get_rank(), dist.get_world_size(), total.item(), told]))
-dist.barrier()
-dist.destroy_process_group()
-"""
 OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI", "PALS_", "MPI_", "PBS_")
 
 
-def environment(variables: dict[str, str]) -> dict[str, str]:
-    """That of this process without any launcher's variables, and with those given."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
-    return own | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"} | variables
-
-
-def run(worlds: list[dict[str, str]], script: str = SCRIPT) -> list[tuple[int, str, str]]:
-    """Start a process for each rank; return code, output and errors of each."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script],
-            env=environment(variables),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for variables in worlds
-    ]
-    try:
-        outputs = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+def _reduced(worlds: list[dict[str, str]]) -> tuple[int, int, float, dict[str, str | None]]:
+    """A sum over the world that these variables of a launcher make, one dict for each process."""
+    variables = worlds[int(os.environ["RANK"])]
+    for name in [name for name in os.environ if name.startswith((*OF_LAUNCHERS, "TORCHELASTIC_"))]:
+        del os.environ[name]
+    os.environ.update(variables)
+    launch.init("cpu")
+    total = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(total)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
+    found = (
+        dist.get_rank(),
+        dist.get_world_size(),
+        total.item(),
+        {name: os.environ.get(name) for name in names},
+    )
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
 
 
 def free_port() -> str:
@@ -109,20 +93,20 @@ def pals(rank: int, hosts: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("launcher", ["slurm", "open_mpi", "mpich", "pals"])
-def test_processes_of_a_launcher_are_one_world(launcher: str, tmp_path: Path) -> None:
+def test_processes_of_a_launcher_are_one_world(
+    launcher: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("localhost\nx3001c0s1b0n0\n", encoding="utf-8")
     port = free_port()
-    ranks = []
+    worlds = []
     for rank in range(2):
         ours = {"slurm": slurm, "open_mpi": open_mpi, "mpich": mpich}.get(launcher)
         variables = ours(rank) if ours else pals(rank, str(hosts))
-        ranks.append(variables | {"MASTER_PORT": port})
-    outcomes = run(ranks)
-    assert [(code, errors) for code, _, errors in outcomes] == [(0, ""), (0, "")]
+        worlds.append(variables | {"MASTER_PORT": port})
     spread = launcher in ("slurm", "pals")  # one process on each of two nodes
-    for rank, (_, output, _) in enumerate(outcomes):
-        assert json.loads(output) == [
+    assert run_ranks(2, _reduced, worlds, init=False) == [
+        (
             rank,
             2,
             3.0,
@@ -132,7 +116,10 @@ def test_processes_of_a_launcher_are_one_world(launcher: str, tmp_path: Path) ->
                 "LOCAL_RANK": "0" if spread else str(rank),
                 "MASTER_ADDR": "localhost" if spread else "127.0.0.1",
             },
-        ]
+        )
+        for rank in range(2)
+    ]
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(
@@ -153,10 +140,11 @@ def test_a_process_alone_is_a_world_of_one(variables: dict[str, str]) -> None:
     assert torchrun_variables(variables) == {}
 
 
-def test_a_shell_of_an_allocation_does_not_wait() -> None:
-    ((code, output, errors),) = run([{"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}])
-    assert (code, errors) == (0, "")
-    assert json.loads(output)[:3] == [0, 1, 1.0]
+def test_a_shell_of_an_allocation_does_not_wait(capfd: pytest.CaptureFixture[str]) -> None:
+    shell = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
+    ((rank, size, total, _),) = run_ranks(1, _reduced, [shell], init=False)
+    assert (rank, size, total) == (0, 1, 1.0)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_torchrun_comes_first() -> None:

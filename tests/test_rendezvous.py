@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from namedmesh import AgreementError, NamedMeshError, launch
 from namedmesh.rendezvous import wait_for_ranks
@@ -231,31 +231,33 @@ def test_two_processes_that_say_they_are_the_same_rank() -> None:
     )
 
 
-RESTARTED = """
-import os, sys, torch, torch.distributed as dist
-from namedmesh import launch
-if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
-    sys.exit(3)
-launch.init("cpu")
-total = torch.ones(1)
-dist.all_reduce(total)
-print("sum", total.item(), flush=True)
-dist.barrier()
-dist.destroy_process_group()
-"""
+def _absent_at_first() -> float:
+    """A worker of torchrun's agent; rank 1 ends before the others meet it, and comes after the restart."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as in a process of its own, not the agent's handler
+    if (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]) == ("0", "1"):
+        sys.exit(3)
+    launch.init("cpu")
+    return reduced()
 
 
-def test_torchrun_restarts_a_job_in_which_one_rank_never_came(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(RESTARTED, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    own = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    run = subprocess.run(
-        [*command, "--max-restarts=1", "--monitor-interval=0.1", str(script)],
-        env=own | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
+def _launched() -> dict[int, float]:
+    """As torchrun starts a job of two ranks, which may be restarted once; with forked workers."""
+    for name in [name for name in os.environ if name.startswith(("TORCHELASTIC_", "MASTER_"))]:
+        del os.environ[name]
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        run_id="restarted",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=1,
+        monitor_interval=0.1,
+        start_method="fork",
     )
-    assert (run.returncode, run.stdout.count("sum"), run.stdout.count("2.0")) == (0, 2, 2), run.stderr
+    results: dict[int, float] = elastic_launch(config, _absent_at_first)()
+    return results
+
+
+def test_torchrun_restarts_a_job_in_which_one_rank_never_came() -> None:
+    assert run_ranks(1, _launched, init=False) == [{0: 3.0, 1: 3.0}]

@@ -39,7 +39,7 @@ def trained(mesh: namedmesh.NamedMesh, *, compiled: bool = False) -> list[float]
     for block in net.children():
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(net, mesh=mesh["dp"])
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
     forward = torch.compile(net, backend="aot_eager") if compiled else net
     rows = tiny.batch(8).chunk(2)[mesh.rank("dp")]
     told = []
@@ -54,36 +54,32 @@ def trained(mesh: namedmesh.NamedMesh, *, compiled: bool = False) -> list[float]
     return told
 
 
-def _lives(*, compiled: bool) -> list[list[float]]:
-    told = []
+def _lives() -> dict[str, list[list[float]]]:
+    """The numbers of one life of a mesh after another; and of meshes with a timeout of their own.
+
+    The default group of the forked ranks has another timeout than torch's own.
+    """
+    timeouts: list[timedelta | None] = [None, None, None, timedelta(seconds=50), timedelta(seconds=70)]
+    found: dict[str, list[list[float]]] = {"eager": [], "compiled": []}
+    for timeout in timeouts:
+        mesh = namedmesh.init_mesh(dp=2, tp=2, timeout=timeout)
+        found["eager"].append(trained(mesh))
+        mesh.close()
+        assert live_groups() == 1
     for _ in range(3):
         mesh = make()
-        told.append(trained(mesh, compiled=compiled))
+        found["compiled"].append(trained(mesh, compiled=True))
         mesh.close()
-    assert live_groups() == 1
-    return told
-
-
-def _lives_with_a_timeout_of_their_own() -> list[list[float]]:
-    """The default group of the forked ranks has another timeout than torch's own; here also the mesh."""
-    told = []
-    for seconds in (50, 70):
-        mesh = namedmesh.init_mesh(dp=2, tp=2, timeout=timedelta(seconds=seconds))
-        told.append(trained(mesh))
-        mesh.close()
-    return told
+        assert live_groups() == 1
+    return found
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler asks for it
-@pytest.mark.parametrize(
-    "lives",
-    [lambda: _lives(compiled=False), lambda: _lives(compiled=True), _lives_with_a_timeout_of_their_own],
-    ids=["eager", "compiled", "timeouts"],
-)
-def test_a_mesh_closed_and_made_again_trains_alike(lives: Callable[[], list[list[float]]]) -> None:
-    for told in run_ranks(4, lives, timeout=150):
-        assert len(told[0]) == 6
-        assert all(life == told[0] for life in told)
+def test_a_mesh_closed_and_made_again_trains_alike() -> None:
+    for found in run_ranks(4, _lives, timeout=150):
+        for lives in found.values():
+            assert len(lives[0]) == 6
+            assert all(life == lives[0] for life in lives)
 
 
 def _dialects_again() -> list[float]:

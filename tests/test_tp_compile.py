@@ -13,7 +13,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from tp_compare import whole
 from tp_models import Attention, Llama
 
 from namedmesh.tensor_parallel import (
@@ -83,10 +83,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, Callable[[], Tensor]]] = {
 }
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def compiled_case(name: str) -> tuple[int, float]:
     """In how many graphs, and how far outputs and gradients are from those of one process."""
     make, plan, given = CASES[name]
@@ -107,12 +103,21 @@ def compiled_case(name: str) -> tuple[int, float]:
     return counter.frame_count, max(apart)
 
 
+def compiled_cases() -> dict[str, tuple[int, float]]:
+    found = {}
+    for name in CASES:
+        torch._dynamo.reset()
+        found[name] = compiled_case(name)
+    return found
+
+
 @pytest.mark.filterwarnings("default")  # torch.compile's own
-@pytest.mark.parametrize("name", CASES)
-def test_a_plan_is_one_graph(name: str) -> None:
-    for graphs, apart in run_ranks(2, compiled_case, name):
-        assert graphs == 1
-        assert apart < 1e-12
+def test_a_plan_is_one_graph() -> None:
+    for found in run_ranks(2, compiled_cases, timeout=240.0):
+        assert list(found) == list(CASES)
+        for name, (graphs, difference) in found.items():
+            assert graphs == 1, name
+            assert difference < 1e-12, name
 
 
 class Twice(nn.Module):

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from tp_compare import whole
 from tp_models import Llama, Mlp
 
 from namedmesh.errors import PlanError, ShapeError
@@ -48,10 +49,6 @@ SEQUENCE_PAIR: dict[str, Any] = {
 
 def tp_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def differences(model: nn.Module, reference: nn.Module, given: Tensor, mine: Tensor | None = None) -> float:

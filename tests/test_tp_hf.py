@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from tp_compare import whole
 
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel import LocalParameters, parallelize, plan_from_hf, plan_report
@@ -156,10 +157,6 @@ class Stated(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.attn(x)
         return out
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def largest_difference(model: nn.Module, reference: nn.Module, x: torch.Tensor, pick: str = "") -> float:

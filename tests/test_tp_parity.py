@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
+from tp_compare import whole
 from tp_models import Llama, Mlp
 
 from namedmesh.tensor_parallel import (
@@ -91,10 +92,6 @@ def loss_of(model: nn.Module, ids: Tensor, case: Case) -> Tensor:
 
 def optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def largest(one: Tensor, other: Tensor) -> float:

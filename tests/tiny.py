@@ -34,7 +34,7 @@ def batch(size: int, seed: int = 1) -> torch.Tensor:
 
 def losses(net: nn.Module, data: torch.Tensor, steps: int = 3) -> list[float]:
     """Train on the same batch for some steps; the loss of each."""
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)  # one call for all DTensors
     told = []
     for _ in range(steps):
         loss = net(data).pow(2).mean()
