@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import random
 import sys
 import warnings
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -241,7 +243,119 @@ def test_deepspeed_trains_on_ours_as_on_its_own() -> None:
         assert few < many / 2
 
 
-def test_a_bound_mesh_gives_its_groups_and_its_view_of_the_experts() -> None:
+# Hugging Face's models, that DeepSpeed shards itself.
+
+SHARDED: dict[str, dict[str, Any]] = {
+    "autotp": {"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}},
+    "autoep": {
+        "zero_optimization": {"stage": 1},
+        "expert_parallel": {
+            "enabled": True,
+            "autoep_size": 2,
+            "preset_model": "mixtral",
+            "use_grouped_mm": False,
+        },
+    },
+    "stage 3": {"zero_optimization": {"stage": 3}},
+    "quantized gradients": {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
+}
+
+
+def play_what_a_cpu_lacks() -> None:
+    """The kernels of quantized gradients, of two nodes of two ranks, that quantize nothing."""
+    ranks, nodes = 2, 2
+    module: Any = importlib.import_module("deepspeed.runtime.comm.coalesced_collectives")
+    module.quantizer_module = SimpleNamespace(
+        Symmetric=None,
+        swizzle_quant=lambda whole, *_: (
+            whole.reshape(nodes, ranks, -1).transpose(0, 1).flatten(),
+            torch.zeros(4),
+        ),
+        quantized_reduction=lambda shards, *_: (shards.view(ranks, -1).mean(0), torch.zeros(2)),
+        dequantize=lambda shards, *_: shards,
+    )
+    os.environ["LOCAL_SIZE"] = str(ranks)
+    # DeepSpeed 0.19.8 asks with a default, which transformers 5.23 no longer takes.
+    registry: Any = importlib.import_module("transformers.utils.output_capturing")._CanRecordRegistry
+    asked = registry.get
+    registry.get = lambda self, model, _=None: asked(self, model)
+
+
+def model_of(case: str) -> Any:
+    transformers: Any = importlib.import_module("transformers")
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "vocab_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    if case == "autoep":
+        return transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)
+        )
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+
+
+def trained_by_itself(groups: Any, case: str) -> list[float]:
+    library: Any = importlib.import_module("deepspeed")
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": 1000,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+        **SHARDED[case],
+    }
+    engine, *_ = library.initialize(model=model_of(case), config=config)
+    source = torch.Generator().manual_seed(dist.get_rank() // 2 if case == "autotp" else dist.get_rank())
+    losses = []
+    for _ in range(STEPS):
+        ids = torch.randint(32, (2, 4), generator=source)
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    engine.destroy()
+    groups._release_process_group_references()
+    return losses
+
+
+def _sharded_on_both() -> tuple[dict[str, list[float]], dict[str, list[float]], bool]:
+    warnings.simplefilter("ignore")
+    theirs = original()
+    play_what_a_cpu_lacks()
+    init_deepspeed()
+    cases = [case for case in SHARDED if case != "stage 3"]
+    expected = {case: trained_by_itself(theirs, case) for case in cases}
+    use(ours)
+    ours._release_process_group_references()
+    got = {case: trained_by_itself(ours, case) for case in ("autoep", "quantized gradients", "stage 3")}
+    mesh = namedmesh.init_mesh(dp=2, tp=2, device="cpu")
+    ours.bind(mesh)
+    held = ours.get_tensor_model_parallel_group() is mesh.group("tp")
+    got["autotp"] = trained_by_itself(ours, "autotp")
+    mesh.close()
+    return expected, got, held
+
+
+@pytest.mark.oracle("deepspeed", "transformers")
+def test_deepspeed_shards_models_on_ours_as_on_its_own() -> None:
+    original()
+    for case in SHARDED:
+        model_of(case)
+    for name in ("auto_ep", "auto_ep_folding", "auto_ep_layer", "auto_tp", "layers"):
+        importlib.import_module(f"deepspeed.module_inject.{name}")
+    for expected, got, held in run_ranks(4, _sharded_on_both, timeout=120):
+        assert held
+        for case, losses in expected.items():
+            assert len(set(losses)) == STEPS
+            assert got[case] == pytest.approx(losses, abs=1e-6), case
+        assert got["quantized gradients"] == pytest.approx(got["stage 3"], abs=1e-6)
+
+
+def test_a_bound_mesh_gives_its_groups_and_its_view_of_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_SIZE", "16")  # how many devices a node has, for DeepSpeed
     with fake_world(16, rank=5):
         mesh = namedmesh.init_mesh(pp=2, dp=4, tp=2, device="cpu")
         mesh.add_view("expert", pp=2, edp=2, ep=2, etp=2)

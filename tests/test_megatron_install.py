@@ -277,6 +277,82 @@ def test_megatron_core_s_layers_take_a_collection_of_ours() -> None:
         assert shown.startswith("ProcessGroupCollection(tp(2), pp(1), mp(2), embd(1), pos_embd(1), cp(1),")
 
 
+def _pipelined() -> list[list[float]]:
+    """Losses of megatron-core's own schedule: on the accessors' groups, and on a grid's that are handed over."""
+    import warnings
+
+    warnings.simplefilter("ignore")
+    zeros = torch.zeros
+    vars(torch)["zeros"] = lambda *size, device=None, **rest: zeros(*size, **rest)  # noqa: ARG005  its "cuda"
+    vars(torch.cuda).update(current_device=lambda: "cpu", synchronize=lambda: None)
+    from megatron.core import ModelParallelConfig, parallel_state
+    from megatron.core.pipeline_parallel import p2p_communication, schedules
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    assert parallel_state is megatron.parallel_state
+    parallel_state.initialize_model_parallel(2, 2)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    torch.manual_seed(stage)
+    model: Any = torch.nn.Linear(4, 4, bias=False)
+    received: list[Any] = [None]
+    model.set_input_tensor = received.append
+    model.model_type = "a test's"
+    model.config = ModelParallelConfig(pipeline_model_parallel_size=2, pipeline_dtype=torch.float)
+    model.config.hidden_size = 4
+
+    def step(batches: Any, model: Any) -> Any:
+        given = received[-1]
+        given = given[0] if isinstance(given, list) else given
+        out = model(next(batches) if given is None else given)
+        return out, lambda out: (out.sum(), {"loss": out.sum().item()})
+
+    def losses(**groups: Any) -> list[float]:
+        told = schedules.forward_backward_pipelining_without_interleaving(
+            forward_step_func=step,
+            data_iterator=iter([torch.full((3, 2, 4), float(batch)) for batch in range(5)]),
+            model=[model],
+            num_microbatches=5,
+            seq_length=3,
+            micro_batch_size=2,
+            forward_only=True,
+            **groups,
+        )
+        return [each["loss"] for each in told]
+
+    told = [losses()]
+    grid = megatron.HyperCommGrid([2, 1, 2, 1], ["tp", "cp", "pp", "dp"])
+    groups: Any = ProcessGroupCollection()
+    groups.pp = grid.create_pg("pp")
+    # Of torch, and so made by everyone: ranks that each name their own stages meet under one name, and may hang.
+    ends = [dist.new_group(ranks) for ranks in grid.get_rank_enum("pp")]
+    groups.embd = next(group for group in ends if group != dist.GroupMember.NON_GROUP_MEMBER)
+    groups.pos_embd = None
+    groups.tp, groups.cp, groups.dp_cp = (grid.create_pg(dims) for dims in ("tp", "cp", ["dp", "cp"]))
+    talks = p2p_communication.P2PCommunicator(pp_group=groups.pp, config=model.config)
+    told.append(losses(p2p_communicator=talks, pg_collection=groups))
+    grid.close()
+    parallel_state.destroy_model_parallel()
+    return told
+
+
+@pytest.mark.oracle("megatron.core")
+def test_megatron_core_s_pipeline_schedule_runs_on_our_groups() -> None:
+    with _gpt_on("installed", mine=True):
+        importlib.import_module("megatron.core.pipeline_parallel.schedules")
+        *first, second, last = run_ranks(4, _pipelined)
+    assert first == [[[], []]] * 2
+    weights = []
+    for stage in range(2):
+        torch.manual_seed(stage)
+        weights.append(torch.nn.Linear(4, 4, bias=False).weight.detach())
+    expected = [
+        (torch.full((3, 2, 4), float(batch)) @ weights[0].t() @ weights[1].t()).sum().item()
+        for batch in range(5)
+    ]
+    for told in (second, last):
+        assert told[0] == told[1] == pytest.approx(expected, abs=1e-5)
+
+
 @pytest.mark.parametrize("which", RELEASES)
 def test_the_collection_is_the_original_s(which: str) -> None:
     with release(which) as theirs, fake_world(16, 5):

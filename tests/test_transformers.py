@@ -158,6 +158,7 @@ def _steps_of_trainer(folder: str, mesh: NamedMesh | None, configuration: Any) -
     samples = [{"input_ids": row, "labels": row} for row in ids().repeat(2, 1)]
     trainer = transformers().Trainer(model=model, args=arguments, train_dataset=samples)
     trainer.train()
+    trainer.model.save_pretrained(f"{folder}/saved")  # save_model() lets the writing rank in alone
     losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
     return mesh is None or trainer.accelerator.torch_device_mesh is mesh.device_mesh, losses
 
@@ -199,9 +200,125 @@ def test_accelerate_and_trainer_train_on_our_mesh(tmp_path: Path) -> None:
     tiny()
     pytest.importorskip("transformers.distributed.configuration_utils")
     importlib.import_module("accelerate")
-    (expected,) = run_ranks(1, _train_alone, str(tmp_path), init=False)
-    for told in run_ranks(2, _train_on_our_mesh, str(tmp_path)):
+    (expected,) = run_ranks(1, _train_alone, f"{tmp_path}/alone", init=False)
+    for told in run_ranks(2, _train_on_our_mesh, f"{tmp_path}/ours"):
         for (is_ours, losses), (_, right) in zip(told, expected, strict=True):
             assert is_ours
             assert losses == pytest.approx(right, abs=2e-3)  # Trainer rounds what it logs
             assert losses[1] < losses[0]
+    ours, alone = (
+        transformers().LlamaForCausalLM.from_pretrained(tmp_path / which / "saved")
+        for which in ("ours", "alone")
+    )
+    for name, value in alone.named_parameters():
+        torch.testing.assert_close(ours.get_parameter(name), value, atol=1e-6, rtol=1e-5)
+
+
+def samples() -> torch.Tensor:
+    return torch.randint(32, (8, 6), generator=torch.Generator().manual_seed(1))
+
+
+def _fully_sharded_by_accelerate() -> tuple[bool, list[float]]:
+    accelerate: Any = importlib.import_module("accelerate")
+    from torch.distributed.fsdp import FSDPModule
+
+    # accelerate shards on machines with GPUs only, for no reason that concerns the mesh.
+    state = accelerate.PartialState
+    backend_of = state._prepare_backend
+    state._prepare_backend = lambda *args: (backend_of(*args)[0], accelerate.DistributedType.MULTI_GPU)
+    state.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
+    mesh = namedmesh.init_mesh(dp_replicate=1, dp_shard=4, cp=1, device="cpu")
+    mesh.flatten("dp_replicate", "dp_shard", name="dp")
+    mesh.flatten("dp_shard", "cp", name="dp_shard_cp")
+    parallelism = accelerate.ParallelismConfig(dp_shard_size=4)
+    parallelism.device_mesh = mesh.device_mesh
+    plugin = accelerate.FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        cpu_ram_efficient_loading=False,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+    )
+    accelerator = accelerate.Accelerator(cpu=True, parallelism_config=parallelism, fsdp_plugin=plugin)
+    model = tiny().train()
+    loader = torch.utils.data.DataLoader(samples(), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    losses = []
+    for _ in range(3):
+        for batch in loader:
+            loss = model(batch, labels=batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    group = mesh.group("dp_shard")
+    is_ours = isinstance(model, FSDPModule) and all(
+        isinstance(each, DTensor) and each.device_mesh.get_group() is group for each in model.parameters()
+    )
+    mesh.close()
+    return is_ours, losses
+
+
+def _with_whole_batches() -> list[float]:
+    model = tiny().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        loss = model(samples(), labels=samples()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.oracle("transformers", "accelerate")
+def test_accelerate_shards_parameters_fully_on_our_mesh() -> None:
+    tiny()
+    importlib.import_module("accelerate")
+    (expected,) = run_ranks(1, _with_whole_batches, init=False)
+    for is_ours, losses in run_ranks(4, _fully_sharded_by_accelerate):
+        assert is_ours
+        assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def _loaded_onto_our_mesh(folder: str) -> dict[str, bool]:
+    utils: Any = importlib.import_module("transformers.distributed.utils")
+    configuration: Any = importlib.import_module("transformers.distributed.configuration_utils")
+    mesh = namedmesh.init_mesh(pp=1, dp_replicate=1, fsdp=1, tp=2, device="cpu")
+    experts = mesh.add_view("expert", pp=1, dp_replicate=1, efsdp=2, ep=1)
+    meshes = utils.TransformersDeviceMesh(mesh.device_mesh, experts)
+
+    class OnOurMesh(transformers().LlamaForCausalLM):  # type: ignore[misc, name-defined]
+        @classmethod
+        def prepare_distribute_model(cls, distributed_config: Any, device_map: Any = None) -> Any:
+            return distributed_config, device_map or mesh.device, meshes
+
+    whole = tiny()
+    sizes = configuration.DistributedConfig(tp_size=2)
+    model = OnOurMesh.from_pretrained(folder, distributed_config=sizes)
+    told = {
+        "sharded": any(isinstance(each, DTensor) for each in model.parameters()),
+        "ours": all(
+            each.device_mesh.get_group("tp") is mesh.group("tp")
+            for each in model.parameters()
+            if isinstance(each, DTensor)
+        ),
+    }
+    for each in (whole, model):
+        each(ids(), labels=ids()).loss.backward()
+    told["logits"] = torch.allclose(model(ids()).logits, whole(ids()).logits, atol=1e-6)
+    for name, parameter in whole.named_parameters():
+        gradient = model.get_parameter(name).grad
+        full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        told[name] = torch.allclose(full, parameter.grad, atol=1e-6)
+    mesh.close()
+    return told
+
+
+@pytest.mark.oracle("transformers")
+def test_transformers_loads_shards_onto_our_mesh(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+    pytest.importorskip("transformers.distributed.utils")
+    for told in run_ranks(2, _loaded_onto_our_mesh, str(tmp_path)):
+        assert told == dict.fromkeys(told, True)
+        assert len(told) > 3

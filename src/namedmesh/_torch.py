@@ -9,6 +9,7 @@ import copy
 import hashlib
 import os
 import sys
+import warnings
 import weakref
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -16,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from packaging.version import Version
+from torch.distributed import _functional_collectives
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh.errors import MeshError
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 TORCH = Version(torch.__version__)
+TESTED_UP_TO = "2.15"
+"""The newest release of torch that the tests have run with."""
 
 # Up to 2.9 torch keeps the relations between meshes in one table beside them, later on the meshes themselves.
 _MESHES_KNOW_THEIR_ROOT = Version("2.10.0a0") <= TORCH
@@ -42,11 +45,48 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # torch 2.15 made it public under another name and warns at the old one.
-_set_timeout: Any = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout
+_set_timeout: Any = getattr(dist, "set_timeout", None) or getattr(c10d, "_set_pg_timeout", None)
 
 
 # The types of the names of groups differ between versions.
 _untyped: Any = c10d
+
+F = TypeVar("F", bound="Callable[..., Any]")
+
+_moved: list[str] = []
+
+
+def _needs(owner: Any, *names: str, otherwise: Callable[..., Any] | None = None) -> Callable[[F], F]:
+    """Mark a function that uses private pieces of torch, which a newer torch may no longer have.
+
+    If one of them is missing, the function does ``otherwise``, or raises a MeshError. Importing this module warns
+    once, and names what is missing.
+
+    Args:
+        owner: a module, a class, or a function, whose arguments and attributes are meant.
+        *names: the pieces.
+        otherwise: what public torch alone can do.
+    """
+    known = getattr(owner, "__code__", None)
+    there = (*known.co_varnames, *known.co_names) if known else dir(owner)
+    where = getattr(owner, "__qualname__", owner.__name__).removeprefix("torch.distributed.")
+    missing = [f"{where}.{name}" for name in names if name not in there]
+    _moved.extend(name for name in missing if name not in _moved)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise MeshError(f"torch {torch.__version__} has no {', '.join(missing)}{_REMEDY}")
+
+    def mark(function: F) -> F:
+        instead: Any = otherwise or refuse
+        return instead if missing else function  # type: ignore[no-any-return]
+
+    return mark
+
+
+_REMEDY = (
+    f", which this version of namedmesh needs; it was tested up to torch {TESTED_UP_TO}: install that one, or a newer "
+    "namedmesh"
+)
 
 # The default group.
 
@@ -71,6 +111,7 @@ class _Lifetime(list[Any]):
         self.states: dict[type, Ends] = {}
 
 
+@_needs(c10d, "_world")
 def state_of_default_group(kind: Callable[[], S]) -> S:
     """Return the object of type ``kind`` that belongs to the default group; created once, ended with the group.
 
@@ -106,6 +147,7 @@ def _exits_with_error() -> bool:
     return getattr(sys, "last_value", None) is not None
 
 
+@_needs(c10d, "_get_default_store")
 def default_store() -> dist.Store:
     """Return the store of the default group: torch has no public way to reach it."""
     return c10d._get_default_store()
@@ -118,6 +160,7 @@ def new_store_connection() -> dist.Store:
     return connection
 
 
+@_needs(dist.ProcessGroup, "_get_backend", otherwise=lambda: None)
 def default_timeout() -> timedelta | None:
     """Return the timeout of the default group, or None where its backend has none (the fake one)."""
     group = dist.group.WORLD
@@ -133,6 +176,7 @@ def default_timeout() -> timedelta | None:
     return None
 
 
+@_needs(c10d, "_get_default_timeout", otherwise=lambda: False)
 def default_timeout_is_torchs() -> bool:
     """Return whether groups made without a timeout get the one that the default group has."""
     own = default_timeout()
@@ -147,6 +191,7 @@ def bound_device() -> torch.device | None:
 # Groups.
 
 
+@_needs(c10d, "_world")
 def is_registered(group: dist.ProcessGroup) -> bool:
     """Return whether torch still has a group, or somebody destroyed it."""
     return group in c10d._world.pg_map
@@ -161,6 +206,8 @@ def group_name(*identity: object) -> str:
     return f"{_TAG}_{hashlib.sha256(repr(identity).encode()).hexdigest()[:40]}"
 
 
+@_needs(c10d, "_get_default_timeout", "_new_process_group_helper", "_world")
+@_needs(dist.ProcessGroup, "_set_group_desc")
 def new_group_among_members(
     ranks: Sequence[int],
     *,
@@ -230,6 +277,7 @@ def new_group_among_members(
     return made
 
 
+@_needs(dist.ProcessGroup, "_set_default_backend", "_set_group_name")
 def _unconnected_gloo(  # noqa: PLR0917  one call
     members: list[int], rank: int, store: dist.Store, name: str, timeout: timedelta, devices: Sequence[str]
 ) -> Any:
@@ -241,6 +289,7 @@ def _unconnected_gloo(  # noqa: PLR0917  one call
     return group
 
 
+@_needs(dist.ProcessGroup, "_register_backend")
 def _add_gloo(  # noqa: PLR0917  one call
     group: Any,
     members: list[int],
@@ -263,6 +312,7 @@ def _add_gloo(  # noqa: PLR0917  one call
         group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, backend)
 
 
+@_needs(c10d, "_register_process_group", "_world")
 def _register(group: Any, backend: Any, store: dist.Store, name: str) -> None:
     """Enter a group into torch's tables, as torch's own functions do."""
     world, tag = _untyped._world, f"ptd:{name}"
@@ -337,6 +387,16 @@ if _NAMES_COUNT_GROUPS:
     _leave_counting_to_torch()
 
 
+_FIELDS_OF_MESHES = (
+    "_layout",
+    "_rank_map",
+    "_root_mesh",
+    "_init_backend",
+    "_dim_group_names",
+    "_flatten_mapping",
+)
+
+
 def flattened(root: DeviceMesh, axes: tuple[str, ...], name: str, group: dist.ProcessGroup) -> DeviceMesh:
     """Return a 1-D mesh over the product of some axes of ``root``, on a group that exists, and known to its root.
 
@@ -354,6 +414,7 @@ def flattened(root: DeviceMesh, axes: tuple[str, ...], name: str, group: dist.Pr
     return _flattened_in_table(root, axes, name, group)
 
 
+@_needs(DeviceMesh.__init__, *_FIELDS_OF_MESHES if _LAYOUTS_ARE_LISTS else ())
 def _flattened_on_root(root: Any, axes: tuple[str, ...], name: str, group: dist.ProcessGroup) -> DeviceMesh:
     mesh = DeviceMesh(
         root.device_type,
@@ -393,6 +454,7 @@ def _flattened_in_table(root: Any, axes: tuple[str, ...], name: str, group: dist
     return mesh
 
 
+@_needs(DeviceMesh, *["_concatenate"] * _MESHES_KNOW_THEIR_ROOT)
 def joined(meshes: Sequence[Any]) -> DeviceMesh:
     """Return the mesh with the axes of several slices and flattened products of one root, in the given order.
 
@@ -424,8 +486,6 @@ def forget(root: Any) -> None:
 
 # Compiled code.
 
-F = TypeVar("F", bound="Callable[..., Any]")
-
 
 def constant_under_compile(function: F) -> F:
     """Let the compiler call a function while it traces, and keep the result.
@@ -440,6 +500,7 @@ def constant_under_compile(function: F) -> F:
 # Tensors and modules.
 
 
+@_needs(torch._C, "_len_torch_dispatch_stack", otherwise=lambda _: True)
 def is_observed(tensor: torch.Tensor) -> bool:
     """Return whether the result of an operation on this tensor may be kept, so that nothing may write into it.
 
@@ -517,6 +578,7 @@ def no_view(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.data if tensor._is_view() else tensor
 
 
+@_needs(torch._C, "_will_engine_execute_node", otherwise=lambda ctx: ctx.needs_input_grad)
 def computed_now(ctx: Any) -> tuple[bool, ...]:
     """Return for which tensor inputs of a function this backward pass computes gradients; only in its backward.
 
@@ -536,6 +598,7 @@ def _executes(node: Any) -> bool:
         return True
 
 
+@_needs(torch._C, "_current_graph_task_id")
 def backward_pass() -> int:
     """Return the number of the backward pass that runs in this thread, -1 outside of any."""
     return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
@@ -555,9 +618,10 @@ def reduce_scatter_single(
     return work
 
 
+@_needs(_functional_collectives, "AsyncCollectiveTensor", otherwise=lambda tensor: tensor)
 def synchronous(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor behind an asynchronous result, waited for; any other tensor as it is. Not differentiable."""
-    if isinstance(tensor, AsyncCollectiveTensor):
+    if isinstance(tensor, _functional_collectives.AsyncCollectiveTensor):
         waited: torch.Tensor = tensor.wait()
         return waited
     return tensor
@@ -629,6 +693,7 @@ def absent_children(model: torch.nn.Module) -> list[str]:
 # For the dialects.
 
 
+@_needs(c10d, *["_set_pg_timeout"] * (_set_timeout is None))
 def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
     """Change the timeout of a group that exists; None is the default group."""
     _set_timeout(timeout, group)
@@ -677,3 +742,7 @@ def keep_forwards(schedule: Any) -> None:
             ]
             for rank, actions in schedule.pipeline_order.items()
         }
+
+
+if _moved:
+    warnings.warn(f"torch {torch.__version__} has no {', '.join(_moved)}{_REMEDY}", stacklevel=2)

@@ -10,6 +10,7 @@ Names, arguments and answers are those of DeepSpeed. ``install()`` of the packag
 from __future__ import annotations
 
 import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -678,14 +679,17 @@ def _get_zero_param_intra_parallel_group_ranks() -> list[int]:
 def _get_local_all_to_all_group() -> dict[str, Any]:
     """The groups of the ranks of a node, and of those with the same place in each, for quantized gradients.
 
-    Of the groups that this rank is not in, torch's sign for that. How many ranks a node has says LOCAL_WORLD_SIZE.
+    Of the groups that this rank is not in, torch's sign for that. A node has as many ranks as DeepSpeed's accelerator
+    counts devices there, by which DeepSpeed then asks for the groups; without DeepSpeed, LOCAL_WORLD_SIZE.
 
     Raises:
         ContractError: the nodes are not equal.
     """
     _check_initialized()
     world = dist.get_world_size()
-    local = min(world, int(os.environ.get("LOCAL_WORLD_SIZE") or world))
+    accelerator = sys.modules.get("deepspeed.accelerator")
+    devices = accelerator.get_accelerator().device_count() if accelerator else 0
+    local = min(world, devices or int(os.environ.get("LOCAL_WORLD_SIZE") or world))
     _ensure_divisibility(world, local)
     layout = Layout(node=-1, local=local, world_size=world)
     for axis, name in (("local", "local"), ("node", "global")):
