@@ -617,10 +617,11 @@ def pre_hooks(module: torch.nn.Module) -> dict[int, Any]:
 
 
 def absent_children(model: torch.nn.Module) -> list[str]:
-    """The names of the submodules that were deliberately set to None, as pipeline stages do."""
+    """The names of the submodules that were deliberately set to None, as pipeline stages do, or never were anything else."""
     absent = []
     for fqn, module in model.named_modules(remove_duplicate=False):
-        for name, child in module._modules.items():  # named_children() leaves None out
+        # named_children() leaves None out; an attribute that was None from the start is no child at all.
+        for name, child in (*module._modules.items(), *vars(module).items()):
             if child is None:
                 absent.append(f"{fqn}.{name}" if fqn else name)
     return absent
