@@ -110,6 +110,7 @@ class Settings:
             ("--batch", self.batch, dp * microbatches, f"dp={dp} times {microbatches} microbatches"),
             ("--seq", self.seq, parts, f"{parts}, for cp={cp} and tp={tp}"),
             ("--heads", self.heads, tp, f"tp={tp}"),
+            ("--kv-heads", self.kv_heads, tp, f"tp={tp}"),
             ("the vocabulary", self.sizes.vocabulary, tp, f"tp={tp}"),
             ("the feed-forward width", self.sizes.feed_forward, tp, f"tp={tp}"),
             ("the number of experts", EXPERTS, self.ep, f"ep={self.ep}"),

@@ -210,6 +210,7 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
         "--batch 30 is not divisible by dp=1 times 4 microbatches; the next that is: 32",
         "--seq 64 is not divisible by 3, for cp=1 and tp=3; the next that is: 66",
         "--heads 16 is not divisible by tp=3; the next that is: 18",
+        "--kv-heads 8 is not divisible by tp=3; the next that is: 9",
         "the vocabulary 256 is not divisible by tp=3; the next that is: 258",
         "the feed-forward width 352 is not divisible by tp=3; the next that is: 354",
     ]
