@@ -9,7 +9,7 @@ Attention and embeddings are laid out over ``pp, dp, cp, tp``; the experts of th
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -124,7 +124,7 @@ def differences(mesh: NamedMesh) -> dict[str, float]:
     loss = Step(model, mesh, microbatches=mesh.size("pp"))(*(each.to(mesh.device) for each in mine))
     gradients = []
     for name, each in model.named_parameters():
-        found = each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad
+        found: Any = each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad
         gradients.append((found.cpu() - alone.get_parameter(name).grad).abs().max().item())
     norm = training.clip_grad_norm_(model.parameters(), 0.1, mesh).cpu()
     whole_norm = nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
