@@ -1,8 +1,8 @@
 """A small Llama-style language model over bytes, in plain torch: nothing here knows about ranks.
 
-It is written so that it can be cut: a part of the model holds any run of the layers, with or without the
-embedding in front and the head behind, and every parameter has the same name whichever part holds it. Attention
-reads its number of heads from the tensors it is given, so a tensor-parallel rank may own a few of them.
+A part of the model holds any run of the layers, with or without the embedding in front and the head behind, and every
+parameter has the same name whichever part holds it; the names are those of ``namedmesh.tensor_parallel.llama_plan``.
+Attention reads its number of heads from the tensors it is given, so a tensor-parallel rank may own a few of them.
 """
 
 from __future__ import annotations
@@ -67,18 +67,18 @@ class Attention(nn.Module):
     def __init__(self, sizes: ModelSizes) -> None:
         super().__init__()
         self.head_dim = sizes.head_dim
-        self.query = nn.Linear(sizes.dim, sizes.heads * sizes.head_dim, bias=False)
-        self.key = nn.Linear(sizes.dim, sizes.kv_heads * sizes.head_dim, bias=False)
-        self.value = nn.Linear(sizes.dim, sizes.kv_heads * sizes.head_dim, bias=False)
-        self.out = nn.Linear(sizes.heads * sizes.head_dim, sizes.dim, bias=False)
+        self.wq = nn.Linear(sizes.dim, sizes.heads * sizes.head_dim, bias=False)
+        self.wk = nn.Linear(sizes.dim, sizes.kv_heads * sizes.head_dim, bias=False)
+        self.wv = nn.Linear(sizes.dim, sizes.kv_heads * sizes.head_dim, bias=False)
+        self.wo = nn.Linear(sizes.heads * sizes.head_dim, sizes.dim, bias=False)
         # Another function where a rank has a part of each sequence only.
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Mix the positions of ``x``, of shape (batch, sequence, dim)."""
-        query, key, value = (self._split_heads(project(x)) for project in (self.query, self.key, self.value))
+        query, key, value = (self._split_heads(project(x)) for project in (self.wq, self.wk, self.wv))
         mixed = self.attend(rotate(query, positions), rotate(key, positions), value)
-        joined: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        joined: Tensor = self.wo(mixed.transpose(1, 2).flatten(2))
         return joined
 
     def _split_heads(self, x: Tensor) -> Tensor:
@@ -92,13 +92,13 @@ class FeedForward(nn.Module):
 
     def __init__(self, sizes: ModelSizes) -> None:
         super().__init__()
-        self.gate = nn.Linear(sizes.dim, sizes.feed_forward, bias=False)
-        self.up = nn.Linear(sizes.dim, sizes.feed_forward, bias=False)
-        self.down = nn.Linear(sizes.feed_forward, sizes.dim, bias=False)
+        self.w1 = nn.Linear(sizes.dim, sizes.feed_forward, bias=False)
+        self.w3 = nn.Linear(sizes.dim, sizes.feed_forward, bias=False)
+        self.w2 = nn.Linear(sizes.feed_forward, sizes.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each position of ``x`` on its own."""
-        transformed: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        transformed: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
         return transformed
 
 
@@ -109,13 +109,13 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = nn.RMSNorm(sizes.dim, eps=1e-5)
         self.attention = Attention(sizes)
-        self.feed_forward_norm = nn.RMSNorm(sizes.dim, eps=1e-5)
+        self.ffn_norm = nn.RMSNorm(sizes.dim, eps=1e-5)
         self.feed_forward = FeedForward(sizes)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """One step of refinement of ``x``, of shape (batch, sequence, dim)."""
         x = x + self.attention(self.attention_norm(x), positions=positions)
-        refined: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        refined: Tensor = x + self.feed_forward(self.ffn_norm(x))
         return refined
 
 
@@ -132,21 +132,21 @@ class Llama(nn.Module):
         super().__init__()
         here = list(range(sizes.layers) if layers is None else layers)
         first, last = here[0] == 0, here[-1] == sizes.layers - 1
-        self.embedding = nn.Embedding(sizes.vocabulary, sizes.dim) if first else None
+        self.tok_embeddings = nn.Embedding(sizes.vocabulary, sizes.dim) if first else None
         # A dict keyed by the layer's number, not a list: "layers.3" is the same layer in every part.
         self.layers = nn.ModuleDict({str(index): Block(sizes) for index in here})
         self.norm = nn.RMSNorm(sizes.dim, eps=1e-5) if last else None
-        self.head = nn.Linear(sizes.dim, sizes.vocabulary, bias=False) if last else None
+        self.output = nn.Linear(sizes.dim, sizes.vocabulary, bias=False) if last else None
         self.positions: Tensor | None = None  # of the tokens in their sequence; from 0 on where it is None
 
     def forward(self, x: Tensor) -> Tensor:
         """From tokens (or what the part before returned) to logits (or what the part behind expects)."""
-        if self.embedding is not None:
-            x = self.embedding(x)
+        if self.tok_embeddings is not None:
+            x = self.tok_embeddings(x)
         for layer in self.layers.values():
             x = layer(x, positions=self.positions)
-        if self.norm is not None and self.head is not None:
-            x = self.head(self.norm(x))
+        if self.norm is not None and self.output is not None:
+            x = self.output(self.norm(x))
         return x
 
 
@@ -171,9 +171,9 @@ def first_weights(sizes: ModelSizes, name: str, _parameter: Tensor) -> tuple[flo
     """The mean and the deviation of a parameter's first weights, by its name."""
     if name.endswith("norm.weight"):
         return 1.0, 0.0
-    if name == "embedding.weight":
+    if name == "tok_embeddings.weight":
         # Not smaller than what the first layers add to it, or the start is rough.
         return 0.0, 0.5
     # These add to the residual path, twice a layer: keep its size independent of the depth.
-    adds = name.endswith(("out.weight", "down.weight"))
+    adds = name.endswith(("wo.weight", "w2.weight"))
     return 0.0, 0.02 / (2 * sizes.layers) ** 0.5 if adds else 0.02

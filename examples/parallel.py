@@ -1,4 +1,4 @@
-"""The model over the mesh: a pipeline stage on each ``pp`` rank, cut over ``tp``, its parameters spread over the rest.
+"""The model over the mesh: a pipeline stage on each ``pp`` rank, sharded over ``tp``, its parameters over the rest.
 
 Each axis is used by name: ``pp`` by training.pipeline, ``cp`` by training.context_attention, ``tp`` by a plan, ``ep`` by
 ExpertParallel, ``dp`` and ``cp`` by FSDP2, which comes last, over what tensor parallelism left.
@@ -7,36 +7,38 @@ ExpertParallel, ``dp`` and ``cp`` by FSDP2, which comes last, over what tensor p
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  the name everyone knows it by
 from llama import Llama, first_weights
 from moe import add_experts, expert_plan, shard_experts
+from settings import Settings
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel
 
-from namedmesh import parallelize, training
-from namedmesh.tensor_parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
-
-if TYPE_CHECKING:
-    from settings import Settings
-
-    from namedmesh import NamedMesh
-
+from namedmesh import NamedMesh, parallelize, training
+from namedmesh.tensor_parallel import ColwiseParallel, llama_plan
 
 IGNORED = -100  # a target that does not count
 
 
-def whole_model(settings: Settings, layers: range | None = None) -> Llama:
-    """The model, or some of its layers, with its first weights: the same whoever makes it."""
+def new_model(settings: Settings, layers: range | None = None) -> Llama:
+    """The model, or some of its layers."""
     model = Llama(settings.sizes, layers)
     if settings.moe:
         add_experts(model, settings.sizes)
+    return model
+
+
+def whole_model(settings: Settings, layers: range | None = None) -> Llama:
+    """The same with its first weights, which do not depend on who makes it."""
+    model = new_model(settings, layers)
     training.init_parameters(model, settings.seed, distribution=partial(first_weights, settings.sizes))
     return model
 
@@ -45,15 +47,19 @@ def make_model(settings: Settings, mesh: NamedMesh) -> Llama:
     """This rank's part of the model."""
     model = whole_model(settings, training.stage_layers(settings.layers, mesh))
     model.to(mesh.device, settings.precision)
-    if "cp" in mesh.layout:
-        for layer in model.layers.values():
-            attention: Any = layer.get_submodule("attention")
+    for layer in model.layers.values():
+        attention: Any = layer.get_submodule("attention")
+        if "cp" in mesh.layout:
             attention.attend = partial(training.context_attention, mesh=mesh["cp"])
+        if settings.dropout:
+            attention.attend = partial(attend_and_drop, attention.attend, settings.dropout)
     experts = [layer.get_submodule("feed_forward.experts") for layer in model.layers.values() if settings.moe]
     for each in experts if mesh.size() > 1 else ():
         shard_experts(each, mesh)
     if mesh.size("tp") > 1:
-        plan = tensor_parallel_plan(model)
+        # Each rank has some of the features inside of attention and feed-forward network, between them a part of the
+        # sequence, and at the end the logits of a part of the vocabulary.
+        plan = llama_plan(sequence_parallel=True) | {"output": ColwiseParallel(input_layouts=Shard(1))}
         parallelize(model, mesh["tp"], expert_plan(plan, mesh) if settings.moe else plan)
     if mesh.size() == 1:
         return model
@@ -67,29 +73,10 @@ def make_model(settings: Settings, mesh: NamedMesh) -> Llama:
     return model
 
 
-def tensor_parallel_plan(model: Llama) -> dict[str, ParallelStyle]:
-    """How each module of this part of the model is cut over ``tp``.
-
-    Between the modules each rank has a part of the *sequence*, so the norms and the residual path are cut too.
-    Attention and feed-forward network gather the sequence, work on some of their *features*, and scatter the
-    sum over the sequence again.
-    """
-    gather = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-    plan: dict[str, ParallelStyle] = {}
-    for module, columns, row in (
-        ("attention", ("query", "key", "value"), "out"),
-        ("feed_forward", ("gate", "up"), "down"),
-    ):
-        plan |= {f"layers.*.{module}_norm": SequenceParallel(), f"layers.*.{module}": gather}
-        plan |= {f"layers.*.{module}.{column}": ColwiseParallel() for column in columns}
-        plan[f"layers.*.{module}.{row}"] = RowwiseParallel(output_layouts=Shard(1))
-    # A plan may name only what is there: the middle stages of a pipeline have no embedding and no head.
-    if model.embedding is not None:
-        plan["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
-    if model.head is not None:
-        plan["norm"] = SequenceParallel()
-        plan["head"] = ColwiseParallel(input_layouts=Shard(1))
-    return plan
+def attend_and_drop(attend: Callable[..., Tensor], dropout: float, *heads: Tensor) -> Tensor:
+    """Attention of which some outputs are dropped: others on each tp rank, which has other heads."""
+    with training.streams("tensor"):
+        return F.dropout(attend(*heads), dropout, training=torch.is_grad_enabled())
 
 
 def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
@@ -98,11 +85,13 @@ def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Step:
-    """Forward and backward over a batch, in so many pieces: leaves the gradients in this rank's part of the model."""
+    """Forward and backward over a batch: leaves the gradients in this rank's part of the model."""
 
-    def __init__(self, model: Llama, mesh: NamedMesh, pieces: int) -> None:
+    def __init__(self, model: Llama, mesh: NamedMesh, *, microbatches: int) -> None:
         self._model, self._mesh, self._tokens = model, mesh, torch.tensor(0)
-        self._pipe = training.pipeline(mesh, model, microbatches=pieces, loss=self._loss, reduction="sum")
+        self._pipe = training.pipeline(
+            mesh, model, "1F1B", microbatches=microbatches, loss=self._loss, reduction="sum"
+        )
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The mean loss over the batch of all ranks, the same on every rank."""
@@ -119,25 +108,30 @@ class Step:
         dist.all_reduce(total, group=mesh.group("pp"))
         return total
 
-    def next_byte(self, text: bytes | bytearray, seq: int) -> int:
-        """The likeliest byte after some, fewer than ``seq`` of them: the same on every rank."""
-        mesh, positions = self._mesh, torch.arange(seq)
-        # What stands behind the text is not seen by it, and the shape is always the same.
-        inputs = torch.tensor([[*text, *[0] * (seq - len(text))]], device=mesh.device)
-        if "cp" in mesh.layout:
-            inputs, positions = training.shard_sequence(inputs, mesh=mesh["cp"])
-            self._model.positions = positions
-        logits = self._pipe.eval(inputs)
-        found = torch.tensor(0, device=mesh.device)
-        if logits is not None:  # the last stage
-            if mesh.size("tp") > 1:
-                logits = DTensor.from_local(logits, mesh["tp"], [Shard(-1)]).full_tensor()
-            found += logits[0, positions.to(mesh.device) == len(text) - 1].argmax(-1).sum()  # on one cp rank
-        for axis in [each for each in ("pp", "cp") if each in mesh.layout]:
-            dist.all_reduce(found, group=mesh.group(axis))
-        return int(found)
-
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        if self._mesh.size("tp") > 1:  # each rank has the logits of a part of the vocabulary, and only that
-            logits = DTensor.from_local(logits, self._mesh["tp"], [Shard(-1)])
-        return training.token_mean(loss_sum(logits, targets), self._tokens, self._mesh)
+        return training.token_mean(loss_sum(self._whole(logits), targets), self._tokens, self._mesh)
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        """Logits of which each tp rank has a part of the vocabulary."""
+        tp = self._mesh["tp"]
+        return DTensor.from_local(logits, tp, [Shard(-1)]) if tp.size() > 1 else logits
+
+    def generate(self, prompt: bytes, seq: int, count: int) -> bytes:
+        """The likeliest text after some, up to ``seq`` bytes in all: the same on every rank."""
+        mesh, text, positions = self._mesh, bytearray(prompt), torch.arange(seq)
+        while len(text) < min(seq, len(prompt) + count):
+            # What stands behind the text is not seen by it, and the shape is always the same.
+            inputs = torch.tensor([[*text, *[0] * (seq - len(text))]], device=mesh.device)
+            if "cp" in mesh.layout:
+                inputs, positions = training.shard_sequence(inputs, mesh=mesh["cp"])
+                self._model.positions = positions
+            logits = self._pipe.eval(inputs)
+            found = torch.tensor(0, device=mesh.device)
+            if logits is not None:  # the last stage; the byte before is on one cp rank
+                scores = self._whole(logits)
+                scores = scores.full_tensor() if isinstance(scores, DTensor) else scores
+                found += scores[0, positions.to(mesh.device) == len(text) - 1].argmax(-1).sum()
+            for axis in [each for each in ("pp", "cp") if each in mesh.layout]:
+                dist.all_reduce(found, group=mesh.group(axis))
+            text.append(int(found))
+        return bytes(text[len(prompt) :])

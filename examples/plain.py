@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from parallel import loss_sum, whole_model
+from settings import Settings
+from text import Corpus
 from torch import nn
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from settings import Settings
-    from text import Corpus
-
 
 WARM_UP = 10  # steps
 LOWEST = 0.1  # of the highest learning rate, at the end
@@ -43,9 +37,7 @@ def reference_losses(settings: Settings, corpus: Corpus, device: torch.device) -
     optimizer = make_optimizer(model)
     losses = []
     for step in range(settings.steps):
-        inputs, targets = corpus.batch(
-            seed=settings.seed, step=step, batch=settings.batch, seq=settings.seq, part=slice(None)
-        )
+        inputs, targets = corpus.batch(seed=settings.seed, step=step, batch=settings.batch, seq=settings.seq)
         loss = loss_sum(model(inputs.to(device)), targets.to(device)) / targets.numel()
         optimizer.zero_grad()
         loss.backward()
@@ -54,11 +46,3 @@ def reference_losses(settings: Settings, corpus: Corpus, device: torch.device) -
         optimizer.step()
         losses.append(loss.item())
     return losses
-
-
-def largest_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """The largest difference between the losses and the end of the reference, which may have begun earlier."""
-    pairs = zip(losses, reference[len(reference) - len(losses) :], strict=True)
-    differences = [abs(loss - expected) for loss, expected in pairs]
-    # A difference that is not a number is larger than any; max() would pass over it.
-    return max(math.inf if math.isnan(each) else each for each in differences)

@@ -1,41 +1,25 @@
-"""What a person sees: the mesh as a table, and how training comes along."""
+"""What a person sees: which ranks have which layers, and how training comes along."""
 
 from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING
 
-from namedmesh import training
+from settings import Settings
 
-if TYPE_CHECKING:
-    from namedmesh import Layout
-
+from namedmesh import Layout, training
 
 LINES = 15  # about as many
 
 
 def picture(layout: Layout, layers: int) -> str:
-    """A table of the ranks: a column for each pipeline stage, a row for each data-parallel rank.
-
-    Example:
-        >>> from namedmesh import Layout
-        >>> print(picture(Layout(pp=2, dp=2, tp=2), layers=4))
-                pp 0        pp 1
-                layers 0-1  layers 2-3
-          dp 0  [0 1]       [4 5]
-          dp 1  [2 3]       [6 7]
-        In brackets: the ranks that work together on these layers and this part of the batch.
-    """
+    """A table of the ranks: a column for each pipeline stage, a row for each data-parallel rank."""
     stages = range(layout["pp"])
     here = [training.stage_layers(layers, None, stage=stage, stages=len(stages)) for stage in stages]
-    rows = [
-        ["", *(f"pp {stage}" for stage in stages)],
-        ["", *(f"layers {each[0]}-{each[-1]}" if len(each) > 1 else f"layer {each[0]}" for each in here)],
-    ]
-    for replica in range(layout["dp"]):
-        teams = [layout.where(pp=stage, dp=replica) for stage in stages]
-        rows.append([f"dp {replica}", *(f"[{' '.join(map(str, team))}]" for team in teams)])
+    rows = [["", *(f"pp {stage}, layers {each[0]}-{each[-1]}" for stage, each in enumerate(here))]]
+    for dp in range(layout["dp"]):
+        together = [" ".join(map(str, layout.where(pp=stage, dp=dp))) for stage in stages]
+        rows.append([f"dp {dp}", *(f"[{ranks}]" for ranks in together)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(["", *map(str.ljust, row, widths)]).rstrip() for row in rows]
     note = "In brackets: the ranks that work together on these layers and this part of the batch."
@@ -43,38 +27,30 @@ def picture(layout: Layout, layers: int) -> str:
 
 
 def with_unit(loss: float) -> str:
-    """A loss in both units.
-
-    Example:
-        >>> with_unit(2.0)
-        '2.000 nats a byte (2.885 bits)'
-    """
+    """A loss in both units."""
     return f"{loss:.3f} nats a byte ({loss / math.log(2):.3f} bits)"
 
 
 class Progress:
-    """A line now and then, for steps from ``first`` to before ``steps`` of so many bytes; one rank shows them."""
+    """A line now and then, on one rank."""
 
-    def __init__(self, first: int, steps: int, tokens: int, *, shown: bool) -> None:
-        self._first, self._steps, self._tokens, self._shown = first, steps, tokens, shown
-        self._began = self._measured = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """How long it has been."""
-        return time.monotonic() - self._began
+    def __init__(self, settings: Settings, *, shown: bool) -> None:
+        self._steps, self._bytes, self._shown = settings.steps, settings.batch * settings.seq, shown
+        self._times: list[float] = []
 
     def update(self, step: int, loss: float) -> None:
-        """Tell that a step is done."""
-        done = step + 1 - self._first
-        if done == 1:  # which also set things up: it says nothing about the speed of the others
-            self._measured = time.monotonic()
-        if done == 1 or step + 1 == self._steps or done % max(1, (self._steps - self._first) // LINES) == 0:
-            pace = (time.monotonic() - self._measured) / max(1, done - 1)
-            speed = f"  {self._tokens / pace:,.0f} bytes/s" if done > 1 else ""
-            self.tell(f"step {step + 1:{len(str(self._steps))}}/{self._steps}  loss {with_unit(loss)}{speed}")
+        """A step is done."""
+        self._times.append(time.monotonic())
+        done = (
+            len(self._times) - 1
+        )  # the first also set things up: it says nothing about the speed of the others
+        if not done or step + 1 == self._steps or (step + 1) % max(1, self._steps // LINES) == 0:
+            pace = done / (self._times[-1] - self._times[0]) if done else 0.0
+            speed = f"  {self._bytes * pace:,.0f} bytes/s" if done else ""
+            counted = f"step {step + 1:{len(str(self._steps))}}/{self._steps}"
+            self.show(f"{counted}  loss {with_unit(loss)}{speed}")
 
-    def tell(self, words: str) -> None:
-        """Print something else."""
+    def show(self, words: str) -> None:
+        """Print something."""
         if self._shown:
             print(words, flush=True)

@@ -5,18 +5,15 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from llama import ModelSizes
 from moe import EXPERTS
 
 from namedmesh import Layout, LayoutError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16")}
 
@@ -45,14 +42,15 @@ class Settings:
     kv_heads: int = option(8, "heads of keys and values, shared by the attention heads")
     lr: float = option(0.008, "highest learning rate")
     clip: float = option(1.0, "largest norm of the gradients that is not scaled down")
-    microbatches: int = option(0, "pieces that a rank's share of a batch is worked off in; 0 for one a stage")
+    dropout: float = option(0.0, "probability with which outputs of attention are dropped")
+    microbatches: int = option(0, "parts that a rank's share of a batch is worked off in; 0 for one a stage")
     seed: int = option(0, "of the first weights and of the order of the data")
     data: str | None = option(None, "a file or directory to learn from (default: Python's library)", type=str)
     checkpoint: str = option("checkpoints", "directory to save to; '' to save nothing")
     save_every: int = option(0, "steps between checkpoints; 0 to save at the end only")
     keep: int = option(3, "how many of the checkpoints up to the last one stay; 0 for all")
     timeout: float = option(
-        600.0, "seconds that ranks wait for each other; one that does not come is named then"
+        600.0, "seconds that ranks wait for each other, after which one that hangs is named"
     )
     resume: str | None = option(None, "a checkpoint, or a directory of them, to continue from", type=str)
     verify: bool = option(False, "repeat the run in one process and compare the losses")
@@ -69,29 +67,25 @@ class Settings:
         """What everything is computed in; a comparison in less than double precision sees rounding alone."""
         return DTYPES[self.dtype or ("float64" if self.verify else "float32")]
 
-    @property
-    def pieces(self) -> int:
-        """The number of microbatches; a pipeline needs at least one for each stage to be busy at all."""
-        return self.microbatches or self.pp
-
     def saves_after(self, step: int) -> bool:
         """Whether a checkpoint is due when ``step`` is done."""
-        due = step + 1 == self.steps or (self.save_every > 0 and (step + 1) % self.save_every == 0)
-        return bool(self.checkpoint) and due
+        return step + 1 == self.steps or (self.save_every > 0 and (step + 1) % self.save_every == 0)
 
     def problems(self, world_size: int) -> list[str]:
         """What is wrong with these settings in a world of this size, one sentence each."""
         least = {"steps": 1, "batch": 1, "seq": 1, "microbatches": 0, "ep": 1, "save_every": 0, "keep": 0}
-        low = [(name, number) for name, number in least.items() if getattr(self, name) < number]
         found = [
             f"--{name.replace('_', '-')} must be at least {number}, not {getattr(self, name)}"
-            for name, number in low
+            for name, number in least.items()
+            if getattr(self, name) < number
         ]
         found += [
             f"--{name} must be a number above 0, not {getattr(self, name)}"
             for name in ("lr", "clip", "timeout")
             if not 0 < getattr(self, name) < math.inf
         ]
+        if not 0 <= self.dropout < 1 or (self.verify and self.dropout):
+            found.append(f"--dropout must be from 0 to below 1, and 0 with --verify, not {self.dropout}")
         if self.dtype is not None and self.dtype not in DTYPES:
             found.append(f"--dtype must be one of {', '.join(DTYPES)}, not {self.dtype}")
         found += self.sizes.problems()
@@ -100,10 +94,9 @@ class Settings:
         except LayoutError as error:
             return [*found, *error.problems]
         # A number that is out of range is reported once, not again for what it does not divide.
-        return found or self._misfits(layout)
+        return found or self._indivisible(**dict(layout.items()), world_size=world_size)
 
-    def _misfits(self, layout: Layout) -> list[str]:
-        pp, tp, sizes = layout["pp"], layout["tp"], self.sizes
+    def _indivisible(self, pp: int, dp: int, cp: int, tp: int, world_size: int) -> list[str]:
         found = []
         if self.layers < pp:
             found.append(f"{self.layers} layers cannot fill pp={pp} stages; give at least one a stage")
@@ -111,22 +104,21 @@ class Settings:
             found.append(f"--microbatches {self.microbatches} is too few for pp={pp}; give one a stage")
         if self.ep > 1 and not self.moe:
             found.append(f"--ep {self.ep} is for experts; give --moe, too")
-        # What is cut, and into how many parts: two chunks of a sequence for each cp rank, a part of them for each tp.
-        parts = (2 * layout["cp"] if layout["cp"] > 1 else 1) * tp
-        dp, pieces = layout["dp"], self.pieces
-        cuts = (
-            ("--batch", self.batch, dp * pieces, f"dp={dp} times {pieces} microbatches"),
-            ("--seq", self.seq, parts, f"{parts}, for cp={layout['cp']} and tp={tp}"),
+        parts = (2 * cp if cp > 1 else 1) * tp  # two chunks of a sequence for each cp rank
+        microbatches = self.microbatches or pp
+        sizes = (
+            ("--batch", self.batch, dp * microbatches, f"dp={dp} times {microbatches} microbatches"),
+            ("--seq", self.seq, parts, f"{parts}, for cp={cp} and tp={tp}"),
             ("--heads", self.heads, tp, f"tp={tp}"),
             ("--kv-heads", self.kv_heads, tp, f"tp={tp}"),
-            ("the vocabulary", sizes.vocabulary, tp, f"tp={tp}"),
-            ("the feed-forward width", sizes.feed_forward, tp, f"tp={tp}"),
+            ("the vocabulary", self.sizes.vocabulary, tp, f"tp={tp}"),
+            ("the feed-forward width", self.sizes.feed_forward, tp, f"tp={tp}"),
             ("the number of experts", EXPERTS, self.ep, f"ep={self.ep}"),
-            ("the number of ranks", layout.world_size // pp, self.ep, f"ep={self.ep}"),
+            ("the number of ranks", world_size // pp, self.ep, f"ep={self.ep}"),
         )
         return found + [
             f"{name} {size} is not divisible by {words}; the next that is: {-(-size // divisor) * divisor}"
-            for name, size, divisor, words in cuts
+            for name, size, divisor, words in sizes
             if size % divisor
         ]
 

@@ -8,12 +8,9 @@ import itertools
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -28,12 +25,14 @@ class Corpus:
         """The number of bytes in all files."""
         return self.ends[-1] if self.ends else 0
 
-    def batch(self, *, seed: int, step: int, batch: int, seq: int, part: slice) -> tuple[Tensor, Tensor]:
+    def batch(
+        self, *, seed: int, step: int, batch: int, seq: int, rows: slice = slice(None)
+    ) -> tuple[Tensor, Tensor]:
         """Some of the sequences of a step, and their targets: target i is the byte after input i."""
         digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
         # Every rank draws the starts of the whole batch, so that the batch is the same however it is divided.
-        starts = torch.randint(self.size - seq, (batch,), generator=generator)[part]
+        starts = torch.randint(self.size - seq, (batch,), generator=generator)[rows]
         windows = torch.stack([self._window(start, seq + 1) for start in starts.tolist()])
         # Contiguous, as a pipeline of torch 2.8 wants them.
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
@@ -54,15 +53,12 @@ def find_corpus(path: str | None) -> Corpus:
     """The text under ``path``, a file or a directory; without one, the running Python's standard library."""
     if path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
-        found = (file for file in root.rglob("*.py") if _is_library(file.relative_to(root)))
+        # Installed packages differ between machines; tests are as large as all the rest, and duller.
+        not_it = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
+        found = (file for file in root.rglob("*.py") if not not_it & set(file.relative_to(root).parts))
     elif Path(path).is_dir():
         found = (file for file in Path(path).rglob("*") if file.is_file())
     else:
         found = (file for file in [Path(path)] if file.exists())
     files = sorted(found)
     return Corpus(tuple(files), tuple(itertools.accumulate(file.stat().st_size for file in files)))
-
-
-def _is_library(file: Path) -> bool:
-    # Installed packages differ between machines; tests are as large as all the rest, and duller.
-    return not {"site-packages", "dist-packages", "test", "tests", "idlelib"} & set(file.parts)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +21,7 @@ import torch
 import train
 from llama import Llama, ModelSizes, first_weights, rotate
 from parallel import Step, make_model, whole_model
-from plain import largest_difference, reference_losses
+from plain import reference_losses
 from progress import picture
 from ranks import run_ranks
 from settings import Settings, parse
@@ -94,6 +94,31 @@ def test_losses_are_those_of_one_process(
     assert by_rank[0] == pytest.approx(reference, abs=1e-9)
 
 
+def dropped(settings: Settings) -> tuple[list[bool], list[float]]:
+    """Which outputs of attention a rank drops, and the losses."""
+    mesh = train.make_mesh(settings, torch.device("cpu"))
+    training.seed_all(0, mesh)
+    attention: Any = make_model(settings, mesh).layers["0"].attention
+    heads = torch.ones(1, 2, 4, 4)
+    with torch.no_grad():
+        assert attention.attend(heads, heads, heads).eq(1).all()  # not where text is generated
+    mask = attention.attend(heads, heads, heads).eq(0).flatten().tolist()
+    mesh.close()
+    return mask, losses_of(settings)
+
+
+def test_each_tp_rank_drops_others_of_its_heads() -> None:
+    (first, losses), (second, same) = run_ranks(
+        2, dropped, dataclasses.replace(TINY, tp=2, steps=2, verify=False, dropout=0.5)
+    )
+    assert first != second
+    assert sum(first) * sum(second) > 0
+    assert losses == same
+    assert Settings(dropout=0.5, verify=True).problems(1) == [
+        "--dropout must be from 0 to below 1, and 0 with --verify, not 0.5"
+    ]
+
+
 PROMPT = b"def __init"
 
 
@@ -102,8 +127,8 @@ def samples(layouts: list[dict[str, Any]]) -> list[bytes]:
     for layout in layouts:
         settings = dataclasses.replace(TINY, **layout)
         mesh = train.make_mesh(settings, torch.device("cpu"))
-        step = Step(make_model(settings, mesh), mesh, settings.pieces)
-        found.append(train.generate(step, PROMPT, settings.seq))
+        step = Step(make_model(settings, mesh), mesh, microbatches=settings.microbatches or settings.pp)
+        found.append(step.generate(PROMPT, settings.seq, train.SAMPLE))
         mesh.close()
     return found
 
@@ -169,9 +194,7 @@ def test_an_interrupted_save_keeps_the_one_before(tmp_path: Path) -> None:
     settings = dataclasses.replace(TINY, steps=1, checkpoint=str(tmp_path))
     run_ranks(1, save_twice_interrupted, settings)
     assert {path.name for path in tmp_path.iterdir()} == {"step-000001", ".step-000001.unfinished"}
-    found = train.find_checkpoint(str(tmp_path))
-    assert found is not None
-    assert found[0] == tmp_path / "step-000001"
+    assert training.latest(tmp_path) == tmp_path / "step-000001"
     reference = run_ranks(1, one_process, dataclasses.replace(TINY, steps=2))[0]
     # The rate of a step depends on where training ends, but the first step's weights are what was saved.
     resumed = run_ranks(1, losses_of, dataclasses.replace(TINY, steps=2, resume=str(tmp_path)))
@@ -237,8 +260,8 @@ def test_the_script_refuses_on_one_screen(tmp_path: Path) -> None:
         "  - --seq must be at least 1, not 0",
         "  - --lr must be a number above 0, not nan",
         f"  - --data {tmp_path}/none: there is no such file or directory, or no file in it",
-        f"  - --checkpoint {tmp_path}/file: File exists; give another directory, or '' for none",
         f"  - --resume {tmp_path}: there is no finished checkpoint",
+        f"  - --checkpoint {tmp_path}/file: File exists; give another directory, or '' for none",
     ]
 
 
@@ -319,12 +342,23 @@ def test_a_killed_rank_is_named_once(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_done_is_not_continued(tmp_path: Path) -> None:
-    step = train.place(dataclasses.replace(TINY, checkpoint=str(tmp_path)), 4)
+    step = tmp_path / "step-000004"
     training.save(step, None, torch.nn.Linear(1, 1), step=4)
-    assert train.resume_problems(dataclasses.replace(TINY, steps=5, resume=str(tmp_path))) == []
-    assert train.resume_problems(dataclasses.replace(TINY, resume=str(step))) == [
-        f"{step} has done 4 steps already; ask for more with --steps"
-    ]
+    settings = dataclasses.replace(TINY, checkpoint=str(tmp_path))
+    corpus, room = find_corpus(settings.data), shutil.disk_usage(tmp_path)
+    with mock.patch("torch.distributed.get_world_size", return_value=1):
+        assert train.check(dataclasses.replace(settings, steps=5, resume=str(tmp_path)), corpus) == []
+        assert train.check(dataclasses.replace(settings, resume=str(step)), corpus) == [
+            f"{step} has done 4 steps already; ask for more with --steps"
+        ]
+        parameters = sum(each.numel() for each in Llama(settings.sizes).parameters())
+        full = room._replace(free=24 * parameters)
+        with mock.patch("shutil.disk_usage", return_value=full):
+            assert train.check(settings, corpus) == []
+        with mock.patch("shutil.disk_usage", return_value=full._replace(free=full.free - 1)):
+            assert train.check(settings, corpus) == [
+                f"--checkpoint {tmp_path}: a checkpoint has 2 MB, and 2 MB are free there; give another directory, or '' for none"
+            ]
 
 
 def test_windows_cross_files_and_ranks_share_a_batch(tmp_path: Path) -> None:
@@ -333,8 +367,8 @@ def test_windows_cross_files_and_ranks_share_a_batch(tmp_path: Path) -> None:
     corpus = find_corpus(str(tmp_path))
     assert corpus.size == 9
 
-    def batch(part: slice, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        return corpus.batch(seed=1, step=step, batch=16, seq=5, part=part)
+    def batch(rows: slice, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        return corpus.batch(seed=1, step=step, batch=16, seq=5, rows=rows)
 
     inputs, targets = batch(slice(None))
     assert inputs.shape == targets.shape == (16, 5)
@@ -395,15 +429,9 @@ def test_rotary_scores_depend_on_the_distance_only() -> None:
 
 
 def test_picture_of_the_mesh() -> None:
-    assert picture(namedmesh.Layout(pp=2, dp=2, tp=2), layers=3).splitlines() == [
-        "        pp 0     pp 1",
-        "        layer 0  layers 1-2",
-        "  dp 0  [0 1]    [4 5]",
-        "  dp 1  [2 3]    [6 7]",
+    assert picture(namedmesh.Layout(pp=2, dp=2, tp=2), layers=5).splitlines() == [
+        "        pp 0, layers 0-1  pp 1, layers 2-4",
+        "  dp 0  [0 1]             [4 5]",
+        "  dp 1  [2 3]             [6 7]",
         "In brackets: the ranks that work together on these layers and this part of the batch.",
     ]
-
-
-def test_a_loss_that_is_no_number_is_no_agreement() -> None:
-    assert largest_difference([2.0, 1.0], [3.0, 2.0, 1.5]) == 0.5
-    assert largest_difference([1.0, math.nan], [1.0, 1.0]) == math.inf

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron_newest import NEWEST, RELEASES, release
 from ranks import fake_world, run_ranks
 
 import namedmesh
@@ -79,8 +80,21 @@ _LISTED = """
     set_virtual_pipeline_model_parallel_world_size update_pg_timeout
 """
 NAMES = frozenset(_LISTED.split())
+# Those of newer releases.
+GATHERED = "Weights that are gathered for each use"
+_NEWER = """
+    _DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT _DATA_PARALLEL_GROUP_WITH_GTP_REMAT
+    _EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT _EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS _EXPERT_GTP_WEIGHT_REMAT_GROUP
+    _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP _GTP_WEIGHT_REMAT_GLOBAL_RANKS _GTP_WEIGHT_REMAT_GROUP
+    _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT
+    _inject_gtp_remat_axis create_all_gather_groups get_expert_gtp_weight_remat_global_ranks
+    get_expert_gtp_weight_remat_group get_expert_gtp_weight_remat_rank get_expert_gtp_weight_remat_world_size
+    get_gtp_weight_remat_global_ranks get_gtp_weight_remat_group get_gtp_weight_remat_rank
+    get_gtp_weight_remat_world_size
+"""
+NEWER = frozenset(_NEWER.split())
 
-EXAMPLES = [legacy for section in SECTIONS for legacy, _ in rows(section)]
+EXAMPLES = [legacy for section in SECTIONS if section != GATHERED for legacy, _ in rows(section)]
 # Sizes, and what goes with them: two worlds, one with a data axis that is no power of two, one with tp=1.
 WORLDS = {
     "24 ranks": {"pp": 2, "dp": 3, "cp": 2, "tp": 2},
@@ -154,32 +168,65 @@ def _plain(answer: Any) -> Any:
 
 
 def test_every_name_has_an_entry() -> None:
-    assert sorted(NAMES - set(TABLE)) == []
-    assert sorted(set(TABLE) - NAMES) == []
+    assert sorted((NAMES | NEWER) ^ set(TABLE)) == []
 
 
-@pytest.mark.oracle("megatron.core")
-def test_every_name_of_the_installed_megatron_has_an_entry() -> None:
-    from megatron.core import parallel_state
+@pytest.mark.parametrize("which", RELEASES)
+def test_every_name_of_megatron_has_an_entry(which: str) -> None:
+    with release(which) as parallel_state:
+        own = {
+            name
+            for name, value in vars(parallel_state).items()
+            if getattr(value, "__module__", parallel_state.__name__) == parallel_state.__name__
+            and not name.startswith("__")
+            and not inspect.ismodule(value)
+            and not name.startswith("HAVE_")
+        }
+        assert own - set(TABLE) == set()
+        assert {"initialize_model_parallel", "_PIPELINE_GLOBAL_RANKS"} <= own
+        assert bool(own & NEWER) == (which == "newest")
 
-    own = {
-        name
-        for name, value in vars(parallel_state).items()
-        if getattr(value, "__module__", parallel_state.__name__) == parallel_state.__name__
-        and not name.startswith("__")
-        and not inspect.ismodule(value)
-        and not name.startswith("HAVE_")
-    }
-    assert own - set(TABLE) == set()
-    assert {"initialize_model_parallel", "_PIPELINE_GLOBAL_RANKS", "logger"} <= own | {"logger"}
+
+@pytest.mark.oracle(NEWEST)
+@pytest.mark.parametrize("rank", [0, 9, 30])
+def test_groups_of_gathered_weights_are_those_of_megatron(rank: int, tmp_path: Path) -> None:
+    call = (
+        "initialize_model_parallel(2, 2, context_parallel_size=2, gtp_remat_size=2, expert_model_parallel_size=2, "
+        "expert_tensor_parallel_size=1, expert_gtp_remat_size=2, create_gloo_process_groups=False)"
+    )
+    with fake_world(32, rank), release("newest") as oracle:
+        eval(call, vars(oracle))  # noqa: S307
+        advice = advise(call)
+        mesh: NamedMesh = eval(advice.replacement, {"namedmesh": namedmesh})  # noqa: S307
+        assert dict(mesh.layout.items()) == {"pp": 2, "dp": 2, "cp": 2, "gtp_remat": 2, "tp": 2}
+        names, done = _namespace(mesh, tmp_path, 0, [2, 1]), set(advice.once)
+        names |= {"expert_gtp_remat_size": 2}
+        (statement,) = advice.once
+        exec(statement, names)  # noqa: S102
+        compared = set()
+        for legacy, found in rows(GATHERED):
+            if found.replacement and "PARTIAL" not in legacy and "create" not in legacy:
+                done |= {once for once in found.once if "add_view" in once}
+                expected = _plain(eval(legacy, vars(oracle)))  # noqa: S307
+                assert _plain(_run(legacy, names, done)) == expected, legacy
+                compared.add(_name(legacy))
+        assert len(NEWER - compared) == 4
+        mesh.close()
+        oracle.destroy_model_parallel()
+
+
+def test_data_parallel_groups_say_that_gathered_weights_count() -> None:
+    assert advise("get_data_parallel_group(with_gtp_remat=False)").notes == ()
+    (note,) = advise("get_data_parallel_group(with_gtp_remat=True)").notes
+    assert 'mesh.group("dp", "gtp_remat")' in note
 
 
 @pytest.mark.oracle("megatron.core")
 def test_parameters_are_those_of_megatron_in_its_order() -> None:
     from megatron.core import parallel_state
 
-    for name, entry in TABLE.items():
-        function = getattr(parallel_state, name)
+    for name in NAMES:
+        entry, function = TABLE[name], getattr(parallel_state, name)
         assert callable(function) == (entry.parameters is not None), name
         if entry.parameters is not None and any(one.when for one in entry.variants):
             assert tuple(inspect.signature(function).parameters) == entry.parameters, name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from pathlib import Path
 
 import pytest
@@ -167,3 +168,30 @@ def test_a_script_runs_unchanged(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["run", "nowhere.py"])
     assert caught.value.code == 2
+
+
+def test_a_module_runs_unchanged(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("from ezpz import tp\n", encoding="utf-8")
+    (package / "near.py").write_text("word = 'beside'\n", encoding="utf-8")
+    (package / "job.py").write_text(
+        "import sys\nfrom . import near, tp\n"
+        "print(tp.__name__, __name__, near.word, sys.argv[1:], sys.modules['__main__'].near is near)\n",
+        encoding="utf-8",
+    )
+
+    def run() -> tuple[str, str]:
+        os.chdir(tmp_path)
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            assert main(["run", "--dialect", "ezpz", "-m", "package.job", "-m", "--lr"]) == 0
+            for missing in ("package.jobs", "packages.job"):
+                with pytest.raises(SystemExit):
+                    main(["run", "--dialect", "ezpz", "-m", missing])
+        errors = [line for line in err.getvalue().splitlines(keepends=True) if ": error: " in line]
+        return out.getvalue(), "".join(errors)
+
+    out = "namedmesh.compat.ezpz.tp __main__ beside ['-m', '--lr'] True\n"
+    err = "namedmesh run: error: there is no module 'package.jobs'\nnamedmesh run: error: there is no module 'packages.job'\n"
+    assert run_ranks(1, run, init=False) == [(out, err)]

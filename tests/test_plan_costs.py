@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -21,6 +22,7 @@ from namedmesh.plan import (
     cut_weight,
     estimate_activations,
     estimate_memory,
+    estimate_model_memory,
     estimate_traffic,
     list_partitions,
     make_plan,
@@ -65,16 +67,30 @@ def test_activations_by_the_formula_of_the_paper() -> None:
     tokens, t = 3 * 8 * 16, 2
     expected = {
         ("none", False): 10 + 24 / t + 5 * 4 * 8 / (16 * t),
-        ("none", True): 34 / t + 5 * 4 * 8 / (16 * t),
+        ("none", True): 30 / t + 4 + 5 * 4 * 8 / (16 * t),
         ("selective", False): 10 + 24 / t,
-        ("selective", True): 34 / t,
+        ("selective", True): 30 / t + 4,
         ("full", False): 2,
     }
     for (checkpointing, sequence), bytes_each in expected.items():
         model = Model(**sizes, checkpointing=checkpointing, sequence_parallel=sequence)
         assert estimate_activations(model, {"tp": t, "pp": 5}) == pytest.approx(5 * tokens * bytes_each)
     wide = Model(**sizes, ffn=128, experts=4, top_k=2)
-    assert estimate_activations(wide, {}) == pytest.approx(5 * tokens * (18 + 2 * 64))
+    assert estimate_activations(wide, {"pp": 5}) == pytest.approx(5 * tokens * (18 + 2 * 64))
+    with_logits = estimate_activations(Model(**sizes, vocab=32), {"tp": t})
+    assert with_logits == pytest.approx(5 * tokens * (10 + 24 / t) + 4 * tokens * (1 + 32 / 16) / t)
+    unfused = Model(**sizes, sequence_parallel=True, fused_norms=False)
+    assert estimate_activations(unfused, {"tp": t, "pp": 5}) == pytest.approx(5 * tokens * (34 / t + 4))
+
+
+def test_a_layer_is_gathered_at_stage_3() -> None:
+    model = Model(params=10_000, layers=4, experts=8, expert_params=8_000)
+    sizes = {"tp": 2, "dp": 8, "ep": 4}
+    shards = [estimate_model_memory(replace(model, layers=None), sizes, stage=stage) for stage in (2, 3)]
+    found = [estimate_model_memory(model, sizes, stage=stage) for stage in (2, 3)]
+    assert found[0] == shards[0]
+    layer = 2 * (2_000 / 2 + 8_000 / 4) / 4
+    assert (found[1].weights, found[1].gradients) == (shards[1].weights + layer, shards[1].gradients + layer)
 
 
 def test_the_best_partitions_by_what_their_steps_take() -> None:

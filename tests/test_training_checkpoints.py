@@ -375,3 +375,34 @@ def test_without_safetensors_a_sentence_says_so(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("namedmesh.training.checkpoints.find_spec", lambda _: None)
     with pytest.raises(CheckpointError, match="pip install safetensors"):
         training.to_pretrained(tmp_path / "step", tmp_path / "model")
+
+
+def test_so_many_are_kept_and_the_latest_is_found(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+
+    def left() -> list[str]:
+        return sorted(path.name for path in tmp_path.iterdir())
+
+    assert training.latest(tmp_path) is None
+    assert training.latest(tmp_path / "none") is None
+    for name in ("other-3", "step-9", "step-10", "step-12"):
+        training.save(tmp_path / name, None, model)
+    (tmp_path / "step-8").mkdir()  # none of ours
+    training.save(tmp_path / "step-11", None, model, keep=2)
+    assert left() == [
+        "other-3",
+        "step-10",
+        "step-11",
+        "step-12",
+        "step-8",
+    ]  # a later one of another run stays
+    (tmp_path / "step-13").mkdir()
+    assert training.latest(tmp_path) == tmp_path / "step-12"
+    (tmp_path / "step-12").rename(tmp_path / ".step-12.replaced")  # interrupted while it is replaced
+    assert training.latest(str(tmp_path)) == tmp_path / "step-12"
+    assert training.latest(tmp_path / "step-10") == tmp_path / "step-10"
+    for path, keep in (("step-14", 0), ("last", 1)):
+        with pytest.raises(CheckpointError, match="checkpoints of which this is one at least, with a number"):
+            training.save(tmp_path / path, None, model, keep=keep)
+    training.save(tmp_path / "step-11", None, model, keep=1)
+    assert left() == [".step-12.replaced", "other-3", "step-11", "step-13", "step-8"]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import re
 from typing import Any
+from unittest import mock
 
 import moe
 import pytest
@@ -10,7 +14,6 @@ import torch
 import training_checks as checks
 from ranks import fake_world, run_ranks
 from torch import nn
-from training_moe import differences as of_example
 
 import namedmesh
 from namedmesh import training
@@ -38,7 +41,7 @@ def compare(layouts: list[str]) -> dict[str, dict[str, float]]:
         dense, expert = LAYOUTS[name]
         mesh = namedmesh.init_mesh(**dense)
         mesh.add_view("expert", pp=dense["pp"], edp=-1, **expert)
-        told[name] = of_example(mesh)
+        told[name] = moe.differences(mesh)
         mesh.close()
     return told
 
@@ -55,6 +58,25 @@ def test_experts_are_those_of_one_process(pp: int) -> None:
     for told in by_rank:
         for differences in told.values():
             assert max(differences.values()) < 1e-9, told
+
+
+def the_script() -> str:
+    shown = io.StringIO()
+    with mock.patch("sys.argv", ["moe.py", "--ep", "4", "--tp", "2"]), contextlib.redirect_stdout(shown):
+        moe.main()
+    return shown.getvalue()
+
+
+def test_the_script_prints_the_largest_differences() -> None:
+    first, *others = run_ranks(8, the_script, init=False)
+    assert others == [""] * 7
+    layouts, told = first.splitlines()
+    assert layouts == "pp=1 x dp=4 x tp=2 (8 ranks), experts over pp=1 x edp=2 x ep=4 x etp=1 (8 ranks)"
+    found = re.fullmatch(
+        r"largest differences from one process: loss (\S+), gradients (\S+), norm (\S+)", told
+    )
+    assert found is not None
+    assert max(map(float, found.groups())) < 1e-9
 
 
 class Mixed(nn.Module):

@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 import weakref
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -681,13 +681,22 @@ def pre_hooks(module: torch.nn.Module) -> dict[int, Any]:
 
 
 def absent_children(model: torch.nn.Module) -> list[str]:
-    """Return the names of the submodules that were deliberately set to None, as pipeline stages do."""
+    """Return the names of the submodules that are None, set so as pipeline stages do, or never anything else."""
     absent = []
     for fqn, module in model.named_modules(remove_duplicate=False):
-        for name, child in module._modules.items():  # named_children() leaves None out
+        # named_children() leaves None out; an attribute that was None from the start is no child at all.
+        for name, child in (*module._modules.items(), *vars(module).items()):
             if child is None:
                 absent.append(f"{fqn}.{name}" if fqn else name)
     return absent
+
+
+def scalars_captured() -> AbstractContextManager[Any]:
+    """Let torch.compile put numbers that are read from tensors in the block into its graph, where it would break."""
+    if not torch.compiler.is_compiling():
+        return nullcontext()
+    patch: Any = torch._dynamo.patch_dynamo_config
+    return patch(capture_scalar_outputs=True)  # type: ignore[no-any-return]
 
 
 # For the dialects.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 __all__ = ["COMMANDS", "DIALECTS"]
@@ -20,6 +21,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         choices=DIALECTS,
         help="install only this one; may be repeated (default: all)",
     )
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as for python -m")
     parser.add_argument(
         "script", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGS]", help="the script, and its arguments"
     )
@@ -28,18 +30,33 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """Install the dialects and run the script, as ``python SCRIPT ARGS`` would."""
+    """Install the dialects and run the script, as ``python SCRIPT ARGS`` or ``python -m MODULE ARGS`` would."""
     words = arguments.script[arguments.script[:1] == ["--"] :]
-    if not words or not Path(words[0]).is_file():
+    if not words or not (arguments.module or Path(words[0]).is_file()):
         arguments.parser.error(f"there is no script {words[0]!r}" if words else "name a script to run")
     for dialect in arguments.dialect or DIALECTS:
         import_module(f"namedmesh.compat.{dialect}").install()
     import runpy
 
+    sys.path[0] = str(Path.cwd() if arguments.module else Path(words[0]).resolve().parent)
     sys.argv[:] = words
-    sys.path[0] = str(Path(words[0]).resolve().parent)
-    runpy.run_path(words[0], run_name="__main__")
+    if not arguments.module:
+        runpy.run_path(words[0], run_name="__main__")
+    elif _is_module(words[0]):
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    else:
+        arguments.parser.error(f"there is no module {words[0]!r}")
     return 0
+
+
+def _is_module(name: str) -> bool:
+    """Whether there is a module of this name; the packages around it are imported."""
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError as error:
+        if not name.startswith(f"{error.name}."):  # not the package around it, but what that imports
+            raise
+        return False
 
 
 COMMANDS = {

@@ -48,6 +48,10 @@ def _mesh_advice(arguments: Arguments) -> Advice:
     order = _literal_order(arguments)
     arrangement = _arrangement(order)
     sizes = {axis: arguments.size(name) for axis, name in _DENSE_SIZES.items()} | {"dp": "-1"}
+    axes = list(arrangement.dense)
+    if not arguments.is_one("gtp_remat_size"):
+        sizes["gtp_remat"] = arguments.size("gtp_remat_size")
+        axes.insert(axes.index("tp"), "gtp_remat")
     if "context_parallel_size" not in arguments.named:
         del sizes["cp"]
     notes = [note for name, note in _NOTES.items() if not arguments.is_off(name)]
@@ -59,7 +63,7 @@ def _mesh_advice(arguments: Arguments) -> Advice:
         given = [f"namedmesh.Layout.from_order({order_source}, {named}, {world})"]
         notes.append(_ORDER_UNKNOWN)
     else:
-        given = [f"{axis}={sizes[axis]}" for axis in arrangement.dense if axis in sizes]
+        given = [f"{axis}={sizes[axis]}" for axis in axes if axis in sizes]
     if arguments.rest:
         notes.append(f"what {arguments.rest} holds is not known here; sizes given there are missing")
     views, view_notes = _views(arguments, arrangement, sizes)
@@ -91,7 +95,9 @@ def _views(
     notes: list[str] = []
     several = not arguments.is_one(_INSTANCES)
     if not (
-        arguments.is_one("expert_model_parallel_size") and arguments.is_off("expert_tensor_parallel_size")
+        arguments.is_one("expert_model_parallel_size")
+        and arguments.is_off("expert_tensor_parallel_size")
+        and arguments.is_one("expert_gtp_remat_size")
     ):
         views += _expert_views(arguments, arrangement, dense, several=several)
     if several:
@@ -121,7 +127,11 @@ def _expert_views(
         "edp": "-1",
         "pp": dense["pp"],
     }
-    ordered = [(axis, sizes[axis]) for axis in arrangement.expert or ()]
+    axes = list(arrangement.expert or ())
+    if not arguments.is_one("expert_gtp_remat_size"):
+        sizes["egtp_remat"] = arguments.size("expert_gtp_remat_size")
+        axes.insert(axes.index("ep"), "egtp_remat")
+    ordered = [(axis, sizes[axis]) for axis in axes]
     views = [_sized_view("expert", ordered)]
     if several:
         views.append(_sized_view("expert_optimizer", _split(ordered, "edp", arguments)))

@@ -18,11 +18,15 @@ _UNCHECKED = (
     "check_initialized=False answered None before initialization; a mesh that exists always has its axes, "
     "and an unknown axis is an AxisError"
 )
+_GATHERED = (
+    "newer releases count the ranks of gtp_remat, and of egtp_remat for the experts, unless with_gtp_remat=False; name that "
+    'axis, too, where the mesh has it, such as mesh.group("dp", "gtp_remat")'
+)
 # For each view: the axes that need it, and its sizes in Megatron's default order, in which pp is the slowest axis and
 # tp the fastest. The variables have the names of Megatron's arguments.
 _VIEWS = {
     "expert": (
-        ("edp", "ep", "etp", "edp_replicate", "edp_shard"),
+        ("edp", "egtp_remat", "ep", "etp", "edp_replicate", "edp_shard"),
         "edp=-1, ep=expert_model_parallel_size, etp=expert_tensor_parallel_size",
     ),
     "expert_optimizer": (
@@ -60,7 +64,10 @@ def view_statement(name: str, expression: str = "") -> str:
         options = 'options={"dp_cp_gather": namedmesh.GroupOptions(share=False)}, '
     elif name == "expert_optimizer" and "gloo_group" in expression:
         options = f'options={{"edp_shard": {_GLOO}}}, '
-    return f'mesh.add_view("{name}", {options}pp=mesh.size("pp"), {_VIEWS[name][1]})'
+    sizes = _VIEWS[name][1]
+    if name == "expert" and "egtp_remat" in expression:
+        sizes = sizes.replace(", ep=", ", egtp_remat=expert_gtp_remat_size, ep=")
+    return f'mesh.add_view("{name}", {options}pp=mesh.size("pp"), {sizes})'
 
 
 def setup_statements(expression: str) -> tuple[str, ...]:
@@ -90,6 +97,9 @@ def setup_statements(expression: str) -> tuple[str, ...]:
 _NOTES = {
     "virtual_stages": "virtual_stages is a number of your own: how many virtual stages a rank has; torch's schedules "
     "count stages, not a rank in a virtual pipeline",
+    '"gtp_remat"': "an axis of the mesh where gtp_remat_size is above 1, of newer releases: init_mesh(pp=..., dp=..., cp=..., "
+    "gtp_remat=..., tp=...); without it leave the name out",
+    "egtp_remat": "an axis of the experts' view where expert_gtp_remat_size is above 1; without it leave the name out",
     "dp_cp_gather": "a second communicator over the ranks of dp and cp, because of share=False",
 }
 
@@ -261,6 +271,8 @@ class Entry:
             notes += (f"the flags in {arguments.rest} decide: {others}",)
         if arguments.flag("check_initialized") is not True:
             notes += (_UNCHECKED,)
+        if arguments.flag("with_gtp_remat") is not False:
+            notes += (_GATHERED,)
         return Advice(advice.replacement, advice.once, notes)
 
     def _select(self, variants: Sequence[Variant], arguments: Arguments) -> Advice:

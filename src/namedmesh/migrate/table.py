@@ -16,15 +16,21 @@ if TYPE_CHECKING:
 _CP = "with_context_parallel"
 _PART = "partial_data_parallel"
 _EXPERT_PART = "partial_expert_data_parallel"
+_GATHERED = "with_gtp_remat"
 
 
 def _axes_by_group() -> dict[str, dict[str, str]]:
     """Return the axes of each group of Megatron, by the flags of its getter, as source text."""
     axes: dict[str, dict[str, str]] = {
-        "data_parallel": {f"{_CP} {_PART}": '"dp_shard"', f"{_CP} independent_all_gather": '"dp_cp_gather"'},
-        "expert_data_parallel": {_EXPERT_PART: '"edp_shard"'},
+        "data_parallel": {
+            f"{_CP} {_PART}": '"dp_shard"',
+            f"{_CP} {_PART} {_GATHERED}": '"dp_shard"',
+            f"{_CP} independent_all_gather": '"dp_cp_gather"',
+        },
+        "expert_data_parallel": {_EXPERT_PART: '"edp_shard"', f"{_EXPERT_PART} {_GATHERED}": '"edp_shard"'},
     }
-    for kind in DIALECTS["megatron"].kinds:
+    gathered = [kind for kind in MEGATRON_GROUPS if "gtp" in kind.name and kind.members != "part"]
+    for kind in (*DIALECTS["megatron"].kinds, *gathered):
         name, _, flags = kind.name.partition(" ")
         axes.setdefault(name, {})[flags] = ", ".join(f'"{axis}"' for axis in kind.axes)
     # One optimizer instance of several has a part of the experts' replicas.
@@ -76,8 +82,8 @@ _SPECIAL: dict[str, str | Variant] = {
 }
 
 
-def _variables() -> dict[str, str | Variant]:
-    """Return the module-level variables of Megatron's groups, and the expression for each."""
+def _variables(*, gathered: bool) -> dict[str, str | Variant]:
+    """Return the module-level variables of Megatron's groups, with or without gathered weights, and their expressions."""
     columns = {
         "variable": "mesh.group(<{}>)",
         "gloo": "mesh.gloo_group(<{}>)",
@@ -87,8 +93,7 @@ def _variables() -> dict[str, str | Variant]:
         name: _SPECIAL.get(name, expression.format(kind.name))
         for column, expression in columns.items()
         for kind in MEGATRON_GROUPS
-        # The page says nothing yet about weights that are gathered for each use.
-        if (name := getattr(kind, column)) and "gtp" not in kind.name
+        if (name := getattr(kind, column)) and ("gtp" in kind.name) == gathered
     }
 
 
@@ -227,6 +232,27 @@ _SOURCE: dict[str, Mapping[str, str | Variant | Mapping[str, str]]] = {
         ),
         "logger": 'logging.getLogger("namedmesh")',
     },
+    "Weights that are gathered for each use": {
+        **{
+            f"get_{name}_{function}": expression.format(name)
+            for name in ("gtp_weight_remat", "expert_gtp_weight_remat")
+            for function, expression in (
+                ("group([check_initialized])", "mesh.group(<{}>)"),
+                ("world_size()", "mesh.size(<{}>)"),
+                ("rank()", "mesh.rank(<{}>)"),
+                ("global_ranks([check_initialized])", "list(mesh.ranks(<{}>))"),
+            )
+        },
+        **_variables(gathered=True),
+        "_inject_gtp_remat_axis(order_str[, after])": Variant(
+            "",
+            "the axes of a mesh are named in their order: gtp_remat stands before tp, and egtp_remat before ep",
+        ),
+        "create_all_gather_groups([for_expert_parallelism, timeout, nccl_comm_cfgs])": Variant(
+            '(mesh.group("dp_cp_gather"), None)',
+            "of the experts likewise: a view with an axis of its own and share=False",
+        ),
+    },
     "What stays": {
         **{f"set_{axis}_rank(rank)": _OVERRIDE for axis in _OVERRIDABLE},
         **{f"set_{axis}_world_size(world_size)": _OVERRIDE for axis in _OVERRIDABLE[1:]},
@@ -238,7 +264,7 @@ _SOURCE: dict[str, Mapping[str, str | Variant | Mapping[str, str]]] = {
         "destroy_global_symmetric_memory_buffer()": _SYMMETRIC,
     },
     "Private names, when they are read": {
-        **_variables(),
+        **_variables(gathered=False),
         "_global_process_group_list": "[held.group for held in mesh.communicators]",
         **{
             f"_MPU_{axis.upper()}_{answer}": _OVERRIDDEN

@@ -266,7 +266,7 @@ def partitions_document(
     if "activations" in columns:
         checkpointing = shown[0].rules.model.checkpointing
         notes.append(
-            f"activations: GB of the first stage, checkpointing {checkpointing}; logits are not counted"
+            f"activations: GB of the first stage, checkpointing {checkpointing}; logits are counted where pp is 1"
         )
     if "sent" in columns:
         notes.append("sent: GB that a rank sends in a step by axis, the most first")

@@ -1,6 +1,6 @@
 """What every training job needs beside a mesh: few functions over torch, each usable alone."""
 
-from namedmesh.training.checkpoint_files import checkpoint_info
+from namedmesh.training.checkpoint_files import checkpoint_info, latest
 from namedmesh.training.checkpoints import load, save, to_pretrained
 from namedmesh.training.clipping import clip_grad_norm_
 from namedmesh.training.context import context_attention, shard_sequence
@@ -20,6 +20,7 @@ __all__ = [
     "data_axes",
     "fsdp_mesh",
     "init_parameters",
+    "latest",
     "load",
     "pipeline",
     "report_lost_ranks",

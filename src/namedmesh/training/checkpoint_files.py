@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import warnings
 from contextlib import contextmanager
@@ -50,8 +51,8 @@ def make_room(path: Path) -> None:
     unfinished.mkdir(parents=True)
 
 
-def move(path: Path, about: dict[str, Any]) -> None:
-    """Finish what was written beside ``path`` and put it in the place of what was there."""
+def move(path: Path, about: dict[str, Any], keep: int | None = None) -> None:
+    """Finish what was written beside ``path``, put it in the place of what was there, and ``keep`` so many like it."""
     unfinished, replaced = beside(path, "unfinished"), beside(path, "replaced")
     with (unfinished / ABOUT).open("wb") as file:
         torch.save(about, file)
@@ -61,6 +62,8 @@ def move(path: Path, about: dict[str, Any]) -> None:
         path.rename(replaced)
     unfinished.rename(path)
     shutil.rmtree(replaced, ignore_errors=True)
+    if keep is not None:
+        remove_older(path, keep)
 
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -119,6 +122,47 @@ def checkpoint_info(path: str | os.PathLike[str]) -> tuple[Layout | None, dict[s
     about = read_about(Path(path))
     layout = about["layout"]
     return None if layout is None else Layout(rank_offset=layout[1], **layout[0]), about["extra"]
+
+
+def latest(path: str | os.PathLike[str]) -> Path | None:
+    """Return the finished checkpoint at ``path``, or the one in that directory whose name ends in the highest number.
+
+    The silent mistake it prevents: going on from a checkpoint that was never finished, or from ``step-900`` where there is
+    ``step-1000``.
+
+    Returns:
+        Its path, or None if there is none. The same on every rank if no rank saves meanwhile.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from namedmesh import training
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     for step in (900, 1000):
+        ...         training.save(f"{directory}/step-{step}", None, torch.nn.Linear(2, 2))
+        ...     training.latest(directory).name
+        'step-1000'
+    """
+    # One that was being replaced is found under its own name.
+    names = {each.name.removeprefix(".").removesuffix(".replaced") for each in Path(path).glob("*")}
+    inside = sorted((Path(path) / name for name in names), key=lambda each: (_number(each), each.name))
+    found = [each for each in (*inside, Path(path)) if is_whole(each) or is_whole(beside(each, "replaced"))]
+    return found[-1] if found else None
+
+
+def _number(path: Path) -> int:
+    """Return the number at the end of a name; -1 if there is none."""
+    digits = re.search(r"\d+$", path.name)
+    return int(digits[0]) if digits else -1
+
+
+def remove_older(path: Path, keep: int) -> None:
+    """Remove the checkpoints beside ``path`` that differ from it in a lower number only, but for the last ones."""
+    stem = path.name.rstrip("0123456789")
+    others = [each for each in path.parent.glob("*") if is_whole(each) and _number(each) <= _number(path)]
+    alike = sorted((each for each in others if each.name.rstrip("0123456789") == stem), key=_number)
+    for old in alike[:-keep]:
+        (old / ABOUT).unlink(missing_ok=True)  # first: what is left of it is no checkpoint
+        shutil.rmtree(old, ignore_errors=True)
 
 
 @contextmanager

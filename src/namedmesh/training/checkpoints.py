@@ -39,6 +39,7 @@ def save(
     optimizer: Optimizer | None = None,
     *,
     async_: bool = False,
+    keep: int | None = None,
     **extra: Any,
 ) -> Future[Path] | None:
     """Write a model, its optimizer, the random states and any values of yours; every rank of the mesh calls this.
@@ -59,6 +60,8 @@ def save(
         async_: return once the tensors are copied, and write them in the background (DCP's ``async_save``).
             The next :func:`save` or :func:`load` waits for it; wait yourself before the mesh is closed. Without a
             mesh it is written at once.
+        keep: once this one is in its place, remove older ones so that so many are left, this one included: those beside
+            ``path`` whose names differ from its name in a lower number at the end only. None removes nothing.
         **extra: values that are the same on every rank, such as the number of the step; they are pickled.
 
     Returns:
@@ -66,7 +69,8 @@ def save(
 
     Raises:
         CheckpointError: a name stands for different tensors, ranks give different extra values, or ``path`` is a
-            directory that holds something else; all problems at once, on every rank, before anything is written.
+            directory that holds something else, or ``keep`` is below 1 or ``path`` has no number at the end for it; all
+            problems at once, on every rank, before anything is written.
             Or it cannot be written, such as for want of permission or room: the checkpoint before is kept.
 
     Example:
@@ -107,6 +111,11 @@ def save(
                 f"the extra values ({listing(extra)}) are not on ranks {listing(others)} what they are on rank 0; give "
                 "every rank the same, such as a list of what each of them has"
             )
+        if keep is not None and (keep < 1 or not final.name[-1:].isdigit()):
+            problems.append(
+                f"keep={keep} is for checkpoints of which this is one at least, with a number at the end of their paths, such "
+                f"as step-200, and the path is {final}"
+            )
         if problems:
             raise CheckpointError(*problems)
         about.update(_merged(mesh, by_rank))
@@ -114,7 +123,7 @@ def save(
 
     def finish() -> Path:
         with refuse_io(final):
-            ranks.on_first(lambda _: move(final, about))
+            ranks.on_first(lambda _: move(final, about, keep))
         return final
 
     with refuse_io(final):

@@ -1,0 +1,142 @@
+"""Memory that the planner predicts, and what torch allocates in the training example on the CPU, by layout.
+
+    python benchmarks/memory.py [--seq S] [--dim D]
+
+On rank 0, of the first pipeline stage, in float32: parameters, gradients and the state of AdamW, sharded by FSDP2 (stage 3
+of ZeRO), and the most that is allocated in a step on top of them: activations, and a layer's weights and gradients.
+torch's profiler counts every allocation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+import train
+from parallel import Step, make_model, whole_model
+from plain import make_optimizer
+from ranks import run_ranks
+from settings import Settings
+from torch.distributed.tensor import DTensor
+
+from namedmesh.plan import Model, estimate_model_memory
+
+LAYOUTS = (
+    {"dp": 8, "tp": 1},
+    {"dp": 4, "tp": 2},
+    {"dp": 2, "tp": 4},
+    {"dp": 2, "cp": 2, "tp": 2},
+    {"pp": 2, "dp": 2, "tp": 2},
+    {"pp": 4, "dp": 1, "tp": 2},
+)
+ROWS = 4  # sequences of a data-parallel rank in a step
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def measure(settings: list[Settings]) -> list[tuple[int, int]]:
+    """Bytes of the states after a step, and the most that the next step allocates, for each layout."""
+    return [_measure(one) for one in settings]
+
+
+def _measure(settings: Settings) -> tuple[int, int]:
+    mesh = train.make_mesh(settings, torch.device("cpu"))
+    model = make_model(settings, mesh)
+    optimizer = make_optimizer(model)
+    step = Step(model, mesh, microbatches=settings.microbatches or settings.pp)
+    tokens = torch.randint(
+        256, (ROWS, settings.seq + 1), generator=torch.Generator().manual_seed(mesh.rank("dp"))
+    )
+    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    for _ in range(2):
+        step(*batch)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    states = [  # of which several may lie in one storage
+        local(each).untyped_storage()
+        for parameter in model.parameters()
+        for each in (parameter, parameter.grad, *optimizer.state[parameter].values())
+        if isinstance(each, torch.Tensor) and each.ndim
+    ]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, record_function("step"):
+        step(*batch)
+    mesh.close()
+    return sum({each.data_ptr(): each.nbytes() for each in states}.values()), _most(profiled)
+
+
+def _most(profiled: profile) -> int:
+    """The most bytes allocated at a time, beyond those at the start."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = f"{directory}/trace.json"
+        profiled.export_chrome_trace(path)
+        events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+    changes = sorted((each["ts"], each["args"]["Bytes"]) for each in events if each["name"] == "[memory]")
+    total = most = 0
+    for _, change in changes:
+        total += change
+        most = max(most, total)
+    return most
+
+
+def predict(settings: Settings, params: int) -> tuple[float, float]:
+    """Bytes of the shards, and of what a step adds in the first stage: twice as many as in bfloat16."""
+    sizes = {axis: getattr(settings, axis) for axis in ("pp", "dp", "cp", "tp")}
+    model = Model(
+        layers=settings.layers,
+        heads=settings.heads,
+        kv_heads=settings.kv_heads,
+        hidden=settings.dim,
+        ffn=settings.sizes.feed_forward,
+        vocab=settings.sizes.vocabulary,
+        seq=settings.seq,
+        params=params,
+        batch=ROWS,
+        micro_batch=ROWS // (settings.microbatches or settings.pp),
+        sequence_parallel=settings.tp > 1,
+        fused_norms=False,
+    )
+    shards = estimate_model_memory(Model(params=params), sizes, stage=3).total
+    return shards, 2 * (estimate_model_memory(model, sizes, stage=3).total - shards)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--dim", type=int, default=128)
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    common = {"dtype": "float32", "device": "cpu", "checkpoint": ""}
+    settings = [
+        Settings(**layout, **common, seq=arguments.seq, dim=arguments.dim, layers=8)  # type: ignore[arg-type]
+        for layout in LAYOUTS
+    ]
+    params = sum(each.numel() for each in whole_model(settings[0]).parameters())
+    by_rank = run_ranks(8, measure, settings, timeout=500)
+    row = "{:22} {:>10} {:>10} {:>7} {:>12} {:>10} {:>7} {:>7}"
+    print(row.format("layout", "states", "measured", "error", "in a step", "measured", "error", "both"))
+    for layout, one, measured in zip(LAYOUTS, settings, by_rank[0], strict=True):
+        predicted = predict(one, params)
+        pairs = [*zip(predicted, measured, strict=True), (sum(predicted), sum(measured))]
+        errors = [f"{guess / found - 1:+.0%}" for guess, found in pairs]
+        shown = [f"{each / 1e6:.2f} MB" for pair in pairs[:2] for each in pair]
+        name = " ".join(f"{axis}={size}" for axis, size in layout.items())
+        print(row.format(name, shown[0], shown[1], errors[0], shown[2], shown[3], errors[1], errors[2]))
+
+
+if __name__ == "__main__":
+    main()
