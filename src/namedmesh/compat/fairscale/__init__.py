@@ -62,6 +62,4 @@ def install() -> None:
     _REPLACEMENT.install()
 
 
-def uninstall() -> None:
-    """Undo :func:`install`; modules that were imported in between are forgotten, and imported anew on demand."""
-    _REPLACEMENT.uninstall()
+uninstall = _REPLACEMENT.uninstall
