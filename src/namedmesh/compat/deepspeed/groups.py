@@ -253,22 +253,25 @@ def _create_model_parallel(model_parallel_size_: int) -> tuple[Any, Any]:
     return _create(layout.groups("data"), "data"), _create(layout.groups("model"), "model")
 
 
-def _group_getter(slot: str, what: str) -> Callable[[], Any]:
-    """Make a getter of a group that :func:`bind` or :func:`_init_tp_mesh_device` sets."""
-
-    def getter() -> Any:
-        group = getattr(_state, slot)
-        if group is None:
-            raise ContractError(f"the {what} group is not initialized; call bind(mesh) first")
-        return group
-
-    getter.__doc__ = f"Return this rank's {what} group."
-    return getter
+def _created(group: Any, what: str) -> Any:
+    if group is None:
+        raise ContractError(f"the {what} group is not initialized; call bind(mesh) first")
+    return group
 
 
-get_tensor_model_parallel_group = _group_getter("tensor", "tensor-parallel")
-get_model_parallel_group = _group_getter("model", "model-parallel")
-get_data_parallel_group = _group_getter("data", "data-parallel")
+def get_tensor_model_parallel_group() -> Any:
+    """Return this rank's tensor-parallel group."""
+    return _created(_state.tensor, "tensor-parallel")
+
+
+def get_model_parallel_group() -> Any:
+    """Return this rank's model-parallel group: the tensor-parallel one."""
+    return _created(_state.model, "model-parallel")
+
+
+def get_data_parallel_group() -> Any:
+    """Return the data-parallel group beside the tensor-parallel one."""
+    return _created(_state.data, "data-parallel")
 
 
 def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
