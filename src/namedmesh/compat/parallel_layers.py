@@ -218,7 +218,7 @@ class RowParallelLinear(_Linear):
 
 
 class _Embedding(ParallelLayer):
-    """What the two embeddings share: what ``torch.nn.Embedding`` can be told."""
+    """What the two embeddings share: the options of ``torch.nn.Embedding``."""
 
     def __init__(  # noqa: PLR0917  passed on from signatures that are the originals'
         self,

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from namedmesh.compat.binding import LegacyState, make_patchable
-from namedmesh.compat.deepspeed.model_parallel_unit import check_mesh, get_or_create_group
-from namedmesh.compat.deepspeed.model_parallel_unit import mpu as unit_of
+from namedmesh.compat.deepspeed.model_parallel_unit import get_or_create_group
+from namedmesh.compat.deepspeed.model_parallel_unit import mpu as make_mpu
 from namedmesh.compat.errors import ContractError, ContractKeyError, ContractRuntimeError
 from namedmesh.compat.partition import ensure_divisibility as _ensure_divisibility
 from namedmesh.errors import LayoutError
@@ -109,8 +109,7 @@ def bind(mesh: NamedMesh) -> None:
         >>> mesh.close()
         >>> dist.destroy_process_group()
     """
-    check_mesh(mesh, "deepspeed.groups.bind")
-    unit = unit_of(mesh)
+    unit = make_mpu(mesh)
     _state.clear()
     _state.mpu = unit
     _mesh()
@@ -337,7 +336,8 @@ def _split(
 
     Neighbors have different experts, or with ``data_first`` the same ones.
     """
-    ep, edp = [], []
+    ep: list[list[int]] = []
+    edp: list[list[int]] = []
     for ranks in lanes:
         width = len(ranks) // size if data_first else size
         rows = [list(ranks[i : i + width]) for i in range(0, len(ranks), width)]
@@ -502,8 +502,8 @@ def _axis_group(axis: str) -> Any:
     return _state.mesh_device.get_group(mesh_dim=axis)
 
 
-def _says(name: str) -> bool:
-    """Whether the mpu answers to a name."""
+def _mpu_has(name: str) -> bool:
+    """Whether there is an mpu with a method of this name."""
     return _state.mpu is not None and hasattr(_state.mpu, name)
 
 
@@ -513,7 +513,7 @@ def _get_data_parallel_group() -> Any:
         return _axis_group("data_parallel")
     if _state.mpu is None:
         return _clone_world_group()
-    return None if _says("initialize_sequence_parallel") else _state.mpu.get_data_parallel_group()
+    return None if _mpu_has("initialize_sequence_parallel") else _state.mpu.get_data_parallel_group()
 
 
 def _get_data_parallel_group_ranks() -> Any:
@@ -525,7 +525,7 @@ def _get_data_parallel_world_size() -> Any:
     _check_initialized()
     if _state.mesh_device is not None or _state.mpu is None:
         return dist.get_world_size(_get_data_parallel_group())
-    return None if _says("initialize_sequence_parallel") else _state.mpu.get_data_parallel_world_size()
+    return None if _mpu_has("initialize_sequence_parallel") else _state.mpu.get_data_parallel_world_size()
 
 
 def _get_data_parallel_rank() -> int:
@@ -539,7 +539,7 @@ def _get_broadcast_src_rank() -> int:
 
 
 def _get_model_parallel_world_size() -> Any:
-    if _state.mpu is None or _says("initialize_sequence_parallel"):
+    if _state.mpu is None or _mpu_has("initialize_sequence_parallel"):
         return 1
     return _state.mpu.get_model_parallel_world_size()
 
@@ -549,12 +549,12 @@ def _get_sequence_parallel_world_size() -> Any:
     if _state.mesh_device is not None:
         return dist.get_world_size(_axis_group("sequence_parallel"))
     name = "get_sequence_parallel_world_size"
-    return getattr(_state.mpu, name)() if _says(name) else 1
+    return getattr(_state.mpu, name)() if _mpu_has(name) else 1
 
 
 def _mpu_or(name: str, otherwise: Callable[[], Any]) -> Callable[[], Any]:
     """Make a getter of what the mpu answers to a name, or without such a method of what ``otherwise`` returns."""
-    return lambda: getattr(_state.mpu, name)() if _says(name) else otherwise()
+    return lambda: getattr(_state.mpu, name)() if _mpu_has(name) else otherwise()
 
 
 def _sequence_parallel_rank() -> int:
