@@ -444,30 +444,43 @@ def _get_max_expert_parallel_group() -> Any:
     return _get_expert_parallel_group(_get_max_expert_size_name())
 
 
-def _experts_getter(slot: str, ask: Callable[[Any], int] | None = None) -> Callable[[str], Any]:
-    """Make a getter of the entry ``group_name`` of a slot, or of what ``ask`` returns for it."""
-
-    def getter(group_name: str) -> Any:
-        known = getattr(_state, slot)
-        if group_name not in known:
-            raise ContractError(
-                f"the groups of experts {group_name!r} are not initialized, of {', '.join(known) or 'none'}; give the MoE "
-                "layers to deepspeed.initialize, or bind a mesh with a view of ep and edp"
-            )
-        return known[group_name] if ask is None else ask(known[group_name])
-
-    return getter
+def _entry(known: dict[str, Any], group_name: str) -> Any:
+    if group_name not in known:
+        raise ContractError(
+            f"the groups of experts {group_name!r} are not initialized, of {', '.join(known) or 'none'}; give the MoE "
+            "layers to deepspeed.initialize, or bind a mesh with a view of ep and edp"
+        )
+    return known[group_name]
 
 
-_get_expert_parallel_group = _experts_getter("ep")
-_get_expert_parallel_group_ranks = _experts_getter("ep_ranks")
-_get_expert_parallel_world_size = _experts_getter("ep", dist.get_world_size)
-_get_expert_parallel_rank = _experts_getter("ep", dist.get_rank)
-_get_expert_data_parallel_group = _experts_getter("edp")
-_get_expert_data_parallel_group_ranks = _experts_getter("edp_ranks")
-_get_expert_data_parallel_world_size = _experts_getter("edp", dist.get_world_size)
-_get_expert_data_parallel_rank = _experts_getter("edp", dist.get_rank)
-_get_expert_broadcast_src_rank = _experts_getter("edp", lambda group: dist.get_global_rank(group, 0))
+def _get_expert_parallel_group(group_name: str) -> Any:
+    return _entry(_state.ep, group_name)
+
+
+def _get_expert_parallel_group_ranks(group_name: str) -> Any:
+    return _entry(_state.ep_ranks, group_name)
+
+
+def _get_expert_data_parallel_group(group_name: str) -> Any:
+    return _entry(_state.edp, group_name)
+
+
+def _get_expert_data_parallel_group_ranks(group_name: str) -> Any:
+    return _entry(_state.edp_ranks, group_name)
+
+
+def _asking(ask: Callable[[Any], int], group: Callable[[str], Any]) -> Callable[[str], int]:
+    """Make a getter of what ``ask`` returns for the group of experts ``group_name``."""
+    return lambda group_name: ask(group(group_name))
+
+
+_get_expert_parallel_world_size = _asking(dist.get_world_size, _get_expert_parallel_group)
+_get_expert_parallel_rank = _asking(dist.get_rank, _get_expert_parallel_group)
+_get_expert_data_parallel_world_size = _asking(dist.get_world_size, _get_expert_data_parallel_group)
+_get_expert_data_parallel_rank = _asking(dist.get_rank, _get_expert_data_parallel_group)
+_get_expert_broadcast_src_rank = _asking(
+    lambda group: dist.get_global_rank(group, 0), _get_expert_data_parallel_group
+)
 
 
 def _get_expert_parallel_src_rank(group_name: str) -> int:
