@@ -497,6 +497,8 @@ def test_sequence_parallelism_only_where_the_mesh_has_it(axes: tuple[str, ...], 
         unit = mpu(mesh)
         told = asked(unit)
         assert set(told) == ALWAYS | SEQUENCE
+        texts = [inspect.getdoc(getattr(type(unit), name)) for name in sorted(told)]
+        assert len(set(texts) - {None}) == 23  # one text for each answer; tensor is slice, and pipeline pipe
         assert told["get_sequence_parallel_group"] == ("group", ranks)
         assert told["get_sequence_parallel_world_size"] == len(ranks)
         assert told["get_sequence_parallel_rank"] == 1

@@ -113,13 +113,11 @@ class LegacyState:
 
     def saved(self) -> tuple[Any, ...]:
         """Return everything, to be put back with :meth:`load`."""
-        own = (self.unpatched, self.mesh, self.owned, self.lazy, self.constants, self.version)
-        return (*own, *(getattr(self, slot) for slot in self.slots))
+        return tuple(getattr(self, slot) for slot in (*LegacyState.__slots__, *self.slots))
 
     def load(self, saved: tuple[Any, ...]) -> None:
         """Put back what :meth:`saved` returned."""
-        self.unpatched, self.mesh, self.owned, self.lazy, self.constants, self.version, *values = saved
-        for slot, value in zip(self.slots, values, strict=True):
+        for slot, value in zip((*LegacyState.__slots__, *self.slots), saved, strict=True):
             setattr(self, slot, value)
 
     def update(self) -> None:

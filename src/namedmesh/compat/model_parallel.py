@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from weakref import WeakSet
 
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from namedmesh.options import GroupOptions
 from namedmesh.tensor_parallel.collectives import RankGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from datetime import timedelta
 
     from namedmesh.mesh import NamedMesh
@@ -38,7 +38,13 @@ __all__ = ["AxisState", "ModelParallel"]
 T = TypeVar("T")
 
 _ORDER = DIALECTS["fairscale"].axes
-_ANSWERS = ("group", "ranks", "size", "rank")
+_WORDS = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data"}
+_DESCRIBED = {
+    "group": "the {} group",
+    "ranks": "the list of {} ranks",
+    "size": "the size of the {} group",
+    "rank": "the rank in the {} group",
+}
 
 
 class AxisState(LegacyState):
@@ -48,25 +54,15 @@ class AxisState(LegacyState):
         peers: the tensor-parallel ranks, as the layers want them.
     """
 
-    slots = (*(f"{axis}_{answer}" for axis in DENSE_AXES for answer in _ANSWERS), "peers")
+    slots = (*(f"{axis}_{answer}" for axis in DENSE_AXES for answer in _DESCRIBED), "peers")
     __slots__ = slots
 
     tp_group: dist.ProcessGroup | None
     pp_group: dist.ProcessGroup | None
     cp_group: dist.ProcessGroup | None
     dp_group: dist.ProcessGroup | None
-    tp_ranks: list[int] | None
-    pp_ranks: list[int] | None
-    cp_ranks: list[int] | None
-    dp_ranks: list[int] | None
     tp_size: int | None
-    pp_size: int | None
-    cp_size: int | None
-    dp_size: int | None
     tp_rank: int | None
-    pp_rank: int | None
-    cp_rank: int | None
-    dp_rank: int | None
     peers: RankGroup | None
 
     def update(self) -> None:
@@ -81,11 +77,8 @@ class AxisState(LegacyState):
 
     def touched(self) -> bool:
         """Whether there is a group, or ranks, of a mesh or set by hand."""
-        return any(
-            getattr(self, f"{axis}_{answer}") is not None
-            for axis in DENSE_AXES
-            for answer in ("group", "ranks")
-        )
+        filled = [slot for slot in self.slots if slot.endswith(("_group", "_ranks"))]
+        return any(getattr(self, slot) is not None for slot in filled)
 
 
 class ModelParallel:
@@ -96,13 +89,17 @@ class ModelParallel:
         module: the module of namedmesh that it is.
         function: the name of its initialize function.
         sizes: the name of the argument for the size of tp, pp and cp.
+        tensor: what it calls tensor parallelism.
     """
 
-    def __init__(self, name: str, module: str, function: str, sizes: Mapping[str, str]) -> None:
+    def __init__(
+        self, name: str, module: str, function: str, sizes: Mapping[str, str], *, tensor: str = "tensor"
+    ) -> None:
         self.name = name
         self.module = module
         self.function = function
         self.sizes = dict(sizes)
+        self.words = {**_WORDS, "tp": tensor}
         self.state = AxisState()
         self.bindings = Bindings(self.state)
         self._used: WeakSet[RankGroup] = WeakSet()  # the state keeps them, for as long as their mesh is open
@@ -195,16 +192,16 @@ class ModelParallel:
         arguments |= {"backends": repr(dict(backends)), "timeout": repr(timeout)}
         with report_failure(call, range(world)):
             if self.state.touched():
+                mesh = self.state.mesh
+                described = "groups that were assigned by hand" if mesh is None else str(mesh.layout)
                 raise ContractError(
-                    f"{self.name}'s model parallelism is already initialized, for {self._described()}; call the "
+                    f"{self.name}'s model parallelism is already initialized, for {described}; call the "
                     f"function that destroys it first, or bind another mesh beside it with {self.module}.bind(mesh)"
                 )
             fitted = {**sizes, "tp": min(sizes["tp"], world)}
             self._check(fitted, world)
             options = {
-                axis: GroupOptions(backend=backend)
-                for axis, backend in backends.items()
-                if backend is not None
+                axis: GroupOptions(backend=name) for axis, name in backends.items() if name is not None
             }
             layout = Layout(**{axis: fitted.get(axis, -1) for axis in _ORDER}, world_size=world)
             pool = GroupPool(defaults=GroupOptions(timeout=timeout))
@@ -247,55 +244,32 @@ class ModelParallel:
             )
         return value
 
-    # The accessors that every such dialect has by the same name.
+    @overload
+    def accessor(self, axis: str, answer: Literal["group"]) -> Callable[[], dist.ProcessGroup]: ...
+    @overload
+    def accessor(self, axis: str, answer: Literal["ranks"]) -> Callable[[], list[int]]: ...
+    @overload
+    def accessor(self, axis: str, answer: Literal["rank", "size"]) -> Callable[[], int]: ...
+    def accessor(self, axis: str, answer: str) -> Callable[[], Any]:
+        """Make an accessor of the dialect.
 
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """Return the data-parallel group of this rank: the ranks that hold the same parameters."""
-        return self.require(self.state.dp_group, "the data-parallel group")
+        Args:
+            axis: the axis of a group.
+            answer: the group of this rank, the global ranks in it, the index of this rank, or the number of ranks.
 
-    def get_data_parallel_ranks(self) -> list[int]:
-        """Return the global ranks of the data-parallel group."""
-        return self.require(self.state.dp_ranks, "the list of data-parallel ranks")
+        Returns:
+            A function without arguments, which raises a ContractError where there is no answer.
+        """
+        state, slot = self.state, f"{axis}_{answer}"
+        what = _DESCRIBED[answer].format(f"{self.words[axis]}-parallel")
 
-    def get_data_parallel_rank(self) -> int:
-        """Return the index of this rank in the data-parallel group."""
-        return self.require(self.state.dp_rank, "the rank in the data-parallel group")
+        def accessor() -> Any:
+            value = getattr(state, slot)
+            return self.require(value, what) if value is None else value
 
-    def get_data_parallel_world_size(self) -> int:
-        """Return the number of data-parallel ranks."""
-        return self.require(self.state.dp_size, "the size of the data-parallel group")
-
-    def get_pipeline_parallel_group(self) -> dist.ProcessGroup:
-        """Return the pipeline-parallel group of this rank: one rank for each stage."""
-        return self.require(self.state.pp_group, "the pipeline-parallel group")
-
-    def get_pipeline_parallel_ranks(self) -> list[int]:
-        """Return the global ranks of the pipeline-parallel group, the first stage first."""
-        return self.require(self.state.pp_ranks, "the list of pipeline-parallel ranks")
-
-    def get_pipeline_parallel_rank(self) -> int:
-        """Return the index of this rank in the pipeline-parallel group."""
-        return self.require(self.state.pp_rank, "the rank in the pipeline-parallel group")
-
-    def get_pipeline_parallel_world_size(self) -> int:
-        """Return the number of pipeline-parallel ranks."""
-        return self.require(self.state.pp_size, "the size of the pipeline-parallel group")
-
-    def get_context_parallel_group(self) -> dist.ProcessGroup:
-        """Return the context-parallel group of this rank: the ranks that share each sequence."""
-        return self.require(self.state.cp_group, "the context-parallel group")
-
-    def get_context_parallel_ranks(self) -> list[int]:
-        """Return the global ranks of the context-parallel group."""
-        return self.require(self.state.cp_ranks, "the list of context-parallel ranks")
-
-    def get_context_parallel_rank(self) -> int:
-        """Return the index of this rank in the context-parallel group."""
-        return self.require(self.state.cp_rank, "the rank in the context-parallel group")
-
-    def get_context_parallel_world_size(self) -> int:
-        """Return the number of context-parallel ranks."""
-        return self.require(self.state.cp_size, "the size of the context-parallel group")
+        accessor.__name__ = f"get_{self.words[axis]}_parallel_{'world_size' if answer == 'size' else answer}"
+        accessor.__doc__ = f"Return {what}."
+        return accessor
 
     def first_rank(self) -> int:
         """Return the global rank of the first of the tensor-parallel ranks.
@@ -333,15 +307,11 @@ class ModelParallel:
 
     def _check(self, sizes: Mapping[str, int], world: int) -> None:
         given = [f"{name}={sizes[axis]}" for axis, name in self.sizes.items()]
-        product = prod(sizes[axis] for axis in self.sizes)
         if min(sizes.values()) < 1:
             raise ContractError(f"{', '.join(given)}: each of the sizes has to be 1 or more")
+        product = prod(sizes.values())
         if world % product:
             raise ContractError(
                 f"the world of {world} ranks cannot be divided by {' x '.join(given)} = {product}; change a size, or start "
                 "another number of ranks"
             )
-
-    def _described(self) -> str:
-        mesh = self.state.mesh
-        return "groups that were assigned by hand" if mesh is None else str(mesh.layout)

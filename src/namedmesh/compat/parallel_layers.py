@@ -3,6 +3,11 @@
 A dialect derives a class of each, and says in ``ask`` which ranks they work on. These are asked at every forward,
 as the originals do: a layer can be pickled, and follows ``with mesh:``. In the shapes below, t is their number.
 Parameters are plain tensors that hold this rank's shard.
+
+``init_method`` fills a weight. Ranks must be seeded alike: each draws the whole weight and keeps its shard, and with
+``keep_master_weight_for_test`` also the whole weight, in ``master_weight``. A linear layer with ``stride`` above 1 is
+made of that many blocks of features, each sharded on its own; its bias is of zeros at first. The options of the
+embeddings are those of ``torch.nn.Embedding``: ids, output and gradients are those of one whole embedding.
 """
 
 from __future__ import annotations
@@ -127,12 +132,9 @@ class ColumnParallelLinear(_Linear):
     Args:
         in_features: input features.
         out_features: output features, of all ranks together.
-        bias: with a bias, of zeros at first.
+        bias: with a bias.
         gather_output: join the output features on every rank.
-        init_method: fills a weight. Ranks must be seeded alike: each draws the whole weight and keeps its
-            shard.
-        stride: the number of blocks that the output features are made of, each sharded on its own.
-        keep_master_weight_for_test: keep the whole weight as first drawn, in ``master_weight``.
+        init_method, stride, keep_master_weight_for_test: see above, in the module.
 
     Raises:
         ContractError: the ranks, times the stride, do not divide ``out_features``; or there are no ranks yet.
@@ -176,12 +178,9 @@ class RowParallelLinear(_Linear):
     Args:
         in_features: input features, of all ranks together.
         out_features: output features.
-        bias: with a bias, of zeros at first, which is added once.
+        bias: with a bias, which is added once.
         input_is_parallel: the input is this rank's shard already; otherwise each rank takes its own.
-        init_method: fills a weight. Ranks must be seeded alike: each draws the whole weight and keeps its
-            shard.
-        stride: the number of blocks that the input features are made of, each sharded on its own.
-        keep_master_weight_for_test: keep the whole weight as first drawn, in ``master_weight``.
+        init_method, stride, keep_master_weight_for_test: see above, in the module.
 
     Raises:
         ContractError: the ranks, times the stride, do not divide ``in_features``; or there are no ranks yet.
@@ -219,7 +218,7 @@ class RowParallelLinear(_Linear):
 
 
 class _Embedding(ParallelLayer):
-    """What the two embeddings share: what ``torch.nn.Embedding`` can be told."""
+    """What the two embeddings share: the options of ``torch.nn.Embedding``."""
 
     def __init__(  # noqa: PLR0917  passed on from signatures that are the originals'
         self,
@@ -261,18 +260,14 @@ class VocabParallelEmbedding(_Embedding):
     """An embedding whose vocabulary is sharded over the ranks.
 
     The weight is this rank's ``(num_embeddings / t, embedding_dim)``: the ids from ``vocab_start_index`` up to,
-    and without, ``vocab_end_index``. Output and gradients are those of one whole ``torch.nn.Embedding``.
+    and without, ``vocab_end_index``.
 
     Args:
         num_embeddings: the number of ids, of all ranks together.
         embedding_dim: features of a vector.
         padding_idx: the id, in the whole vocabulary, whose vector gets no gradient.
-        max_norm: shorten, in the weight itself, each vector that is looked up and is longer than this.
-        norm_type: which norm that is.
-        scale_grad_by_freq: divide each vector's gradient by how often it was looked up.
-        sparse: make the gradient a sparse tensor.
-        init_method: fills a weight. Ranks must be seeded alike: each draws the whole weight and keeps its
-            shard.
+        max_norm, norm_type, scale_grad_by_freq, sparse: as for ``torch.nn.Embedding``.
+        init_method: see above, in the module.
 
     Raises:
         ContractError: the ranks do not divide ``num_embeddings`` (pad the vocabulary), ``padding_idx`` is outside
@@ -313,21 +308,15 @@ class VocabParallelEmbedding(_Embedding):
 class ParallelEmbedding(_Embedding):
     """An embedding whose features are sharded over the ranks.
 
-    The weight is this rank's ``(num_embeddings, embedding_dim / t)``. Output and gradients are those of one whole
-    ``torch.nn.Embedding``.
+    The weight is this rank's ``(num_embeddings, embedding_dim / t)``.
 
     Args:
         num_embeddings: the number of ids.
         embedding_dim: features of a vector, of all ranks together.
         padding_idx: the id whose vector gets no gradient.
-        max_norm: shorten, in the weight itself, each vector that is looked up and is longer than this: the
-            whole vector, whose norm the ranks add up.
-        norm_type: which norm that is.
-        scale_grad_by_freq: divide each vector's gradient by how often it was looked up.
-        sparse: make the gradient a sparse tensor.
-        init_method: fills a weight. Ranks must be seeded alike: each draws the whole weight and keeps its
-            shard.
-        keep_master_weight_for_test: keep the whole weight as first drawn, in ``master_weight``.
+        max_norm: as for ``torch.nn.Embedding``: a limit for whole vectors, whose norm the ranks add up.
+        norm_type, scale_grad_by_freq, sparse: as for ``torch.nn.Embedding``.
+        init_method, keep_master_weight_for_test: see above, in the module.
 
     Raises:
         ContractError: the ranks do not divide ``embedding_dim``, ``padding_idx`` is no id, or there are no ranks

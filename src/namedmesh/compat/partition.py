@@ -70,26 +70,13 @@ def divide(numerator: int, denominator: int) -> int:
 
     Raises:
         ContractError: it leaves one.
-
-    Example:
-        >>> divide(12, 4)
-        3
     """
     ensure_divisibility(numerator, denominator)
     return numerator // denominator
 
 
-def divide_and_check_no_remainder(numerator: int, denominator: int) -> int:
-    """Return the quotient of a division that leaves no remainder: :func:`divide`, by the name that some APIs have for it.
-
-    Raises:
-        ContractError: it leaves one.
-
-    Example:
-        >>> divide_and_check_no_remainder(12, 4)
-        3
-    """
-    return divide(numerator, denominator)
+divide_and_check_no_remainder = divide
+"""The same, by the name that some APIs have for it."""
 
 
 @shapes_as_contract()
@@ -137,6 +124,8 @@ class VocabUtility:
 
         >>> [VocabUtility.vocab_range_from_global_vocab_size(12, rank, 4) for rank in range(4)]
         [(0, 3), (3, 6), (6, 9), (9, 12)]
+        >>> VocabUtility.vocab_range_from_per_partition_vocab_size(3, rank=2, world_size=4)
+        (6, 9)
     """
 
     @staticmethod
@@ -151,10 +140,6 @@ class VocabUtility:
             per_partition_vocab_size: how many ids a rank holds.
             rank: the rank in the group.
             world_size: how many ranks; it changes nothing.
-
-        Example:
-            >>> VocabUtility.vocab_range_from_per_partition_vocab_size(3, rank=2, world_size=4)
-            (6, 9)
         """
         first = rank * per_partition_vocab_size
         return first, first + per_partition_vocab_size
@@ -172,10 +157,6 @@ class VocabUtility:
 
         Raises:
             ContractError: it does not.
-
-        Example:
-            >>> VocabUtility.vocab_range_from_global_vocab_size(12, rank=1, world_size=2)
-            (6, 12)
         """
         part = divide(global_vocab_size, world_size)
         return VocabUtility.vocab_range_from_per_partition_vocab_size(part, rank, world_size)

@@ -96,14 +96,11 @@ class ProcessGroups:
                 f"axis 'cp' of {mesh.layout} has no place in ProcessGroups, which are over tp, pp and dp; use the mesh itself"
             )
         self.mesh = mesh
-        groups = axis_groups(mesh, "ProcessGroups")
-        self.tp_group, self.pp_group, self.dp_group = (groups[axis][0] for axis in ("tp", "pp", "dp"))
-        self.tp_size, self.pp_size, self.dp_size = (
-            group.size() for group in (self.tp_group, self.pp_group, self.dp_group)
-        )
-        self.tp_rank, self.pp_rank, self.dp_rank = (
-            group.rank() for group in (self.tp_group, self.pp_group, self.dp_group)
-        )
+        by_axis = axis_groups(mesh, "ProcessGroups")
+        groups = [by_axis[axis][0] for axis in ("tp", "pp", "dp")]
+        self.tp_group, self.pp_group, self.dp_group = groups
+        self.tp_size, self.pp_size, self.dp_size = (group.size() for group in groups)
+        self.tp_rank, self.pp_rank, self.dp_rank = (group.rank() for group in groups)
         self.is_first_stage, self.is_last_stage = self.pp_rank == 0, self.pp_rank == self.pp_size - 1
 
     def log(self, rank: int) -> None:

@@ -13,8 +13,9 @@ of one mesh, so axes over the same ranks have one group::
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from namedmesh.compat.errors import ContractError
 from namedmesh.errors import LayoutError, did_you_mean
@@ -23,7 +24,7 @@ from namedmesh.layout import Layout
 from namedmesh.views import named
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Self
@@ -33,29 +34,50 @@ if TYPE_CHECKING:
 __all__ = ["ParallelDims"]
 
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-_BACKENDS = ("partial_dtensor", "full_dtensor", "spmd_types")
-# The axes whose meshes exist, for each backend; a mesh of one axis is a slice of the first factoring that has it.
-_EVERY = {"data": ("pp", "batch", "cp", "tp"), "sparse": ("pp", "dp_replicate", "efsdp", "ep")}
-_FACTORINGS: dict[str, dict[str, tuple[str, ...]]] = {
-    "partial_dtensor": {"dense": ("pp", "dp_replicate", "fsdp", "tp"), **_EVERY},
-    "full_dtensor": {"dense": _AXES, **_EVERY},
-    "spmd_types": {"dense": _AXES, **_EVERY, "spmd": ("pp", "dp", "cp", "tp")},
-}
-_COMMON = ("pp", "batch", "loss", "dp_replicate", "cp", "tp", "ep", "efsdp")
-_NAMES = {
-    "partial_dtensor": (*_COMMON, "fsdp"),
-    "full_dtensor": (*_COMMON, "dp_shard"),
-    "spmd_types": (*_COMMON, "dp", "dp_shard"),
-}
-# What a parameter of the model is sharded over.
-_DENSE = {
-    "partial_dtensor": ("dp_replicate", "fsdp", "tp"),
-    "full_dtensor": ("dp_replicate", "dp_shard", "cp", "tp"),
-    "spmd_types": ("dp", "cp", "tp"),
-}
 _SPARSE = ("dp_replicate", "efsdp", "ep")
-# What a boundary between modules may be redistributed over; with full_dtensor, everything.
-_BOUNDARY = {"partial_dtensor": ("tp", "ep"), "spmd_types": ("dp", "cp", "tp", "ep")}
+_PRODUCTS = {
+    "batch": ("dp_replicate", "dp_shard"),
+    "dp": ("dp_replicate", "dp_shard"),
+    "fsdp": ("dp_shard", "cp"),
+}
+# The names of the meshes of one axis, in torchtitan's order; each backend has those of its factorings.
+_NAMES = ("pp", "batch", "loss", "dp_replicate", "cp", "tp", "ep", "efsdp", "fsdp", "dp", "dp_shard")
+
+
+class _Backend(NamedTuple):
+    """What an ``spmd_backend`` means; a boundary of None is over everything."""
+
+    factorings: Mapping[str, tuple[str, ...]]
+    dense: tuple[str, ...]
+    boundary: tuple[str, ...] | None
+
+
+# A mesh of one axis is a slice of the first factoring that has it. Dense is what the parameters outside of the experts
+# are sharded over, and the boundary what a boundary between modules may be redistributed over.
+_EVERY = {"data": ("pp", "batch", "cp", "tp"), "sparse": ("pp", *_SPARSE)}
+_BACKENDS = {
+    "partial_dtensor": _Backend(
+        {"dense": ("pp", "dp_replicate", "fsdp", "tp"), **_EVERY},
+        ("dp_replicate", "fsdp", "tp"),
+        ("tp", "ep"),
+    ),
+    "full_dtensor": _Backend({"dense": _AXES, **_EVERY}, _AXES[1:], None),
+    "spmd_types": _Backend(
+        {"dense": _AXES, **_EVERY, "spmd": ("pp", "dp", "cp", "tp")},
+        ("dp", "cp", "tp"),
+        ("dp", "cp", "tp", "ep"),
+    ),
+}
+
+
+def _above_one(what: str, *axes: str) -> Callable[[ParallelDims], bool]:
+    """Make a property: whether one of some degrees is above 1; ``what`` follows from that."""
+
+    def enabled(self: ParallelDims) -> bool:
+        return any(getattr(self, axis) > 1 for axis in axes)
+
+    enabled.__doc__ = f"Whether {what}."
+    return enabled
 
 
 @dataclass
@@ -100,28 +122,34 @@ class ParallelDims:
     ep: int
     world_size: int
     spmd_backend: str = "spmd_types"
-    mesh: NamedMesh | None = field(default=None, init=False, repr=False, compare=False)
-    _single_axis_meshes: dict[str, DeviceMesh] = field(
-        default_factory=dict, init=False, repr=False, compare=False
+    dp_enabled = property(_above_one("there is data parallelism of either kind", "dp_replicate", "dp_shard"))
+    dp_replicate_enabled = property(_above_one("parameters are replicated", "dp_replicate"))
+    dp_shard_enabled = property(_above_one("data-parallel ranks shard the parameters", "dp_shard"))
+    cp_enabled = property(_above_one("ranks share sequences", "cp"))
+    dp_cp_enabled = property(_above_one("the loss is reduced over ranks", "dp_replicate", "dp_shard", "cp"))
+    fsdp_enabled = property(
+        _above_one("data- or context-parallel ranks shard the parameters", "dp_shard", "cp")
     )
-    _roots: dict[str, DeviceMesh] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _slices: dict[tuple[str, ...], DeviceMesh] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    tp_enabled = property(_above_one("ranks share layers", "tp"))
+    pp_enabled = property(_above_one("there is a pipeline", "pp"))
+    ep_enabled = property(_above_one("ranks share experts", "ep"))
 
     def __post_init__(self) -> None:
         """Check the degrees, and infer dp_shard."""
-        others = ("dp_replicate", "cp", "tp", "pp", "ep")
+        self.mesh: NamedMesh | None = None
+        self._roots: dict[str, DeviceMesh] = {}
+        self._single_axis_meshes: dict[str, DeviceMesh] = {}
+        self._slices: dict[tuple[str, ...], DeviceMesh] = {}
         problems = [
-            f"{name}={getattr(self, name)} is below 1; a degree is 1 where it is not used"
-            for name in others
-            if getattr(self, name) < 1
+            f"{name}={degree} is below 1; a degree is 1 where it is not used"
+            for name in ("dp_replicate", "cp", "tp", "pp", "ep")
+            if (degree := getattr(self, name)) < 1
         ]
         if self.dp_shard != -1 and self.dp_shard < 1:
             problems.append(f"dp_shard={self.dp_shard} is below 1; give -1 for whatever is left")
         if self.spmd_backend not in _BACKENDS:
             problems.append(
-                f"spmd_backend={self.spmd_backend!r} is not one of {_BACKENDS}"
+                f"spmd_backend={self.spmd_backend!r} is not one of {tuple(_BACKENDS)}"
                 f"{did_you_mean(self.spmd_backend, _BACKENDS)}"
             )
         if problems:
@@ -203,7 +231,7 @@ class ParallelDims:
         """
         if self._single_axis_meshes:
             return self._roots["world"]
-        factorings = _FACTORINGS[self.spmd_backend]
+        factorings = self._backend.factorings
         if self.mesh is None:
             self.mesh = init_mesh({axis: self._degree(axis) for axis in factorings["dense"]})
         mesh = self.mesh
@@ -213,13 +241,15 @@ class ParallelDims:
             if layout not in (mesh.layout, *mesh.views.values()):
                 mesh.add_view(f"torchtitan {name}", options={}, **sizes)
             self._roots[name] = mesh[axes]
+        whole = mesh.layout.axes
+        self._roots["world"] = mesh.flatten(*whole, name="world") if len(whole) > 1 else mesh.device_mesh
         self._roots["loss"] = mesh.flatten("batch", "cp", name="loss_mesh")
-        self._roots["world"] = (
-            mesh.flatten(*mesh.layout.axes, name="world") if len(mesh.layout.axes) > 1 else mesh.device_mesh
-        )
-        for name in _NAMES[self.spmd_backend]:
-            root = next((key for key, axes in factorings.items() if name in axes), "loss")
-            self._single_axis_meshes[name] = self._roots[root] if root == "loss" else self._roots[root][name]
+        for name in _NAMES:
+            root = next((key for key, axes in factorings.items() if name in axes), None)
+            if root is not None:
+                self._single_axis_meshes[name] = self._roots[root][name]
+            elif name == "loss":
+                self._single_axis_meshes[name] = self._roots[name]
         return self._roots["world"]
 
     def get_optional_mesh(
@@ -237,9 +267,8 @@ class ParallelDims:
             LayoutError: a ``ValueError``, too: an unknown name, names that are in no factoring together, out of order
                 or repeated.
         """
-        self._build()
         names = (dims,) if isinstance(dims, str) else tuple(dims)
-        known = self._single_axis_meshes
+        known = self._known()
         problems = [
             f"Invalid mesh dim {name!r}: the meshes with {self.spmd_backend} are {', '.join(known)}"
             f"{did_you_mean(name, known)}"
@@ -250,11 +279,7 @@ class ParallelDims:
             raise LayoutError(*problems)
         if not include_singleton_axes and not all(self._in_use(name) for name in names):
             return None
-        if len(names) == 1:
-            return known[names[0]]
-        if names not in self._slices:
-            self._slices[names] = self._slice(names)
-        return self._slices[names]
+        return known[names[0]] if len(names) == 1 else self._slice(names)
 
     def get_mesh(self, dims: str | list[str]) -> DeviceMesh:
         """As :meth:`get_optional_mesh`, but an error where an axis is not in use.
@@ -274,22 +299,18 @@ class ParallelDims:
 
     def get_activated_mesh(self, axes: Sequence[str]) -> DeviceMesh | None:
         """The mesh over those of ``axes`` that exist and are in use; None where none is."""
-        self._build()
-        used = [axis for axis in axes if axis in self._single_axis_meshes and self._in_use(axis)]
+        known = self._known()
+        used = [axis for axis in axes if axis in known and self._in_use(axis)]
         return self.get_optional_mesh(used) if used else None
 
     def get_all_one_dimensional_meshes(self) -> dict[str, DeviceMesh]:
         """The meshes of one axis that are in use and have more than one rank, by name."""
-        self._build()
-        return {
-            name: mesh
-            for name, mesh in self._single_axis_meshes.items()
-            if mesh.size() > 1 and self._in_use(name)
-        }
+        meshes = self._known().items()
+        return {name: mesh for name, mesh in meshes if mesh.size() > 1 and self._in_use(name)}
 
     def spmd_meshes(self) -> list[DeviceMesh]:
         """The meshes that parameters are sharded over: that of the dense ones, and that of the experts."""
-        meshes = [self.get_activated_mesh(axes) for axes in (_DENSE[self.spmd_backend], _SPARSE)]
+        meshes = [self.get_activated_mesh(axes) for axes in (self._backend.dense, _SPARSE)]
         return [mesh for mesh in meshes if mesh is not None]
 
     def spmd_dense_mesh(self) -> DeviceMesh:
@@ -298,19 +319,15 @@ class ParallelDims:
         Raises:
             LayoutError: the backend is another.
         """
-        self._build()
         if self.spmd_backend != "spmd_types":
             raise LayoutError(
                 f"spmd_dense_mesh is of the backend 'spmd_types', and this is {self.spmd_backend!r}; use spmd_meshes()"
             )
-        return self._kept(("dp", "cp", "tp"), "spmd")
+        return self._slice(self._backend.dense)
 
     def spmd_sparse_mesh(self) -> DeviceMesh | None:
         """The mesh (dp_replicate, efsdp, ep) of spmd_types; None without experts, or with another backend."""
-        self._build()
-        if self.spmd_backend != "spmd_types" or self.ep == 1:
-            return None
-        return self._kept(_SPARSE, "sparse")
+        return self._slice(_SPARSE) if self.spmd_backend == "spmd_types" and self.ep > 1 else None
 
     def get_dense_tp_mesh(self) -> DeviceMesh:
         """The mesh over tp that the dense layers compute on.
@@ -332,14 +349,12 @@ class ParallelDims:
                 :meth:`spmd_meshes`.
         """
         names = [str(getattr(axis, "value", axis)) for axis in axes]
-        if self.spmd_backend == "full_dtensor":
-            names = [
-                each for name in names for each in (("dp_replicate", "dp_shard") if name == "dp" else (name,))
-            ]
-        mesh = self.get_activated_mesh(
-            [name for name in names if name in _BOUNDARY.get(self.spmd_backend, names)]
-        )
-        if mesh is None or self.spmd_backend != "full_dtensor" or mesh in self.spmd_meshes():
+        boundary = self._backend.boundary
+        if boundary is not None:
+            return self.get_activated_mesh([name for name in names if name in boundary])
+        parts = [part for name in names for part in (_PRODUCTS["dp"] if name == "dp" else (name,))]
+        mesh = self.get_activated_mesh(parts)
+        if mesh is None or mesh in self.spmd_meshes():
             return mesh
         whole = [each.mesh_dim_names for each in self.spmd_meshes()]
         raise LayoutError(
@@ -369,51 +384,6 @@ class ParallelDims:
         return self.build_mesh()
 
     @property
-    def dp_enabled(self) -> bool:
-        """Whether there is data parallelism of either kind."""
-        return self.dp_replicate > 1 or self.dp_shard > 1
-
-    @property
-    def dp_replicate_enabled(self) -> bool:
-        """Whether parameters are replicated."""
-        return self.dp_replicate > 1
-
-    @property
-    def dp_shard_enabled(self) -> bool:
-        """Whether parameters are sharded over the data-parallel ranks."""
-        return self.dp_shard > 1
-
-    @property
-    def cp_enabled(self) -> bool:
-        """Whether ranks share sequences."""
-        return self.cp > 1
-
-    @property
-    def dp_cp_enabled(self) -> bool:
-        """Whether the loss is reduced over ranks."""
-        return self.dp_enabled or self.cp_enabled
-
-    @property
-    def fsdp_enabled(self) -> bool:
-        """Whether parameters are sharded over data- or context-parallel ranks."""
-        return self.dp_shard_enabled or self.cp_enabled
-
-    @property
-    def tp_enabled(self) -> bool:
-        """Whether ranks share layers."""
-        return self.tp > 1
-
-    @property
-    def pp_enabled(self) -> bool:
-        """Whether there is a pipeline."""
-        return self.pp > 1
-
-    @property
-    def ep_enabled(self) -> bool:
-        """Whether ranks share experts."""
-        return self.ep > 1
-
-    @property
     def non_data_parallel_size(self) -> int:
         """How many ranks see the same samples: cp x tp x pp."""
         return self.cp * self.tp * self.pp
@@ -423,19 +393,20 @@ class ParallelDims:
         """What divides the length of a sequence: tp, times twice cp for its balanced shards."""
         return self.tp * self.cp * 2
 
-    def _build(self) -> None:
+    @property
+    def _backend(self) -> _Backend:
+        return _BACKENDS[self.spmd_backend]
+
+    def _known(self) -> dict[str, DeviceMesh]:
+        """The meshes of one axis, made before if need be."""
         if not self._single_axis_meshes:
             self.build_mesh()
+        return self._single_axis_meshes
 
     def _degree(self, axis: str) -> int:
-        if axis in {"batch", "dp"}:
-            return self.dp_replicate * self.dp_shard
-        if axis == "fsdp":
-            return self.dp_shard * self.cp
         if axis == "efsdp":
             return -1
-        degree: int = getattr(self, axis)
-        return degree
+        return prod(getattr(self, part) for part in _PRODUCTS.get(axis, (axis,)))
 
     def _in_use(self, axis: str) -> bool:
         if axis in {"fsdp", "dp_shard"}:
@@ -443,20 +414,21 @@ class ParallelDims:
         return self.ep > 1 if axis == "efsdp" else self._single_axis_meshes[axis].size() > 1
 
     def _slice(self, names: tuple[str, ...]) -> DeviceMesh:
-        for name, axes in _FACTORINGS[self.spmd_backend].items():
+        """The mesh over several axes of one factoring, the same object each time."""
+        self._known()
+        if names in self._slices:
+            return self._slices[names]
+        factorings = self._backend.factorings
+        for root, axes in factorings.items():
             in_order = tuple(axis for axis in axes if axis in names)
             if in_order == names:
-                return self._kept(names, name)
+                self._slices[names] = self._roots[root][names]
+                return self._slices[names]
             if set(in_order) == set(names):
                 raise LayoutError(
                     f"the axes {names} are not each once and in the order of the ranks; ask for {in_order}"
                 )
         raise LayoutError(
             f"axes {named(names)} are not together in one factoring of the ranks; the factorings are "
-            f"{', '.join(map(str, _FACTORINGS[self.spmd_backend].values()))}"
+            f"{', '.join(map(str, factorings.values()))}"
         )
-
-    def _kept(self, names: tuple[str, ...], root: str) -> DeviceMesh:
-        if names not in self._slices:
-            self._slices[names] = self._roots[root][names]
-        return self._slices[names]

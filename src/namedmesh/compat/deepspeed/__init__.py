@@ -70,7 +70,7 @@ def install() -> None:
 
     DeepSpeed's ``PipelineModule`` then makes grids of ours, and takes topologies of ours; its engine, MoE layers and
     ZeRO take their groups from a mesh, and ``deepspeed.initialize(mesh_param=...)`` makes its torch mesh on the same
-    groups. Where DeepSpeed is not installed, the modules are made up with the packages that they are in. Call it
+    groups. Where DeepSpeed is not installed, the packages around the two modules are empty ones. Call it
     before the first import of ``deepspeed``; a second call does nothing.
 
     Warns:

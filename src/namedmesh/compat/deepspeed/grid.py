@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -30,24 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["PipelineParallelGrid"]
 
 _CALL = "deepspeed.PipelineParallelGrid"
-# The attributes, which the original has too, that the getters return.
-_ATTRIBUTES = {
-    "world": {"rank": "global_rank"},
-    "pipe": {"group": "pp_proc_group", "ranks": "pp_group", "size": "pipe_parallel_size", "rank": "stage_id"},
-    "data": {
-        "group": "dp_proc_group",
-        "ranks": "dp_group",
-        "size": "data_parallel_size",
-        "rank": "data_parallel_id",
-    },
-    "model": {"group": "ds_model_proc_group", "size": "ds_model_world_size", "rank": "ds_model_rank"},
-    "slice": {
-        "group": "slice_proc_group",
-        "ranks": "slice_group",
-        "size": "slice_parallel_size",
-        "rank": "_slice_rank",
-    },
-}
 
 
 def topology_of(layout: Layout) -> tuple[ProcessTopology, dict[str, tuple[str, ...]]]:
@@ -144,17 +125,6 @@ class PipelineParallelGrid(Getters):
         >>> dist.destroy_process_group()
     """
 
-    mesh: NamedMesh
-    global_rank: int
-    stage_id: int
-    pipe_parallel_size: int
-    data_parallel_size: int
-    slice_parallel_size: int
-    dp_proc_group: dist.ProcessGroup
-    pp_proc_group: dist.ProcessGroup
-    slice_proc_group: dist.ProcessGroup
-    ds_model_proc_group: dist.ProcessGroup
-
     def __init__(self, topology: Topology | None = None, process_group: object = None) -> None:
         if not dist.is_initialized():
             raise ContractError(
@@ -231,9 +201,14 @@ class PipelineParallelGrid(Getters):
         self.world_size = mesh.layout.world_size
         replica = [own for axis, owns in axes.items() if axis != "data" for own in owns]
         kinds = {"pipe": axes["pipe"], "data": axes["data"], "model": replica, "slice": axes.get("model", ())}
-        for kind, of_kind in answers(mesh, kinds).items():
-            for answer, attribute in _ATTRIBUTES[kind].items():
-                setattr(self, attribute, of_kind[answer])
+        self._answers = answers(mesh, kinds)
+        self.global_rank = mesh.global_rank
+        self.pp_proc_group, self.pp_group, self.pipe_parallel_size, self.stage_id, _ = self._answers["pipe"]
+        self.dp_proc_group, self.dp_group, self.data_parallel_size, self.data_parallel_id, _ = self._answers[
+            "data"
+        ]
+        self.slice_proc_group, self.slice_group, self.slice_parallel_size, *_ = self._answers["slice"]
+        self.ds_model_proc_group, _, self.ds_model_world_size, self.ds_model_rank, _ = self._answers["model"]
         self.model_parallel_size = self.slice_parallel_size
         self.is_first_stage = self.stage_id == 0
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
@@ -288,8 +263,7 @@ class PipelineParallelGrid(Getters):
 
     def _is_grid_valid(self) -> bool:
         """Whether the topology has as many ranks as the world."""
-        sizes = [self._topo.get_dim(axis) for axis in self._topo.get_axis_names()]
-        return prod(sizes) == dist.get_world_size()
+        return self._topology.world_size() == dist.get_world_size()
 
     def topology(self) -> Topology:
         """The topology, as it was given."""
@@ -320,16 +294,5 @@ class PipelineParallelGrid(Getters):
             )
         return self._topology.get_rank(**{**at, "pipe": stage_id, **kwargs})
 
-    def _answer(self, kind: str, answer: str) -> Any:
-        return getattr(self, _ATTRIBUTES[kind][answer])
-
-    def get_stage_id(self) -> int:
-        """This rank's stage."""
-        return self._coordinate("pipe")
-
-    def get_data_parallel_id(self) -> int:
-        """The pipeline that this rank is in."""
-        return self._coordinate("data")
-
-    def _coordinate(self, axis: str) -> int:
-        return int(getattr(self._topology.get_coord(self.global_rank), axis))
+    get_stage_id = Getters.get_pipe_parallel_rank
+    get_data_parallel_id = Getters.get_data_parallel_rank

@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from namedmesh.compat.binding import LegacyState, make_patchable
-from namedmesh.compat.deepspeed.model_parallel_unit import check_mesh, get_or_create_group
-from namedmesh.compat.deepspeed.model_parallel_unit import mpu as unit_of
+from namedmesh.compat.deepspeed.model_parallel_unit import get_or_create_group
+from namedmesh.compat.deepspeed.model_parallel_unit import mpu as make_mpu
 from namedmesh.compat.errors import ContractError, ContractKeyError, ContractRuntimeError
+from namedmesh.compat.partition import ensure_divisibility as _ensure_divisibility
 from namedmesh.errors import LayoutError
 from namedmesh.init import init_mesh
 from namedmesh.layout import Layout
 from namedmesh.mesh import NamedMesh
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -65,7 +66,6 @@ _VARIABLES = {
     "mesh_device": "mesh_device",
     "mpu": "mpu",
 }
-_BY_NAME = ("all_to_all", "edp", "edp_ranks", "ep", "ep_ranks")
 
 
 class _State(LegacyState):
@@ -73,31 +73,17 @@ class _State(LegacyState):
 
     __slots__ = tuple(_VARIABLES.values())
     slots = __slots__
-    all_to_all: dict[str, Any]
-    data: Any
-    edp: dict[str, Any]
-    edp_ranks: dict[str, Sequence[int]]
-    ep: dict[str, Any]
-    ep_ranks: dict[str, Sequence[int]]
     etp_size: int
-    mesh_device: Any
-    model: Any
-    mpu: Any
-    tensor: Any
-    tensor_rank: int | None
-    tensor_size: int | None
-    world: Any
-    zero_param: Any
 
     def clear(self) -> None:
         """Forget every group."""
         super().clear()
-        for slot in _BY_NAME:
+        for slot in ("all_to_all", "edp", "edp_ranks", "ep", "ep_ranks"):
             setattr(self, slot, {})
         self.etp_size = 1
 
 
-_state = _State()
+_state: Any = _State()
 make_patchable(__name__, _state, _VARIABLES)
 
 
@@ -124,8 +110,7 @@ def bind(mesh: NamedMesh) -> None:
         >>> mesh.close()
         >>> dist.destroy_process_group()
     """
-    check_mesh(mesh, "deepspeed.groups.bind")
-    unit = unit_of(mesh)
+    unit = make_mpu(mesh)
     _state.clear()
     _state.mpu = unit
     _mesh()
@@ -162,22 +147,11 @@ def _create(sets: Iterable[Sequence[int]], label: str) -> Any:
     return next(group for ranks, group in groups.items() if mesh.global_rank in ranks)
 
 
-def _mine(sets: Iterable[Sequence[int]]) -> Sequence[int]:
-    rank = dist.get_rank()
-    return next(ranks for ranks in sets if rank in ranks)
-
-
-def _stages(count: int) -> list[list[int]]:
+def _stages(count: int) -> list[range]:
     """The ranks of each stage of a pipeline."""
-    stage = dist.get_world_size() // count
-    return [list(range(first, first + stage)) for first in range(0, dist.get_world_size(), stage)]
-
-
-def _ensure_divisibility(numerator: int, denominator: int) -> None:
-    if numerator % denominator:
-        raise ContractError(
-            f"{numerator} is not divisible by {denominator}; change the size that is {denominator}"
-        )
+    world = dist.get_world_size()
+    size = world // count
+    return [range(first, first + size) for first in range(0, world, size)]
 
 
 def _check_initialized() -> None:
@@ -185,12 +159,6 @@ def _check_initialized() -> None:
         raise ContractError(
             "there is no default process group; call namedmesh.launch.init() or deepspeed.init_distributed() first"
         )
-
-
-def _created(group: Any, what: str, call: str) -> Any:
-    if group is None:
-        raise ContractError(f"the {what} group is not initialized; call {call} first")
-    return group
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
@@ -285,19 +253,25 @@ def _create_model_parallel(model_parallel_size_: int) -> tuple[Any, Any]:
     return _create(layout.groups("data"), "data"), _create(layout.groups("model"), "model")
 
 
+def _created(group: Any, what: str) -> Any:
+    if group is None:
+        raise ContractError(f"the {what} group is not initialized; call bind(mesh) first")
+    return group
+
+
 def get_tensor_model_parallel_group() -> Any:
-    """This rank's tensor-parallel group."""
-    return _created(_state.tensor, "tensor-parallel", "bind(mesh)")
+    """Return this rank's tensor-parallel group."""
+    return _created(_state.tensor, "tensor-parallel")
 
 
 def get_model_parallel_group() -> Any:
-    """This rank's model-parallel group: the tensor-parallel one."""
-    return _created(_state.model, "model-parallel", "bind(mesh)")
+    """Return this rank's model-parallel group: the tensor-parallel one."""
+    return _created(_state.model, "model-parallel")
 
 
 def get_data_parallel_group() -> Any:
-    """The data-parallel group beside the tensor-parallel one."""
-    return _created(_state.data, "data-parallel", "bind(mesh)")
+    """Return the data-parallel group beside the tensor-parallel one."""
+    return _created(_state.data, "data-parallel")
 
 
 def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
@@ -319,9 +293,9 @@ def set_tensor_model_parallel_rank(rank: int | None) -> None:
 
 def get_tensor_model_parallel_rank() -> int:
     """This rank's position in the tensor-parallel group, or what it was set to."""
-    return (
-        dist.get_rank(get_tensor_model_parallel_group()) if _state.tensor_rank is None else _state.tensor_rank
-    )
+    if _state.tensor_rank is not None:
+        return _state.tensor_rank
+    return dist.get_rank(get_tensor_model_parallel_group())
 
 
 get_model_parallel_world_size = get_tensor_model_parallel_world_size
@@ -330,16 +304,17 @@ get_model_parallel_rank = get_tensor_model_parallel_rank
 
 def get_tensor_model_parallel_src_rank() -> int:
     """The first rank of this rank's block of tensor-parallel ranks."""
-    return dist.get_rank() // get_tensor_model_parallel_world_size() * get_tensor_model_parallel_world_size()
+    size = get_tensor_model_parallel_world_size()
+    return dist.get_rank() // size * size
 
 
 def get_data_parallel_world_size() -> int:
-    """The size of :func:`get_data_parallel_group`."""
+    """Return the number of data-parallel ranks."""
     return dist.get_world_size(get_data_parallel_group())
 
 
 def get_data_parallel_rank() -> int:
-    """This rank's position in :func:`get_data_parallel_group`."""
+    """Return this rank's position in the data-parallel group."""
     return dist.get_rank(get_data_parallel_group())
 
 
@@ -355,15 +330,32 @@ def _pipe_size(unit: Any) -> int:
     return _unit_size(("get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size"), unit)
 
 
-def _keep_experts(size: int, ep: Sequence[Sequence[int]], edp: Sequence[Sequence[int]]) -> None:
-    name = f"ep_size_{size}"
-    for sets, groups, ranks, label in (
-        (edp, _state.edp, _state.edp_ranks, "edp"),
-        (ep, _state.ep, _state.ep_ranks, "ep"),
-    ):
+def _split(
+    lanes: Iterable[Sequence[int]], size: int, *, data_first: bool
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the groups of ``size`` experts in each lane of ranks, and those of the ranks with the same experts.
+
+    Neighbors have different experts, or with ``data_first`` the same ones.
+    """
+    ep: list[list[int]] = []
+    edp: list[list[int]] = []
+    for ranks in lanes:
+        width = len(ranks) // size if data_first else size
+        rows = [list(ranks[i : i + width]) for i in range(0, len(ranks), width)]
+        columns = [list(column) for column in zip(*rows, strict=True)]
+        ep += columns if data_first else rows
+        edp += rows if data_first else columns
+    return ep, edp
+
+
+def _create_experts(size: int, ep: Sequence[Sequence[int]], edp: Sequence[Sequence[int]]) -> None:
+    """Create the groups for an ``ep_size``, unless they exist."""
+    name, rank = f"ep_size_{size}", dist.get_rank()
+    for sets, label in ((edp, "edp"), (ep, "ep")):
+        groups = getattr(_state, label)
         if name not in groups:
             groups[name] = _create(sets, label)
-            ranks[name] = _mine(sets)
+            getattr(_state, f"{label}_ranks")[name] = next(ranks for ranks in sets if rank in ranks)
 
 
 def _create_expert_and_data_parallel(  # noqa: PLR0917  its contract
@@ -388,29 +380,27 @@ def _create_expert_and_data_parallel(  # noqa: PLR0917  its contract
             f"use_data_before_expert_parallel_ goes with mp_size=1 only, and mp_size is {mp_size}; leave one of them out"
         )
     if width > 1 and folding_spec is not None:
-        folding = import_module("deepspeed.module_inject.auto_ep_folding")
-        if f"ep_size_{size}" in _state.ep:
-            name = f"ep_size_{size}"
-            known = {"ep": [_state.ep_ranks[name]], "edp": [_state.edp_ranks[name]]}
-            folding.assert_group_matches_spec(known, folding_spec)
-            return
-        tables = folding.expected_folding_group_tables(folding_spec)
-        _keep_experts(
-            size, [list(each) for each in tables.ep_groups], [list(each) for each in tables.edp_groups]
-        )
+        _create_folded_experts(size, folding_spec)
         return
-    ep: list[Sequence[int]] = []
-    edp: list[Sequence[int]] = []
-    for stage in stages:
-        ranks = [rank for lane in range(width) for rank in stage[lane::width]] if mp_mode == "tp" else stage
-        if use_data_before_expert_parallel_:
-            replicas = len(ranks) // size
-            ep += [ranks[i::replicas] for i in range(replicas)]
-            edp += [ranks[i : i + replicas] for i in range(0, len(ranks), replicas)]
-        else:
-            ep += [ranks[i : i + size] for i in range(0, len(ranks), size)]
-            edp += [ranks[i::size] for i in range(size)]
-    _keep_experts(size, ep, edp)
+    if mp_mode == "tp":
+        lanes = [[rank for lane in range(width) for rank in stage[lane::width]] for stage in stages]
+    else:
+        lanes = [list(stage) for stage in stages]
+    _create_experts(size, *_split(lanes, size, data_first=use_data_before_expert_parallel_))
+
+
+def _create_folded_experts(size: int, folding_spec: Any) -> None:
+    """As :func:`_create_expert_and_data_parallel`, for the groups that DeepSpeed's AutoEP specifies."""
+    folding = import_module("deepspeed.module_inject.auto_ep_folding")
+    name = f"ep_size_{size}"
+    if name in _state.ep:
+        known = {"ep": [_state.ep_ranks[name]], "edp": [_state.edp_ranks[name]]}
+        folding.assert_group_matches_spec(known, folding_spec)
+        return
+    tables = folding.expected_folding_group_tables(folding_spec)
+    _create_experts(
+        size, [list(each) for each in tables.ep_groups], [list(each) for each in tables.edp_groups]
+    )
 
 
 def _get_expert_parallel_ranks(
@@ -421,50 +411,26 @@ def _get_expert_parallel_ranks(
     use_data_before_expert_parallel_: bool = False,
 ) -> tuple[list[list[int]], list[list[int]]]:
     """The ranks of the groups of experts, and of those with the same experts, in a world with tensor parallelism."""
-    pp, tp, ep = pipeline_parallel_size_, tensor_parallel_size_, expert_parallel_size_
+    pp, tp, size = pipeline_parallel_size_, tensor_parallel_size_, expert_parallel_size_
     _ensure_divisibility(world_size, tp * pp)
-    _ensure_divisibility(world_size // (tp * pp), ep)
-    order = ("pp", "ep", "edp", "tp") if use_data_before_expert_parallel_ else ("pp", "edp", "ep", "tp")
-    sizes = {"pp": pp, "ep": ep, "edp": -1, "tp": tp}
-    layout = Layout(**{axis: sizes[axis] for axis in order}, world_size=world_size)
-    # By stage, then by shard of a layer; then by replica, or by expert.
-    places = [(stage, shard) for stage in range(pp) for shard in range(tp)]
-    experts = [
-        [layout.rank(pp=stage, edp=replica, ep=expert, tp=shard) for expert in range(ep)]
-        for stage, shard in places
-        for replica in range(layout["edp"])
-    ]
-    replicas = [
-        [layout.rank(pp=stage, edp=replica, ep=expert, tp=shard) for replica in range(layout["edp"])]
-        for stage, shard in places
-        for expert in range(ep)
-    ]
-    return experts, replicas
+    _ensure_divisibility(world_size // (tp * pp), size)
+    layout = Layout(pp=pp, dp=-1, tp=tp, world_size=world_size)
+    lanes = [layout.where(pp=stage, tp=shard) for stage in range(pp) for shard in range(tp)]
+    return _split(lanes, size, data_first=use_data_before_expert_parallel_)
 
 
 def _create_expert_data_and_model_parallel(
-    expert_parallel_size_: int,
-    mpu: Any,
-    use_data_before_expert_parallel_: bool = False,
+    expert_parallel_size_: int, mpu: Any, use_data_before_expert_parallel_: bool = False
 ) -> None:
     """As :func:`_create_expert_and_data_parallel`, for experts whose layers are sharded over the mpu's tensor axis."""
     _check_initialized()
-    names = (
-        "get_tensor_model_parallel_world_size",
-        "get_slice_parallel_world_size",
-        "get_model_parallel_world_size",
-    )
-    _state.etp_size = _unit_size(names, mpu)
-    _ensure_divisibility(dist.get_world_size(), _state.etp_size)
-    _ensure_divisibility(_get_data_parallel_world_size(), expert_parallel_size_)
-    sets = _get_expert_parallel_ranks(
-        dist.get_world_size(),
-        _state.etp_size,
-        expert_parallel_size_,
-        _pipe_size(mpu),
-        use_data_before_expert_parallel_,
-    )
-    _keep_experts(expert_parallel_size_, *sets)
+    kinds = ("tensor_model", "slice", "model")
+    tp = _state.etp_size = _unit_size([f"get_{kind}_parallel_world_size" for kind in kinds], mpu)
+    world, size = dist.get_world_size(), expert_parallel_size_
+    _ensure_divisibility(world, tp)
+    _ensure_divisibility(_get_data_parallel_world_size(), size)
+    sets = _get_expert_parallel_ranks(world, tp, size, _pipe_size(mpu), use_data_before_expert_parallel_)
+    _create_experts(size, *sets)
 
 
 def _get_max_expert_size() -> int | None:
@@ -479,7 +445,7 @@ def _get_max_expert_parallel_group() -> Any:
     return _get_expert_parallel_group(_get_max_expert_size_name())
 
 
-def _named(known: dict[str, Any], group_name: str) -> Any:
+def _entry(known: dict[str, Any], group_name: str) -> Any:
     if group_name not in known:
         raise ContractError(
             f"the groups of experts {group_name!r} are not initialized, of {', '.join(known) or 'none'}; give the MoE "
@@ -489,43 +455,33 @@ def _named(known: dict[str, Any], group_name: str) -> Any:
 
 
 def _get_expert_parallel_group(group_name: str) -> Any:
-    return _named(_state.ep, group_name)
+    return _entry(_state.ep, group_name)
 
 
 def _get_expert_parallel_group_ranks(group_name: str) -> Any:
-    return _named(_state.ep_ranks, group_name)
-
-
-def _get_expert_parallel_group_dict() -> dict[str, Any]:
-    return _state.ep
+    return _entry(_state.ep_ranks, group_name)
 
 
 def _get_expert_data_parallel_group(group_name: str) -> Any:
-    return _named(_state.edp, group_name)
+    return _entry(_state.edp, group_name)
 
 
 def _get_expert_data_parallel_group_ranks(group_name: str) -> Any:
-    return _named(_state.edp_ranks, group_name)
+    return _entry(_state.edp_ranks, group_name)
 
 
-def _get_expert_data_parallel_group_dict() -> dict[str, Any]:
-    return _state.edp
+def _asking(ask: Callable[[Any], int], group: Callable[[str], Any]) -> Callable[[str], int]:
+    """Make a getter of what ``ask`` returns for the group of experts ``group_name``."""
+    return lambda group_name: ask(group(group_name))
 
 
-def _get_expert_broadcast_src_rank(group_name: str) -> int:
-    return dist.get_global_rank(_get_expert_data_parallel_group(group_name), 0)
-
-
-def _get_expert_parallel_world_size(group_name: str) -> int:
-    return dist.get_world_size(_get_expert_parallel_group(group_name))
-
-
-def _get_expert_data_parallel_world_size(group_name: str) -> int:
-    return dist.get_world_size(_get_expert_data_parallel_group(group_name))
-
-
-def _get_expert_parallel_rank(group_name: str) -> int:
-    return dist.get_rank(_get_expert_parallel_group(group_name))
+_get_expert_parallel_world_size = _asking(dist.get_world_size, _get_expert_parallel_group)
+_get_expert_parallel_rank = _asking(dist.get_rank, _get_expert_parallel_group)
+_get_expert_data_parallel_world_size = _asking(dist.get_world_size, _get_expert_data_parallel_group)
+_get_expert_data_parallel_rank = _asking(dist.get_rank, _get_expert_data_parallel_group)
+_get_expert_broadcast_src_rank = _asking(
+    lambda group: dist.get_global_rank(group, 0), _get_expert_data_parallel_group
+)
 
 
 def _get_expert_parallel_src_rank(group_name: str) -> int:
@@ -533,8 +489,12 @@ def _get_expert_parallel_src_rank(group_name: str) -> int:
     return dist.get_rank() // size * size
 
 
-def _get_expert_data_parallel_rank(group_name: str) -> int:
-    return dist.get_rank(_get_expert_data_parallel_group(group_name))
+def _get_expert_parallel_group_dict() -> dict[str, Any]:
+    return _state.ep
+
+
+def _get_expert_data_parallel_group_dict() -> dict[str, Any]:
+    return _state.edp
 
 
 def _get_expert_model_parallel_world_size() -> int:
@@ -556,8 +516,8 @@ def _axis_group(axis: str) -> Any:
     return _state.mesh_device.get_group(mesh_dim=axis)
 
 
-def _says(name: str) -> bool:
-    """Whether the mpu answers to a name."""
+def _mpu_has(name: str) -> bool:
+    """Whether there is an mpu with a method of this name."""
     return _state.mpu is not None and hasattr(_state.mpu, name)
 
 
@@ -567,7 +527,7 @@ def _get_data_parallel_group() -> Any:
         return _axis_group("data_parallel")
     if _state.mpu is None:
         return _clone_world_group()
-    return None if _says("initialize_sequence_parallel") else _state.mpu.get_data_parallel_group()
+    return None if _mpu_has("initialize_sequence_parallel") else _state.mpu.get_data_parallel_group()
 
 
 def _get_data_parallel_group_ranks() -> Any:
@@ -579,7 +539,7 @@ def _get_data_parallel_world_size() -> Any:
     _check_initialized()
     if _state.mesh_device is not None or _state.mpu is None:
         return dist.get_world_size(_get_data_parallel_group())
-    return None if _says("initialize_sequence_parallel") else _state.mpu.get_data_parallel_world_size()
+    return None if _mpu_has("initialize_sequence_parallel") else _state.mpu.get_data_parallel_world_size()
 
 
 def _get_data_parallel_rank() -> int:
@@ -593,7 +553,7 @@ def _get_broadcast_src_rank() -> int:
 
 
 def _get_model_parallel_world_size() -> Any:
-    if _state.mpu is None or _says("initialize_sequence_parallel"):
+    if _state.mpu is None or _mpu_has("initialize_sequence_parallel"):
         return 1
     return _state.mpu.get_model_parallel_world_size()
 
@@ -603,18 +563,19 @@ def _get_sequence_parallel_world_size() -> Any:
     if _state.mesh_device is not None:
         return dist.get_world_size(_axis_group("sequence_parallel"))
     name = "get_sequence_parallel_world_size"
-    return getattr(_state.mpu, name)() if _says(name) else 1
+    return getattr(_state.mpu, name)() if _mpu_has(name) else 1
 
 
-def _get_sequence_parallel_rank() -> Any:
-    if _says("get_sequence_parallel_rank"):
-        return _state.mpu.get_sequence_parallel_rank()
+def _mpu_or(name: str, otherwise: Callable[[], Any]) -> Callable[[], Any]:
+    """Make a getter of what the mpu answers to a name, or without such a method of what ``otherwise`` returns."""
+    return lambda: getattr(_state.mpu, name)() if _mpu_has(name) else otherwise()
+
+
+def _sequence_parallel_rank() -> int:
     return 0 if _state.mesh_device is None else dist.get_rank(_axis_group("sequence_parallel"))
 
 
-def _get_sequence_parallel_group() -> Any:
-    if _says("get_sequence_parallel_group"):
-        return _state.mpu.get_sequence_parallel_group()
+def _sequence_parallel_group() -> Any:
     if _state.mesh_device is None:
         raise ContractKeyError(
             "there is no sequence-parallel group; bind a mesh with an axis 'sp', or give deepspeed.initialize mesh_param"
@@ -622,19 +583,13 @@ def _get_sequence_parallel_group() -> Any:
     return _axis_group("sequence_parallel")
 
 
-def _get_sequence_data_parallel_world_size() -> Any:
-    name = "get_sequence_data_parallel_world_size"
-    return getattr(_state.mpu, name)() if _says(name) else _get_data_parallel_world_size()
-
-
-def _get_sequence_data_parallel_rank() -> Any:
-    name = "get_sequence_data_parallel_rank"
-    return getattr(_state.mpu, name)() if _says(name) else _get_data_parallel_rank()
-
-
-def _get_sequence_data_parallel_group() -> Any:
-    name = "get_sequence_data_parallel_group"
-    return getattr(_state.mpu, name)() if _says(name) else _get_data_parallel_group()
+_get_sequence_parallel_rank = _mpu_or("get_sequence_parallel_rank", _sequence_parallel_rank)
+_get_sequence_parallel_group = _mpu_or("get_sequence_parallel_group", _sequence_parallel_group)
+_get_sequence_data_parallel_world_size = _mpu_or(
+    "get_sequence_data_parallel_world_size", _get_data_parallel_world_size
+)
+_get_sequence_data_parallel_rank = _mpu_or("get_sequence_data_parallel_rank", _get_data_parallel_rank)
+_get_sequence_data_parallel_group = _mpu_or("get_sequence_data_parallel_group", _get_data_parallel_group)
 
 
 # ZeRO++.

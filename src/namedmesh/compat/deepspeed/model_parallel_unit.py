@@ -6,8 +6,7 @@ So a unit has the names that mean something on its mesh, and no others.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from namedmesh.compat.errors import ContractAttributeError
 from namedmesh.consistency import report_failure
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 __all__ = [
+    "Answers",
     "Getters",
     "ModelParallelUnit",
     "SequenceParallelUnit",
@@ -112,73 +112,86 @@ def check_mesh(mesh: object, call: str) -> None:
         raise MeshError(f"the mesh over {mesh.layout} was closed; give {call} an open one")
 
 
-def answers(mesh: NamedMesh, kinds: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
+class Answers(NamedTuple):
+    """What the getters answer for one kind of parallelism: this rank's group, and what follows from its ranks."""
+
+    group: dist.ProcessGroup
+    ranks: list[int]
+    size: int
+    rank: int
+    first: int
+
+
+def answers(mesh: NamedMesh, kinds: Mapping[str, Sequence[str]]) -> dict[str, Answers]:
     """Return what the getters answer for each kind of parallelism, by the axes that it is over; communicates."""
-    rank = mesh.global_rank
-    of_kinds: dict[str, dict[str, Any]] = {"world": {"rank": rank}}
+    of_kinds = {}
     for kind, axes in kinds.items():
-        group, ranks = (
-            get_or_create_group(mesh, axes),
-            list(mesh.layout.group(rank, *axes)) if axes else [rank],
-        )
-        numbers = {"size": len(ranks), "rank": ranks.index(rank), "first": ranks[0]}
-        of_kinds[kind] = {"group": group, "ranks": ranks, **numbers}
+        ranks = list(mesh.layout.group(mesh.global_rank, *axes)) if axes else [mesh.global_rank]
+        group = get_or_create_group(mesh, axes)
+        of_kinds[kind] = Answers(group, ranks, len(ranks), ranks.index(mesh.global_rank), ranks[0])
     return of_kinds
 
 
-def _group(kind: str, text: str) -> Callable[[Getters], dist.ProcessGroup]:
-    """Make a getter of a group; ``text`` is its docstring."""
+# What the members of a group have in common, by the kind of parallelism, and what a getter returns of the group.
+_MEMBERS = {
+    "model": "the ranks of one replica of the model, all its stages and slices",
+    "data": "the ranks that have the same parameters and other samples",
+    "slice": "the ranks that share a layer",
+    "pipe": "the ranks of one pipeline, one for each stage",
+    "sequence": "the ranks that share a sequence",
+    "sequence_data": "the ranks that have the same parameters",
+}
+_RETURNS = {
+    "group": "this rank's group of",
+    "ranks": "a list of",
+    "size": "the number of",
+    "rank": "this rank's position among",
+    "first": "the first of",
+}
 
-    def getter(self: Getters) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = self._answer(kind, "group")
-        return group
 
-    getter.__doc__ = text
+@overload
+def _getter(kind: str, answer: Literal["group"]) -> Callable[[Getters], dist.ProcessGroup]: ...
+@overload
+def _getter(kind: str, answer: Literal["ranks"]) -> Callable[[Getters], list[int]]: ...
+@overload
+def _getter(kind: str, answer: Literal["size", "rank", "first"]) -> Callable[[Getters], int]: ...
+def _getter(kind: str, answer: str) -> Callable[[Getters], Any]:
+    """Make a method that returns one answer for a kind of parallelism."""
+
+    def getter(self: Getters) -> Any:
+        return self._answer(kind, answer)
+
+    getter.__doc__ = f"Return {_RETURNS[answer]} {_MEMBERS[kind]}."
     return getter
 
 
-def _number(kind: str, answer: str, text: str) -> Callable[[Getters], int]:
-    """Make a getter of a size or a rank; ``text`` is its docstring."""
-
-    def getter(self: Getters) -> int:
-        return int(self._answer(kind, answer))
-
-    getter.__doc__ = text
-    return getter
-
-
-class Getters(ABC):
+class Getters:
     """The getters that a model-parallel unit and a pipeline grid have in common. None of them communicates."""
 
-    @abstractmethod
+    mesh: NamedMesh
+    _answers: dict[str, Answers]
+
     def _answer(self, kind: str, answer: str) -> Any:
-        """Return the ``"group"``, ``"ranks"``, ``"size"`` or this rank's ``"rank"`` of a kind of parallelism."""
+        return getattr(self._answers[kind], answer)
 
-    get_global_rank = _number("world", "rank", "This rank.")
-    get_model_parallel_group = _group("model", "The group of this rank's replica of the model.")
-    get_model_parallel_world_size = _number(
-        "model", "size", "The number of ranks of a replica of the model, all its stages and slices."
-    )
-    get_model_parallel_rank = _number("model", "rank", "This rank's position in its replica of the model.")
-    get_data_parallel_group = _group(
-        "data", "The group of the ranks that have the same parameters and other samples."
-    )
-    get_data_parallel_world_size = _number("data", "size", "The number of replicas of the model.")
-    get_data_parallel_rank = _number("data", "rank", "The replica that this rank is in.")
-    get_slice_parallel_group = _group("slice", "The group of the ranks that share a layer.")
-    get_slice_parallel_world_size = _number("slice", "size", "The number of ranks that share a layer.")
-    get_slice_parallel_rank = _number("slice", "rank", "This rank's slice of the layers.")
-    get_tensor_model_parallel_world_size = get_slice_parallel_world_size
-    get_tensor_model_parallel_rank = get_slice_parallel_rank
-    get_pipe_parallel_group = _group("pipe", "The group of this rank's pipeline.")
-    get_pipe_parallel_world_size = _number("pipe", "size", "The number of stages.")
-    get_pipe_parallel_rank = _number("pipe", "rank", "This rank's stage.")
-    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
-    get_pipeline_model_parallel_rank = get_pipe_parallel_rank
+    def get_global_rank(self) -> int:
+        """Return this rank."""
+        return self.mesh.global_rank
 
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        """The ranks of :meth:`get_data_parallel_group`."""
-        return list(self._answer("data", "ranks"))
+    get_model_parallel_group = _getter("model", "group")
+    get_model_parallel_world_size = _getter("model", "size")
+    get_model_parallel_rank = _getter("model", "rank")
+    get_data_parallel_group = _getter("data", "group")
+    get_data_parallel_group_ranks = _getter("data", "ranks")
+    get_data_parallel_world_size = _getter("data", "size")
+    get_data_parallel_rank = _getter("data", "rank")
+    get_slice_parallel_group = _getter("slice", "group")
+    get_slice_parallel_world_size = get_tensor_model_parallel_world_size = _getter("slice", "size")
+    get_slice_parallel_rank = get_tensor_model_parallel_rank = _getter("slice", "rank")
+    get_pipe_parallel_group = _getter("pipe", "group")
+    get_pipe_parallel_world_size = get_pipeline_model_parallel_world_size = _getter("pipe", "size")
+    get_pipe_parallel_rank = get_pipeline_model_parallel_rank = _getter("pipe", "rank")
 
 
 def mpu(mesh: NamedMesh) -> ModelParallelUnit:
@@ -267,18 +280,12 @@ class ModelParallelUnit(Getters):
     def _answer(self, kind: str, answer: str) -> Any:
         if answer == "group" and self.mesh.closed:
             raise MeshError(f"the mesh over {self.mesh.layout} was closed; make another, and an mpu of it")
-        return self._answers[kind][answer]
+        return getattr(self._answers[kind], answer)
 
-    get_model_parallel_src_rank = _number(
-        "model", "first", "The first rank of this rank's replica of the model."
-    )
-    get_data_parallel_src_rank = _number(
-        "data", "first", "The first rank of :meth:`get_data_parallel_group`."
-    )
+    get_model_parallel_src_rank = _getter("model", "first")
+    get_data_parallel_src_rank = _getter("data", "first")
     get_tensor_model_parallel_group = Getters.get_slice_parallel_group
-    get_tensor_model_parallel_src_rank = _number(
-        "slice", "first", "The first of the ranks that share a layer."
-    )
+    get_tensor_model_parallel_src_rank = _getter("slice", "first")
     get_pipeline_model_parallel_group = Getters.get_pipe_parallel_group
 
 
@@ -299,17 +306,9 @@ class SequenceParallelUnit(ModelParallelUnit):
         engine, *_ = deepspeed.initialize(model=model, mpu=unit, config=config)
     """
 
-    get_sequence_parallel_group = _group("sequence", "The group of the ranks that share a sequence.")
-    get_sequence_parallel_world_size = _number(
-        "sequence", "size", "The number of ranks that share a sequence."
-    )
-    get_sequence_parallel_rank = _number("sequence", "rank", "The part of a sequence that this rank has.")
-    get_sequence_data_parallel_group = _group(
-        "sequence_data", "The group of the ranks that have the same parameters."
-    )
-    get_sequence_data_parallel_world_size = _number(
-        "sequence_data", "size", "The number of ranks that have the same parameters."
-    )
-    get_sequence_data_parallel_rank = _number(
-        "sequence_data", "rank", "This rank's position among those that have the same parameters."
-    )
+    get_sequence_parallel_group = _getter("sequence", "group")
+    get_sequence_parallel_world_size = _getter("sequence", "size")
+    get_sequence_parallel_rank = _getter("sequence", "rank")
+    get_sequence_data_parallel_group = _getter("sequence_data", "group")
+    get_sequence_data_parallel_world_size = _getter("sequence_data", "size")
+    get_sequence_data_parallel_rank = _getter("sequence_data", "rank")

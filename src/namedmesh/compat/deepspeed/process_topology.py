@@ -6,10 +6,10 @@ million ranks costs what one of eight costs, until its whole :attr:`ProcessTopol
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import namedtuple
 from functools import cached_property
-from itertools import product, starmap
 from keyword import iskeyword
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,7 +22,7 @@ from namedmesh.compat.errors import (
 )
 from namedmesh.errors import LayoutError, did_you_mean, listing
 from namedmesh.layout import Layout
-from namedmesh.sizes import RESERVED
+from namedmesh.sizes import RESERVED, product
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -61,12 +61,20 @@ class ProcessTopology:
 
     Example:
         >>> topology = ProcessTopology(axes=["pipe", "data", "model"], dims=[2, 2, 2])
-        >>> topology.get_coord(6)
-        ProcessCoord(pipe=1, data=1, model=0)
-        >>> topology.get_axis_comm_lists("pipe")
-        [[0, 4], [1, 5], [2, 6], [3, 7]]
-        >>> topology.layout
-        Layout(pp=2, dp=2, tp=2)
+        >>> topology.get_coord(6), topology.get_rank(pipe=1, data=1, model=0)
+        (ProcessCoord(pipe=1, data=1, model=0), 6)
+        >>> topology.get_axis_comm_lists("pipe"), topology.get_axis_comm_lists("expert")
+        ([[0, 4], [1, 5], [2, 6], [3, 7]], [])
+        >>> topology.filter_match(pipe=0, data=1), topology.get_axis_list("model", 0)
+        ([2, 3], [0, 2, 4, 6])
+        >>> topology.get_rank_repr(3), topology.get_rank_repr(3, omit_axes=["data"], outer_sep=".")
+        ('model_01', 'pipe_00.model_01')
+        >>> topology.get_dim("data"), topology.get_dim("expert"), topology.world_size()
+        (2, 0, 8)
+        >>> topology.layout, topology.mesh_axis("pipe")
+        (Layout(pp=2, dp=2, tp=2), 'pp')
+        >>> ProcessTopology(["x", "y"], [1, 2]).mapping
+        {ProcessCoord(x=0, y=0): 0, ProcessCoord(x=0, y=1): 1}
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
@@ -86,37 +94,33 @@ class ProcessTopology:
             LayoutError: too few coordinates, or too many.
             ContractTypeError: as many coordinates as there are axes, but other names.
             ContractError: a coordinate outside of its axis.
-
-        Example:
-            >>> ProcessTopology(["x", "y"], [2, 3]).get_rank(x=1, y=0)
-            3
         """
         if len(coord_kwargs) != len(self._names):
+            given = listing(f"{axis}={at!r}" for axis, at in coord_kwargs.items()) or "none"
             raise LayoutError(
-                f"get_rank() got {len(coord_kwargs)} coordinates, {_listed(coord_kwargs)}, for {self._words}; give one for "
+                f"get_rank() got {len(coord_kwargs)} coordinates, {given}, for {self._words}; give one for "
                 "each axis, or ask filter_match() for all ranks that share some"
             )
         unknown = [self._unknown(axis) for axis in coord_kwargs if axis not in self._names]
         if unknown:
             raise ContractTypeError(*unknown)
-        coords = {axis: _coordinate(at, self.layout[self._names[axis]]) for axis, at in coord_kwargs.items()}
-        outside = [
-            f"coordinate {axis}={coord_kwargs[axis]!r} is outside of its axis; the coordinates of {axis!r} are 0 to "
-            f"{self.layout[self._names[axis]] - 1}"
-            for axis, coord in coords.items()
-            if coord is None
-        ]
+        coords, outside = {}, []
+        for axis, at in coord_kwargs.items():
+            name = self._names[axis]
+            coord = _coordinate(at, self.layout[name])
+            if coord is None:
+                outside.append(
+                    f"coordinate {axis}={at!r} is outside of its axis; the coordinates of {axis!r} are 0 to "
+                    f"{self.layout[name] - 1}"
+                )
+            else:
+                coords[name] = coord
         if outside:
             raise ContractError(*outside)
-        return self.layout.rank(**{self._names[axis]: at for axis, at in coords.items() if at is not None})
+        return self.layout.rank(**coords)
 
     def get_axis_names(self) -> Sequence[str]:
-        """The names, slowest axis first.
-
-        Example:
-            >>> ProcessTopology(["x", "y"], [2, 3]).get_axis_names()
-            ['x', 'y']
-        """
+        """The names, slowest axis first."""
         return self.axes
 
     def get_rank_repr(
@@ -136,11 +140,6 @@ class ProcessTopology:
 
         Raises:
             LayoutError: the rank is not in the topology.
-
-        Example:
-            >>> topology = ProcessTopology(["pipe", "expert", "model"], [2, 2, 2])
-            >>> topology.get_rank_repr(3), topology.get_rank_repr(3, omit_axes=[], outer_sep=".")
-            ('expert_01-model_01', 'pipe_00.expert_01.model_01')
         """
         omitted = frozenset(omit_axes)
         shown = [axis for axis in self.axes if axis not in omitted]
@@ -150,13 +149,7 @@ class ProcessTopology:
         return outer_sep.join(f"{axis}{inner_sep}{at[axis]:02d}" for axis in shown)
 
     def get_dim(self, axis: str) -> int:
-        """Return the size of an axis; 0 if the topology does not have it.
-
-        Example:
-            >>> topology = ProcessTopology(["x", "y"], [2, 3])
-            >>> topology.get_dim("y"), topology.get_dim("z")
-            (3, 0)
-        """
+        """Return the size of an axis; 0 if the topology does not have it."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:
@@ -164,11 +157,6 @@ class ProcessTopology:
 
         Raises:
             LayoutError: the rank is not in the topology.
-
-        Example:
-            >>> coord = ProcessTopology(["x", "y"], [2, 3]).get_coord(4)
-            >>> coord, coord.y
-            (ProcessCoord(x=1, y=1), 1)
         """
         index = _coordinate(rank, self.layout.world_size)
         if index is None:
@@ -182,11 +170,6 @@ class ProcessTopology:
 
         Returns:
             Groups by their first rank, ranks inside a group ascending.
-
-        Example:
-            >>> topology = ProcessTopology(["x", "y"], [2, 3])
-            >>> topology.get_axis_comm_lists("x"), topology.get_axis_comm_lists("z")
-            ([[0, 3], [1, 4], [2, 5]], [])
         """
         if axis not in self.axes:
             return []
@@ -200,20 +183,17 @@ class ProcessTopology:
 
         Raises:
             ContractAttributeError: a name that is no axis.
-
-        Example:
-            >>> ProcessTopology(["pipe", "data", "model"], [2, 2, 2]).filter_match(pipe=0, data=1)
-            [2, 3]
         """
         coords = {}
         for axis, at in filter_kwargs.items():
             # In the order given, as the original: names after a filter that no rank matches are not checked.
             if axis not in self._names:
                 raise ContractAttributeError(self._unknown(axis))
-            coord = _coordinate(at, self.layout[self._names[axis]])
+            name = self._names[axis]
+            coord = _coordinate(at, self.layout[name])
             if coord is None:
                 return []
-            coords[self._names[axis]] = coord
+            coords[name] = coord
         return list(self.layout.where(**coords))
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
@@ -221,44 +201,26 @@ class ProcessTopology:
 
         Raises:
             LayoutError: the topology does not have the axis.
-
-        Example:
-            >>> ProcessTopology(["x", "y"], [2, 3]).get_axis_list("y", 0)
-            [0, 3]
         """
         name = self.mesh_axis(axis)
         coord = _coordinate(idx, self.layout[name])
         return [] if coord is None else list(self.layout.where(**{name: coord}))
 
     def world_size(self) -> int:
-        """The number of ranks.
-
-        Example:
-            >>> ProcessTopology(["x", "y"], [2, 3]).world_size()
-            6
-        """
+        """The number of ranks."""
         return self.layout.world_size
 
     @cached_property
     def mapping(self) -> dict[Any, int]:
-        """Every coordinate with its rank, in the order of the ranks; computed on first use.
-
-        Example:
-            >>> ProcessTopology(["x", "y"], [1, 2]).mapping
-            {ProcessCoord(x=0, y=0): 0, ProcessCoord(x=0, y=1): 1}
-        """
-        coords = starmap(self.ProcessCoord, product(*map(range, self.layout.sizes)))
-        return dict(zip(coords, self.layout.ranks, strict=True))
+        """Every coordinate with its rank, in the order of the ranks; computed on first use."""
+        coords = itertools.product(*map(range, self.layout.sizes))
+        return {self.ProcessCoord(*at): rank for rank, at in enumerate(coords)}
 
     def mesh_axis(self, axis: str) -> str:
         """Return the name that an axis has in :attr:`layout`, and so on a mesh made from it.
 
         Raises:
             LayoutError: the topology does not have the axis.
-
-        Example:
-            >>> ProcessTopology(["pipe", "expert"], [2, 2]).mesh_axis("pipe")
-            'pp'
         """
         if axis not in self._names:
             raise LayoutError(self._unknown(axis))
@@ -268,17 +230,12 @@ class ProcessTopology:
         return str(self.mapping)
 
     def __repr__(self) -> str:
-        """What it was made from, whatever its size.
-
-        Example:
-            >>> PipeDataParallelTopology(num_pp=2, num_dp=4)
-            PipeDataParallelTopology(axes=['pipe', 'data'], dims=[2, 4])
-        """
+        """What it was made from, whatever its size."""
         return f"{type(self).__name__}(axes={self.axes!r}, dims={self.dims!r})"
 
     @property
     def _words(self) -> str:
-        return " x ".join(f"{axis}={size}" for axis, size in zip(self._names, self.layout.sizes, strict=True))
+        return product(self._names, self.layout.sizes)
 
     def _unknown(self, axis: object) -> str:
         return f"axis {axis!r} is not one of {tuple(self._names)}{did_you_mean(axis, self._names)}"
@@ -318,10 +275,6 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(axes=["pipe", "data", "model"], dims=[num_pp, num_dp, num_mp])
-
-
-def _listed(coords: dict[str, int]) -> str:
-    return listing(f"{axis}={at!r}" for axis, at in coords.items()) or "none"
 
 
 def _prime_factors(N: int) -> list[int]:  # noqa: N803  the original's name
@@ -460,7 +413,7 @@ def validate_topology(topology: Topology, world: int, rank: int) -> ProcessTopol
     if not isinstance(ours, ProcessTopology):
         axes = topology.get_axis_names()
         ours = ProcessTopology(axes, [topology.get_dim(axis) for axis in axes])
-    sizes = " x ".join(f"{axis}={ours.get_dim(axis)}" for axis in ours.axes)
+    sizes = product(ours.axes, ours.dims)
     if ours.world_size() != world:
         raise ContractError(
             f"the topology {sizes} has {ours.world_size()} ranks, but the world has {world}; change a size, or start "

@@ -28,8 +28,7 @@ current_mesh = DIALECT.current_mesh
 def install() -> None:
     """Put the dialect under ``ezpz.tp``, whether or not ezpz is installed; a second call does nothing.
 
-    Where it is, ``ezpz.tp`` and its modules are replaced; where it is not, a package ``ezpz`` is made up. Call
-    it before the first import of ezpz.
+    Where it is not, the package ``ezpz`` is an empty one. Call it before the first import of ezpz.
 
     Warns:
         UserWarning: modules of ezpz were imported before, and keep the original; it names them.
@@ -43,6 +42,4 @@ def install() -> None:
     _REPLACEMENT.install()
 
 
-def uninstall() -> None:
-    """Undo :func:`install`; modules that were imported in between are forgotten, and imported anew on demand."""
-    _REPLACEMENT.uninstall()
+uninstall = _REPLACEMENT.uninstall

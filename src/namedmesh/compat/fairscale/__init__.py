@@ -47,7 +47,7 @@ def install() -> None:
     """Put the dialect under ``fairscale.nn.model_parallel``, whether or not fairscale is installed.
 
     Where it is, its modules ``cross_entropy``, ``initialize``, ``layers``, ``mappings`` and ``utils`` are replaced,
-    and the rest of fairscale works on our groups. Where it is not, the packages around them are made up. Call it
+    and the rest of fairscale works on our groups. Where it is not, the packages around them are empty ones. Call it
     before the first import of fairscale; a second call does nothing.
 
     Warns:
@@ -62,6 +62,4 @@ def install() -> None:
     _REPLACEMENT.install()
 
 
-def uninstall() -> None:
-    """Undo :func:`install`; modules that were imported in between are forgotten, and imported anew on demand."""
-    _REPLACEMENT.uninstall()
+uninstall = _REPLACEMENT.uninstall

@@ -55,23 +55,27 @@ DIALECT = ModelParallel(
     "namedmesh.compat.fairscale",
     "initialize_model_parallel",
     {"tp": "model_parallel_size_", "pp": "pipeline_length", "cp": "context_parallel_size"},
+    tensor="model",
 )
 _STATE = DIALECT.state
-_require = DIALECT.require
 
 bind = DIALECT.bind
 unbind = DIALECT.unbind
 current_mesh = DIALECT.current_mesh
 destroy_model_parallel = DIALECT.destroy
-get_context_parallel_group = DIALECT.get_context_parallel_group
-get_context_parallel_rank = DIALECT.get_context_parallel_rank
-get_context_parallel_ranks = DIALECT.get_context_parallel_ranks
-get_context_parallel_world_size = DIALECT.get_context_parallel_world_size
-get_data_parallel_group = DIALECT.get_data_parallel_group
-get_data_parallel_rank = DIALECT.get_data_parallel_rank
-get_data_parallel_world_size = DIALECT.get_data_parallel_world_size
-get_pipeline_parallel_group = DIALECT.get_pipeline_parallel_group
-get_pipeline_parallel_ranks = DIALECT.get_pipeline_parallel_ranks
+get_context_parallel_group = DIALECT.accessor("cp", "group")
+get_context_parallel_rank = DIALECT.accessor("cp", "rank")
+get_context_parallel_ranks = DIALECT.accessor("cp", "ranks")
+get_context_parallel_world_size = DIALECT.accessor("cp", "size")
+get_data_parallel_group = DIALECT.accessor("dp", "group")
+get_data_parallel_rank = DIALECT.accessor("dp", "rank")
+get_data_parallel_world_size = DIALECT.accessor("dp", "size")
+get_model_parallel_group = DIALECT.accessor("tp", "group")
+get_model_parallel_rank = DIALECT.accessor("tp", "rank")
+get_model_parallel_world_size = DIALECT.accessor("tp", "size")
+get_model_parallel_src_rank = DIALECT.first_rank
+get_pipeline_parallel_group = DIALECT.accessor("pp", "group")
+get_pipeline_parallel_ranks = DIALECT.accessor("pp", "ranks")
 
 VARIABLES = variables_of(DIALECTS["fairscale"].kinds)
 """The original's variables, later sources' included, and the slot that each of them is."""
@@ -121,33 +125,9 @@ def model_parallel_is_initialized() -> bool:
     return None not in {_STATE.tp_group, _STATE.dp_group, _STATE.pp_group}
 
 
-def get_model_parallel_group() -> dist.ProcessGroup:
-    """Return this rank's model-parallel group: the ranks that share each layer.
-
-    Raises:
-        ContractError: nothing is initialized or bound, as with every accessor here.
-    """
-    return _require(_STATE.tp_group, "the model-parallel group")
-
-
 def get_model_parallel_ranks() -> list[int]:
     """Return the global ranks of the model-parallel group."""
     return dist.get_process_group_ranks(get_model_parallel_group())
-
-
-def get_model_parallel_world_size() -> int:
-    """Return the number of model-parallel ranks."""
-    return _require(_STATE.tp_size, "the size of the model-parallel group")
-
-
-def get_model_parallel_rank() -> int:
-    """Return the index of this rank in the model-parallel group."""
-    return _require(_STATE.tp_rank, "the rank in the model-parallel group")
-
-
-def get_model_parallel_src_rank() -> int:
-    """Return the global rank of the first of the model-parallel group, from which the others get data."""
-    return DIALECT.first_rank()
 
 
 def get_data_parallel_ranks() -> list[int]:

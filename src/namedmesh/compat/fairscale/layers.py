@@ -3,6 +3,7 @@
 Arguments, attributes and results are the original's, but where its embeddings are not those of one whole
 ``torch.nn.Embedding``: there ``padding_idx`` stops the gradient of one vector on every rank, ``scale_grad_by_freq``
 counts ids that other ranks hold, and ``max_norm`` of ``ParallelEmbedding`` is a limit for shards of vectors.
+Their documentation is that of the classes of the same names in :mod:`namedmesh.compat.parallel_layers`.
 """
 
 from __future__ import annotations
@@ -34,8 +35,6 @@ class _ModelParallel:
 class ColumnParallelLinear(_ModelParallel, parallel_layers.ColumnParallelLinear):
     """A linear layer whose output features are sharded over the model-parallel ranks.
 
-    Arguments, shapes and errors are those of :class:`namedmesh.compat.parallel_layers.ColumnParallelLinear`.
-
     Example:
         >>> import torch, torch.distributed as dist
         >>> from namedmesh import launch
@@ -45,22 +44,6 @@ class ColumnParallelLinear(_ModelParallel, parallel_layers.ColumnParallelLinear)
         >>> layer = ColumnParallelLinear(6, 8, bias=False, gather_output=False, init_method=lambda x: x)
         >>> layer(torch.zeros(5, 6)).shape      # on each of t ranks: 8 / t features
         torch.Size([5, 8])
-        >>> fairscale.destroy_model_parallel()
-        >>> dist.destroy_process_group()
-    """
-
-
-class RowParallelLinear(_ModelParallel, parallel_layers.RowParallelLinear):
-    """A linear layer whose input features are sharded over the model-parallel ranks.
-
-    Arguments, shapes and errors are those of :class:`namedmesh.compat.parallel_layers.RowParallelLinear`.
-
-    Example:
-        >>> import torch, torch.distributed as dist
-        >>> from namedmesh import launch
-        >>> from namedmesh.compat import fairscale
-        >>> _ = launch.init("cpu")
-        >>> fairscale.initialize_model_parallel(1)
         >>> RowParallelLinear(8, 6, input_is_parallel=True)(torch.zeros(5, 8)).shape
         torch.Size([5, 6])
         >>> fairscale.destroy_model_parallel()
@@ -68,18 +51,16 @@ class RowParallelLinear(_ModelParallel, parallel_layers.RowParallelLinear):
     """
 
 
-class VocabParallelEmbedding(_ModelParallel, parallel_layers.VocabParallelEmbedding):
-    """An embedding whose vocabulary is sharded over the model-parallel ranks.
+class RowParallelLinear(_ModelParallel, parallel_layers.RowParallelLinear):
+    """A linear layer whose input features are sharded over the model-parallel ranks."""
 
-    Arguments, shapes and errors are those of :class:`namedmesh.compat.parallel_layers.VocabParallelEmbedding`.
-    """
+
+class VocabParallelEmbedding(_ModelParallel, parallel_layers.VocabParallelEmbedding):
+    """An embedding whose vocabulary is sharded over the model-parallel ranks."""
 
 
 class ParallelEmbedding(_ModelParallel, parallel_layers.ParallelEmbedding):
-    """An embedding whose features are sharded over the model-parallel ranks.
-
-    Arguments, shapes and errors are those of :class:`namedmesh.compat.parallel_layers.ParallelEmbedding`.
-    """
+    """An embedding whose features are sharded over the model-parallel ranks."""
 
 
 def _initialize_affine_weight(  # noqa: PLR0917  the original's signature

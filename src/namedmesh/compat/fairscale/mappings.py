@@ -24,31 +24,17 @@ __all__ = [
 
 
 def copy_to_model_parallel_region(input_: Tensor) -> Tensor:
-    """Hand in a tensor that every rank has; its gradient, of which each rank makes a part, is summed.
-
-    Args:
-        input_: any shape, the same on every rank.
-    """
+    """Hand in a tensor of any shape that every rank has; its gradient, a part on each rank, is summed."""
     return sum_backward(input_, DIALECT.peers())
 
 
 def reduce_from_model_parallel_region(input_: Tensor) -> Tensor:
-    """Sum the ranks' parts, on every rank; the gradient, the same on every rank, is handed through.
-
-    Args:
-        input_: this rank's part, any shape.
-    """
+    """Sum the ranks' parts, of any shape, on every rank; the gradient is handed through."""
     return sum_forward(input_, DIALECT.peers())
 
 
 def scatter_to_model_parallel_region(input_: Tensor) -> Tensor:
-    """Keep my shard of the last dim of a tensor that every rank has; the gradient is gathered.
-
-    Args:
-        input_: ``(..., n)``, the same on every rank.
-
-    Returns:
-        ``(..., n / t)``.
+    """Keep my ``(..., n / t)`` of an ``(..., n)`` that every rank has; the gradient is gathered.
 
     Raises:
         ContractError: t does not divide n.
@@ -58,12 +44,5 @@ def scatter_to_model_parallel_region(input_: Tensor) -> Tensor:
 
 
 def gather_from_model_parallel_region(input_: Tensor) -> Tensor:
-    """Join the ranks' shards of the last dim; each rank gets back the gradient of its own shard.
-
-    Args:
-        input_: ``(..., n / t)``, this rank's shard.
-
-    Returns:
-        ``(..., n)``, the same on every rank.
-    """
+    """Join the ranks' ``(..., n / t)`` to ``(..., n)``, on every rank; each gets its shard of the gradient."""
     return gather(input_, DIALECT.peers(), input_.ndim - 1)

@@ -30,7 +30,6 @@ from namedmesh.compat.ezpz.tp.utils import (
 if TYPE_CHECKING:
     from datetime import timedelta
 
-    from torch.distributed import ProcessGroup
 
 __all__ = [
     "VocabUtility",
@@ -63,21 +62,23 @@ __all__ = [
 ]
 
 _STATE = DIALECT.state
-_require = DIALECT.require
 
 destroy_tensor_parallel = DIALECT.destroy
-get_context_parallel_group = DIALECT.get_context_parallel_group
-get_context_parallel_rank = DIALECT.get_context_parallel_rank
-get_context_parallel_ranks = DIALECT.get_context_parallel_ranks
-get_context_parallel_world_size = DIALECT.get_context_parallel_world_size
-get_data_parallel_group = DIALECT.get_data_parallel_group
-get_data_parallel_rank = DIALECT.get_data_parallel_rank
-get_data_parallel_ranks = DIALECT.get_data_parallel_ranks
-get_data_parallel_world_size = DIALECT.get_data_parallel_world_size
-get_pipeline_parallel_group = DIALECT.get_pipeline_parallel_group
-get_pipeline_parallel_rank = DIALECT.get_pipeline_parallel_rank
-get_pipeline_parallel_ranks = DIALECT.get_pipeline_parallel_ranks
-get_pipeline_parallel_world_size = DIALECT.get_pipeline_parallel_world_size
+get_context_parallel_group = DIALECT.accessor("cp", "group")
+get_context_parallel_rank = DIALECT.accessor("cp", "rank")
+get_context_parallel_ranks = DIALECT.accessor("cp", "ranks")
+get_context_parallel_world_size = DIALECT.accessor("cp", "size")
+get_data_parallel_group = DIALECT.accessor("dp", "group")
+get_data_parallel_rank = DIALECT.accessor("dp", "rank")
+get_data_parallel_ranks = DIALECT.accessor("dp", "ranks")
+get_data_parallel_world_size = DIALECT.accessor("dp", "size")
+get_pipeline_parallel_group = DIALECT.accessor("pp", "group")
+get_pipeline_parallel_rank = DIALECT.accessor("pp", "rank")
+get_pipeline_parallel_ranks = DIALECT.accessor("pp", "ranks")
+get_pipeline_parallel_world_size = DIALECT.accessor("pp", "size")
+get_tensor_parallel_group = DIALECT.accessor("tp", "group")
+get_tensor_parallel_ranks = DIALECT.accessor("tp", "ranks")
+get_tensor_parallel_src_rank = DIALECT.first_rank
 
 
 def initialize_tensor_parallel(  # noqa: PLR0917  the original's signature
@@ -132,20 +133,6 @@ def tensor_parallel_is_initialized() -> bool:
     return None not in {_STATE.tp_group, _STATE.pp_group, _STATE.cp_group, _STATE.dp_group}
 
 
-def get_tensor_parallel_group() -> ProcessGroup:
-    """Return this rank's tensor group: the ranks that share each layer.
-
-    Raises:
-        ContractError: nothing is initialized or bound, as with every accessor here.
-    """
-    return _require(_STATE.tp_group, "the tensor-parallel group")
-
-
-def get_tensor_parallel_ranks() -> list[int]:
-    """Return the global ranks of the tensor group."""
-    return _require(_STATE.tp_ranks, "the list of tensor-parallel ranks")
-
-
 def get_tensor_parallel_rank() -> int:
     """Return the index of this rank in the tensor group; 0 before there is one."""
     return _STATE.tp_rank or 0
@@ -155,11 +142,6 @@ def get_tensor_parallel_world_size() -> int:
     """Return the number of ranks in the tensor group; 1 before there is one."""
     size = _STATE.tp_size
     return 1 if size is None else size
-
-
-def get_tensor_parallel_src_rank() -> int:
-    """Return the global rank of the first of the tensor group, from which the others get data."""
-    return DIALECT.first_rank()
 
 
 make_patchable(__name__, _STATE, VARIABLES)

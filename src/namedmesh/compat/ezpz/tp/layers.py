@@ -1,4 +1,7 @@
-"""``ezpz.tp.layers``: parallel layers over the tensor-parallel ranks of this moment; each returns a tensor."""
+"""``ezpz.tp.layers``: parallel layers over the tensor-parallel ranks of this moment; each returns a tensor.
+
+Their documentation is that of the classes of the same names in :mod:`namedmesh.compat.parallel_layers`.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,6 @@ class _TensorParallel:
 class ColumnParallelLinear(_TensorParallel, parallel_layers.ColumnParallelLinear):
     """A linear layer whose output features are sharded over the tensor-parallel ranks.
 
-    Arguments, shapes and errors are those of :class:`namedmesh.compat.parallel_layers.ColumnParallelLinear`.
-
     Example:
         >>> import torch, torch.distributed as dist
         >>> from namedmesh import launch
@@ -40,21 +41,12 @@ class ColumnParallelLinear(_TensorParallel, parallel_layers.ColumnParallelLinear
 
 
 class RowParallelLinear(_TensorParallel, parallel_layers.RowParallelLinear):
-    """A linear layer whose input features are sharded over the tensor-parallel ranks.
-
-    Arguments, shapes and errors are those of :class:`namedmesh.compat.parallel_layers.RowParallelLinear`.
-    """
+    """A linear layer whose input features are sharded over the tensor-parallel ranks."""
 
 
 class VocabParallelEmbedding(_TensorParallel, parallel_layers.VocabParallelEmbedding):
-    """An embedding whose vocabulary is sharded over the tensor-parallel ranks.
-
-    Arguments, shapes and errors are those of :class:`namedmesh.compat.parallel_layers.VocabParallelEmbedding`.
-    """
+    """An embedding whose vocabulary is sharded over the tensor-parallel ranks."""
 
 
 class ParallelEmbedding(_TensorParallel, parallel_layers.ParallelEmbedding):
-    """An embedding whose features are sharded over the tensor-parallel ranks.
-
-    Arguments, shapes and errors are those of :class:`namedmesh.compat.parallel_layers.ParallelEmbedding`.
-    """
+    """An embedding whose features are sharded over the tensor-parallel ranks."""
