@@ -239,8 +239,8 @@ def _fully_sharded_by_accelerate() -> tuple[bool, list[float]]:
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
     )
     accelerator = accelerate.Accelerator(cpu=True, parallelism_config=parallelism, fsdp_plugin=plugin)
-    model = tiny().train()
-    loader = torch.utils.data.DataLoader(samples(), batch_size=2)
+    model, rows = tiny().train(), samples()
+    loader: Any = torch.utils.data.DataLoader([*rows], batch_size=2)  # type: ignore[arg-type]
     model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
     losses = []
     for _ in range(3):
@@ -251,9 +251,10 @@ def _fully_sharded_by_accelerate() -> tuple[bool, list[float]]:
             optimizer.zero_grad()
             losses.append(accelerator.reduce(loss.detach(), "mean").item())
     group = mesh.group("dp_shard")
-    is_ours = isinstance(model, FSDPModule) and all(
+    is_ours = all(
         isinstance(each, DTensor) and each.device_mesh.get_group() is group for each in model.parameters()
     )
+    is_ours = is_ours and isinstance(model, FSDPModule)
     mesh.close()
     return is_ours, losses
 
@@ -288,7 +289,7 @@ def _loaded_onto_our_mesh(folder: str) -> dict[str, bool]:
     experts = mesh.add_view("expert", pp=1, dp_replicate=1, efsdp=2, ep=1)
     meshes = utils.TransformersDeviceMesh(mesh.device_mesh, experts)
 
-    class OnOurMesh(transformers().LlamaForCausalLM):  # type: ignore[misc, name-defined]
+    class OnOurMesh(transformers().LlamaForCausalLM):  # type: ignore[misc]
         @classmethod
         def prepare_distribute_model(cls, distributed_config: Any, device_map: Any = None) -> Any:
             return distributed_config, device_map or mesh.device, meshes

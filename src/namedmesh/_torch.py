@@ -78,7 +78,7 @@ def _needs(owner: Any, *names: str, otherwise: Callable[..., Any] | None = None)
 
     def mark(function: F) -> F:
         instead: Any = otherwise or refuse
-        return instead if missing else function  # type: ignore[no-any-return]
+        return instead if missing else function
 
     return mark
 
