@@ -92,17 +92,18 @@ def travelling_tokens(compiled: bool) -> list[float]:
     if compiled:
         call = torch.compile(here, backend="aot_eager", fullgraph=True)
     differences = []
-    for counts_of_ranks in COUNTS:
-        counts = torch.tensor(counts_of_ranks[mesh.rank("dp")])
-        tokens = torch.randn(int(counts.sum()), 3, dtype=torch.float64).requires_grad_()
-        everywhere = Experts()
-        expected, found = everywhere(tokens, counts), call(tokens, counts)
-        wanted = torch.autograd.grad(expected.square().sum(), [tokens, everywhere.weight])
-        got = torch.autograd.grad(found.square().sum(), [tokens, here.weight])
-        weights = wanted[1] / 2
-        torch.distributed.all_reduce(weights)
-        pairs = [(found, expected), (got[0], wanted[0]), (checks.whole(got[1]), weights)]
-        differences += [(one - other).abs().max().item() for one, other in pairs if one.numel()]
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        for counts_of_ranks in COUNTS:
+            counts = torch.tensor(counts_of_ranks[mesh.rank("dp")])
+            tokens = torch.randn(int(counts.sum()), 3, dtype=torch.float64).requires_grad_()
+            everywhere = Experts()
+            expected, found = everywhere(tokens, counts), call(tokens, counts)
+            wanted = torch.autograd.grad(expected.square().sum(), [tokens, everywhere.weight])
+            got = torch.autograd.grad(found.square().sum(), [tokens, here.weight])
+            weights = wanted[1] / 2
+            torch.distributed.all_reduce(weights)
+            pairs = [(found, expected), (got[0], wanted[0]), (checks.whole(got[1]), weights)]
+            differences += [(one - other).abs().max().item() for one, other in pairs if one.numel()]
     torch.distributed.barrier()
     mesh.close()
     return differences

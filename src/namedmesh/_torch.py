@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 import weakref
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -689,14 +689,6 @@ def absent_children(model: torch.nn.Module) -> list[str]:
             if child is None:
                 absent.append(f"{fqn}.{name}" if fqn else name)
     return absent
-
-
-def scalars_captured() -> AbstractContextManager[Any]:
-    """Let torch.compile put numbers that are read from tensors in the block into its graph, where it would break."""
-    if not torch.compiler.is_compiling():
-        return nullcontext()
-    patch: Any = torch._dynamo.patch_dynamo_config
-    return patch(capture_scalar_outputs=True)  # type: ignore[no-any-return]
 
 
 # For the dialects.

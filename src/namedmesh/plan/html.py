@@ -169,7 +169,11 @@ function pick(focus) {
 function fit() {
   let size = 22.5;
   const over = () => nodes.getBoundingClientRect().bottom + scrollY + 44 > innerHeight;
-  do nodes.style.fontSize = `${size -= 0.5}px`; while (size > 8 && over());
+  const ragged = () => {  // a node whose ranks break into lines of different lengths
+    const slots = [...nodes.querySelector(".row").children];
+    return data.block === 1 && slots.length % slots.filter(slot => slot.offsetTop === slots[0].offsetTop).length;
+  };
+  do nodes.style.fontSize = `${size -= 0.5}px`; while (size > 8 && (over() || ragged()));
   if (over()) nodes.style.fontSize = `${size = innerWidth > 700 ? 9 : 12}px`;
   zoom.value = size;
 }

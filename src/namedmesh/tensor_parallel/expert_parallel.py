@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from namedmesh._torch import joined, replaced_parameters, scalars_captured
+from namedmesh._torch import joined, replaced_parameters
 from namedmesh.errors import PlanError, ShapeError
 from namedmesh.tensor_parallel.collectives import RankGroup, all_to_all, local_shard
 from namedmesh.tensor_parallel.regions import exchange
@@ -38,9 +38,9 @@ class ExpertParallel(ParallelStyle):
     :class:`ShardedExperts` on ``mesh["etp"]``; the ranks along etp have the same tokens. Afterwards
     ``fully_shard(experts, mesh=mesh["edp"])``, and :func:`namedmesh.training.set_expert_divisor`.
 
-    ``torch.compile`` follows it in one graph, though how many tokens travel is known from the tokens only. A forward of
-    your own that reads numbers from ``counts``, such as ``counts.tolist()``, breaks the graph unless
-    ``torch.compiler.config.capture_scalar_outputs`` is set.
+    ``torch.compile`` follows it in one graph where ``torch.compiler.config.capture_scalar_outputs`` is set: how
+    many tokens travel is known from the tokens only. Without it the graph breaks once in each forward, where the numbers
+    are read (torch reports ``aten._local_scalar_dense``), and the results are the same; set it before the first step.
 
     Raises:
         PlanError: when applied to a module that owns no parameters, or whose parameters do not all have the same
@@ -139,8 +139,7 @@ class ExpertForward:
         # Of each rank, how many tokens come for each of this rank's experts.
         arriving = all_to_all(counts, self.peers).view(ranks, -1)
         totals = torch.stack([counts.view(ranks, -1).sum(1), arriving.sum(1)])
-        with scalars_captured():
-            send, receive = totals.tolist()
+        send, receive = totals.tolist()
         arrived = exchange(tokens, self.peers, send, receive)
         expert = torch.arange(arriving.shape[1], device=tokens.device).repeat(ranks)
         expert = expert.repeat_interleave(arriving.flatten(), output_size=arrived.shape[0])
