@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from namedmesh._torch import forget_group_caches
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from multiprocessing.connection import Connection
@@ -135,6 +137,8 @@ def _rank_main(  # noqa: PLR0917  multiprocessing passes them by position
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",  # the parent hosts the store, as torchrun's agent does
     )
+    # DTensor takes equal meshes for one: a mesh of a fake world of the parent's, where it was rank 0, is another's.
+    forget_group_caches()
     try:
         if init:
             store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout))
