@@ -65,7 +65,7 @@ def run_ranks(
 
     Each rank is in an initialized default group (unless ``init`` is false), with the variables that torchrun
     sets. A rank that raises, dies or does not answer within ``timeout`` seconds fails the test, with every
-    rank's story in the message.
+    rank's traceback in the message.
     """
     context = multiprocessing.get_context("fork")
     channels: list[Connection] = []
@@ -87,8 +87,10 @@ def run_ranks(
             process.join()
     failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.kind != "value"]
     if failed:
-        stories = "\n".join(f"--- rank {rank}: {outcome.kind}\n{outcome.value}" for rank, outcome in failed)
-        raise AssertionError(f"{len(failed)} of {world_size} ranks failed\n{stories}")
+        tracebacks = "\n".join(
+            f"--- rank {rank}: {outcome.kind}\n{outcome.value}" for rank, outcome in failed
+        )
+        raise AssertionError(f"{len(failed)} of {world_size} ranks failed\n{tracebacks}")
     return [outcome.value for outcome in outcomes]
 
 
@@ -147,7 +149,7 @@ def _rank_main(  # noqa: PLR0917  multiprocessing passes them by position
             )
         outcome = Outcome("value", function(*args))
         channel.send(tuple(outcome))
-    except BaseException:  # noqa: BLE001  every story is told, SystemExit's too
+    except BaseException:  # noqa: BLE001  every traceback is sent, SystemExit's too
         channel.send(("error", traceback.format_exc()))
     finally:
         faulthandler.cancel_dump_traceback_later()

@@ -190,7 +190,10 @@ def test_accessors_of_three_groups(first: bool) -> None:
     with fake_world(8, 5):
         mesh = namedmesh.init_mesh(pp=2, dp=2, tp=2)
         groups = ProcessGroups.bind(mesh)
-        ask = lambda: (groups.tp_group, groups.tp_rank, groups.dp_size, groups.is_last_stage)  # noqa: E731
+
+        def ask() -> object:
+            return groups.tp_group, groups.tp_rank, groups.dp_size, groups.is_last_stage
+
         if not first:
             ask()
         assert_one_graph(ask)

@@ -83,12 +83,12 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_rank_is_told_what_differs(case: str) -> None:
+def test_every_rank_reports_what_differs(case: str) -> None:
     wrong, text = CASES[case]
     assert run_ranks(4, _one_is_wrong, _right, wrong) == [("AgreementError", text, 0)] * 4
 
 
-def test_another_torch_version_is_told() -> None:
+def test_another_torch_version_is_reported() -> None:
     for kind, text, made in run_ranks(4, _one_is_wrong, _right, _newer_torch):
         assert kind == "AgreementError"
         assert text.startswith("torch differs between ranks: ")

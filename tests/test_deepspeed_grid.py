@@ -247,7 +247,7 @@ def _one_mistake() -> str:
     return "no error"
 
 
-def test_ranks_that_differ_are_told_instead_of_hanging() -> None:
+def test_ranks_that_differ_are_reported_instead_of_hanging() -> None:
     for text in run_ranks(4, _different_topologies):
         assert text.startswith("layout differs between ranks: Layout(pp=2, dp=2) on ranks 0, 1, 2;")
     *others, guilty = run_ranks(4, _one_mistake)

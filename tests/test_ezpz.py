@@ -564,7 +564,7 @@ def test_before_initialization_a_rank_is_alone() -> None:
 
 
 @pytest.mark.parametrize("mistake", range(len(MISTAKES)))
-def test_mistakes_are_told(mistake: int) -> None:
+def test_mistakes_are_reported(mistake: int) -> None:
     call, kind, text = MISTAKES[mistake]
     with pytest.raises(kind) as caught:
         call()

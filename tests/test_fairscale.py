@@ -921,7 +921,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize("mistake", range(len(MISTAKES)))
-def test_mistakes_are_told(mistake: int) -> None:
+def test_mistakes_are_reported(mistake: int) -> None:
     call, kind, text = MISTAKES[mistake]
     with pytest.raises(kind) as caught:
         call()
@@ -961,7 +961,7 @@ def disagree(sizes: list[int]) -> str:
     return "no error"
 
 
-def test_ranks_that_differ_are_told_instead_of_hanging() -> None:
+def test_ranks_that_differ_are_reported_instead_of_hanging() -> None:
     for text in run_ranks(4, disagree, [2, 2, 2, 4]):
         assert text.startswith("model_parallel_size_ differs between ranks: 2 on ranks 0, 1, 2; 4 on rank 3")
     *others, guilty = run_ranks(4, disagree, [2, 2, 2, 3])

@@ -914,7 +914,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize("mistake", range(len(MISTAKES)))
-def test_mistakes_are_told(mistake: int) -> None:
+def test_mistakes_are_reported(mistake: int) -> None:
     call, kind, text = MISTAKES[mistake]
     with pytest.raises(kind) as caught:
         call()

@@ -870,7 +870,7 @@ def _different_sizes() -> str:
     return "no error"
 
 
-def test_ranks_that_differ_are_told_instead_of_hanging() -> None:
+def test_ranks_that_differ_are_reported_instead_of_hanging() -> None:
     for text in run_ranks(4, _different_sizes):
         assert text.startswith(
             "tensor_model_parallel_size differs between ranks: 2 on ranks 0, 1, 2; 4 on rank 3"

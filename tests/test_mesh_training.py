@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import tiny
@@ -128,7 +128,8 @@ def _train_each(cases: list[Callable[[], Where]]) -> list[list[float]]:
     found = []
     for make in cases:
         found.append(_train(make))
-        for mesh in list(current._alive):
+        alive: list[Any] = list(current._alive)
+        for mesh in alive:
             mesh.close()
     return found
 

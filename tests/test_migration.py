@@ -275,7 +275,7 @@ def test_flags_that_are_passed_on_are_listed() -> None:
     )
 
 
-def test_an_unchecked_getter_is_told_apart() -> None:
+def test_an_unchecked_getter_is_distinguished() -> None:
     assert advise("get_context_parallel_group()").notes == ()
     assert advise("get_context_parallel_group(False)").notes == (
         "check_initialized=False answered None before initialization; a mesh that exists always has its axes, and an "

@@ -97,7 +97,7 @@ def test_every_form_of_import_and_use_is_found(tmp_path: Path) -> None:
     assert found[-1].notes == ("the table has no such name; did you mean 'get_data_parallel_rank'?",)
 
 
-def test_scopes_are_told_apart(tmp_path: Path) -> None:
+def test_scopes_are_distinguished(tmp_path: Path) -> None:
     _write(
         tmp_path,
         scopes_py="""

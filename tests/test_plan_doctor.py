@@ -138,7 +138,7 @@ def without_a_peer() -> tuple[int, str, str]:
         return doctor("tp=2")
 
 
-def test_groups_that_cannot_be_made_are_told_by_each_rank() -> None:
+def test_groups_that_cannot_be_made_are_reported_by_each_rank() -> None:
     assert run_ranks(2, without_a_peer, init=False) == [
         (1, "", f"namedmesh doctor: rank {rank} could not make its groups: Connection closed by peer\n")
         for rank in range(2)

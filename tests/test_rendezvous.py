@@ -87,7 +87,7 @@ def _late(port: int | None) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("port", [None, "own"], ids=["of an agent", "of rank 0"])
-def test_a_latecomer_is_told_and_the_next_try_works(
+def test_a_latecomer_is_refused_and_the_next_try_works(
     port: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOLD", str(tmp_path / "told"))
@@ -106,7 +106,7 @@ def _mistaken(port: int | None, who: int) -> tuple[str, float]:
 
 @pytest.mark.parametrize("port", [None, "own"], ids=["of an agent", "of rank 0"])
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_mistake_on_one_rank_is_told_to_the_others(port: str | None, who: int) -> None:
+def test_a_mistake_on_one_rank_is_reported_to_the_others(port: str | None, who: int) -> None:
     told = run_ranks(2, _mistaken, free_port() if port else None, who, init=False)
     text = "timeout is 30; it is a datetime.timedelta longer than nothing"
     assert told[who] == (f"LayoutError: {text}", 3.0)

@@ -62,7 +62,7 @@ def test_a_replicated_module_is_left_out() -> None:
     assert plan_from_hf({"embed_tokens": "replicate"}) == {}
 
 
-def test_every_name_without_an_answer_is_told_at_once() -> None:
+def test_every_name_without_an_answer_is_reported_at_once() -> None:
     plan = {
         "a": "packed_colwise",
         "b": "grouped_gemm",

@@ -221,7 +221,7 @@ def test_ties_that_the_plan_would_break() -> None:
     )
 
 
-def test_three_mistakes_are_told_at_once() -> None:
+def test_three_mistakes_are_reported_at_once() -> None:
     plan = {"upp": ColwiseParallel(), "down": RowwiseParallel()}
     assert problem_of(Mlp(hidden=15), plan, 0, must_divide={}) == (
         "2 problems:\n"

@@ -23,7 +23,7 @@ def run_threads(world_size: int, function: Callable[..., T], *args: Any) -> list
     The arguments are shared. A rank that raises fails the test, with every rank's traceback in the message.
     """
     values: dict[int, T] = {}
-    stories: dict[int, str] = {}
+    tracebacks: dict[int, str] = {}
     store = dist.HashStore()
     excepthook = sys.excepthook  # every init_process_group wraps it once more
 
@@ -31,8 +31,8 @@ def run_threads(world_size: int, function: Callable[..., T], *args: Any) -> list
         try:
             dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
             values[rank] = function(*args)
-        except BaseException as error:  # noqa: BLE001  told below
-            stories[rank] = traceback.format_exc()
+        except BaseException as error:  # noqa: BLE001  reported below
+            tracebacks[rank] = traceback.format_exc()
             threaded.ProcessLocalGroup.exception_handle(error)  # lets the others out of their collectives
         finally:
             if dist.is_initialized():
@@ -54,7 +54,7 @@ def run_threads(world_size: int, function: Callable[..., T], *args: Any) -> list
         c10d._set_thread_isolation_mode(False)
         threaded._uninstall_threaded_pg()
         sys.excepthook = excepthook
-    if stories:
-        told = "\n".join(f"--- rank {rank}\n{story}" for rank, story in sorted(stories.items()))
-        raise AssertionError(f"{len(stories)} of {world_size} ranks failed\n{told}")
+    if tracebacks:
+        told = "\n".join(f"--- rank {rank}\n{text}" for rank, text in sorted(tracebacks.items()))
+        raise AssertionError(f"{len(tracebacks)} of {world_size} ranks failed\n{told}")
     return [values[rank] for rank in range(world_size)]
