@@ -37,6 +37,9 @@ with warnings.catch_warnings():
     import torch.distributed.pipelining
     import torch.distributed.tensor.parallel
 
+    # The first backward starts a thread for each device, after which no forked child may run a backward. From the
+    # first compilation on, a CUDA build without a device counts one: what runs before it starts no thread.
+    torch.ones(1, requires_grad=True).neg().backward()
     # The first compilation of a process imports the backends, and more.
     torch.compile(torch.neg, backend="aot_eager")(torch.ones(1, requires_grad=True)).backward()
     torch._dynamo.reset()
