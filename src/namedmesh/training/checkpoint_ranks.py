@@ -36,8 +36,10 @@ class Ranks:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The ranks, as DCP takes them."""
-        return {"process_group": self.group, "no_dist": self.group is None}
+        """The ranks, as DCP takes them; its ``async_save`` of torch 2.8 does not know ``no_dist``."""
+        if self.group is not None:
+            return {"process_group": self.group}
+        return {"no_dist": True} if dist.is_initialized() else {}
 
     def on_first(self, function: Callable[[list[Any]], T], mine: object = None) -> T:
         """Call ``function`` on the first rank, with a value of each rank; all get its result, or its error."""
