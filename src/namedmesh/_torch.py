@@ -681,11 +681,10 @@ def pre_hooks(module: torch.nn.Module) -> dict[int, Any]:
 
 
 def absent_children(model: torch.nn.Module) -> list[str]:
-    """Return the names of the submodules that are None, set so as pipeline stages do, or never anything else."""
+    """Return the names of the submodules that were set to None, as pipeline stages do."""
     absent = []
     for fqn, module in model.named_modules(remove_duplicate=False):
-        # named_children() leaves None out; an attribute that was None from the start is no child at all.
-        for name, child in (*module._modules.items(), *vars(module).items()):
+        for name, child in module._modules.items():  # named_children() leaves None out
             if child is None:
                 absent.append(f"{fqn}.{name}" if fqn else name)
     return absent

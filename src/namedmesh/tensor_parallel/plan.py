@@ -118,6 +118,13 @@ def _match(model: nn.Module, plan: object, entries: list[Entry]) -> list[str]:
         return [f"a plan is a dict of module names to parallel styles, not a {type(plan).__name__}"]
     names: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     absent = absent_children(model) + [fqn for fqn, module in names.items() if _is_empty(module)]
+    # An attribute that was None from the start is no child, and may be anything: a key has to spell its name.
+    unset = [
+        f"{fqn}.{name}".lstrip(".")
+        for fqn, module in names.items()
+        for name, value in vars(module).items()
+        if value is None
+    ]
     problems = []
     owners: dict[int, Entry] = {}
     clashes: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -126,7 +133,8 @@ def _match(model: nn.Module, plan: object, entries: list[Entry]) -> list[str]:
             hint = "; plan_from_hf reads Hugging Face's names" if isinstance(style, str) else ""
             problems.append(f"{key!r}: {style!r} is not a parallel style, such as ColwiseParallel(){hint}")
         matched = [fqn for fqn in names if matches(key, fqn)]
-        if not matched and not any(_covers(key, fqn) for fqn in absent):
+        is_absent = any(_covers(key, fqn) for fqn in absent) or any(_spells(key, fqn) for fqn in unset)
+        if not matched and not is_absent:
             near = _generic(names) if "*" in key else list(names)
             problems.append(f"{key!r} matches no module of the model{did_you_mean(key, near)}")
         for fqn in matched:
@@ -161,6 +169,12 @@ def _covers(key: str, absent: str) -> bool:
     """Return whether a key names a submodule that is set to None or empty, or something inside it."""
     wanted, tokens = key.split("."), absent.split(".")
     return len(wanted) >= len(tokens) and all(map(fnmatchcase, tokens, wanted))
+
+
+def _spells(key: str, absent: str) -> bool:
+    """Return whether a key names something that is None, or something inside it, and its last token without wildcards."""
+    place = absent.count(".")
+    return _covers(key, absent) and key.split(".")[place] == absent.split(".")[place]
 
 
 def _generic(names: Iterable[str]) -> list[str]:
