@@ -683,10 +683,11 @@ def pre_hooks(module: torch.nn.Module) -> dict[int, Any]:
 def absent_children(model: torch.nn.Module) -> list[str]:
     """Return the names of the submodules that are None, set so as pipeline stages do, or never anything else."""
     absent = []
+    everywhere = vars(torch.nn.Module())  # attributes of torch's own, one of which is None
     for fqn, module in model.named_modules(remove_duplicate=False):
         # named_children() leaves None out; an attribute that was None from the start is no child at all.
         for name, child in (*module._modules.items(), *vars(module).items()):
-            if child is None:
+            if child is None and name not in everywhere:
                 absent.append(f"{fqn}.{name}" if fqn else name)
     return absent
 
