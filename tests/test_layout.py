@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from packaging.version import Version
 
 from namedmesh import AxisError, Layout, LayoutError
 
@@ -384,6 +385,9 @@ IN_A_GRAPH: dict[str, Any] = {
 def test_nothing_breaks_a_graph(name: str) -> None:
     """Cold and warm, in one graph, with no second compilation."""
     import torch
+
+    if name == "hash" and Version(torch.__version__).release < (2, 13):
+        pytest.skip("up to torch 2.12 the compiler knows no hash of an object")
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()

@@ -116,8 +116,16 @@ def test_backends_do_not_depend_on_spelling() -> None:
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "mps", "cpu"])
 def test_without_a_name_the_accelerator_decides(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     found = None if kind == "cpu" else torch.device(kind)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: found)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: found)
     assert normalized_backend(None) == {kind: dist.Backend.default_device_backend_map[kind]}
+
+
+def test_without_a_device_a_build_for_one_is_as_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def current(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current)
+    assert normalized_backend(None) == {"cpu": "gloo"}
 
 
 # Tests before this one may have registered backends.

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from ranks import fake_world, run_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -60,6 +61,10 @@ def _reduced_over_replicas() -> list[float]:
     return [float(len(gradients)), *whole.unique().tolist()]
 
 
+@pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.9.0a0"),
+    reason="FSDP2 of torch 2.8 does not keep what the hook writes",
+)
 def test_a_hook_reduces_over_replicas_that_are_in_no_mesh() -> None:
     assert (
         run_ranks(2, _reduced_over_replicas) == [[1.0, 1.0]] * 2

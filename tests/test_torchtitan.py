@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from ranks import fake_world, live_groups, run_ranks, summed
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -260,5 +261,9 @@ def _train() -> float:
     return max(map(abs, deviations))
 
 
+@pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.9.0a0"),
+    reason="torch 2.8 loses gradients of HSDP with tensor parallelism, on a mesh of its own too",
+)
 def test_training_on_them_is_training_in_one_process() -> None:
     assert max(run_ranks(8, _train)) < 1e-6

@@ -172,7 +172,7 @@ def casts(batches: int) -> list[int]:
         count = 0
         for _ in range(2):
             with (
-                torch.profiler.profile(record_shapes=True) as profile,
+                torch.profiler.profile(record_shapes=True, acc_events=True) as profile,
                 torch.autocast("cpu", torch.bfloat16),
             ):
                 losses = [one(torch.ones(3, 5, 8)).sum() for _ in range(batches)]

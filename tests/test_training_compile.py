@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import namedmesh
 from namedmesh import training
+from namedmesh._torch import TORCH
 from namedmesh.tensor_parallel import ExpertParallel, parallelize
 
 
@@ -55,11 +56,13 @@ def compiled_step() -> list[float]:
     fill()
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    found = torch.compile(clip, backend=counter, fullgraph=True)()
+    # Up to torch 2.10 its own clip_grad_norm_ breaks the graph, and so does what it shares with ours.
+    unbroken = TORCH.release >= (2, 11)
+    found = torch.compile(clip, backend=counter, fullgraph=unbroken)()
     differences.append((found - expected).abs().item())
     for parameter, other in zip((plain, sharded, both), scaled, strict=True):
         differences.append((checks.whole(parameter.grad) - other).abs().max().item())
-    assert counter.frame_count == 1
+    assert counter.frame_count == 1 or not unbroken
     torch.distributed.barrier()
     mesh.close()
     return differences

@@ -16,6 +16,9 @@ from namedmesh._torch import TORCH
 from namedmesh.errors import LayoutError, ShapeError
 
 WIDTH, LAYERS = 4, 4
+# In torch 2.8 stages that go there and back do not find out their shapes, and it has one such schedule only; later, up
+# to 2.11, a rank with two that follow each other begins with sending itself something, which gloo cannot.
+THERE_AND_BACK = TORCH.release >= (2, 12)
 PIPELINES = pytest.mark.skipif(
     TORCH.release[:2] == (2, 9), reason="torch 2.9's pipelines end the process on gloo"
 )
@@ -88,15 +91,14 @@ def differences(schedule: str, per_rank: int) -> float:
 def all_schedules() -> dict[str, float]:
     single = dict.fromkeys(("1F1B", "gpipe"), 1)
     several = ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"]
-    # In torch 2.8 stages that go there and back do not find out their shapes, and it has one such schedule only.
-    several += ["ZBV", "DualPipeV"] if TORCH.release >= (2, 10) else []
+    several += ["ZBV", "DualPipeV"] if THERE_AND_BACK else []
     return {name: differences(name, count) for name, count in (single | dict.fromkeys(several, 2)).items()}
 
 
 @PIPELINES
 def test_every_schedule_trains_and_evaluates_as_one_process() -> None:
     for told in run_ranks(2, all_schedules):
-        assert len(told) == (7 if TORCH.release >= (2, 10) else 5)
+        assert len(told) == (7 if THERE_AND_BACK else 5)
         assert max(told.values()) < 1e-12, told
 
 

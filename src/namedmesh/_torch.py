@@ -12,6 +12,7 @@ import sys
 import warnings
 import weakref
 from contextlib import contextmanager, suppress
+from functools import wraps
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -495,6 +496,19 @@ def constant_under_compile(function: F) -> F:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def constant_of_mesh(function: F) -> F:
+    """Let the compiler call a function of a mesh, and of constants, while it traces, and keep the result.
+
+    Up to torch 2.11 the compiler takes such an object only as the one whose method is called.
+    """
+
+    @wraps(function)
+    def call(mesh: Any, *args: Any) -> Any:
+        return mesh._constant(function, mesh._version, *args)
+
+    return call  # type: ignore[return-value]
 
 
 # Tensors and modules.

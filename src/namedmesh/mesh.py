@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from itertools import count
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from namedmesh.options import GroupOptions
 from namedmesh.views import DENSE, View, Views, named, product_axes, quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from types import TracebackType
 
@@ -518,6 +518,10 @@ class NamedMesh:
         expanded = self._views.expand(axes) or self.layout.axes
         view = self._views.of(expanded)
         return view, view.ordered(expanded)
+
+    @constant_under_compile
+    def _constant(self, function: Callable[..., Any], _version: str, *args: Any) -> Any:
+        return function(self, *args)
 
     @constant_under_compile
     def _find_ranks(self, axes: tuple[str, ...], version: str) -> tuple[int, ...]:

@@ -221,7 +221,7 @@ def normalized_backend(backend: str | None) -> dict[str, str]:
     default = dist.Backend.default_device_backend_map
     name = (backend or dist.Backend.UNDEFINED).lower()
     if name == dist.Backend.UNDEFINED:
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         kind = accelerator.type if accelerator is not None else "cpu"
         return {kind: default[kind]} if kind in default else {}
     if ":" not in name:

@@ -181,7 +181,10 @@ def refuse_io(path: Path) -> Iterator[None]:
         for rank, (cause, _) in error.failures.items():
             causes.setdefault(f"{type(cause).__name__}: {cause}".partition("\n")[0], []).append(rank)
         raise CheckpointError(
-            *(_unwritten(path, f" by rank{'s' * (len(ranks) > 1)} {listing(ranks)}", cause) for cause, ranks in causes.items())
+            *(
+                _unwritten(path, f" by rank{'s' * (len(ranks) > 1)} {listing(ranks)}", cause)
+                for cause, ranks in causes.items()
+            )
         ) from None
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from namedmesh._torch import constant_under_compile, synchronous
+from namedmesh._torch import constant_of_mesh, synchronous
 from namedmesh.errors import TrainingError
 from namedmesh.training.reduction import all_reduced
 
@@ -159,7 +159,7 @@ def _summed(grad: Tensor) -> Tensor:
     return grad
 
 
-@constant_under_compile
+@constant_of_mesh
 def _counts_here(
     mesh: NamedMesh, over: DeviceMesh | None, whole: tuple[bool, ...], marks: tuple[str, ...], copy: bool
 ) -> bool:

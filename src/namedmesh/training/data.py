@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
-from namedmesh._torch import constant_under_compile, joined
+from namedmesh._torch import constant_of_mesh, joined
 from namedmesh.errors import AgreementError, AxisError, listing
 from namedmesh.training.reduction import all_reduced
 
@@ -22,7 +22,7 @@ _DATA = ("dp", "dp_replicate", "dp_shard")
 _SAME_SAMPLES = ("pp", "cp", "tp")
 
 
-@constant_under_compile
+@constant_of_mesh
 def data_axes(mesh: NamedMesh) -> tuple[str, ...]:
     """Return the axes along which samples differ: ``dp``, or those of ``dp_replicate`` and ``dp_shard`` that exist.
 
@@ -58,7 +58,7 @@ def data_axes(mesh: NamedMesh) -> tuple[str, ...]:
     return tuple(axis for axis in mesh.layout if axis in _DATA)
 
 
-@constant_under_compile
+@constant_of_mesh
 def token_axes(mesh: NamedMesh) -> tuple[str, ...]:
     """Return the axes along which ranks have different tokens: those along which samples differ, and cp."""
     return data_axes(mesh) + (("cp",) if "cp" in mesh.layout else ())

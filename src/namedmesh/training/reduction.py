@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from namedmesh._torch import constant_under_compile, functional_collective, wait_tensor
+from namedmesh._torch import constant_of_mesh, functional_collective, wait_tensor
 from namedmesh.errors import MeshError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def all_reduced(tensor: Tensor, mesh: NamedMesh, axes: Sequence[str], operation:
     return tensor
 
 
-@constant_under_compile
+@constant_of_mesh
 def group_names(mesh: NamedMesh, axes: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of the groups that together span the axes; none where they have one rank."""
     large = tuple(axis for axis in axes if mesh.size(axis) > 1)
