@@ -51,8 +51,8 @@ def products(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolic
 
 
 def offloaded(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    """Keep every matrix product in the memory of the host."""
-    return CheckpointPolicy.MUST_CPU_OFFLOAD if op in PRODUCTS else REPEAT
+    """Keep every matrix product in the memory of the host; on the device up to torch 2.10, which cannot."""
+    return getattr(CheckpointPolicy, "MUST_CPU_OFFLOAD", KEEP) if op in PRODUCTS else REPEAT
 
 
 def communicated(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
