@@ -37,7 +37,7 @@ class Ranks:
     @property
     def arguments(self) -> dict[str, Any]:
         """The ranks, as DCP takes them."""
-        return {"process_group": self.group, "no_dist": self.group is None}
+        return {"no_dist": True} if self.group is None else {"process_group": self.group}
 
     def on_first(self, function: Callable[[list[Any]], T], mine: object = None) -> T:
         """Call ``function`` on the first rank, with a value of each rank; all get its result, or its error."""
