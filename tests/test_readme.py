@@ -17,6 +17,7 @@ from ranks import run_ranks
 
 import namedmesh
 from namedmesh.__main__ import main
+from namedmesh._torch import TORCH
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -35,6 +36,7 @@ def _run_code(sources: list[str]) -> list[str]:
     return [repr(weight.placements), repr(tuple(weight.to_local().shape)), repr(weight.grad is not None)]
 
 
+@pytest.mark.skipif(TORCH.release[:2] == (2, 9), reason="torch 2.9's pipelines end the process on gloo")
 def test_python_blocks_run_on_eight_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # a block saves a checkpoint
     sources = blocks("python")

@@ -19,6 +19,7 @@ from tp_compare import whole
 from tp_models import Llama
 
 import namedmesh
+from namedmesh._torch import TORCH
 from namedmesh.compat import ezpz, fairscale, megatron
 from namedmesh.compat.ezpz import tp as ezpz_tp
 from namedmesh.compat.megatron import tensor_parallel as megatron_layers
@@ -310,6 +311,9 @@ def compiled_legacy_differences() -> dict[str, float]:
     return found
 
 
+@pytest.mark.skipif(
+    TORCH.release < (2, 10), reason="up to torch 2.9 the compiler does not enter such a context twice"
+)
 @pytest.mark.filterwarnings("default")  # torch.compile's own
 def test_compiled_legacy_layers_with_kept_products() -> None:
     for found in run_ranks(2, compiled_legacy_differences):
@@ -352,6 +356,8 @@ def parts(mesh: DeviceMesh) -> dict[str, tuple[Callable[[Tensor], Tensor], Tenso
         "column, complex": (nn.Linear(8, 8, dtype=torch.complex128), ColwiseParallel(), x * 1j),
         "row, complex": (nn.Linear(16, 8, dtype=torch.complex128), RowwiseParallel(), x * 1j),
     }
+    if TORCH.release < (2, 9):  # gloo cannot hand out parts of a complex weight there
+        styles = {name: each for name, each in styles.items() if "complex" not in name}
     found: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
         name: (parallelize(module, mesh, style), value) for name, (module, style, value) in styles.items()
     }
@@ -390,7 +396,7 @@ def part_differences() -> dict[str, float]:
 
 def test_every_style_layer_and_function_under_every_policy() -> None:
     for found in run_ranks(2, part_differences):
-        assert len(found) == 25 * len(POLICIES)
+        assert len(found) == (25 if TORCH.release >= (2, 9) else 23) * len(POLICIES)
         assert max(found.values()) < 1e-12, {name: value for name, value in found.items() if value}
 
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from tp_compare import whole
 from tp_models import Llama, Mlp
 
+from namedmesh._torch import TORCH
 from namedmesh.errors import PlanError, ShapeError
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
@@ -71,7 +72,10 @@ def numbers() -> dict[str, float]:
     mesh = tp_mesh()
     torch.manual_seed(0)
     found = {}
-    for name, dtype in (("real", torch.float64), ("complex", torch.complex128)):
+    dtypes = {"real": torch.float64, "complex": torch.complex128}
+    if TORCH.release < (2, 9):
+        del dtypes["complex"]  # gloo cannot hand out parts of such a weight there
+    for name, dtype in dtypes.items():
         reference = Mlp()
         reference.up, reference.down = nn.Linear(8, 16, dtype=dtype), nn.Linear(16, 8, dtype=dtype)
         for layout, plan in (("whole", PAIR), ("shared", PAIR | {"": SharedInput()})):

@@ -57,7 +57,8 @@ class RankGroup:
         # Accessors of a mesh cost microseconds each: too much for every forward.
         source = self.source
         if isinstance(source, DeviceMesh):
-            group, size, rank = source.get_group(), source.size(), source.get_local_rank()
+            group = source.get_group()
+            size, rank = group.size(), group.rank()  # the compiler of torch 2.8 knows no get_local_rank
         elif source is None:
             group, size, rank = None, 1, 0
         else:

@@ -122,7 +122,12 @@ def initialize_model_parallel(
 
 def model_parallel_is_initialized() -> bool:
     """Return whether there are model-, data- and pipeline-parallel groups."""
-    return all(group is not None for group in (_STATE.tp_group, _STATE.dp_group, _STATE.pp_group))
+    groups = (
+        _STATE.tp_group,
+        _STATE.dp_group,
+        _STATE.pp_group,
+    )  # no set: the compiler hashes no group up to torch 2.9
+    return all(group is not None for group in groups)
 
 
 def get_model_parallel_ranks() -> list[int]:
