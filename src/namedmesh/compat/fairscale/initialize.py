@@ -122,12 +122,8 @@ def initialize_model_parallel(
 
 def model_parallel_is_initialized() -> bool:
     """Return whether there are model-, data- and pipeline-parallel groups."""
-    groups = (
-        _STATE.tp_group,
-        _STATE.dp_group,
-        _STATE.pp_group,
-    )  # no set: the compiler hashes no group up to torch 2.9
-    return all(group is not None for group in groups)
+    # No set: the compiler of torch 2.9 and before hashes no group.
+    return all(group is not None for group in (_STATE.tp_group, _STATE.dp_group, _STATE.pp_group))
 
 
 def get_model_parallel_ranks() -> list[int]:
