@@ -109,7 +109,7 @@ def differences(mesh: NamedMesh) -> dict[str, float]:
     from parallel import IGNORED, Step, loss_sum, make_model, whole_model
     from settings import Settings
 
-    settings = Settings(dim=16, layers=2, heads=4, kv_heads=2, moe=True, dtype="float64")
+    settings = Settings(dim=16, layers=mesh.size("pp"), heads=4, kv_heads=2, moe=True, dtype="float64")
     models = alone, model = whole_model(settings).double(), make_model(settings, mesh)
     for name, each in (item for one in models for item in one.named_parameters()):
         each.data *= 10 if "feed_forward" in name else 1  # so that gradients are not tiny

@@ -15,12 +15,17 @@ LOWEST = 0.1  # of the highest learning rate, at the end
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
-    """AdamW that lets the matrices decay, but not the norms."""
-    norms = [each for each in model.parameters() if each.ndim == 1]
-    others = [each for each in model.parameters() if each.ndim > 1]
-    groups = [{"params": others, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+    """AdamW that lets the matrices decay, but not the norms, with one call for each group."""
+    groups = []
+    for ndim, decay in (
+        (1, 0.0),
+        (2, 0.1),
+        (3, 0.1),
+    ):  # norms, matrices, and stacks of experts, on ranks of their own
+        if parameters := [each for each in model.parameters() if each.ndim == ndim]:
+            groups.append({"params": parameters, "weight_decay": decay})
     # Large eps: a gradient as small as its own rounding error should not make a full step.
-    return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-5)
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-5, fused=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, *, step: int, steps: int, highest: float) -> None:

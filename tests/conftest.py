@@ -1,4 +1,8 @@
-"""What every test starts from: one thread a process, and no process group left behind."""
+"""What every test starts from: one thread a process, and no process group left behind.
+
+xdist reads this file once more in the process that only hands tests to its workers, before it starts them: what takes
+long to import waits until tests are collected.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +13,13 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 from typing import TYPE_CHECKING
 
-import megatron_newest
 import pytest
-import torch
-import torch.distributed as dist
-from hypothesis import settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # A program as its users write it: it imports a package that only some tests put in place.
 collect_ignore = ["old_llama.py"]
-
-# Machines are busy: how long an example takes says nothing.
-settings.register_profile("namedmesh", deadline=None)
-settings.load_profile("namedmesh")
-
-# A forked child deadlocks in an OpenMP pool that its parent has started.
-torch.set_num_threads(1)
-
 
 # The files that take longest come first, so that no worker is left with one of them while the others have ended.
 LONGEST = (
@@ -54,8 +46,21 @@ LONGEST = (
 )
 
 
+def pytest_collection() -> None:
+    import torch
+    from hypothesis import settings
+
+    # A forked child deadlocks in an OpenMP pool that its parent has started.
+    torch.set_num_threads(1)
+    # Machines are busy: how long an example takes says nothing.
+    settings.register_profile("namedmesh", deadline=None)
+    settings.load_profile("namedmesh")
+
+
 @pytest.fixture(autouse=True)
 def _no_group_left_behind() -> Iterator[None]:
+    import torch.distributed as dist
+
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -65,12 +70,16 @@ def _no_group_left_behind() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def _no_original_left_behind() -> Iterator[None]:
     """Later tests and doctests start as a program does, before the first import of what a dialect replaces."""
+    import megatron_newest
+
     yield
     megatron_newest.forget()
 
 
 def installed(package: str) -> bool:
     """Whether a package, or a module inside one, can be imported; nothing of it is loaded to find out."""
+    import megatron_newest
+
     if package == megatron_newest.NEWEST:
         return megatron_newest.available()
     try:
@@ -81,6 +90,9 @@ def installed(package: str) -> bool:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what cannot run here, and say so; with ORACLES=required a missing package fails instead."""
+    import megatron_newest
+    import torch
+
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     for item in items:

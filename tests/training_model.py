@@ -50,16 +50,22 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    """One of the layers; only layer 1 has both parts, because what a parameter costs does not depend on its size."""
+
+    def __init__(self, number: int) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(WIDTH)
-        self.attention = Attention()
-        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH, bias=False)
+        self.attention = Attention() if number != 2 else None
+        self.wide = number in {1, 2}
+        if self.wide:
+            self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm(x))
-        result: Tensor = x + self.down(torch.tanh(self.up(x)))
-        return result
+        if self.attention is not None:
+            x = x + self.attention(self.norm(x))
+        if self.wide:
+            x = x + self.down(torch.tanh(self.up(x if self.attention is not None else self.norm(x))))
+        return x
 
 
 class Part(nn.Module):
@@ -83,7 +89,7 @@ class Part(nn.Module):
 
 def parts(stages: Iterable[int], count: int) -> list[Part]:
     torch.manual_seed(0)
-    layers = [Block() for _ in range(LAYERS)]
+    layers = [Block(number) for number in range(LAYERS)]
     ends = nn.ModuleDict(
         {
             "embedding": nn.Embedding(VOCABULARY, WIDTH),
@@ -148,13 +154,18 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[fl
 
 def parallelized(model: Part, mesh: namedmesh.NamedMesh, *, ulysses: bool) -> Part:
     if mesh.size("tp") > 1:
-        plan: dict[str, Any] = {
-            "layers.*.attention.query": ColwiseParallel(),
-            "layers.*.attention.key": ColwiseParallel(),
-            "layers.*.attention.value": ColwiseParallel(),
-            "layers.*.attention.out": RowwiseParallel(),
-            "layers.*.up": ColwiseParallel(),
-            "layers.*.down": RowwiseParallel(),
+        columns, rows = (
+            ("attention.query", "attention.key", "attention.value", "up"),
+            ("attention.out", "down"),
+        )
+        styles: dict[str, Any] = dict.fromkeys(columns, ColwiseParallel()) | dict.fromkeys(
+            rows, RowwiseParallel()
+        )
+        plan = {
+            f"layers.{number}.{name}": style
+            for number, layer in model.layers.items()
+            for name, style in styles.items()
+            if name in dict(layer.named_modules())
         }
         if model.embedding is not None:
             plan["embedding"] = RowwiseParallel(input_layouts=Replicate())
@@ -162,8 +173,8 @@ def parallelized(model: Part, mesh: namedmesh.NamedMesh, *, ulysses: bool) -> Pa
             plan["head"] = ColwiseParallel(output_layouts=Replicate())
         parallelize(model, mesh["tp"], plan)
     for layer in model.layers.values():
-        if "cp" in mesh.layout:
-            attention: Any = layer.get_submodule("attention")
+        attention: Any = layer.attention
+        if "cp" in mesh.layout and attention is not None:
             attention.cp, attention.ulysses = mesh["cp"], ulysses
     return model
 
