@@ -122,7 +122,7 @@ def initialize_model_parallel(
 
 def model_parallel_is_initialized() -> bool:
     """Return whether there are model-, data- and pipeline-parallel groups."""
-    groups = (_STATE.tp_group, _STATE.dp_group, _STATE.pp_group)  # no set: the compiler hashes no group up to torch 2.9
+    groups = _STATE.tp_group, _STATE.dp_group, _STATE.pp_group  # no set: torch 2.9's compiler hashes no group
     return all(group is not None for group in groups)
 
 
