@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import namedmesh
 from namedmesh import LayoutError
+from namedmesh._torch import TORCH
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.torchtitan import ParallelDims
 
@@ -260,5 +261,8 @@ def _train() -> float:
     return max(map(abs, deviations))
 
 
+@pytest.mark.skipif(
+    TORCH.release < (2, 9), reason="torch 2.8's full_tensor misplaces what HSDP and tensor parallelism cut"
+)
 def test_training_on_them_is_training_in_one_process() -> None:
     assert max(run_ranks(8, _train)) < 1e-6
