@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate
 
 import namedmesh
 from namedmesh import training
+from namedmesh._torch import TORCH
 from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize
 
 if TYPE_CHECKING:
@@ -118,7 +119,9 @@ def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 def optimizer_for(model: Iterable[nn.Module]) -> torch.optim.Optimizer:
     parameters = itertools.chain.from_iterable(each.parameters() for each in model)
-    return torch.optim.AdamW(parameters, lr=0.01, fused=True)  # one call for all DTensors
+    # One call for all DTensors, or of torch 2.8, which takes those of one mesh together, one for each.
+    fused = TORCH.release >= (2, 9)
+    return torch.optim.AdamW(parameters, lr=0.01, fused=fused, foreach=False)
 
 
 def alone(first: str, steps: int) -> tuple[list[tuple[float, float]], list[list[float]]]:

@@ -122,8 +122,8 @@ def initialize_model_parallel(
 
 def model_parallel_is_initialized() -> bool:
     """Return whether there are model-, data- and pipeline-parallel groups."""
-    # No set: the compiler of torch 2.9 and before hashes no group.
-    return all(group is not None for group in (_STATE.tp_group, _STATE.dp_group, _STATE.pp_group))
+    groups = _STATE.tp_group, _STATE.dp_group, _STATE.pp_group  # no set: torch 2.9's compiler hashes no group
+    return all(group is not None for group in groups)
 
 
 def get_model_parallel_ranks() -> list[int]:

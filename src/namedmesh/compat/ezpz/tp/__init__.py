@@ -130,8 +130,8 @@ def initialize_tensor_parallel(  # noqa: PLR0917  the original's signature
 
 def tensor_parallel_is_initialized() -> bool:
     """Return whether there are tensor-, pipeline-, context- and data-parallel groups."""
-    groups = (_STATE.tp_group, _STATE.pp_group, _STATE.cp_group, _STATE.dp_group)
-    return all(group is not None for group in groups)
+    groups = _STATE.tp_group, _STATE.pp_group, _STATE.cp_group, _STATE.dp_group
+    return all(group is not None for group in groups)  # no set: torch 2.9's compiler hashes no group
 
 
 def get_tensor_parallel_rank() -> int:
