@@ -133,7 +133,7 @@ def dropped(settings: Settings) -> tuple[list[bool], list[float]]:
 
 def test_each_tp_rank_drops_others_of_its_heads() -> None:
     (first, losses), (second, same) = run_ranks(
-        2, dropped, dataclasses.replace(TINY, tp=2, steps=2, verify=False, dropout=0.5)
+        2, dropped, dataclasses.replace(TINY, tp=2, steps=2, layers=1, verify=False, dropout=0.5)
     )
     assert first != second
     assert sum(first) * sum(second) > 0
@@ -179,15 +179,17 @@ def test_the_sample_is_that_of_the_whole_model() -> None:
     assert run_ranks(8, samples, layouts) == [[dense, experts]] * 8
 
 
+WITH_EXPERTS = dataclasses.replace(TINY, moe=True, steps=2, layers=2)
+
+
 def losses_with_experts() -> list[list[float]]:
-    settings = dataclasses.replace(TINY, moe=True, steps=2)
     layouts: list[dict[str, Any]] = [{"tp": 2, "ep": 4}, {"pp": 2, "cp": 2, "ep": 2}]
-    return [losses_of(dataclasses.replace(settings, **layout)) for layout in layouts]
+    return [losses_of(dataclasses.replace(WITH_EXPERTS, **layout)) for layout in layouts]
 
 
 @PIPELINES
 def test_losses_with_experts_are_those_of_one_process() -> None:
-    expected = run_ranks(1, one_process, dataclasses.replace(TINY, moe=True, steps=2))[0]
+    expected = run_ranks(1, one_process, WITH_EXPERTS)[0]
     for losses in run_ranks(8, losses_with_experts)[0]:
         assert losses == pytest.approx(expected, abs=1e-9)
 
