@@ -37,12 +37,13 @@ with warnings.catch_warnings():
     import torch.distributed.pipelining
     import torch.distributed.tensor.parallel
 
-    # The first backward starts a thread for each device, after which no forked child may run a backward. From the
-    # first compilation on, a CUDA build without a device counts one: what runs before it starts no thread.
-    torch.ones(1, requires_grad=True).neg().backward()
-    # The first compilation of a process imports the backends, and more.
-    torch.compile(torch.neg, backend="aot_eager")(torch.ones(1, requires_grad=True)).backward()
-    torch._dynamo.reset()
+    if not torch.accelerator.is_available():  # with one, forked ranks run no backward after the parent's
+        # The first backward starts a thread for each device, after which no forked child may run a backward. From the
+        # first compilation on, a CUDA build without a device counts one: what runs before it starts no thread.
+        torch.ones(1, requires_grad=True).neg().backward()
+        # The first compilation of a process imports the backends, and more.
+        torch.compile(torch.neg, backend="aot_eager")(torch.ones(1, requires_grad=True)).backward()
+        torch._dynamo.reset()
     # For its logs torch measures the guards of every graph, after it has emptied the processor's caches.
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 

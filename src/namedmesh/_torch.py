@@ -41,6 +41,9 @@ _LAYOUTS_ARE_LISTS = Version("2.13.0a0") <= TORCH
 # Up to 2.13 the name of a group with local synchronization contains how many groups this process has.
 _NAMES_COUNT_GROUPS = Version("2.14.0a0") > TORCH
 
+# The compiler of torch 2.11 drops the gradient of what a custom function returns, if an operation wrote into it.
+_DROPS_GRADIENTS = Version("2.11.0a0") <= TORCH < Version("2.12.0a0")
+
 # torch 2.13 renamed both and warns at the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -541,6 +544,11 @@ def functional_collective(name: str, tensor: torch.Tensor, *arguments: Any, grou
     return started
 
 
+def returned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the output of a custom autograd function as the compiler of every version takes it."""
+    return tensor.view_as(tensor) if _DROPS_GRADIENTS and torch.compiler.is_compiling() else tensor
+
+
 def wait_tensor(started: torch.Tensor) -> torch.Tensor:
     """Return the result of a functional collective, once it is there."""
     waited: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(started)
@@ -588,7 +596,7 @@ def cast_once(parameter: torch.Tensor, piece: torch.Tensor, dtype: torch.dtype) 
 def no_view(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that a function made, as autograd hands it out for users to write into: not as a view."""
     if torch.compiler.is_compiling():  # which cannot ask, and keeps views apart itself
-        return tensor
+        return returned(tensor)
     return tensor.data if tensor._is_view() else tensor
 
 

@@ -22,6 +22,7 @@ from namedmesh._torch import (
     is_observed,
     no_view,
     reduce_scatter_single,
+    returned,
     synchronous,
     wait_tensor,
 )
@@ -262,7 +263,7 @@ def with_backward(forward: Callable[..., Tensor], backward: Callable[..., Tensor
         @staticmethod
         def forward(ctx: Any, tensor: Tensor, peers: RankGroup, *arguments: Any) -> Tensor:
             ctx.peers, ctx.arguments = peers, arguments
-            return forward(synchronous(tensor), peers, *arguments)
+            return returned(forward(synchronous(tensor), peers, *arguments))
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
