@@ -26,16 +26,11 @@ from progress import picture
 from ranks import run_ranks
 from settings import Settings, parse
 from text import Corpus, find_corpus
+from training_checks import PIPELINES
 
 import namedmesh
 from namedmesh import training
-from namedmesh._torch import TORCH
 from namedmesh.training import stage_layers
-
-# Plain torch does so too: the first exchange of a pipeline's stages has two sizes at its two ends.
-PIPELINES = pytest.mark.skipif(
-    TORCH.release[:2] == (2, 9), reason="torch 2.9's pipelines end the process on gloo"
-)
 
 EXAMPLES = Path(train.__file__).parent
 # verify=True makes everything double precision, so that only real differences are seen.

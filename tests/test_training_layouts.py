@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from ranks import run_ranks
+from training_checks import PIPELINES
 from training_model import alone, loaded_alone, train_one_step, train_through
 
 from namedmesh._torch import TORCH
@@ -24,11 +25,6 @@ LAYOUTS: list[tuple[dict[str, Any], str, int]] = [
     ({"pp": 2, "dp": 2, "tp": 2}, "ZBV" if TORCH.release >= (2, 13) else "Interleaved1F1B", 4),
     ({"pp": 4, "dp": 1, "tp": 2}, "1F1B", 5),
 ]
-
-
-PIPELINES = pytest.mark.skipif(
-    TORCH.release[:2] == (2, 9), reason="torch 2.9's pipelines end the process on gloo"
-)
 
 
 @PIPELINES

@@ -9,6 +9,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from training_checks import PIPELINES
 
 import namedmesh
 from namedmesh import training
@@ -19,9 +20,6 @@ WIDTH, LAYERS = 4, 4
 # In torch 2.8 stages that go there and back do not find out their shapes, and it has one such schedule only; later, up
 # to 2.11, a rank with two that follow each other begins with sending itself something, which gloo cannot.
 THERE_AND_BACK = TORCH.release >= (2, 12)
-PIPELINES = pytest.mark.skipif(
-    TORCH.release[:2] == (2, 9), reason="torch 2.9's pipelines end the process on gloo"
-)
 
 
 class Stage(nn.Module):

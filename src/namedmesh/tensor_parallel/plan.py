@@ -118,13 +118,6 @@ def _match(model: nn.Module, plan: object, entries: list[Entry]) -> list[str]:
         return [f"a plan is a dict of module names to parallel styles, not a {type(plan).__name__}"]
     names: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     absent = absent_children(model) + [fqn for fqn, module in names.items() if _is_empty(module)]
-    # An attribute that was None from the start is no child, and may be anything: a key has to spell its name.
-    unset = [
-        f"{fqn}.{name}".lstrip(".")
-        for fqn, module in names.items()
-        for name, value in vars(module).items()
-        if value is None
-    ]
     problems = []
     owners: dict[int, Entry] = {}
     clashes: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -133,8 +126,7 @@ def _match(model: nn.Module, plan: object, entries: list[Entry]) -> list[str]:
             hint = "; plan_from_hf reads Hugging Face's names" if isinstance(style, str) else ""
             problems.append(f"{key!r}: {style!r} is not a parallel style, such as ColwiseParallel(){hint}")
         matched = [fqn for fqn in names if matches(key, fqn)]
-        is_absent = any(_covers(key, fqn) for fqn in absent) or any(_spells(key, fqn) for fqn in unset)
-        if not matched and not is_absent:
+        if not matched and not any(_covers(key, fqn) for fqn in absent) and not _spells_unset(key, names):
             near = _generic(names) if "*" in key else list(names)
             problems.append(f"{key!r} matches no module of the model{did_you_mean(key, near)}")
         for fqn in matched:
@@ -171,10 +163,19 @@ def _covers(key: str, absent: str) -> bool:
     return len(wanted) >= len(tokens) and all(map(fnmatchcase, tokens, wanted))
 
 
-def _spells(key: str, absent: str) -> bool:
-    """Return whether a key names something that is None, or something inside it, and its last token without wildcards."""
-    place = absent.count(".")
-    return _covers(key, absent) and key.split(".")[place] == absent.split(".")[place]
+def _spells_unset(key: str, names: Mapping[str, nn.Module]) -> bool:
+    """Return whether a key names an attribute that was None from the start, or something inside it.
+
+    Such an attribute is no child, and may be anything: the key has to spell its name, without wildcards.
+    """
+    tokens = key.split(".")
+    unset = (
+        f"{fqn}.{token}".lstrip(".")
+        for fqn, module in names.items()
+        for token in tokens[fqn.count(".") + 1 if fqn else 0 :][:1]
+        if vars(module).get(token, module) is None
+    )
+    return any(_covers(key, fqn) for fqn in unset)
 
 
 def _generic(names: Iterable[str]) -> list[str]:
