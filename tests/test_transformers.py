@@ -182,17 +182,21 @@ def _train_on_our_mesh(folder: str) -> list[Any]:
     return told
 
 
-def _train_alone(folder: str) -> list[Any]:
+def _losses_alone(tokens: torch.Tensor, steps: int) -> list[float]:
     model = tiny().train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
-    for _ in range(2):
-        loss = model(ids(), labels=ids()).loss
+    for _ in range(steps):
+        loss = model(tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return [(True, losses), _steps_of_trainer(folder, None, None)]
+    return losses
+
+
+def _train_alone(folder: str) -> list[Any]:
+    return [(True, _losses_alone(ids(), 2)), _steps_of_trainer(folder, None, None)]
 
 
 @pytest.mark.oracle("transformers", "accelerate")
@@ -260,16 +264,7 @@ def _fully_sharded_by_accelerate() -> tuple[bool, list[float]]:
 
 
 def _with_whole_batches() -> list[float]:
-    model = tiny().train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for _ in range(3):
-        loss = model(samples(), labels=samples()).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return _losses_alone(samples(), 3)
 
 
 @pytest.mark.oracle("transformers", "accelerate")
