@@ -363,10 +363,10 @@ def forget_group_caches() -> None:
         return
     from torch.distributed.tensor import DTensor, debug
 
-    clear = getattr(debug, "_clear_sharding_prop_cache", None)
-    if clear is not None:
-        clear()
-    else:  # older releases have one cache, and no function that clears it
+    if hasattr(debug, "_clear_python_sharding_prop_cache"):
+        debug._clear_python_sharding_prop_cache()
+        debug._clear_fast_path_sharding_prop_cache()
+    else:  # up to torch 2.9 there is one cache, and no function that clears it
         propagator: Any = DTensor._op_dispatcher.sharding_propagator
         cache = type(propagator.propagate_op_sharding)
         propagator.propagate_op_sharding = cache(propagator.propagate_op_sharding_non_cached)
