@@ -145,6 +145,9 @@ def _rank_main(  # noqa: PLR0917  multiprocessing passes them by position
     )
     # DTensor takes equal meshes for one: a mesh of a fake world of the parent's, where it was rank 0, is another's.
     forget_group_caches()
+    # torch makes its autograd engine anew in a forked process, at its first use and without a lock: two threads that
+    # are first together end the process.
+    torch.ones(1, requires_grad=True).square()
     try:
         if init:
             store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout))
