@@ -41,7 +41,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 PIPELINES = pytest.mark.skipif(
     TORCH.release[:2] == (2, 9), reason="torch 2.9's pipelines end the process on gloo"
 )
-BLOCKS, VOCABULARY, BATCH, SEQUENCE = 4, 8, 8, 8
+VOCABULARY, BATCH, SEQUENCE = 8, 8, 8
 IGNORED = -100
 
 
@@ -49,11 +49,16 @@ def layout_name(layout: dict[str, Any]) -> str:
     return " ".join(f"{axis}{size}" for axis, size in layout.items())
 
 
-def whole_model() -> nn.Sequential:
-    """Four blocks and a head, position by position, with the same weights every time."""
+def blocks_of(mesh: NamedMesh) -> int:
+    """As many as the stages of a pipeline need, and otherwise fewer: each costs every rank as much as a large one."""
+    return 4 if "pp" in mesh.layout else 2
+
+
+def whole_model(blocks: int = 2) -> nn.Sequential:
+    """Some blocks and a head, position by position, with the same weights every time."""
     torch.manual_seed(3)
     return nn.Sequential(
-        *(tiny.Block() for _ in range(BLOCKS)), nn.Linear(tiny.WIDTH, VOCABULARY, bias=False)
+        *(tiny.Block() for _ in range(blocks)), nn.Linear(tiny.WIDTH, VOCABULARY, bias=False)
     ).double()
 
 
@@ -77,15 +82,15 @@ def my_batch(mesh: NamedMesh) -> tuple[Tensor, Tensor]:
 
 def my_model(mesh: NamedMesh, **options: Any) -> nn.Sequential:
     """This rank's stage, sharded over tp and over the ranks of ``fsdp_mesh``; modules are named as in the whole."""
-    net = whole_model()
+    net = whole_model(blocks_of(mesh))
     if "pp" in mesh.layout:
         keep_stage(net, mesh)
     if "tp" in mesh.layout:
         blocks = [name for name, module in net.named_children() if isinstance(module, tiny.Block)]
         plan: dict[str, Any] = {f"{name}.up": ColwiseParallel() for name in blocks}
         plan |= {f"{name}.down": RowwiseParallel() for name in blocks}
-        if isinstance(net[BLOCKS], nn.Linear):
-            plan[str(BLOCKS)] = ColwiseParallel(use_local_output=False)
+        if isinstance(net[-1], nn.Linear):
+            plan[str(len(net) - 1)] = ColwiseParallel(use_local_output=False)
         parallelize(net, mesh["tp"], plan)
     if training.data_axes(mesh):
         for module in [each for each in net if isinstance(each, tiny.Block)] + [net]:
@@ -96,8 +101,9 @@ def my_model(mesh: NamedMesh, **options: Any) -> nn.Sequential:
 def keep_stage(net: nn.Sequential, mesh: NamedMesh) -> None:
     """Leave nothing of the model but this rank's pipeline stage; the last one has the head."""
     stages, stage = mesh.size("pp"), mesh.rank("pp")
-    for index in range(BLOCKS + 1):
-        if min(index * stages // BLOCKS, stages - 1) != stage:
+    blocks = len(net) - 1
+    for index in range(blocks + 1):
+        if min(index * stages // blocks, stages - 1) != stage:
             net[index] = nn.Identity()
 
 
@@ -141,9 +147,9 @@ def _pipelined(net: nn.Module, mesh: NamedMesh, inputs: Tensor, targets: Tensor,
     return sum(each.item() for each in losses) if last else None
 
 
-def reference() -> tuple[float, nn.Sequential]:
+def reference(blocks: int = 2) -> tuple[float, nn.Sequential]:
     """The loss and the gradients of one process, plainly."""
-    net = whole_model()
+    net = whole_model(blocks)
     inputs, targets = whole_batch()
     loss = F.cross_entropy(net(inputs).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
     loss.backward()

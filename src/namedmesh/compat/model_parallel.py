@@ -11,6 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 
 from namedmesh._torch import backward_pass
@@ -294,7 +295,8 @@ class ModelParallel:
             (used,) = self._used
             return used
         peers = self.require(self.state.peers, "the tensor-parallel group")
-        if peers not in self._used:
+        # Code that was compiled for a forward is what repeats it; and up to torch 2.9 the compiler cannot look into the set.
+        if not torch.compiler.is_compiling() and peers not in self._used:
             self._used.add(peers)
         return peers
 
