@@ -72,7 +72,7 @@ def reference() -> list[float]:
 
 
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
-    8: [{"pp": 2, "tp": 2}, {"pp": 4, "tp": 2, "microbatches": 8}, {"pp": 2, "cp": 2, "tp": 2}],
+    8: [{"pp": 2, "tp": 2, "microbatches": 4}, {"pp": 4, "tp": 2}, {"pp": 2, "cp": 2, "tp": 2}],
     4: [{"tp": 2, "microbatches": 2}, {"cp": 2, "microbatches": 2}, {"pp": 2}],
 }
 
