@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from installing import run_python, without
+from messages import says
 from ranks import fake_world, live_groups, run_ranks
 from torch import Tensor, nn
 
@@ -514,40 +515,34 @@ def started(call: Callable[[], Any]) -> Callable[[], Any]:
     return inside
 
 
-NOT_INITIALISED = (
-    " is not there: ezpz's model parallelism is not initialized; call initialize_tensor_parallel(...), or "
-    "namedmesh.compat.ezpz.bind(mesh) with a mesh that exists (once, on every rank)"
-)
+NOT_INITIALIZED = " is not there: ezpz's model parallelism ... initialize_tensor_parallel(...), or namedmesh.compat.ezpz.bind(mesh) ..."
 MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         tp.initialize_tensor_parallel,
         AssertionError,
-        "torch.distributed has no default group; call namedmesh.launch.init() or "
-        "torch.distributed.init_process_group() before initialize_tensor_parallel()",
+        "torch.distributed has no default ... before initialize_tensor_parallel()",
     ),
     (
         started(lambda: tp.initialize_tensor_parallel(2)),
         AssertionError,
-        "ezpz's model parallelism is already initialized, for dp=1 x pp=1 x cp=1 x tp=4 (4 ranks); call the function that "
-        "destroys it first, or bind another mesh beside it with namedmesh.compat.ezpz.bind(mesh)",
+        "ezpz's model parallelism is already ... tp=4 (4 ranks); ... namedmesh.compat.ezpz.bind(mesh)",
     ),
-    (tp.get_tensor_parallel_group, AssertionError, "the tensor-parallel group" + NOT_INITIALISED),
-    (tp.get_data_parallel_ranks, AssertionError, "the list of data-parallel ranks" + NOT_INITIALISED),
+    (tp.get_tensor_parallel_group, AssertionError, "the tensor-parallel group" + NOT_INITIALIZED),
+    (tp.get_data_parallel_ranks, AssertionError, "the list of data-parallel ranks" + NOT_INITIALIZED),
     (
         ezpz.current_mesh,
         RuntimeError,
-        "ezpz's model parallelism is not bound to a mesh; call initialize_tensor_parallel(...) or bind(mesh) first",
+        "ezpz's model parallelism is not bound ... initialize_tensor_parallel(...) or bind(mesh) first",
     ),
     (
         started(lambda: tp.layers.ColumnParallelLinear(4, 6)),
         AssertionError,
-        "out_features is 6, which cannot be cut into 4 equal shards; use 4 or 8, or another multiple of 4",
+        "out_features is 6, ...",
     ),
     (
         started(lambda: tp.mappings.scatter_to_tensor_parallel_region(torch.zeros(6))),
         AssertionError,
-        "the length of dim -1 of a tensor of shape (6,) is 6, which cannot be cut into 4 equal shards; use 4 or 8, or another "
-        "multiple of 4",
+        "the length of dim -1 ... (6,) is 6, ...",
     ),
 ]
 
@@ -566,7 +561,6 @@ def test_before_initialization_a_rank_is_alone() -> None:
 @pytest.mark.parametrize("mistake", range(len(MISTAKES)))
 def test_mistakes_are_reported(mistake: int) -> None:
     call, kind, text = MISTAKES[mistake]
-    with pytest.raises(kind) as caught:
+    with pytest.raises(kind, match=says(text)) as caught:
         call()
     assert isinstance(caught.value, NamedMeshError)
-    assert str(caught.value) == text

@@ -225,8 +225,11 @@ def test_unusual_names_are_pointed_out() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: make_plan(world_size=16, tp=3), "tp=3 does not divide the world of 16 ranks"),
-        (lambda: make_plan("tp=2", tp=2), "both a layout and sizes for tp were given"),
+        (lambda: make_plan(world_size=16, tp=3), "tp=3 does not divide"),
+        (
+            lambda: make_plan("tp=2", tp=2),
+            "both a layout and sizes for tp were given; give a spec, or sizes by name",
+        ),
         (
             lambda: make_plan("megatron tp=2", like="ezpz"),
             "the layout is megatron's, but it should be like ezpz",
@@ -239,7 +242,7 @@ def test_unusual_names_are_pointed_out() -> None:
             "2 problems:\n  - gpus_per_node is 0;",
         ),
         (lambda: make_plan("tp=2").groups("tpp"), "'tpp' is not one of ('tp',); did you mean 'tp'?"),
-        (lambda: plan_rank(make_plan("tp=2"), 2), "rank 2 is outside tp=2 (2 ranks); its ranks are 0 to 1"),
+        (lambda: plan_rank(make_plan("tp=2"), 2), "rank 2 is outside tp=2"),
         (lambda: crossing(Layout(tp=2), "tp", 0), "a node has 0 GPUs; it has at least 1"),
     ],
 )

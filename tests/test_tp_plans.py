@@ -101,7 +101,7 @@ def test_heads_that_do_not_divide() -> None:
         "cut them; give them KeyValueParallel(), or choose a tp size that divides 2"
     )
     assert plan_report(model, 4, llama_plan()).tp_size == 4
-    # A model that states heads can have its feed-forward cut into any number of shards.
+    # A model that states heads can have its feed-forward split into any number of shards.
     feed_forward = {key: style for key, style in llama_plan().items() if "feed_forward" in key}
     few: Any = Llama(n_heads=2, n_kv_heads=2)
     for stating in (few, *few.layers):
