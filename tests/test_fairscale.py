@@ -883,7 +883,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         started(lambda: fairscale.RowParallelLinear(4, 4)(torch.zeros(2, 6))),
         AssertionError,
-        "the length ... last dim of the input is 6, ...",
+        "the length ... of the input is 6, ...",
     ),
     (
         started(lambda: fairscale.VocabParallelEmbedding(65, 4)),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.distributed as dist
+from messages import says
 from ranks import run_ranks
 
 from namedmesh import LaunchError, launch
@@ -215,8 +216,7 @@ REFUSED: list[tuple[dict[str, str], str]] = [
     ),
     (
         {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"},
-        "SLURM_NTASKS is 4, but SLURM_PROCID is not set; start the script with srun, or unset SLURM_NTASKS for a "
-        "world of one",
+        "SLURM_NTASKS is 4, but SLURM_PROCID is not set; ... srun, or unset SLURM_NTASKS ...",
     ),
     (
         {"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "0"},
@@ -245,17 +245,15 @@ REFUSED: list[tuple[dict[str, str], str]] = [
     ),
     (
         mpich(1) | {"MPI_LOCALNRANKS": "1", "PBS_NODEFILE": "/nowhere/hosts"},
-        "PBS_NODEFILE is '/nowhere/hosts', which cannot be read: No such file or directory; set MASTER_ADDR to the "
-        "host of rank 0",
+        "PBS_NODEFILE is '/nowhere/hosts', which cannot be read: No such file or directory; set MASTER_ADDR ...",
     ),
 ]
 
 
 @pytest.mark.parametrize(("variables", "text"), REFUSED)
 def test_what_is_not_whole_is_refused(variables: dict[str, str], text: str) -> None:
-    with pytest.raises(LaunchError) as caught:
+    with pytest.raises(LaunchError, match=says(text)):
         torchrun_variables(variables)
-    assert str(caught.value) == text
 
 
 def test_the_remedies_work() -> None:

@@ -730,7 +730,7 @@ MISTAKES: tuple[tuple[dict[str, Any], str], ...] = (
     ),
     (
         {"tensor_model_parallel_size": 2, "gtp_remat_size": 3},
-        "the world of 8 ranks ... tp=2 x pp=1 x cp=1 x gtp_remat=3 = 6; ...",
+        "the world of 8 ranks ... x gtp_remat=3 = 6; ...",
     ),
     (
         {"rank_offset": 6, "local_world_size": 4},

@@ -108,9 +108,9 @@ def _mistaken(port: int | None, who: int) -> tuple[str, float]:
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_mistake_on_one_rank_is_reported_to_the_others(port: str | None, who: int) -> None:
     told = run_ranks(2, _mistaken, free_port() if port else None, who, init=False)
-    text = "timeout is 30; it is a datetime.timedelta longer than nothing"
-    assert told[who] == (f"LayoutError: {text}", 3.0)
-    assert told[1 - who] == (f"AgreementError: rank {who} gave up on launch.init: {text}", 3.0)
+    assert [total for _, total in told] == [3.0, 3.0]
+    assert told[who][0].startswith("LayoutError: timeout is 30; ")
+    assert told[1 - who][0].startswith(f"AgreementError: rank {who} gave up on launch.init: timeout is 30; ")
 
 
 def _again_and_again() -> list[float]:

@@ -107,7 +107,7 @@ def test_parts_of_a_sequence_and_what_is_refused() -> None:
     assert second[:3] == [[[2, 3, 4, 5], [3, 4, 5, 6], [2, 3, 4, 5]], [4, 5, 6, 7], [2, 3, 4, 5]]
     assert first[3:] == second[3:]
     uneven = "a part of 3 tokens is not two chunks of a balanced order; cut with shard_sequence, and give both the same balanced="
-    one_length = "their parts of the sequence have one length"
+    shapes = "query, key and value have shapes [{}]; their parts of the sequence have one length"
     assert first[3:] == [
         [
             "a sequence of 6 cannot be split into 4 equal chunks for 2 ranks; give pad, a value for each tensor, or "
@@ -118,12 +118,12 @@ def test_parts_of_a_sequence_and_what_is_refused() -> None:
             "pad has 1 values for 2 tensors; give one for each",
         ],
         [
-            f"query, key and value have shapes [(1, 6, 3, 4), (1, 4, 2, 4), (1, 4, 2, 4)]; {one_length}",
+            shapes.format("(1, 6, 3, 4), (1, 4, 2, 4), (1, 4, 2, 4)"),
             uneven,
             "6 heads cannot share 4 heads of keys and values evenly",
         ],
         [
-            f"query, key and value have shapes [(1, 3, 3, 4), (1, 1, 2, 4), (1, 1, 2, 4)]; {one_length}",
+            shapes.format("(1, 3, 3, 4), (1, 1, 2, 4), (1, 1, 2, 4)"),
             uneven,
             "3 heads and 1 heads of keys and values cannot be divided among 2 ranks; leave ulysses out",
         ],
