@@ -532,7 +532,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         ezpz.current_mesh,
         RuntimeError,
-        "ezpz's ... not bound to a mesh; call initialize_tensor_parallel(...) or bind(mesh) first",
+        "ezpz's ... initialize_tensor_parallel(...) or bind(mesh) first",
     ),
     (
         started(lambda: tp.layers.ColumnParallelLinear(4, 6)),

@@ -1,11 +1,15 @@
-"""A parallelized model against the whole one: forward, gradients, training steps and what a checkpoint gets."""
+"""A parallelized model against the whole one: forward, gradients, training steps and what a checkpoint gets; or the error."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from namedmesh.errors import PlanError
+from namedmesh.tensor_parallel import plan_report
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -73,3 +77,10 @@ def _gradient_differences(mine: Tensor, wanted: Tensor) -> list[float]:
         shard = distribute_tensor(wanted, mine.device_mesh, mine.placements, src_data_rank=None)
         differences.append((mine.grad.to_local() - shard.to_local()).abs().max().item())
     return differences
+
+
+def problem_of(model: nn.Module, plan: Any, tp_size: Any = 2, **options: Any) -> str:
+    """The text of the error that a plan ends in, before anything is sharded."""
+    with pytest.raises(PlanError) as caught:
+        plan_report(model, tp_size, plan, **options)
+    return str(caught.value)
