@@ -542,10 +542,12 @@ def test_the_package_has_what_it_lists() -> None:
 
 # Under the original's path.
 
-INSTALLED = """
+INSTALL = """
 import sys
 from namedmesh.compat import deepspeed as ours
 ours.install()
+"""
+INSTALLED = f"""{INSTALL}
 from deepspeed.runtime.pipe import ProcessTopology, module
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, _prime_factors
 assert ProcessTopology is ours.ProcessTopology
@@ -559,9 +561,7 @@ assert deepspeed.comm.initialize_mesh_device is our_groups.initialize_mesh_devic
 ours.uninstall()
 assert not [name for name in sys.modules if name.startswith("deepspeed")]
 """
-ABSENT = """
-from namedmesh.compat import deepspeed as ours
-ours.install()
+ABSENT = f"""{INSTALL}
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 import deepspeed.runtime.pipe
 assert deepspeed.runtime.pipe.ProcessTopology is ours.ProcessTopology

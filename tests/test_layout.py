@@ -266,10 +266,10 @@ MESSAGES: list[tuple[Any, type[Exception], str]] = [
         "axis 'tq' is not one of ('pp', 'dp', 'tp'); did you mean 'tp'?",
     ),
     (
-        lambda: Layout(pp=2, tp=2).groups("tpp", "tp", "data"),
+        lambda: Layout(pp=2, tp=2).groups("tpy", "tp", "data"),
         AxisError,
         "2 problems:\n"
-        "  - axis 'tpp' is not one of ('pp', 'tp'); did you mean 'tp'?\n"
+        "  - axis 'tpy' is not one of ('pp', 'tp'); did you mean 'tp'?\n"
         "  - axis 'data' is not one of ('pp', 'tp')",
     ),
     (
@@ -283,9 +283,9 @@ MESSAGES: list[tuple[Any, type[Exception], str]] = [
         "rank 8 is outside pp=2 x tp=2 (4 ranks); its ranks are 4 to 7",
     ),
     (
-        lambda: Layout(pp=2, dp=2, tp=2).rank(pp=1),
+        lambda: Layout(pp=2, dp=3, tp=2).rank(pp=1),
         LayoutError,
-        "no coordinate for 'dp', 'tp' of pp=2 x dp=2 x tp=2 (8 ranks); give one for each axis, or ask where() "
+        "no coordinate for 'dp', 'tp' of pp=2 x dp=3 x tp=2 (12 ranks); give one for each axis, or ask where() "
         "for all ranks that share some",
     ),
     (

@@ -885,9 +885,9 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "over; cut the vocabulary over fewer ranks, or pass 0",
     ),
     (
-        lambda: tensor_parallel.divide(10, 4),
+        lambda: tensor_parallel.divide(10, 3),
         AssertionError,
-        "10 is not divisible by 4; use 8 or 12, or another multiple of 4",
+        "10 is not divisible by 3; use 9 or 12, or another multiple of 3",
     ),
     (
         lambda: tensor_parallel.split_tensor_along_last_dim(torch.zeros(2), 3),

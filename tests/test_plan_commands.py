@@ -206,11 +206,11 @@ def test_the_best_partitions_come_first_in_every_format(capsys: pytest.CaptureFi
             "            ^^ 'dp' has no size; write dp=2, or dp=-1 for whatever is left\n",
         ),
         (
-            "plan megatron tq=2",
+            "plan megatron tpx=2",
             2,
-            "namedmesh plan: cannot read the layout 'megatron tq=2':\n"
-            "  megatron tq=2\n"
-            "           ^^ axis 'tq' is not one of megatron's ('pp', 'dp', 'cp', 'tp', 'edp', 'ep', 'etp'); "
+            "namedmesh plan: cannot read the layout 'megatron tpx=2':\n"
+            "  megatron tpx=2\n"
+            "           ^^^ axis 'tpx' is not one of megatron's ('pp', 'dp', 'cp', 'tp', 'edp', 'ep', 'etp'); "
             "did you mean 'tp'?\n",
         ),
         (

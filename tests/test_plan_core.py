@@ -241,7 +241,7 @@ def test_unusual_names_are_pointed_out() -> None:
             lambda: make_plan("tp=2", gpus_per_node=0, nvlink_domain=-1),
             "2 problems:\n  - gpus_per_node is 0;",
         ),
-        (lambda: make_plan("tp=2").groups("tpp"), "'tpp' is not one of ('tp',); did you mean 'tp'?"),
+        (lambda: make_plan("tp=2").groups("tpz"), "'tpz' is not one of ('tp',); did you mean 'tp'?"),
         (lambda: plan_rank(make_plan("tp=2"), 2), "rank 2 is outside tp=2"),
         (lambda: crossing(Layout(tp=2), "tp", 0), "a node has 0 GPUs; it has at least 1"),
     ],
