@@ -295,7 +295,7 @@ def linear_layers() -> dict[str, float]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_linear_layers_are_pieces_of_whole_ones(world_size: int) -> None:
+def test_linear_layers_are_shards_of_whole_ones(world_size: int) -> None:
     for found in run_ranks(world_size, linear_layers):
         assert len(found) == 6
         assert max(found.values()) < 1e-12, found
@@ -347,7 +347,7 @@ def embeddings() -> dict[str, float]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_embeddings_are_pieces_of_whole_ones(world_size: int) -> None:
+def test_embeddings_are_shards_of_whole_ones(world_size: int) -> None:
     for found in run_ranks(world_size, embeddings):
         assert len(found) == 2 * len(EMBEDDINGS)
         assert max(found.values()) < 1e-12, found

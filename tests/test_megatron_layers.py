@@ -434,7 +434,7 @@ def uneven() -> dict[str, float]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_pieces_of_different_lengths(world_size: int) -> None:
+def test_shards_of_different_lengths(world_size: int) -> None:
     for rank, found in enumerate(run_ranks(world_size, uneven)):
         assert max(found.values()) < 1e-13, (rank, found)
 
@@ -702,9 +702,9 @@ def test_sequence_parallelism_on_one_rank_goes_on_without() -> None:
 def test_a_layer_can_be_copied_but_not_pickled_with_its_group(rank: int) -> None:
     with fake_world(2, rank):
         layer = our_layers.ColumnParallelLinear(4, 6, tp_group=dist.group.WORLD)
-        twin = copy.deepcopy(layer)
-        assert twin.tp_group is dist.group.WORLD
-        twin.load_state_dict(layer.state_dict())
+        copied = copy.deepcopy(layer)
+        assert copied.tp_group is dist.group.WORLD
+        copied.load_state_dict(layer.state_dict())
         with pytest.raises(MeshError) as caught:
             pickle.dumps(layer)
     assert str(caught.value) == (
@@ -714,7 +714,7 @@ def test_a_layer_can_be_copied_but_not_pickled_with_its_group(rank: int) -> None
     assert pickle.loads(pickle.dumps(RankGroup(None))) == RankGroup(None)  # noqa: S301  our own bytes
 
 
-def test_pieces_drawn_on_their_device_differ_between_ranks_and_layers() -> None:
+def test_shards_drawn_on_their_device_differ_between_ranks_and_layers() -> None:
     drawn, after = [], []
     for rank in range(2):
         torch.manual_seed(11)

@@ -585,10 +585,10 @@ def _own_groups() -> list[Any]:
     told.append(len(parallel_state._global_process_group_list))
     if rank in {0, 3}:
         told.append(dist.get_process_group_ranks(group))
-    levels, twins = parallel_state.create_hierarchical_groups(
+    levels, gloo = parallel_state.create_hierarchical_groups(
         rank, [0, 1, 2, 3], [2, 2], create_gloo_process_groups=True, group_desc="levels"
     )
-    told.append([dist.get_process_group_ranks(level) for level in (*levels, *twins)])
+    told.append([dist.get_process_group_ranks(level) for level in (*levels, *gloo)])
     hybrid = parallel_state.create_hybrid_dp_cp_groups(rank, [0, 1, 2, 3], None)
     told.append({size: dist.get_process_group_ranks(group) for size, group in hybrid.items()})
     from datetime import timedelta

@@ -194,7 +194,7 @@ def test_sharing_can_be_turned_off() -> None:
     assert run_ranks(4, _unshared) == [[True] * 6] * 4
 
 
-def _twins() -> list[object]:
+def _with_gloo_groups() -> list[object]:
     """Axes on a backend that is not gloo, with gloo groups beside them, shared and not."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
 
@@ -202,18 +202,18 @@ def _twins() -> list[object]:
     for share in (True, False):
         options = {"tp": GroupOptions(backend="fake", gloo_twin=True, share=share)}
         mesh = namedmesh.init_mesh(dp=2, tp=2, options=options)
-        twin = mesh.gloo_group("tp")
-        told += [dist.get_backend(mesh.group("tp")), dist.get_backend(twin), sum_of_ranks(twin)]
+        gloo = mesh.gloo_group("tp")
+        told += [dist.get_backend(mesh.group("tp")), dist.get_backend(gloo), sum_of_ranks(gloo)]
         mesh.close()
     return told
 
 
-def test_gloo_twins_stand_beside_groups_of_another_backend() -> None:
-    for rank, told in enumerate(run_ranks(4, _twins)):
+def test_gloo_groups_stand_beside_groups_of_another_backend() -> None:
+    for rank, told in enumerate(run_ranks(4, _with_gloo_groups)):
         assert told == ["fake", "gloo", 1 if rank < 2 else 5] * 2
 
 
-def _no_twin() -> str:
+def _no_gloo_group() -> str:
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
 
     with namedmesh.init_mesh(dp=2, tp=2, options={"dp": GroupOptions(backend="fake")}) as mesh:
@@ -227,15 +227,15 @@ def _no_twin() -> str:
     return "no error"
 
 
-def test_a_twin_that_nobody_asked_for() -> None:
+def test_a_gloo_group_that_nobody_asked_for() -> None:
     text = (
         "there is no gloo group over 'dp'; ask for one when the group is made, with "
         "options=GroupOptions(gloo_twin=True)"
     )
-    assert run_ranks(4, _no_twin) == [text] * 4
+    assert run_ranks(4, _no_gloo_group) == [text] * 4
 
 
-def test_in_a_fake_world_a_group_is_its_own_twin() -> None:
+def test_in_a_fake_world_a_group_is_its_own_gloo_group() -> None:
     with fake_world(8):
         mesh = namedmesh.init_mesh(dp=-1, tp=2, device="cpu")
         assert mesh.gloo_group("dp") is mesh.group("dp")

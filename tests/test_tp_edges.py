@@ -145,7 +145,7 @@ def uneven() -> list[float]:
     return found
 
 
-def test_dtensors_of_uneven_pieces() -> None:
+def test_dtensors_of_uneven_shards() -> None:
     for found in run_ranks(2, uneven):
         assert len(found) == 9
         assert max(found) < 1e-12, found

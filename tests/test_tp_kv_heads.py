@@ -110,7 +110,7 @@ def test_biases_and_the_gradient_of_the_input_also_compiled() -> None:
         assert max(found) < 1e-12
 
 
-def pieces_difference() -> float:
+def counts_difference() -> float:
     """Plain torch applies the style too, with counts that the caller gives."""
     torch.manual_seed(0)
     reference = Attention(16, 4, 1).double()
@@ -121,7 +121,7 @@ def pieces_difference() -> float:
 
 
 def test_torch_applies_the_style_with_given_counts() -> None:
-    assert max(run_ranks(2, pieces_difference)) < 1e-12
+    assert max(run_ranks(2, counts_difference)) < 1e-12
 
 
 # --- what the errors say, and that what they say helps -------------------------------------------------------

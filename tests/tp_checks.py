@@ -182,8 +182,8 @@ def embeddings() -> Pairs:
     yield from against_whole(nn.Sequential(nn.Embedding(8, 8)), {"0": scattered}, ids, cut_out=1)
     columns = ColwiseParallel(output_layouts=WHOLE)
     yield from against_whole(nn.Sequential(nn.Embedding(8, 8)), {"0": columns}, ids)
-    of_pieces = RowwiseParallel(input_layouts=SEQUENCE)
-    yield from against_whole(nn.Sequential(nn.Embedding(8, 8)), {"0": of_pieces}, ids, cut_in=1)
+    of_shards = RowwiseParallel(input_layouts=SEQUENCE)
+    yield from against_whole(nn.Sequential(nn.Embedding(8, 8)), {"0": of_shards}, ids, cut_in=1)
 
 
 def llamas() -> Pairs:
