@@ -503,7 +503,7 @@ MESSAGES: list[tuple[Callable[[NamedMesh], object], type[Exception], str]] = [
     (
         lambda mesh: mesh.add_view("other", a=3, b=-1),
         LayoutError,
-        "a=3 does not divide ...",
+        "a=3 ... 8 ranks; ... multiple of 3",
     ),
     (
         lambda mesh: mesh.flatten("pp", "tp"),

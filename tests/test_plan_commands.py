@@ -216,12 +216,12 @@ def test_the_best_partitions_come_first_in_every_format(capsys: pytest.CaptureFi
         (
             "plan --world-size 16 --tp 3",
             1,
-            "namedmesh plan: tp=3 does not divide ...",
+            "namedmesh plan: tp=3 ... 16 ranks; ... multiple of 3\n",
         ),
         (
             "plan --world-size 15 --tp 2 --pp 4",
             1,
-            "namedmesh plan: pp=4 x tp=2 = 8 does not divide ...",
+            "namedmesh plan: pp=4 x tp=2 = 8 ... 15 ranks; ... multiple of 8\n",
         ),
         (
             "plan tp=2 --tp 2",

@@ -225,7 +225,7 @@ def test_unusual_names_are_pointed_out() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: make_plan(world_size=16, tp=3), "tp=3 does not divide"),
+        (lambda: make_plan(world_size=16, tp=3), "tp=3 "),
         (
             lambda: make_plan("tp=2", tp=2),
             "both a layout and sizes for tp were given; give a spec, or sizes by name",

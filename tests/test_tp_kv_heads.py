@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import parallelize_module
-from tp_compare import training_difference
-from tp_models import Attention, Llama
+from tp_compare import hf_difference, training_difference
+from tp_models import Attention, Llama, hf_model
 
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel import (
@@ -24,7 +23,6 @@ from namedmesh.tensor_parallel import (
     RowwiseParallel,
     llama_plan,
     parallelize,
-    plan_from_hf,
     plan_report,
 )
 from namedmesh.tensor_parallel.kv_heads import SharedHeads
@@ -148,48 +146,25 @@ def test_queries_must_divide() -> None:
 # --- transformers --------------------------------------------------------------------------------------------
 
 
-def hf_model(kind: str, implementation: str, kv_heads: int) -> Any:
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    import transformers
-
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=kv_heads,
-        head_dim=8,
-        pad_token_id=0,
-        attn_implementation=implementation,
-    )
-    return getattr(transformers, f"{kind}ForCausalLM")(config).double()
-
-
-def hf_difference(kind: str, implementation: str, kv_heads: int) -> float:
-    reference = hf_model(kind, implementation, kv_heads)
-    model = copy.deepcopy(reference)
-    parallelize(model, mesh_of(torch.distributed.get_world_size()), plan_from_hf(model))
-    ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
-    return training_difference(model, reference, ids, pick="logits")
-
-
 HF_MODELS = {
     2: [("Llama", "eager", 1)],
     4: [("Llama", "sdpa", 2), ("Qwen2", "sdpa", 1), ("Qwen3", "eager", 2)],
 }
 
 
+def shared_model(kind: str, implementation: str, kv_heads: int) -> Any:
+    return hf_model(kind, attn_implementation=implementation, num_key_value_heads=kv_heads, head_dim=8)
+
+
 def hf_differences() -> list[float]:
-    return [hf_difference(*model) for model in HF_MODELS[torch.distributed.get_world_size()]]
+    return [hf_difference(shared_model(*model)) for model in HF_MODELS[torch.distributed.get_world_size()]]
 
 
 @pytest.mark.oracle("transformers")
 @pytest.mark.parametrize("size", HF_MODELS)
 def test_models_of_transformers_share_their_kv_heads(size: int) -> None:
     for model in HF_MODELS[size]:
-        hf_model(*model)  # imported once, before the ranks are forked
+        shared_model(*model)  # imported once, before the ranks are forked
     # Some of them compute their norms and softmax in single precision.
     for found in run_ranks(size, hf_differences):
         assert max(found) < 1e-5, found

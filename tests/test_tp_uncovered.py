@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
-from tp_compare import problem_of, training_difference
-from tp_models import Attention, Block, Llama, Mlp
+from tp_compare import hf_difference, problem_of, training_difference
+from tp_models import Attention, Block, Llama, Mlp, hf_model
 
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel import (
@@ -25,7 +24,6 @@ from namedmesh.tensor_parallel import (
     RowwiseParallel,
     llama_plan,
     parallelize,
-    plan_from_hf,
     plan_report,
 )
 
@@ -156,36 +154,9 @@ def test_an_activation_with_a_number_of_its_own_gets_its_gradient_summed() -> No
     assert max(run_ranks(2, difference, Learned(), UP_DOWN, 8)) < 1e-11
 
 
-def apertus() -> Any:
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.ApertusConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        pad_token_id=0,
-    )
-    return transformers.ApertusForCausalLM(config).double()
-
-
-def apertus_difference() -> float:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    reference = apertus()
-    model = copy.deepcopy(reference)
-    parallelize(model, mesh, plan_from_hf(model))
-    ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
-    return training_difference(model, reference, ids, pick="logits")
-
-
 @pytest.mark.oracle("transformers")
 def test_apertus_trains_as_the_whole_model() -> None:
-    apertus()  # imported once, before the ranks are forked
-    assert max(run_ranks(2, apertus_difference)) < 1e-5
+    assert max(run_ranks(2, hf_difference, hf_model("Apertus"))) < 1e-5
 
 
 # --- what is refused, and that the remedies help ------------------------------------------------------------

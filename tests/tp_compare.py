@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from namedmesh.errors import PlanError
-from namedmesh.tensor_parallel import plan_report
+from namedmesh.tensor_parallel import parallelize, plan_from_hf, plan_report
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -57,6 +59,15 @@ def training_difference(
         assert value.shape == wanted_state[name].shape, name
         differences.append((whole(value) - wanted_state[name]).abs().max().item())
     return max(differences)
+
+
+def hf_difference(reference: Any, *, steps: int = 3) -> float:
+    """On one rank of a world: the largest difference for a model of Hugging Face, by its own plan."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    model = copy.deepcopy(reference)
+    parallelize(model, mesh, plan_from_hf(model))
+    ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
+    return training_difference(model, reference, ids, steps=steps, pick="logits")
 
 
 def _adam(model: nn.Module) -> torch.optim.Optimizer:
