@@ -6,6 +6,7 @@ import importlib
 import inspect
 import random
 import sys
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from installing import run_python, without
 from megatron_cases import comparable, kind_of
-from messages import says
+from messages import refuses, says
 from ranks import fake_world, live_groups, run_ranks
 
 import namedmesh
@@ -354,9 +355,7 @@ def test_mistakes_are_explained_and_leave_no_group() -> None:
             ),
         ]
         for call, kind, text in mistakes:
-            with pytest.raises(kind, match=says(text)) as caught:
-                call()
-            assert isinstance(caught.value, NamedMeshError)
+            refuses(call, kind, text)
             assert live_groups() == alone + 1
         grid = PipelineParallelGrid(PipeDataParallelTopology(2, 4), process_group=dist.group.WORLD)
         texts = {
@@ -525,10 +524,7 @@ def test_what_a_unit_does_not_have_it_explains() -> None:
         }
         for name, text in texts.items():
             assert not hasattr(unit, name)
-            with pytest.raises(AttributeError) as caught:
-                getattr(unit, name)
-            assert isinstance(caught.value, NamedMeshError)
-            assert str(caught.value) == text
+            refuses(partial(getattr, unit, name), AttributeError, text)
         mesh.close()
 
 
