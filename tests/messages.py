@@ -23,3 +23,12 @@ def refuses(call: Callable[[], object], kind: type[Exception], text: str) -> Non
     with pytest.raises(kind, match=says(text)) as caught:
         call()
     assert isinstance(caught.value, NamedMeshError)
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """The type and the text of the error of ours that a call ends in; nothing where it ends in none."""
+    try:
+        call()
+    except NamedMeshError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from installing import run_python, without
 from megatron_cases import comparable, kind_of
-from messages import refuses, says
+from messages import error_of, refuses, says
 from ranks import fake_world, live_groups, run_ranks
 
 import namedmesh
@@ -233,26 +233,17 @@ def test_nothing_leaks() -> None:
     assert run_ranks(8, _again_and_again, timeout=120) == [[0] * 13] * 8
 
 
-def _different_topologies() -> str:
-    try:
-        PipelineParallelGrid(PipeDataParallelTopology(*((2, 2) if dist.get_rank() < 3 else (1, 4))))
-    except NamedMeshError as error:
-        return str(error)
-    return "no error"
-
-
-def _one_mistake() -> str:
-    try:
-        PipelineParallelGrid(PipeDataParallelTopology(2, 2 if dist.get_rank() < 3 else 4))
-    except NamedMeshError as error:
-        return str(error)
-    return "no error"
+def _with_another_last(most: tuple[int, int], last: tuple[int, int]) -> str:
+    sizes = most if dist.get_rank() < 3 else last
+    return error_of(lambda: PipelineParallelGrid(PipeDataParallelTopology(*sizes)))
 
 
 def test_ranks_that_differ_are_reported_instead_of_hanging() -> None:
-    for text in run_ranks(4, _different_topologies):
-        assert text.startswith("layout differs between ranks: Layout(pp=2, dp=2) on ranks 0, 1, 2;")
-    *others, guilty = run_ranks(4, _one_mistake)
+    for text in run_ranks(4, _with_another_last, (2, 2), (1, 4)):
+        assert text.startswith(
+            "AgreementError: layout differs between ranks: Layout(pp=2, dp=2) on ranks 0, 1, 2;"
+        )
+    *others, guilty = run_ranks(4, _with_another_last, (2, 2), (2, 4))
     words = "the topology pipe=2 x data=4 has 8 ranks"
     assert all(f"rank 3 gave up on deepspeed.PipelineParallelGrid: {words}" in text for text in others)
     assert words in guilty

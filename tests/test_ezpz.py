@@ -17,6 +17,7 @@ from installing import run_python, without
 from messages import refuses
 from ranks import fake_world, live_groups, run_ranks
 from torch import Tensor, nn
+from tp_compare import apart, numbers
 
 import namedmesh
 from namedmesh.compat import ezpz, megatron
@@ -215,17 +216,6 @@ def test_variables_can_be_assigned() -> None:
 # --- layers -------------------------------------------------------------------------------------------------
 
 V, H, OUT = 16, 8, 24
-
-
-def numbers(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def apart(one: Tensor | None, other: Tensor | None) -> float:
-    if one is None or other is None:
-        return 0.0 if one is other else float("inf")
-    one, other = (each.detach().to_dense() if each.is_sparse else each.detach() for each in (one, other))
-    return (one - other).abs().max().item() if one.shape == other.shape else float("inf")
 
 
 def shard(whole: Tensor, dim: int) -> Tensor:

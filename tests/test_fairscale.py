@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from installing import run_python, without
-from messages import refuses
+from messages import error_of, refuses
 from ranks import fake_world, live_groups, run_ranks
 from torch import Tensor, nn
+from tp_compare import apart, numbers
 
 import namedmesh
-from namedmesh import NamedMeshError
 from namedmesh.compat import ezpz, fairscale, megatron
 from namedmesh.compat.fairscale import initialize as state
 
@@ -406,10 +406,6 @@ LAYERS: dict[str, tuple[str, tuple[int, int], dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def numbers(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def given(kind: str) -> Tensor:
     rank, size = dist.get_rank(), dist.get_world_size()
     whole = numbers(5, 3, H, seed=1)
@@ -423,15 +419,6 @@ def given(kind: str) -> Tensor:
     if kind == "ids, no first":  # it counts the others' ids as the first of its part
         return torch.where(ids % (V // size) == 0, ids + 1, ids)
     return ids
-
-
-def apart(one: Tensor | None, other: Tensor | None) -> float:
-    if one is None or other is None:
-        return 0.0 if one is other else float("inf")
-    if one.shape != other.shape or one.dtype != other.dtype or one.is_sparse != other.is_sparse:
-        return float("inf")
-    one, other = (each.detach().to_dense() if each.is_sparse else each.detach() for each in (one, other))
-    return (one - other).abs().max().item()
 
 
 def run_layer(layer: Any, value: Tensor) -> list[Tensor | None]:
@@ -948,16 +935,14 @@ def test_meshes_that_fairscale_cannot_be_bound_to() -> None:
 
 
 def disagree(sizes: list[int]) -> str:
-    try:
-        fairscale.initialize_model_parallel(sizes[dist.get_rank()])
-    except NamedMeshError as error:
-        return str(error)
-    return "no error"
+    return error_of(lambda: fairscale.initialize_model_parallel(sizes[dist.get_rank()]))
 
 
 def test_ranks_that_differ_are_reported_instead_of_hanging() -> None:
     for text in run_ranks(4, disagree, [2, 2, 2, 4]):
-        assert text.startswith("model_parallel_size_ differs between ranks: 2 on ranks 0, 1, 2; 4 on rank 3")
+        assert text.startswith(
+            "AgreementError: model_parallel_size_ differs between ranks: 2 on ranks 0, 1, 2; 4 on rank 3"
+        )
     *others, guilty = run_ranks(4, disagree, [2, 2, 2, 3])
     assert "cannot be divided by model_parallel_size_=3" in guilty
     assert all("rank 3 gave up on fairscale.initialize_model_parallel" in text for text in others)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 import torch.distributed as dist
 from messages import says
-from ranks import run_ranks
+from ranks import free_port, run_ranks
 
 from namedmesh import LaunchError, launch
 from namedmesh.launchers import first_host, torchrun_variables
@@ -40,12 +39,6 @@ def _reduced(worlds: list[dict[str, str]]) -> tuple[int, int, float, dict[str, s
     dist.barrier()
     dist.destroy_process_group()
     return found
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def slurm(rank: int, size: int = 2) -> dict[str, str]:
@@ -106,7 +99,7 @@ def test_processes_of_a_launcher_are_one_world(
 ) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("localhost\nx3001c0s1b0n0\n", encoding="utf-8")
-    port = free_port()
+    port = str(free_port())
     worlds = []
     for rank in range(2):
         ours = {"slurm": slurm, "open_mpi": open_mpi, "mpich": mpich}.get(launcher)

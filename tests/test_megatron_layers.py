@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from messages import refuses
 from ranks import fake_world, run_ranks
 from torch import Tensor, nn
+from tp_compare import apart, numbers
 
 from namedmesh import MeshError, ShapeError
 from namedmesh.compat.errors import ContractError, ContractRuntimeError
@@ -46,19 +47,6 @@ def original(world_size: int) -> Any:
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     state.initialize_model_parallel(tensor_model_parallel_size=world_size, create_gloo_process_groups=False)
     return state.get_tensor_model_parallel_group()
-
-
-def numbers(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def apart(one: Tensor | None, other: Tensor | None) -> float:
-    """How far two tensors are from each other; infinitely, if only one is there or the shapes differ."""
-    if one is None or other is None:
-        return 0.0 if one is other else float("inf")
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return float("inf")
-    return (one - other).abs().max().item() if one.numel() else 0.0
 
 
 def results(function: Callable[[Tensor], Any], given: Tensor, others: Any = ()) -> list[Tensor | None]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from messages import says
+from messages import error_of, says
 from ranks import fake_world, live_groups, run_ranks
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -217,19 +217,15 @@ def _no_gloo_group() -> str:
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
 
     with namedmesh.init_mesh(dp=2, tp=2, options={"dp": GroupOptions(backend="fake")}) as mesh:
-        try:
-            mesh.gloo_group("dp")
-        except MeshError as error:
-            return str(error)
-        finally:
-            dist.barrier()  # a rank that ends takes its connections along, and others may be connecting
-            mesh.close()
-    return "no error"
+        text = error_of(lambda: mesh.gloo_group("dp"))
+        dist.barrier()  # a rank that ends takes its connections along, and others may be connecting
+        mesh.close()
+    return text
 
 
 def test_a_gloo_group_that_nobody_asked_for() -> None:
     text = (
-        "there is no gloo group over 'dp'; ask for one when the group is made, with "
+        "MeshError: there is no gloo group over 'dp'; ask for one when the group is made, with "
         "options=GroupOptions(gloo_twin=True)"
     )
     assert run_ranks(4, _no_gloo_group) == [text] * 4

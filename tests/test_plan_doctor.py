@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import os
-import socket
 from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import free_port, run_ranks
 
 from namedmesh.__main__ import main
 from namedmesh.init import init_mesh
@@ -172,12 +171,6 @@ def test_plain_python_is_a_world_of_one() -> None:
     [(status, out, _)] = run_ranks(1, alone, init=False)
     assert status == 0
     assert out.startswith("dp=1 (1 rank), gloo on cpu, 1 host\n")
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def hosted(port: int, world: int) -> tuple[int, str, str]:

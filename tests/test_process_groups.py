@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 import torch.distributed as dist
-from messages import says
+from messages import error_of, says
 from ranks import fake_world, run_ranks
 from torch.distributed import distributed_c10d as c10d
 
@@ -140,15 +140,7 @@ def test_meshes_with_other_axes() -> None:
         mesh.close()
 
 
-def one_mistake() -> Any:
-    try:
-        ProcessGroups(2, 2, 1 if dist.get_rank() < 3 else 2)
-    except namedmesh.NamedMeshError as error:
-        return str(error)
-    return "no error"
-
-
 def test_one_rank_s_mistake_reaches_the_others() -> None:
-    *others, guilty = run_ranks(4, one_mistake)
+    *others, guilty = run_ranks(4, error_of, lambda: ProcessGroups(2, 2, 1 if dist.get_rank() < 3 else 2))
     assert "tp=2 x pp=2 x dp=2 = 8 is not the world" in guilty
     assert all("rank 3 gave up on ProcessGroups" in text for text in others)

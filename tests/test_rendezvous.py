@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import free_port, run_ranks
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from namedmesh import AgreementError, NamedMeshError, launch
@@ -26,12 +26,6 @@ ABSENT = (
     "rank {} of 0 to {} did not call {} within {:g} s; every rank of the job must call it, so look at what those ranks "
     "did instead"
 )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def refused(**arguments: Any) -> str:

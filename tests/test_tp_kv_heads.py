@@ -10,10 +10,9 @@ import torch
 from messages import says
 from ranks import run_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import parallelize_module
-from tp_compare import hf_difference, training_difference
+from tp_compare import hf_difference, tp_mesh, training_difference
 from tp_models import Attention, Llama, hf_model
 
 from namedmesh.errors import PlanError
@@ -36,10 +35,6 @@ COUNTS = [
 ]
 
 
-def mesh_of(size: int) -> Any:
-    return init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
-
-
 @pytest.mark.parametrize(("queries", "heads", "size"), [*COUNTS, (32, 4, 8), (64, 8, 16), (48, 6, 8)])
 def test_every_query_gets_its_own_head(queries: int, heads: int, size: int) -> None:
     shared = SharedHeads(queries, heads, size)
@@ -49,7 +44,7 @@ def test_every_query_gets_its_own_head(queries: int, heads: int, size: int) -> N
 
 def llama_differences() -> dict[tuple[int, int, bool], float]:
     size = torch.distributed.get_world_size()
-    mesh = mesh_of(size)
+    mesh = tp_mesh()
     found = {}
     for queries, heads, of_size in COUNTS:
         if of_size != size or queries == size:
@@ -96,7 +91,7 @@ def bias_differences() -> list[float]:
     for compiled in (False, True):
         torch.manual_seed(0)
         reference: nn.Module = Biased(24, 6, 2).double()
-        model = parallelize(copy.deepcopy(reference), mesh_of(3), attention_plan())
+        model = parallelize(copy.deepcopy(reference), tp_mesh(), attention_plan())
         if compiled:
             model.compile(backend="aot_eager")
         found.append(training_difference(model, reference, torch.randn(2, 5, 24, dtype=torch.float64)))
@@ -114,7 +109,7 @@ def counts_difference() -> float:
     reference = Attention(16, 4, 1).double()
     model = copy.deepcopy(reference)
     plan = attention_plan() | {name: KeyValueParallel(query_heads=4, kv_heads=1) for name in ("wk", "wv")}
-    parallelize_module(model, mesh_of(2), plan)
+    parallelize_module(model, tp_mesh(), plan)
     return training_difference(model, reference, torch.randn(2, 5, 16, dtype=torch.float64))
 
 

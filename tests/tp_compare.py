@@ -15,6 +15,26 @@ from namedmesh.tensor_parallel import parallelize, plan_from_hf, plan_report
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def tp_mesh() -> DeviceMesh:
+    """One axis over all ranks."""
+    return init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def numbers(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def apart(one: Tensor | None, other: Tensor | None) -> float:
+    """How far two tensors are from each other; infinitely, if only one is there or they are not alike."""
+    if one is None or other is None:
+        return 0.0 if one is other else float("inf")
+    if one.shape != other.shape or one.dtype != other.dtype or one.is_sparse != other.is_sparse:
+        return float("inf")
+    one, other = (each.detach().to_dense() if each.is_sparse else each.detach() for each in (one, other))
+    return (one - other).abs().max().item() if one.numel() else 0.0
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -63,9 +83,8 @@ def training_difference(
 
 def hf_difference(reference: Any, *, steps: int = 3) -> float:
     """On one rank of a world: the largest difference for a model of Hugging Face, by its own plan."""
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
     model = copy.deepcopy(reference)
-    parallelize(model, mesh, plan_from_hf(model))
+    parallelize(model, tp_mesh(), plan_from_hf(model))
     ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
     return training_difference(model, reference, ids, steps=steps, pick="logits")
 
