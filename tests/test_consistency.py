@@ -6,7 +6,6 @@ import os
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks, summed
@@ -18,6 +17,8 @@ from namedmesh import AgreementError, GroupOptions, Layout, NamedMeshError, cons
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    import pytest
 
 WRONG = 2
 

@@ -234,16 +234,8 @@ def test_mistakes_are_explained() -> None:
             ValueError,
             "rank 12 is not in the topology of pipe=2 x data=3 x model=2; its ranks are 0 to 11",
         ),
-        (
-            lambda: topo.filter_match(stage=0),
-            AttributeError,
-            "axis 'stage' ... ('pipe', 'data', 'model')",
-        ),
-        (
-            lambda: topo.get_axis_list("dada", 0),
-            ValueError,
-            "axis 'dada' ...; did you mean 'data'?",
-        ),
+        (lambda: topo.filter_match(stage=0), AttributeError, "axis 'stage' ... ('pipe', 'data', 'model')"),
+        (lambda: topo.get_axis_list("dada", 0), ValueError, "axis 'dada' ...; did you mean 'data'?"),
         (
             lambda: topology._prime_factors(0),
             ValueError,

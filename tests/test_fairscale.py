@@ -857,11 +857,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         RuntimeError,
         "fairscale's model parallelism is not bound to a mesh; call initialize_model_parallel(...) or bind(mesh) first",
     ),
-    (
-        started(lambda: fairscale.ColumnParallelLinear(4, 10)),
-        AssertionError,
-        "out_features is 10, ...",
-    ),
+    (started(lambda: fairscale.ColumnParallelLinear(4, 10)), AssertionError, "out_features is 10, ..."),
     (
         started(lambda: fairscale.RowParallelLinear(12, 4, stride=2)),
         AssertionError,
@@ -872,16 +868,8 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         AssertionError,
         "the length ... of the input is 6, ...",
     ),
-    (
-        started(lambda: fairscale.VocabParallelEmbedding(65, 4)),
-        AssertionError,
-        "num_embeddings is 65, ...",
-    ),
-    (
-        started(lambda: fairscale.ParallelEmbedding(8, 6)),
-        AssertionError,
-        "embedding_dim is 6, ...",
-    ),
+    (started(lambda: fairscale.VocabParallelEmbedding(65, 4)), AssertionError, "num_embeddings is 65, ..."),
+    (started(lambda: fairscale.ParallelEmbedding(8, 6)), AssertionError, "embedding_dim is 6, ..."),
     (
         started(lambda: fairscale.ParallelEmbedding(8, 4, padding_idx=8)),
         AssertionError,
@@ -897,11 +885,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         AssertionError,
         "the target has shape (3,) and the logits (2, 4); ...",
     ),
-    (
-        lambda: fairscale.utils.divide_and_check_no_remainder(10, 4),
-        AssertionError,
-        "10 ... by 4; ...",
-    ),
+    (lambda: fairscale.utils.divide_and_check_no_remainder(10, 4), AssertionError, "10 ... by 4; ..."),
 ]
 
 

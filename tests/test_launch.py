@@ -181,12 +181,7 @@ MESSAGES: list[tuple[int, dict[str, str], Any, str]] = [
         "gpu",
         "device 'gpu' is none that torch knows; use 'cpu', 'cuda', or one device such as 'cuda:0'",
     ),
-    (
-        1,
-        {"LOCAL_RANK": "first"},
-        None,
-        "LOCAL_RANK is 'first'; ...",
-    ),
+    (1, {"LOCAL_RANK": "first"}, None, "LOCAL_RANK is 'first'; ..."),
 ]
 
 

@@ -224,10 +224,7 @@ REFUSED: list[tuple[dict[str, str], str]] = [
         "Open MPI started 4 processes, but does not say on which host rank 0 is; set MASTER_ADDR to that host "
         "(127.0.0.1 if all are on one)",
     ),
-    (
-        slurm(1) | {"WORLD_SIZE": "8"},
-        "WORLD_SIZE is 8, but SLURM says 2; unset WORLD_SIZE",
-    ),
+    (slurm(1) | {"WORLD_SIZE": "8"}, "WORLD_SIZE is 8, but SLURM says 2; unset WORLD_SIZE"),
     (
         slurm(1) | {"SLURM_LOCALID": "first"},
         "SLURM_LOCALID is 'first'; it is an int that the launcher sets, such as torchrun",

@@ -189,16 +189,8 @@ def test_a_million_ranks_answer_at_once() -> None:
 SIZE = "has size {}; a size is an int of at least 1, or -1 for whatever is left"
 OUTSIDE = "is outside the axis; its coordinates are the ints 0 to 1"
 MESSAGES: list[tuple[Any, type[Exception], str]] = [
-    (
-        lambda: Layout(),
-        LayoutError,
-        "no axis is named; name at least one, such as dp=-1",
-    ),
-    (
-        lambda: Layout(tp=0),
-        LayoutError,
-        f"axis 'tp' {SIZE.format(0)}",
-    ),
+    (lambda: Layout(), LayoutError, "no axis is named; name at least one, such as dp=-1"),
+    (lambda: Layout(tp=0), LayoutError, f"axis 'tp' {SIZE.format(0)}"),
     (
         lambda: Layout(dp=-1, tp=-1, world_size=8),
         LayoutError,
@@ -224,11 +216,7 @@ MESSAGES: list[tuple[Any, type[Exception], str]] = [
         LayoutError,
         "axis name 'tensor-parallel' is not a Python identifier; use letters, digits and underscores, such as 'dp'",
     ),
-    (
-        lambda: Layout(**{"class": 2}),
-        LayoutError,
-        "axis name 'class' is not a ...",
-    ),
+    (lambda: Layout(**{"class": 2}), LayoutError, "axis name 'class' is not a ..."),
     (
         lambda: Layout(device=2),
         LayoutError,
@@ -272,11 +260,7 @@ MESSAGES: list[tuple[Any, type[Exception], str]] = [
         "  - axis 'tpy' is not one of ('pp', 'tp'); did you mean 'tp'?\n"
         "  - axis 'data' is not one of ('pp', 'tp')",
     ),
-    (
-        lambda: Layout(pp=2, tp=2).groups(),
-        AxisError,
-        "no axis is named; name one or more of ('pp', 'tp')",
-    ),
+    (lambda: Layout(pp=2, tp=2).groups(), AxisError, "no axis is named; name one or more of ('pp', 'tp')"),
     (
         lambda: Layout(pp=2, tp=2, rank_offset=4).coords(8),
         LayoutError,

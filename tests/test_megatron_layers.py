@@ -745,11 +745,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         AssertionError,
         "output_size is 10, which cannot be split into 4 equal shards; use 8 or 12, or another multiple of 4",
     ),
-    (
-        on_four(lambda group: ROW(3, 4, tp_group=group)),
-        AssertionError,
-        "input_size is 3, ...; use 4, or ...",
-    ),
+    (on_four(lambda group: ROW(3, 4, tp_group=group)), AssertionError, "input_size is 3, ...; use 4, or ..."),
     (
         on_four(lambda group: COLUMN(4, 12, stride=2, tp_group=group)),
         AssertionError,

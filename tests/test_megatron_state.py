@@ -699,10 +699,7 @@ MISTAKES: tuple[tuple[dict[str, Any], str], ...] = (
         {"order": "tp-dp", "pipeline_model_parallel_size": 2},
         "the size of pp is 2, but the order 'tp-dp' has no place for it; add 'pp'",
     ),
-    (
-        {"expert_model_parallel_size": 3},
-        "the world of 8 ranks ... experts' etp=1 x ep=3 x pp=1 = 3; ...",
-    ),
+    ({"expert_model_parallel_size": 3}, "the world of 8 ranks ... experts' etp=1 x ep=3 x pp=1 = 3; ..."),
     (
         {"nccl_communicator_config_path": "/no/such.yaml"},
         "nccl_communicator_config_path is '/no/such.yaml', and there is no such file; give the path of a YAML file such "

@@ -450,11 +450,7 @@ def test_adopting_a_transposed_mesh() -> None:
 
 
 MESSAGES: list[tuple[Callable[[NamedMesh], object], type[Exception], str]] = [
-    (
-        lambda mesh: mesh["tq"],
-        AxisError,
-        "axis 'tq' ... ('pp', 'dp', 'tp', 'edp', 'ep'); did you mean 'tp'?",
-    ),
+    (lambda mesh: mesh["tq"], AxisError, "axis 'tq' ... ('pp', 'dp', 'tp', 'edp', 'ep'); did you mean 'tp'?"),
     (
         lambda mesh: mesh.group("dp", "ep"),
         AxisError,
@@ -477,11 +473,7 @@ MESSAGES: list[tuple[Callable[[NamedMesh], object], type[Exception], str]] = [
         "there is no group over 'pp' and 'dp' yet; call mesh.flatten(\"pp\", \"dp\") once, on every rank, before it is "
         "asked for",
     ),
-    (
-        lambda mesh: mesh.group(),
-        AxisError,
-        "no axis is named; ... ('pp', 'dp', 'tp')",
-    ),
+    (lambda mesh: mesh.group(), AxisError, "no axis is named; ... ('pp', 'dp', 'tp')"),
     (
         lambda mesh: mesh.flatten("dp", "tp", name="pp"),
         LayoutError,
@@ -496,22 +488,14 @@ MESSAGES: list[tuple[Callable[[NamedMesh], object], type[Exception], str]] = [
         "of its own\n"
         "  - the name 'expert' is taken by another view; choose another",
     ),
-    (
-        lambda mesh: mesh.add_view("other", a=3, b=-1),
-        LayoutError,
-        "a=3 ... 8 ranks; ... multiple of 3",
-    ),
+    (lambda mesh: mesh.add_view("other", a=3, b=-1), LayoutError, "a=3 ... 8 ranks; ... multiple of 3"),
     (
         lambda mesh: mesh.flatten("pp", "tp"),
         LayoutError,
         "timeout of axes 'pp' and 'tp' is both datetime.timedelta(seconds=5) and datetime.timedelta(seconds=6); say "
         "which one the group over both should have with options=",
     ),
-    (
-        lambda mesh: mesh.explain(rank=8),
-        LayoutError,
-        "rank 8 is outside ...",
-    ),
+    (lambda mesh: mesh.explain(rank=8), LayoutError, "rank 8 is outside ..."),
 ]
 
 
@@ -529,11 +513,7 @@ def test_messages(call: Callable[[NamedMesh], object], kind: type[Exception], te
 
 
 INIT_MESSAGES: list[tuple[dict[str, Any], type[Exception], str]] = [
-    (
-        {"dp": 3},
-        LayoutError,
-        "dp=3 needs 3 ranks, ...",
-    ),
+    ({"dp": 3}, LayoutError, "dp=3 needs 3 ranks, ..."),
     (
         {"layout": Layout(dp=4)},
         LayoutError,

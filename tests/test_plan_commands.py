@@ -213,26 +213,14 @@ def test_the_best_partitions_come_first_in_every_format(capsys: pytest.CaptureFi
             "           ^^^ axis 'tpx' is not one of megatron's ('pp', 'dp', 'cp', 'tp', 'edp', 'ep', 'etp'); "
             "did you mean 'tp'?\n",
         ),
-        (
-            "plan --world-size 16 --tp 3",
-            1,
-            "namedmesh plan: tp=3 ... 16 ranks; ... multiple of 3\n",
-        ),
+        ("plan --world-size 16 --tp 3", 1, "namedmesh plan: tp=3 ... 16 ranks; ... multiple of 3\n"),
         (
             "plan --world-size 15 --tp 2 --pp 4",
             1,
             "namedmesh plan: pp=4 x tp=2 = 8 ... 15 ranks; ... multiple of 8\n",
         ),
-        (
-            "plan tp=2 --tp 2",
-            2,
-            "namedmesh plan: both a layout ...",
-        ),
-        (
-            "plan tp=2 --rank 2",
-            1,
-            "namedmesh plan: rank 2 is outside tp=2 ...",
-        ),
+        ("plan tp=2 --tp 2", 2, "namedmesh plan: both a layout ..."),
+        ("plan tp=2 --rank 2", 1, "namedmesh plan: rank 2 is outside tp=2 ..."),
         (
             "plan tp=2 --svg /nowhere/at/all.svg --format csv",
             2,
@@ -249,11 +237,7 @@ def test_the_best_partitions_come_first_in_every_format(capsys: pytest.CaptureFi
             "namedmesh diff: tp=2 (2 ranks) and tp=4 (4 ranks) are not over the same ranks; give sizes that fit one "
             "world_size\n",
         ),
-        (
-            "partitions --world-size 8 --params 7X",
-            2,
-            "namedmesh partitions: '7X' is not a number ...",
-        ),
+        ("partitions --world-size 8 --params 7X", 2, "namedmesh partitions: '7X' is not a number ..."),
         (
             "plan --world-size 1000000000000000000000000000",
             1,

@@ -114,10 +114,7 @@ MISTAKES: list[tuple[tuple[int, int, int], str]] = [
         "tp=2 x pp=2 x dp=3 = 12 is not the world of 8 ranks; change a size, or start another number of ranks",
     ),
     ((2, 2, 1), "tp=2 x pp=2 x dp=1 = 4 ..."),
-    (
-        (-2, -2, 2),
-        "tp=-2, pp=-2, dp=2: each of the sizes has to be 1 or more, in a world of 8",
-    ),
+    ((-2, -2, 2), "tp=-2, pp=-2, dp=2: each of the sizes has to be 1 or more, in a world of 8"),
 ]
 
 
