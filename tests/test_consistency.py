@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from ranks import run_ranks, summed
-from torch.distributed import distributed_c10d as c10d
+from messages import error_of
+from ranks import live_groups, run_ranks, summed
 
 import namedmesh
-from namedmesh import AgreementError, GroupOptions, Layout, NamedMeshError, consistency
+from namedmesh import AgreementError, GroupOptions, Layout, consistency
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,16 +23,13 @@ if TYPE_CHECKING:
 WRONG = 2
 
 
-def _told(make: Callable[[], object]) -> tuple[str, str, int]:
-    before = len(c10d._world.pg_map)
-    try:
-        make()
-    except NamedMeshError as error:
-        return type(error).__name__, str(error), len(c10d._world.pg_map) - before
-    return "", "", 0
+def _told(make: Callable[[], object]) -> tuple[str, int]:
+    """The error, and how many groups it left behind."""
+    before = live_groups()
+    return error_of(make), live_groups() - before
 
 
-def _one_is_wrong(right: Callable[[], object], wrong: Callable[[], object]) -> tuple[str, str, int]:
+def _one_is_wrong(right: Callable[[], object], wrong: Callable[[], object]) -> tuple[str, int]:
     return _told(wrong if dist.get_rank() == WRONG else right)
 
 
@@ -72,31 +69,31 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),
 }
 ABSENT = (
-    "rank 2 of 0 to 3 did not call init_mesh within 1 s; every rank of the mesh must call it, so look at what those "
+    "AgreementError: rank 2 of 0 to 3 did not call init_mesh within 1 s; every rank of the mesh must call it, so look at what those "
     "ranks did instead"
 )
 
 
 def test_every_rank_reports_what_differs() -> None:
-    expected = {case: ("AgreementError", text, 0) for case, (_, text) in CASES.items()}
+    expected = {case: (f"AgreementError: {text}", 0) for case, (_, text) in CASES.items()}
     told = run_ranks(4, lambda: {case: _one_is_wrong(_right, wrong) for case, (wrong, _) in CASES.items()})
     assert told == [expected] * 4
 
 
 def test_another_torch_version_is_reported() -> None:
-    for kind, text, made in run_ranks(4, _one_is_wrong, _right, _newer_torch):
-        assert (kind, made) == ("AgreementError", 0)
-        assert text.startswith("torch differs between ranks: ")
+    for text, made in run_ranks(4, _one_is_wrong, _right, _newer_torch):
+        assert made == 0
+        assert text.startswith("AgreementError: torch differs between ranks: ")
         assert "on ranks 0, 1, 3; 9.9.9 on rank 2; " in text
 
 
 def test_all_ranks_wrong_in_the_same_way_get_the_mistake_itself() -> None:
-    for kind, text, made in run_ranks(4, _told, lambda: namedmesh.init_mesh(dp=3)):
-        assert (kind, made) == ("LayoutError", 0)
-        assert text.startswith("dp=3 needs 3 ranks, ")
+    for text, made in run_ranks(4, _told, lambda: namedmesh.init_mesh(dp=3)):
+        assert made == 0
+        assert text.startswith("LayoutError: dp=3 needs 3 ranks, ")
 
 
-def _absent(call: Callable[[], object]) -> tuple[str, str, int] | None:
+def _absent(call: Callable[[], object]) -> tuple[str, int] | None:
     return None if dist.get_rank() == WRONG else _told(call)
 
 
@@ -104,7 +101,7 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout() -> None:
     def call() -> object:
         return namedmesh.init_mesh(dp=2, tp=2, timeout=timedelta(seconds=1))
 
-    expected = ("AgreementError", ABSENT, 0)
+    expected = (ABSENT, 0)
     assert run_ranks(4, _absent, call) == [expected, expected, None, expected]
 
 
@@ -127,8 +124,7 @@ def _in_file(path: str) -> list[object]:
 
 
 def test_a_file_is_as_good_a_store_as_a_server(tmp_path: Path) -> None:
-    absent = ("AgreementError", ABSENT, 0)
-    differ = ("AgreementError", CASES["sizes"][1], 0)
+    absent, differ = (ABSENT, 0), (f"AgreementError: {CASES['sizes'][1]}", 0)
     outcomes = run_ranks(4, _in_file, str(tmp_path / "store"), init=False)
     assert outcomes[WRONG] == [None, absent, differ, 5.0]
     assert [outcomes[rank] for rank in (0, 1, 3)] == [[absent, differ, total] for total in (1.0, 1.0, 5.0)]
@@ -138,11 +134,11 @@ def _later_calls() -> list[str]:
     mesh = namedmesh.init_mesh(dp=2, tp=2)
     mine = dist.get_rank() == WRONG
     told = [
-        _told(lambda: mesh.flatten("dp", "tp", name="all" if mine else None))[1],
-        _told(lambda: mesh.add_view("expert", ep=4) if mine else mesh.add_view("expert", edp=2, ep=2))[1],
-        _told(lambda: mesh.add_view("expert", ep=4) if mine else mesh.flatten("dp", "tp"))[1].splitlines()[1],
-        _told(lambda: mesh.flatten("dp", "tq" if mine else "tp"))[1],
-        _told(lambda: mesh.add_view("expert", ep=3 if mine else 4))[1],
+        error_of(lambda: mesh.flatten("dp", "tp", name="all" if mine else None)),
+        error_of(lambda: mesh.add_view("expert", ep=4) if mine else mesh.add_view("expert", edp=2, ep=2)),
+        error_of(lambda: mesh.add_view("expert", ep=4) if mine else mesh.flatten("dp", "tp")).splitlines()[1],
+        error_of(lambda: mesh.flatten("dp", "tq" if mine else "tp")),
+        error_of(lambda: mesh.add_view("expert", ep=3 if mine else 4)),
     ]
     mesh.close()
     # Afterwards nothing is out of step.
@@ -155,12 +151,14 @@ def _later_calls() -> list[str]:
 def test_flatten_and_add_view_agree_too() -> None:
     for told in run_ranks(4, _later_calls):
         assert told[:3] == [
-            _differs("name", "all", "dp_tp"),
-            _differs("layout", "Layout(ep=4)", "Layout(edp=2, ep=2)"),
+            "AgreementError: " + _differs("name", "all", "dp_tp"),
+            "AgreementError: " + _differs("layout", "Layout(ep=4)", "Layout(edp=2, ep=2)"),
             "  - " + _differs("call", "mesh.add_view('expert')", "mesh.flatten"),
         ]
-        assert told[3].startswith("rank 2 gave up on mesh.flatten: axis 'tq' ")
-        assert told[4].startswith("rank 2 gave up on mesh.add_view('expert'): ep=3 needs 3 ranks, ")
+        assert told[3].startswith("AgreementError: rank 2 gave up on mesh.flatten: axis 'tq' ")
+        assert told[4].startswith(
+            "AgreementError: rank 2 gave up on mesh.add_view('expert'): ep=3 needs 3 ranks, "
+        )
 
 
 def test_agreeing_ranks_exchange_no_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,6 +195,7 @@ def test_an_absent_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert status == 1
     assert err.startswith("namedmesh doctor: rank 0, which hosts the store")
     assert f" at 127.0.0.1:{port}, " in err
+    assert " within 1 s; " in err
 
 
 def seen(axis: str, ranks: tuple[int, ...], bandwidth: float, problem: str = "") -> checks.AxisReport:

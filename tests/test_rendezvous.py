@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from messages import error_of
 from ranks import free_port, run_ranks
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from namedmesh import AgreementError, NamedMeshError, launch
+from namedmesh import AgreementError, launch
 from namedmesh.rendezvous import wait_for_ranks
 
 if TYPE_CHECKING:
@@ -30,10 +31,9 @@ ABSENT = (
 
 def refused(**arguments: Any) -> str:
     """The error that launch.init ends in."""
-    with pytest.raises(NamedMeshError) as caught:
-        launch.init("cpu", **arguments)
+    said = error_of(lambda: launch.init("cpu", **arguments))
     assert not dist.is_initialized()
-    return f"{type(caught.value).__name__}: {caught.value}"
+    return said
 
 
 def reduced() -> float:
