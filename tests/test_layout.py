@@ -225,7 +225,7 @@ MESSAGES: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: Layout.from_shape(("dp", "tp", "dp"), (2, 2, 2)),
         LayoutError,
-        "axis 'dp' is named 2 times; each axis needs a name of its own",
+        "axis 'dp' is named 2 times; ...",
     ),
     (
         lambda: Layout.from_shape(("dp", "tp"), (2,)),
