@@ -38,8 +38,8 @@ FAKE_SIZES = {
     "context_parallel_size": 2,
     "pipeline_model_parallel_size": 8,
 }
-TWINS = {"create_gloo_process_groups": True}
-NO_TWINS = {"create_gloo_process_groups": False}
+WITH_GLOO = {"create_gloo_process_groups": True}
+NO_GLOO = {"create_gloo_process_groups": False}
 
 
 def dialect(arguments: dict[str, Any]) -> Callable[[], None]:
@@ -82,16 +82,16 @@ def main() -> None:
         sys.exit('compared with megatron-core, which is not installed (extra "oracles")')
     print(paired.machine())
     with fake_world(8):
-        making.take_turns(CONTESTANTS, NO_TWINS, 1)
+        making.take_turns(CONTESTANTS, NO_GLOO, 1)
     gc.collect()
     gc.freeze()
     if arguments.only != "fake":
-        for twins in (NO_TWINS, TWINS):
-            what = GLOO_SIZES | twins
+        for gloo in (NO_GLOO, WITH_GLOO):
+            what = GLOO_SIZES | gloo
             told = making.on_gloo(CONTESTANTS, what, GLOO_RANKS, arguments.rounds, arguments.forks)
             making.show(f"{GLOO_RANKS} forked gloo ranks, {_words(what)}", *told)
     if arguments.only != "gloo":
-        what = FAKE_SIZES | NO_TWINS
+        what = FAKE_SIZES | NO_GLOO
         told = making.on_fake(CONTESTANTS, what, FAKE_RANKS, arguments.rounds * arguments.forks)
         making.show(f"{FAKE_RANKS:,} ranks of the fake backend, {_words(what)}", *told)
         measured = {}
@@ -103,8 +103,8 @@ def main() -> None:
 
 def _words(arguments: dict[str, Any]) -> str:
     sizes = [f"{name.split('_')[0]} {size}" for name, size in arguments.items() if name.endswith("_size")]
-    twins = "gloo twins" if arguments["create_gloo_process_groups"] else "no twins"
-    return ", ".join([*sizes, twins])
+    gloo = "gloo groups" if arguments["create_gloo_process_groups"] else "no gloo groups"
+    return ", ".join([*sizes, gloo])
 
 
 if __name__ == "__main__":

@@ -81,11 +81,11 @@ def explicit(hidden: int, wide: int) -> nn.Module:
     rank = dist.get_rank()
     with torch.no_grad():
         for mine, whole in zip(model.parameters(), reference(hidden, wide).parameters(), strict=True):
-            piece = whole.detach()
+            shard = whole.detach()
             for dim in range(mine.ndim):
                 if mine.shape[dim] != whole.shape[dim]:
-                    piece = piece.chunk(TP_SIZE, dim)[rank]
-            mine.copy_(piece)
+                    shard = shard.chunk(TP_SIZE, dim)[rank]
+            mine.copy_(shard)
     return model
 
 

@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import socket
 import time
 import traceback
 import warnings
@@ -187,3 +188,9 @@ def summed(group: dist.ProcessGroup | None, value: float = 1.0) -> float:
     tensor = torch.tensor([float(value)])
     dist.all_reduce(tensor, group=group)
     return tensor.item()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch.distributed as dist
+from messages import says
 from ranks import fake_world, live_groups, run_ranks, summed
 
 import namedmesh
@@ -63,7 +64,7 @@ IGNORED: list[tuple[Callable[[NamedMesh], object], type[Exception], str]] = [
     (
         lambda _: namedmesh.init_mesh(Layout(dp=8), world_size=8),
         LayoutError,
-        "both Layout(dp=8) and world_size=8 were given; give a layout, which says all of this itself, or sizes by name",
+        "both Layout(dp=8) and world_size=8 were given; ...",
     ),
 ]
 
@@ -74,9 +75,8 @@ def test_arguments_without_effect_are_refused(
 ) -> None:
     with fake_world(8):
         mesh = namedmesh.init_mesh(pp=2, dp=2, tp=2)
-        with pytest.raises(kind) as caught:
+        with pytest.raises(kind, match=says(text)):
             call(mesh)
-        assert str(caught.value) == text
         mesh.flatten("pp", "dp")  # and the mesh is as it was
         mesh.close()
 

@@ -5,21 +5,19 @@ from __future__ import annotations
 import os
 import threading
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import tiny
 import torch.distributed as dist
+from messages import error_of
 from ranks import live_groups, run_ranks, summed
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.fsdp import fully_shard
 
 import namedmesh
-from namedmesh import AgreementError, GroupOptions
+from namedmesh import GroupOptions
 from namedmesh.compat.megatron import parallel_state
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 LATE = 2
 
@@ -40,14 +38,6 @@ def some_gave_up(name: str, number: int) -> None:
     store.wait([f"test/{name}/all"])
 
 
-def told(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except AgreementError as error:
-        return str(error)
-    return ""
-
-
 def _late() -> list[Any]:
     """The late rank calls when the others have given up; then all try again, twice."""
     rank = dist.get_rank()
@@ -55,7 +45,7 @@ def _late() -> list[Any]:
     everybody_waited("start")
     if rank == LATE:
         some_gave_up("mesh", 3)
-    errors = [told(lambda: namedmesh.init_mesh(dp=2, tp=2, timeout=second * 4))]
+    errors = [error_of(lambda: namedmesh.init_mesh(dp=2, tp=2, timeout=second * 4))]
     if rank != LATE:
         some_gave_up("mesh", 3)
     everybody_waited("mesh tried")
@@ -66,7 +56,7 @@ def _late() -> list[Any]:
     everybody_waited("mesh made")
     if rank == LATE:
         some_gave_up("product", 3)
-    errors.append(told(lambda: short.flatten("dp", "tp")))
+    errors.append(error_of(lambda: short.flatten("dp", "tp")))
     if rank != LATE:
         some_gave_up("product", 3)
     everybody_waited("product tried")
@@ -77,13 +67,12 @@ def _late() -> list[Any]:
 
 
 def test_a_latecomer_gets_the_error_of_the_others_and_the_next_try_works() -> None:
-    text = (
-        "rank 2 of 0 to 3 did not call {} within 4 s; every rank of the mesh must call it, so look at what those ranks "
-        "did instead"
-    )
-    errors = [text.format("init_mesh"), text.format("mesh.flatten")]
-    for rank, outcome in enumerate(run_ranks(4, _late)):
-        assert outcome == [errors, [rank // 2 * 4 + 1.0, 6.0], 1]
+    for rank, (errors, *rest) in enumerate(run_ranks(4, _late)):
+        assert [text.partition(";")[0] for text in errors] == [
+            f"AgreementError: rank 2 of 0 to 3 did not call {call} within 4 s"
+            for call in ("init_mesh", "mesh.flatten")
+        ]
+        assert rest == [[rank // 2 * 4 + 1.0, 6.0], 1]
 
 
 def _lonely_question() -> list[Any]:
@@ -129,7 +118,7 @@ def _closed_by_one() -> list[Any]:
     mesh = namedmesh.init_mesh(dp=2, tp=2)
     if dist.get_rank() == 0:
         mesh.close()
-    error = told(lambda: namedmesh.init_mesh(dp=2, tp=2))
+    error = error_of(lambda: namedmesh.init_mesh(dp=2, tp=2))
     mesh.close()
     again = namedmesh.init_mesh(dp=2, tp=2)
     sums = [summed(again.group("tp")), summed(again.group("dp"))]
@@ -191,7 +180,7 @@ def _different_parts(alone: int) -> list[Any]:
     def make(size: int, *, part: bool) -> namedmesh.NamedMesh:
         return namedmesh.init_mesh(dp=size // 2, tp=2, part=part)
 
-    error = told(lambda: make(2, part=True) if dist.get_rank() == alone else make(4, part=False))
+    error = error_of(lambda: make(2, part=True) if dist.get_rank() == alone else make(4, part=False))
     everybody_waited("parts tried")
     mesh = make(4, part=False)
     sums = [summed(mesh.group("tp")), summed(mesh.group("dp"))]
@@ -204,6 +193,6 @@ def test_ranks_that_wait_for_each_other_in_different_parts(alone: int) -> None:
     for error, *rest in run_ranks(4, _different_parts, alone, timeout=40):
         assert rest == [[2.0, 2.0], 1]
         assert error == (
-            f"rank {alone} is in init_mesh of ranks 0 to 1 and rank {1 - alone} is in init_mesh of ranks 0 to 3, and each "
+            f"AgreementError: rank {alone} is in init_mesh of ranks 0 to 1 and rank {1 - alone} is in init_mesh of ranks 0 to 3, and each "
             "waits for the other; give these ranks the same sizes, and let them make their meshes in the same order"
         )

@@ -6,32 +6,30 @@ import os
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks, summed
-from torch.distributed import distributed_c10d as c10d
+from messages import error_of
+from ranks import live_groups, run_ranks, summed
 
 import namedmesh
-from namedmesh import AgreementError, GroupOptions, Layout, NamedMeshError, consistency
+from namedmesh import AgreementError, GroupOptions, Layout, consistency
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    import pytest
+
 WRONG = 2
 
 
-def _told(make: Callable[[], object]) -> tuple[str, str, int]:
-    before = len(c10d._world.pg_map)
-    try:
-        make()
-    except NamedMeshError as error:
-        return type(error).__name__, str(error), len(c10d._world.pg_map) - before
-    return "", "", 0
+def _told(make: Callable[[], object]) -> tuple[str, int]:
+    """The error, and how many groups it left behind."""
+    before = live_groups()
+    return error_of(make), live_groups() - before
 
 
-def _one_is_wrong(right: Callable[[], object], wrong: Callable[[], object]) -> tuple[str, str, int]:
+def _one_is_wrong(right: Callable[[], object], wrong: Callable[[], object]) -> tuple[str, int]:
     return _told(wrong if dist.get_rank() == WRONG else right)
 
 
@@ -44,65 +42,58 @@ def _newer_torch() -> object:
     return _right()
 
 
+def _differs(field: str, wrong: str, right: str = "Layout(dp=2, tp=2)") -> str:
+    return f"{field} differs between ranks: {right} on ranks 0, 1, 3; {wrong} on rank 2; give every rank the same"
+
+
 CASES: dict[str, tuple[Callable[[], object], str]] = {
-    "sizes": (
-        lambda: namedmesh.init_mesh(dp=4, tp=1),
-        "layout differs between ranks: Layout(dp=2, tp=2) on ranks 0, 1, 3; Layout(dp=4, tp=1) on rank 2; give every "
-        "rank the same",
-    ),
-    "order": (
-        lambda: namedmesh.init_mesh(tp=2, dp=2),
-        "layout differs between ranks: Layout(dp=2, tp=2) on ranks 0, 1, 3; Layout(tp=2, dp=2) on rank 2; give every "
-        "rank the same",
-    ),
-    "number of ranks": (
-        lambda: namedmesh.init_mesh(dp=1, tp=2),
-        "layout differs between ranks: Layout(dp=2, tp=2) on ranks 0, 1, 3; Layout(dp=1, tp=2) on rank 2; give every "
-        "rank the same",
-    ),
+    "sizes": (lambda: namedmesh.init_mesh(dp=4, tp=1), _differs("layout", "Layout(dp=4, tp=1)")),
+    "order": (lambda: namedmesh.init_mesh(tp=2, dp=2), _differs("layout", "Layout(tp=2, dp=2)")),
+    "number of ranks": (lambda: namedmesh.init_mesh(dp=1, tp=2), _differs("layout", "Layout(dp=1, tp=2)")),
     "no layout at all": (
         lambda: namedmesh.init_mesh(dp=-1, tp=-1),
-        "layout differs between ranks: Layout(dp=2, tp=2) on ranks 0, 1, 3; Layout(dp=-1, tp=-1) on rank 2; give every "
-        "rank the same",
+        _differs("layout", "Layout(dp=-1, tp=-1)"),
     ),
     "options and sharing": (
         lambda: namedmesh.init_mesh(
             dp=2, tp=2, share_groups=False, options={"tp": GroupOptions(timeout=timedelta(seconds=9))}
         ),
-        "2 problems:\n"
-        "  - options differs between ranks: {} on ranks 0, 1, 3; {'tp': "
-        "GroupOptions(timeout=datetime.timedelta(seconds=9))} on rank 2; give every rank the same\n"
-        "  - share_groups differs between ranks: True on ranks 0, 1, 3; False on rank 2; give every rank the same",
+        "2 problems:\n  - "
+        + _differs("options", "{'tp': GroupOptions(timeout=datetime.timedelta(seconds=9))}", "{}")
+        + "\n  - "
+        + _differs("share_groups", "False", "True"),
     ),
     "timeout": (
         lambda: namedmesh.init_mesh(dp=2, tp=2, timeout=timedelta(seconds=50)),
-        "defaults differs between ranks: GroupOptions() on ranks 0, 1, 3; "
-        "GroupOptions(timeout=datetime.timedelta(seconds=50)) on rank 2; give every rank the same",
+        _differs("defaults", "GroupOptions(timeout=datetime.timedelta(seconds=50))", "GroupOptions()"),
     ),
 }
+ABSENT = (
+    "AgreementError: rank 2 of 0 to 3 did not call init_mesh within 1 s; every rank of the mesh must call it, so look at what those "
+    "ranks did instead"
+)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_rank_reports_what_differs(case: str) -> None:
-    wrong, text = CASES[case]
-    assert run_ranks(4, _one_is_wrong, _right, wrong) == [("AgreementError", text, 0)] * 4
+def test_every_rank_reports_what_differs() -> None:
+    expected = {case: (f"AgreementError: {text}", 0) for case, (_, text) in CASES.items()}
+    told = run_ranks(4, lambda: {case: _one_is_wrong(_right, wrong) for case, (wrong, _) in CASES.items()})
+    assert told == [expected] * 4
 
 
 def test_another_torch_version_is_reported() -> None:
-    for kind, text, made in run_ranks(4, _one_is_wrong, _right, _newer_torch):
-        assert kind == "AgreementError"
-        assert text.startswith("torch differs between ranks: ")
-        assert text.endswith("on ranks 0, 1, 3; 9.9.9 on rank 2; give every rank the same")
+    for text, made in run_ranks(4, _one_is_wrong, _right, _newer_torch):
         assert made == 0
+        assert text.startswith("AgreementError: torch differs between ranks: ")
+        assert "on ranks 0, 1, 3; 9.9.9 on rank 2; " in text
 
 
 def test_all_ranks_wrong_in_the_same_way_get_the_mistake_itself() -> None:
-    text = "dp=3 needs 3 ranks, but the world has 4; change a size, or give one axis -1 for whatever is left"
-    outcome = run_ranks(4, _told, lambda: namedmesh.init_mesh(dp=3))
-    assert outcome == [("LayoutError", text, 0)] * 4
+    for text, made in run_ranks(4, _told, lambda: namedmesh.init_mesh(dp=3)):
+        assert made == 0
+        assert text.startswith("LayoutError: dp=3 needs 3 ranks, ")
 
 
-def _absent(call: Callable[[], object]) -> tuple[str, str, int] | None:
+def _absent(call: Callable[[], object]) -> tuple[str, int] | None:
     return None if dist.get_rank() == WRONG else _told(call)
 
 
@@ -110,13 +101,8 @@ def test_a_rank_that_does_not_come_is_named_within_the_timeout() -> None:
     def call() -> object:
         return namedmesh.init_mesh(dp=2, tp=2, timeout=timedelta(seconds=1))
 
-    outcomes = run_ranks(4, _absent, call)
-    text = (
-        "rank 2 of 0 to 3 did not call init_mesh within 1 s; every rank of the mesh must call it, so look at what "
-        "those ranks did instead"
-    )
-    expected = ("AgreementError", text, 0)
-    assert outcomes == [expected, expected, None, expected]
+    expected = (ABSENT, 0)
+    assert run_ranks(4, _absent, call) == [expected, expected, None, expected]
 
 
 def _in_file(path: str) -> list[object]:
@@ -138,13 +124,7 @@ def _in_file(path: str) -> list[object]:
 
 
 def test_a_file_is_as_good_a_store_as_a_server(tmp_path: Path) -> None:
-    absent = (
-        "AgreementError",
-        "rank 2 of 0 to 3 did not call init_mesh within 1 s; every rank of the mesh must call it, so look at what those "
-        "ranks did instead",
-        0,
-    )
-    differ = ("AgreementError", CASES["sizes"][1], 0)
+    absent, differ = (ABSENT, 0), (f"AgreementError: {CASES['sizes'][1]}", 0)
     outcomes = run_ranks(4, _in_file, str(tmp_path / "store"), init=False)
     assert outcomes[WRONG] == [None, absent, differ, 5.0]
     assert [outcomes[rank] for rank in (0, 1, 3)] == [[absent, differ, total] for total in (1.0, 1.0, 5.0)]
@@ -154,11 +134,11 @@ def _later_calls() -> list[str]:
     mesh = namedmesh.init_mesh(dp=2, tp=2)
     mine = dist.get_rank() == WRONG
     told = [
-        _told(lambda: mesh.flatten("dp", "tp", name="all" if mine else None))[1],
-        _told(lambda: mesh.add_view("expert", ep=4) if mine else mesh.add_view("expert", edp=2, ep=2))[1],
-        _told(lambda: mesh.add_view("expert", ep=4) if mine else mesh.flatten("dp", "tp"))[1].splitlines()[1],
-        _told(lambda: mesh.flatten("dp", "tq" if mine else "tp"))[1],
-        _told(lambda: mesh.add_view("expert", ep=3 if mine else 4))[1],
+        error_of(lambda: mesh.flatten("dp", "tp", name="all" if mine else None)),
+        error_of(lambda: mesh.add_view("expert", ep=4) if mine else mesh.add_view("expert", edp=2, ep=2)),
+        error_of(lambda: mesh.add_view("expert", ep=4) if mine else mesh.flatten("dp", "tp")).splitlines()[1],
+        error_of(lambda: mesh.flatten("dp", "tq" if mine else "tp")),
+        error_of(lambda: mesh.add_view("expert", ep=3 if mine else 4)),
     ]
     mesh.close()
     # Afterwards nothing is out of step.
@@ -169,17 +149,16 @@ def _later_calls() -> list[str]:
 
 
 def test_flatten_and_add_view_agree_too() -> None:
-    expected = [
-        "name differs between ranks: dp_tp on ranks 0, 1, 3; all on rank 2; give every rank the same",
-        "layout differs between ranks: Layout(edp=2, ep=2) on ranks 0, 1, 3; Layout(ep=4) on rank 2; give every rank "
-        "the same",
-        "  - call differs between ranks: mesh.flatten on ranks 0, 1, 3; mesh.add_view('expert') on rank 2; give every "
-        "rank the same",
-        "rank 2 gave up on mesh.flatten: axis 'tq' is not one of ('dp', 'tp'); did you mean 'tp'?",
-        "rank 2 gave up on mesh.add_view('expert'): ep=3 needs 3 ranks, but the world has 4; change a size, or give "
-        "one axis -1 for whatever is left",
-    ]
-    assert run_ranks(4, _later_calls) == [expected] * 4
+    for told in run_ranks(4, _later_calls):
+        assert told[:3] == [
+            "AgreementError: " + _differs("name", "all", "dp_tp"),
+            "AgreementError: " + _differs("layout", "Layout(ep=4)", "Layout(edp=2, ep=2)"),
+            "  - " + _differs("call", "mesh.add_view('expert')", "mesh.flatten"),
+        ]
+        assert told[3].startswith("AgreementError: rank 2 gave up on mesh.flatten: axis 'tq' ")
+        assert told[4].startswith(
+            "AgreementError: rank 2 gave up on mesh.add_view('expert'): ep=3 needs 3 ranks, "
+        )
 
 
 def test_agreeing_ranks_exchange_no_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
 from megatron_cases import kind_of
+from messages import refuses, says
 
 from namedmesh import Layout, LayoutError, NamedMeshError
 from namedmesh.compat.deepspeed import topology
@@ -163,29 +164,17 @@ def test_the_same_prime_factors(theirs: Any) -> None:
         assert told(topology._prime_factors, number) == told(theirs._prime_factors, number)
 
 
+NO_FIELD = "cannot be a field of a coordinate; use letters, digits and underscores, the first a letter"
+NO_SIZE = "a size is an int of at least 1"
 CONSTRUCTED: tuple[tuple[Any, Any, str], ...] = (
     (["a", "a"], [2, 2], "axis 'a' is named 2 times; each axis needs a name of its own"),
-    (
-        ["for", "b"],
-        [2, 2],
-        "axis name 'for' cannot be a field of a coordinate; use letters, digits and underscores, the first a letter",
-    ),
-    (
-        ["_a", "b-c"],
-        [2, 2],
-        "2 problems:\n"
-        "  - axis name '_a' cannot be a field of a coordinate; use letters, digits and underscores, the first a letter\n"
-        "  - axis name 'b-c' cannot be a field of a coordinate; use letters, digits and underscores, the first a letter",
-    ),
-    (
-        [1],
-        [2],
-        "axis name 1 cannot be a field of a coordinate; use letters, digits and underscores, the first a letter",
-    ),
+    (["for", "b"], [2, 2], f"axis name 'for' {NO_FIELD}"),
+    (["_a", "b-c"], [2, 2], f"2 problems:\n  - axis name '_a' {NO_FIELD}\n  - axis name 'b-c' {NO_FIELD}"),
+    ([1], [2], f"axis name 1 {NO_FIELD}"),
     (["a", "b"], [2], "2 axes ['a', 'b'] but 1 dims [2]; give one size for each axis"),
-    (["a", "b"], [2, 1.5], "axis 'b' has size 1.5; a size is an int of at least 1"),
-    (["a"], ["2"], "axis 'a' has size '2'; a size is an int of at least 1"),
-    (["a"], [None], "axis 'a' has size None; a size is an int of at least 1"),
+    (["a", "b"], [2, 1.5], f"axis 'b' has size 1.5; {NO_SIZE}"),
+    (["a"], ["2"], f"axis 'a' has size '2'; {NO_SIZE}"),
+    (["a"], [None], f"axis 'a' has size None; {NO_SIZE}"),
     ("ab", [2, 2], "axes is the string 'ab'; give a list with one name for each axis"),
 )
 
@@ -201,24 +190,22 @@ def test_what_cannot_be_made_has_the_original_s_type(theirs: Any, axes: Any, dim
 
 @pytest.mark.parametrize(("axes", "dims", "text"), CONSTRUCTED)
 def test_what_cannot_be_made_is_explained(axes: Any, dims: Any, text: str) -> None:
-    with pytest.raises(NamedMeshError) as caught:
+    with pytest.raises(NamedMeshError, match=says(text)):
         ProcessTopology(axes, dims)
-    assert str(caught.value) == text
 
 
 @pytest.mark.parametrize(
     ("axes", "dims", "text"),
     [
-        (["a", "b"], [2, 0], "axis 'b' has size 0; a size is an int of at least 1"),
-        (["a", "b"], [-1, 2], "axis 'a' has size -1; a size is an int of at least 1"),
-        (["a"], [2, 3], "1 axes ['a'] but 2 dims [2, 3]; give one size for each axis"),
+        (["a", "b"], [2, 0], f"axis 'b' has size 0; {NO_SIZE}"),
+        (["a", "b"], [-1, 2], f"axis 'a' has size -1; {NO_SIZE}"),
+        (["a"], [2, 3], "1 axes ['a'] but 2 dims [2, 3]; ..."),
         ([], [], "no axis is named; name at least one"),
     ],
 )
 def test_what_the_original_makes_nonsense_of_is_refused(axes: Any, dims: Any, text: str) -> None:
-    with pytest.raises(LayoutError) as caught:
+    with pytest.raises(LayoutError, match=says(text)):
         ProcessTopology(axes, dims)
-    assert str(caught.value) == text
 
 
 def test_mistakes_are_explained() -> None:
@@ -247,16 +234,8 @@ def test_mistakes_are_explained() -> None:
             ValueError,
             "rank 12 is not in the topology of pipe=2 x data=3 x model=2; its ranks are 0 to 11",
         ),
-        (
-            lambda: topo.filter_match(stage=0),
-            AttributeError,
-            "axis 'stage' is not one of ('pipe', 'data', 'model')",
-        ),
-        (
-            lambda: topo.get_axis_list("dada", 0),
-            ValueError,
-            "axis 'dada' is not one of ('pipe', 'data', 'model'); did you mean 'data'?",
-        ),
+        (lambda: topo.filter_match(stage=0), AttributeError, "axis 'stage' ... ('pipe', 'data', 'model')"),
+        (lambda: topo.get_axis_list("dada", 0), ValueError, "axis 'dada' ...; did you mean 'data'?"),
         (
             lambda: topology._prime_factors(0),
             ValueError,
@@ -264,10 +243,7 @@ def test_mistakes_are_explained() -> None:
         ),
     ]
     for call, kind, text in mistakes:
-        with pytest.raises(kind) as caught:
-            call()
-        assert isinstance(caught.value, NamedMeshError)
-        assert str(caught.value) == text
+        refuses(call, kind, text)
 
 
 def test_the_worked_examples() -> None:

@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from installing import run_python, without
+from messages import error_of, refuses
 from ranks import fake_world, live_groups, run_ranks
 from torch import Tensor, nn
+from tp_compare import apart, numbers
 
 import namedmesh
-from namedmesh import NamedMeshError
 from namedmesh.compat import ezpz, fairscale, megatron
 from namedmesh.compat.fairscale import initialize as state
 
@@ -343,7 +344,7 @@ def test_variables_can_be_assigned() -> None:
         assert fairscale.get_model_parallel_world_size() == 4
         state._DATA_PARALLEL_GROUP = None
         assert not fairscale.model_parallel_is_initialized()
-        with pytest.raises(AssertionError, match="the data-parallel group is not there: it was set to None"):
+        with pytest.raises(AssertionError, match="the data-parallel group is not there: it was set"):
             fairscale.get_data_parallel_group()
         fairscale.destroy_model_parallel()
         assert [getattr(state, name) for name in state.VARIABLES] == [None] * 6
@@ -405,10 +406,6 @@ LAYERS: dict[str, tuple[str, tuple[int, int], dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def numbers(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def given(kind: str) -> Tensor:
     rank, size = dist.get_rank(), dist.get_world_size()
     whole = numbers(5, 3, H, seed=1)
@@ -422,15 +419,6 @@ def given(kind: str) -> Tensor:
     if kind == "ids, no first":  # it counts the others' ids as the first of its part
         return torch.where(ids % (V // size) == 0, ids + 1, ids)
     return ids
-
-
-def apart(one: Tensor | None, other: Tensor | None) -> float:
-    if one is None or other is None:
-        return 0.0 if one is other else float("inf")
-    if one.shape != other.shape or one.dtype != other.dtype or one.is_sparse != other.is_sparse:
-        return float("inf")
-    one, other = (each.detach().to_dense() if each.is_sparse else each.detach() for each in (one, other))
-    return (one - other).abs().max().item()
 
 
 def run_layer(layer: Any, value: Tensor) -> list[Tensor | None]:
@@ -792,7 +780,7 @@ def test_installed_too_late_it_says_who_keeps_the_original() -> None:
             ours.install()
         text = str(caught[-1].message)
         assert text.startswith("fairscale.nn.model_parallel, fairscale.nn.model_parallel.random, fairscale.nn.pipe"), text
-        assert text.endswith("; call install() before the first import of fairscale.nn.model_parallel"), text
+        assert text.endswith(" import of fairscale.nn.model_parallel"), text
         from fairscale.nn.model_parallel import initialize
         assert initialize is ours.initialize
         ours.uninstall()
@@ -825,7 +813,7 @@ def started(call: Callable[[], Any]) -> Callable[[], Any]:
     return inside
 
 
-NOT_INITIALISED = (
+NOT_INITIALIZED = (
     " is not there: fairscale's model parallelism is not initialized; call initialize_model_parallel(...), or "
     "namedmesh.compat.fairscale.bind(mesh) with a mesh that exists (once, on every rank)"
 )
@@ -853,49 +841,35 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "fairscale's model parallelism is already initialized, for dp=1 x pp=1 x cp=1 x tp=4 (4 ranks); call the function that "
         "destroys it first, or bind another mesh beside it with namedmesh.compat.fairscale.bind(mesh)",
     ),
-    (fairscale.get_model_parallel_group, AssertionError, "the model-parallel group" + NOT_INITIALISED),
+    (fairscale.get_model_parallel_group, AssertionError, "the model-parallel group" + NOT_INITIALIZED),
     (
         fairscale.get_pipeline_parallel_ranks,
         AssertionError,
-        "the list of pipeline-parallel ranks" + NOT_INITIALISED,
+        "the list of pipeline-parallel ranks" + NOT_INITIALIZED,
     ),
     (
         lambda: fairscale.ColumnParallelLinear(4, 4),
         AssertionError,
-        "the tensor-parallel group" + NOT_INITIALISED,
+        "the tensor-parallel group" + NOT_INITIALIZED,
     ),
     (
         fairscale.current_mesh,
         RuntimeError,
         "fairscale's model parallelism is not bound to a mesh; call initialize_model_parallel(...) or bind(mesh) first",
     ),
-    (
-        started(lambda: fairscale.ColumnParallelLinear(4, 10)),
-        AssertionError,
-        "out_features is 10, which cannot be cut into 4 equal shards; use 8 or 12, or another multiple of 4",
-    ),
+    (started(lambda: fairscale.ColumnParallelLinear(4, 10)), AssertionError, "out_features is 10, ..."),
     (
         started(lambda: fairscale.RowParallelLinear(12, 4, stride=2)),
         AssertionError,
-        "in_features is 12, which cannot be cut into 4 equal shards for each of 2 blocks (the stride); use 8 or 16, or another "
-        "multiple of 8",
+        "in_features is 12, ... of 2 blocks (the stride); ...",
     ),
     (
         started(lambda: fairscale.RowParallelLinear(4, 4)(torch.zeros(2, 6))),
         AssertionError,
-        "the length of the last dim of the input is 6, which cannot be cut into 4 equal shards; use 4 or 8, or another multiple "
-        "of 4",
+        "the length ... of the input is 6, ...",
     ),
-    (
-        started(lambda: fairscale.VocabParallelEmbedding(65, 4)),
-        AssertionError,
-        "num_embeddings is 65, which cannot be cut into 4 equal shards; use 64 or 68, or another multiple of 4",
-    ),
-    (
-        started(lambda: fairscale.ParallelEmbedding(8, 6)),
-        AssertionError,
-        "embedding_dim is 6, which cannot be cut into 4 equal shards; use 4 or 8, or another multiple of 4",
-    ),
+    (started(lambda: fairscale.VocabParallelEmbedding(65, 4)), AssertionError, "num_embeddings is 65, ..."),
+    (started(lambda: fairscale.ParallelEmbedding(8, 6)), AssertionError, "embedding_dim is 6, ..."),
     (
         started(lambda: fairscale.ParallelEmbedding(8, 4, padding_idx=8)),
         AssertionError,
@@ -904,29 +878,20 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         started(lambda: fairscale.scatter_to_model_parallel_region(torch.zeros(2, 6))),
         AssertionError,
-        "the length of dim -1 of a tensor of shape (2, 6) is 6, which cannot be cut into 4 equal shards; use 4 or 8, or another "
-        "multiple of 4",
+        "the length of dim -1 of a tensor of shape (2, 6) is 6, ...",
     ),
     (
         started(lambda: fairscale.vocab_parallel_cross_entropy(torch.zeros(2, 4), torch.zeros(3))),
         AssertionError,
-        "the target has shape (3,) and the logits (2, 4); pass one id for each row of logits: shape (2,)",
+        "the target has shape (3,) and the logits (2, 4); ...",
     ),
-    (
-        lambda: fairscale.utils.divide_and_check_no_remainder(10, 4),
-        AssertionError,
-        "10 is not divisible by 4; use 8 or 12, or another multiple of 4",
-    ),
+    (lambda: fairscale.utils.divide_and_check_no_remainder(10, 4), AssertionError, "10 ... by 4; ..."),
 ]
 
 
-@pytest.mark.parametrize("mistake", range(len(MISTAKES)))
-def test_mistakes_are_reported(mistake: int) -> None:
-    call, kind, text = MISTAKES[mistake]
-    with pytest.raises(kind) as caught:
-        call()
-    assert isinstance(caught.value, NamedMeshError)
-    assert str(caught.value) == text
+@pytest.mark.parametrize(("call", "kind", "text"), MISTAKES)
+def test_mistakes_are_reported(call: Callable[[], Any], kind: type[Exception], text: str) -> None:
+    refuses(call, kind, text)
 
 
 def test_a_mistake_leaves_everything_as_it_was() -> None:
@@ -947,23 +912,21 @@ def test_meshes_that_fairscale_cannot_be_bound_to() -> None:
             "axis 'ep' has no place in fairscale's groups, which are over pp, dp, cp, tp, dp_replicate, dp_shard; did you mean 'tp'?"
         )
         mesh.close()
-        with pytest.raises(namedmesh.MeshError, match="was closed; bind another one"):
+        with pytest.raises(namedmesh.MeshError, match="was closed; bind"):
             fairscale.bind(mesh)
         with pytest.raises(namedmesh.MeshError, match=r"bind\(\) got a int"):
             fairscale.bind(3)  # type: ignore[arg-type]
 
 
 def disagree(sizes: list[int]) -> str:
-    try:
-        fairscale.initialize_model_parallel(sizes[dist.get_rank()])
-    except NamedMeshError as error:
-        return str(error)
-    return "no error"
+    return error_of(lambda: fairscale.initialize_model_parallel(sizes[dist.get_rank()]))
 
 
 def test_ranks_that_differ_are_reported_instead_of_hanging() -> None:
     for text in run_ranks(4, disagree, [2, 2, 2, 4]):
-        assert text.startswith("model_parallel_size_ differs between ranks: 2 on ranks 0, 1, 2; 4 on rank 3")
+        assert text.startswith(
+            "AgreementError: model_parallel_size_ differs between ranks: 2 on ranks 0, 1, 2; 4 on rank 3"
+        )
     *others, guilty = run_ranks(4, disagree, [2, 2, 2, 3])
     assert "cannot be divided by model_parallel_size_=3" in guilty
     assert all("rank 3 gave up on fairscale.initialize_model_parallel" in text for text in others)

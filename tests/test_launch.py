@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from messages import says
 from ranks import fake_world, run_ranks
 
 import namedmesh
@@ -166,8 +167,7 @@ MESSAGES: list[tuple[int, dict[str, str], Any, str]] = [
         1,
         {"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "0,1"},
         "cuda",
-        "local rank 1 has no cuda device: 1 cuda device is visible to this process; start at most 1 processes on "
-        "this machine, make more devices visible, or use device='cpu'",
+        "local rank 1 has no cuda device: 1 cuda device is visible to this process; ...",
     ),
     (
         0,
@@ -181,12 +181,7 @@ MESSAGES: list[tuple[int, dict[str, str], Any, str]] = [
         "gpu",
         "device 'gpu' is none that torch knows; use 'cpu', 'cuda', or one device such as 'cuda:0'",
     ),
-    (
-        1,
-        {"LOCAL_RANK": "first"},
-        None,
-        "LOCAL_RANK is 'first'; it is an int that the launcher sets, such as torchrun",
-    ),
+    (1, {"LOCAL_RANK": "first"}, None, "LOCAL_RANK is 'first'; ..."),
 ]
 
 
@@ -195,9 +190,8 @@ def test_wrong_devices_are_refused(
     monkeypatch: pytest.MonkeyPatch, count: int, environment: dict[str, str], device: Any, text: str
 ) -> None:
     see(monkeypatch, "cuda", count)
-    with pytest.raises(LaunchError) as caught:
+    with pytest.raises(LaunchError, match=says(text)):
         launch.local_device(device, environment)
-    assert str(caught.value) == text
 
 
 ENVIRONMENTS: list[tuple[dict[str, str], str]] = [
@@ -216,7 +210,7 @@ ENVIRONMENTS: list[tuple[dict[str, str], str]] = [
     ),
     (
         {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "http"},
-        "MASTER_PORT is 'http'; it is an int that the launcher sets, such as torchrun",
+        "MASTER_PORT is 'http'; ...",
     ),
 ]
 
@@ -228,9 +222,8 @@ def test_incomplete_environments_are_refused(
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(LaunchError) as caught:
+    with pytest.raises(LaunchError, match=says(text)):
         namedmesh.init_mesh(dp=-1, device="cpu")
-    assert str(caught.value) == text
     assert not dist.is_initialized()
 
 

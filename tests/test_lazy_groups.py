@@ -108,9 +108,9 @@ def _environment() -> list[str | None]:
     mesh = namedmesh.init_mesh(dp=2, tp=2)
     os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
     mesh.group("dp")
-    promise = mesh.pool.reserve(namedmesh.Layout(a=2, b=2), ("b",), GroupOptions(share=False))
+    lazy = mesh.pool.reserve(namedmesh.Layout(a=2, b=2), ("b",), GroupOptions(share=False))
     megatron.process_groups(mesh)
-    told = [os.environ.pop("TORCH_GLOO_LAZY_INIT"), type(promise).__name__]
+    told = [os.environ.pop("TORCH_GLOO_LAZY_INIT"), type(lazy).__name__]
     megatron.process_groups(mesh)
     dist.barrier()
     mesh.close()

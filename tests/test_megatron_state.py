@@ -22,6 +22,7 @@ from megatron_cases import (
     variables,
 )
 from megatron_newest import RELEASES, release
+from messages import error_of, says
 from ranks import fake_world, live_groups, run_ranks
 
 import namedmesh
@@ -549,9 +550,7 @@ def test_variables_can_be_assigned_and_given_back(monkeypatch: pytest.MonkeyPatc
         parallel_state._TENSOR_MODEL_PARALLEL_GROUP = None
         assert not parallel_state.model_parallel_is_initialized()
         assert parallel_state.get_tensor_model_parallel_group(check_initialized=False) is None
-        with pytest.raises(
-            AssertionError, match="the tensor model parallel group is not initialized: it was set to None"
-        ):
+        with pytest.raises(AssertionError, match=r"the tensor model parallel group .*: it was set to None"):
             parallel_state.get_tensor_model_parallel_group()
         del parallel_state._TENSOR_MODEL_PARALLEL_GROUP
         assert parallel_state.get_tensor_model_parallel_group() is own
@@ -586,10 +585,10 @@ def _own_groups() -> list[Any]:
     told.append(len(parallel_state._global_process_group_list))
     if rank in {0, 3}:
         told.append(dist.get_process_group_ranks(group))
-    levels, twins = parallel_state.create_hierarchical_groups(
+    levels, gloo = parallel_state.create_hierarchical_groups(
         rank, [0, 1, 2, 3], [2, 2], create_gloo_process_groups=True, group_desc="levels"
     )
-    told.append([dist.get_process_group_ranks(level) for level in (*levels, *twins)])
+    told.append([dist.get_process_group_ranks(level) for level in (*levels, *gloo)])
     hybrid = parallel_state.create_hybrid_dp_cp_groups(rank, [0, 1, 2, 3], None)
     told.append({size: dist.get_process_group_ranks(group) for size, group in hybrid.items()})
     from datetime import timedelta
@@ -700,10 +699,7 @@ MISTAKES: tuple[tuple[dict[str, Any], str], ...] = (
         {"order": "tp-dp", "pipeline_model_parallel_size": 2},
         "the size of pp is 2, but the order 'tp-dp' has no place for it; add 'pp'",
     ),
-    (
-        {"expert_model_parallel_size": 3},
-        "the world of 8 ranks cannot be divided by the experts' etp=1 x ep=3 x pp=1 = 3; change a size",
-    ),
+    ({"expert_model_parallel_size": 3}, "the world of 8 ranks ... experts' etp=1 x ep=3 x pp=1 = 3; ..."),
     (
         {"nccl_communicator_config_path": "/no/such.yaml"},
         "nccl_communicator_config_path is '/no/such.yaml', and there is no such file; give the path of a YAML file such "
@@ -731,8 +727,7 @@ MISTAKES: tuple[tuple[dict[str, Any], str], ...] = (
     ),
     (
         {"tensor_model_parallel_size": 2, "gtp_remat_size": 3},
-        "the world of 8 ranks cannot be divided by tp=2 x pp=1 x cp=1 x gtp_remat=3 = 6; change a size, or start another "
-        "number of ranks",
+        "the world of 8 ranks ... x gtp_remat=3 = 6; ...",
     ),
     (
         {"rank_offset": 6, "local_world_size": 4},
@@ -763,9 +758,8 @@ MISTAKES: tuple[tuple[dict[str, Any], str], ...] = (
 def test_mistakes_are_explained_and_change_nothing(arguments: dict[str, Any], text: str) -> None:
     with fake_world(8):
         before = live_groups()
-        with pytest.raises(NamedMeshError) as caught:
+        with pytest.raises(NamedMeshError, match=says(text)):
             parallel_state.initialize_model_parallel(**arguments, create_gloo_process_groups=False)
-        assert str(caught.value) == text
         assert live_groups() == before
         assert all(getattr(parallel_state, name) is None for name in VARIABLES)
         with pytest.raises(namedmesh.MeshError, match="no mesh is alive"):
@@ -801,7 +795,7 @@ def test_use_before_and_twice() -> None:
     with pytest.raises(AssertionError, match=r"call namedmesh\.launch\.init\(\) or torch"):
         parallel_state.initialize_model_parallel()
     assert parallel_state.get_data_parallel_world_size() == 0
-    with pytest.raises(namedmesh.MeshError, match="is not bound to a mesh"):
+    with pytest.raises(namedmesh.MeshError, match="state is not bound"):
         megatron.current_mesh()
     with fake_world(8):
         parallel_state.initialize_model_parallel(2, create_gloo_process_groups=False)
@@ -834,11 +828,10 @@ def test_meshes_that_megatron_cannot_be_bound_to() -> None:
             ),
         ):
             mesh = namedmesh.init_mesh(namedmesh.Layout(**sizes, world_size=8), device="cpu")
-            with pytest.raises(namedmesh.LayoutError) as caught:
+            with pytest.raises(namedmesh.LayoutError, match=says(text)):
                 megatron.bind(mesh)
-            assert str(caught.value) == text
             mesh.close()
-            with pytest.raises(namedmesh.MeshError, match="was closed; bind another one"):
+            with pytest.raises(namedmesh.MeshError, match=r"^the mesh over .* was closed; bind another one$"):
                 megatron.bind(mesh)
         with pytest.raises(namedmesh.MeshError, match=r"bind\(\) got a int"):
             megatron.bind(3)  # type: ignore[arg-type]
@@ -862,30 +855,18 @@ def test_a_callback_that_leaves_its_pipeline() -> None:
         assert not parallel_state.is_initialized()
 
 
-def _different_sizes() -> str:
-    try:
-        parallel_state.initialize_model_parallel(2 if dist.get_rank() < 3 else 4)
-    except namedmesh.AgreementError as error:
-        return str(error)
-    return "no error"
+def _with_another_last(last: int) -> str:
+    return error_of(lambda: parallel_state.initialize_model_parallel(2 if dist.get_rank() < 3 else last))
 
 
 def test_ranks_that_differ_are_reported_instead_of_hanging() -> None:
-    for text in run_ranks(4, _different_sizes):
+    for text in run_ranks(4, _with_another_last, 4):
         assert text.startswith(
-            "tensor_model_parallel_size differs between ranks: 2 on ranks 0, 1, 2; 4 on rank 3"
+            "AgreementError: tensor_model_parallel_size differs between ranks: 2 on ranks 0, 1, 2; 4 on rank 3"
         )
 
 
-def _one_mistake() -> str:
-    try:
-        parallel_state.initialize_model_parallel(2 if dist.get_rank() < 3 else 3)
-    except NamedMeshError as error:
-        return str(error)
-    return "no error"
-
-
 def test_one_rank_s_mistake_reaches_the_others() -> None:
-    *others, guilty = run_ranks(4, _one_mistake)
-    assert guilty.startswith("rank 3 gave up on") or "cannot be divided by tp=3" in guilty
+    *others, guilty = run_ranks(4, _with_another_last, 3)
+    assert "cannot be divided by tp=3" in guilty
     assert all("rank 3 gave up on megatron.initialize_model_parallel" in text for text in others)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from messages import error_of, says
 from ranks import fake_world, live_groups, run_ranks
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -193,7 +194,7 @@ def test_sharing_can_be_turned_off() -> None:
     assert run_ranks(4, _unshared) == [[True] * 6] * 4
 
 
-def _twins() -> list[object]:
+def _with_gloo_groups() -> list[object]:
     """Axes on a backend that is not gloo, with gloo groups beside them, shared and not."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
 
@@ -201,40 +202,36 @@ def _twins() -> list[object]:
     for share in (True, False):
         options = {"tp": GroupOptions(backend="fake", gloo_twin=True, share=share)}
         mesh = namedmesh.init_mesh(dp=2, tp=2, options=options)
-        twin = mesh.gloo_group("tp")
-        told += [dist.get_backend(mesh.group("tp")), dist.get_backend(twin), sum_of_ranks(twin)]
+        gloo = mesh.gloo_group("tp")
+        told += [dist.get_backend(mesh.group("tp")), dist.get_backend(gloo), sum_of_ranks(gloo)]
         mesh.close()
     return told
 
 
-def test_gloo_twins_stand_beside_groups_of_another_backend() -> None:
-    for rank, told in enumerate(run_ranks(4, _twins)):
+def test_gloo_groups_stand_beside_groups_of_another_backend() -> None:
+    for rank, told in enumerate(run_ranks(4, _with_gloo_groups)):
         assert told == ["fake", "gloo", 1 if rank < 2 else 5] * 2
 
 
-def _no_twin() -> str:
+def _no_gloo_group() -> str:
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
 
     with namedmesh.init_mesh(dp=2, tp=2, options={"dp": GroupOptions(backend="fake")}) as mesh:
-        try:
-            mesh.gloo_group("dp")
-        except MeshError as error:
-            return str(error)
-        finally:
-            dist.barrier()  # a rank that ends takes its connections along, and others may be connecting
-            mesh.close()
-    return "no error"
+        text = error_of(lambda: mesh.gloo_group("dp"))
+        dist.barrier()  # a rank that ends takes its connections along, and others may be connecting
+        mesh.close()
+    return text
 
 
-def test_a_twin_that_nobody_asked_for() -> None:
+def test_a_gloo_group_that_nobody_asked_for() -> None:
     text = (
-        "there is no gloo group over 'dp'; ask for one when the group is made, with "
+        "MeshError: there is no gloo group over 'dp'; ask for one when the group is made, with "
         "options=GroupOptions(gloo_twin=True)"
     )
-    assert run_ranks(4, _no_twin) == [text] * 4
+    assert run_ranks(4, _no_gloo_group) == [text] * 4
 
 
-def test_in_a_fake_world_a_group_is_its_own_twin() -> None:
+def test_in_a_fake_world_a_group_is_its_own_gloo_group() -> None:
     with fake_world(8):
         mesh = namedmesh.init_mesh(dp=-1, tp=2, device="cpu")
         assert mesh.gloo_group("dp") is mesh.group("dp")
@@ -453,11 +450,7 @@ def test_adopting_a_transposed_mesh() -> None:
 
 
 MESSAGES: list[tuple[Callable[[NamedMesh], object], type[Exception], str]] = [
-    (
-        lambda mesh: mesh["tq"],
-        AxisError,
-        "axis 'tq' is not one of ('pp', 'dp', 'tp', 'edp', 'ep'); did you mean 'tp'?",
-    ),
+    (lambda mesh: mesh["tq"], AxisError, "axis 'tq' ... ('pp', 'dp', 'tp', 'edp', 'ep'); did you mean 'tp'?"),
     (
         lambda mesh: mesh.group("dp", "ep"),
         AxisError,
@@ -480,11 +473,7 @@ MESSAGES: list[tuple[Callable[[NamedMesh], object], type[Exception], str]] = [
         "there is no group over 'pp' and 'dp' yet; call mesh.flatten(\"pp\", \"dp\") once, on every rank, before it is "
         "asked for",
     ),
-    (
-        lambda mesh: mesh.group(),
-        AxisError,
-        "no axis is named; name one or more of ('pp', 'dp', 'tp')",
-    ),
+    (lambda mesh: mesh.group(), AxisError, "no axis is named; ... ('pp', 'dp', 'tp')"),
     (
         lambda mesh: mesh.flatten("dp", "tp", name="pp"),
         LayoutError,
@@ -499,22 +488,14 @@ MESSAGES: list[tuple[Callable[[NamedMesh], object], type[Exception], str]] = [
         "of its own\n"
         "  - the name 'expert' is taken by another view; choose another",
     ),
-    (
-        lambda mesh: mesh.add_view("other", a=3, b=-1),
-        LayoutError,
-        "a=3 does not divide the world of 8 ranks; change a size, or the number of ranks to a multiple of 3",
-    ),
+    (lambda mesh: mesh.add_view("other", a=3, b=-1), LayoutError, "a=3 ... 8 ranks; ... multiple of 3"),
     (
         lambda mesh: mesh.flatten("pp", "tp"),
         LayoutError,
         "timeout of axes 'pp' and 'tp' is both datetime.timedelta(seconds=5) and datetime.timedelta(seconds=6); say "
         "which one the group over both should have with options=",
     ),
-    (
-        lambda mesh: mesh.explain(rank=8),
-        LayoutError,
-        "rank 8 is outside pp=2 x dp=2 x tp=2 (8 ranks); its ranks are 0 to 7",
-    ),
+    (lambda mesh: mesh.explain(rank=8), LayoutError, "rank 8 is outside ..."),
 ]
 
 
@@ -525,19 +506,14 @@ def test_messages(call: Callable[[NamedMesh], object], kind: type[Exception], te
         mesh = namedmesh.init_mesh(pp=2, dp=2, tp=2, options={"pp": five, "tp": six})
         mesh.add_view("expert", pp=2, edp=2, ep=2)
         try:
-            with pytest.raises(kind) as caught:
+            with pytest.raises(kind, match=says(text)):
                 call(mesh)
-            assert str(caught.value) == text
         finally:
             mesh.close()
 
 
 INIT_MESSAGES: list[tuple[dict[str, Any], type[Exception], str]] = [
-    (
-        {"dp": 3},
-        LayoutError,
-        "dp=3 needs 3 ranks, but the world has 8; change a size, or give one axis -1 for whatever is left",
-    ),
+    ({"dp": 3}, LayoutError, "dp=3 needs 3 ranks, ..."),
     (
         {"layout": Layout(dp=4)},
         LayoutError,
@@ -569,9 +545,8 @@ INIT_MESSAGES: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_messages_of_init_mesh(arguments: dict[str, Any], kind: type[Exception], text: str) -> None:
     with fake_world(8):
         before = live_groups()
-        with pytest.raises(kind) as caught:
+        with pytest.raises(kind, match=says(text)):
             namedmesh.init_mesh(**arguments)
-        assert str(caught.value) == text
         assert live_groups() == before
 
 
@@ -594,9 +569,8 @@ def test_a_closed_mesh_says_so() -> None:
             lambda: mesh.__enter__(),
         ]
         for call in calls:
-            with pytest.raises(MeshError) as caught:
+            with pytest.raises(MeshError, match=says(text)):
                 call()
-            assert str(caught.value) == text
         assert repr(mesh) == "<NamedMesh dp=2 x tp=2 (4 ranks), closed>"
 
 

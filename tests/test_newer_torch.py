@@ -1,4 +1,4 @@
-"""A torch that is newer than those tested, and has moved private pieces that namedmesh uses."""
+"""A torch that is newer than those tested, and has moved private names that namedmesh uses."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ranks import run_ranks
 from namedmesh import _torch
 
 
-def _without(pieces: dict[Any, str]) -> dict[str, Any]:
+def _without(names: dict[Any, str]) -> dict[str, Any]:
     for name in [name for name in sys.modules if name.partition(".")[0] == "namedmesh"]:
         del sys.modules[name]
-    for owner, piece in pieces.items():
-        delattr(owner, piece)
+    for owner, name in names.items():
+        delattr(owner, name)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         namedmesh = importlib.import_module("namedmesh")
@@ -39,14 +39,14 @@ def _without(pieces: dict[Any, str]) -> dict[str, Any]:
     }
 
 
-def test_moved_pieces_are_named_in_one_warning_and_nothing_hangs() -> None:
-    pieces = {dist.distributed_c10d: "_get_default_store", torch._C: "_len_torch_dispatch_stack"}
+def test_moved_names_are_named_in_one_warning_and_nothing_hangs() -> None:
+    names = {dist.distributed_c10d: "_get_default_store", torch._C: "_len_torch_dispatch_stack"}
     remedy = (
         f", which this version of namedmesh needs; it was tested up to torch {_torch.TESTED_UP_TO}: install that one, or "
         "a newer namedmesh"
     )
     torch_has_no = f"torch {torch.__version__} has no "
-    for told in run_ranks(2, _without, pieces, timeout=60):
+    for told in run_ranks(2, _without, names, timeout=60):
         assert told == {
             "warned": [
                 f"{torch_has_no}distributed_c10d._get_default_store, torch._C._len_torch_dispatch_stack{remedy}"

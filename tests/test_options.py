@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from messages import says
 from ranks import fake_world
 
 import namedmesh
@@ -129,26 +130,22 @@ def test_without_a_device_a_build_for_one_is_as_one_without(monkeypatch: pytest.
 
 
 # Tests before this one may have registered backends.
-KNOWN = "<known>, or one for each type of device such as 'cpu:gloo,cuda:nccl'"
 WRONG_BACKENDS: list[tuple[str, str]] = [
     (
         "ncll",
-        f"backend 'ncll' names 'ncll', which is none that torch knows; the backends are {KNOWN}; did you mean 'nccl'?",
+        "backend 'ncll' names 'ncll', which is none that torch knows; the backends are <known>, or one for each type of "
+        "device such as 'cpu:gloo,cuda:nccl'; did you mean 'nccl'?",
     ),
-    (
-        "cpu:,cuda:nccl",
-        f"backend 'cpu:,cuda:nccl' names '', which is none that torch knows; the backends are {KNOWN}",
-    ),
+    ("cpu:,cuda:nccl", "backend 'cpu:,cuda:nccl' names '', ... such as 'cpu:gloo,cuda:nccl'"),
     ("cpu:gloo,CPU:mpi", "backend 'cpu:gloo,CPU:mpi' names device type 'cpu' 2 times; name each one once"),
 ]
 
 
 @pytest.mark.parametrize(("name", "text"), WRONG_BACKENDS)
 def test_wrong_backends_are_refused(name: str, text: str) -> None:
-    with pytest.raises(LayoutError) as caught:
-        normalized_backend(name)
     known = ", ".join(name for name in dist.Backend.backend_list if name != "undefined")
-    assert str(caught.value) == text.replace("<known>", known)
+    with pytest.raises(LayoutError, match=says(text.replace("<known>", known))):
+        normalized_backend(name)
 
 
 MESSAGES: list[tuple[dict[str, Any], str]] = [
@@ -165,18 +162,14 @@ MESSAGES: list[tuple[dict[str, Any], str]] = [
         "mean 'max_ctas'?",
     ),
     ({"timeout": 30}, "timeout is 30; it is a datetime.timedelta longer than nothing"),
-    (
-        {"timeout": timedelta(0)},
-        "timeout is datetime.timedelta(0); it is a datetime.timedelta longer than nothing",
-    ),
+    ({"timeout": timedelta(0)}, "timeout is datetime.timedelta(0); ..."),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "text"), MESSAGES)
 def test_messages(arguments: dict[str, Any], text: str) -> None:
-    with pytest.raises(LayoutError) as caught:
+    with pytest.raises(LayoutError, match=says(text)):
         GroupOptions(**arguments)
-    assert str(caught.value) == text
 
 
 FILES: list[tuple[str | None, str]] = [
@@ -185,19 +178,12 @@ FILES: list[tuple[str | None, str]] = [
         "1: {max_ctas: 1}\n",
         "the options file 'nccl.yaml' must map names of axes to settings, such as 'tp: {max_ctas: 32}'",
     ),
-    (
-        "- tp\n",
-        "the options file 'nccl.yaml' must map names of axes to settings, such as 'tp: {max_ctas: 32}'",
-    ),
+    ("- tp\n", "the options file 'nccl.yaml' must map ..."),
     (
         "tp: {maxctas: 1}\ndp: {min_cats: 1}\n",
         "2 problems:\n"
-        "  - nccl.yaml, tp: NCCL has no setting 'maxctas' that a group can give; the settings are blocking, "
-        "cga_cluster_size, collnet_enable, cta_policy, max_ctas, min_ctas, net_name, nvls_ctas, split_share, "
-        "traffic_class; did you mean 'max_ctas'?\n"
-        "  - nccl.yaml, dp: NCCL has no setting 'min_cats' that a group can give; the settings are blocking, "
-        "cga_cluster_size, collnet_enable, cta_policy, max_ctas, min_ctas, net_name, nvls_ctas, split_share, "
-        "traffic_class; did you mean 'min_ctas'?",
+        "  - nccl.yaml, tp: NCCL has no setting 'maxctas' ...; did you mean 'max_ctas'?\n"
+        "  - nccl.yaml, dp: NCCL has no setting 'min_cats' ...; did you mean 'min_ctas'?",
     ),
 ]
 
@@ -209,6 +195,5 @@ def test_messages_about_files(
     monkeypatch.chdir(tmp_path)
     if content is not None:
         (tmp_path / "nccl.yaml").write_text(content, encoding="utf-8")
-    with pytest.raises(LayoutError) as caught:
+    with pytest.raises(LayoutError, match=says(text)):
         GroupOptions.from_yaml("nccl.yaml")
-    assert str(caught.value) == text

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from math import prod
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from messages import says
 
 from namedmesh import Layout, LayoutError
 from namedmesh.dialects import DIALECTS, Kind
@@ -216,17 +218,19 @@ def test_an_nvlink_domain_larger_than_a_node_is_good_enough() -> None:
 
 
 def test_unusual_names_are_pointed_out() -> None:
-    assert make_plan("dp=2,tpp=2").warnings == (
-        "axis 'tpp' is not one of the usual names; did you mean 'tp'?",
-    )
+    (warning,) = make_plan("dp=2,tpp=2").warnings
+    assert re.search(says("axis 'tpp' ... usual names; did you mean 'tp'?"), warning)
     assert make_plan("dp=2,rows=2").warnings == ()
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: make_plan(world_size=16, tp=3), "tp=3 does not divide the world of 16 ranks"),
-        (lambda: make_plan("tp=2", tp=2), "both a layout and sizes for tp were given"),
+        (lambda: make_plan(world_size=16, tp=3), "tp=3 "),
+        (
+            lambda: make_plan("tp=2", tp=2),
+            "both a layout and sizes for tp were given; give a spec, or sizes by name",
+        ),
         (
             lambda: make_plan("megatron tp=2", like="ezpz"),
             "the layout is megatron's, but it should be like ezpz",
@@ -238,8 +242,8 @@ def test_unusual_names_are_pointed_out() -> None:
             lambda: make_plan("tp=2", gpus_per_node=0, nvlink_domain=-1),
             "2 problems:\n  - gpus_per_node is 0;",
         ),
-        (lambda: make_plan("tp=2").groups("tpp"), "'tpp' is not one of ('tp',); did you mean 'tp'?"),
-        (lambda: plan_rank(make_plan("tp=2"), 2), "rank 2 is outside tp=2 (2 ranks); its ranks are 0 to 1"),
+        (lambda: make_plan("tp=2").groups("tpz"), "'tpz' is not one of ('tp',); did you mean 'tp'?"),
+        (lambda: plan_rank(make_plan("tp=2"), 2), "rank 2 is outside tp=2"),
         (lambda: crossing(Layout(tp=2), "tp", 0), "a node has 0 GPUs; it has at least 1"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from messages import says
 
 from namedmesh import LayoutError
 from namedmesh.dialects import DIALECTS
@@ -113,12 +114,9 @@ def test_the_best_partitions_by_what_their_steps_take() -> None:
         }
     )
     assert one.tokens_per_second == pytest.approx(2 * 4 * 128 / sum(one.step.values()))
-    with pytest.raises(LayoutError) as caught:
+    text = "2 problems:\n  - the number of partitions is 0; ...\n  - a ranking needs params, hidden; give them too"
+    with pytest.raises(LayoutError, match=says(text)):
         best_partitions(list_partitions(8, model=Model(seq=4, layers=8)), 0)
-    assert str(caught.value) == (
-        "2 problems:\n  - the number of partitions is 0; it is an int of at least 1\n"
-        "  - a ranking needs params, hidden; give them too"
-    )
 
 
 @given(
@@ -232,11 +230,7 @@ def test_a_comparison_by_brute_force(a: str, b: str, tp: int, pp: int, data: int
     ("call", "kind", "message"),
     [
         (lambda: parse_count("many"), UsageError, "'many' is not a number of parameters, such as 7B or 350M"),
-        (
-            lambda: parse_count("1e400"),
-            UsageError,
-            "'1e400' is not a number of parameters, such as 7B or 350M",
-        ),
+        (lambda: parse_count("1e400"), UsageError, "'1e400' is not a number ..."),
         (
             lambda: cut_weight(4, 4, tp=10**27, style="row"),
             LayoutError,
@@ -251,9 +245,7 @@ def test_a_comparison_by_brute_force(a: str, b: str, tp: int, pp: int, data: int
         (
             lambda: list_partitions(0, model=Model(heads=0), stage=4),
             LayoutError,
-            "3 problems:\n"
-            "  - world_size is 0; it is an int of at least 1\n"
-            "  - heads is 0; it is an int of at least 1\n"
+            "3 problems:\n  - world_size is 0; ...\n  - heads is 0; ...\n"
             "  - stage 4 is not one of ZeRO's (0, 1, 2, 3)",
         ),
         (
@@ -284,6 +276,5 @@ def test_a_comparison_by_brute_force(a: str, b: str, tp: int, pp: int, data: int
     ],
 )
 def test_mistakes_are_named(call: Any, kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind) as caught:
+    with pytest.raises(kind, match=says(message)):
         call()
-    assert str(caught.value) == message

@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import os
-import socket
 from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import free_port, run_ranks
 
 from namedmesh.__main__ import main
 from namedmesh.init import init_mesh
@@ -67,11 +66,10 @@ def test_a_rank_that_does_not_show_up_is_named(missing: tuple[int, ...], words: 
     results = run_ranks(4, absent, *missing, init=False)
     there = [results[rank] for rank in range(4) if rank not in missing]
     assert [status for status, _, _ in there] == [1] * len(there)
-    sentence = (
-        f"namedmesh doctor: {words} call namedmesh doctor within 2 s; every rank of the job must call it, so look at what those "
-        "ranks did instead, or wait longer with --timeout\n"
-    )
-    assert [(out, err) for _, out, err in there] == [("", sentence)] * len(there)
+    for _, out, err in there:
+        assert out == ""
+        assert err.startswith(f"namedmesh doctor: {words} call namedmesh doctor within 2 s; ")
+        assert err.endswith(", or wait longer with --timeout\n")
 
 
 def late() -> tuple[int, str, str]:
@@ -148,9 +146,7 @@ def test_groups_that_cannot_be_made_are_reported_by_each_rank() -> None:
 def test_every_rank_says_why_a_layout_does_not_fit() -> None:
     results = run_ranks(4, lambda: doctor("pp=2,tp=3"), init=False)
     assert [status for status, _, _ in results] == [1, 1, 1, 1]
-    assert {err.partition(";")[0] for _, _, err in results} == {
-        "namedmesh doctor: pp=2 x tp=3 needs 6 ranks, but the world has 4"
-    }
+    assert {err.partition(",")[0] for _, _, err in results} == {"namedmesh doctor: pp=2 x tp=3 needs 6 ranks"}
     results = run_ranks(2, lambda: doctor("pp=x"), init=False)
     assert [status for status, _, _ in results] == [2, 2]
 
@@ -158,12 +154,11 @@ def test_every_rank_says_why_a_layout_does_not_fit() -> None:
 def test_settings_that_cannot_be_are_named_at_once() -> None:
     status, out, err = doctor("--timeout", "nan", "--megabytes", "-1", "--backend", "cpu:glo")
     assert (status, out) == (2, "")
-    assert err.splitlines()[:3] == [
-        "namedmesh doctor: 3 problems:",
-        "  - timeout is nan; it is a number above 0 and below 1e+09",
-        "  - megabytes is -1; it is a number above 0 and below 1e+09",
-    ]
-    assert "backend 'cpu:glo' names 'glo', which is none that torch knows" in err.splitlines()[3]
+    text = "it is a number above 0 and below 1e+09"
+    assert err.startswith(
+        f"namedmesh doctor: 3 problems:\n  - timeout is nan; {text}\n  - megabytes is -1; {text}\n"
+        "  - backend 'cpu:glo' names 'glo', "
+    )
 
 
 def alone() -> tuple[int, str, str]:
@@ -176,12 +171,6 @@ def test_plain_python_is_a_world_of_one() -> None:
     [(status, out, _)] = run_ranks(1, alone, init=False)
     assert status == 0
     assert out.startswith("dp=1 (1 rank), gloo on cpu, 1 host\n")
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def hosted(port: int, world: int) -> tuple[int, str, str]:
@@ -204,10 +193,9 @@ def test_an_absent_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     status, _, err = doctor("--timeout", "1")
     assert status == 1
-    assert err.startswith(
-        f"namedmesh doctor: rank 0, which hosts the store of the job at 127.0.0.1:{port}, did not answer within 1 s; "
-        "see its output for why, and check MASTER_ADDR and MASTER_PORT ("
-    )
+    assert err.startswith("namedmesh doctor: rank 0, which hosts the store")
+    assert f" at 127.0.0.1:{port}, " in err
+    assert " within 1 s; " in err
 
 
 def seen(axis: str, ranks: tuple[int, ...], bandwidth: float, problem: str = "") -> checks.AxisReport:
@@ -239,9 +227,9 @@ def test_a_summary_names_the_slowest_group_and_rank() -> None:
 
 
 def test_a_rank_that_stops_answering_is_named() -> None:
-    one = checks.RankReport(0, "node", 1.0, [seen("tp", (0, 1), 1.0, "a collective did not end within 3 s")])
+    one = checks.RankReport(0, "node", 1.0, [seen("tp", (0, 1), 1.0, "no end within 3 s")])
     assert report.summarize({0: one, 1: None}).problems == (
-        "axis tp, rank 0: a collective did not end within 3 s",
+        "axis tp, rank 0: no end within 3 s",
         "rank 1 stopped answering in the middle of the checks",
     )
 

@@ -266,12 +266,10 @@ def test_the_page_carries_the_layout_for_its_script() -> None:
 
 def test_mistakes_are_named() -> None:
     plan = make_plan("dp=2,tp=2")
-    with pytest.raises(AxisError) as caught:
+    with pytest.raises(AxisError, match=r"'tpp' .* \('dp', 'tp'\)"):
         draw_svg(plan, color_by="tpp")
-    assert str(caught.value) == "axis 'tpp' is not one of ('dp', 'tp'); did you mean 'tp'?"
-    with pytest.raises(LayoutError) as wrong:
+    with pytest.raises(LayoutError, match="rank 4 is outside dp=2 x tp=2"):
         draw_html(plan, rank=4)
-    assert str(wrong.value) == "rank 4 is outside dp=2 x tp=2 (4 ranks); its ranks are 0 to 3"
 
 
 def test_the_examples_are_up_to_date() -> None:

@@ -207,7 +207,7 @@ def test_degrees_that_do_not_fit_are_refused_all_at_once() -> None:
             ValueError, match="the mesh over 'cp' is not available: 'cp' of size 1 or without"
         ):
             dims.get_mesh("cp")
-        with pytest.raises(LayoutError, match="axes 'dp_replicate' and 'batch' are not together in one"):
+        with pytest.raises(LayoutError, match="axes 'dp_replicate' and 'batch' are not together"):
             dims.get_optional_mesh(["dp_replicate", "batch"], include_singleton_axes=True)
         with pytest.raises(LayoutError, match=r"the axes \('tp', 'dp_shard'\) are not each once and in the"):
             dims.get_mesh(["tp", "dp_shard"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from tp_compare import training_difference
-from tp_models import Llama
+from tp_compare import hf_difference, problem_of, training_difference
+from tp_models import Llama, hf_model
 
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel import llama_plan, parallelize, plan_from_hf, plan_report
@@ -74,12 +73,6 @@ def test_the_report_names_what_is_inside() -> None:
     assert "layers.0.attention.wo.lora_B.default" not in rows
 
 
-def problem_of(model: nn.Module) -> str:
-    with pytest.raises(PlanError) as caught:
-        plan_report(model, 2, llama_plan())
-    return str(caught.value)
-
-
 def test_other_adapters_are_refused() -> None:
     model: Any = adapted_llama()
     model.layers[0].attention.wq.lora_magnitude_vector["default"] = nn.Linear(1, 1)
@@ -87,7 +80,7 @@ def test_other_adapters_are_refused() -> None:
     model.output = Lora(nn.Linear(32, 32))
     model.output.base_layer = nn.Embedding(32, 32)
     kind = "test_tp_adapters's Lora" if Lora.__module__ == "test_tp_adapters" else "tests's Lora"
-    assert problem_of(model) == (
+    assert problem_of(model, llama_plan()) == (
         "3 problems:\n"
         f"  - output: {kind} is an adapter around Embedding, and only LoRA around nn.Linear can be sharded, by a "
         "column or row style\n"
@@ -102,45 +95,23 @@ def test_other_adapters_are_refused() -> None:
 
 
 def peft_model(**options: Any) -> Any:
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    model = hf_model("Qwen3", num_key_value_heads=2, head_dim=8)
     import peft
-    import transformers
 
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=8,
-        pad_token_id=0,
-    )
     adapters = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, **options)
-    return peft.get_peft_model(transformers.Qwen3ForCausalLM(config), adapters).double()
-
-
-def peft_difference() -> float:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
-    reference = peft_model()
-    model = copy.deepcopy(reference)
-    parallelize(model, mesh, plan_from_hf(model))
-    ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
-    return training_difference(model, reference, ids, pick="logits")
+    return peft.get_peft_model(model, adapters).double()
 
 
 @pytest.mark.oracle("transformers", "peft")
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_peft_model_trains_as_the_whole_one(size: int) -> None:
-    peft_model()  # imported once, before the ranks are forked
-    assert max(run_ranks(size, peft_difference)) < 1e-5
+    assert max(run_ranks(size, hf_difference, peft_model())) < 1e-5
 
 
 @pytest.mark.oracle("transformers", "peft")
 def test_dora_is_refused() -> None:
     model = peft_model(use_dora=True)
-    with pytest.raises(PlanError, match=r"is a variant of LoRA .* merge it into the model first"):
+    with pytest.raises(PlanError, match=r"variant of LoRA .* merge it"):
         plan_report(model, 2, plan_from_hf(model))
     merged = model.merge_and_unload()
     assert plan_report(merged, 2, plan_from_hf(merged)).rows

@@ -10,10 +10,9 @@ import torch
 from ranks import fake_world, run_ranks
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
-from tp_compare import whole
+from tp_compare import tp_mesh, whole
 from tp_models import Llama, Mlp
 
 from namedmesh._torch import TORCH
@@ -40,16 +39,14 @@ from namedmesh.tensor_parallel.collectives import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch.distributed.device_mesh import DeviceMesh
+
 WHOLE = Replicate()
 PAIR: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 SEQUENCE_PAIR: dict[str, Any] = {
     "up": ColwiseParallel(input_layouts=Shard(1)),
     "down": RowwiseParallel(output_layouts=Shard(1)),
 }
-
-
-def tp_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
 
 
 def differences(model: nn.Module, reference: nn.Module, given: Tensor, mine: Tensor | None = None) -> float:
@@ -145,7 +142,7 @@ def uneven() -> list[float]:
     return found
 
 
-def test_dtensors_of_uneven_pieces() -> None:
+def test_dtensors_of_uneven_shards() -> None:
     for found in run_ranks(2, uneven):
         assert len(found) == 9
         assert max(found) < 1e-12, found

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import pytest
 import torch
+from messages import says
 from ranks import run_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import parallelize_module
-from tp_compare import training_difference
-from tp_models import Attention, Llama
+from tp_compare import hf_difference, tp_mesh, training_difference
+from tp_models import Attention, Llama, hf_model
 
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel import (
@@ -23,7 +22,6 @@ from namedmesh.tensor_parallel import (
     RowwiseParallel,
     llama_plan,
     parallelize,
-    plan_from_hf,
     plan_report,
 )
 from namedmesh.tensor_parallel.kv_heads import SharedHeads
@@ -37,10 +35,6 @@ COUNTS = [
 ]
 
 
-def mesh_of(size: int) -> Any:
-    return init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
-
-
 @pytest.mark.parametrize(("queries", "heads", "size"), [*COUNTS, (32, 4, 8), (64, 8, 16), (48, 6, 8)])
 def test_every_query_gets_its_own_head(queries: int, heads: int, size: int) -> None:
     shared = SharedHeads(queries, heads, size)
@@ -50,7 +44,7 @@ def test_every_query_gets_its_own_head(queries: int, heads: int, size: int) -> N
 
 def llama_differences() -> dict[tuple[int, int, bool], float]:
     size = torch.distributed.get_world_size()
-    mesh = mesh_of(size)
+    mesh = tp_mesh()
     found = {}
     for queries, heads, of_size in COUNTS:
         if of_size != size or queries == size:
@@ -97,7 +91,7 @@ def bias_differences() -> list[float]:
     for compiled in (False, True):
         torch.manual_seed(0)
         reference: nn.Module = Biased(24, 6, 2).double()
-        model = parallelize(copy.deepcopy(reference), mesh_of(3), attention_plan())
+        model = parallelize(copy.deepcopy(reference), tp_mesh(), attention_plan())
         if compiled:
             model.compile(backend="aot_eager")
         found.append(training_difference(model, reference, torch.randn(2, 5, 24, dtype=torch.float64)))
@@ -109,77 +103,42 @@ def test_biases_and_the_gradient_of_the_input_also_compiled() -> None:
         assert max(found) < 1e-12
 
 
-def pieces_difference() -> float:
+def counts_difference() -> float:
     """Plain torch applies the style too, with counts that the caller gives."""
     torch.manual_seed(0)
     reference = Attention(16, 4, 1).double()
     model = copy.deepcopy(reference)
     plan = attention_plan() | {name: KeyValueParallel(query_heads=4, kv_heads=1) for name in ("wk", "wv")}
-    parallelize_module(model, mesh_of(2), plan)
+    parallelize_module(model, tp_mesh(), plan)
     return training_difference(model, reference, torch.randn(2, 5, 16, dtype=torch.float64))
 
 
 def test_torch_applies_the_style_with_given_counts() -> None:
-    assert max(run_ranks(2, pieces_difference)) < 1e-12
+    assert max(run_ranks(2, counts_difference)) < 1e-12
 
 
 # --- what the errors say, and that what they say helps -------------------------------------------------------
 
 
-def problem_of(model: nn.Module, plan: Any, tp_size: int) -> str:
-    with pytest.raises(PlanError) as caught:
-        plan_report(model, tp_size, plan)
-    return str(caught.value)
-
-
 def test_a_plain_column_style_that_would_cut_a_head_names_the_style_that_is_right() -> None:
     plan = attention_plan() | {"wk": ColwiseParallel(), "wv": ColwiseParallel()}
-    assert problem_of(Attention(16, 4, 1), plan, 2) == (
-        "n_kv_heads: 1 heads are not divisible by the tp size 2, and 'wk', 'wv' would cut them; "
-        "give them KeyValueParallel(), or choose a tp size that divides 1"
-    )
+    text = "n_kv_heads: 1 heads ... and 'wk', 'wv' would cut them; give them KeyValueParallel(), or choose a ... 1"
+    with pytest.raises(PlanError, match=says(text)):
+        plan_report(Attention(16, 4, 1), 2, plan)
     assert plan_report(Attention(16, 4, 1), 2, attention_plan()).tp_size == 2
     assert plan_report(Attention(16, 4, 1), 1, plan).tp_size == 1
 
 
 def test_queries_must_divide() -> None:
-    assert problem_of(Attention(24, 6, 2), attention_plan(), 4) == (
-        "2 problems:\n"
-        "  - n_heads: 6 heads are not divisible by the tp size 4, and 'wq', 'wo' would cut them; choose a tp size "
-        "that divides 6\n"
-        "  - n_kv_heads: 2 heads are not divisible by the tp size 4, and 'wk', 'wv' would cut them; choose a tp "
-        "size that divides 2"
+    text = (
+        "2 problems:\n  - n_heads: 6 heads ... and 'wq', 'wo' would cut them; ... 6\n"
+        "  - n_kv_heads: 2 heads ... and 'wk', 'wv' would cut them; ... 2"
     )
+    with pytest.raises(PlanError, match=says(text)):
+        plan_report(Attention(24, 6, 2), 4, attention_plan())
 
 
 # --- transformers --------------------------------------------------------------------------------------------
-
-
-def hf_model(kind: str, implementation: str, kv_heads: int) -> Any:
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    import transformers
-
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=kv_heads,
-        head_dim=8,
-        pad_token_id=0,
-        attn_implementation=implementation,
-    )
-    return getattr(transformers, f"{kind}ForCausalLM")(config).double()
-
-
-def hf_difference(kind: str, implementation: str, kv_heads: int) -> float:
-    reference = hf_model(kind, implementation, kv_heads)
-    model = copy.deepcopy(reference)
-    parallelize(model, mesh_of(torch.distributed.get_world_size()), plan_from_hf(model))
-    ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
-    return training_difference(model, reference, ids, pick="logits")
 
 
 HF_MODELS = {
@@ -188,15 +147,19 @@ HF_MODELS = {
 }
 
 
+def shared_model(kind: str, implementation: str, kv_heads: int) -> Any:
+    return hf_model(kind, attn_implementation=implementation, num_key_value_heads=kv_heads, head_dim=8)
+
+
 def hf_differences() -> list[float]:
-    return [hf_difference(*model) for model in HF_MODELS[torch.distributed.get_world_size()]]
+    return [hf_difference(shared_model(*model)) for model in HF_MODELS[torch.distributed.get_world_size()]]
 
 
 @pytest.mark.oracle("transformers")
 @pytest.mark.parametrize("size", HF_MODELS)
 def test_models_of_transformers_share_their_kv_heads(size: int) -> None:
     for model in HF_MODELS[size]:
-        hf_model(*model)  # imported once, before the ranks are forked
+        shared_model(*model)  # imported once, before the ranks are forked
     # Some of them compute their norms and softmax in single precision.
     for found in run_ranks(size, hf_differences):
         assert max(found) < 1e-5, found

@@ -365,11 +365,11 @@ def surroundings() -> dict[str, float]:
             gradient_difference(mine, theirs, locally=True)
             for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True)
         )
-    twin = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    found["deep copy"] = largest(twin(ids), wanted)
+    found["deep copy"] = largest(copied(ids), wanted)
     model(ids).sum().backward()
     return found
 

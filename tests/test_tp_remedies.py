@@ -187,13 +187,13 @@ REMEDIES = {
     "an activation in a column style": Remedy(
         lambda: nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32)),
         {"0": ColwiseParallel(), "1": ColwiseParallel(), "2": RowwiseParallel()},
-        "or leave this module out of the plan",
+        "leave this module out",
         {"0": ColwiseParallel(), "2": RowwiseParallel()},
     ),
     "norms by their container": Remedy(
         Llama,
         without(SEQUENCE_LLAMA, "_norm") | {"layers.0": SequenceParallel(), "layers.1": SequenceParallel()},
-        "name the inner modules in the plan",
+        "name the inner modules",
         SEQUENCE_LLAMA | dict.fromkeys(("layers.*.attention_norm", "layers.*.ffn_norm"), SEQUENCE_NORM),
     ),
     "features that do not divide, padded": Remedy(
@@ -214,13 +214,13 @@ REMEDIES = {
     "a norm between shards of the sequence": Remedy(
         Llama,
         without(SEQUENCE_LLAMA, "ffn_norm"),
-        r"layers.1.ffn_norm.weight: .*give its module LocalParameters\(\) if the ranks use it on their shards",
+        r"layers.1.ffn_norm.weight: .*LocalParameters\(\) if .* on their shards",
         SEQUENCE_LLAMA,
     ),
     "a number for the whole sequence": Remedy(
         Scored,
         SEQUENCE_LLAMA,
-        r"^scale: .*KeepWhole\(\) if they all use it on the whole sequence",
+        r"^scale: .*KeepWhole\(\) if they all",
         SEQUENCE_LLAMA | {"": KeepWhole()},
     ),
     "keys left out": Remedy(
@@ -279,7 +279,7 @@ REMEDIES = {
     "tied, laid out alike": Remedy(
         lambda: Llama(tied=True),
         llama_plan() | {"tok_embeddings": ColwiseParallel(output_layouts=WHOLE)},
-        "such as RowwiseParallel for an embedding and ColwiseParallel for the output head",
+        "such as RowwiseParallel for",
         llama_plan(),
     ),
     "tied, untied": Remedy(
@@ -293,7 +293,7 @@ REMEDIES = {
     "parametrized, left out": Remedy(
         parametrized,
         {"up": ColwiseParallel(output_layouts=WHOLE)},
-        "or leave the module out of the plan",
+        "leave the module out",
         {},
     ),
     "a shared input, gathered again": Remedy(
@@ -307,7 +307,7 @@ REMEDIES = {
         {"": SharedInput(input_layouts=SEQUENCE)}
         | dict.fromkeys(("w1", "w3"), ColwiseParallel(input_layouts=SEQUENCE))
         | {"w2": RowwiseParallel(output_layouts=SEQUENCE)},
-        "or take the SharedInput out of the plan",
+        "take the SharedInput out",
         dict.fromkeys(("w1", "w3"), ColwiseParallel()) | {"w2": RowwiseParallel()},
     ),
 }
@@ -427,16 +427,16 @@ def whole_experts() -> tuple[str, float]:
 OTHERS: dict[str, tuple[Callable[[], tuple[str, float]], str]] = {
     "a second derivative": (
         second_derivative,
-        "leave the layers that it passes through out of the plan",
+        "that it passes through",
     ),
-    "packed columns": (packed_columns, "'gate_up': .*: pass the model instead of a dict"),
-    "another style": (removed_entry, "'grouped_gemm' .*; change or remove this entry"),
+    "packed columns": (packed_columns, "'gate_up': .*: pass the model"),
+    "another style": (removed_entry, "'grouped_gemm' .*; change or remove"),
     "a destroyed group": (destroyed_group, "make the layer again on a mesh that is open"),
     "a pickled layer": (
         pickled_layer,
-        r"save the layer's state_dict\(\), and load it into a layer made where",
+        r"save the layer's state_dict\(\)",
     ),
-    "experts that are whole": (whole_experts, "name a layout that shards it"),
+    "experts that are whole": (whole_experts, "name a layout"),
 }
 
 

@@ -13,9 +13,10 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from ranks import run_ranks
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from tp_compare import tp_mesh
 from tp_models import Llama
 
 from namedmesh._torch import TORCH
@@ -27,10 +28,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 STEPS = 3
-
-
-def tp_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
 
 
 def batch(step: int) -> Tensor:
@@ -223,7 +220,7 @@ def pickled_difference() -> float:
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
-    twin = torch.load(buffer, weights_only=False)
-    copied = copy.deepcopy(twin)
+    loaded = torch.load(buffer, weights_only=False)
+    copied = copy.deepcopy(loaded)
     difference: Tensor = (copied(batch(0)) - model(batch(0))).abs().max()
     return difference.item()

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import pytest
 import torch
+from messages import says
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
-from tp_compare import training_difference
-from tp_models import Attention, Block, Llama, Mlp
+from tp_compare import hf_difference, problem_of, training_difference
+from tp_models import Attention, Block, Llama, Mlp, hf_model
 
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel import (
@@ -24,7 +24,6 @@ from namedmesh.tensor_parallel import (
     RowwiseParallel,
     llama_plan,
     parallelize,
-    plan_from_hf,
     plan_report,
 )
 
@@ -35,12 +34,6 @@ ATTENTION: dict[str, Any] = {
     "wv": KeyValueParallel(),
     "wo": RowwiseParallel(),
 }
-
-
-def problem_of(model: nn.Module, plan: Any, tp_size: int = 2) -> str:
-    with pytest.raises(PlanError) as caught:
-        plan_report(model, tp_size, plan)
-    return str(caught.value)
 
 
 def difference(model: nn.Module, plan: Any, features: int) -> float:
@@ -161,36 +154,9 @@ def test_an_activation_with_a_number_of_its_own_gets_its_gradient_summed() -> No
     assert max(run_ranks(2, difference, Learned(), UP_DOWN, 8)) < 1e-11
 
 
-def apertus() -> Any:
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.ApertusConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        pad_token_id=0,
-    )
-    return transformers.ApertusForCausalLM(config).double()
-
-
-def apertus_difference() -> float:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    reference = apertus()
-    model = copy.deepcopy(reference)
-    parallelize(model, mesh, plan_from_hf(model))
-    ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
-    return training_difference(model, reference, ids, pick="logits")
-
-
 @pytest.mark.oracle("transformers")
 def test_apertus_trains_as_the_whole_model() -> None:
-    apertus()  # imported once, before the ranks are forked
-    assert max(run_ranks(2, apertus_difference)) < 1e-5
+    assert max(run_ranks(2, hf_difference, hf_model("Apertus"))) < 1e-5
 
 
 # --- what is refused, and that the remedies help ------------------------------------------------------------
@@ -199,19 +165,20 @@ def test_apertus_trains_as_the_whole_model() -> None:
 def test_keys_and_values_left_out_or_gathered() -> None:
     model = Attention(32, 4, 1)
     left_out = {name: style for name, style in ATTENTION.items() if name in {"wq", "wo"}}
+    between = "between wq, whose features are sharded, and wo"
     assert problem_of(model, left_out) == (
-        "wk.weight, wv.weight: trainable and in no style, but between wq, whose features are sharded, and wo: each "
-        "rank would have another gradient; give its module KeyValueParallel()"
+        f"wk.weight, wv.weight: trainable and in no style, but {between}: each rank would have another gradient; give "
+        "its module KeyValueParallel()"
     )
     gathered = {name: ColwiseParallel(output_layouts=Replicate()) for name in ("wk", "wv")}
     assert problem_of(model, left_out | gathered) == (
-        "wk.weight, wv.weight: every rank gets all the features of this column layer between wq, whose features "
-        "are sharded, and wo, and uses other ones of them; give its module KeyValueParallel()"
+        f"wk.weight, wv.weight: every rank gets all the features of this column layer {between}, and uses other ones of "
+        "them; give its module KeyValueParallel()"
     )
     assert plan_report(model, 2, ATTENTION).unsharded == ()
     wide = Attention(32, 4, 1)  # as many features as the model has: nothing but the name tells
     wide.wk = wide.wv = nn.Linear(32, 32)
-    assert "wk.weight, wk.bias: trainable and in no style" in problem_of(wide, left_out)
+    assert "wk.weight, wk.bias: trainable" in problem_of(wide, left_out)
 
 
 class Scaled(Mlp):
@@ -229,11 +196,12 @@ class Scaled(Mlp):
 
 
 def test_a_number_of_the_module_itself_needs_a_word() -> None:
-    assert problem_of(Scaled(after=False), UP_DOWN) == (
-        "scale: trainable and in no style, but between up, whose features are sharded, and down: each rank would "
-        "have another gradient; give its module LocalParameters() if the ranks use it on their own features, "
-        "KeepWhole() if they all use it on the same values, or freeze it"
+    text = (
+        "scale: trainable ... between up, ... and down: ...; give its module LocalParameters() if the ranks use it on "
+        "their own features, KeepWhole() if they all use it on the same values, or freeze it"
     )
+    with pytest.raises(PlanError, match=says(text)):
+        plan_report(Scaled(after=False), 2, UP_DOWN)
     assert max(run_ranks(2, difference, Scaled(after=False), UP_DOWN | {"": LocalParameters()}, 8)) < 1e-11
     assert max(run_ranks(2, difference, Scaled(after=True), UP_DOWN | {"": KeepWhole()}, 8)) < 1e-11
     frozen = Scaled(after=False)
@@ -259,26 +227,26 @@ class NormEach(nn.Module):
 def test_a_norm_for_each_head_is_refused() -> None:
     model = nn.ModuleDict({"attention": NormEach()})
     plan = {"attention.wq": ColwiseParallel(), "attention.wo": RowwiseParallel()}
-    assert problem_of(model, plan) == (
-        "attention.q_norms.0.weight, attention.q_norms.1.weight, attention.q_norms.2.weight, "
-        "attention.q_norms.3.weight: trainable and in no style, but between attention.wq, whose features are "
-        "sharded, and attention.wo: each rank would have another gradient; leave these layers out of the plan"
+    text = (
+        "attention.q_norms.0.weight, attention.q_norms.1.weight, attention.q_norms.2.weight, attention.q_norms.3.weight: "
+        "trainable ... between attention.wq, ... and attention.wo: ...; leave these layers out of the plan"
     )
+    with pytest.raises(PlanError, match=says(text)):
+        plan_report(model, 2, plan)
     assert plan_report(model, 2, {}).rows == ()
 
 
 def test_what_makes_or_takes_all_heads_is_refused() -> None:
     all_heads: Any = Attention(32, 4, 4)
     all_heads.q_norm, all_heads.k_norm = nn.RMSNorm(32), nn.RMSNorm(32)
+    remedy = "where each rank has its heads; leave its attention out of the plan"
     assert problem_of(all_heads, ATTENTION) == (
-        "q_norm, k_norm: normalizes over the features of all heads, where each rank has its heads; leave its "
-        "attention out of the plan"
+        f"q_norm, k_norm: normalizes over the features of all heads, {remedy}"
     )
     numbers: Any = Attention(32, 4, 2)
     numbers.dt_proj = nn.Linear(32, 4)
     assert problem_of(numbers, ATTENTION | {"dt_proj": RowwiseParallel()}) == (
-        "dt_proj: makes a number for each head, those of all heads on every rank, where each rank has its heads; "
-        "leave its attention out of the plan"
+        f"dt_proj: makes a number for each head, those of all heads on every rank, {remedy}"
     )
     assert len(plan_report(all_heads, 2, {}).unsharded) == 6
 
@@ -294,11 +262,12 @@ def test_a_column_layer_that_gathers_what_the_ranks_use_parts_of() -> None:
             return out
 
     gathered = UP_DOWN | {"gate": ColwiseParallel(output_layouts=Replicate())}
-    assert problem_of(Gated(), gathered) == (
-        "gate.weight, gate.bias: every rank gets all the features of this column layer between up, whose features "
-        "are sharded, and down, and uses other ones of them; let each rank have its features, with "
-        "output_layouts=Shard(-1)"
+    text = (
+        "gate.weight, gate.bias: every rank gets all ... between up, ... and down, ...; let each rank have its features, "
+        "with output_layouts=Shard(-1)"
     )
+    with pytest.raises(PlanError, match=says(text)):
+        plan_report(Gated(), 2, gathered)
     assert max(run_ranks(2, difference, Gated(), UP_DOWN | {"gate": ColwiseParallel()}, 8)) < 1e-9
 
 

@@ -36,7 +36,7 @@ def check_layout(layout: dict[str, Any]) -> dict[str, float]:
     norm = training.clip_grad_norm_(net.parameters(), largest, mesh)
     torch.nn.utils.clip_grad_norm_(parameters, largest)
     told["clipped"] = checks.gradients_differ(net, expected)
-    with mock.patch("namedmesh.training.initialization.PIECE", 40):  # a few rows
+    with mock.patch("namedmesh.training.initialization.NUMBERS_AT_ONCE", 40):  # a few rows
         training.init_parameters(net, 5)
         training.init_parameters(expected, 5)
     first = dict(expected.named_parameters())

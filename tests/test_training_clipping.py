@@ -57,26 +57,26 @@ class Gradients:
             setattr(parameter, name, value)
         self.mine.append((parameter, mine))
 
-    def piece(self, full: Tensor, dim: int, axis: str) -> Tensor:
+    def shard(self, full: Tensor, dim: int, axis: str) -> Tensor:
         return full.chunk(self.mesh.size(axis), dim)[self.mesh.rank(axis)]
 
 
 def dense_gradients(of: Gradients) -> None:
     mesh = of.mesh
     of.plain(of.new(5))
-    of.plain(of.piece(of.new(4, 3), 0, "tp"), tensor_model_parallel=True, partition_dim=0, partition_stride=1)
-    of.plain(of.piece(of.new(4), 0, "tp"), model_parallel=True)
+    of.plain(of.shard(of.new(4, 3), 0, "tp"), tensor_model_parallel=True, partition_dim=0, partition_stride=1)
+    of.plain(of.shard(of.new(4), 0, "tp"), model_parallel=True)
     of.plain(of.new(2), tensor_model_parallel=False, allreduce=True, shared=False)
-    of.sharded(of.piece(of.new(4, 3), 0, "tp"), mesh["tp"], [Shard(0)])
-    of.sharded(of.piece(of.new(4, 3), 0, "tp"), mesh["tp"], [Shard(0)], tensor_model_parallel=True)
+    of.sharded(of.shard(of.new(4, 3), 0, "tp"), mesh["tp"], [Shard(0)])
+    of.sharded(of.shard(of.new(4, 3), 0, "tp"), mesh["tp"], [Shard(0)], tensor_model_parallel=True)
     of.sharded(of.new(3), mesh["tp"], [Replicate()])
     of.sharded(of.new(3) / mesh.size("tp"), mesh["tp"], [Partial()])
-    of.sharded(of.piece(of.new(4, 3), 0, "dp"), mesh["dp"], [Shard(0)])
-    both = of.piece(of.piece(of.new(4, 4), 0, "dp"), 1, "tp")
+    of.sharded(of.shard(of.new(4, 3), 0, "dp"), mesh["dp"], [Shard(0)])
+    both = of.shard(of.shard(of.new(4, 4), 0, "dp"), 1, "tp")
     of.sharded(both, mesh["dp", "tp"], [Shard(0), Shard(1)])
-    of.sharded(of.piece(of.new(4, 4), 0, "dp"), mesh["dp", "tp"], [Shard(0), Replicate()])
-    of.sharded(of.piece(of.new(4), 0, "dp"), mesh["dp"], [Shard(0)], tensor_model_parallel=False)
-    marked = of.piece(of.piece(of.new(4, 4), 0, "dp"), 1, "tp")
+    of.sharded(of.shard(of.new(4, 4), 0, "dp"), mesh["dp", "tp"], [Shard(0), Replicate()])
+    of.sharded(of.shard(of.new(4), 0, "dp"), mesh["dp"], [Shard(0)], tensor_model_parallel=False)
+    marked = of.shard(of.shard(of.new(4, 4), 0, "dp"), 1, "tp")
     of.sharded(marked, mesh["dp"], [Shard(0)], tensor_model_parallel=True)
     if mesh.size("pp") > 1:
         first = Gradients(mesh, 99).new(3, 2)  # the same on all stages
@@ -90,19 +90,19 @@ def dense_gradients(of: Gradients) -> None:
 
 def expert_gradients(of: Gradients) -> None:
     mesh = of.mesh
-    of.sharded(of.piece(of.new(4, 3), 0, "ep"), mesh["ep"], [Shard(0)])
-    both = of.piece(of.piece(of.new(4, 4), 1, "edp"), 0, "ep")
+    of.sharded(of.shard(of.new(4, 3), 0, "ep"), mesh["ep"], [Shard(0)])
+    both = of.shard(of.shard(of.new(4, 4), 1, "edp"), 0, "ep")
     of.sharded(both, mesh["edp", "ep"], [Shard(1), Shard(0)])
     of.sharded(
-        both := of.piece(of.piece(of.new(4, 4), 1, "edp"), 0, "ep"), mesh["edp"], [Shard(1)], allreduce=False
+        both := of.shard(of.shard(of.new(4, 4), 1, "edp"), 0, "ep"), mesh["edp"], [Shard(1)], allreduce=False
     )
-    three = of.piece(of.piece(of.piece(of.new(4, 4, 4), 1, "edp"), 0, "ep"), 2, "etp")
+    three = of.shard(of.shard(of.shard(of.new(4, 4, 4), 1, "edp"), 0, "ep"), 2, "etp")
     of.sharded(three, mesh["edp", "ep", "etp"], [Shard(1), Shard(0), Shard(2)], allreduce=False)
-    marked = of.piece(of.piece(of.new(4, 4), 0, "ep"), 1, "etp")
+    marked = of.shard(of.shard(of.new(4, 4), 0, "ep"), 1, "etp")
     of.plain(marked, allreduce=False, tensor_model_parallel=True)
-    of.plain(of.piece(of.new(4, 2), 0, "ep"), allreduce=False, tensor_model_parallel=False)
+    of.plain(of.shard(of.new(4, 2), 0, "ep"), allreduce=False, tensor_model_parallel=False)
     of.sharded(
-        marked := of.piece(of.piece(of.new(4, 4), 0, "ep"), 1, "etp"),
+        marked := of.shard(of.shard(of.new(4, 4), 0, "ep"), 1, "etp"),
         mesh["ep"],
         [Shard(0)],
         allreduce=False,

@@ -107,9 +107,10 @@ def test_parts_of_a_sequence_and_what_is_refused() -> None:
     assert second[:3] == [[[2, 3, 4, 5], [3, 4, 5, 6], [2, 3, 4, 5]], [4, 5, 6, 7], [2, 3, 4, 5]]
     assert first[3:] == second[3:]
     uneven = "a part of 3 tokens is not two chunks of a balanced order; cut with shard_sequence, and give both the same balanced="
+    shapes = "query, key and value have shapes [{}]; their parts of the sequence have one length"
     assert first[3:] == [
         [
-            "a sequence of 6 cannot be cut into 4 equal chunks for 2 ranks; give pad, a value for each tensor, or "
+            "a sequence of 6 cannot be split into 4 equal chunks for 2 ranks; give pad, a value for each tensor, or "
             "sequences whose length is a multiple of 4"
         ],
         [
@@ -117,14 +118,12 @@ def test_parts_of_a_sequence_and_what_is_refused() -> None:
             "pad has 1 values for 2 tensors; give one for each",
         ],
         [
-            "query, key and value have shapes [(1, 6, 3, 4), (1, 4, 2, 4), (1, 4, 2, 4)]; their parts of the sequence "
-            "have one length",
+            shapes.format("(1, 6, 3, 4), (1, 4, 2, 4), (1, 4, 2, 4)"),
             uneven,
             "6 heads cannot share 4 heads of keys and values evenly",
         ],
         [
-            "query, key and value have shapes [(1, 3, 3, 4), (1, 1, 2, 4), (1, 1, 2, 4)]; their parts of the sequence "
-            "have one length",
+            shapes.format("(1, 3, 3, 4), (1, 1, 2, 4), (1, 1, 2, 4)"),
             uneven,
             "3 heads and 1 heads of keys and values cannot be divided among 2 ranks; leave ulysses out",
         ],

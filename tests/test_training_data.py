@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from messages import error_of
 from ranks import fake_world, live_groups, run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -92,11 +93,7 @@ def compare_batches() -> list[str]:
     rank, told = dist.get_rank(), list[str]()
 
     def check(value: object) -> None:
-        try:
-            training.check_same_batch(value, mesh)
-            told.append("")
-        except namedmesh.AgreementError as error:
-            told.append(str(error))
+        told.append(error_of(lambda: training.check_same_batch(value, mesh)))
 
     mine = batch(mesh.rank("dp"))
     check(mine)
@@ -116,8 +113,8 @@ def test_ranks_with_other_samples_are_named() -> None:
         "loaded different samples, and must load the same; give their samplers sampler_kwargs(mesh) and one seed, and "
         "call this before the sequence is sharded"
     )
-    seven = f"ranks 2, 3, 6 and ranks 7 {tail}"
-    both = f"2 problems:\n  - ranks 0, 4, 5 and ranks 1 {tail}\n  - ranks 2 and ranks 3, 6, 7 {tail}"
+    seven = f"AgreementError: ranks 2, 3, 6 and ranks 7 {tail}"
+    both = f"AgreementError: 2 problems:\n  - ranks 0, 4, 5 and ranks 1 {tail}\n  - ranks 2 and ranks 3, 6, 7 {tail}"
     assert all(told == ["", "", "", both, seven, seven, seven] for told in by_rank), by_rank[0]
 
 

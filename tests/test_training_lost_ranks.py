@@ -49,13 +49,12 @@ def lose_a_rank(how: str, told: Path) -> None:
             os.kill(pids[LOST], signal.SIGKILL)
 
 
+SILENT = "does not answer: it was killed, was stopped, or is cut off"
+
+
 @pytest.mark.parametrize(
     ("how", "what"),
-    [
-        ("SIGKILL", "does not answer: it was killed, was stopped, or is cut off"),
-        ("SIGSTOP", "does not answer: it was killed, was stopped, or is cut off"),
-        ("RuntimeError", "ended with RuntimeError: no more data"),
-    ],
+    [("SIGKILL", SILENT), ("SIGSTOP", SILENT), ("RuntimeError", "ended with RuntimeError: no more data")],
 )
 def test_the_others_name_a_lost_rank(how: str, what: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"^1 of 4 ranks failed\n--- rank 2") as story:

@@ -122,9 +122,10 @@ def refusals() -> list[str]:
 def test_what_a_pipeline_refuses() -> None:
     (told,) = run_ranks(1, refusals)
     assert told[0].startswith("Unknown schedule name '2F2B'. The valid options are ['1F1B', ")
+    stages = "{} takes {} of the stages on each rank, not {}; give as many, or another schedule"
     assert told[1:] == [
-        "1F1B takes 1 of the stages on each rank, not 2; give as many, or another schedule",
-        "ZBV takes 2 of the stages on each rank, not 1; give as many, or another schedule",
+        stages.format("1F1B", 1, 2),
+        stages.format("ZBV", 2, 1),
         "3 layers cannot fill 4 stages; give every stage one at least",
         "there is no mesh to say which stage this is; give the mesh, or stage and stages",
         "the batch has [2, 3] rows; give inputs and target with the same number of rows, one at least, on every rank "

@@ -1,4 +1,4 @@
-"""Random numbers: which ranks draw the same, streams beside the default one, and first weights in pieces."""
+"""Random numbers: which ranks draw the same, streams beside the default one, and first weights a few rows at a time."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ class Fused(nn.Module):
 
 
 def test_megatrons_shards_are_shards_of_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(initialization, "PIECE", 7)
+    monkeypatch.setattr(initialization, "NUMBERS_AT_ONCE", 7)
     whole = Fused(8, 6)
     training.init_parameters(whole, 1, distribution=lambda *_: (0.5, 2.0))
     assert len(whole.weight.unique()) == 48

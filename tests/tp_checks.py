@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from tp_compare import tp_mesh
 from tp_models import Llama
 
 from namedmesh.tensor_parallel import (
@@ -43,15 +43,9 @@ from namedmesh.tensor_parallel.vocabulary import Lookup, cross_entropy
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from torch.distributed.device_mesh import DeviceMesh
-
     Pairs: TypeAlias = Iterator[tuple[Tensor, Tensor]]
 
 SEQUENCE, WHOLE = Shard(1), Replicate()
-
-
-def tp_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
 
 
 def noise(*shape: int) -> Tensor:
@@ -182,8 +176,8 @@ def embeddings() -> Pairs:
     yield from against_whole(nn.Sequential(nn.Embedding(8, 8)), {"0": scattered}, ids, cut_out=1)
     columns = ColwiseParallel(output_layouts=WHOLE)
     yield from against_whole(nn.Sequential(nn.Embedding(8, 8)), {"0": columns}, ids)
-    of_pieces = RowwiseParallel(input_layouts=SEQUENCE)
-    yield from against_whole(nn.Sequential(nn.Embedding(8, 8)), {"0": of_pieces}, ids, cut_in=1)
+    of_shards = RowwiseParallel(input_layouts=SEQUENCE)
+    yield from against_whole(nn.Sequential(nn.Embedding(8, 8)), {"0": of_shards}, ids, cut_in=1)
 
 
 def llamas() -> Pairs:

@@ -1,14 +1,40 @@
-"""A parallelized model against the whole one: forward, gradients, training steps and what a checkpoint gets."""
+"""A parallelized model against the whole one: forward, gradients, training steps and what a checkpoint gets; or the error."""
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from namedmesh.errors import PlanError
+from namedmesh.tensor_parallel import parallelize, plan_from_hf, plan_report
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def tp_mesh() -> DeviceMesh:
+    """One axis over all ranks."""
+    return init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+
+
+def numbers(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def apart(one: Tensor | None, other: Tensor | None) -> float:
+    """How far two tensors are from each other; infinitely, if only one is there or they are not alike."""
+    if one is None or other is None:
+        return 0.0 if one is other else float("inf")
+    if one.shape != other.shape or one.dtype != other.dtype or one.is_sparse != other.is_sparse:
+        return float("inf")
+    one, other = (each.detach().to_dense() if each.is_sparse else each.detach() for each in (one, other))
+    return (one - other).abs().max().item() if one.numel() else 0.0
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -55,6 +81,14 @@ def training_difference(
     return max(differences)
 
 
+def hf_difference(reference: Any, *, steps: int = 3) -> float:
+    """On one rank of a world: the largest difference for a model of Hugging Face, by its own plan."""
+    model = copy.deepcopy(reference)
+    parallelize(model, tp_mesh(), plan_from_hf(model))
+    ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
+    return training_difference(model, reference, ids, steps=steps, pick="logits")
+
+
 def _adam(model: nn.Module) -> torch.optim.Optimizer:
     """AdamW in one call for all DTensors and one for the other parameters."""
     kinds: tuple[list[Tensor], list[Tensor]] = [], []
@@ -73,3 +107,10 @@ def _gradient_differences(mine: Tensor, wanted: Tensor) -> list[float]:
         shard = distribute_tensor(wanted, mine.device_mesh, mine.placements, src_data_rank=None)
         differences.append((mine.grad.to_local() - shard.to_local()).abs().max().item())
     return differences
+
+
+def problem_of(model: nn.Module, plan: Any, tp_size: Any = 2, **options: Any) -> str:
+    """The text of the error that a plan ends in, before anything is sharded."""
+    with pytest.raises(PlanError) as caught:
+        plan_report(model, tp_size, plan, **options)
+    return str(caught.value)

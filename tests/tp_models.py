@@ -1,8 +1,9 @@
-"""Small models for the tensor-parallel tests: a Llama-style decoder, and a feed-forward with biases."""
+"""Small models for the tensor-parallel tests: a Llama-style decoder, a feed-forward with biases, and Hugging Face's."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
@@ -95,3 +96,22 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(torch.tanh(self.up(x)))
         return out
+
+
+def hf_model(kind: str, **options: Any) -> Any:
+    """A causal language model of Hugging Face, with random weights; the first one imports the library."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import transformers
+
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "pad_token_id": 0,
+    }
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**sizes | options)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).double()

@@ -61,14 +61,14 @@ _moved: list[str] = []
 
 
 def _needs(owner: Any, *names: str, otherwise: Callable[..., Any] | None = None) -> Callable[[F], F]:
-    """Mark a function that uses private pieces of torch, which a newer torch may no longer have.
+    """Mark a function that uses private names of torch, which a newer torch may no longer have.
 
     If one of them is missing, the function does ``otherwise``, or raises a MeshError. Importing this module warns
     once, and names what is missing.
 
     Args:
         owner: a module, a class, or a function, whose arguments and attributes are meant.
-        *names: the pieces.
+        *names: what it uses of it.
         otherwise: what public torch alone can do.
     """
     known = getattr(owner, "__code__", None)
@@ -567,28 +567,28 @@ def apply_style(
 _probes: dict[str, torch.nn.Parameter] = {}
 
 
-def cast_once(parameter: torch.Tensor, piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a piece of a parameter in another type; the same tensor each time, up to the end of the autocast block.
+def cast_once(parameter: torch.Tensor, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a shard of a parameter in another type; the same tensor each time, up to the end of the autocast block.
 
     That is what autocast does itself, and torch has no way to put something into its cache, and none to be notified
     when it is emptied. So autocast casts a parameter of our own, and what is kept is kept in the metadata of the
     node that made this cast.
     """
-    piece = piece.detach()
-    if not parameter.requires_grad or piece.is_inference() or is_observed(piece):
-        return piece.to(dtype)
-    device = piece.device.type
+    shard = shard.detach()
+    if not parameter.requires_grad or shard.is_inference() or is_observed(shard):
+        return shard.to(dtype)
+    device = shard.device.type
     if device not in _probes:
         _probes[device] = torch.nn.Parameter(torch.zeros(1, 1, device=device))
     with torch.enable_grad():
         node: Any = torch.mm(_probes[device], _probes[device]).grad_fn
     if node is None:  # inference mode
-        return piece.to(dtype)
+        return shard.to(dtype)
     kept: dict[Any, Any] = node.next_functions[0][0].metadata
     key = id(parameter), dtype
     known = kept.get(key)
-    if known is None or known[0] is not parameter or known[1] != piece._version:
-        known = kept[key] = parameter, piece._version, piece.to(dtype)
+    if known is None or known[0] is not parameter or known[1] != shard._version:
+        known = kept[key] = parameter, shard._version, shard.to(dtype)
     cast: torch.Tensor = known[2]
     return cast
 
@@ -635,7 +635,7 @@ def all_gather_single(out: torch.Tensor, local: torch.Tensor, group: dist.Proces
 def reduce_scatter_single(
     out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup | None
 ) -> dist.Work:
-    """Start summing ``full`` over the ranks, each keeping its piece of dim 0 in ``out``."""
+    """Start summing ``full`` over the ranks, each keeping its shard of dim 0 in ``out``."""
     work: dist.Work = _reduce_scatter(out, full, group=group, async_op=True)
     return work
 
@@ -650,7 +650,7 @@ def synchronous(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gradient_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
-    """Return a gradient of ``parameter``'s own layout around this rank's ``local`` piece.
+    """Return a gradient of ``parameter``'s own layout around this rank's ``local`` shard.
 
     The public ``DTensor.from_local`` works out the global shape again and passes through autograd: ten times
     the cost, once per parameter and step.

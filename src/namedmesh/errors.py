@@ -103,7 +103,7 @@ class PlanError(NamedMeshError, ValueError):
 
 
 class ShapeError(NamedMeshError, ValueError):
-    """A tensor's size cannot be cut the way a parallel style has to cut it."""
+    """A tensor's size cannot be split the way a parallel style has to split it."""
 
 
 class TrainingError(NamedMeshError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Checks in front of torch's own styles: a length that cannot be cut is refused before it is cut.
+"""Checks in front of torch's own styles: a length that cannot be split is refused before it is split.
 
 Left alone, torch splits it into unequal shards, and the next gather of them ends the process inside gloo.
 """

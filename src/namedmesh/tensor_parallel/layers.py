@@ -76,7 +76,7 @@ class Recipe:
 
 
 def check_blocks(length: int, ranks: int, stride: int = 1, *, what: str = "the length") -> None:
-    """Refuse a length that cannot be cut into ``stride`` blocks of ``ranks`` equal shards.
+    """Refuse a length that cannot be split into ``stride`` blocks of ``ranks`` equal shards.
 
     A collective of unequal shards ends the process from inside the backend, and splitting for oneself would
     silently leave the rest out.
@@ -88,7 +88,7 @@ def check_blocks(length: int, ranks: int, stride: int = 1, *, what: str = "the l
         >>> check_blocks(10, ranks=2, stride=2, what="output_size")
         Traceback (most recent call last):
         ...
-        namedmesh.errors.ShapeError: output_size is 10, which cannot be cut into 2 equal shards for each of 2 blocks (the \
+        namedmesh.errors.ShapeError: output_size is 10, which cannot be split into 2 equal shards for each of 2 blocks (the \
 stride); use 8 or 12, or another multiple of 4
     """
     shards = ranks * stride
@@ -99,7 +99,7 @@ stride); use 8 or 12, or another multiple of 4
         nearest = f"{below} or {below + shards}" if below else f"{shards}"
         blocks = "" if stride == 1 else f" for each of {stride} blocks (the stride)"
         raise ShapeError(
-            f"{what} is {length}, which cannot be cut into {ranks} equal shards{blocks}; use {nearest}, or another "
+            f"{what} is {length}, which cannot be split into {ranks} equal shards{blocks}; use {nearest}, or another "
             f"multiple of {shards}"
         )
 
@@ -193,7 +193,7 @@ def row_linear(
         ``(..., outputs)``, the same on every peer or sharded.
 
     Raises:
-        ShapeError: an input that is not cut yet, or an output that is to be, cannot be cut into equal shards.
+        ShapeError: an input that is not sharded yet, or an output that is to be, cannot be split into equal shards.
     """
     if not input_is_parallel:
         check_blocks(value.shape[-1], peers.size, what="the length of the last dim of the input")
@@ -225,7 +225,7 @@ def vocabulary_embedding(
         scatter_swapped: swap the first two dims, and leave each peer its shard of the first.
 
     Raises:
-        ShapeError: the dim that is to be scattered cannot be cut into equal shards.
+        ShapeError: the dim that is to be scattered cannot be split into equal shards.
     """
     partial = lookup(ids, weight, peers.rank * weight.shape[0], how)
     if scatter_swapped:

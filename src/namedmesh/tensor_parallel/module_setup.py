@@ -152,6 +152,6 @@ def check_divides(module: torch.nn.Module, what: str, shape: torch.Size, dim: in
         return
     longer = -(-length // tp_size) * tp_size
     raise ShapeError(
-        f"{name_of(module)}: dim {dim} of {what}, of shape {tuple(shape)}, has length {length}, which cannot be cut "
+        f"{name_of(module)}: dim {dim} of {what}, of shape {tuple(shape)}, has length {length}, which cannot be split "
         f"into {tp_size} equal shards (the tp size); pad it to {longer}, or to another multiple of {tp_size}"
     )

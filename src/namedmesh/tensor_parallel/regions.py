@@ -86,7 +86,7 @@ def exchange(
         _check_sum(outgoing, sending, "the lengths to send")
     elif length % peers.size:  # by default it is sharded into equal shards
         raise ShapeError(
-            f"dim 0 of shape {tuple(outgoing.shape)} has length {length}, which cannot be cut into "
+            f"dim 0 of shape {tuple(outgoing.shape)} has length {length}, which cannot be split into "
             f"{peers.size} equal shards; pass the length of each shard"
         )
     return outgoing if peers.size == 1 else _exchange(outgoing, peers, (sending, receiving))

@@ -76,7 +76,7 @@ class RowwiseParallel(TorchRowwiseParallel):
 
     Raises:
         PlanError: when applied to another kind of module, or to one that is already parallelized.
-        ShapeError: in the forward, on every rank, when the output cannot be cut into equal shards.
+        ShapeError: in the forward, on every rank, when the output cannot be split into equal shards.
 
     Example:
         On 2 ranks each gets 3 of the 6 input features, and the whole bias:

@@ -27,7 +27,7 @@ def shard_sequence(
 ) -> tuple[Tensor, ...]:
     """Return this rank's part of sequences, and the positions of its tokens.
 
-    In balanced order a sequence is cut into two chunks for each rank, of which rank r has the r-th and the r-th
+    In balanced order a sequence is split into two chunks for each rank, of which rank r has the r-th and the r-th
     from the end: causal attention is as much work on each. Otherwise rank r has the r-th of as many chunks as ranks.
 
     The silent mistakes it prevents: rotary or learned positions that start from 0 on every rank; and targets
@@ -69,7 +69,7 @@ def shard_sequence(
     over = [length for length in sorted(lengths) if length % parts]
     if over and pad is None:
         problems.append(
-            f"a sequence of {over[0]} cannot be cut into {parts} equal chunks for {mesh.size()} ranks; give pad, a value "
+            f"a sequence of {over[0]} cannot be split into {parts} equal chunks for {mesh.size()} ranks; give pad, a value "
             f"for each tensor, or sequences whose length is a multiple of {parts}"
         )
     if problems:

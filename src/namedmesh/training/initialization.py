@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 Runs = list[tuple[int, int]]
 """Along one dim, where in the whole tensor the shard's runs of indices begin, and how long each is."""
 
-PIECE = 2**20  # numbers; part of the contract, as other pieces are other weights
+# Part of the contract, as is the word that the seeds below are derived from: with others the weights are others.
+NUMBERS_AT_ONCE = 2**20
 
 
 def normal(name: str, parameter: Tensor) -> tuple[float, float]:
@@ -47,8 +48,8 @@ def init_parameters(
     Prevents: weights that depend on the layout, so that runs cannot be compared; and, on a sharded model, the same
     numbers in every shard, which is what ``nn.init`` draws on ranks with one seed.
 
-    Call it where the model is parallelized and sharded: each rank draws the pieces that its shards lie in, one
-    after the other (of about a million numbers), on the CPU in float32, whatever the device and the precision. The
+    Call it where the model is parallelized and sharded: each rank draws the rows that its shards lie in,
+    about a million numbers at a time, on the CPU in float32, whatever the device and the precision. The
     parameters may be DTensors, plain tensors, and Megatron's marked shards over the tp of the current mesh. What a
     model has besides, such as buffers after ``to_empty``, is left alone.
 
@@ -96,8 +97,8 @@ def init_parameters(
 def _fill(
     local: Tensor, shape: tuple[int, ...], runs: list[Runs], seed: int, distribution: tuple[float, float]
 ) -> None:
-    """Write a shard from the pieces of the whole tensor that it lies in; a piece is some rows of it."""
-    rows_at_once = max(1, PIECE // math.prod(shape[1:]))
+    """Write a shard from the rows of the whole tensor that it lies in, some at a time."""
+    rows_at_once = max(1, NUMBERS_AT_ONCE // math.prod(shape[1:]))
     filled = 0
     for start, length in runs[0]:
         stop = start + length
@@ -105,9 +106,9 @@ def _fill(
             first = index * rows_at_once
             rows = min(rows_at_once, shape[0] - first)
             generator = torch.Generator().manual_seed(derived_seed(seed, "piece", index))
-            piece = torch.empty(rows, *shape[1:]).normal_(*distribution, generator=generator)
+            drawn = torch.empty(rows, *shape[1:]).normal_(*distribution, generator=generator)
             low, high = max(start, first) - first, min(stop, first + rows) - first
-            mine = piece[low:high]
+            mine = drawn[low:high]
             for dim, some in enumerate(runs[1:], 1):
                 mine = torch.cat([mine.narrow(dim, *run) for run in some], dim)
             local[filled : filled + high - low] = mine

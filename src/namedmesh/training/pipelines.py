@@ -209,7 +209,7 @@ class Pipeline:
             target: what the loss compares with, on every rank.
             losses: a list to put the losses of the microbatches in, on the rank of the last stage; the sum of
                 them is the loss of the batch.
-            **kwargs: what every stage's ``forward`` gets; tensors are cut into microbatches as well.
+            **kwargs: what every stage's ``forward`` gets; tensors are split into microbatches as well.
 
         Returns:
             The output for the batch on the rank of the last stage, None on the others.

@@ -274,7 +274,7 @@ class RowParallelLinear(ParallelLinear):
             ``(s / t, b, output_size)``, this rank's shard. And the bias with ``skip_bias_add``, else None.
 
         Raises:
-            ContractError: the input features or, with sequence parallelism, s cannot be cut into equal shards.
+            ContractError: the input features or, with sequence parallelism, s cannot be split into equal shards.
         """
         output = row_linear(
             input_,
