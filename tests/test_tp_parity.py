@@ -33,7 +33,7 @@ from namedmesh.tensor_parallel import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-STEPS = 3
+STEPS = 2  # of which the second has momentum
 
 
 @dataclass(frozen=True)
