@@ -160,8 +160,8 @@ MESSAGES: list[tuple[int, dict[str, str], Any, str]] = [
         2,
         {"LOCAL_RANK": "3"},
         None,
-        "local rank 3 has no cuda device: 2 cuda devices are visible to this process; start at most 2 processes on "
-        "this machine, make more devices visible, or use device='cpu'",
+        "local rank 3 has no cuda device: 2 cuda devices are visible to this process; start one process for each device, "
+        "make more devices visible, or use device='cpu'",
     ),
     (
         1,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch.distributed as dist
 
 from namedmesh._torch import default_store, default_timeout, state_of_default_group
-from namedmesh.errors import AgreementError, NamedMeshError, listing
+from namedmesh.errors import AgreementError, NamedMeshError, listing, ranks_in_words
 from namedmesh.rendezvous import key_appeared
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ class _Comparison:
         """Name the ranks that did not come, for those that did and for those that come now."""
         absent = [rank for rank in self.ranks if not self.store.check([f"here/{rank}"])]
         problem = (
-            f"{_ranks(absent)} of {self.ranks.start} to {self.ranks.stop - 1} did not call {self.call} within "
+            f"{ranks_in_words(absent)} of {self.ranks.start} to {self.ranks.stop - 1} did not call {self.call} within "
             f"{self.timeout.total_seconds():g} s; every rank of the mesh must call it, so look at what those ranks did "
             "instead"
         )
@@ -302,7 +302,7 @@ class _Comparison:
                 if len({tokens[rank - self.ranks.start][place] for rank in members}) > 1:
                     problems.append(
                         f"{self.call} needs the group over {requested.label} of ranks {listing(members)}, and it still belongs to "
-                        f"an earlier mesh on {_ranks(holders)} only; close() that mesh on every rank"
+                        f"an earlier mesh on {ranks_in_words(holders)} only; close() that mesh on every rank"
                     )
         return problems[:8]
 
@@ -322,11 +322,6 @@ def _scope(ranks: range) -> dist.Store:
     return dist.PrefixStore(f"namedmesh/{ranks.start}-{ranks.stop}", default_store())
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    """Return some ranks in a sentence."""
-    return f"rank{'s' * (len(ranks) != 1)} {listing(ranks)}"
-
-
 def _differences(requests: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list[str]:
     """Return one sentence for each field in which the requests differ.
 
@@ -339,7 +334,7 @@ def _differences(requests: Sequence[Mapping[str, str]], ranks: Sequence[int]) ->
         if MISTAKE in request:
             mistakes[f"gave up on {request['call']}: {request[MISTAKE]}"].append(rank)
     if mistakes:
-        return [f"{_ranks(who)} {text}" for text, who in [*mistakes.items()][:8]]
+        return [f"{ranks_in_words(who)} {text}" for text, who in [*mistakes.items()][:8]]
     problems = []
     fields = dict.fromkeys(field for request in requests for field in request if field != _HELD)
     for field in fields:
@@ -349,6 +344,6 @@ def _differences(requests: Sequence[Mapping[str, str]], ranks: Sequence[int]) ->
         if len(holders) > 1:
             # The value that most ranks hold first: the others are likely the mistake.
             ordered = sorted(holders.items(), key=lambda item: -len(item[1]))
-            values = "; ".join(f"{value} on {_ranks(holding)}" for value, holding in ordered)
+            values = "; ".join(f"{value} on {ranks_in_words(holding)}" for value, holding in ordered)
             problems.append(f"{field} differs between ranks: {values}; give every rank the same")
     return problems

@@ -10,7 +10,7 @@ import difflib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 __all__ = [
     "AgreementError",
@@ -144,3 +144,13 @@ def listing(items: Iterable[object], limit: int = 8) -> str:
     if len(shown) <= limit:
         return ", ".join(shown)
     return f"{', '.join(shown[:limit])} and {len(shown) - limit} more"
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return some ranks as messages name them.
+
+    Example:
+        >>> ranks_in_words([3]), ranks_in_words([0, 1])
+        ('rank 3', 'ranks 0, 1')
+    """
+    return f"rank{'s' * (len(ranks) != 1)} {listing(ranks)}"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from namedmesh.errors import MeshError, listing
+from namedmesh.errors import MeshError, count_of, listing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -85,5 +85,5 @@ def explain_mesh(
         communicator for communicator in communicators if communicator.owned and len(communicator.ranks) > 1
     ]
     held = ", ".join(f"{communicator.label} ({len(communicator.ranks)} ranks)" for communicator in owned)
-    count = f"{len(owned)} communicator{'s' * (len(owned) != 1)} beside the world's"
-    return f"{explain_rank(layouts, rank)}\n  on {device}, with {count}{': ' + held if held else ''}"
+    count = count_of(len(owned), "communicator")
+    return f"{explain_rank(layouts, rank)}\n  on {device}, with {count} beside the world's{': ' + held if held else ''}"

@@ -177,8 +177,8 @@ def local_device(
     if count == 1 and _sees_one_of_its_own(requested.type, environment):
         return torch.device(requested.type, 0)
     raise LaunchError(
-        f"local rank {local_rank} has no {requested.type} device: {_visible(requested.type, count)}; start at most "
-        f"{count} processes on this machine, make more devices visible, or use device='cpu'"
+        f"local rank {local_rank} has no {requested.type} device: {_visible(requested.type, count)}; start one process "
+        "for each device, make more devices visible, or use device='cpu'"
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from namedmesh.errors import AxisError, LayoutError, did_you_mean, listing
+from namedmesh.errors import AxisError, LayoutError, count_of, did_you_mean, listing
 from namedmesh.sizes import as_int, axis_name_problems, checked_int, checked_size, fitted, product
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class Layout:
 
     def __str__(self) -> str:
         """Return the sizes in words, as messages show them: ``pp=2 x dp=2 x tp=2 (8 ranks)``."""
-        return f"{product(self.axes, self.sizes)} ({self.world_size} rank{'s' * (self.world_size != 1)})"
+        return f"{product(self.axes, self.sizes)} ({count_of(self.world_size, 'rank')})"
 
     def __contains__(self, axis: object) -> bool:
         return axis in self._place

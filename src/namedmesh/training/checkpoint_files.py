@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from namedmesh.errors import CheckpointError, listing
+from namedmesh.errors import CheckpointError, ranks_in_words
 from namedmesh.layout import Layout
 
 if TYPE_CHECKING:
@@ -181,10 +181,7 @@ def refuse_io(path: Path) -> Iterator[None]:
         for rank, (cause, _) in error.failures.items():
             causes.setdefault(f"{type(cause).__name__}: {cause}".partition("\n")[0], []).append(rank)
         raise CheckpointError(
-            *(
-                _unwritten(path, f" by rank{'s' * (len(ranks) > 1)} {listing(ranks)}", cause)
-                for cause, ranks in causes.items()
-            )
+            *(_unwritten(path, f" by {ranks_in_words(ranks)}", cause) for cause, ranks in causes.items())
         ) from None
 
 

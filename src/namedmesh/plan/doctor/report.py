@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from namedmesh.errors import listing
+from namedmesh.errors import listing, ranks_in_words
 from namedmesh.plan.tables import Document, Table
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def summarize(reports: Mapping[int, RankReport | None]) -> Summary:
     silent = [rank for rank, report in reports.items() if report is None]
     problems = _problems(present)
     if silent:
-        problems.append(f"{_ranks(silent)} stopped answering in the middle of the checks")
+        problems.append(f"{ranks_in_words(silent)} stopped answering in the middle of the checks")
     if problems or not present:
         return Summary((), None, 1.0, tuple(problems))
     names = [axis.axis for axis in present[0].axes]
@@ -73,11 +73,7 @@ def _problems(present: Sequence[RankReport]) -> list[str]:
         for axis in report.axes:
             if axis.problem:
                 holders.setdefault((axis.axis, axis.problem), []).append(report.rank)
-    return [f"axis {axis}, {_ranks(ranks)}: {problem}" for (axis, problem), ranks in holders.items()]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) != 1)} {listing(ranks)}"
+    return [f"axis {axis}, {ranks_in_words(ranks)}: {problem}" for (axis, problem), ranks in holders.items()]
 
 
 def _summary(name: str, column: Sequence[AxisReport]) -> AxisSummary:
