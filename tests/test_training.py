@@ -20,7 +20,7 @@ TOLERANCE = 1e-9
 def check_layout(layout: dict[str, Any]) -> dict[str, float]:
     mesh = namedmesh.init_mesh(**layout)
     told = {}
-    loss, expected = checks.reference(checks.blocks_of(mesh))
+    loss, expected = checks.reference(mesh)
     net = checks.my_model(mesh)
     found = checks.step(net, mesh)
     told["loss"] = 0.0 if found is None else abs(found - loss)
@@ -71,10 +71,10 @@ def test_a_step_is_that_of_one_process(pipelined: bool) -> None:
 def averaged_by_ddp() -> float:
     """The gradients of a model that DistributedDataParallel averages over dp and cp."""
     mesh = namedmesh.init_mesh(dp=2, cp=2)
-    _, expected = checks.reference()
+    _, expected = checks.reference(mesh)
     inputs, targets = checks.my_batch(mesh)
     group = training.fsdp_mesh(mesh).get_group()
-    net = torch.nn.parallel.DistributedDataParallel(checks.whole_model(), process_group=group)
+    net = torch.nn.parallel.DistributedDataParallel(checks.whole_model(mesh), process_group=group)
     tokens = int((targets != checks.IGNORED).sum())
     training.token_mean(checks.loss_sum(net(inputs), targets), tokens, mesh).backward()
     difference = checks.gradients_differ(net.module, expected)

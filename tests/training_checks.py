@@ -49,14 +49,13 @@ def layout_name(layout: dict[str, Any]) -> str:
     return " ".join(f"{axis}{size}" for axis, size in layout.items())
 
 
-def blocks_of(mesh: NamedMesh) -> int:
-    """As many as the stages of a pipeline need, and otherwise fewer: each costs every rank as much as a large one."""
-    return 4 if "pp" in mesh.layout else 2
+def whole_model(mesh: NamedMesh) -> nn.Sequential:
+    """Blocks and a head, position by position, with the same weights every time.
 
-
-def whole_model(blocks: int = 2) -> nn.Sequential:
-    """Some blocks and a head, position by position, with the same weights every time."""
+    Four blocks for the stages of a pipeline, and otherwise two: each costs every rank as much as a large one.
+    """
     torch.manual_seed(3)
+    blocks = 4 if "pp" in mesh.layout else 2
     return nn.Sequential(
         *(tiny.Block() for _ in range(blocks)), nn.Linear(tiny.WIDTH, VOCABULARY, bias=False)
     ).double()
@@ -82,7 +81,7 @@ def my_batch(mesh: NamedMesh) -> tuple[Tensor, Tensor]:
 
 def my_model(mesh: NamedMesh, **options: Any) -> nn.Sequential:
     """This rank's stage, sharded over tp and over the ranks of ``fsdp_mesh``; modules are named as in the whole."""
-    net = whole_model(blocks_of(mesh))
+    net = whole_model(mesh)
     if "pp" in mesh.layout:
         keep_stage(net, mesh)
     if "tp" in mesh.layout:
@@ -147,9 +146,9 @@ def _pipelined(net: nn.Module, mesh: NamedMesh, inputs: Tensor, targets: Tensor,
     return sum(each.item() for each in losses) if last else None
 
 
-def reference(blocks: int = 2) -> tuple[float, nn.Sequential]:
+def reference(mesh: NamedMesh) -> tuple[float, nn.Sequential]:
     """The loss and the gradients of one process, plainly."""
-    net = whole_model(blocks)
+    net = whole_model(mesh)
     inputs, targets = whole_batch()
     loss = F.cross_entropy(net(inputs).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
     loss.backward()
