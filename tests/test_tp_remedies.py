@@ -279,7 +279,7 @@ REMEDIES = {
     "tied, laid out alike": Remedy(
         lambda: Llama(tied=True),
         llama_plan() | {"tok_embeddings": ColwiseParallel(output_layouts=WHOLE)},
-        "such as RowwiseParallel for",
+        "RowwiseParallel for an embedding and ColwiseParallel for the output head",
         llama_plan(),
     ),
     "tied, untied": Remedy(
@@ -427,14 +427,14 @@ def whole_experts() -> tuple[str, float]:
 OTHERS: dict[str, tuple[Callable[[], tuple[str, float]], str]] = {
     "a second derivative": (
         second_derivative,
-        "that it passes through",
+        "leave the layers that it passes through out of the plan",
     ),
     "packed columns": (packed_columns, "'gate_up': .*: pass the model"),
     "another style": (removed_entry, "'grouped_gemm' .*; change or remove"),
     "a destroyed group": (destroyed_group, "make the layer again on a mesh that is open"),
     "a pickled layer": (
         pickled_layer,
-        r"save the layer's state_dict\(\)",
+        r"save the layer's state_dict\(\), and load it into a layer made where",
     ),
     "experts that are whole": (whole_experts, "name a layout"),
 }
