@@ -17,8 +17,8 @@ import hf_models
 import torch
 import torch.distributed as dist
 from threads import run_threads
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from tp_compare import tp_mesh
 
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel import parallelize, plan_from_hf, plan_report
@@ -47,7 +47,7 @@ def step(model: Any, name: str) -> torch.Tensor:
 
 def differences(reference: Any, plan: dict[str, Any], wanted: torch.Tensor, name: str) -> dict[str, float]:
     """On one rank: the largest relative difference of the output, and of every parameter's gradient."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    mesh = tp_mesh()
     model = parallelize(copy.deepcopy(reference), mesh, plan, src_data_rank=None)
     found = {"output": _difference(step(model, name), wanted)}
     for (fqn, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):

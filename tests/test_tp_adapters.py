@@ -9,8 +9,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from tp_compare import hf_difference, problem_of, training_difference
+from tp_compare import hf_difference, problem_of, tp_mesh, training_difference
 from tp_models import Llama, hf_model
 
 from namedmesh.errors import PlanError
@@ -49,7 +48,7 @@ def differences() -> list[float]:
 
 
 def difference(sequence_parallel: bool) -> float:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    mesh = tp_mesh()
     reference = adapted_llama()
     plan = llama_plan(sequence_parallel=sequence_parallel)
     model = parallelize(copy.deepcopy(reference), mesh, plan)

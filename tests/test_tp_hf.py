@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
-from tp_compare import hf_difference, training_difference, whole
+from tp_compare import hf_difference, tp_mesh, training_difference, whole
 from tp_models import hf_model
 
 from namedmesh.errors import PlanError
@@ -161,7 +161,7 @@ class Stated(nn.Module):
 
 
 def stated_difference() -> float:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    mesh = tp_mesh()
     torch.manual_seed(0)
     reference = Stated().double()
     model = copy.deepcopy(reference)
@@ -251,7 +251,7 @@ class Mixture(nn.Module):
 
 
 def mixture_difference(style: str, is_concatenated: bool) -> float:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    mesh = tp_mesh()
     torch.manual_seed(0)
     reference = Mixture(style, is_concatenated=is_concatenated).double()
     model = parallelize(copy.deepcopy(reference), mesh, plan_from_hf(reference))

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
-from tp_compare import whole
+from tp_compare import tp_mesh, whole
 from tp_models import Llama, Mlp
 
 from namedmesh.tensor_parallel import (
@@ -142,7 +142,7 @@ def llama_differences(mesh: DeviceMesh, case: Case) -> dict[str, float]:
 
 
 def llamas(names: list[str]) -> dict[str, dict[str, float]]:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    mesh = tp_mesh()
     return {name: llama_differences(mesh, LLAMAS[name]) for name in names}
 
 
@@ -254,7 +254,7 @@ def pair_differences(
 
 
 def all_pairs() -> dict[str, float]:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    mesh = tp_mesh()
     found = {name: pair_differences(mesh, name) for name in PAIRS}
     for name in ("default", "sequence", "unknown to the short way"):
         found[f"{name}, DTensor in"] = pair_differences(mesh, name, as_dtensor=True)
@@ -296,7 +296,7 @@ def embedding_difference(mesh: DeviceMesh, style: Any, output_layout: Any, **opt
 
 
 def all_embeddings() -> dict[str, float]:
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    mesh = tp_mesh()
     rows, columns = RowwiseParallel, ColwiseParallel
     found = {}
     for padding in (None, 0, 5, -1):

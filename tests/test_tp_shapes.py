@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
+from tp_compare import tp_mesh
 from tp_models import Llama
 
 from namedmesh.errors import ShapeError
@@ -43,7 +44,7 @@ class Named(nn.Module):
 
 def refusal(module: nn.Module, style: Any, *args: Any, **kwargs: Any) -> str:
     """The message of the ShapeError that the forward raises; then a collective, to see that all are alive."""
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    mesh = tp_mesh()
     model = parallelize(nn.ModuleDict({"part": module}), mesh, {"part": style})
     with pytest.raises(ShapeError) as caught:
         model["part"](*args, **kwargs)  # type: ignore[index]

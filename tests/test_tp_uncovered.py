@@ -12,7 +12,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
-from tp_compare import hf_difference, problem_of, training_difference
+from tp_compare import hf_difference, problem_of, tp_mesh, training_difference
 from tp_models import Attention, Block, Llama, Mlp, hf_model
 
 from namedmesh.errors import PlanError
@@ -38,7 +38,7 @@ ATTENTION: dict[str, Any] = {
 
 def difference(model: nn.Module, plan: Any, features: int) -> float:
     """Of training the model under a plan and alone, on this rank."""
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    mesh = tp_mesh()
     torch.manual_seed(0)
     for parameter in model.parameters():  # a norm of ones, and a factor of 1, would hide what it does
         nn.init.uniform_(parameter, 0.2, 0.7)
