@@ -5,13 +5,17 @@ from __future__ import annotations
 import multiprocessing
 import random
 import resource
+import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks import run_ranks
+from tiny import AdamWOfShards
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -285,6 +289,53 @@ def through_marked_shards(root: Path) -> list[float]:
 def test_marked_shards_are_whole_tensors(tmp_path: Path) -> None:
     by_rank = run_ranks(2, through_marked_shards, tmp_path)
     assert by_rank == [[0.0] * 3] * 2
+
+
+# --- written in the background ---------------------------------------------------------------------------------
+
+
+def changed_while_it_is_written(root: Path) -> tuple[float, float]:
+    """How far what is loaded is from what was saved, and from what the model has become meanwhile."""
+    mesh = namedmesh.init_mesh(dp=2, tp=2, device="cpu")
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})
+        parallelize(net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        for layer in net.values():
+            fully_shard(layer, mesh=mesh["dp"])
+        return net, AdamWOfShards(net.parameters(), lr=0.1)
+
+    def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        for parameter in net.parameters():
+            parameter.grad = parameter.detach().clone()
+        optimizer.step()
+        return everything(net, optimizer)
+
+    net, optimizer = make()
+    then = {name: each.clone() for name, each in step(net, optimizer).items()}
+    changed = threading.Event()
+    write = dcp.FileSystemWriter.write_data
+
+    def write_later(*args: Any) -> Any:
+        assert changed.wait(60)
+        return write(*args)
+
+    with mock.patch.object(dcp.FileSystemWriter, "write_data", write_later):
+        written = training.save(root / "last", mesh, net, optimizer, async_=True)
+        assert written is not None
+        now = step(net, optimizer)
+        changed.set()
+        assert written.result() == root / "last"
+    training.load(root / "last", mesh, *(other := make()))
+    loaded = everything(*other)
+    mesh.close()
+    return largest(loaded, then), largest(loaded, now)
+
+
+def test_what_changes_while_it_is_written_is_not_in_the_checkpoint(tmp_path: Path) -> None:
+    for saved, changed in run_ranks(4, changed_while_it_is_written, tmp_path):
+        assert saved == 0
+        assert changed > 0.01
 
 
 # --- an optimizer that never stepped, and random states --------------------------------------------------------

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from namedmesh.errors import CheckpointError, ranks_in_words
 from namedmesh.layout import Layout
@@ -20,6 +22,31 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ABOUT = "namedmesh.pt"  # written last: a directory that has it is a whole checkpoint
+
+
+class Writer(dcp.FileSystemWriter):
+    """DCP's, but ``async_save`` copies every tensor once: torch copies it twice, and one of the CPU with its mesh."""
+
+    def stage(self, state_dict: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors of each part as they are now, on the CPU."""
+        self.per_thread_copy_ahead = 0  # bytes that are fetched from the device while others are written
+        return {
+            part: {name: _copied(each.detach()) for name, each in tensors.items()}
+            for part, tensors in state_dict.items()
+        }
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor) and tensor.device.type == "cpu":
+        return DTensor.from_local(
+            tensor.to_local().clone(),
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+    return tensor.to("cpu", copy=True)
 
 
 def beside(path: Path, what: str) -> Path:

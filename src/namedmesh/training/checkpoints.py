@@ -14,7 +14,15 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from namedmesh.errors import CheckpointError, listing
-from namedmesh.training.checkpoint_files import beside, find, make_room, move, refuse_io, without_warnings
+from namedmesh.training.checkpoint_files import (
+    Writer,
+    beside,
+    find,
+    make_room,
+    move,
+    refuse_io,
+    without_warnings,
+)
 from namedmesh.training.checkpoint_random import random_states, restore_random_states, shared_states
 from namedmesh.training.checkpoint_ranks import Ranks
 from namedmesh.training.checkpoint_state import State, contradictions, fingerprint
@@ -86,20 +94,21 @@ def save(
     wait(_under_way)
     final, ranks = Path(path), Ranks(mesh)
     state = State(mesh, model, optimizer)
-    tensors = {f"model.{name}": each for name, each in state.model_tensors().items()}
+    # In two parts, whose names DCP joins with those in them: of many tensors side by side it looks at each for long.
+    tensors: dict[str, dict[str, Tensor]] = {"model": state.model_tensors()}
     mine: dict[str, Any] = {
         "problems": state.problems,
-        "prints": {name: fingerprint(tensors[f"model.{name}"]) for name in state.entries},
+        "prints": {name: fingerprint(tensors["model"][name]) for name in state.entries},
         "objects": state.objects,
         "random": random_states(mesh),
         "extra": _bytes(extra),
     }
     if optimizer is not None:
-        mine["options"], mine["state"] = state.optimizer_options(), {}
+        mine["options"], mine["state"], tensors["optimizer"] = state.optimizer_options(), {}, {}
         for name, kept in state.optimizer_state().items():
             found = {key: each for key, each in kept.items() if isinstance(each, Tensor)}
             mine["state"][name] = list(found), {key: each for key, each in kept.items() if key not in found}
-            tensors |= {f"optimizer.{name}.{key}": each for key, each in found.items()}
+            tensors["optimizer"] |= {f"{name}.{key}": each for key, each in found.items()}
     about: dict[str, Any] = {}
 
     def prepare(by_rank: Sequence[dict[str, Any]]) -> None:
@@ -128,7 +137,10 @@ def save(
 
     with refuse_io(final):
         ranks.on_first(prepare, mine)
-    writer = dcp.FileSystemWriter(beside(final, "unfinished"))
+    writer = Writer(beside(final, "unfinished"))
+    tensors = {
+        part: each for part, each in tensors.items() if each
+    }  # DCP would write an empty one as an object
     if async_ and mesh is not None:
         return _followed(dcp.async_save(tensors, storage_writer=writer, **ranks.arguments), finish, final)
     with without_warnings(), refuse_io(final):
