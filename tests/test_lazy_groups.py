@@ -49,7 +49,7 @@ def _some_ask() -> list[Any]:
     return told
 
 
-def test_a_promise_is_kept_whoever_asks_first() -> None:
+def test_a_reserved_group_is_created_whoever_asks_first() -> None:
     for rank, told in enumerate(run_ranks(8, _some_ask)):
         total = 6.0 if rank < 4 else 22.0
         # After close the three axes that were there before are gone, too.
@@ -71,7 +71,7 @@ def _again_and_again() -> list[float]:
     return told
 
 
-def test_promises_of_one_mesh_after_another() -> None:
+def test_reserved_groups_of_one_mesh_after_another() -> None:
     for rank, told in enumerate(run_ranks(4, _again_and_again)):
         assert told == [2.0 if rank % 2 == 0 else 4.0, 6.0] * 3
 
@@ -95,7 +95,7 @@ def test_only_what_is_asked_for_is_made() -> None:
         assert live_groups() == before
 
 
-def test_backends_that_connect_when_they_are_made_get_no_promise(monkeypatch: Any) -> None:
+def test_groups_of_backends_that_connect_at_once_are_not_reserved(monkeypatch: Any) -> None:
     assert connects_without_blocking("gloo")
     assert connects_without_blocking("cpu:gloo,cuda:nccl")
     assert not connects_without_blocking("ucc")

@@ -58,11 +58,18 @@ def check_layouts(layouts: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    "pipelined", [pytest.param(True, marks=checks.PIPELINES), False], ids=["pipelines", "no pipeline"]
+    ("ranks", "pipelined"),
+    [(4, False), (8, False), pytest.param(8, True, marks=checks.PIPELINES)],
+    ids=["4 ranks", "8 ranks", "pipelines"],
 )
-def test_a_step_is_that_of_one_process(pipelined: bool) -> None:
-    layouts = [each for each in (*checks.LAYOUTS, *HYBRID_WITH_CONTEXT) if ("pp" in each) == pipelined]
-    for by_layout in run_ranks(8, check_layouts, layouts, timeout=240.0):
+def test_a_step_is_that_of_one_process(ranks: int, pipelined: bool) -> None:
+    layouts = [
+        each
+        for each in (*checks.LAYOUTS, *HYBRID_WITH_CONTEXT)
+        if ("pp" in each) == pipelined and math.prod(each.values()) == ranks
+    ]
+    assert len(layouts) > 1
+    for by_layout in run_ranks(ranks, check_layouts, layouts, timeout=240.0):
         assert len(by_layout) == len(layouts)
         for name, differences in by_layout.items():
             assert max(differences.values()) < TOLERANCE, (name, differences)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import suppress
+from math import prod
 from typing import Any
 
 import pytest
@@ -29,10 +30,11 @@ def draw(name: str | None = None) -> float:
 def drawn(
     sizes: dict[str, Any], differ_over: tuple[str, ...] | None = None, view: dict[str, Any] | None = None
 ) -> Any:
-    """What each of the 8 ranks draws, and its coordinates."""
+    """What each rank draws, and its coordinates."""
     found = []
-    for rank in range(8):
-        with fake_world(8, rank):
+    ranks = prod(sizes.values())
+    for rank in range(ranks):
+        with fake_world(ranks, rank):
             mesh = namedmesh.init_mesh(**sizes, device="cpu")
             if view is not None:
                 mesh.add_view("expert", **view)
@@ -66,10 +68,10 @@ def test_the_ranks_of_a_tensor_parallel_group_draw_the_same_by_default(sizes: di
     tp = {"tp"} & sizes.keys()
     assert (same_over(found, 1), same_over(found, 2), same_over(found, 4)) == (tp, set(), tp)
     numbers = [number for each in found for number in each[1:3]]
-    assert len(set(numbers)) == 8 + 8 // sizes.get("tp", 1)
+    assert len(set(numbers)) == len(found) + len(found) // sizes.get("tp", 1)
 
 
-def test_they_promise_what_megatrons_tracker_does() -> None:
+def test_those_that_draw_the_same_are_those_of_megatrons_tracker() -> None:
     found = drawn({"pp": 2, "dp": 2, "tp": 2}, ("pp",))
     assert same_over(found, 1) == {"dp", "tp"}
     assert same_over(found, 2) == {"dp"}

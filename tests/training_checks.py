@@ -28,9 +28,10 @@ from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, parallel
 if TYPE_CHECKING:
     from namedmesh import NamedMesh
 
+# Of no more ranks than they need: each costs as much as the others.
 LAYOUTS: tuple[dict[str, Any], ...] = (
-    {"dp": 8},
-    {"dp": 4, "tp": 2},
+    {"dp": 4},
+    {"dp": 2, "tp": 2},
     {"dp": 2, "tp": 4},
     {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
     {"dp": 2, "cp": 2, "tp": 2},
