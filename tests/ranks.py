@@ -17,6 +17,7 @@ import traceback
 import warnings
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -47,6 +48,8 @@ with warnings.catch_warnings():
         torch._dynamo.reset()
     # For its logs torch measures the guards of every graph, after it has emptied the processor's caches.
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+    # For its messages torch notes the stack at every fake mode, of which DTensor makes one for each new operation.
+    torch._subclasses.fake_tensor.traceback = SimpleNamespace(extract_stack=list, format_list=list)  # type: ignore[assignment]
 
 T = TypeVar("T")
 

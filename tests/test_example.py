@@ -26,6 +26,7 @@ from progress import picture
 from ranks import run_ranks
 from settings import Settings, parse
 from text import Corpus, find_corpus
+from tiny import AdamWOfShards
 from training_checks import PIPELINES
 
 import namedmesh
@@ -51,11 +52,10 @@ TINY = Settings(
 )
 
 
-def losses_of(settings: Settings) -> list[float]:
+def losses_of(settings: Settings, optimizer: type[torch.optim.AdamW] = torch.optim.AdamW) -> list[float]:
     mesh = train.make_mesh(settings, torch.device("cpu"))
-    with mock.patch.object(
-        train, "SAMPLE", 2
-    ):  # bytes, of which each takes all stages; other tests compare more
+    # In bytes, of which each takes all stages; other tests compare more.
+    with mock.patch.object(train, "SAMPLE", 2), mock.patch("torch.optim.AdamW", optimizer):
         losses, _ = train.train(settings, find_corpus(settings.data), mesh)
     mesh.close()
     return losses
@@ -65,25 +65,37 @@ def one_process(settings: Settings) -> list[float]:
     return reference_losses(settings, find_corpus(settings.data), torch.device("cpu"))
 
 
+def references() -> dict[int, list[float]]:
+    return {layers: one_process(dataclasses.replace(TINY, layers=layers)) for layers in (2, 4)}
+
+
 @pytest.fixture(scope="module")
-def reference() -> list[float]:
+def reference() -> dict[int, list[float]]:
+    """The losses by the number of layers."""
     # In a process of its own: one that has run a backward has threads, and should not be forked any more.
-    return run_ranks(1, one_process, TINY)[0]
+    return run_ranks(1, references)[0]
 
 
+# With four layers where the run is continued on four stages.
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
-    8: [{"pp": 2, "tp": 2, "microbatches": 4}, {"pp": 2, "cp": 2, "tp": 2}],
-    4: [{"tp": 2, "microbatches": 2}, {"cp": 2, "microbatches": 2}, {"pp": 2}],
+    8: [{"pp": 2, "tp": 2, "microbatches": 4}, {"pp": 2, "cp": 2, "tp": 2, "layers": 2}],
+    4: [
+        {"tp": 2, "microbatches": 2, "layers": 2},
+        {"cp": 2, "microbatches": 2, "layers": 2},
+        {"pp": 2, "layers": 2},
+    ],
 }
 
 
 def losses_of_each(settings: list[Settings]) -> list[list[float]]:
-    return [losses_of(each) for each in settings]
+    """The losses on one layout after the other; on DTensors torch's own optimizer works on the first."""
+    first, *others = settings
+    return [losses_of(first), *(losses_of(each, AdamWOfShards) for each in others)]
 
 
 @PIPELINES
 def test_losses_are_those_of_one_process_also_on_another_layout_from_a_checkpoint(
-    tmp_path: Path, reference: list[float]
+    tmp_path: Path, reference: dict[int, list[float]]
 ) -> None:
     settings = [dataclasses.replace(TINY, **layout) for layout in LAYOUTS[8]]
     settings[0] = dataclasses.replace(settings[0], checkpoint=str(tmp_path), save_every=2)
@@ -92,25 +104,29 @@ def test_losses_are_those_of_one_process_also_on_another_layout_from_a_checkpoin
         8, losses_of_each, [*settings, dataclasses.replace(TINY, pp=4, tp=2, resume=first)], timeout=180.0
     )
     assert all(losses == by_rank[0] for losses in by_rank)
-    assert reference[-1] < reference[0] - 0.01
     *whole, continued = by_rank[0]
-    for losses in whole:
-        assert losses == pytest.approx(reference, abs=1e-9)
+    for losses, each in zip(whole, settings, strict=True):
+        expected = reference[each.layers]
+        assert expected[-1] < expected[0] - 0.01
+        assert losses == pytest.approx(expected, abs=1e-9)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000004"]
-    assert continued == pytest.approx(reference[2:], abs=1e-9)
+    rest = pytest.approx(reference[4][2:], abs=1e-9)
+    assert continued == rest
     on_four = run_ranks(4, losses_of, dataclasses.replace(TINY, tp=4, resume=first))
-    assert on_four[0] == pytest.approx(reference[2:], abs=1e-9)
+    assert on_four[0] == rest
     alone = run_ranks(1, losses_of, dataclasses.replace(TINY, resume=first))
-    assert alone[0] == pytest.approx(reference[2:], abs=1e-9)
+    assert alone[0] == rest
 
 
 @pytest.mark.parametrize("pipelines", [False, pytest.param(True, marks=PIPELINES)])
-def test_losses_on_four_ranks_are_those_of_one_process(pipelines: bool, reference: list[float]) -> None:
+def test_losses_on_four_ranks_are_those_of_one_process(
+    pipelines: bool, reference: dict[int, list[float]]
+) -> None:
     layouts = [layout for layout in LAYOUTS[4] if pipelines == ("pp" in layout)]
     by_rank = run_ranks(4, losses_of_each, [dataclasses.replace(TINY, **layout) for layout in layouts])
     assert all(losses == by_rank[0] for losses in by_rank)
     for losses in by_rank[0]:
-        assert losses == pytest.approx(reference, abs=1e-9)
+        assert losses == pytest.approx(reference[2], abs=1e-9)
 
 
 def dropped(settings: Settings) -> tuple[list[bool], list[float]]:
@@ -144,7 +160,7 @@ PROMPT = b"def __init"
 def samples(layouts: list[dict[str, Any]]) -> list[bytes]:
     found = []
     for layout in layouts:
-        settings = dataclasses.replace(TINY, **layout)
+        settings = dataclasses.replace(TINY, layers=2, **layout)
         mesh = train.make_mesh(settings, torch.device("cpu"))
         step = Step(make_model(settings, mesh), mesh, microbatches=settings.microbatches or settings.pp)
         found.append(step.generate(PROMPT, settings.seq, train.SAMPLE))
@@ -156,7 +172,7 @@ def samples_of_whole_models() -> list[bytes]:
     """The same of models that know of no ranks, from as much text as there is."""
     found = []
     for moe in (False, True):
-        model = whole_model(dataclasses.replace(TINY, moe=moe)).double()
+        model = whole_model(dataclasses.replace(TINY, layers=2, moe=moe)).double()
         text = bytearray(PROMPT)
         with torch.no_grad():
             while len(text) < TINY.seq:

@@ -7,6 +7,7 @@ import io
 from typing import TYPE_CHECKING
 
 import pytest
+import tiny
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -19,7 +20,6 @@ from torch.distributed.tensor import DTensor, Shard
 from tp_compare import tp_mesh
 from tp_models import Llama
 
-from namedmesh._torch import TORCH
 from namedmesh.tensor_parallel import SequenceParallel, llama_plan, parallelize
 
 if TYPE_CHECKING:
@@ -39,16 +39,11 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
     return F.cross_entropy(model(ids).flatten(0, 1), ids.roll(-1, 1).flatten())
 
 
-def adam(model: nn.Module, *, fused: bool = False) -> torch.optim.Optimizer:
-    """``fused`` makes one call for all parameters, which have to be DTensors then, or none of them."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False, fused=fused)
-
-
 def reference_run(*, tied: bool = False) -> tuple[list[float], dict[str, Tensor]]:
     """The losses of the whole model in one process, and its parameters afterwards."""
     torch.manual_seed(0)
     model = Llama(tied=tied).double()
-    optimizer = adam(model, fused=TORCH.release >= (2, 9))  # torch 2.8 takes one mesh in one call
+    optimizer = tiny.AdamWOfShards(model.parameters(), lr=1e-2)
     losses = []
     for step in range(STEPS):
         loss = loss_of(model, batch(step))
@@ -91,7 +86,7 @@ def fsdp_differences(plan: str, tied: bool) -> tuple[float, float]:
             fully_shard(layer.attention_norm, mesh=mesh["dp"])
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
-    optimizer = adam(model, fused=TORCH.release >= (2, 9))  # torch 2.8 takes one mesh in one call
+    optimizer = tiny.AdamWOfShards(model.parameters(), lr=1e-2)
     wanted_losses, wanted = reference_run(tied=tied)
     worst = 0.0
     for step in range(STEPS):
@@ -132,7 +127,7 @@ def apart(one: list[float], other: list[float]) -> float:
 def save(path: str, plan: str) -> list[float]:
     torch.manual_seed(0)
     model = parallelize(Llama().double(), tp_mesh(), PLANS[plan])
-    optimizer = adam(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     loss_of(model, batch(0)).backward()
     optimizer.step()
     state, moments = get_state_dict(model, optimizer)
@@ -144,7 +139,7 @@ def load(path: str, plan: str) -> tuple[list[float], list[float]]:
     """Into a model with other values, on this world's size; then one more step."""
     torch.manual_seed(1)
     model = parallelize(Llama().double(), tp_mesh(), PLANS[plan])
-    optimizer = adam(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     state, moments = get_state_dict(model, optimizer)
     dcp.load({"model": state, "optimizer": moments}, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=moments)

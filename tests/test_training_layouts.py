@@ -15,18 +15,17 @@ from namedmesh._torch import TORCH
 if TYPE_CHECKING:
     from pathlib import Path
 
-# On as many ranks as a layout needs: what one job saved another reads that has more of them.
+# On as many ranks as a layout needs: what one job saved another reads that has more of them. Of tp=4 and of four stages
+# the tests of the training script continue.
 ON_FOUR: list[tuple[dict[str, Any], str, int]] = [
     ({"pp": 1, "dp": 4, "tp": 1}, "1F1B", 1),
-    ({"pp": 1, "dp": 2, "tp": 2}, "GPipe", 2),
-    ({"pp": 1, "dp": 1, "tp": 4}, "1F1B", 3),
+    ({"pp": 1, "dp": 2, "tp": 2}, "GPipe", 3),
 ]
 ON_EIGHT: list[tuple[dict[str, Any], str, int]] = [
     ({"pp": 1, "dp_replicate": 2, "dp_shard": 2, "tp": 2}, "1F1B", 1),
     ({"pp": 1, "dp": 2, "cp": 2, "tp": 2}, "1F1B", 1),
     # Up to torch 2.12 schedules of two backward passes refuse functions written in Python, such as our layers' and DTensor's.
     ({"pp": 2, "dp": 2, "tp": 2}, "ZBV" if TORCH.release >= (2, 13) else "Interleaved1F1B", 4),
-    ({"pp": 4, "dp": 1, "tp": 2}, "1F1B", 5),
 ]
 
 

@@ -6,6 +6,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import tiny
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -54,7 +55,8 @@ def training_difference(
     Compared are the output, the input's gradient (of data that has one), every parameter's gradient, whole and
     as this rank's shard, and in the end every entry of the state dict.
     """
-    optimizers = [_adam(model), _adam(reference)]
+    # Some gradients are zero but for rounding (a bias of keys): a small eps would make steps of the rounding.
+    optimizers = [tiny.AdamWOfShards(each.parameters(), lr=0.01, eps=1e-3) for each in (model, reference)]
     differences = [0.0]
     for step in range(steps):
         inputs = [data.roll(step, 0).clone().requires_grad_(data.is_floating_point()) for _ in optimizers]
@@ -87,16 +89,6 @@ def hf_difference(reference: Any, *, steps: int = 3) -> float:
     parallelize(model, tp_mesh(), plan_from_hf(model))
     ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
     return training_difference(model, reference, ids, steps=steps, pick="logits")
-
-
-def _adam(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW in one call for all DTensors and one for the other parameters."""
-    kinds: tuple[list[Tensor], list[Tensor]] = [], []
-    for parameter in model.parameters():
-        kinds[isinstance(parameter, DTensor)].append(parameter)
-    groups = [{"params": parameters} for parameters in kinds if parameters]
-    # Some gradients are zero but for rounding (a bias of keys): a small eps would make steps of the rounding.
-    return torch.optim.AdamW(groups, lr=0.01, eps=1e-3, fused=True)
 
 
 def _gradient_differences(mine: Tensor, wanted: Tensor) -> list[float]:

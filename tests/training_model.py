@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
+import tiny
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
@@ -14,7 +15,6 @@ from torch.distributed.tensor import Replicate
 
 import namedmesh
 from namedmesh import training
-from namedmesh._torch import TORCH
 from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize
 
 if TYPE_CHECKING:
@@ -119,9 +119,7 @@ def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 def optimizer_for(model: Iterable[nn.Module]) -> torch.optim.Optimizer:
     parameters = itertools.chain.from_iterable(each.parameters() for each in model)
-    # One call for all DTensors, or of torch 2.8, which takes those of one mesh together, one for each.
-    fused = TORCH.release >= (2, 9)
-    return torch.optim.AdamW(parameters, lr=0.01, fused=fused, foreach=False)
+    return tiny.AdamWOfShards(parameters, lr=0.01)
 
 
 def alone(first: str, steps: int) -> tuple[list[tuple[float, float]], list[list[float]]]:
