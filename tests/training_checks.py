@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {"dp": 4},
     {"dp": 2, "tp": 2},
-    {"dp": 2, "tp": 4},
+    {"tp": 4},
     {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
     {"dp": 2, "cp": 2, "tp": 2},
     {"pp": 2, "dp": 2, "tp": 2},
