@@ -6,7 +6,6 @@ long to import waits until tests are collected.
 
 from __future__ import annotations
 
-import gc
 import os
 from importlib.util import find_spec
 
@@ -56,10 +55,6 @@ def pytest_collection() -> None:
     # Machines are busy: how long an example takes says nothing.
     settings.register_profile("namedmesh", deadline=None)
     settings.load_profile("namedmesh")
-
-
-def pytest_collection_finish() -> None:
-    gc.freeze()  # what is imported by now stays: to look for garbage need not go through it
 
 
 @pytest.fixture(autouse=True)
