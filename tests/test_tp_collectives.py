@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import tiny
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from ranks import run_ranks
@@ -135,7 +136,7 @@ def kept_bytes(kept: list[torch.Tensor], parameters: set[int]) -> int:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor with the memory."""
-    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    tensor = tiny.shard(tensor)
     return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import pytest
+import tiny
 import torch
 from ranks import run_ranks
 from threads import run_threads
@@ -72,9 +73,7 @@ REMOVED: dict[str, Callable[..., Any]] = {
 # A DTensor is moved to another layout where torch's arithmetic is used: only those moves that a check comes by.
 MOVES: dict[str, Callable[..., Any]] = {
     "redistribute": lambda tensor, *_args, **_kwargs: tensor,
-    "whole_parameter": lambda parameter: (
-        parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    ),
+    "whole_parameter": tiny.shard,
 }
 # The same collective once more, on its own result. Sums only: a gather of a gather has another shape.
 DOUBLED: dict[str, Callable[..., Any]] = {

@@ -124,10 +124,14 @@ def apart(one: list[float], other: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+
+
 def save(path: str, plan: str) -> list[float]:
     torch.manual_seed(0)
     model = parallelize(Llama().double(), tp_mesh(), PLANS[plan])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    optimizer = adam(model)
     loss_of(model, batch(0)).backward()
     optimizer.step()
     state, moments = get_state_dict(model, optimizer)
@@ -139,7 +143,7 @@ def load(path: str, plan: str) -> tuple[list[float], list[float]]:
     """Into a model with other values, on this world's size; then one more step."""
     torch.manual_seed(1)
     model = parallelize(Llama().double(), tp_mesh(), PLANS[plan])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    optimizer = adam(model)
     state, moments = get_state_dict(model, optimizer)
     dcp.load({"model": state, "optimizer": moments}, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=moments)

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import tiny
 import torch
 from ranks import run_ranks
 from torch import nn
@@ -70,7 +71,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     found = []
     for parameter in model.parameters():
         assert parameter.grad is not None
-        found.append(parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad)
+        found.append(tiny.shard(parameter.grad))
         parameter.grad = None
     return found
 

@@ -35,7 +35,7 @@ def batch(size: int, seed: int = 1) -> torch.Tensor:
 
 
 class AdamWOfShards(torch.optim.AdamW):
-    """torch's AdamW on what this rank holds of each DTensor; its state are DTensors, as torch's own is.
+    """torch's AdamW on what this rank holds of each DTensor; its state is in DTensors, as torch's own is.
 
     For a first step on DTensors torch looks for a layout of every tensor: a third of what a short test takes.
     """
@@ -66,6 +66,7 @@ class AdamWOfShards(torch.optim.AdamW):
 
 
 def shard(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a DTensor; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
