@@ -6,10 +6,13 @@ long to import waits until tests are collected.
 
 from __future__ import annotations
 
+import gc
 import os
 from importlib.util import find_spec
 
 os.environ["OMP_NUM_THREADS"] = "1"
+# torch's store asks for the name of each address that it connects to, and waits 5 s where a name server's answer is lost.
+os.environ["RES_OPTIONS"] = "timeout:1"
 
 from typing import TYPE_CHECKING
 
@@ -55,6 +58,12 @@ def pytest_collection() -> None:
     # Machines are busy: how long an example takes says nothing.
     settings.register_profile("namedmesh", deadline=None)
     settings.load_profile("namedmesh")
+
+
+def pytest_sessionfinish() -> None:
+    """Look for garbage once; pytest and the interpreter's exit do so six times, among everything that was imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ import socket
 import time
 import traceback
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
@@ -112,7 +112,11 @@ def _collect_all(channels: list[Connection], timeout: float) -> list[Outcome]:
     for channel in channels:
         channel.send(store.port)
     deadline = time.monotonic() + timeout
-    return [_collect(channel, deadline) for channel in channels]
+    outcomes = [_collect(channel, deadline) for channel in channels]
+    for channel in channels:
+        with suppress(BrokenPipeError):  # a rank that failed has ended
+            channel.send("every rank has answered")
+    return outcomes
 
 
 def _collect(channel: Connection, deadline: float) -> Outcome:
@@ -160,6 +164,8 @@ def _rank_main(  # noqa: PLR0917  multiprocessing passes them by position
             )
         outcome = Outcome("value", function(*args))
         channel.send(tuple(outcome))
+        # A rank that ends takes its connections from those that are still at a group's first handshake.
+        channel.poll(timeout)
     except BaseException:  # noqa: BLE001  every traceback is sent, SystemExit's too
         channel.send(("error", traceback.format_exc()))
     finally:
