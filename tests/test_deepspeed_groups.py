@@ -387,6 +387,6 @@ def test_a_bound_mesh_gives_its_groups_and_its_view_of_the_experts(monkeypatch: 
     assert ours.mpu is None  # the state ends with the default group
     assert not ours._EXPERT_PARALLEL_GROUP
     with pytest.raises(
-        ContractError, match=r"default process group; .* deepspeed\.init_distributed\(\) first"
+        ContractError, match=r"default group; .* deepspeed\.init_distributed\(\) first"
     ):
         ours._get_data_parallel_group()

@@ -822,7 +822,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         lambda: fairscale.initialize_model_parallel(1),
         AssertionError,
         "torch.distributed has no default group; call namedmesh.launch.init() or "
-        "torch.distributed.init_process_group() before initialize_model_parallel()",
+        "torch.distributed.init_process_group() first",
     ),
     (
         in_world(8, lambda: fairscale.initialize_model_parallel(2, 3)),

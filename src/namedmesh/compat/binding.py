@@ -14,8 +14,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
+
 from namedmesh import current
 from namedmesh._torch import constant_under_compile
+from namedmesh.compat.errors import ContractError
 from namedmesh.errors import MeshError
 from namedmesh.lazy_group import LazyGroup
 from namedmesh.mesh import NamedMesh
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import TracebackType
 
-__all__ = ["Bindings", "Bound", "LegacyState", "ask_group", "make_patchable"]
+__all__ = ["Bindings", "Bound", "LegacyState", "ask_group", "make_patchable", "require_default_group"]
 
 _versions = count()
 _reading = threading.RLock()
@@ -57,6 +60,11 @@ class LegacyState:
 
     def __init__(self) -> None:
         self.clear()
+
+    @property
+    def described(self) -> str:
+        """What the answers are of, for a message."""
+        return "groups that were assigned by hand" if self.mesh is None else str(self.mesh.layout)
 
     def clear(self) -> None:
         """Set every slot to None, and undo every assignment."""
@@ -133,6 +141,18 @@ def ask_group(group: Any, method: str) -> int | None:
     """
     ask = getattr(group, method, None)
     return None if ask is None else ask()
+
+
+def require_default_group(or_call: str = "torch.distributed.init_process_group()") -> None:
+    """Raise ContractError where ``torch.distributed`` has no default group.
+
+    Args:
+        or_call: what makes one, beside ``namedmesh.launch.init()``.
+    """
+    if not dist.is_initialized():
+        raise ContractError(
+            f"torch.distributed has no default group; call namedmesh.launch.init() or {or_call} first"
+        )
 
 
 def make_patchable(module: str, state: LegacyState, variables: Mapping[str, str]) -> None:

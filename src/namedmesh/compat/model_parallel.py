@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from namedmesh._torch import backward_pass
 from namedmesh.compat.axis_map import DENSE_AXES, AxisMap, axis_groups
-from namedmesh.compat.binding import Bindings, Bound, LegacyState, ask_group
+from namedmesh.compat.binding import Bindings, Bound, LegacyState, ask_group, require_default_group
 from namedmesh.compat.errors import ContractError
 from namedmesh.consistency import report_failure
 from namedmesh.dialects import DIALECTS
@@ -182,21 +182,15 @@ class ModelParallel:
             ContractError: no default group, a second initialization, or sizes that do not divide the world.
             AgreementError: the other ranks did not call this, or not with the same arguments.
         """
-        if not dist.is_initialized():
-            raise ContractError(
-                "torch.distributed has no default group; call namedmesh.launch.init() or "
-                f"torch.distributed.init_process_group() before {self.function}()"
-            )
+        require_default_group()
         world = dist.get_world_size()
         call = f"{self.name}.{self.function}"
         arguments = {name: repr(sizes[axis]) for axis, name in self.sizes.items()}
         arguments |= {"backends": repr(dict(backends)), "timeout": repr(timeout)}
         with report_failure(call, range(world)):
             if self.state.touched():
-                mesh = self.state.mesh
-                described = "groups that were assigned by hand" if mesh is None else str(mesh.layout)
                 raise ContractError(
-                    f"{self.name}'s model parallelism is already initialized, for {described}; call the "
+                    f"{self.name}'s model parallelism is already initialized, for {self.state.described}; call the "
                     f"function that destroys it first, or bind another mesh beside it with {self.module}.bind(mesh)"
                 )
             fitted = {**sizes, "tp": min(sizes["tp"], world)}

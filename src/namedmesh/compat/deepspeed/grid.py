@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from namedmesh.compat.binding import require_default_group
 from namedmesh.compat.deepspeed.model_parallel_unit import Getters, answers, axis_map, check_mesh
 from namedmesh.compat.deepspeed.process_topology import (
     ProcessTopology,
     default_topology,
     validate_topology,
 )
-from namedmesh.compat.errors import ContractAttributeError, ContractError, ContractTypeError
+from namedmesh.compat.errors import ContractAttributeError, ContractTypeError
 from namedmesh.consistency import report_failure
 from namedmesh.errors import LayoutError, did_you_mean, listing
 from namedmesh.init import init_mesh
@@ -126,11 +127,7 @@ class PipelineParallelGrid(Getters):
     """
 
     def __init__(self, topology: Topology | None = None, process_group: object = None) -> None:
-        if not dist.is_initialized():
-            raise ContractError(
-                "torch.distributed has no default group; call namedmesh.launch.init() or deepspeed.init_distributed() "
-                "before PipelineParallelGrid()"
-            )
+        require_default_group("deepspeed.init_distributed()")
         world = dist.get_world_size()
         with report_failure(_CALL, range(world)):
             _check_group(process_group, world)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from namedmesh.compat.binding import LegacyState, make_patchable
+from namedmesh.compat.binding import LegacyState, make_patchable, require_default_group
 from namedmesh.compat.deepspeed.model_parallel_unit import get_or_create_group
 from namedmesh.compat.deepspeed.model_parallel_unit import mpu as make_mpu
 from namedmesh.compat.errors import ContractError, ContractKeyError, ContractRuntimeError
@@ -155,10 +155,7 @@ def _stages(count: int) -> list[range]:
 
 
 def _check_initialized() -> None:
-    if not dist.is_initialized():
-        raise ContractError(
-            "there is no default process group; call namedmesh.launch.init() or deepspeed.init_distributed() first"
-        )
+    require_default_group("deepspeed.init_distributed()")
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:

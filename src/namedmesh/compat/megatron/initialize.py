@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 import torch.distributed as dist
 
 from namedmesh.compat.axis_map import AxisMap
-from namedmesh.compat.binding import Bindings, Bound
+from namedmesh.compat.binding import Bindings, Bound, require_default_group
 from namedmesh.compat.errors import ContractError, ContractTypeError
 from namedmesh.compat.megatron import release
 from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer
@@ -187,20 +187,15 @@ def initialize_model_parallel(config: ParallelConfig) -> None:  # noqa: D417  th
         >>> parallel_state.destroy_model_parallel()
         >>> dist.destroy_process_group()
     """
-    if not dist.is_initialized():
-        raise ContractError(
-            "torch.distributed has no default group; call namedmesh.launch.init() or "
-            "torch.distributed.init_process_group() before initialize_model_parallel()"
-        )
+    require_default_group()
     world, rank = dist.get_world_size(), dist.get_rank()
     call = "megatron.initialize_model_parallel"
     ranks = config.ranks(world)
     with report_failure(call, ranks) if rank in ranks else nullcontext():
         dense, expert = config.validate(world)
         if STATE.dp_group is not None:
-            of = "groups that were assigned by hand" if STATE.mesh is None else str(STATE.mesh.layout)
             raise ContractError(
-                f"the parallel state is already initialized, for {of}; call destroy_model_parallel() first, "
+                f"the parallel state is already initialized, for {STATE.described}; call destroy_model_parallel() first, "
                 "or bind another mesh beside it with namedmesh.compat.megatron.bind(mesh)"
             )
     if rank not in ranks:
