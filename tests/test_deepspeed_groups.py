@@ -386,7 +386,5 @@ def test_a_bound_mesh_gives_its_groups_and_its_view_of_the_experts(monkeypatch: 
         mesh.close()
     assert ours.mpu is None  # the state ends with the default group
     assert not ours._EXPERT_PARALLEL_GROUP
-    with pytest.raises(
-        ContractError, match=r"default group; .* deepspeed\.init_distributed\(\) first"
-    ):
+    with pytest.raises(ContractError, match=r"default group; .* deepspeed\.init_distributed\(\) first"):
         ours._get_data_parallel_group()
