@@ -45,7 +45,7 @@ USUAL_CALLS = 100_000
 
 
 def measure(rounds: int) -> dict[str, list[float]]:
-    """Seconds of one call, by what is called, round by round."""
+    """Return seconds of one call, by what is called, round by round."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of optional packages that are not here
         from megatron.core import parallel_state

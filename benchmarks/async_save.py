@@ -51,7 +51,7 @@ CONTESTANTS: dict[str, Callable[..., Any]] = {"namedmesh": ours, "async_save": p
 
 
 def measured(path: str, layers: int, rounds: int) -> dict[str, list[float]]:
-    """The seconds of each contestant, round by round, on one rank."""
+    """Return the seconds of each contestant, round by round, on one rank."""
     warnings.simplefilter("ignore")  # of torch's, about what it uses itself
     mesh = namedmesh.init_mesh(dp=RANKS, device="cpu")
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))

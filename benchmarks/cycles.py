@@ -35,7 +35,7 @@ def cycle() -> None:
 
 
 def held() -> list[int]:
-    """What this process holds, when every rank is between two cycles."""
+    """Return what this process holds, when every rank is between two cycles."""
     gc.collect()
     dist.barrier()
     kib = next(
@@ -52,7 +52,7 @@ def held() -> list[int]:
 
 
 def on_rank(cycles: int) -> list[tuple[int, list[int]]]:
-    """All cycles of one rank."""
+    """Return all cycles of one rank."""
     told = []
     for number in range(1, cycles + 1):
         cycle()

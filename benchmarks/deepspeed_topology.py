@@ -30,7 +30,7 @@ AXES = ("pipe", "data", "model")
 
 
 def their_topology() -> Callable[..., Any]:
-    """DeepSpeed's class."""
+    """Return DeepSpeed's class."""
     os.environ.setdefault("DS_BUILD_OPS", "0")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of accelerators that are not here
@@ -41,7 +41,7 @@ def their_topology() -> Callable[..., Any]:
 
 
 def parts(topology: Callable[..., Any]) -> dict[str, Callable[[], Any]]:
-    """What is measured, one by one and together."""
+    """Return what is measured, one by one and together."""
     ready = topology(num_pp=PP, num_mp=MP, num_dp=DP)
 
     def places(asked: Any) -> list[tuple[int, ...]]:

@@ -37,7 +37,7 @@ kept: dict[str, Any] = {}
 
 
 def _mesh() -> namedmesh.NamedMesh:
-    """A mesh that a dialect is bound to, after collectives on groups made at once and made on first use."""
+    """Return a mesh that a dialect is bound to, after collectives on groups made at once and made on first use."""
     dist.init_process_group("gloo")
     mesh = kept["mesh"] = namedmesh.init_mesh(dp=-1, tp=2, device="cpu")
     megatron.bind(mesh)

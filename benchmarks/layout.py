@@ -31,12 +31,12 @@ KINDS = ("tp", "pp", "cp", "dp", "dp-cp", "tp-pp")
 
 
 def all_groups(layout: Layout) -> list[tuple[tuple[int, ...], ...]]:
-    """Our groups of every kind."""
+    """Return our groups of every kind."""
     return [layout.groups(*kind.split("-")) for kind in KINDS]
 
 
 def their_groups() -> Callable[[str], Sequence[Sequence[int]]]:
-    """Megatron's function from a kind to its groups."""
+    """Return Megatron's function from a kind to its groups."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of optional packages that are not here
         from megatron.core.parallel_state import RankGenerator
@@ -47,7 +47,7 @@ def their_groups() -> Callable[[str], Sequence[Sequence[int]]]:
 
 
 def enumerate_all(rounds: int) -> None:
-    """Every group of six kinds, by both."""
+    """List every group of six kinds, by both."""
     layout = Layout.from_order(ORDER, tp=TP, cp=CP, pp=PP, ep=1, world_size=WORLD)
     theirs = their_groups()
     for kind in KINDS:  # the same work, or the figures mean nothing
@@ -69,7 +69,7 @@ def enumerate_all(rounds: int) -> None:
 
 
 def one_group(rounds: int) -> None:
-    """The group of one rank, in a small world and in a large one, with groups of the same size.
+    """Return the group of one rank, in a small world and in a large one, with groups of the same size.
 
     Python keeps ints up to 256 ready and makes larger ones anew: a small world whose ranks are as high as
     those of the large one shows what of a difference is due to that.

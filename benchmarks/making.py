@@ -38,7 +38,7 @@ class Turn(NamedTuple):
 
 
 def take_turns(makers: Mapping[str, Maker], what: Any, rounds: int) -> dict[str, list[Turn]]:
-    """One rank's view of all rounds; the first round of each contestant warms up and is thrown away."""
+    """Return one rank's view of all rounds; the first round of each contestant warms up and is thrown away."""
     seen: dict[str, list[Turn]] = {name: [] for name in makers}
     for order in [list(makers), *paired.turns(list(makers), rounds)]:
         for name in order:
@@ -47,7 +47,7 @@ def take_turns(makers: Mapping[str, Maker], what: Any, rounds: int) -> dict[str,
 
 
 def on_rank(makers: Mapping[str, Maker], what: Any, rounds: int) -> dict[str, list[Turn]]:
-    """What a forked rank does: a default group as most jobs make it, then all rounds."""
+    """Return what a forked rank does: a default group as most jobs make it, then all rounds."""
     launch.init("cpu")
     return take_turns(makers, what, rounds)
 
@@ -72,7 +72,7 @@ def _held() -> int:
 
 @contextmanager
 def _counted() -> Iterator[list[str]]:
-    """The calls that create a group, on this rank; every public spelling of torch's ends in one of the first two."""
+    """Return this rank's calls that create a group; every public spelling of torch's ends in one of the first two."""
     calls: list[str] = []
 
     def counting(function: Callable[..., object]) -> Callable[..., object]:
@@ -96,7 +96,7 @@ def _counted() -> Iterator[list[str]]:
 def on_gloo(
     makers: Mapping[str, Maker], what: Any, world_size: int, rounds: int, forks: int
 ) -> tuple[dict[str, list[float]], dict[str, Turn]]:
-    """Seconds of each round, and one rank's last turn for the counts."""
+    """Return seconds of each round, and one rank's last turn for the counts."""
     seconds: dict[str, list[float]] = {name: [] for name in makers}
     last: dict[str, Turn] = {}
     for _ in range(forks):
@@ -112,7 +112,7 @@ def on_gloo(
 def on_fake(
     makers: Mapping[str, Maker], what: Any, world_size: int, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, Turn]]:
-    """The same for one process of a world in which nothing is sent."""
+    """Return the same for one process of a world in which nothing is sent."""
     with fake_world(world_size):
         seen = take_turns(makers, what, rounds)
     seconds = {name: [turn.processor for turn in turns] for name, turns in seen.items()}
@@ -122,7 +122,7 @@ def on_fake(
 def show(
     title: object, seconds: Mapping[str, list[float]], last: Mapping[str, Turn], width: int = 18
 ) -> None:
-    """One table: the first contestant is ours, and is compared with the second."""
+    """Print one table: the first contestant is ours, and is compared with the second."""
     mine, theirs = seconds.values()
     widths = [width, 10, 12, 8]
     print(f"\n{title}; medians of {len(mine)} rounds")
@@ -135,7 +135,7 @@ def show(
 
 
 def show_sizes(title: str, measured: Mapping[int, tuple[list[float], Turn]]) -> None:
-    """One table of one contestant: a row for each size of the world."""
+    """Print one table of one contestant: a row for each size of the world."""
     widths = [18, 10, 12, 8]
     print(f"\n{title}")
     print(paired.row(["ranks", "ms", "group calls", "held"], widths))

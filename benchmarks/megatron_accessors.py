@@ -49,14 +49,14 @@ LEFT_OUT = {
 
 
 def accessors(theirs: ModuleType) -> list[str]:
-    """The names that answer something, in the release that is installed."""
+    """Return the names that answer something, in the release that is installed."""
     prefixes = ("get_", "is_", "model_parallel_is_", "has_")
     names = [name for name in sorted(ours.__all__) if name.startswith(prefixes) and hasattr(theirs, name)]
     return [name for name in names if name not in LEFT_OUT]
 
 
 def measure(rounds: int) -> dict[str, tuple[list[float], list[float]]]:
-    """Seconds of one call of ours and of theirs, by accessor, round by round."""
+    """Return seconds of one call of ours and of theirs, by accessor, round by round."""
     from megatron.core import parallel_state as theirs
 
     for module in (ours, theirs):

@@ -42,12 +42,12 @@ ROWS = 4  # sequences of a data-parallel rank in a step
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard."""
+    """Return this rank's shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def measure(settings: list[Settings]) -> list[tuple[int, int]]:
-    """Bytes of the states after a step, and the most that the next step allocates, for each layout."""
+    """Return bytes of the states after a step, and the most that the next step allocates, for each layout."""
     return [_measure(one) for one in settings]
 
 
@@ -77,7 +77,7 @@ def _measure(settings: Settings) -> tuple[int, int]:
 
 
 def _most(profiled: profile) -> int:
-    """The most bytes allocated at a time, beyond those at the start."""
+    """Return the most bytes allocated at a time, beyond those at the start."""
     with tempfile.TemporaryDirectory() as directory:
         path = f"{directory}/trace.json"
         profiled.export_chrome_trace(path)
@@ -91,7 +91,7 @@ def _most(profiled: profile) -> int:
 
 
 def predict(settings: Settings, params: int) -> tuple[float, float]:
-    """Bytes of the shards, and of what a step adds in the first stage: twice as many as in bfloat16."""
+    """Return bytes of the shards, and of what a step adds in the first stage: twice as many as in bfloat16."""
     sizes = {axis: getattr(settings, axis) for axis in ("pp", "dp", "cp", "tp")}
     model = Model(
         layers=settings.layers,

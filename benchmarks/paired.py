@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 
 def turns(names: Sequence[str], rounds: int) -> Iterator[Sequence[str]]:
-    """The order of the contestants in each round: rotated, and every second time round reversed.
+    """Yield the order of the contestants in each round: rotated, and every second time round reversed.
 
     Example:
         >>> list(turns(["a", "b"], 4))
@@ -57,7 +57,7 @@ def interleaved(contestants: Mapping[str, Callable[[], float]], rounds: int) -> 
 
 
 def clocked(work: Callable[[], object]) -> float:
-    """The processor's seconds for some work in this process that waits for nothing.
+    """Return the processor's seconds for some work in this process that waits for nothing.
 
     Unlike the time on the wall, they leave out what other processes take. Garbage of others is collected
     before, the result is freed after.
@@ -71,7 +71,7 @@ def clocked(work: Callable[[], object]) -> float:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The median, over the rounds, of our time divided by theirs.
+    """Return the median, over the rounds, of our time divided by theirs.
 
     Example:
         >>> ratio([1.0, 2.0, 9.0], [2.0, 4.0, 3.0])
@@ -81,7 +81,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def row(cells: Sequence[object], widths: Sequence[int]) -> str:
-    """A line of a table: the first cell to the left, the others to the right.
+    """Return a line of a table: the first cell to the left, the others to the right.
 
     Example:
         >>> row(["tp", 1.5], [4, 5])
@@ -95,7 +95,7 @@ def row(cells: Sequence[object], widths: Sequence[int]) -> str:
 
 
 def machine() -> str:
-    """What the figures were taken on, as far as it matters for ratios."""
+    """Return what the figures were taken on, as far as it matters for ratios."""
     import torch
 
     python = platform.python_version()

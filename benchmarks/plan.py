@@ -32,7 +32,7 @@ CONTESTANTS = {
 
 
 def seconds(words: list[str]) -> float:
-    """The time of one interpreter, on the wall."""
+    """Return the time of one interpreter, on the wall."""
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     start = time.perf_counter()
     subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL, env=environment)  # noqa: S603

@@ -54,19 +54,19 @@ class Block(nn.Module):
         self.first, self.second = first, second
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Shape (batch, sequence, hidden), in and out."""
+        """Take and return the shape (batch, sequence, hidden), in and out."""
         out: torch.Tensor = x + self.second(nn.functional.gelu(self.first(x)))
         return out
 
 
 def reference(hidden: int, wide: int) -> nn.Sequential:
-    """The unsharded model, the same on every rank."""
+    """Return the unsharded model, the same on every rank."""
     torch.manual_seed(0)
     return nn.Sequential(*(Block(nn.Linear(hidden, wide), nn.Linear(wide, hidden)) for _ in range(BLOCKS)))
 
 
 def explicit(hidden: int, wide: int) -> nn.Module:
-    """Fairscale's layers, filled with the reference's weights."""
+    """Return Fairscale's layers, filled with the reference's weights."""
     from fairscale.nn.model_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     model = nn.Sequential(
@@ -90,7 +90,7 @@ def explicit(hidden: int, wide: int) -> nn.Module:
 
 
 def contestants(hidden: int, wide: int, mesh: Any) -> dict[str, nn.Module]:
-    """The models by name; ours last."""
+    """Return the models by name; ours last."""
     models: dict[str, nn.Module] = {}
     if has_fairscale():
         models["explicit"] = explicit(hidden, wide)
@@ -104,7 +104,7 @@ def contestants(hidden: int, wide: int, mesh: Any) -> dict[str, nn.Module]:
 
 
 def has_fairscale() -> bool:
-    """Whether fairscale can be imported."""
+    """Return whether fairscale can be imported."""
     try:
         import fairscale.nn.model_parallel  # noqa: F401
     except ImportError:
@@ -113,7 +113,7 @@ def has_fairscale() -> bool:
 
 
 def step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """Forward and backward; returns the gradient of the input."""
+    """Run forward and backward; return the gradient of the input."""
     for parameter in model.parameters():
         parameter.grad = None
     batch.grad = None
@@ -124,7 +124,7 @@ def step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def measure(sizes: tuple[tuple[int, int, int, int, int], ...]) -> list[dict[str, list[float]]]:
-    """One rank's seconds of every step, by contestant, for each size."""
+    """Return one rank's seconds of every step, by contestant, for each size."""
     mesh = init_device_mesh("cpu", (TP_SIZE,), mesh_dim_names=("tp",))
     if has_fairscale():
         from fairscale.nn.model_parallel import initialize_model_parallel
@@ -155,7 +155,7 @@ def _measure_size(mesh: Any, size: tuple[int, int, int, int, int]) -> dict[str, 
 
 
 def _check_agreement(models: dict[str, nn.Module], inputs: torch.Tensor) -> None:
-    """The contestants do the same work, or the figures mean nothing."""
+    """Check that the contestants do the same work, or the figures mean nothing."""
     results = {name: step(model, inputs).clone() for name, model in models.items()}
     weights = {name: _local_gradients(model) for name, model in models.items()}
     for name in models:
@@ -193,7 +193,7 @@ LLAMAS = (
 
 
 def measure_llamas(rounds: float) -> list[tuple[dict[str, list[float]], float, float]]:
-    """One rank's seconds of every step, and our bytes sent and kept over torch's, for each size."""
+    """Return one rank's seconds of every step, and our bytes sent and kept over torch's, for each size."""
     mesh = init_device_mesh("cpu", (TP_SIZE,), mesh_dim_names=("tp",))
     found = []
     for dim, wide, heads, kv_heads, batch, sequence, turns in LLAMAS:
@@ -222,7 +222,7 @@ def measure_llamas(rounds: float) -> list[tuple[dict[str, list[float]], float, f
 
 
 def print_llamas(rounds: float) -> None:
-    """One line for each size of the Llama."""
+    """Print one line for each size of the Llama."""
     print(f"\na Llama of 2 layers, sequence parallel, {TP_SIZE} ranks: ours to torch's styles with one")
     print("PrepareModuleInput for each of attention and feed-forward")
     print(f"{'size':>10} {'stock ms':>9} {'ours ms':>9} {'time':>6} {'sent':>6} {'kept':>6}")

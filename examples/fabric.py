@@ -21,7 +21,7 @@ STEPS, SAMPLES, WIDTH = 4, 16, 8
 
 
 def shard(model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-    """Tensor parallelism first, FSDP2 after it, each on its axis."""
+    """Apply tensor parallelism first, and FSDP2 after it, each on its axis."""
     mesh = NamedMesh.from_device_mesh(device_mesh)
     parallelize(model, mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(model, mesh=mesh["data_parallel"])

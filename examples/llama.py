@@ -44,7 +44,7 @@ class ModelSizes:
         return -(-8 * self.dim // (3 * FEED_FORWARD_MULTIPLE)) * FEED_FORWARD_MULTIPLE
 
     def problems(self) -> list[str]:
-        """What keeps these sizes from being a model, one sentence each."""
+        """Return what keeps these sizes from being a model, one sentence each."""
         found = [
             f"{name} must be at least 1, not {size}"
             for name, size in vars(self).items()
@@ -113,7 +113,7 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(sizes)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """One step of refinement of ``x``, of shape (batch, sequence, dim)."""
+        """Return one step of refinement of ``x``, of shape (batch, sequence, dim)."""
         x = x + self.attention(self.attention_norm(x), positions=positions)
         refined: Tensor = x + self.feed_forward(self.ffn_norm(x))
         return refined
@@ -140,7 +140,7 @@ class Llama(nn.Module):
         self.positions: Tensor | None = None  # of the tokens in their sequence; from 0 on where it is None
 
     def forward(self, x: Tensor) -> Tensor:
-        """From tokens (or what the part before returned) to logits (or what the part behind expects)."""
+        """Turn tokens (or what the part before returned) into logits (or what the part behind expects)."""
         if self.tok_embeddings is not None:
             x = self.tok_embeddings(x)
         for layer in self.layers.values():
@@ -151,12 +151,12 @@ class Llama(nn.Module):
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention of each position to itself and those before it."""
+    """Return the attention of each position to itself and those before it."""
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
 def rotate(x: Tensor, positions: Tensor | None = None) -> Tensor:
-    """Rotary positions: turn each pair of features of ``x`` by an angle that grows with the position."""
+    """Turn each pair of features of ``x`` by an angle that grows with the position: rotary positions."""
     sequence, head_dim = x.shape[-2:]
     speeds = ROTARY_BASE ** (-torch.arange(0, head_dim, 2, device=x.device) / head_dim)
     if positions is None:
@@ -168,7 +168,7 @@ def rotate(x: Tensor, positions: Tensor | None = None) -> Tensor:
 
 
 def first_weights(sizes: ModelSizes, name: str, _parameter: Tensor) -> tuple[float, float]:
-    """The mean and the deviation of a parameter's first weights, by its name."""
+    """Return the mean and the deviation of a parameter's first weights, by its name."""
     if name.endswith("norm.weight"):
         return 1.0, 0.0
     if name == "tok_embeddings.weight":

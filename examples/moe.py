@@ -47,7 +47,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(experts, hidden, dim))
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """One row for each token; ``counts`` says how many are each expert's."""
+        """Return one row for each token; ``counts`` says how many are each expert's."""
         parts = zip(tokens.split(counts.tolist()), self.gate, self.up, self.down, strict=True)
         return torch.cat([(F.silu(part @ gate) * (part @ up)) @ down for part, gate, up, down in parts])
 
@@ -78,7 +78,7 @@ def add_experts(model: Llama, sizes: ModelSizes) -> None:
 
 
 def expert_plan(plan: dict[str, ParallelStyle], mesh: NamedMesh) -> dict[str, ParallelStyle]:
-    """A tensor-parallel plan with experts in place of feed-forward networks."""
+    """Return a tensor-parallel plan with experts in place of feed-forward networks."""
     plan = {key: style for key, style in plan.items() if not key.startswith("layers.*.feed_forward")}
     if mesh.size("etp") > 1:
         # The ranks along etp work on the same tokens, each on a part of every expert's features.
@@ -97,7 +97,7 @@ def expert_plan(plan: dict[str, ParallelStyle], mesh: NamedMesh) -> dict[str, Pa
 
 
 def shard_experts(experts: nn.Module, mesh: NamedMesh) -> None:
-    """Experts over ``ep``, their features over ``etp``; before the plan over ``tp``, which then leaves them alone."""
+    """Shard the experts over ``ep``, their features over ``etp``; the plan over ``tp``, which comes later, leaves them alone."""
     if mesh.size("etp") > 1:
         features = ShardedExperts({"gate": Shard(2), "up": Shard(2), "down": Shard(1)})
         parallelize(experts, mesh["etp"], features)
@@ -105,7 +105,7 @@ def shard_experts(experts: nn.Module, mesh: NamedMesh) -> None:
 
 
 def differences(mesh: NamedMesh) -> dict[str, float]:
-    """How far the loss, the gradients and their norm are from those of one process, on this rank, in float64."""
+    """Return how far the loss, the gradients and their norm are from those of one process, on this rank, in float64."""
     from parallel import IGNORED, Step, loss_sum, make_model, whole_model
     from settings import Settings
 

@@ -29,7 +29,7 @@ IGNORED = -100  # a target that does not count
 
 
 def new_model(settings: Settings, layers: range | None = None) -> Llama:
-    """The model, or some of its layers."""
+    """Return the model, or some of its layers."""
     model = Llama(settings.sizes, layers)
     if settings.moe:
         add_experts(model, settings.sizes)
@@ -37,14 +37,14 @@ def new_model(settings: Settings, layers: range | None = None) -> Llama:
 
 
 def whole_model(settings: Settings, layers: range | None = None) -> Llama:
-    """The same with its first weights, which do not depend on who makes it."""
+    """Return the whole model with its first weights, which do not depend on who makes it."""
     model = new_model(settings, layers)
     training.init_parameters(model, settings.seed, distribution=partial(first_weights, settings.sizes))
     return model
 
 
 def make_model(settings: Settings, mesh: NamedMesh) -> Llama:
-    """This rank's part of the model."""
+    """Return this rank's part of the model."""
     model = whole_model(settings, training.stage_layers(settings.layers, mesh))
     model.to(mesh.device, settings.precision)
     for layer in model.layers.values():
@@ -74,13 +74,13 @@ def make_model(settings: Settings, mesh: NamedMesh) -> Llama:
 
 
 def attend_and_drop(attend: Callable[..., Tensor], dropout: float, *heads: Tensor) -> Tensor:
-    """Attention of which some outputs are dropped: others on each tp rank, which has other heads."""
+    """Return attention, of which some outputs are dropped: others on each tp rank, which has other heads."""
     with training.streams("tensor"):
         return F.dropout(attend(*heads), dropout, training=torch.is_grad_enabled())
 
 
 def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
-    """The sum of the losses of the tokens that count, in nats."""
+    """Return the sum of the losses of the tokens that count, in nats."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=IGNORED)
 
 
@@ -94,7 +94,7 @@ class Step:
         )
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss over the batch of all ranks, the same on every rank."""
+        """Return the mean loss over the batch of all ranks, the same on every rank."""
         mesh = self._mesh
         if "cp" in mesh.layout:
             inputs, targets, self._model.positions = training.shard_sequence(inputs, targets, mesh=mesh["cp"])
@@ -112,12 +112,12 @@ class Step:
         return training.token_mean(loss_sum(self._whole(logits), targets), self._tokens, self._mesh)
 
     def _whole(self, logits: Tensor) -> Tensor:
-        """Logits of which each tp rank has a part of the vocabulary."""
+        """Gather logits of which each tp rank has a part of the vocabulary."""
         tp = self._mesh["tp"]
         return DTensor.from_local(logits, tp, [Shard(-1)]) if tp.size() > 1 else logits
 
     def generate(self, prompt: bytes, seq: int, count: int) -> bytes:
-        """The likeliest text after some, up to ``seq`` bytes in all: the same on every rank."""
+        """Return the likeliest text after some, up to ``seq`` bytes in all: the same on every rank."""
         mesh, text, positions = self._mesh, bytearray(prompt), torch.arange(seq)
         while len(text) < min(seq, len(prompt) + count):
             # What stands behind the text is not seen by it, and the shape is always the same.

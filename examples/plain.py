@@ -15,7 +15,7 @@ LOWEST = 0.1  # of the highest learning rate, at the end
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
-    """AdamW that lets the matrices decay, but not the norms, with one call for each group."""
+    """Return AdamW that lets the matrices decay, but not the norms, with one call for each group."""
     groups = []
     for ndim, decay in (
         (1, 0.0),
@@ -29,7 +29,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, *, step: int, steps: int, highest: float) -> None:
-    """A linear warm-up and a cosine: a function of the step, so there is no scheduler to save and restore."""
+    """Follow a linear warm-up and a cosine: a function of the step, so there is no scheduler to save and restore."""
     cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
     rate = highest * min(1.0, (step + 1) / WARM_UP) * (LOWEST + (1 - LOWEST) * cosine)
     for group in optimizer.param_groups:
@@ -37,7 +37,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, *, step: int, steps: int
 
 
 def reference_losses(settings: Settings, corpus: Corpus, device: torch.device) -> list[float]:
-    """The loss of every step, from the first one on, of an unsharded model on whole batches."""
+    """Return the loss of every step, from the first one on, of an unsharded model on whole batches."""
     model = whole_model(settings).to(device, settings.precision)
     optimizer = make_optimizer(model)
     losses = []

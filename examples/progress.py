@@ -13,7 +13,7 @@ LINES = 15  # about as many
 
 
 def picture(layout: Layout, layers: int) -> str:
-    """A table of the ranks: a column for each pipeline stage, a row for each data-parallel rank."""
+    """Draw a table of the ranks: a column for each pipeline stage, a row for each data-parallel rank."""
     stages = range(layout["pp"])
     here = [training.stage_layers(layers, None, stage=stage, stages=len(stages)) for stage in stages]
     rows = [["", *(f"pp {stage}, layers {each[0]}-{each[-1]}" for stage, each in enumerate(here))]]
@@ -27,7 +27,7 @@ def picture(layout: Layout, layers: int) -> str:
 
 
 def with_unit(loss: float) -> str:
-    """A loss in both units."""
+    """Write a loss in both units."""
     return f"{loss:.3f} nats a byte ({loss / math.log(2):.3f} bits)"
 
 
@@ -39,7 +39,7 @@ class Progress:
         self._times: list[float] = []
 
     def update(self, step: int, loss: float) -> None:
-        """A step is done."""
+        """Show that a step is done."""
         self._times.append(time.monotonic())
         done = (
             len(self._times) - 1

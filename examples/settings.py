@@ -19,7 +19,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float
 
 
 def option(default: object, words: str, **more: Any) -> Any:
-    """A field that is also an option of the command line, explained in ``words``."""
+    """Return a field that is also an option of the command line, explained in ``words``."""
     return field(default=default, metadata={"help": words, "type": type(default), **more})
 
 
@@ -68,11 +68,11 @@ class Settings:
         return DTYPES[self.dtype or ("float64" if self.verify else "float32")]
 
     def saves_after(self, step: int) -> bool:
-        """Whether a checkpoint is due when ``step`` is done."""
+        """Return whether a checkpoint is due when ``step`` is done."""
         return step + 1 == self.steps or (self.save_every > 0 and (step + 1) % self.save_every == 0)
 
     def problems(self, world_size: int) -> list[str]:
-        """What is wrong with these settings in a world of this size, one sentence each."""
+        """Return what is wrong with these settings in a world of this size, one sentence each."""
         least = {"steps": 1, "batch": 1, "seq": 1, "microbatches": 0, "ep": 1, "save_every": 0, "keep": 0}
         found = [
             f"--{name.replace('_', '-')} must be at least {number}, not {getattr(self, name)}"
@@ -133,7 +133,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str] | None = None) -> Settings:
-    """The settings that the command line asks for."""
+    """Return the settings that the command line asks for."""
     parser = _Parser(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
     for item in fields(Settings):
         name = "--" + item.name.replace("_", "-")

@@ -28,7 +28,7 @@ class Corpus:
     def batch(
         self, *, seed: int, step: int, batch: int, seq: int, rows: slice = slice(None)
     ) -> tuple[Tensor, Tensor]:
-        """Some of the sequences of a step, and their targets: target i is the byte after input i."""
+        """Return some of the sequences of a step, and their targets: target i is the byte after input i."""
         digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
         # Every rank draws the starts of the whole batch, so that the batch is the same however it is divided.
@@ -50,7 +50,7 @@ class Corpus:
 
 
 def find_corpus(path: str | None) -> Corpus:
-    """The text under ``path``, a file or a directory; without one, the running Python's standard library."""
+    """Return the text under ``path``, a file or a directory; without one, the running Python's standard library."""
     if path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
         # Installed packages differ between machines; tests are as large as all the rest, and duller.

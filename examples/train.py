@@ -84,7 +84,7 @@ def run(settings: Settings, device: torch.device) -> bool:
 
 
 def check(settings: Settings, corpus: Corpus) -> list[str]:
-    """Everything that is wrong with the job as this rank sees it."""
+    """Return everything that is wrong with the job as this rank sees it."""
     found = settings.problems(dist.get_world_size())
     if find_spec("numpy") is None:
         found.append("numpy is missing, and torch moves objects between ranks with it: pip install numpy")
@@ -111,7 +111,7 @@ def check(settings: Settings, corpus: Corpus) -> list[str]:
 
 
 def no_room(settings: Settings) -> list[str]:
-    """A sentence if a checkpoint has no room on the disk: weights, and two numbers of the optimizer for each."""
+    """Return a sentence if a checkpoint has no room on the disk: weights, and two numbers of the optimizer for each."""
     if not settings.checkpoint:
         return []
     with torch.device("meta"):
@@ -144,7 +144,7 @@ def refuse(problems: Sequence[str], *, rank: int, speaker: int = 0) -> NoReturn:
 
 
 def how_to_go_on(settings: Settings) -> str:
-    """What to type to continue."""
+    """Return what to type to continue."""
     last = training.latest(settings.checkpoint) if settings.checkpoint else None
     if last is None:
         return "no checkpoint was saved; --save-every N saves one every N steps"
@@ -153,7 +153,7 @@ def how_to_go_on(settings: Settings) -> str:
 
 
 def make_mesh(settings: Settings, device: torch.device) -> namedmesh.NamedMesh:
-    """The mesh, and with experts another view of the same ranks."""
+    """Make the mesh, and with experts another view of the same ranks."""
     context = {"cp": settings.cp} if settings.cp > 1 else {}
     sizes = {"pp": settings.pp, "dp": settings.dp, **context, "tp": settings.tp}
     mesh = namedmesh.init_mesh(sizes, device=device)

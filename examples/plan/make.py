@@ -32,7 +32,7 @@ COMMANDS = (
 
 
 def terminal() -> str:
-    """Every command with what it prints and, if it is not 0, its exit status."""
+    """Return every command with what it prints and, if it is not 0, its exit status."""
     return "\n".join(_shown(command) for command in COMMANDS)
 
 
@@ -45,7 +45,7 @@ def _shown(command: str) -> str:
 
 
 def files() -> dict[str, str]:
-    """The files by name."""
+    """Return the files by name."""
     plan = make_plan(world_size=16, tp=2, pp=4, gpus_per_node=8)
     return {"terminal.txt": terminal(), "ranks.svg": draw_svg(plan), "ranks.html": draw_html(plan, rank=5)}
 

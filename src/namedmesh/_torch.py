@@ -558,7 +558,7 @@ def wait_tensor(started: torch.Tensor) -> torch.Tensor:
 def apply_style(
     module: torch.nn.Module, mesh: DeviceMesh, style: Any, src_data_rank: int | None
 ) -> torch.nn.Module:
-    """``parallelize_module`` with one style, along any axis: torch 2.8 takes the innermost of a mesh only."""
+    """Apply one style by ``parallelize_module``, along any axis: torch 2.8 takes the innermost of a mesh only."""
     style.src_data_rank = src_data_rank
     applied: torch.nn.Module = style._apply(module, mesh)
     return applied

@@ -428,7 +428,7 @@ def kinds_of(arrangement: Arrangement) -> tuple[Kind, ...]:
 
 
 def nearest(axis: str, allowed: Sequence[str]) -> str:
-    """As :func:`namedmesh.errors.did_you_mean`, but silent about a usual name, which is no slip of the pen.
+    """Return :func:`namedmesh.errors.did_you_mean`, but nothing for a usual name, which is no slip of the pen.
 
     Example:
         >>> nearest("tq", ("pp", "tp")), nearest("ep", ("pp", "tp"))

@@ -450,7 +450,7 @@ class Layout:
             raise LayoutError(*outside)
 
     def _runs(self, chosen: Sequence[int]) -> list[tuple[int, int]]:
-        """(size, stride) of the chosen axes, slowest first, with adjoining axes merged into one run."""
+        """Return (size, stride) of the chosen axes, slowest first, with adjoining axes merged into one run."""
         runs: list[tuple[int, int]] = []
         for i in chosen:
             size, stride = self.sizes[i], self.strides[i]

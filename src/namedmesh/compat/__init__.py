@@ -11,7 +11,7 @@ __all__ = ["diff"]
 
 
 def diff(a: str, b: str, *, world_size: int | None = None) -> Comparison:
-    """Which groups differ between two dialects, so that a move from one to the other is never silent.
+    """Return which groups differ between two dialects, so that a move from one to the other is never silent.
 
     Needs neither torch nor a process group; ``python -m namedmesh diff`` prints the same.
 

@@ -96,7 +96,7 @@ class LegacyState:
 
     @constant_under_compile
     def read_constant(self, slot: str, _version: int) -> Any:
-        """As :meth:`read`, while code is compiled that keeps the value: the slot stays empty, which the code guards."""
+        """Read a slot while code is compiled that keeps the value: the slot stays empty, which the code guards."""
         if slot not in self.lazy:
             return getattr(self, slot)
         self.constants.add(slot)

@@ -50,7 +50,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _is_module(name: str) -> bool:
-    """Whether there is a module of this name; the packages around it are imported."""
+    """Return whether there is a module of this name; the packages around it are imported."""
     try:
         return find_spec(name) is not None
     except ModuleNotFoundError as error:

@@ -94,14 +94,14 @@ class Replacement:
         self.installed = False
 
     def _loaded(self) -> dict[str, ModuleType]:
-        """What is imported of the package and of what it is in."""
+        """Return what is imported of the package and of what it is in."""
         top = self.package.partition(".")[0]
         return {
             name: module for name, module in sys.modules.items() if name == top or name.startswith(f"{top}.")
         }
 
     def _holders(self) -> list[str]:
-        """The imported modules of the package that hold a replaced module, or something out of it."""
+        """Return the imported modules of the package that hold a replaced module, or something out of it."""
         originals = [self._before[name] for name in self.modules if name in self._before]
         names = {original.__name__ for original in originals}
         return sorted(
@@ -129,7 +129,7 @@ class Replacement:
         return True
 
     def _make_packages(self) -> None:
-        """Empty packages on the way to the replaced modules."""
+        """Make empty packages on the way to the replaced modules."""
         parts = self.package.split(".")
         for depth in range(1, len(parts) + 1):
             name = ".".join(parts[:depth])
@@ -151,7 +151,7 @@ class Replacement:
 
 
 def _exists(name: str) -> bool:
-    """Whether a package can be imported; its parents are, to find out."""
+    """Return whether a package can be imported; its parents are, to find out."""
     if name in sys.modules:
         return True
     try:

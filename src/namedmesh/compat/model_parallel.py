@@ -77,7 +77,7 @@ class AxisState(LegacyState):
         self.peers = RankGroup(self.tp_group) if known else None
 
     def touched(self) -> bool:
-        """Whether there is a group, or ranks, of a mesh or set by hand."""
+        """Return whether there is a group, or ranks, of a mesh or set by hand."""
         filled = [slot for slot in self.slots if slot.endswith(("_group", "_ranks"))]
         return any(getattr(self, slot) is not None for slot in filled)
 

@@ -51,7 +51,7 @@ class ParallelLayer(nn.Module):
 
     @staticmethod
     def ask() -> RankGroup:
-        """The ranks of this moment; a dialect has its own answer."""
+        """Return the ranks of this moment; a dialect has its own answer."""
         return RankGroup(None)
 
     @property
@@ -113,14 +113,14 @@ class _Linear(ParallelLayer):
         self.register_parameter("bias", nn.Parameter(torch.zeros(length)) if bias else None)
 
     def get_master_weight(self) -> Tensor:
-        """The shards of all ranks, ``(out_features, in_features)``, in rank order; communicates.
+        """Gather the shards of all ranks, ``(out_features, in_features)``, in rank order; communicates.
 
         With a stride above 1 that is not the order in which the whole weight was drawn, as in the original.
         """
         return all_gather(self.weight.data, self.peers, self.dim)
 
     def extra_repr(self) -> str:
-        """The sizes of the whole layer, and over how many ranks it is sharded."""
+        """Return the sizes of the whole layer, and over how many ranks it is sharded."""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, ranks={self._made_for[0]}"
 
 
@@ -158,7 +158,7 @@ class ColumnParallelLinear(_Linear):
 
     @shapes_as_contract()
     def forward(self, input_: Tensor) -> Tensor:
-        """The output.
+        """Return the output.
 
         Args:
             input_: ``(..., in_features)``, the same on every rank.
@@ -204,7 +204,7 @@ class RowParallelLinear(_Linear):
 
     @shapes_as_contract()
     def forward(self, input_: Tensor) -> Tensor:
-        """The output.
+        """Return the output.
 
         Args:
             input_: ``(..., in_features / t)``, this rank's features, where the input is parallel; otherwise
@@ -241,7 +241,7 @@ class _Embedding(ParallelLayer):
             )
 
     def how(self) -> Lookup:
-        """How vectors are looked up; read at every forward, because users set these attributes."""
+        """Return how vectors are looked up; read at every forward, because users set these attributes."""
         padding = self.padding_idx
         return Lookup(
             padding_idx=padding if padding is None else padding % self.num_embeddings,
@@ -252,7 +252,7 @@ class _Embedding(ParallelLayer):
         )
 
     def extra_repr(self) -> str:
-        """The sizes of the whole layer, and over how many ranks it is sharded."""
+        """Return the sizes of the whole layer, and over how many ranks it is sharded."""
         return f"{self.num_embeddings}, {self.embedding_dim}, ranks={self._made_for[0]}"
 
 
@@ -294,7 +294,7 @@ class VocabParallelEmbedding(_Embedding):
         self.vocab_end_index = self.vocab_start_index + rows
 
     def forward(self, input_: Tensor) -> Tensor:
-        """The vectors of some ids.
+        """Return the vectors of some ids.
 
         Args:
             input_: ``(...)``, the same on every rank. An id outside of the vocabulary gets zeros.
@@ -343,7 +343,7 @@ class ParallelEmbedding(_Embedding):
         self.embedding_dim_per_partition = self.weight.shape[1]
 
     def forward(self, input_: Tensor) -> Tensor:
-        """The vectors of some ids.
+        """Return the vectors of some ids.
 
         Args:
             input_: ``(...)``, the same on every rank.

@@ -134,7 +134,7 @@ class VocabUtility:
         rank: int,
         world_size: int,  # noqa: ARG004  the legacy signature has it
     ) -> tuple[int, int]:
-        """The range of a rank, from the length of each part.
+        """Return the range of a rank, from the length of each part.
 
         Args:
             per_partition_vocab_size: how many ids a rank holds.
@@ -148,7 +148,7 @@ class VocabUtility:
     def vocab_range_from_global_vocab_size(
         global_vocab_size: int, rank: int, world_size: int
     ) -> tuple[int, int]:
-        """The range of a rank, from the length of the whole vocabulary.
+        """Return the range of a rank, from the length of the whole vocabulary.
 
         Args:
             global_vocab_size: how many ids there are.

@@ -75,7 +75,7 @@ class ProcessGroups:
 
     @classmethod
     def bind(cls, mesh: NamedMesh) -> Self:
-        """The groups of a mesh that exists; communicates, unless it has axes ``tp``, ``pp`` and ``dp``.
+        """Return the groups of a mesh that exists; communicates, unless it has axes ``tp``, ``pp`` and ``dp``.
 
         Every rank of the mesh calls it.
 

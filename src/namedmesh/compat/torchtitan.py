@@ -166,7 +166,7 @@ class ParallelDims:
 
     @classmethod
     def from_config(cls, parallelism_config: Any, world_size: int) -> Self:
-        """The degrees of a ``ParallelismConfig`` of torchtitan.
+        """Return the degrees of a ``ParallelismConfig`` of torchtitan.
 
         Args:
             parallelism_config: an object with ``data_parallel_replicate_degree`` and so on.
@@ -189,7 +189,7 @@ class ParallelDims:
 
     @classmethod
     def bind(cls, mesh: NamedMesh, *, ep: int | None = None, spmd_backend: str = "spmd_types") -> Self:
-        """The dims of a mesh that exists, on its groups; communicates for the factorings that it lacks.
+        """Return the dims of a mesh that exists, on its groups; communicates for the factorings that it lacks.
 
         Every rank of the mesh calls it. The factorings become views of the mesh.
 
@@ -255,7 +255,7 @@ class ParallelDims:
     def get_optional_mesh(
         self, dims: str | list[str], *, include_singleton_axes: bool = False
     ) -> DeviceMesh | None:
-        """The mesh over one axis or several, or None where one of them is not in use; the same object each time.
+        """Return the mesh over one axis or several, or None where one of them is not in use; the same object each time.
 
         In use are axes larger than 1; ``fsdp`` and ``dp_shard`` always, and ``efsdp`` where ep is larger than 1.
 
@@ -282,7 +282,7 @@ class ParallelDims:
         return known[names[0]] if len(names) == 1 else self._slice(names)
 
     def get_mesh(self, dims: str | list[str]) -> DeviceMesh:
-        """As :meth:`get_optional_mesh`, but an error where an axis is not in use.
+        """Return the mesh of :meth:`get_optional_mesh`; raise where an axis is not in use.
 
         Raises:
             LayoutError: a ``ValueError``, too: as above, or an axis is not in use.
@@ -298,23 +298,23 @@ class ParallelDims:
         return mesh
 
     def get_activated_mesh(self, axes: Sequence[str]) -> DeviceMesh | None:
-        """The mesh over those of ``axes`` that exist and are in use; None where none is."""
+        """Return the mesh over those of ``axes`` that exist and are in use; None where none is."""
         known = self._known()
         used = [axis for axis in axes if axis in known and self._in_use(axis)]
         return self.get_optional_mesh(used) if used else None
 
     def get_all_one_dimensional_meshes(self) -> dict[str, DeviceMesh]:
-        """The meshes of one axis that are in use and have more than one rank, by name."""
+        """Return the meshes of one axis that are in use and have more than one rank, by name."""
         meshes = self._known().items()
         return {name: mesh for name, mesh in meshes if mesh.size() > 1 and self._in_use(name)}
 
     def spmd_meshes(self) -> list[DeviceMesh]:
-        """The meshes that parameters are sharded over: that of the dense ones, and that of the experts."""
+        """Return the meshes that parameters are sharded over: that of the dense ones, and that of the experts."""
         meshes = [self.get_activated_mesh(axes) for axes in (self._backend.dense, _SPARSE)]
         return [mesh for mesh in meshes if mesh is not None]
 
     def spmd_dense_mesh(self) -> DeviceMesh:
-        """The mesh (dp, cp, tp) of spmd_types, axes of size 1 included.
+        """Return the mesh (dp, cp, tp) of spmd_types, axes of size 1 included.
 
         Raises:
             LayoutError: the backend is another.
@@ -326,11 +326,11 @@ class ParallelDims:
         return self._slice(self._backend.dense)
 
     def spmd_sparse_mesh(self) -> DeviceMesh | None:
-        """The mesh (dp_replicate, efsdp, ep) of spmd_types; None without experts, or with another backend."""
+        """Return the mesh (dp_replicate, efsdp, ep) of spmd_types; None without experts, or with another backend."""
         return self._slice(_SPARSE) if self.spmd_backend == "spmd_types" and self.ep > 1 else None
 
     def get_dense_tp_mesh(self) -> DeviceMesh:
-        """The mesh over tp that the dense layers compute on.
+        """Return the mesh over tp that the dense layers compute on.
 
         Raises:
             LayoutError: tp is not in use, and the backend is not spmd_types.
@@ -338,7 +338,7 @@ class ParallelDims:
         return self.spmd_dense_mesh()["tp"] if self.spmd_backend == "spmd_types" else self.get_mesh("tp")
 
     def resolve_mesh(self, axes: Iterable[str]) -> DeviceMesh | None:
-        """The mesh that a boundary between modules is redistributed over; None where there is nothing to do.
+        """Return the mesh that a boundary between modules is redistributed over; None where there is nothing to do.
 
         Args:
             axes: the axes of the boundary's layout. Only those that the backend redistributes over count; with
@@ -362,7 +362,7 @@ class ParallelDims:
         )
 
     def resolve_shared_mesh(self, placements: Iterable[Any]) -> DeviceMesh | None:
-        """As :meth:`resolve_mesh`, for layouts that are over the same axes; None among them is skipped.
+        """Return the mesh of :meth:`resolve_mesh` for layouts over the same axes; None among them is skipped.
 
         Args:
             placements: objects with a method ``axes()``, or None.
@@ -398,7 +398,7 @@ class ParallelDims:
         return _BACKENDS[self.spmd_backend]
 
     def _known(self) -> dict[str, DeviceMesh]:
-        """The meshes of one axis, made before if need be."""
+        """Return the meshes of one axis, made before if need be."""
         if not self._single_axis_meshes:
             self.build_mesh()
         return self._single_axis_meshes
@@ -414,7 +414,7 @@ class ParallelDims:
         return self.ep > 1 if axis == "efsdp" else self._single_axis_meshes[axis].size() > 1
 
     def _slice(self, names: tuple[str, ...]) -> DeviceMesh:
-        """The mesh over several axes of one factoring, the same object each time."""
+        """Return the mesh over several axes of one factoring, the same object each time."""
         self._known()
         if names in self._slices:
             return self._slices[names]

@@ -99,7 +99,7 @@ def _grouping(modules: dict[str, nn.Module], fqn: str) -> nn.Module | None:
 
 
 def head_problems(model: nn.Module, entries: list[Entry], tp_size: int) -> list[str]:
-    """Head counts that the ranks cannot share equally, once for all the layers that one key matches."""
+    """Return the head counts that the ranks cannot share equally, once for all the layers that one key matches."""
     modules = dict(model.named_modules(remove_duplicate=False))
     merged: dict[tuple[str, int, str], tuple[dict[str, None], dict[str, None]]] = {}
     for entry in entries:

@@ -169,7 +169,7 @@ def _on_sharded_base(kind: Any, ours: Any) -> type[nn.Module]:
 
 
 def shard_parameters(style: ParallelStyle) -> Callable[[str, nn.Module, DeviceMesh], None]:
-    """For ``distribute_module``: replace the module's own parameters with DTensors, frozen ones included."""
+    """Replace the module's own parameters with DTensors, frozen ones included; for ``distribute_module``."""
 
     def partition(fqn: str, module: nn.Module, mesh: DeviceMesh) -> None:
         if fqn:  # a child of a subclass; torch replicates what it owns

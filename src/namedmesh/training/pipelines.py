@@ -279,7 +279,7 @@ class Pipeline:
         return None if output is None else output[:count]
 
     def _schedule(self, shape: object, rows: int, *, train: bool) -> Any:
-        """Torch's schedule for one shape of the batch: the buffers of a stage are made for one."""
+        """Return torch's schedule for one shape of the batch: the buffers of a stage are made for one."""
         if rows != self._rows.get(shape):
             self._built[shape] = self._build(train=train)
             self._rows[shape] = rows

@@ -105,7 +105,7 @@ class Streams:
             self._set(self._states[self._inside[-1]] if self._inside else outside)
 
     def recomputed(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """For ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=training.streams.recomputed)``.
+        """Return contexts for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=streams.recomputed)``.
 
         Prevents: a recomputation that draws other masks from the streams than the forward did, so that the
         gradients are of another function. torch puts back its own generators only.

@@ -259,11 +259,11 @@ class PipelineParallelGrid(Getters):
             self.mesh.close()
 
     def _is_grid_valid(self) -> bool:
-        """Whether the topology has as many ranks as the world."""
+        """Return whether the topology has as many ranks as the world."""
         return self._topology.world_size() == dist.get_world_size()
 
     def topology(self) -> Topology:
-        """The topology, as it was given."""
+        """Return the topology, as it was given."""
         return self._topo
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:

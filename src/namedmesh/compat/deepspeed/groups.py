@@ -126,7 +126,7 @@ def bind(mesh: NamedMesh) -> None:
 
 
 def _mesh() -> NamedMesh:
-    """The mesh whose pool the groups come from."""
+    """Return the mesh whose pool the groups come from."""
     mesh: Any = _state.mesh
     if mesh is not None and mesh.closed:
         _state.clear()
@@ -141,14 +141,14 @@ def _mesh() -> NamedMesh:
 
 
 def _create(sets: Iterable[Sequence[int]], label: str) -> Any:
-    """This rank's group among disjoint sets of ranks, created unless it exists; every rank calls it."""
+    """Return this rank's group among disjoint sets of ranks, created unless it exists; every rank calls it."""
     mesh = _mesh()
     groups = mesh.pool.make_sets([sorted(ranks) for ranks in sets], label)
     return next(group for ranks, group in groups.items() if mesh.global_rank in ranks)
 
 
 def _stages(count: int) -> list[range]:
-    """The ranks of each stage of a pipeline."""
+    """Return the ranks of each stage of a pipeline."""
     world = dist.get_world_size()
     size = world // count
     return [range(first, first + size) for first in range(0, world, size)]
@@ -169,7 +169,7 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
-    """The torch mesh for ``deepspeed.initialize(mesh_param=...)``, on the groups of the mesh; communicates.
+    """Return the torch mesh for ``deepspeed.initialize(mesh_param=...)``, on the groups of the mesh; communicates.
 
     Args:
         mesh_shape: how many ranks each axis has; the first axis is the slowest.
@@ -227,7 +227,7 @@ def _init_tp_mesh_device(
 def _init_tp_groups_with_new_group(
     tensor_model_parallel_size: int = 1, data_parallel_size: int | None = None
 ) -> tuple[Any, Any]:
-    """As :func:`_init_tp_mesh_device`, in place of the groups that exist."""
+    """Replace the groups that exist by those of :func:`_init_tp_mesh_device`."""
     world, size = dist.get_world_size(), tensor_model_parallel_size
     _ensure_divisibility(world, size)
     if data_parallel_size not in {None, world // size}:
@@ -277,7 +277,7 @@ def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
 
 
 def get_tensor_model_parallel_world_size() -> int:
-    """The size of the tensor-parallel group, or what it was set to."""
+    """Return the size of the tensor-parallel group, or what it was set to."""
     if _state.tensor_size is not None:
         return _state.tensor_size
     return dist.get_world_size(get_tensor_model_parallel_group())
@@ -289,7 +289,7 @@ def set_tensor_model_parallel_rank(rank: int | None) -> None:
 
 
 def get_tensor_model_parallel_rank() -> int:
-    """This rank's position in the tensor-parallel group, or what it was set to."""
+    """Return this rank's position in the tensor-parallel group, or what it was set to."""
     if _state.tensor_rank is not None:
         return _state.tensor_rank
     return dist.get_rank(get_tensor_model_parallel_group())
@@ -300,7 +300,7 @@ get_model_parallel_rank = get_tensor_model_parallel_rank
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """The first rank of this rank's block of tensor-parallel ranks."""
+    """Return the first rank of this rank's block of tensor-parallel ranks."""
     size = get_tensor_model_parallel_world_size()
     return dist.get_rank() // size * size
 
@@ -319,7 +319,7 @@ def get_data_parallel_rank() -> int:
 
 
 def _unit_size(names: Sequence[str], unit: Any = None) -> int:
-    """The size that a unit answers to the first of the names that it has; 1 without a unit."""
+    """Return the size that a unit answers to the first of the names that it has; 1 without a unit."""
     return next((getattr(unit, name)() for name in names if hasattr(unit, name)), 1)
 
 
@@ -387,7 +387,7 @@ def _create_expert_and_data_parallel(  # noqa: PLR0917  its contract
 
 
 def _create_folded_experts(size: int, folding_spec: Any) -> None:
-    """As :func:`_create_expert_and_data_parallel`, for the groups that DeepSpeed's AutoEP specifies."""
+    """Create the groups that DeepSpeed's AutoEP specifies, as :func:`_create_expert_and_data_parallel` does."""
     folding = import_module("deepspeed.module_inject.auto_ep_folding")
     name = f"ep_size_{size}"
     if name in _state.ep:
@@ -407,7 +407,7 @@ def _get_expert_parallel_ranks(
     pipeline_parallel_size_: int = 1,
     use_data_before_expert_parallel_: bool = False,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """The ranks of the groups of experts, and of those with the same experts, in a world with tensor parallelism."""
+    """Return the ranks of the groups of experts, and of those with the same ones, in a world with tensor parallelism."""
     pp, tp, size = pipeline_parallel_size_, tensor_parallel_size_, expert_parallel_size_
     _ensure_divisibility(world_size, tp * pp)
     _ensure_divisibility(world_size // (tp * pp), size)
@@ -419,7 +419,7 @@ def _get_expert_parallel_ranks(
 def _create_expert_data_and_model_parallel(
     expert_parallel_size_: int, mpu: Any, use_data_before_expert_parallel_: bool = False
 ) -> None:
-    """As :func:`_create_expert_and_data_parallel`, for experts whose layers are sharded over the mpu's tensor axis."""
+    """Create the groups of experts whose layers are sharded over the mpu's tensor axis."""
     _check_initialized()
     kinds = ("tensor_model", "slice", "model")
     tp = _state.etp_size = _unit_size([f"get_{kind}_parallel_world_size" for kind in kinds], mpu)
@@ -502,7 +502,7 @@ def _get_expert_model_parallel_world_size() -> int:
 
 
 def _clone_world_group() -> Any:
-    """The group over the world: the default group, where the original creates another."""
+    """Return the default group, where the original creates another over the world."""
     _check_initialized()
     if _state.world is None:
         _state.world = _create([range(dist.get_world_size())], "world")
@@ -514,7 +514,7 @@ def _axis_group(axis: str) -> Any:
 
 
 def _mpu_has(name: str) -> bool:
-    """Whether there is an mpu with a method of this name."""
+    """Return whether there is an mpu with a method of this name."""
     return _state.mpu is not None and hasattr(_state.mpu, name)
 
 
@@ -612,7 +612,7 @@ def _get_zero_param_intra_parallel_group() -> Any:
 
 
 def _zero_param_parallel_is_initialized() -> bool | None:
-    """False without any such group; otherwise, as the original has it, None."""
+    """Return False without any such group; otherwise, as the original has it, None."""
     return False if _state.zero_param is None and _state.data is None else None
 
 
@@ -629,7 +629,7 @@ def _get_zero_param_intra_parallel_group_ranks() -> list[int]:
 
 
 def _get_local_all_to_all_group() -> dict[str, Any]:
-    """The groups of the ranks of a node, and of those with the same place in each, for quantized gradients.
+    """Return the groups of the ranks of a node, and of those with the same place in each, for quantized gradients.
 
     Of the groups that this rank is not in, torch's sign for that. A node has as many ranks as DeepSpeed's accelerator
     counts devices there, by which DeepSpeed then asks for the groups; without DeepSpeed, LOCAL_WORLD_SIZE.

@@ -120,7 +120,7 @@ class ProcessTopology:
         return self.layout.rank(**coords)
 
     def get_axis_names(self) -> Sequence[str]:
-        """The names, slowest axis first."""
+        """Return the names, slowest axis first."""
         return self.axes
 
     def get_rank_repr(
@@ -207,7 +207,7 @@ class ProcessTopology:
         return [] if coord is None else list(self.layout.where(**{name: coord}))
 
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return self.layout.world_size
 
     @cached_property
@@ -230,7 +230,7 @@ class ProcessTopology:
         return str(self.mapping)
 
     def __repr__(self) -> str:
-        """What it was made from, whatever its size."""
+        """Show what it was made from, whatever its size."""
         return f"{type(self).__name__}(axes={self.axes!r}, dims={self.dims!r})"
 
     @property
@@ -278,7 +278,7 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 
 def _prime_factors(N: int) -> list[int]:  # noqa: N803  the original's name
-    """The prime factors of a number, ascending.
+    """Return the prime factors of a number, ascending.
 
     Raises:
         LayoutError: the number is not positive.
@@ -376,13 +376,13 @@ class Topology(Protocol):
     """What a grid needs of a topology, DeepSpeed's own or one of ours."""
 
     def get_axis_names(self) -> Sequence[str]:
-        """The names, slowest axis first."""
+        """Return the names, slowest axis first."""
 
     def get_dim(self, axis: str) -> int:
-        """The size of an axis."""
+        """Return the size of an axis."""
 
     def get_coord(self, rank: int) -> Any:
-        """The coordinates of a rank."""
+        """Return the coordinates of a rank."""
 
 
 def default_topology(world: int) -> PipeDataParallelTopology:

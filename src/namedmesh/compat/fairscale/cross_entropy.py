@@ -16,7 +16,7 @@ __all__ = ["vocab_parallel_cross_entropy"]
 
 @shapes_as_contract()
 def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor) -> Tensor:
-    """The cross entropy of each token, from logits of which each rank has its part of the vocabulary.
+    """Return the cross entropy of each token, from logits of which each rank has its part of the vocabulary.
 
     Args:
         vocab_parallel_logits: ``(..., v / t)``, this rank's part; left as it is (the original overwrites it).

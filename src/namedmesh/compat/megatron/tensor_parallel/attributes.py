@@ -89,7 +89,7 @@ def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_ten
 
 
 def param_is_not_tensor_parallel_duplicate(param: Tensor, tp_group: ProcessGroup | None = None) -> bool:
-    """Whether this rank is the one that counts a parameter, in a norm over all ranks for example.
+    """Return whether this rank is the one that counts a parameter, in a norm over all ranks for example.
 
     Args:
         param: a shard counts on every rank, a copy on the first only.

@@ -89,13 +89,13 @@ class ParallelLinear(ParallelLayer):
             parameter.allreduce = not (self.is_expert and self.expert_parallel)  # type: ignore[attr-defined]
 
     def get_extra_state(self) -> None:
-        """Nothing: the entry ``_extra_state`` is in the state because Transformer Engine's layers have one."""
+        """Return None: the entry ``_extra_state`` is in the state because Transformer Engine's layers have one."""
 
     def set_extra_state(self, state: Any) -> None:
-        """Ignored: what another implementation keeps there means nothing here."""
+        """Ignore the state: what another implementation keeps there means nothing here."""
 
     def extra_repr(self) -> str:
-        """The sizes of the whole layer, and over how many ranks it is sharded."""
+        """Return the sizes of the whole layer, and over how many ranks it is sharded."""
         return (
             f"in_features={self.input_size}, out_features={self.output_size}, bias={self.bias is not None}, "
             f"TP={self._peers.size}"

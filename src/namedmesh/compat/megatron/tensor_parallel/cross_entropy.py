@@ -22,7 +22,7 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     tp_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """The cross entropy of each token, from logits of which each rank has its part of the vocabulary.
+    """Return the cross entropy of each token, from logits of which each rank has its part of the vocabulary.
 
     Args:
         vocab_parallel_logits: ``(s, b, v / t)``, this rank's part; left as it is.

@@ -136,7 +136,7 @@ class ColumnParallelLinear(ParallelLinear):
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> Result:
-        """The output, and the bias if it is still to be added.
+        """Return the output, and the bias if it is still to be added.
 
         Args:
             input_: ``(s, b, input_size)``, the same on every rank; with sequence parallelism
@@ -180,7 +180,7 @@ class ColumnParallelLinear(ParallelLinear):
         return weight
 
     def backward_dw(self) -> None:
-        """Nothing: the weight's gradient is never put off."""
+        """Do nothing: the weight's gradient is never put off."""
 
 
 class RowParallelLinear(ParallelLinear):
@@ -263,7 +263,7 @@ class RowParallelLinear(ParallelLinear):
 
     @shapes_as_contract()
     def forward(self, input_: Tensor) -> Result:
-        """The output, and the bias if it is still to be added.
+        """Return the output, and the bias if it is still to be added.
 
         Args:
             input_: ``(s, b, input_size / t)``, this rank's features, where the input is parallel; otherwise
@@ -347,7 +347,7 @@ class VocabParallelEmbedding(ParallelLayer):
 
     @shapes_as_contract()
     def forward(self, input_: Tensor) -> Tensor:
-        """The vectors of some ids.
+        """Return the vectors of some ids.
 
         Args:
             input_: ``(b, s)``, the same on every rank. On several ranks an id outside of the vocabulary
@@ -369,5 +369,5 @@ class VocabParallelEmbedding(ParallelLayer):
         )
 
     def extra_repr(self) -> str:
-        """The sizes of the whole layer, and over how many ranks it is sharded."""
+        """Return the sizes of the whole layer, and over how many ranks it is sharded."""
         return f"{self.num_embeddings}, {self.embedding_dim}, TP={self._peers.size}"

@@ -243,7 +243,7 @@ def all_to_all(
 
 
 def all_to_all_sp2hp(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """From tokens that are sharded over the ranks to features that are.
+    """Exchange tokens that are sharded over the ranks for features that are.
 
     Args:
         input_: ``(tokens / t, h)``, or with more dims before the last, which are taken as one.
@@ -270,7 +270,7 @@ def all_to_all_sp2hp(input_: Tensor, group: ProcessGroup | None = None) -> Tenso
 
 
 def all_to_all_hp2sp(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """From features that are sharded over the ranks to tokens that are.
+    """Exchange features that are sharded over the ranks for tokens that are.
 
     Args:
         input_: ``(tokens, h / t)``, or with more dims before the last, which are taken as one.

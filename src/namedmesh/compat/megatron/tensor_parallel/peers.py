@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def peers_of(group: ProcessGroup | None, *, is_expert: bool = False) -> RankGroup:
-    """The ranks of a group, or of the tensor-parallel group where none is named.
+    """Return the ranks of a group, or of the tensor-parallel group where none is named.
 
     Args:
         group: the group, or None.

@@ -55,7 +55,7 @@ class Settings:
 
     @classmethod
     def of(cls, config: object, layer: str) -> Settings:
-        """The settings of a configuration object, or the defaults for None.
+        """Return the settings of a configuration object, or the defaults for None.
 
         Args:
             config: any object; attributes that it lacks have their defaults.
@@ -76,7 +76,7 @@ class Settings:
         return settings
 
     def recipe(self, initialize: Initializer, stride: int = 1) -> Recipe:
-        """How a layer of these settings makes its parameters."""
+        """Return how a layer of these settings makes its parameters."""
         return Recipe(
             initialize,
             dtype=self.params_dtype,
@@ -88,7 +88,7 @@ class Settings:
 
 
 def _accelerator() -> torch.device | None:
-    """The current accelerator, if this is where the ranks compute."""
+    """Return the current accelerator, if this is where the ranks compute."""
     if dist.is_initialized():
         kind = default_group_device().type
     else:

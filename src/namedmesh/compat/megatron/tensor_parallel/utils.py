@@ -33,7 +33,7 @@ __all__ = [
 def split_tensor_into_1d_equal_chunks(
     tensor: Tensor, new_buffer: bool = False, tp_group: ProcessGroup | None = None
 ) -> Tensor:
-    """This rank's shard of a tensor's numbers, in one dim.
+    """Return this rank's shard of a tensor's numbers, in one dim.
 
     Args:
         tensor: contiguous, the same on every rank.
@@ -60,7 +60,7 @@ def split_tensor_into_1d_equal_chunks(
 
 
 def gather_split_1d_tensor(tensor: Tensor, tp_group: ProcessGroup | None = None) -> Tensor:
-    """All ranks' shards in one dim: the way back from :func:`split_tensor_into_1d_equal_chunks`.
+    """Gather all ranks' shards in one dim: the way back from :func:`split_tensor_into_1d_equal_chunks`.
 
     Args:
         tensor: this rank's shard, in one dim and as long as the others'.
