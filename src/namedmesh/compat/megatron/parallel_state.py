@@ -270,8 +270,7 @@ def get_gtp_weight_remat_group(check_initialized: bool = True) -> ProcessGroup:
 
 def get_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int]:
     """Return the global ranks of the group over which the weights are sharded, ascending."""
-    ranks = STATE.gtp_ranks
-    return raise_missing("gtp_group") if ranks is None and check_initialized else ranks
+    return STATE.gtp_ranks or (raise_missing("gtp_group") if check_initialized else None)
 
 
 def get_context_parallel_group(check_initialized: bool = True) -> ProcessGroup:
@@ -281,8 +280,7 @@ def get_context_parallel_group(check_initialized: bool = True) -> ProcessGroup:
 
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int]:
     """Return the global ranks of the context-parallel group, ascending."""
-    ranks = STATE.cp_ranks
-    return raise_missing("cp_group") if ranks is None and check_initialized else ranks
+    return STATE.cp_ranks or (raise_missing("cp_group") if check_initialized else None)
 
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[ProcessGroup]:
@@ -391,8 +389,9 @@ def has_separate_all_gather_group() -> bool:
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """Return the first global rank of the data-parallel group, with the context-parallel ranks if asked."""
-    ranks = STATE.dp_cp_ranks if with_context_parallel else STATE.dp_ranks
-    return (ranks or raise_missing("dp_group"))[0]
+    if with_context_parallel:
+        return (STATE.dp_cp_ranks or raise_missing("dp_cp_group"))[0]
+    return (STATE.dp_ranks or raise_missing("dp_group"))[0]
 
 
 def get_hybrid_data_context_parallel_groups(
@@ -546,8 +545,7 @@ def get_expert_gtp_weight_remat_group(check_initialized: bool = True) -> Process
 
 def get_expert_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int]:
     """Return the global ranks of the group over which the experts' weights are sharded, ascending."""
-    ranks = STATE.egtp_ranks
-    return raise_missing("egtp_group") if ranks is None and check_initialized else ranks
+    return STATE.egtp_ranks or (raise_missing("egtp_group") if check_initialized else None)
 
 
 def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
