@@ -270,7 +270,9 @@ def get_gtp_weight_remat_group(check_initialized: bool = True) -> ProcessGroup:
 
 def get_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int]:
     """Return the global ranks of the group over which the weights are sharded, ascending."""
-    return STATE.gtp_ranks or (raise_missing("gtp_group") if check_initialized else None)
+    if STATE.gtp_ranks is None and check_initialized:
+        raise_missing("gtp_group")
+    return STATE.gtp_ranks
 
 
 def get_context_parallel_group(check_initialized: bool = True) -> ProcessGroup:
@@ -280,7 +282,9 @@ def get_context_parallel_group(check_initialized: bool = True) -> ProcessGroup:
 
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int]:
     """Return the global ranks of the context-parallel group, ascending."""
-    return STATE.cp_ranks or (raise_missing("cp_group") if check_initialized else None)
+    if STATE.cp_ranks is None and check_initialized:
+        raise_missing("cp_group")
+    return STATE.cp_ranks
 
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[ProcessGroup]:
@@ -545,7 +549,9 @@ def get_expert_gtp_weight_remat_group(check_initialized: bool = True) -> Process
 
 def get_expert_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int]:
     """Return the global ranks of the group over which the experts' weights are sharded, ascending."""
-    return STATE.egtp_ranks or (raise_missing("egtp_group") if check_initialized else None)
+    if STATE.egtp_ranks is None and check_initialized:
+        raise_missing("egtp_group")
+    return STATE.egtp_ranks
 
 
 def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
