@@ -11,8 +11,6 @@ import os
 from importlib.util import find_spec
 
 os.environ["OMP_NUM_THREADS"] = "1"
-# torch's store asks for the name of each address that it connects to, and waits 5 s where a name server's answer is lost.
-os.environ["RES_OPTIONS"] = "timeout:1"
 
 from typing import TYPE_CHECKING
 

@@ -51,6 +51,9 @@ with warnings.catch_warnings():
     # For its messages torch notes the stack at every fake mode, of which DTensor makes one for each new operation.
     torch._subclasses.fake_tensor.traceback = SimpleNamespace(extract_stack=list, format_list=list)  # type: ignore[assignment]
 
+# torch's store asks for the name of each address that it connects to, and waits 5 s where a name server's answer is lost.
+os.environ["RES_OPTIONS"] = "timeout:1"
+
 T = TypeVar("T")
 
 

@@ -509,7 +509,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         tp.initialize_tensor_parallel,
         AssertionError,
-        "torch.distributed has no default ... first",
+        "torch.distributed has no default group; call ... first",
     ),
     (
         started(lambda: tp.initialize_tensor_parallel(2)),

@@ -428,7 +428,7 @@ def kinds_of(arrangement: Arrangement) -> tuple[Kind, ...]:
 
 
 def nearest(axis: str, allowed: Sequence[str]) -> str:
-    """Return :func:`namedmesh.errors.did_you_mean`, but nothing for a usual name, which is no slip of the pen.
+    """Return what :func:`namedmesh.errors.did_you_mean` does, but nothing for a usual name, which is no slip of the pen.
 
     Example:
         >>> nearest("tq", ("pp", "tp")), nearest("ep", ("pp", "tp"))

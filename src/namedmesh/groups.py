@@ -273,7 +273,7 @@ class GroupPool:
     def reserve_set(
         self, sets: Sequence[Sequence[int]], label: str, options: GroupOptions
     ) -> dist.ProcessGroup | LazyGroup | None:
-        """Reserve a group for sets of which each rank is in one at most; created on first use if possible."""
+        """Reserve a group for sets as :meth:`make_sets` takes them, of which each rank is in one at most; or create it."""
         mine = next((tuple(sorted(members)) for members in sets if self.rank in members), None)
         # Whether it has to be created now is the same on all members, and with a bound group on all ranks.
         if bound_device() is not None or (
