@@ -19,8 +19,8 @@ from namedmesh import (
     LayoutError,
     NamedMesh,
     _torch,
-    consistency,
-    lazy_group,
+    agreement,
+    making,
 )
 from namedmesh.compat.fairscale import initialize
 from namedmesh.compat.megatron import parallel_state
@@ -156,7 +156,7 @@ def test_no_group_is_left_when_a_later_one_fails(monkeypatch: pytest.MonkeyPatch
         return create(ranks, **arguments)
 
     with fake_world(8):
-        monkeypatch.setattr(lazy_group, "new_group_among_members", fails_at_tp)
+        monkeypatch.setattr(making, "new_group_among_members", fails_at_tp)
         for make in (
             lambda: namedmesh.init_mesh(dp=4, tp=2),
             lambda: parallel_state.initialize_model_parallel(2),
@@ -209,13 +209,13 @@ def test_groups_are_shared_however_their_backend_is_spelled() -> None:
 def _comparisons() -> list[int]:
     counts = []
     compared: list[object] = []
-    problems = consistency._Comparison.problems
+    compare = agreement.Agreement.compare
 
-    def counted(self: consistency._Comparison) -> list[str]:
+    def counted(self: agreement.Agreement, *arguments: Any, **keywords: Any) -> None:
         compared.append(self)
-        return problems(self)
+        compare(self, *arguments, **keywords)
 
-    consistency._Comparison.problems = counted  # type: ignore[method-assign]
+    agreement.Agreement.compare = counted  # type: ignore[method-assign]
     for make, destroy in (
         (lambda: parallel_state.initialize_model_parallel(2, 2), parallel_state.destroy_model_parallel),
         (lambda: initialize.initialize_model_parallel(2, 2), initialize.destroy_model_parallel),

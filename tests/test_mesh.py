@@ -238,14 +238,22 @@ def test_in_a_fake_world_a_group_is_its_own_gloo_group() -> None:
         mesh.close()
 
 
+def make_sets(
+    mesh: namedmesh.NamedMesh, sets: list[tuple[int, ...]], label: str
+) -> dict[tuple[int, ...], Any]:
+    with mesh.agreed(label) as maker:
+        maker.compare({})
+        return maker.make_sets(sets, label)
+
+
 def _irregular() -> list[object]:
     """First and last stage of each pipeline, made by everyone."""
     mesh = namedmesh.init_mesh(pp=4, tp=2)
     before = live_groups()
-    world = mesh.pool.make_sets([tuple(range(8))], "everyone")
+    world = make_sets(mesh, [tuple(range(8))], "everyone")
     assert list(world.values()) == [dist.group.WORLD]
-    made = mesh.pool.make_sets([(0, 6), (1, 7), (4,)], "embedding")
-    again = mesh.pool.make_sets([(0, 6), (1, 7), (2, 3)], "embedding")
+    made = make_sets(mesh, [(0, 6), (1, 7), (4,)], "embedding")
+    again = make_sets(mesh, [(0, 6), (1, 7), (2, 3)], "embedding")
     told = [
         sorted(made),
         sorted(again),

@@ -17,7 +17,8 @@ from ranks import free_port, run_ranks
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from namedmesh import AgreementError, launch
-from namedmesh.rendezvous import wait_for_ranks
+from namedmesh.agreement import Agreement
+from namedmesh.attempts import Agreements
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -128,7 +129,7 @@ def _restarted(path: str, present: list[int]) -> list[float] | None:
             launch.init("cpu")
             os._exit(0)
         store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
-        store.wait([f"namedmesh/launch/rank/{rank}"], timedelta(seconds=60))
+        store.wait([f"namedmesh/agreements/0-4/rank/{rank}"], timedelta(seconds=60))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     life = dist.FileStore(path, 4)
@@ -174,13 +175,22 @@ def _meet_in_a_file(path: str, absent: int | None) -> str | float | None:
     rank = int(os.environ["RANK"])
     if rank == absent:
         return None
-    store: dist.Store = dist.FileStore(path, 3)
+    agreement = Agreement(
+        "training",
+        of="job",
+        ranks=range(3),
+        rank=rank,
+        store=dist.FileStore(path, 3),
+        known=Agreements(),
+        timeout=SOON if absent else SOON * 20,
+    )
     try:
-        wait = SOON if absent else SOON * 20
-        store = wait_for_ranks(store, "training", rank=rank, world_size=3, timeout=wait)
+        with agreement:
+            agreement.compare({}, may_restart=True)
+            store = agreement.new_store()
+            agreement.run(lambda: dist.init_process_group("gloo", store=store, rank=rank, world_size=3))
     except AgreementError as error:
         return str(error)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
     return reduced()
 
 

@@ -157,9 +157,8 @@ def default_store() -> dist.Store:
     return c10d._get_default_store()
 
 
-def new_store_connection() -> dist.Store:
-    """Return another connection to the store of the default group, for a thread that waits on it."""
-    store: Any = default_store()
+def new_connection(store: Any) -> dist.Store:
+    """Return another connection to a store: one over which a thread waits serves no other."""
     connection: dist.Store = store.clone()
     return connection
 
@@ -305,7 +304,15 @@ def _add_gloo(  # noqa: PLR0917  one call
 ) -> None:
     gloo: Any = c10d.ProcessGroupGloo
     options = gloo._Options()
-    options._devices = [gloo.create_default_device(lazy_init=True)]
+    # As torch's own constructor has it where it is given no options; a single letter it takes for nothing.
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if len(interfaces) > 1:
+        options._devices = [
+            gloo.create_device(interface=name, lazy_init=True) for name in interfaces.split(",")
+        ]
+    else:
+        options._devices = [gloo.create_default_device(lazy_init=True)]
+    options._threads = 2 * len(options._devices)
     options._timeout = timeout
     options.global_ranks_in_group = members
     options.group_name = name
@@ -339,19 +346,27 @@ def connects_without_blocking(backend: str) -> bool:
     )
 
 
-def destroy_group(group: dist.ProcessGroup, store_prefix: str | None) -> None:
-    """Destroy a group if somebody else has not, and take this rank's addresses out of the store."""
-    if not is_registered(group):
-        return
-    devices = list(c10d.BackendConfig(c10d.Backend(dist.get_backend(group))).get_device_backend_map())
-    name, rank = group.group_name, group.rank()
-    dist.destroy_process_group(group)
-    if store_prefix is not None:
-        store = dist.PrefixStore(f"{store_prefix}/{name}/", default_store())
-        for device in devices:
-            # Without the host of the store there is nothing to tidy up.
-            with suppress(RuntimeError):
-                store.delete_key(f"{device}//0/{rank}")
+def destroy_group(group: dist.ProcessGroup) -> None:
+    """Destroy a group if somebody else has not."""
+    if is_registered(group):
+        dist.destroy_process_group(group)
+
+
+@_needs(dist.ProcessGroup, "_get_backend", otherwise=lambda *_: [])
+def address_keys(group: dist.ProcessGroup, store_prefix: str) -> list[str]:
+    """Return the keys of the default store under which this rank has told the members of a gloo group its addresses."""
+    keys = []
+    for device, part in (
+        c10d.BackendConfig(c10d.Backend(dist.get_backend(group))).get_device_backend_map().items()
+    ):
+        if part == "gloo":
+            backend: Any = group._get_backend(torch.device(device))
+            contexts = len(getattr(getattr(backend, "options", None), "_devices", [None]))
+            keys += [
+                f"{store_prefix}/{group.group_name}//{device}//{context}/{group.rank()}"
+                for context in range(contexts)
+            ]
+    return keys
 
 
 def forget_group_caches() -> None:

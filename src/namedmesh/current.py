@@ -67,7 +67,7 @@ def selected_mesh() -> Mesh | None:
     return _selected[-1] if _selected else None
 
 
-def check_told_apart(
+def refuse_ambiguous_mesh(
     layout: Layout,
     device_type: str,
     groups: Mapping[str, dist.ProcessGroup | None],

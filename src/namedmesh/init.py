@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import nullcontext
-from datetime import timedelta
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from namedmesh import launch
 from namedmesh._version import __version__
-from namedmesh.consistency import report_failure
-from namedmesh.current import check_told_apart
-from namedmesh.errors import AxisError, LayoutError, NamedMeshError, did_you_mean
+from namedmesh.current import refuse_ambiguous_mesh
+from namedmesh.errors import AxisError, LayoutError, did_you_mean
 from namedmesh.groups import GroupPool
 from namedmesh.layout import Layout
+from namedmesh.making import agreed
 from namedmesh.mesh import NamedMesh
 from namedmesh.options import GroupOptions
 from namedmesh.views import product_axes
 
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from namedmesh.making import GroupMaker
+
 # The names that the field uses. Any identifier will do; options may be given for these before they exist.
 CANONICAL_AXES = ("pp", "dp_replicate", "dp_shard", "dp", "cp", "tp", "ep", "etp", "edp")
 
-_ALONE = (
+_NOT_LAUNCHED_HINT = (
     "No launcher has started this process, so it is a world of its own; start 8 of them with: "
     "torchrun --nproc-per-node 8 SCRIPT"
 )
@@ -100,7 +105,7 @@ def init_mesh(
             raise
         dist.destroy_process_group()
         if isinstance(error, LayoutError) and not launch.was_launched(os.environ):
-            raise LayoutError(*(f"{problem}. {_ALONE}" for problem in error.problems)) from None
+            raise LayoutError(*(f"{problem}. {_NOT_LAUNCHED_HINT}" for problem in error.problems)) from None
         raise
 
 
@@ -132,52 +137,34 @@ def _init_mesh(
     share: bool,
 ) -> NamedMesh:
     rank, world = dist.get_rank(), dist.get_world_size()
-    # Where the ranks of a part are wrong, only the ranks that it names can be notified.
+    # Where the ranks of a part are wrong, only the ranks that it names can be told, and this one only if it is one.
     ranks = _part_ranks(request, world) if request.part else range(world)
-    waiting = timeout if isinstance(timeout, timedelta) else None
-    with report_failure("init_mesh", ranks, waiting) if rank in ranks else nullcontext():
-        defaults = GroupOptions(backend=backend, timeout=timeout)
-        chosen = launch.default_group_device(device)
-        pool = GroupPool(defaults=defaults, share=share)
+    if rank not in ranks:
+        _resolve(request, world, rank)
+    pool = GroupPool(share=share)
     try:
-        return _create_agreed(request, ranks, pool, chosen, options, world)
+        with agreed(pool, "init_mesh", ranks, timeout=timeout) as maker:
+            pool.defaults = GroupOptions(backend=backend, timeout=timeout)
+            chosen = launch.default_group_device(device)
+            layout = _resolve(request, world, rank)
+            _check_options(options, layout)
+            groups = [(layout, (axis,), options.get(axis, pool.defaults)) for axis in layout]
+            known = {axes[0]: pool.find_in_process(layout, axes, option) for _, axes, option in groups}
+            refuse_ambiguous_mesh(layout, chosen.type, known)
+            fields = {
+                "layout": repr(layout),
+                "options": repr(dict(sorted(options.items(), key=lambda item: str(item[0])))),
+                "defaults": repr(pool.defaults),
+                "share_groups": repr(pool.share),
+                "device": chosen.type,
+                **version_fields(),
+            }
+            maker.compare(fields, groups)
+            root = create_root_mesh(layout, maker, chosen, options)
+        return NamedMesh(layout, root, pool, chosen, options)
     except BaseException:
         pool.close()
         raise
-
-
-def _create_agreed(  # noqa: PLR0917  one call
-    request: _Request,
-    ranks: range,
-    pool: GroupPool,
-    device: torch.device,
-    options: dict[str, GroupOptions],
-    world: int,
-) -> NamedMesh:
-    fields = {
-        "layout": repr(request),
-        "options": repr(dict(sorted(options.items(), key=lambda item: str(item[0])))),
-        "defaults": repr(pool.defaults),
-        "share_groups": repr(pool.share),
-        "device": device.type,
-        **version_fields(),
-    }
-    try:
-        layout = _resolve(request, world, pool.rank)
-        _check_options(options, layout)
-    except NamedMeshError:
-        # The other ranks may be fine and waiting: let them know before this one raises.
-        if pool.rank in ranks:
-            pool.check_consistency("init_mesh", fields, ranks=ranks)
-        raise
-    requested = [(layout, (axis,), options.get(axis, pool.defaults)) for axis in layout]
-    with report_failure("init_mesh", layout.ranks, pool.defaults.timeout):
-        existing = {axes[0]: pool.existing(layout, axes, option) for _, axes, option in requested}
-        check_told_apart(layout, device.type, existing)
-    pool.check_consistency(
-        "init_mesh", fields | {"layout": repr(layout)}, ranks=layout.ranks, requested=requested
-    )
-    return create_mesh(layout, pool, device, options)
 
 
 def version_fields() -> dict[str, str]:
@@ -185,16 +172,15 @@ def version_fields() -> dict[str, str]:
     return {"torch": str(torch.__version__), "namedmesh": __version__}
 
 
-def create_mesh(
-    layout: Layout, pool: GroupPool, device: torch.device, options: Mapping[str, GroupOptions]
-) -> NamedMesh:
-    """Return a mesh that the ranks agree on, with its groups; for :func:`init_mesh` and the dialects."""
-    with pool.registry.calls:
-        root = pool.primary(layout, device.type, options)
-        for axis, option in options.items():
-            if option.gloo_twin and axis in layout:
-                pool.make(layout, (axis,), pool.gloo_options(option))
-    return NamedMesh(layout, root, pool, device, options)
+def create_root_mesh(
+    layout: Layout, maker: GroupMaker, device: torch.device, options: Mapping[str, GroupOptions]
+) -> DeviceMesh:
+    """Return the torch mesh over a layout that the ranks agree on, with its groups; for a NamedMesh to be made on."""
+    root = maker.create_root_mesh(layout, device.type, options)
+    for axis, option in options.items():
+        if option.gloo_twin and axis in layout:
+            maker.make(layout, (axis,), maker.pool.gloo_options(option))
+    return root
 
 
 def _part_ranks(request: _Request, world: int) -> range:

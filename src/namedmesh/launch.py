@@ -7,7 +7,7 @@ what srun, mpirun and mpiexec set; without any of it, a process is a world of on
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -16,19 +16,20 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from namedmesh._torch import bound_device
-from namedmesh.errors import LaunchError, NamedMeshError, listing
+from namedmesh.agreement import Agreement
+from namedmesh.attempts import Agreements
+from namedmesh.errors import LaunchError, listing
 from namedmesh.launchers import int_variable, torchrun_variables
 from namedmesh.options import GroupOptions, normalized_backend
-from namedmesh.rendezvous import hosts_store, open_store, wait_for_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 __all__ = ["check_environment", "default_group_device", "init", "local_device"]
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# How long a rank that cannot go on tries to reach the others, to report why.
-_MISTAKE_TIMEOUT = timedelta(seconds=60)
+# The store that this process hosts, after an attempt that failed.
+_store_of_failure: list[dist.Store | None] = []
 # What narrows the devices that a process sees, per kind of device.
 _VISIBILITY = {
     "cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
@@ -88,45 +89,110 @@ def init(
         )
     os.environ.update(torchrun_variables(os.environ))
     rank, world_size = _rank_and_world_size(os.environ)
-    try:
+    with agreement_of_all(call, rank, world_size, timeout) as agreed:
         GroupOptions(timeout=timeout)
         chosen = local_device(device)
         backend = backend or dist.get_default_backend_for_device(chosen)
-        normalized_backend(backend)
-    except NamedMeshError as error:
-        with suppress(NamedMeshError):  # there may be nobody to notify
-            _store_of_all(call, rank, world_size, _MISTAKE_TIMEOUT, mistake=str(error))
-        raise
-    if chosen.type != "cpu":
-        torch.get_device_module(chosen).set_device(chosen)
-    store = _store_of_all(call, rank, world_size, timeout or default_pg_timeout)
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-        device_id=chosen if bind_device and chosen.type != "cpu" else None,
-    )
+        uses_gloo = "gloo" in normalized_backend(backend).values()
+        agreed.compare({}, may_restart=True, uses_gloo=uses_gloo)
+        store = agreed.new_store()
+
+        def create() -> None:
+            select_device(chosen)
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timeout,
+                device_id=chosen if bind_device and chosen.type != "cpu" else None,
+            )
+
+        agreed.run(create)
+    select_device(chosen)
     return chosen
 
 
-def _store_of_all(
-    call: str, rank: int, world_size: int, timeout: timedelta, mistake: str | None = None
-) -> dist.Store:
-    """Return a store for the default group, once all ranks have called; a mistake is reported to the other ranks."""
-    if world_size == 1:
-        return dist.HashStore()
-    return wait_for_ranks(
-        open_store(os.environ, rank, timeout),
+@contextmanager
+def agreement_of_all(call: str, rank: int, world_size: int, timeout: timedelta | None) -> Iterator[Agreement]:
+    """Let all ranks of the job agree on a call that makes the default group, over the store that the launcher names.
+
+    Where the call fails on one rank, it fails on all, and leaves no default group.
+
+    Args:
+        call: what is being called, for messages.
+        rank: this rank.
+        world_size: the number of ranks.
+        timeout: how long they wait for each other; torch's own for anything but a ``timedelta``.
+    """
+    wait = timeout if isinstance(timeout, timedelta) and timeout > timedelta(0) else default_pg_timeout
+    agreement = Agreement(
         call,
+        of="job",
+        ranks=range(world_size),
         rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-        is_host=hosts_store(os.environ, rank),
-        restart=os.environ.get("TORCHELASTIC_RESTART_COUNT", ""),
-        mistake=mistake,
+        store=lambda within: open_store(os.environ, rank, within),
+        known=Agreements(os.environ.get("TORCHELASTIC_RESTART_COUNT", "")),
+        timeout=wait,
+        hosts_store=hosts_store(os.environ, rank),
     )
+    try:
+        with agreement:
+            yield agreement
+    except BaseException:
+        # Ranks that call late, and the next try, use the store that this process hosts.
+        _store_of_failure[:] = [agreement.opened] * hosts_store(os.environ, rank)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise
+    _store_of_failure.clear()
+
+
+def hosts_store(environment: Mapping[str, str], rank: int) -> bool:
+    """Return whether this rank hosts the store: rank 0 does, unless torchrun's agent has one already."""
+    return rank == 0 and not _hosted_by_agent(environment)
+
+
+def _hosted_by_agent(environment: Mapping[str, str]) -> bool:
+    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def open_store(environment: Mapping[str, str], rank: int, timeout: timedelta) -> dist.Store:
+    """Return the store at ``MASTER_ADDR`` and ``MASTER_PORT``.
+
+    Raises:
+        LaunchError: rank 0 cannot host it there, or another rank does not reach it within ``timeout``.
+    """
+    host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    is_host = hosts_store(environment, rank)
+    try:
+        return dist.TCPStore(
+            host,
+            port,
+            is_master=is_host,
+            timeout=timeout,
+            wait_for_workers=False,  # an agreement waits, and names the absent ones
+            multi_tenant=True,
+            use_libuv=environment.get("USE_LIBUV", "1") == "1",
+        )
+    except dist.DistError as error:
+        reason = str(error).partition("\n")[0]
+        if is_host:
+            raise LaunchError(
+                f"rank 0 cannot host the store of the job at {host}:{port} ({reason}); set MASTER_ADDR to its host and "
+                "MASTER_PORT to a port that is free there, the same on every rank"
+            ) from None
+        owner = "torchrun's agent" if _hosted_by_agent(environment) else "rank 0"
+        raise LaunchError(
+            f"{owner}, which hosts the store of the job at {host}:{port}, did not answer within "
+            f"{timeout.total_seconds():g} s; see its output for why, and check MASTER_ADDR and MASTER_PORT ({reason})"
+        ) from None
+
+
+def select_device(device: torch.device) -> None:
+    """Make a device the current one of this thread."""
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)
 
 
 def was_launched(environment: Mapping[str, str]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,21 +12,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from namedmesh import current
 from namedmesh._torch import constant_under_compile, flattened, forget
 from namedmesh.adopt import layout_of_groups, layout_of_mesh, meshes_of_transformers
-from namedmesh.consistency import report_failure
 from namedmesh.errors import AxisError, LayoutError, MeshError, did_you_mean
 from namedmesh.explain import explain_group, explain_mesh, explain_rank
 from namedmesh.groups import Communicator, GroupPool
 from namedmesh.launch import default_group_device
 from namedmesh.layout import Layout
+from namedmesh.making import agreed
 from namedmesh.options import GroupOptions
 from namedmesh.views import DENSE, View, Views, named, product_axes, quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from types import TracebackType
 
     from typing_extensions import Self
+
+    from namedmesh.making import GroupMaker
 
 __all__ = ["NamedMesh", "current_mesh"]
 
@@ -95,7 +96,7 @@ class NamedMesh:
         layout = layout_of_mesh(mesh)
         pool = GroupPool()
         groups = {axis: mesh.get_group(axis) for axis in layout.axes}
-        current.check_told_apart(layout, mesh.device_type, groups)
+        current.refuse_ambiguous_mesh(layout, mesh.device_type, groups)
         for axis, group in groups.items():
             pool.borrow(layout.group(pool.rank, axis), group, axis)
         return cls(layout, mesh, pool, default_group_device(mesh.device_type))
@@ -140,7 +141,7 @@ class NamedMesh:
         pool = GroupPool()
         layout = layout_of_groups(groups, pool.rank, rank_offset)
         chosen = default_group_device(device)
-        current.check_told_apart(layout, chosen.type, groups)
+        current.refuse_ambiguous_mesh(layout, chosen.type, groups)
         for axis, group in groups.items():
             pool.borrow(layout.group(pool.rank, axis), group, axis)
         ranks = (
@@ -168,7 +169,7 @@ class NamedMesh:
             )
         self._views.check(name, layout, self.global_rank)
         groups = {axis: root.get_group(axis) for axis in layout if axis not in self}
-        current.check_told_apart(layout, root.device_type, groups)
+        current.refuse_ambiguous_mesh(layout, root.device_type, groups)
         for axis, group in groups.items():
             if self.pool.find(layout, (axis,), self.pool.defaults) is None:
                 self.pool.borrow(layout.group(self.global_rank, axis), group, axis)
@@ -325,37 +326,8 @@ class NamedMesh:
             LayoutError: the name is taken, or the axes set options that contradict each other.
             AgreementError: the other ranks did not call this, or not with the same arguments.
         """
-        with self._report_failure("mesh.flatten"):
-            expanded = self._views.expand(axes)
-            view = self._views.of(expanded)
-            ordered = view.ordered(expanded)
-            if len(ordered) == 1 or ordered in self._flat:
-                return self._flattened_already(ordered, name, options)
-            name = name or "_".join(ordered)
-            self._views.check_product(name, ordered)
-            options = options or self.options_of(ordered)
-            current.check_told_apart(
-                view.layout,
-                self.device.type,
-                {name: self.pool.existing(view.layout, ordered, options)},
-                ordered,
-            )
-        self.check_consistency(
-            "mesh.flatten",
-            {"axes": "-".join(ordered), "name": name, "options": repr(options)},
-            [(view.layout, ordered, options)],
-        )
-        with self.pool.registry.calls:
-            group = self.pool.make(view.layout, ordered, options)
-            if options.gloo_twin:
-                self.pool.make(view.layout, ordered, self.pool.gloo_options(options))
-        self._options[ordered] = options
-        mesh = flattened(view.root, ordered, name, group)
-        self._flat[ordered] = name, options, mesh
-        self._views.add_product(name, ordered)
-        self._meshes[name] = mesh
-        self._prepare_answers()
-        return mesh
+        with self._one_at_a_time():
+            return self._flatten(axes, name, options)
 
     def add_view(
         self, name: str, /, *, options: Mapping[str, GroupOptions] | None = None, **sizes: int
@@ -375,24 +347,34 @@ class NamedMesh:
             LayoutError: sizes that do not fit, a name that is taken, or an axis that is not the same ranks.
             AgreementError: the other ranks did not call this, or not with the same arguments.
         """
-        call = f"mesh.add_view({name!r})"
-        with self._report_failure(call):
-            layout = self._checked_view(name, options or {}, sizes)
-        request = {"layout": repr(layout), "options": repr(dict(options or {}))}
-        self.check_consistency(call, request, self._wanted(layout, options or {}))
-        return self.create_view(name, layout, options or {})
+        options = options or {}
+        with self._one_at_a_time():
+            with self.agreed(f"mesh.add_view({name!r})") as maker:
+                layout = self._checked_view(name, options, sizes)
+                request = {"layout": repr(layout), "options": repr(dict(options))}
+                maker.compare(
+                    request, [(layout, (axis,), self._axis_options(axis, options)) for axis in layout]
+                )
+                root = self.create_view(layout, maker, options)
+            return self.take_view(name, View(layout, root), options)
 
-    def create_view(self, name: str, layout: Layout, options: Mapping[str, GroupOptions]) -> DeviceMesh:
-        """Create the groups of a view that the ranks agree on, and add it; for :meth:`add_view` and the dialects."""
+    def create_view(
+        self, layout: Layout, maker: GroupMaker, options: Mapping[str, GroupOptions]
+    ) -> DeviceMesh:
+        """Return the torch mesh over a view that the ranks agree on, with its groups; for the dialects too."""
         by_axis = {axis: self._axis_options(axis, options) for axis in layout}
-        with self.pool.registry.calls:
-            root = self.pool.over(layout, self.device.type, by_axis)
-            for axis, option in by_axis.items():
-                if option.gloo_twin:
-                    self.pool.make(layout, (axis,), self.pool.gloo_options(option))
-        self._options |= {_option_axes(key, layout): option for key, option in options.items()}
-        self._views.add(name, View(layout, root))
+        root = maker.mesh_from_groups(layout, self.device.type, by_axis)
+        for axis, option in by_axis.items():
+            if option.gloo_twin:
+                maker.make(layout, (axis,), self.pool.gloo_options(option))
+        return root
+
+    def take_view(self, name: str, view: View, options: Mapping[str, GroupOptions]) -> DeviceMesh:
+        """Add a view whose groups exist, and return its torch mesh."""
+        self._options |= {_option_axes(key, view.layout): option for key, option in options.items()}
+        self._views.add(name, view)
         self._prepare_answers()
+        root: DeviceMesh = view.root
         return root
 
     def close(self) -> None:
@@ -458,24 +440,17 @@ class NamedMesh:
 
     # For the dialects, which create groups of this mesh.
 
-    def check_consistency(
-        self,
-        call: str,
-        request: Mapping[str, str],
-        requested: Iterable[tuple[Layout, Sequence[str], GroupOptions]] = (),
-    ) -> None:
-        """Compare a request with the other ranks of the mesh before groups are created for it; communicates.
+    def agreed(self, call: str) -> AbstractContextManager[GroupMaker]:
+        """Return the context in which the ranks of the mesh agree on a call, and create groups for it.
 
         Args:
             call: what is being called, for messages.
-            request: what was asked for, field by field.
-            requested: the layout, axes and options of the groups that the call will ask for.
 
         Raises:
-            AgreementError: the ranks do not agree.
+            MeshError: the mesh is closed.
         """
         self._check_open()
-        self.pool.check_consistency(call, request, ranks=self.layout.ranks, requested=requested)
+        return agreed(self.pool, call, self.layout.ranks)
 
     # Behind the accessors.
 
@@ -575,10 +550,35 @@ class NamedMesh:
 
     # Behind what communicates.
 
-    def _report_failure(self, call: str) -> AbstractContextManager[None]:
-        if self.closed:
-            return nullcontext()
-        return report_failure(call, self.layout.ranks, self.pool.defaults.timeout)
+    def _one_at_a_time(self) -> AbstractContextManager[object]:
+        """Let a thread that asks for the same as another one find it made."""
+        self._check_open()
+        return self.pool.agreements.lock
+
+    def _flatten(self, axes: tuple[str, ...], name: str | None, options: GroupOptions | None) -> DeviceMesh:
+        with self.agreed("mesh.flatten") as maker:
+            expanded = self._views.expand(axes)
+            view = self._views.of(expanded)
+            ordered = view.ordered(expanded)
+            if len(ordered) == 1 or ordered in self._flat:
+                return self._flattened_already(ordered, name, options)
+            name = name or "_".join(ordered)
+            self._views.check_product(name, ordered)
+            options = options or self.options_of(ordered)
+            known = {name: self.pool.find_in_process(view.layout, ordered, options)}
+            current.refuse_ambiguous_mesh(view.layout, self.device.type, known, ordered)
+            request = {"axes": "-".join(ordered), "name": name, "options": repr(options)}
+            maker.compare(request, [(view.layout, ordered, options)])
+            group = maker.make(view.layout, ordered, options)
+            if options.gloo_twin:
+                maker.make(view.layout, ordered, self.pool.gloo_options(options))
+        self._options[ordered] = options
+        mesh = flattened(view.root, ordered, name, group)
+        self._flat[ordered] = name, options, mesh
+        self._views.add_product(name, ordered)
+        self._meshes[name] = mesh
+        self._prepare_answers()
+        return mesh
 
     def _flattened_already(
         self, ordered: tuple[str, ...], name: str | None, options: GroupOptions | None
@@ -626,19 +626,15 @@ class NamedMesh:
         if problems:
             raise AxisError(*problems)
         existing = {
-            axis: self.pool.existing(layout, (axis,), self._axis_options(axis, options)) for axis in new
+            axis: self.pool.find_in_process(layout, (axis,), self._axis_options(axis, options))
+            for axis in new
         }
-        current.check_told_apart(layout, self.device.type, existing)
+        current.refuse_ambiguous_mesh(layout, self.device.type, existing)
         return layout
 
     def _axis_options(self, axis: str, options: Mapping[str, GroupOptions]) -> GroupOptions:
         """Return the options of an axis of a new view."""
         return options.get(axis) or self._options.get((axis,)) or self.pool.defaults
-
-    def _wanted(
-        self, layout: Layout, options: Mapping[str, GroupOptions]
-    ) -> list[tuple[Layout, Sequence[str], GroupOptions]]:
-        return [(layout, (axis,), self._axis_options(axis, options)) for axis in layout]
 
 
 def current_mesh() -> NamedMesh:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+    from namedmesh.making import GroupMaker
     from namedmesh.mesh import NamedMesh
 
 __all__ = ["DENSE_AXES", "AxisMap", "axis_groups"]
@@ -106,12 +107,19 @@ class AxisMap:
         return list(layout.groups(*own))
 
 
-def axis_groups(mesh: NamedMesh, dialect: str) -> dict[str, tuple[ProcessGroup, list[int]]]:
-    """Return this rank's group over each of pp, dp, cp and tp, and the ranks in it; communicates where one is made.
+def axis_groups(
+    mesh: NamedMesh, maker: GroupMaker, dialect: str
+) -> dict[str, tuple[ProcessGroup, list[int]]]:
+    """Return this rank's group over each of pp, dp, cp and tp, and the ranks in it.
 
     They are the groups of the mesh. A group is made for an axis that the mesh does not have (this rank alone, the
     same for all such axes), and for a dp that it has in two parts; it belongs to the mesh, and later calls return
     the same one.
+
+    Args:
+        mesh: the mesh.
+        maker: makes the groups that it lacks.
+        dialect: the name of the API, for messages.
 
     Raises:
         LayoutError: as for :meth:`AxisMap.from_layout`.
@@ -123,7 +131,7 @@ def axis_groups(mesh: NamedMesh, dialect: str) -> dict[str, tuple[ProcessGroup, 
         if len(axes) == 1 and axes[0] in mesh.layout:
             group = mesh.group(axes[0])
         else:
-            group = mesh.pool.make(layout, axes, mesh.options_of(axes))
+            group = maker.make(layout, axes, mesh.options_of(axes))
         groups[axis] = group, list(layout.group(mesh.global_rank, *axes))
     return groups
 

@@ -8,8 +8,6 @@ namedmesh. :class:`Bindings` decides which mesh the answers are of.
 from __future__ import annotations
 
 import sys
-import threading
-from itertools import count
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 from weakref import WeakKeyDictionary
@@ -17,10 +15,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from namedmesh import current
-from namedmesh._torch import constant_under_compile
 from namedmesh.compat.errors import ContractError
 from namedmesh.errors import MeshError
-from namedmesh.lazy_group import LazyGroup
 from namedmesh.mesh import NamedMesh
 
 if TYPE_CHECKING:
@@ -28,9 +24,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 __all__ = ["Bindings", "Bound", "LegacyState", "ask_group", "make_patchable", "require_default_group"]
-
-_versions = count()
-_reading = threading.RLock()
 
 
 class LegacyState:
@@ -43,20 +36,14 @@ class LegacyState:
         mesh: the mesh that the answers are of.
         unpatched: the answers before any was assigned by hand.
         owned: whether the dialect made the mesh, and therefore closes it.
-        lazy: the groups that are created on first use.
-        constants: those of them that compiled code has as constants.
-        version: another number whenever the answers are those of another mesh.
     """
 
-    __slots__ = ("constants", "lazy", "mesh", "owned", "unpatched", "version")
+    __slots__ = ("mesh", "owned", "unpatched")
 
     slots: ClassVar[tuple[str, ...]] = ()
     unpatched: dict[str, Any]
     mesh: NamedMesh | None
     owned: bool
-    lazy: dict[str, LazyGroup]
-    constants: set[str]
-    version: int
 
     def __init__(self) -> None:
         self.clear()
@@ -70,48 +57,18 @@ class LegacyState:
         """Set every slot to None, and undo every assignment."""
         for slot in self.slots:
             setattr(self, slot, None)
-        self.unpatched, self.mesh, self.owned, self.lazy, self.constants = {}, None, False, {}, set()
-        self.version = next(_versions)
+        self.unpatched, self.mesh, self.owned = {}, None, False
         self.update()
 
     def fill(self, mesh: NamedMesh, values: Mapping[str, Any], *, owned: bool) -> None:
         """Take the answers of a mesh; other slots stay as they were set by hand."""
-        self.mesh, self.owned, self.version = mesh, owned, next(_versions)
-        self.lazy = {slot: value for slot, value in values.items() if isinstance(value, LazyGroup)}
-        self.unpatched = {slot: value for slot, value in values.items() if slot not in self.lazy}
-        for slot in values:
-            setattr(self, slot, self.unpatched.get(slot))
+        self.mesh, self.owned, self.unpatched = mesh, owned, dict(values)
+        for slot, value in values.items():
+            setattr(self, slot, value)
         self.update()
-
-    def read(self, slot: str) -> Any:
-        """Return the value of a slot; a group that does not exist yet is created."""
-        with _reading:  # another thread may be creating it
-            if slot in self.constants:
-                return self.lazy[slot].get_or_create()
-            if getattr(self, slot) is None and slot in self.lazy:
-                value = self.unpatched[slot] = self.lazy[slot].get_or_create()
-                del self.lazy[slot]
-                self.put(slot, value)
-            return getattr(self, slot)
-
-    @constant_under_compile
-    def read_constant(self, slot: str, _version: int) -> Any:
-        """Read a slot while code is compiled that keeps the value: the slot stays empty, which the code guards."""
-        if slot not in self.lazy:
-            return getattr(self, slot)
-        self.constants.add(slot)
-        return self.read(slot)
-
-    def read_all(self) -> None:
-        """Create every group that does not exist yet."""
-        for slot in list(self.lazy):
-            self.read(slot)
 
     def put(self, slot: str, value: Any) -> None:
         """Assign a slot, and compute again those that follow from it."""
-        if slot in self.lazy:
-            # So that the assignment can be undone, and None does not stand for a group to be created.
-            self.read(slot)
         setattr(self, slot, value)
         self.update()
 
@@ -169,7 +126,7 @@ def make_patchable(module: str, state: LegacyState, variables: Mapping[str, str]
 
         def __getattr__(self, name: str) -> Any:
             if name in variables:
-                return state.read(variables[name])
+                return getattr(state, variables[name])
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
         def __setattr__(self, name: str, value: Any) -> None:

@@ -7,6 +7,7 @@ its own names that read the slots of its state.
 from __future__ import annotations
 
 import warnings
+from contextlib import ExitStack
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from weakref import WeakSet
@@ -18,13 +19,14 @@ from namedmesh._torch import backward_pass
 from namedmesh.compat.axis_map import DENSE_AXES, AxisMap, axis_groups
 from namedmesh.compat.binding import Bindings, Bound, LegacyState, ask_group, require_default_group
 from namedmesh.compat.errors import ContractError
-from namedmesh.consistency import report_failure
 from namedmesh.dialects import DIALECTS
 from namedmesh.errors import MeshError
 from namedmesh.groups import GroupPool
-from namedmesh.init import create_mesh, version_fields
+from namedmesh.init import create_root_mesh, version_fields
 from namedmesh.launch import default_group_device
 from namedmesh.layout import Layout
+from namedmesh.making import agreed
+from namedmesh.mesh import NamedMesh
 from namedmesh.options import GroupOptions
 from namedmesh.tensor_parallel.collectives import RankGroup
 
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from datetime import timedelta
 
-    from namedmesh.mesh import NamedMesh
+    from namedmesh.making import GroupMaker
 
 __all__ = ["AxisState", "ModelParallel"]
 
@@ -136,10 +138,11 @@ class ModelParallel:
         bound = self.bindings.rebind(mesh, ())
         if bound is not None:
             return bound
-        with report_failure(f"{self.name}.bind", mesh.layout.ranks):
+        with mesh.agreed(f"{self.name}.bind") as maker:
             AxisMap.from_layout(mesh.layout, self.name)
-        mesh.check_consistency(f"{self.name}.bind", {"layout": repr(mesh.layout)})
-        return self.bindings.fill(mesh, (), self._groups(mesh), owned=False)
+            maker.compare({"layout": repr(mesh.layout)})
+            groups = self._groups(mesh, maker)
+        return self.bindings.fill(mesh, (), groups, owned=False)
 
     def unbind(self) -> None:
         """Forget the mesh that is bound; it stays as it is, with its groups."""
@@ -187,41 +190,37 @@ class ModelParallel:
         call = f"{self.name}.{self.function}"
         arguments = {name: repr(sizes[axis]) for axis, name in self.sizes.items()}
         arguments |= {"backends": repr(dict(backends)), "timeout": repr(timeout)}
-        with report_failure(call, range(world)):
-            if self.state.touched():
-                raise ContractError(
-                    f"{self.name}'s model parallelism is already initialized, for {self.state.described}; call the "
-                    f"function that destroys it first, or bind another mesh beside it with {self.module}.bind(mesh)"
+        pool = GroupPool(defaults=GroupOptions(timeout=timeout))
+        with ExitStack() as on_error:
+            on_error.callback(pool.close)
+            with agreed(pool, call, range(world)) as maker:
+                if self.state.touched():
+                    raise ContractError(
+                        f"{self.name}'s model parallelism is already initialized, for {self.state.described}; call the "
+                        f"function that destroys it first, or bind another mesh beside it with {self.module}.bind(mesh)"
+                    )
+                fitted = {**sizes, "tp": min(sizes["tp"], world)}
+                self._check(fitted, world)
+                options = {
+                    axis: GroupOptions(backend=name) for axis, name in backends.items() if name is not None
+                }
+                layout = Layout(**{axis: fitted.get(axis, -1) for axis in _ORDER}, world_size=world)
+                maker.compare(
+                    arguments | version_fields(),
+                    [(layout, (axis,), options.get(axis, GroupOptions())) for axis in layout],
                 )
-            fitted = {**sizes, "tp": min(sizes["tp"], world)}
-            self._check(fitted, world)
-            options = {
-                axis: GroupOptions(backend=name) for axis, name in backends.items() if name is not None
-            }
-            layout = Layout(**{axis: fitted.get(axis, -1) for axis in _ORDER}, world_size=world)
-            pool = GroupPool(defaults=GroupOptions(timeout=timeout))
-        try:
-            pool.check_consistency(
-                call,
-                arguments | version_fields(),
-                ranks=range(world),
-                requested=[(layout, (axis,), options.get(axis, GroupOptions())) for axis in layout],
-            )
-            if fitted["tp"] < sizes["tp"]:
-                warnings.warn(
-                    f"{self.sizes['tp']} is {sizes['tp']}, but the world has {world} ranks; {self.name}'s "
-                    f"{self.function} goes on with {world}",
-                    stacklevel=3,
-                )
-            mesh = create_mesh(layout, pool, default_group_device(), options)
-        except BaseException:
-            pool.close()
-            raise
-        try:
-            groups = self._groups(mesh)
-        except BaseException:
-            mesh.close()
-            raise
+                if fitted["tp"] < sizes["tp"]:
+                    warnings.warn(
+                        f"{self.sizes['tp']} is {sizes['tp']}, but the world has {world} ranks; {self.name}'s "
+                        f"{self.function} goes on with {world}",
+                        stacklevel=3,
+                    )
+                device = default_group_device()
+                root = create_root_mesh(layout, maker, device, options)
+                mesh = NamedMesh(layout, root, pool, device, options)
+                on_error.callback(mesh.close)
+                groups = self._groups(mesh, maker)
+            on_error.pop_all()
         self.bindings.fill(mesh, (), groups, owned=True)
 
     def require(self, value: T | None, what: str) -> T:
@@ -294,10 +293,10 @@ class ModelParallel:
             self._used.add(peers)
         return peers
 
-    def _groups(self, mesh: NamedMesh) -> dict[str, Any]:
-        """Return the groups of the mesh and their ranks, slot by slot; communicates where one is made."""
+    def _groups(self, mesh: NamedMesh, maker: GroupMaker) -> dict[str, Any]:
+        """Return the groups of the mesh and their ranks, slot by slot."""
         values: dict[str, Any] = {}
-        for axis, (group, ranks) in axis_groups(mesh, self.name).items():
+        for axis, (group, ranks) in axis_groups(mesh, maker, self.name).items():
             values |= {f"{axis}_group": group, f"{axis}_ranks": ranks}
         return values
 

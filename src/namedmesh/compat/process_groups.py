@@ -7,11 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
-from namedmesh import launch
 from namedmesh.compat.axis_map import axis_groups
-from namedmesh.consistency import report_failure
 from namedmesh.errors import LayoutError
 from namedmesh.init import init_mesh
 
@@ -58,24 +54,11 @@ class ProcessGroups:
     """
 
     def __init__(self, tp: int, pp: int, dp: int) -> None:
-        if not dist.is_initialized():
-            launch.init()
-        world = dist.get_world_size()
-        with report_failure("ProcessGroups", range(world)):
-            if min(tp, pp, dp) < 1:
-                raise LayoutError(
-                    f"tp={tp}, pp={pp}, dp={dp}: each of the sizes has to be 1 or more, in a world of {world}"
-                )
-            if tp * pp * dp != world:
-                raise LayoutError(
-                    f"tp={tp} x pp={pp} x dp={dp} = {tp * pp * dp} is not the world of {world} ranks; change a size, or "
-                    "start another number of ranks"
-                )
         self._fill(init_mesh(dp=dp, pp=pp, tp=tp))
 
     @classmethod
     def bind(cls, mesh: NamedMesh) -> Self:
-        """Return the groups of a mesh that exists; communicates, unless it has axes ``tp``, ``pp`` and ``dp``.
+        """Return the groups of a mesh that exists; communicates.
 
         Every rank of the mesh calls it.
 
@@ -96,7 +79,9 @@ class ProcessGroups:
                 f"axis 'cp' of {mesh.layout} has no place in ProcessGroups, which are over tp, pp and dp; use the mesh itself"
             )
         self.mesh = mesh
-        by_axis = axis_groups(mesh, "ProcessGroups")
+        with mesh.agreed("ProcessGroups") as maker:
+            maker.compare({"layout": repr(mesh.layout)})
+            by_axis = axis_groups(mesh, maker, "ProcessGroups")
         groups = [by_axis[axis][0] for axis in ("tp", "pp", "dp")]
         self.tp_group, self.pp_group, self.dp_group = groups
         self.tp_size, self.pp_size, self.dp_size = (group.size() for group in groups)

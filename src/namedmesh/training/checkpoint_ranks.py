@@ -31,7 +31,9 @@ class Ranks:
         if mesh is not None:
             if mesh not in self._groups:
                 alone = GroupOptions(backend="gloo", share=False)
-                self._groups[mesh] = mesh.pool.make(mesh.layout, mesh.layout.axes, alone)
+                with mesh.agreed("training, for its checkpoints") as maker:
+                    maker.compare({})
+                    self._groups[mesh] = maker.make(mesh.layout, mesh.layout.axes, alone)
             self.group = self._groups[mesh]
 
     @property

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
-from namedmesh._torch import new_store_connection
+from namedmesh._torch import default_store, new_connection
 from namedmesh.errors import LostRanksError, NamedMeshError, listing
-from namedmesh.rendezvous import key_appeared
+from namedmesh.store import LimitedStore, StoreLostError, ask
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from namedmesh.mesh import NamedMesh
+
+
+T = TypeVar("T")
+
+# The seconds within which the store has to answer; the job is in trouble already.
+_ANSWER_LIMIT = 20.0
 
 
 @contextmanager
@@ -83,62 +90,73 @@ class _Answers:
     def __init__(self, mesh: NamedMesh) -> None:
         self.mesh, self.rank = mesh, mesh.global_rank
         self.store = _connection(mesh)
-        self.store.delete_key(f"answer/{self.rank}")
+        self._ask(lambda store: store.delete(f"answer/{self.rank}"))
         # A connection of its own: one that waits is not to be had for anything else.
         self.thread = Thread(target=self._answer, args=(_connection(mesh),), daemon=True)
         self.thread.start()
 
-    def _answer(self, store: dist.Store) -> None:
+    def _answer(self, connection: dist.Store) -> None:
+        store = LimitedStore(connection, math.inf)
         with suppress(RuntimeError):  # the store is gone
-            while not key_appeared(
-                store, f"asked/{self.rank}", timedelta(days=20)
+            while not store.appears(
+                f"asked/{self.rank}", timedelta(days=20)
             ):  # the longest that poll() takes
                 pass
-            store.compare_set(f"answer/{self.rank}", "", "")
+            store.first(f"answer/{self.rank}", "")
 
     def leave(self, ending: str) -> None:
         """Record how this rank leaves, and end its thread."""
-        with suppress(RuntimeError):
-            self.store.set(f"answer/{self.rank}", ending)
-            self.store.set(f"asked/{self.rank}", "")
+
+        def questions(store: LimitedStore) -> None:
+            store.set(f"answer/{self.rank}", ending)
+            store.set(f"asked/{self.rank}", "")
             self.thread.join()
-            self.store.delete_key(f"asked/{self.rank}")
+            store.delete(f"asked/{self.rank}")
+
+        with suppress(StoreLostError):
+            self._ask(questions)
 
     def verdict(self, timeout: timedelta) -> LostRanksError | None:
         """Return the error about the lost ranks, the same on every rank; None if there are none."""
-        try:
-            if not self.store.check(["verdict"]):
-                found = self._lost(timeout)
-                if not found:
-                    return None
-                mine = json.dumps({"by": self.rank, "lost": found})
-                self.store.compare_set("verdict", "", mine)
-            verdict = json.loads(self.store.get("verdict"))
-        except dist.DistNetworkError:
-            return LostRanksError(
-                "the store of the default group is gone: the process that hosts it, rank 0 or torchrun's agent, has ended; "
-                "see its output for why"
-            )
-        error = LostRanksError(*verdict["lost"].values())
-        error.ranks = tuple(map(int, verdict["lost"]))
-        error.first = verdict["by"] == self.rank
-        return error
 
-    def _lost(self, timeout: timedelta) -> dict[int, str]:
+        def questions(store: LimitedStore) -> str:
+            if not store.has("verdict"):
+                found = self._lost(store, timeout)
+                if not found:
+                    return ""
+                store.first("verdict", json.dumps({"by": self.rank, "lost": found}))
+            return store.get("verdict")
+
+        try:
+            answer = self._ask(questions)
+        except StoreLostError as error:
+            return LostRanksError(f"the store of the default group is lost: {error}")
+        if not answer:
+            return None
+        verdict = json.loads(answer)
+        found = LostRanksError(*verdict["lost"].values())
+        found.ranks = tuple(map(int, verdict["lost"]))
+        found.first = verdict["by"] == self.rank
+        return found
+
+    def _ask(self, questions: Callable[[LimitedStore], T]) -> T:
+        return ask(self.store, questions, limit=_ANSWER_LIMIT)
+
+    def _lost(self, store: LimitedStore, timeout: timedelta) -> dict[int, str]:
         """Return one sentence for each rank that does not answer, or has left with an exception."""
         others = [rank for rank in self.mesh.layout.ranks if rank != self.rank]
         for rank in others:
-            self.store.set(f"asked/{rank}", "")
+            store.set(f"asked/{rank}", "")
         deadline = time.monotonic() + timeout.total_seconds()
         found = {}
         for rank in others:
-            answer = [f"answer/{rank}"]
+            answer = f"answer/{rank}"
             # A wait that ends with its timeout is a warning of torch's.
-            while not (answered := self.store.check(answer)) and time.monotonic() < deadline:
+            while not (answered := store.has(answer)) and time.monotonic() < deadline:
                 time.sleep(0.02)
             if not answered:
                 found[rank] = "does not answer: it was killed, was stopped, or is cut off"
-            elif ending := self.store.get(f"answer/{rank}").decode():
+            elif ending := store.get(answer):
                 found[rank] = f"ended with {ending}"
         return {rank: self._sentence(rank, what) for rank, what in found.items()}
 
@@ -157,4 +175,4 @@ class _Answers:
 def _connection(mesh: NamedMesh) -> dist.Store:
     """Return another connection to the store of the default group."""
     ranks = mesh.layout.ranks
-    return dist.PrefixStore(f"namedmesh/lost/{ranks[0]}-{ranks[-1]}", new_store_connection())
+    return dist.PrefixStore(f"namedmesh/lost/{ranks[0]}-{ranks[-1]}", new_connection(default_store()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -15,9 +16,13 @@ from namedmesh.compat.deepspeed.process_topology import (
     validate_topology,
 )
 from namedmesh.compat.errors import ContractAttributeError, ContractTypeError
-from namedmesh.consistency import report_failure
 from namedmesh.errors import LayoutError, did_you_mean, listing
-from namedmesh.init import init_mesh
+from namedmesh.groups import GroupPool
+from namedmesh.init import create_root_mesh, version_fields
+from namedmesh.launch import default_group_device
+from namedmesh.making import agreed
+from namedmesh.mesh import NamedMesh
+from namedmesh.options import GroupOptions
 from namedmesh.views import named
 
 if TYPE_CHECKING:
@@ -25,7 +30,7 @@ if TYPE_CHECKING:
 
     from namedmesh.compat.deepspeed.process_topology import Topology
     from namedmesh.layout import Layout
-    from namedmesh.mesh import NamedMesh
+    from namedmesh.making import GroupMaker
 
 __all__ = ["PipelineParallelGrid"]
 
@@ -129,17 +134,23 @@ class PipelineParallelGrid(Getters):
     def __init__(self, topology: Topology | None = None, process_group: object = None) -> None:
         require_default_group("deepspeed.init_distributed()")
         world = dist.get_world_size()
-        with report_failure(_CALL, range(world)):
-            _check_group(process_group, world)
-            given = default_topology(world) if topology is None else topology
-            ours = validate_topology(given, world, dist.get_rank())
-        mesh = init_mesh(ours.layout)
-        axes = {axis: (own,) for axis, own in zip(ours.axes, ours.layout.axes, strict=True)}
-        try:
-            self._fill(given, ours, mesh, axes)
-        except BaseException:
-            mesh.close()
-            raise
+        pool = GroupPool()
+        with ExitStack() as on_error:
+            on_error.callback(pool.close)
+            with agreed(pool, _CALL, range(world)) as maker:
+                _check_group(process_group, world)
+                given = default_topology(world) if topology is None else topology
+                ours = validate_topology(given, world, dist.get_rank())
+                layout, device = ours.layout, default_group_device()
+                maker.compare(
+                    {"layout": repr(layout), **version_fields()},
+                    [(layout, (axis,), GroupOptions()) for axis in layout],
+                )
+                mesh = NamedMesh(layout, create_root_mesh(layout, maker, device, {}), pool, device)
+                on_error.callback(mesh.close)
+                axes = {axis: (own,) for axis, own in zip(ours.axes, layout.axes, strict=True)}
+                self._fill(given, ours, mesh, maker, axes)
+            on_error.pop_all()
         self._owned = True
 
     @classmethod
@@ -169,7 +180,8 @@ class PipelineParallelGrid(Getters):
         call = f"{_CALL}.from_mesh"
         check_mesh(mesh, call)
         ranks = mesh.layout.ranks
-        with report_failure(call, ranks):
+        grid = cls.__new__(cls)
+        with mesh.agreed(call) as maker:
             if len(ranks) != dist.get_world_size():
                 raise LayoutError(
                     f"{mesh.layout} on ranks {ranks.start} to {ranks.stop - 1} is a part of the world of "
@@ -177,14 +189,18 @@ class PipelineParallelGrid(Getters):
                     "the world"
                 )
             topology, axes = topology_of(mesh.layout)
-        mesh.check_consistency(call, {"layout": repr(mesh.layout)})
-        grid = cls.__new__(cls)
-        grid._fill(topology, topology, mesh, axes)
+            maker.compare({"layout": repr(mesh.layout)})
+            grid._fill(topology, topology, mesh, maker, axes)
         grid._owned = False
         return grid
 
     def _fill(
-        self, given: Topology, ours: ProcessTopology, mesh: NamedMesh, axes: Mapping[str, tuple[str, ...]]
+        self,
+        given: Topology,
+        ours: ProcessTopology,
+        mesh: NamedMesh,
+        maker: GroupMaker,
+        axes: Mapping[str, tuple[str, ...]],
     ) -> None:
         """Set this rank's coordinates and groups.
 
@@ -192,13 +208,14 @@ class PipelineParallelGrid(Getters):
             given: the topology as it was given, which :meth:`topology` returns.
             ours: the same as one of ours, which the getters answer from.
             mesh: the mesh.
+            maker: makes the groups that it lacks.
             axes: the mesh's axes for each of the topology's.
         """
         self._topo, self._topology, self.mesh = given, ours, mesh
         self.world_size = mesh.layout.world_size
         replica = [own for axis, owns in axes.items() if axis != "data" for own in owns]
         kinds = {"pipe": axes["pipe"], "data": axes["data"], "model": replica, "slice": axes.get("model", ())}
-        self._answers = answers(mesh, kinds)
+        self._answers = answers(mesh, maker, kinds)
         self.global_rank = mesh.global_rank
         self.pp_proc_group, self.pp_group, self.pipe_parallel_size, self.stage_id, _ = self._answers["pipe"]
         self.dp_proc_group, self.dp_group, self.data_parallel_size, self.data_parallel_id, _ = self._answers[

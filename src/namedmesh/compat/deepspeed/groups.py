@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from namedmesh.compat.binding import LegacyState, make_patchable, require_default_group
-from namedmesh.compat.deepspeed.model_parallel_unit import get_or_create_group
 from namedmesh.compat.deepspeed.model_parallel_unit import mpu as make_mpu
 from namedmesh.compat.errors import ContractError, ContractKeyError, ContractRuntimeError
 from namedmesh.compat.partition import ensure_divisibility as _ensure_divisibility
 from namedmesh.errors import LayoutError
 from namedmesh.init import init_mesh
 from namedmesh.layout import Layout
+from namedmesh.making import group_of_one
 from namedmesh.mesh import NamedMesh
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def bind(mesh: NamedMesh) -> None:
         name = f"ep_size_{mesh.size('ep')}"
         replicas = "edp" if "edp" in mesh else None
         _state.ep[name], _state.ep_ranks[name] = mesh.group("ep"), list(mesh.ranks("ep"))
-        _state.edp[name] = mesh.group(replicas) if replicas else get_or_create_group(mesh, ())
+        _state.edp[name] = mesh.group(replicas) if replicas else group_of_one(mesh.pool)
         _state.edp_ranks[name] = list(mesh.ranks(replicas)) if replicas else [mesh.global_rank]
         _state.etp_size = mesh.size("etp") if "etp" in mesh else 1
 
@@ -143,7 +143,10 @@ def _mesh() -> NamedMesh:
 def _create(sets: Iterable[Sequence[int]], label: str) -> Any:
     """Return this rank's group among disjoint sets of ranks, created unless it exists; every rank calls it."""
     mesh = _mesh()
-    groups = mesh.pool.make_sets([sorted(ranks) for ranks in sets], label)
+    in_order = [sorted(ranks) for ranks in sets]
+    with mesh.agreed(f"deepspeed.groups, for {label}") as maker:
+        maker.compare({"sets of ranks": repr(in_order)})
+        groups = maker.make_sets(in_order, label)
     return next(group for ranks, group in groups.items() if mesh.global_rank in ranks)
 
 
@@ -184,7 +187,9 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
         world_size=mesh.layout.world_size,
         rank_offset=mesh.layout.rank_offset,
     )
-    return mesh.pool.over(layout, mesh.device.type, {})
+    with mesh.agreed("deepspeed.initialize_mesh_device") as maker:
+        maker.compare({"layout": repr(layout)})
+        return maker.mesh_from_groups(layout, mesh.device.type, {})
 
 
 def _release_process_group_references(group: Any = None) -> None:

@@ -9,9 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from namedmesh.compat.errors import ContractAttributeError
-from namedmesh.consistency import report_failure
 from namedmesh.errors import LayoutError, MeshError, did_you_mean
-from namedmesh.layout import Layout
 from namedmesh.mesh import NamedMesh
 from namedmesh.views import named
 
@@ -19,6 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     import torch.distributed as dist
+
+    from namedmesh.layout import Layout
+    from namedmesh.making import GroupMaker
 
 __all__ = [
     "Answers",
@@ -82,20 +83,16 @@ def _check_axes(layout: Layout) -> None:
         raise LayoutError(*problems)
 
 
-def get_or_create_group(mesh: NamedMesh, axes: Sequence[str]) -> dist.ProcessGroup:
-    """Return this rank's group over some axes of a mesh, made unless it exists; communicates.
+def get_or_create_group(mesh: NamedMesh, maker: GroupMaker, axes: Sequence[str]) -> dist.ProcessGroup:
+    """Return this rank's group over some axes of a mesh, made unless it exists.
 
     Args:
         mesh: the mesh, which owns the group.
+        maker: makes it.
         axes: in any order; for none, the group of this rank alone.
     """
-    layout = mesh.layout
-    ordered = tuple(axis for axis in layout.axes if axis in axes)
-    if ordered:
-        return mesh.pool.make(layout, ordered, mesh.options_of(ordered))
-    # The pool has a group of one rank for any axis of size 1.
-    alone = Layout(alone=1, others=layout.world_size, rank_offset=layout.rank_offset)
-    return mesh.pool.make(alone, ("alone",), mesh.pool.defaults)
+    ordered = tuple(axis for axis in mesh.layout.axes if axis in axes)
+    return maker.make(mesh.layout, ordered, mesh.options_of(ordered)) if ordered else maker.alone()
 
 
 def check_mesh(mesh: object, call: str) -> None:
@@ -122,12 +119,12 @@ class Answers(NamedTuple):
     first: int
 
 
-def answers(mesh: NamedMesh, kinds: Mapping[str, Sequence[str]]) -> dict[str, Answers]:
-    """Return what the getters answer for each kind of parallelism, by the axes that it is over; communicates."""
+def answers(mesh: NamedMesh, maker: GroupMaker, kinds: Mapping[str, Sequence[str]]) -> dict[str, Answers]:
+    """Return what the getters answer for each kind of parallelism, by the axes that it is over."""
     of_kinds = {}
     for kind, axes in kinds.items():
         ranks = list(mesh.layout.group(mesh.global_rank, *axes)) if axes else [mesh.global_rank]
-        group = get_or_create_group(mesh, axes)
+        group = get_or_create_group(mesh, maker, axes)
         of_kinds[kind] = Answers(group, ranks, len(ranks), ranks.index(mesh.global_rank), ranks[0])
     return of_kinds
 
@@ -228,17 +225,21 @@ def mpu(mesh: NamedMesh) -> ModelParallelUnit:
     """
     call = "deepspeed.mpu"
     check_mesh(mesh, call)
-    ranks = mesh.layout.ranks
-    with report_failure(call, ranks):
+    with mesh.agreed(call) as maker:
         axes = axis_map(mesh.layout)
         _check_axes(mesh.layout)
-    mesh.check_consistency(call, {"layout": repr(mesh.layout)})
+        maker.compare({"layout": repr(mesh.layout)})
+        return _unit(mesh, maker, axes)
+
+
+def _unit(mesh: NamedMesh, maker: GroupMaker, axes: dict[str, tuple[str, ...]]) -> ModelParallelUnit:
+    """Return the unit of a mesh, by the axes for each kind of parallelism."""
     kinds = {**axes, "model": axes["pipe"] + axes["model"], "slice": axes["model"]}
     sequence = kinds.pop("sequence")
     if not sequence:
-        return ModelParallelUnit(mesh, kinds)
+        return ModelParallelUnit(mesh, answers(mesh, maker, kinds))
     kinds |= {"sequence": sequence, "sequence_data": axes["data"] + sequence}
-    return SequenceParallelUnit(mesh, kinds)
+    return SequenceParallelUnit(mesh, answers(mesh, maker, kinds))
 
 
 class ModelParallelUnit(Getters):
@@ -249,15 +250,15 @@ class ModelParallelUnit(Getters):
 
     Args:
         mesh: the mesh.
-        kinds: for each kind of parallelism the axes of the mesh that it is over.
+        answers: what its getters answer for each kind of parallelism.
 
     Attributes:
         mesh: the mesh, which leads to everything else that namedmesh does.
     """
 
-    def __init__(self, mesh: NamedMesh, kinds: dict[str, tuple[str, ...]]) -> None:
+    def __init__(self, mesh: NamedMesh, answers: dict[str, Answers]) -> None:
         self.mesh = mesh
-        self._answers = answers(mesh, kinds)
+        self._answers = answers
 
     def __getattr__(self, name: str) -> Any:
         # DeepSpeed looks for names with hasattr: an answer here would change what it does.

@@ -23,7 +23,6 @@ from namedmesh.compat.megatron.state import ROWS, STATE, raise_missing
 from namedmesh.dialects import DENSE, EXPERT, MEGATRON_GROUPS
 from namedmesh.errors import LayoutError
 from namedmesh.groups import new_group_by_everyone
-from namedmesh.lazy_group import LazyGroup
 from namedmesh.options import GroupOptions, nccl_options
 
 if TYPE_CHECKING:
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 
     from namedmesh.compat.megatron.config import ParallelConfig
     from namedmesh.layout import Layout
+    from namedmesh.making import GroupMaker
     from namedmesh.mesh import NamedMesh
 
 logger = logging.getLogger(__name__)
@@ -70,34 +70,33 @@ def wanted_groups(
     ]
 
 
-def build_groups(mesh: NamedMesh, axis_map: AxisMap, config: ParallelConfig) -> dict[str, Any]:
-    """Create the groups that the mesh does not have yet, or reserve them; communicates.
-
-    Every rank of the mesh calls this with the same arguments. Megatron has many groups that most jobs never use: a
-    group that can be created without blocking on other ranks is reserved, and created on first use.
+def build_groups(
+    mesh: NamedMesh, maker: GroupMaker, axis_map: AxisMap, config: ParallelConfig
+) -> dict[str, Any]:
+    """Create the groups that the mesh does not have yet; every rank of the mesh calls this with the same arguments.
 
     Returns:
         For this rank, the value of every slot of the state that a mesh determines.
     """
-    builder = _Builder(mesh, axis_map, config)
+    builder = _Builder(mesh, maker, axis_map, config)
     values, instances = builder.values, builder.instances
     with builder.sharp("dp", "dp_cp_group"):
         builder.build("dp_cp_group")
         if config.create_all_gather_group:
             layout, axes = axis_map.locate(("dp", "cp"))
             options = replace(mesh.options_of(axes), share=False)
-            values["dp_cp_gather_group"] = mesh.pool.make(layout, axes, options)
+            values["dp_cp_gather_group"] = maker.make(layout, axes, options)
         builder.build_part("intra_dp_cp_group", "dp_cp_group")
     for row in _OVER_AXES:  # those that span gtp_remat are those that do not where it is 1
         if row.slot not in values:
             builder.build(row.slot)
     if config.levels:
         values["hierarchical_cp_groups"] = [
-            builder.create("hierarchical_cp_groups", size, prod(config.levels[:level]))
+            builder.build_split("hierarchical_cp_groups", size, prod(config.levels[:level]))
             for level, size in enumerate(config.levels)
         ]
     sizes = hybrid_sizes(axis_map.size("dp", "cp")) if config.hybrid_context_parallel else []
-    values["hybrid_groups"] = {size: builder.create("hybrid_groups", size) for size in sizes}
+    values["hybrid_groups"] = {size: builder.build_split("hybrid_groups", size) for size in sizes}
     for slot, choose in config.stages_with_embeddings.items():
         sets = [_embedding_stages(choose, list(ranks)) for ranks in axis_map.groups("pp")]
         builder.build(slot, sets)
@@ -124,48 +123,51 @@ def build_groups(mesh: NamedMesh, axis_map: AxisMap, config: ParallelConfig) -> 
 class _Builder:
     """Builds groups on one mesh, and keeps them by slot; every rank calls the same methods in the same order."""
 
-    def __init__(self, mesh: NamedMesh, axis_map: AxisMap, config: ParallelConfig) -> None:
-        self.mesh, self.axis_map, self.config = mesh, axis_map, config
+    def __init__(self, mesh: NamedMesh, maker: GroupMaker, axis_map: AxisMap, config: ParallelConfig) -> None:
+        self.mesh, self.maker, self.axis_map, self.config = mesh, maker, axis_map, config
         self.instances = config.num_distributed_optimizer_instances
         self.values: dict[str, Any] = {}
 
     def build(self, slot: str, sets: Sequence[Sequence[int]] | None = None) -> None:
         """Build a group, and its gloo group, over whole axes, with its ranks; or the one of some sets of ranks."""
-        row, pool = ROWS[slot], self.mesh.pool
+        row = ROWS[slot]
         layout, axes = self.axis_map.locate(row.axes)
-        reserve: Callable[[GroupOptions], Any]
+        make: Callable[[GroupOptions], Any]
         if sets is None:
             options = self.mesh.options_of(axes)
-            reserve = partial(pool.reserve, layout, axes)
+            make = partial(self.maker.make, layout, axes)
             if row.ranks:
                 self.values[row.ranks_slot] = list(layout.group(self.mesh.global_rank, *axes))
         else:
             # An optimizer instance spans every axis, and has the options of none.
             own = self.config.options.get(row.key)
             options = own or self.mesh.options_of(() if slot == "optimizer_group" else axes)
-            reserve = partial(pool.reserve_set, sets, row.key)
-        self.values[slot] = reserve(options)
+            make = partial(self._make_set, sets, row.key)
+        self.values[slot] = make(options)
         if row.gloo:
             # Beside weights that are gathered for each use the original makes no gloo groups.
             gathered = self.axis_map.size("gtp_remat") > 1
             gathered |= row.view == EXPERT and self.axis_map.size("egtp_remat") > 1
             with_gloo = self.config.create_gloo_process_groups and not gathered
-            self.values[row.gloo_slot] = reserve(pool.gloo_options(options)) if with_gloo else None
+            self.values[row.gloo_slot] = make(self.mesh.pool.gloo_options(options)) if with_gloo else None
 
     def split(self, slot: str, size: int, stride: int = 1) -> list[list[int]]:
         """Return the sets of ranks that :func:`split_ranks` makes of every group over the axes of a slot."""
         groups = self.axis_map.groups(*ROWS[slot].axes)
         return [part for ranks in groups for part in split_ranks(ranks, size, stride)]
 
-    def create(self, slot: str, size: int, stride: int = 1) -> dist.ProcessGroup | None:
-        """Return a group that is handed out in a container, and therefore cannot be created on first use."""
+    def build_split(self, slot: str, size: int, stride: int = 1) -> dist.ProcessGroup | None:
+        """Build the groups that :meth:`split` returns the ranks of, and return this rank's."""
         self.build(slot, self.split(slot, size, stride))
-        return self.created(slot)
+        group: dist.ProcessGroup | None = self.values[slot]
+        return group
 
-    def created(self, slot: str) -> dist.ProcessGroup | None:
-        """Return the group of a slot, created now where it was reserved."""
-        group: dist.ProcessGroup | LazyGroup | None = self.values[slot]
-        return group.get_or_create() if isinstance(group, LazyGroup) else group
+    def _make_set(
+        self, sets: Sequence[Sequence[int]], label: str, options: GroupOptions
+    ) -> dist.ProcessGroup | None:
+        """Return this rank's group among sets of which each rank is in one at most."""
+        made = self.maker.make_sets(sets, label, options)
+        return next(iter(made.values()), None)
 
     def build_part(self, slot: str, whole: str) -> None:
         """Build the part of a group that is inside one optimizer instance; the group itself where there is one."""
@@ -187,7 +189,7 @@ class _Builder:
         os.environ["NCCL_COLLNET_ENABLE"] = "1"
         try:
             yield
-            group = self.created(slot)
+            group = self.values[slot]
             if group is not None and self.mesh.device.type == "cuda":
                 dist.barrier(group=group, device_ids=[torch.cuda.current_device()])
                 torch.cuda.synchronize()
@@ -432,8 +434,6 @@ def update_pg_timeout(timeout: timedelta, pg: dist.ProcessGroup | None = None) -
     """
     if pg is None and STATE.group_list is None:
         raise_missing("group_list")
-    if pg is None:
-        STATE.read_all()
     dist.barrier(pg)
     if torch.cuda.is_available():
         torch.cuda.synchronize()

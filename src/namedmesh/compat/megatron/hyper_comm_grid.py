@@ -11,6 +11,7 @@ from namedmesh.compat.errors import ContractAxisError, ContractKeyError, Contrac
 from namedmesh.errors import LayoutError
 from namedmesh.groups import GroupPool
 from namedmesh.layout import Layout
+from namedmesh.making import agreed
 from namedmesh.options import GroupOptions
 
 if TYPE_CHECKING:
@@ -153,13 +154,11 @@ class HyperCommGrid:
         if self._pool is None:
             self._pool = GroupPool()
         options = GroupOptions(backend=self.backend, timeout=timeout, **_settings(pg_options))
-        self._pool.check_consistency(
-            "HyperCommGrid.create_pg",
-            {"layout": repr(layout), "dims": key[1], "options": repr(options)},
-            ranks=layout.ranks,
-            requested=[(layout, axes, options)],
-        )
-        group = self._groups[key] = self._pool.make(layout, axes, options)
+        with agreed(self._pool, "HyperCommGrid.create_pg", layout.ranks) as maker:
+            request = {"layout": repr(layout), "dims": key[1], "options": repr(options)}
+            maker.compare(request, [(layout, axes, options)])
+            group = maker.make(layout, axes, options)
+        self._groups[key] = group
         return group
 
     def get_pg(self, dims: str | list[str], *, view: str | None = None) -> dist.ProcessGroup:

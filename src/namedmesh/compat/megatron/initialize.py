@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import wraps
 from inspect import Signature, signature
@@ -19,18 +19,19 @@ from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer
 from namedmesh.compat.megatron.config import BINDABLE, ParallelConfig
 from namedmesh.compat.megatron.groups import axis_options, build_groups, wanted_groups
 from namedmesh.compat.megatron.state import STATE
-from namedmesh.consistency import report_failure
 from namedmesh.dialects import DENSE, EXPERT
 from namedmesh.errors import MeshError, did_you_mean
 from namedmesh.groups import GroupPool
-from namedmesh.init import create_mesh, version_fields
+from namedmesh.init import create_root_mesh, version_fields
 from namedmesh.launch import default_group_device
+from namedmesh.making import agreed
+from namedmesh.mesh import NamedMesh
 from namedmesh.options import GroupOptions
+from namedmesh.views import View
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from namedmesh.mesh import NamedMesh
 
 _BINDINGS = Bindings(STATE)
 _P = ParamSpec("_P")
@@ -112,12 +113,11 @@ def bind(mesh: NamedMesh, **options: Any) -> Bound:
     bound = _BINDINGS.rebind(mesh, config.beside_sizes)
     if bound is not None:
         return bound
-    with report_failure("megatron.bind", mesh.layout.ranks):
+    with mesh.agreed("megatron.bind") as maker:
         axis_map = AxisMap.from_layout(mesh.layout, "Megatron", mesh.views)
         config.validate_for_mesh(axis_map)
-        fields = config.fields_to_compare(axis_map) | {"views": repr(mesh.views)}
-    mesh.check_consistency("megatron.bind", fields)
-    groups = build_groups(mesh, axis_map, config)
+        maker.compare(config.fields_to_compare(axis_map) | {"views": repr(mesh.views)})
+        groups = build_groups(mesh, maker, axis_map, config)
     return _BINDINGS.fill(mesh, config.beside_sizes, groups, owned=False)
 
 
@@ -188,35 +188,37 @@ def initialize_model_parallel(config: ParallelConfig) -> None:  # noqa: D417  th
         >>> dist.destroy_process_group()
     """
     require_default_group()
-    world, rank = dist.get_world_size(), dist.get_rank()
-    call = "megatron.initialize_model_parallel"
+    world = dist.get_world_size()
     ranks = config.ranks(world)
-    with report_failure(call, ranks) if rank in ranks else nullcontext():
-        dense, expert = config.validate(world)
-        if STATE.dp_group is not None:
-            raise ContractError(
-                f"the parallel state is already initialized, for {STATE.described}; call destroy_model_parallel() first, "
-                "or bind another mesh beside it with namedmesh.compat.megatron.bind(mesh)"
-            )
-    if rank not in ranks:
+    if dist.get_rank() not in ranks:
+        config.validate(world)
         STATE.memory_buffer = GlobalMemoryBuffer(default_group_device())
         return
-    with report_failure(call, ranks):
-        axis_map = AxisMap.from_layout(dense, "Megatron", {EXPERT: expert})
-        options = axis_options(axis_map, config)
-        fields = config.fields_to_compare(axis_map) | version_fields()
-        pool = GroupPool(defaults=GroupOptions(timeout=timedelta(minutes=config.distributed_timeout_minutes)))
-    mesh: NamedMesh | None = None
-    try:
-        pool.check_consistency(call, fields, ranks=ranks, requested=wanted_groups(axis_map, options))
-        if config.pipeline_model_parallel_comm_backend == "ucc":
-            _prepare_ucc()
-        mesh = create_mesh(dense, pool, default_group_device(), options[DENSE])
-        mesh.create_view(EXPERT, expert, options[EXPERT])
-        groups = build_groups(mesh, axis_map, config)
-    except BaseException:
-        (pool if mesh is None else mesh).close()
-        raise
+    pool = GroupPool(defaults=GroupOptions(timeout=timedelta(minutes=config.distributed_timeout_minutes)))
+    with ExitStack() as on_error:
+        on_error.callback(pool.close)
+        with agreed(pool, "megatron.initialize_model_parallel", ranks) as maker:
+            dense, expert = config.validate(world)
+            if STATE.dp_group is not None:
+                raise ContractError(
+                    f"the parallel state is already initialized, for {STATE.described}; call destroy_model_parallel() first, "
+                    "or bind another mesh beside it with namedmesh.compat.megatron.bind(mesh)"
+                )
+            axis_map = AxisMap.from_layout(dense, "Megatron", {EXPERT: expert})
+            options = axis_options(axis_map, config)
+            maker.compare(
+                config.fields_to_compare(axis_map) | version_fields(), wanted_groups(axis_map, options)
+            )
+            if config.pipeline_model_parallel_comm_backend == "ucc":
+                _prepare_ucc()
+            device = default_group_device()
+            root = create_root_mesh(dense, maker, device, options[DENSE])
+            mesh = NamedMesh(dense, root, pool, device, options[DENSE])
+            on_error.callback(mesh.close)
+            view = View(expert, mesh.create_view(expert, maker, options[EXPERT]))
+            mesh.take_view(EXPERT, view, options[EXPERT])
+            groups = build_groups(mesh, maker, axis_map, config)
+        on_error.pop_all()
     _BINDINGS.fill(mesh, config.beside_sizes, groups, owned=True)
 
 

@@ -245,7 +245,7 @@ def get_all_ranks() -> str:
 
 def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the group of the ranks that together hold one replica of the model: ``mesh.group("pp", "tp")``."""
-    return STATE.mp_group or STATE.get_or_create("mp_group", check_initialized)
+    return STATE.mp_group or STATE.require("mp_group", check_initialized)
 
 
 def get_model_parallel_src_rank() -> int:
@@ -255,7 +255,7 @@ def get_model_parallel_src_rank() -> int:
 
 def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the group of the ranks that share each layer: ``mesh.group("tp")``."""
-    return STATE.tp_group or STATE.get_or_create("tp_group", check_initialized)
+    return STATE.tp_group or STATE.require("tp_group", check_initialized)
 
 
 def get_tensor_model_parallel_src_rank() -> int:
@@ -265,7 +265,7 @@ def get_tensor_model_parallel_src_rank() -> int:
 
 def get_gtp_weight_remat_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the group over which the weights are sharded that are gathered for each use."""
-    return STATE.gtp_group or STATE.get_or_create("gtp_group", check_initialized)
+    return STATE.gtp_group or STATE.require("gtp_group", check_initialized)
 
 
 def get_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int]:
@@ -277,7 +277,7 @@ def get_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[in
 
 def get_context_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the group of the ranks that share each sequence: ``mesh.group("cp")``."""
-    return STATE.cp_group or STATE.get_or_create("cp_group", check_initialized)
+    return STATE.cp_group or STATE.require("cp_group", check_initialized)
 
 
 def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int]:
@@ -289,12 +289,12 @@ def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[in
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[ProcessGroup]:
     """Return the groups of the levels of the context-parallel group, innermost first."""
-    return STATE.hierarchical_cp_groups or STATE.get_or_create("hierarchical_cp_groups", check_initialized)
+    return STATE.hierarchical_cp_groups or STATE.require("hierarchical_cp_groups", check_initialized)
 
 
 def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the group over tp and cp together: ``mesh.group("cp", "tp")``."""
-    return STATE.tp_cp_group or STATE.get_or_create("tp_cp_group", check_initialized)
+    return STATE.tp_cp_group or STATE.require("tp_cp_group", check_initialized)
 
 
 def get_tensor_and_data_parallel_group(
@@ -302,8 +302,8 @@ def get_tensor_and_data_parallel_group(
 ) -> ProcessGroup:
     """Return the group over tp and dp, and cp if ``with_context_parallel``: every rank of one pipeline stage."""
     if with_context_parallel:
-        return STATE.tp_dp_cp_group or STATE.get_or_create("tp_dp_cp_group", check_initialized)
-    return STATE.tp_dp_group or STATE.get_or_create("tp_dp_group", check_initialized)
+        return STATE.tp_dp_cp_group or STATE.require("tp_dp_cp_group", check_initialized)
+    return STATE.tp_dp_group or STATE.require("tp_dp_group", check_initialized)
 
 
 def get_amax_reduction_group(
@@ -317,11 +317,11 @@ def get_amax_reduction_group(
     """
     if with_context_parallel:
         if tp_only_amax_red:
-            return STATE.tp_cp_group or STATE.get_or_create("tp_cp_group")
-        return STATE.tp_dp_cp_group or STATE.get_or_create("tp_dp_cp_group")
+            return STATE.tp_cp_group or STATE.require("tp_cp_group")
+        return STATE.tp_dp_cp_group or STATE.require("tp_dp_cp_group")
     if tp_only_amax_red:
-        return STATE.tp_group or STATE.get_or_create("tp_group")
-    return STATE.tp_dp_group or STATE.get_or_create("tp_dp_group")
+        return STATE.tp_group or STATE.require("tp_group")
+    return STATE.tp_dp_group or STATE.require("tp_dp_group")
 
 
 # Data-parallel groups, with and without the context-parallel ranks, whole or in parts, on gloo too.
@@ -349,10 +349,10 @@ def get_data_parallel_group(
     if not with_context_parallel:
         if partial_data_parallel:
             raise _partial_without_cp()
-        return STATE.dp_gtp_group or STATE.get_or_create("dp_gtp_group")
+        return STATE.dp_gtp_group or STATE.require("dp_gtp_group")
     if partial_data_parallel:
-        return STATE.intra_dp_cp_gtp_group or STATE.get_or_create("intra_dp_cp_gtp_group")
-    return STATE.dp_cp_gtp_group or STATE.get_or_create("dp_cp_gtp_group")
+        return STATE.intra_dp_cp_gtp_group or STATE.require("intra_dp_cp_gtp_group")
+    return STATE.dp_cp_gtp_group or STATE.require("dp_cp_gtp_group")
 
 
 @_before(get_data_parallel_group)
@@ -364,12 +364,12 @@ def _data_parallel_group_before(
     if not with_context_parallel:
         if partial_data_parallel:
             raise _partial_without_cp()
-        return STATE.dp_group or STATE.get_or_create("dp_group")
+        return STATE.dp_group or STATE.require("dp_group")
     if partial_data_parallel:
-        return STATE.intra_dp_cp_group or STATE.get_or_create("intra_dp_cp_group")
+        return STATE.intra_dp_cp_group or STATE.require("intra_dp_cp_group")
     if independent_all_gather:
-        return STATE.dp_cp_gather_group or STATE.get_or_create("dp_cp_gather_group")
-    return STATE.dp_cp_group or STATE.get_or_create("dp_cp_group")
+        return STATE.dp_cp_gather_group or STATE.require("dp_cp_gather_group")
+    return STATE.dp_cp_group or STATE.require("dp_cp_group")
 
 
 def get_data_parallel_group_gloo(
@@ -377,13 +377,13 @@ def get_data_parallel_group_gloo(
 ) -> ProcessGroup:
     """Return the gloo group over the ranks of :func:`get_data_parallel_group`, for tensors on the CPU."""
     if not with_context_parallel:
-        group = STATE.dp_gloo or STATE.get_or_create("dp_gloo")
+        group = STATE.dp_gloo or STATE.require("dp_gloo")
         if partial_data_parallel:
             raise _partial_without_cp()
         return group
     if partial_data_parallel:
-        return STATE.intra_dp_cp_gloo or STATE.get_or_create("intra_dp_cp_gloo")
-    return STATE.dp_cp_gloo or STATE.get_or_create("dp_cp_gloo")
+        return STATE.intra_dp_cp_gloo or STATE.require("intra_dp_cp_gloo")
+    return STATE.dp_cp_gloo or STATE.require("dp_cp_gloo")
 
 
 def has_separate_all_gather_group() -> bool:
@@ -409,7 +409,7 @@ def get_hybrid_data_context_parallel_groups(
             raised for any other.
     """
     if get_data_parallel_world_size(with_context_parallel=True) == group_size:
-        return STATE.get_or_create("dp_cp_group", check_initialized)
+        return STATE.require("dp_cp_group", check_initialized)
     groups = STATE.hybrid_groups or {}
     if group_size not in groups:
         raise ContractKeyError(
@@ -424,7 +424,7 @@ def get_hybrid_data_context_parallel_groups(
 
 def get_pipeline_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the group of the stages of this rank's pipeline: ``mesh.group("pp")``."""
-    return STATE.pp_group or STATE.get_or_create("pp_group", check_initialized)
+    return STATE.pp_group or STATE.require("pp_group", check_initialized)
 
 
 def get_pipeline_model_parallel_next_rank() -> int:
@@ -502,14 +502,12 @@ def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> No
 
 def get_embedding_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the group of the stages that hold the word embeddings; only they have it."""
-    return STATE.embedding_group or STATE.get_or_create("embedding_group", check_initialized)
+    return STATE.embedding_group or STATE.require("embedding_group", check_initialized)
 
 
 def get_position_embedding_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the group of the stages that hold the position embeddings; only they have it."""
-    return STATE.position_embedding_group or STATE.get_or_create(
-        "position_embedding_group", check_initialized
-    )
+    return STATE.position_embedding_group or STATE.require("position_embedding_group", check_initialized)
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
@@ -544,7 +542,7 @@ def is_rank_in_position_embedding_group() -> bool:
 
 def get_expert_gtp_weight_remat_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the group over which the experts' weights are sharded that are gathered for each use."""
-    return STATE.egtp_group or STATE.get_or_create("egtp_group", check_initialized)
+    return STATE.egtp_group or STATE.require("egtp_group", check_initialized)
 
 
 def get_expert_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[int]:
@@ -556,7 +554,7 @@ def get_expert_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> 
 
 def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the group of the ranks over which the experts are distributed: ``mesh.group("ep")``."""
-    return STATE.ep_group or STATE.get_or_create("ep_group", check_initialized)
+    return STATE.ep_group or STATE.require("ep_group", check_initialized)
 
 
 def get_expert_model_parallel_src_rank() -> int:
@@ -566,12 +564,12 @@ def get_expert_model_parallel_src_rank() -> int:
 
 def get_expert_tensor_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the group of the ranks that share each expert: ``mesh.group("etp")``."""
-    return STATE.etp_group or STATE.get_or_create("etp_group", check_initialized)
+    return STATE.etp_group or STATE.require("etp_group", check_initialized)
 
 
 def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the group over etp and ep together: one full set of the experts of a layer."""
-    return STATE.etp_ep_group or STATE.get_or_create("etp_ep_group", check_initialized)
+    return STATE.etp_ep_group or STATE.require("etp_ep_group", check_initialized)
 
 
 def get_expert_tensor_model_pipeline_parallel_group(
@@ -579,8 +577,8 @@ def get_expert_tensor_model_pipeline_parallel_group(
 ) -> ProcessGroup:
     """Return the group over etp, ep and pp, and egtp_remat if asked: one full set of the experts of the model."""
     if with_egtp_remat:
-        return STATE.etp_ep_pp_gtp_group or STATE.get_or_create("etp_ep_pp_gtp_group", check_initialized)
-    return STATE.etp_ep_pp_group or STATE.get_or_create("etp_ep_pp_group", check_initialized)
+        return STATE.etp_ep_pp_gtp_group or STATE.require("etp_ep_pp_gtp_group", check_initialized)
+    return STATE.etp_ep_pp_group or STATE.require("etp_ep_pp_group", check_initialized)
 
 
 def get_expert_data_parallel_group(
@@ -596,8 +594,8 @@ def get_expert_data_parallel_group(
     if not with_gtp_remat:
         return _expert_data_parallel_group_before(check_initialized, partial_expert_data_parallel)
     if partial_expert_data_parallel:
-        return STATE.intra_edp_gtp_group or STATE.get_or_create("intra_edp_gtp_group", check_initialized)
-    return STATE.edp_gtp_group or STATE.get_or_create("edp_gtp_group", check_initialized)
+        return STATE.intra_edp_gtp_group or STATE.require("intra_edp_gtp_group", check_initialized)
+    return STATE.edp_gtp_group or STATE.require("edp_gtp_group", check_initialized)
 
 
 @_before(get_expert_data_parallel_group)
@@ -605,8 +603,8 @@ def _expert_data_parallel_group_before(
     check_initialized: bool = True, partial_expert_data_parallel: bool = False
 ) -> ProcessGroup:
     if partial_expert_data_parallel:
-        return STATE.intra_edp_group or STATE.get_or_create("intra_edp_group", check_initialized)
-    return STATE.edp_group or STATE.get_or_create("edp_group", check_initialized)
+        return STATE.intra_edp_group or STATE.require("intra_edp_group", check_initialized)
+    return STATE.edp_group or STATE.require("edp_group", check_initialized)
 
 
 def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = False) -> ProcessGroup:
@@ -620,18 +618,18 @@ def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = F
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
     """Return the gloo group over the ranks of :func:`get_expert_data_parallel_group`."""
     if partial_expert_data_parallel:
-        return STATE.intra_edp_gloo or STATE.get_or_create("intra_edp_gloo")
-    return STATE.edp_gloo or STATE.get_or_create("edp_gloo")
+        return STATE.intra_edp_gloo or STATE.require("intra_edp_gloo")
+    return STATE.edp_gloo or STATE.require("edp_gloo")
 
 
 def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the group of every rank of this rank's optimizer instance; the world, where there is one instance."""
-    return STATE.optimizer_group or STATE.get_or_create("optimizer_group", check_initialized)
+    return STATE.optimizer_group or STATE.require("optimizer_group", check_initialized)
 
 
 def get_inter_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup:
     """Return the group of the ranks that hold the same part of the state in each optimizer instance."""
-    return STATE.inter_edp_group or STATE.get_or_create("inter_edp_group", check_initialized)
+    return STATE.inter_edp_group or STATE.require("inter_edp_group", check_initialized)
 
 
 # Buffers.
@@ -639,12 +637,12 @@ def get_inter_distributed_optimizer_instance_group(check_initialized: bool = Tru
 
 def get_global_memory_buffer() -> GlobalMemoryBuffer:
     """Return the buffer for temporary tensors, which is made with the groups."""
-    return STATE.memory_buffer or STATE.get_or_create("memory_buffer")
+    return STATE.memory_buffer or STATE.require("memory_buffer")
 
 
 def get_global_symmetric_memory_buffer() -> GlobalSymmetricMemoryBuffer:
     """Return the buffer in symmetric memory, once ``_set_global_symmetric_memory_buffer()`` has made it."""
-    return STATE.symmetric_buffer or STATE.get_or_create("symmetric_buffer")
+    return STATE.symmetric_buffer or STATE.require("symmetric_buffer")
 
 
 def destroy_global_memory_buffer() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from namedmesh._torch import state_of_default_group
 from namedmesh.compat.megatron import release
 from namedmesh.compat.megatron.initialize import bind
@@ -14,11 +12,12 @@ from namedmesh.compat.megatron.state import STATE
 from namedmesh.dialects import MEGATRON_GROUPS
 from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.groups import GroupPool
-from namedmesh.layout import Layout
-from namedmesh.options import GroupOptions
+from namedmesh.making import group_of_one
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    import torch.distributed as dist
 
     from namedmesh.mesh import NamedMesh
 
@@ -88,7 +87,7 @@ class ProcessGroupCollection:
         names = fields() if required_pgs is None else list(required_pgs)
         _check(names)
         # The second groups for all-gathers, which have no slot, are the user's to make.
-        return cls(**{name: STATE.read(_SLOTS[name]) if name in _SLOTS else None for name in names})
+        return cls(**{name: getattr(STATE, _SLOTS[name]) if name in _SLOTS else None for name in names})
 
     @staticmethod
     def is_gtp_remat_active(process_group_dict: Mapping[str, Any]) -> bool:
@@ -129,7 +128,7 @@ class ProcessGroupCollection:
         result = {f"{key}_group": given.get(name) for key, name in _OPTIMIZER.items()}
         gloo = use_gloo_process_groups and not ProcessGroupCollection.is_gtp_remat_active(result)
         for slot, name in (("intra_dp_cp_gloo", "intra_dp_cp"), ("intra_edp_gloo", "intra_expt_dp")):
-            result[f"{name}_group_gloo"] = STATE.get_or_create(slot) if gloo else None
+            result[f"{name}_group_gloo"] = STATE.require(slot) if gloo else None
         return result
 
     @staticmethod
@@ -279,7 +278,7 @@ def _several(ddp_config: Any) -> bool:
 def _of_accessors(names: Iterable[str], ddp_config: Any) -> dict[str, Any]:
     """Return groups of the accessors, all of which there have to be."""
     names = [name for name in names if name != "inter_dist_opt" or _several(ddp_config)]
-    return {name: STATE.get_or_create(_SLOTS[name]) for name in names}
+    return {name: STATE.require(_SLOTS[name]) for name in names}
 
 
 def _of_collection(
@@ -322,4 +321,4 @@ def _config_of(model: Any) -> Any:
 def _alone() -> dist.ProcessGroup:
     """Return a group of this rank alone."""
     pool = state_of_default_group(GroupPool)  # one for all calls, until the default group ends
-    return pool.make(Layout(alone=1, others=dist.get_world_size()), ("alone",), GroupOptions())
+    return group_of_one(pool)

@@ -70,23 +70,14 @@ class State(LegacyState):
         def __getattr__(self, name: str) -> Any: ...
         def __setattr__(self, name: str, value: Any) -> None: ...
 
-    def read(self, slot: str) -> Any:
-        """Return the value of a slot; a group that is created now joins the list of groups, as in the original."""
-        was_lazy = slot in self.lazy
-        value = super().read(slot)
-        if was_lazy and value not in self.group_list:
-            self.group_list.append(value)
-        return value
-
-    def get_or_create(self, slot: str, check_initialized: bool = True) -> Any:
-        """Return the value of a slot that an accessor found empty: a group created now, or None.
+    def require(self, slot: str, check_initialized: bool = True) -> Any:
+        """Return the value of a slot that an accessor found empty.
 
         Args:
             slot: the slot.
             check_initialized: raise ContractError instead of returning None.
         """
-        compiling = torch.compiler.is_compiling()
-        value = self.read_constant(slot, self.version) if compiling else self.read(slot)
+        value = getattr(self, slot)
         if value is None and check_initialized:
             raise_missing(slot)
         return value
@@ -97,7 +88,7 @@ class State(LegacyState):
         self.model_parallel = self.initialized and self.tp_group is not None and self.pp_group is not None
         self.separate_gather = self.dp_cp_gather_group is not None
         for base in _BASES:
-            group = self.lazy.get(f"{base}_group") or getattr(self, f"{base}_group")
+            group = getattr(self, f"{base}_group")
             override = "dp" if base.startswith(("dp_", "intra_dp_")) else base
             for answer in ("size", "rank"):
                 value = getattr(self, f"set_{override}_{answer}", None)

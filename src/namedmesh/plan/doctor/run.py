@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -12,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from namedmesh import launch
+from namedmesh._torch import default_store
 from namedmesh.dialects import EXPERT
 from namedmesh.errors import AgreementError, LayoutError, NamedMeshError, count_of
 from namedmesh.init import init_mesh
-from namedmesh.launch import check_environment, local_device
-from namedmesh.launchers import torchrun_variables
+from namedmesh.launch import hosts_store
 from namedmesh.options import normalized_backend
 from namedmesh.plan.core import resolve
 from namedmesh.plan.doctor.checks import RankReport, check_groups, first_line, groups_to_check
 from namedmesh.plan.doctor.report import doctor_document, summarize
 from namedmesh.plan.spec import UsageError
 from namedmesh.plan.tables import show
-from namedmesh.rendezvous import hosts_store, open_store, wait_for_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -77,15 +78,6 @@ class Settings:
         return timedelta(seconds=self.seconds)
 
 
-@dataclass(frozen=True)
-class _Job:
-    """This rank, the number of ranks, and a store that they share."""
-
-    rank: int
-    world_size: int
-    store: dist.Store
-
-
 def run_doctor(spec: str, keywords: Mapping[str, Any], settings: Settings) -> int:
     """Check a layout on the ranks of this job, and print one report; communicates.
 
@@ -105,73 +97,39 @@ def run_doctor(spec: str, keywords: Mapping[str, Any], settings: Settings) -> in
         AgreementError: ranks that did not come, or the problems that the checks found; the same on every rank.
     """
     settings.check()
-    environment = os.environ
-    environment.update(torchrun_variables(environment))
-    if not any(name in environment for name in ("RANK", "WORLD_SIZE")):
-        return _run(_Job(0, 1, dist.HashStore()), spec, keywords, settings)
-    check_environment(environment)
-    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    restart = environment.get("TORCHELASTIC_RESTART_COUNT", "")
-    is_host = hosts_store(environment, rank)
-    server = open_store(environment, rank, settings.timeout)
     try:
-        store = wait_for_ranks(
-            server,
-            "namedmesh doctor",
-            rank=rank,
-            world_size=world_size,
-            timeout=settings.timeout,
-            is_host=is_host,
-            restart=restart,
+        device = launch.init(
+            settings.device, backend=settings.backend, timeout=settings.timeout, call="namedmesh doctor"
         )
     except AgreementError as error:
         raise AgreementError(f"{error}, or wait longer with --timeout") from None
+    store, rank = dist.PrefixStore("doctor", default_store()), dist.get_rank()
     try:
-        return _run(_Job(rank, world_size, store), spec, keywords, settings)
-    finally:
-        # The host of the store stays until the other ranks have read all they need.
-        leave = dist.PrefixStore("leave", store)
-        if leave.add("count", 1) == world_size:
-            leave.set("all", "")
-        if is_host:
-            _read(leave, "all", _LEAVE_TIMEOUT)
-
-
-def _run(job: _Job, spec: str, keywords: Mapping[str, Any], settings: Settings) -> int:
-    try:
-        arrangement = resolve(spec, world_size=job.world_size, **keywords)
-        device = _init_process_group(job, settings)
-        try:
-            _check(job, arrangement, device, settings)
-        finally:
-            dist.destroy_process_group()
+        arrangement = resolve(spec, world_size=dist.get_world_size(), **keywords)
+        _check(store, arrangement, device, settings)
     except NamedMeshError:
         raise
     except RuntimeError as error:  # torch's, about a rank that ended or cannot be reached
-        sys.stderr.write(
-            f"namedmesh doctor: rank {job.rank} could not make its groups: {first_line(error)}\n"
-        )
+        sys.stderr.write(f"namedmesh doctor: rank {rank} could not make its groups: {first_line(error)}\n")
         return 1
+    finally:
+        _leave(store)
+        dist.destroy_process_group()
     return 0
 
 
-def _init_process_group(job: _Job, settings: Settings) -> torch.device:
-    """Make the default group on the store of the job, and select this rank's device."""
-    device = local_device(settings.device)
-    if device.type != "cpu":
-        torch.get_device_module(device).set_device(device)
-    dist.init_process_group(
-        settings.backend or dist.get_default_backend_for_device(device),
-        store=dist.PrefixStore("group", job.store),
-        rank=job.rank,
-        world_size=job.world_size,
-        timeout=settings.timeout,
-    )
-    return device
+def _leave(store: dist.Store) -> None:
+    """Count this rank as one that has read all it needs; the host of the store stays until all have."""
+    with suppress(RuntimeError):
+        if store.add("left", 1) == dist.get_world_size():
+            store.set("all left", "")
+        if hosts_store(os.environ, dist.get_rank()):
+            _read(store, "all left", _LEAVE_TIMEOUT)
 
 
-def _check(job: _Job, arrangement: Arrangement, device: torch.device, settings: Settings) -> None:
+def _check(store: dist.Store, arrangement: Arrangement, device: torch.device, settings: Settings) -> None:
     """Check the groups, show the report on rank 0, and raise the problems on every rank."""
+    rank = dist.get_rank()
     mesh = init_mesh(arrangement.dense, device=device.type)
     try:
         if arrangement.expert is not None:
@@ -180,17 +138,16 @@ def _check(job: _Job, arrangement: Arrangement, device: torch.device, settings: 
         groups = groups_to_check(mesh)
         report = check_groups(
             groups,
-            job.rank,
+            rank,
             device,
             timeout=settings.timeout,
             megabytes=settings.megabytes or (4 if device.type == "cpu" else 64),
-            step=_Progress(2 * len(groups) + 1, shown=job.rank == 0 and sys.stderr.isatty()),
+            step=_Progress(2 * len(groups) + 1, shown=rank == 0 and sys.stderr.isatty()),
         )
-        store = dist.PrefixStore("reports", job.store)
-        store.set(str(job.rank), json.dumps(asdict(report)))
-        if job.rank == 0:
+        store.set(f"report/{rank}", json.dumps(asdict(report)))
+        if rank == 0:
             # A rank that waits for a stuck collective reports after its own timeout.
-            reports = {rank: _report_of(store, rank, 2 * settings.timeout) for rank in range(job.world_size)}
+            reports = {each: _report_of(store, each, 2 * settings.timeout) for each in mesh.layout.ranks}
             summary = summarize(reports)
             store.set("problems", json.dumps(summary.problems))
             hosts = len({report.host for report in reports.values() if report is not None})
@@ -204,7 +161,7 @@ def _check(job: _Job, arrangement: Arrangement, device: torch.device, settings: 
 
 
 def _report_of(store: dist.Store, rank: int, timeout: timedelta) -> RankReport | None:
-    text = _read(store, str(rank), timeout)
+    text = _read(store, f"report/{rank}", timeout)
     return None if text is None else RankReport.from_data(json.loads(text))
 
 

@@ -12,7 +12,7 @@ from messages import error_of
 from ranks import live_groups, run_ranks, summed
 
 import namedmesh
-from namedmesh import AgreementError, GroupOptions, Layout, consistency
+from namedmesh import AgreementError, GroupOptions, Layout, attempts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -165,7 +165,7 @@ def test_agreeing_ranks_exchange_no_text(monkeypatch: pytest.MonkeyPatch) -> Non
     def never(*_: object) -> None:
         raise AssertionError("the details were exchanged although the hashes agree")
 
-    monkeypatch.setattr(consistency._Comparison, "_exchange", never)
+    monkeypatch.setattr(attempts.Participant, "_append", never)
     assert run_ranks(4, lambda: repr(_right())) == [
         f"<NamedMesh dp=2 x tp=2 (4 ranks), rank {rank} on cpu>" for rank in range(4)
     ]

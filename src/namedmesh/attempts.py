@@ -1,0 +1,324 @@
+"""How ranks meet in a store: numbered attempts, each of which has stages that all ranks come to.
+
+All ranks *arrive*, each with what it was asked for; then each does it, and says when it is *made*. The number of an
+attempt is kept in the store, and whoever comes late finds how that attempt ended. A store may outlive the processes that
+use it: torchrun keeps its own when it restarts them. A rank that took part in the current attempt before, itself or
+before a restart, starts the next one, and the ranks that wait in the old one follow.
+
+A rank asks for a dozen keys an attempt, whatever the size of the world: the request that came first stands in the store,
+and only ranks with another one add theirs. The last rank to arrive compares them.
+
+Everything here runs in the thread that asks the store (:func:`namedmesh.store.ask`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections import defaultdict
+from datetime import timedelta
+from typing import TYPE_CHECKING, NamedTuple
+
+from namedmesh.errors import ranks_in_words
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from namedmesh.store import LimitedStore
+
+    Compare = Callable[[Sequence[Mapping[str, str]]], list[str]]
+
+GO, REPLACED = "go", "replaced"
+"""What a stage holds that has ended, unless the attempt failed: the ranks go on, or another attempt takes its place."""
+ARRIVED, ALIVE, MADE = "arrived", "alive", "made"
+"""The stages. Where processes may be restarted, each confirms, after all have arrived, that it is still alive."""
+
+# How long a rank waits for the one that words a failure, and the host of the store for those that are there to read it.
+_READING_LIMIT = timedelta(seconds=20)
+# How long the host waits for all ranks of a job, some of which may not have started.
+_COMING_LIMIT = timedelta(seconds=60)
+
+_FAILED = "failed "
+_STAGES = (ARRIVED, ALIVE, MADE)
+# Lists of texts in the store: of requests that differ from the first, and of what is wrong where there are several hosts.
+_OTHER_REQUESTS, _UNREACHABLE = "other requests", "unreachable"
+_SHOWN = 8
+
+
+class Attempt(NamedTuple):
+    """One attempt of some ranks: where its keys are."""
+
+    ranks: range
+    number: int
+
+    @property
+    def scope(self) -> str:
+        """The name of the ranks."""
+        return f"{self.ranks.start}-{self.ranks.stop}"
+
+    @property
+    def name(self) -> str:
+        """A text that names this attempt only."""
+        return f"{self.scope}/{self.number}"
+
+    def key(self, key: str) -> str:
+        """Return a key of this attempt."""
+        return f"{self.name}/{key}"
+
+    def place(self, rank: int) -> str:
+        """Return the key under which a rank says where it is: the number of an attempt, its stage, the process."""
+        return f"{self.scope}/rank/{rank}"
+
+    def verdict(self, store: LimitedStore, stage: str) -> str:
+        """Return how a stage ended; empty if it has not."""
+        key = self.key(stage)
+        return store.get(key) if store.has(key) else ""
+
+    def end(self, store: LimitedStore, verdict: str) -> str:
+        """End every stage that has not ended, with one verdict; returns that of the last stage, which decides."""
+        final = store.first(self.key(MADE), verdict)
+        for stage in (ARRIVED, ALIVE):
+            store.first(self.key(stage), final)
+        return final
+
+    def count_in(self, store: LimitedStore, stage: str) -> int:
+        """Count this rank among those that have come to a stage, and return how many have."""
+        return store.add(self.key(f"{stage}/count"))
+
+
+class Progress:
+    """The last attempt of some ranks that this process entered, and what it wrote there."""
+
+    def __init__(self) -> None:
+        self.entered = -1
+        self.mark = ""
+
+
+class Agreements:
+    """What this process knows of the attempts in one store; each default group has its own.
+
+    Args:
+        generation: which life of the job this is, without a colon: a failure in an earlier one is none of a later
+            one's. By default how many default groups this process has had.
+
+    Attributes:
+        lock: held during an agreement, so that those of several threads follow one another.
+    """
+
+    _ended = 0
+
+    def __init__(self, generation: str | None = None) -> None:
+        self.generation = str(Agreements._ended) if generation is None else generation
+        self.lock = threading.RLock()
+        self.process = os.urandom(6).hex()
+        self.progress: defaultdict[range, Progress] = defaultdict(Progress)
+        self.scopes: list[range] = []
+        self.alone = 0
+
+    def end(self) -> None:
+        """Count another default group that was destroyed."""
+        Agreements._ended += 1
+
+
+class Participant:
+    """One rank in the attempts of one call.
+
+    Args:
+        call: what is being called, for messages.
+        of: what the ranks are those of, for messages.
+        ranks: the ranks that take part.
+        rank: this one.
+        timeout: how long to wait for the others in each stage.
+        known: what this process knows of earlier attempts.
+    """
+
+    def __init__(  # noqa: PLR0917  one call
+        self, call: str, of: str, ranks: range, rank: int, timeout: timedelta, known: Agreements
+    ) -> None:
+        self.call, self.of, self.ranks, self.rank = call, of, ranks, rank
+        self.timeout, self.known = timeout, known
+        self.attempt = Attempt(ranks, -1)
+
+    def enter(self, store: LimitedStore) -> str:
+        """Enter the current attempt, or start the next one; returns the verdict of a failed one that was missed."""
+        progress, place = self.known.progress[self.ranks], self.attempt.place(self.rank)
+        before = progress.mark or store.first(place, "-1")
+        entered = latest = progress.entered if progress.mark else int(before.partition(" ")[0])
+        verdict = REPLACED
+        while verdict:
+            old = "" if latest < 0 else str(latest)
+            number = int(store.swap(f"{self.attempt.scope}/attempt", old, str(latest + 1)))
+            for missed in range(max(latest + 1, number - 1), number + 1):
+                verdict = Attempt(self.ranks, missed).verdict(store, MADE)
+                if verdict.startswith(f"{_FAILED}{self.known.generation}:"):
+                    self._go_to(missed, progress)
+                    store.set(place, progress.mark)
+                    self.attempt.count_in(store, ARRIVED)
+                    return verdict
+            latest = number  # if it has ended, then without this rank, before the job was started again
+        if entered >= 0 and not progress.mark:
+            # This rank was in that one before a restart, and others may still wait for it there.
+            Attempt(self.ranks, entered).end(store, REPLACED)
+        self._go_to(number, progress)
+        if store.swap(place, before, progress.mark) != progress.mark:
+            return self.fail(
+                store,
+                f"two processes call {self.call} as rank {self.rank}; give each its own RANK, and each job on a machine its "
+                "own MASTER_PORT",
+            )
+        return GO
+
+    def note_host(self, store: LimitedStore, host: str, problem: str | None) -> None:
+        """Say on which host this rank is, and what is wrong where there are several; before it arrives."""
+        if store.first(self.attempt.key("host"), host) != host:
+            store.set(self.attempt.key("several hosts"), "")
+        if problem is not None:
+            self._append(store, _UNREACHABLE, f"{ranks_in_words([self.rank])}: {problem}")
+
+    def arrive(self, store: LimitedStore, request: Mapping[str, str], compare: Compare) -> str:
+        """Arrive with a request, and return the verdict once all ranks have; the last one compares their requests."""
+        text = json.dumps({"_call": self.call, **request})
+        first = store.first(self.attempt.key("request"), text)
+        if first != text:
+            self._append(store, _OTHER_REQUESTS, json.dumps([self.rank, json.loads(text)]))
+        if self.attempt.count_in(store, ARRIVED) < len(self.ranks):
+            self._look_elsewhere(store)
+            return self._wait(store, ARRIVED)
+        problems: list[str] = []
+        if others := self._list(store, _OTHER_REQUESTS):
+            requests: dict[int, Mapping[str, str]] = dict.fromkeys(self.ranks, json.loads(first))
+            requests |= dict(json.loads(other) for other in others)
+            problems = compare([*requests.values()])
+        if not problems and store.has(self.attempt.key("several hosts")):
+            problems = self._list(store, _UNREACHABLE)[:_SHOWN]
+        if problems:
+            return self.fail(store, *problems)
+        verdict = store.first(self.attempt.key(ARRIVED), GO)
+        self._tidy(store)
+        return verdict
+
+    def come_to(self, stage: str, store: LimitedStore) -> str:
+        """Say that this rank has come to a stage after the first, and return the verdict once all have."""
+        store.set(self.attempt.place(self.rank), self._mark(stage))
+        if self.attempt.count_in(store, stage) == len(self.ranks):
+            store.first(self.attempt.key(stage), GO)
+        return self._wait(store, stage)
+
+    def give_up(self, store: LimitedStore, reason: str) -> str:
+        """Let the attempt fail because of this rank, which enters one unless it has; returns the verdict."""
+        verdict = REPLACED if self.attempt.number < 0 else GO
+        while verdict == REPLACED:
+            verdict = self.enter(store)
+            if verdict == GO:
+                self.attempt.count_in(store, ARRIVED)
+        return self.fail(store, f"rank {self.rank} gave up on {self.call}: {reason}")
+
+    def leave(self, store: LimitedStore, readers: int, *, is_host: bool) -> None:
+        """Leave a failed attempt. The host of the store waits for those that have arrived, or for ``readers`` ranks."""
+        key = self.attempt.key
+        store.set(key(f"read/{store.add(key('read'))}"), "")
+        if is_host:
+            expected = readers or store.add(key(f"{ARRIVED}/count"), 0)
+            store.appears(key(f"read/{expected}"), _COMING_LIMIT if readers else _READING_LIMIT)
+
+    def fail(self, store: LimitedStore, *problems: str) -> str:
+        """Let the attempt fail, unless it has; returns its verdict."""
+        return self.attempt.end(store, f"{_FAILED}{self.known.generation}:{json.dumps(problems)}")
+
+    def _wait(self, store: LimitedStore, stage: str) -> str:
+        """Wait until all have come to a stage, or the attempt ends; returns the verdict. Names those that are absent."""
+        if store.appears(self.attempt.key(stage), self.timeout):
+            return store.get(self.attempt.key(stage))
+        span = f"{self.ranks.start} to {self.ranks.stop - 1}"
+        if store.add(self.attempt.key("late")) > 1:  # another rank looks for the absent ones
+            store.appears(self.attempt.key(stage), _READING_LIMIT)
+            return self.fail(store, f"some ranks of {span} did not call {self.call} in time")
+        here = [f"{self.attempt.number} {each}" for each in _STAGES[_STAGES.index(stage) :]]
+        places = {rank: store.first(self.attempt.place(rank), "-1").rpartition(" ")[0] for rank in self.ranks}
+        who = ranks_in_words([rank for rank, place in places.items() if place not in here])
+        limit = f"within {self.timeout.total_seconds():g} s"
+        if stage == ARRIVED:
+            return self.fail(
+                store,
+                f"{who} of {span} did not call {self.call} {limit}; every rank of the {self.of} must call it, so look at what "
+                "those ranks did instead",
+            )
+        return self.fail(
+            store,
+            f"{who} of {span} agreed to {self.call}, and did not end it {limit}; see the output of those ranks",
+        )
+
+    def _look_elsewhere(self, store: LimitedStore) -> None:
+        """Fail where a rank that this one waits for has come to an attempt of other ranks, and waits for this one.
+
+        Whoever comes second finds the first: each says that it is here before it looks.
+        """
+        scopes = self.known.scopes
+        if self.ranks not in scopes and store.add(f"{self.attempt.scope}/listed") == 1:
+            self._append_to(store, "scopes", self.attempt.scope)
+        for place in range(len(scopes), store.add("scopes", 0)):
+            start, _, stop = store.get(f"scopes/{place + 1}").partition("-")
+            scopes.append(range(int(start), int(stop)))
+        for ranks in scopes:
+            if ranks != self.ranks and self.rank in ranks:
+                self._look_at(store, ranks)
+
+    def _look_at(self, store: LimitedStore, ranks: range) -> None:
+        """Fail, and let the current attempt of other ranks fail, if one of these waits there."""
+        number = store.first(f"{Attempt(ranks, 0).scope}/attempt", "0")
+        there = Attempt(ranks, int(number))
+        if there.verdict(store, ARRIVED):
+            return
+        here = [rank for rank in ranks if store.first(there.place(rank), "-1").partition(" ")[0] == number]
+        waiting = [rank for rank in here if rank in self.ranks]
+        if not waiting or not store.has(there.key("request")):
+            return
+        call = json.loads(store.get(there.key("request")))["_call"]
+        sides = sorted([(ranks, call, waiting[0]), (self.ranks, self.call, self.rank)], key=_first_and_last)
+        places = [
+            f"rank {rank} is in {name} of ranks {scope.start} to {scope.stop - 1}"
+            for scope, name, rank in sides
+        ]
+        problem = (
+            f"{' and '.join(places)}, and each waits for the other; give these ranks the same sizes, and let them make their "
+            "meshes in the same order"
+        )
+        for attempt in (there, self.attempt):
+            attempt.end(store, f"{_FAILED}{self.known.generation}:{json.dumps([problem])}")
+
+    def _tidy(self, store: LimitedStore) -> None:
+        """Delete what the attempt before put into the store: whoever has come to this one has left it."""
+        before = Attempt(self.ranks, self.attempt.number - 1)
+        keys = ("request", "host", *_STAGES, *(f"{stage}/count" for stage in _STAGES))
+        store.delete(*map(before.key, keys))
+
+    def _go_to(self, number: int, progress: Progress) -> None:
+        self.attempt = Attempt(self.ranks, number)
+        progress.entered, progress.mark = number, self._mark(ARRIVED)
+
+    def _mark(self, stage: str) -> str:
+        mark = f"{self.attempt.number} {stage} {self.known.process}"
+        self.known.progress[self.ranks].mark = mark
+        return mark
+
+    def _append(self, store: LimitedStore, key: str, text: str) -> None:
+        self._append_to(store, self.attempt.key(key), text)
+
+    @staticmethod
+    def _append_to(store: LimitedStore, key: str, text: str) -> None:
+        store.set(f"{key}/{store.add(key)}", text)
+
+    def _list(self, store: LimitedStore, key: str) -> list[str]:
+        whole = self.attempt.key(key)
+        return [store.get(f"{whole}/{place + 1}") for place in range(store.add(whole, 0))]
+
+
+def problems_of(verdict: str) -> list[str]:
+    """Return why an attempt failed, from its verdict."""
+    problems: list[str] = json.loads(verdict.partition(":")[2])
+    return problems
+
+
+def _first_and_last(side: tuple[range, str, int]) -> tuple[int, int]:
+    return side[0].start, side[0].stop

@@ -1,0 +1,166 @@
+"""Questions to the store of a job: each has a limit, and signals take effect while an answer is awaited.
+
+torch's own client waits without limit for the answer of a host that it cannot reach any more, and Python sees no signal
+before the answer is there. So whatever asks the store does so in a thread, and the caller waits for the thread.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from typing import TYPE_CHECKING, TypeVar
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import timedelta
+
+T = TypeVar("T")
+
+ANSWER_LIMIT = 60.0
+"""The seconds after which a store that does not answer a question counts as unreachable."""
+
+LOOK_EVERY = 0.5
+"""How often, in seconds, :func:`in_thread` looks at what it was given to look at."""
+
+
+class StoreLostError(Exception):
+    """The store cannot be asked any more; the text says why. Callers add what they were doing."""
+
+
+class _AbandonedError(Exception):
+    """Nobody waits any more for what a thread asks."""
+
+
+class LimitedStore:
+    """A store as a thread of :func:`ask` sees it; keys and values are texts.
+
+    Args:
+        store: the store.
+        limit: the seconds within which it answers a question that waits for no other rank.
+    """
+
+    def __init__(self, store: dist.Store, limit: float) -> None:
+        self._store, self._limit = store, limit
+        self._deadline = math.inf
+        self._abandoned = False
+
+    def add(self, key: str, amount: int = 1) -> int:
+        """Add to a number, which begins at 0, and return the sum."""
+        return self._answer(lambda: self._store.add(key, amount))
+
+    def set(self, key: str, value: str) -> None:
+        """Set a key."""
+        self._answer(lambda: self._store.set(key, value))
+
+    def get(self, key: str) -> str:
+        """Return the value of a key that is set."""
+        return self._answer(lambda: self._store.get(key)).decode()
+
+    def has(self, key: str) -> bool:
+        """Return whether a key is set."""
+        return self._answer(lambda: self._store.check([key]))
+
+    def first(self, key: str, value: str) -> str:
+        """Set a key unless it is set; returns the value that it has then."""
+        return self.swap(key, "", value)
+
+    def swap(self, key: str, expected: str, value: str) -> str:
+        """Set a key if it has the expected value (empty: none); returns the value that it has then."""
+        return self._answer(lambda: self._store.compare_set(key, expected, value)).decode()
+
+    def delete(self, *keys: str) -> None:
+        """Delete keys."""
+        for key in keys:
+            self._answer(lambda key=key: self._store.delete_key(key))  # type: ignore[misc]
+
+    def appears(self, key: str, timeout: timedelta) -> bool:
+        """Wait for a key; returns whether it was set in time."""
+
+        def wait() -> bool:
+            try:
+                self._store.wait([key], timeout)
+            except dist.DistNetworkError:
+                raise
+            except RuntimeError:  # a FileStore raises no DistStoreError
+                return False
+            return True
+
+        return self._answer(wait, timeout.total_seconds())
+
+    def overdue(self) -> bool:
+        """Return whether the store ought to have answered by now."""
+        return time.monotonic() > self._deadline
+
+    def abandon(self) -> None:
+        """Let the thread end with its next question."""
+        self._abandoned = True
+
+    def _answer(self, question: Callable[[], T], waits: float = 0.0) -> T:
+        if self._abandoned:
+            raise _AbandonedError
+        self._deadline = time.monotonic() + self._limit + waits
+        try:
+            return question()
+        finally:
+            self._deadline = math.inf
+
+
+def ask(store: dist.Store, questions: Callable[[LimitedStore], T], *, limit: float = ANSWER_LIMIT) -> T:
+    """Return what ``questions`` returns, which asks the store in a thread of its own.
+
+    Args:
+        store: any store.
+        questions: called with the store in its limited form.
+        limit: the seconds within which the store has to answer each question that waits for no other rank.
+
+    Raises:
+        StoreLostError: the host of the store has ended, or does not answer.
+    """
+    limited = LimitedStore(store, limit)
+
+    def look() -> None:
+        if limited.overdue():
+            raise StoreLostError(
+                f"its host did not answer within {limit:g} s, so it hangs, or this host or the link between them is cut off"
+            )
+
+    try:
+        return in_thread(lambda: questions(limited), look)
+    except dist.DistNetworkError:
+        raise StoreLostError(
+            "the process that hosts it, rank 0 or torchrun's agent, has ended; see its output for why"
+        ) from None
+    finally:
+        limited.abandon()
+
+
+def in_thread(function: Callable[[], T], look: Callable[[], None]) -> T:
+    """Return what a function returns that may block, called in a thread; signals take effect meanwhile.
+
+    Args:
+        function: what to call.
+        look: called now and then while the thread runs; where it raises an error, the thread is left alone.
+    """
+    outcome: list[tuple[T | None, BaseException | None]] = []
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            outcome.append((function(), None))
+        except BaseException as error:  # noqa: BLE001  raised by the caller
+            outcome.append((None, error))
+        ended.set()
+
+    threading.Thread(target=run, daemon=True, name="namedmesh").start()
+    while not ended.wait(LOOK_EVERY):
+        look()
+    value, error = outcome.pop()
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame, and with it the store
+    return value  # type: ignore[return-value]  # there is one where there is no error
