@@ -49,11 +49,6 @@ def _differs(field: str, wrong: str, right: str = "Layout(dp=2, tp=2)") -> str:
 CASES: dict[str, tuple[Callable[[], object], str]] = {
     "sizes": (lambda: namedmesh.init_mesh(dp=4, tp=1), _differs("layout", "Layout(dp=4, tp=1)")),
     "order": (lambda: namedmesh.init_mesh(tp=2, dp=2), _differs("layout", "Layout(tp=2, dp=2)")),
-    "number of ranks": (lambda: namedmesh.init_mesh(dp=1, tp=2), _differs("layout", "Layout(dp=1, tp=2)")),
-    "no layout at all": (
-        lambda: namedmesh.init_mesh(dp=-1, tp=-1),
-        _differs("layout", "Layout(dp=-1, tp=-1)"),
-    ),
     "options and sharing": (
         lambda: namedmesh.init_mesh(
             dp=2, tp=2, share_groups=False, options={"tp": GroupOptions(timeout=timedelta(seconds=9))}
@@ -78,6 +73,16 @@ def test_every_rank_reports_what_differs() -> None:
     expected = {case: (f"AgreementError: {text}", 0) for case, (_, text) in CASES.items()}
     told = run_ranks(4, lambda: {case: _one_is_wrong(_right, wrong) for case, (wrong, _) in CASES.items()})
     assert told == [expected] * 4
+
+
+def test_a_mistake_on_one_rank_is_told_to_the_others() -> None:
+    for wrong in (lambda: namedmesh.init_mesh(dp=1, tp=2), lambda: namedmesh.init_mesh(dp=-1, tp=-1)):
+        told = run_ranks(4, _one_is_wrong, _right, wrong)
+        assert [made for _, made in told] == [0] * 4
+        assert told[WRONG][0].startswith("LayoutError: ")
+        mistake = told[WRONG][0].removeprefix("LayoutError: ")
+        others = [text for rank, (text, _) in enumerate(told) if rank != WRONG]
+        assert others == [f"AgreementError: rank 2 gave up on init_mesh: {mistake}"] * 3
 
 
 def test_another_torch_version_is_reported() -> None:
@@ -149,16 +154,20 @@ def _later_calls() -> list[str]:
 
 
 def test_flatten_and_add_view_agree_too() -> None:
-    for told in run_ranks(4, _later_calls):
+    for rank, told in enumerate(run_ranks(4, _later_calls)):
+        mistake = ("AxisError: axis 'tq' ", "LayoutError: ep=3 needs 3 ranks, ")
+        if rank != WRONG:
+            mistake = (
+                "AgreementError: rank 2 gave up on mesh.flatten: axis 'tq' ",
+                "AgreementError: rank 2 gave up on mesh.add_view('expert'): ep=3 needs 3 ranks, ",
+            )
         assert told[:3] == [
             "AgreementError: " + _differs("name", "all", "dp_tp"),
             "AgreementError: " + _differs("layout", "Layout(ep=4)", "Layout(edp=2, ep=2)"),
             "  - " + _differs("call", "mesh.add_view('expert')", "mesh.flatten"),
         ]
-        assert told[3].startswith("AgreementError: rank 2 gave up on mesh.flatten: axis 'tq' ")
-        assert told[4].startswith(
-            "AgreementError: rank 2 gave up on mesh.add_view('expert'): ep=3 needs 3 ranks, "
-        )
+        assert told[3].startswith(mistake[0])
+        assert told[4].startswith(mistake[1])
 
 
 def test_agreeing_ranks_exchange_no_text(monkeypatch: pytest.MonkeyPatch) -> None:

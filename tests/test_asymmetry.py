@@ -16,7 +16,6 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.fsdp import fully_shard
 
 import namedmesh
-from namedmesh import GroupOptions
 from namedmesh.compat.megatron import parallel_state
 
 LATE = 2
@@ -136,34 +135,20 @@ def test_a_mesh_that_one_rank_closed_is_named() -> None:
 
 
 def _threads() -> list[Any]:
-    """Many threads ask for the same groups and for different ones, in another order on every rank."""
+    """Threads of every rank make the same products at once, each in another order."""
     naming = c10d._hash_ranks_to_str
     gloo = {name: value for name, value in os.environ.items() if "GLOO" in name}
     mesh = namedmesh.init_mesh(pp=1, dp=2, tp=2)
-    options = [GroupOptions(timeout=timedelta(seconds=30 + number)) for number in range(4)]
-    lazy = [
-        mesh.pool.reserve(mesh.layout, axes, option) for option in options for axes in (("dp",), ("dp", "tp"))
-    ]
-    groups: list[list[Any]] = [[] for _ in lazy]
-    start = threading.Barrier(16)
-
-    def ask(first: int) -> None:
-        start.wait()
-        for step in range(len(lazy)):
-            place = (first + step * (1 + 2 * (dist.get_rank() % 2))) % len(lazy)
-            groups[place].append(lazy[place].get_or_create())  # type: ignore[union-attr]
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(16)]
+    made: list[Any] = []
+    threads = [threading.Thread(target=lambda: made.append(mesh.flatten("dp", "tp"))) for _ in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    same = all(len(made) == 16 and len({id(group) for group in made}) == 1 for made in groups)
-    sums = [summed(made[0]) for made in groups]
+    told = [len({id(each) for each in made}), summed(made[0].get_group())]
     mesh.close()
     return [
-        same,
-        sums,
+        *told,
         naming is c10d._hash_ranks_to_str,
         gloo == {name: value for name, value in os.environ.items() if "GLOO" in name},
         live_groups(),
@@ -171,7 +156,34 @@ def _threads() -> list[Any]:
 
 
 def test_threads_get_the_same_groups_and_leave_torch_as_it_was() -> None:
-    assert run_ranks(4, _threads) == [[True, [2.0, 4.0] * 4, True, True, 1]] * 4
+    assert run_ranks(4, _threads) == [[1, 4.0, True, True, 1]] * 4
+
+
+def _two_threads_of_one_rank() -> list[str]:
+    """Rank 0 calls twice, from two threads, before rank 1 calls at all."""
+    mesh = namedmesh.init_mesh(dp=2)
+    told: list[str] = []
+
+    def call() -> None:
+        told.append(error_of(lambda: namedmesh.init_mesh(dp=2)))
+
+    if dist.get_rank() == 0:
+        threads = [threading.Thread(target=call) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        everybody_waited("both started")
+        for thread in threads:
+            thread.join()
+    else:
+        everybody_waited("both started")
+        call()
+        call()
+    mesh.close()
+    return told
+
+
+def test_two_threads_of_one_rank_are_not_two_ranks() -> None:
+    assert run_ranks(2, _two_threads_of_one_rank) == [["", ""]] * 2
 
 
 def _different_parts(alone: int) -> list[Any]:

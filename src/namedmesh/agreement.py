@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from namedmesh._torch import new_connection
-from namedmesh.attempts import ALIVE, GO, MADE, REPLACED, Participant, problems_of
+from namedmesh.attempts import ALIVE, GO, MADE, REPLACED, Participant
 from namedmesh.errors import AgreementError, NamedMeshError, ranks_in_words
 from namedmesh.hosts import host_identity, loopback_problem
 from namedmesh.store import ANSWER_LIMIT, LOOK_EVERY, StoreLostError, ask, in_thread
@@ -189,7 +189,7 @@ class Agreement:
             raise AgreementError(
                 f"another process calls {self.call} as rank {self.rank}, and takes its place"
             )
-        raise AgreementError(*problems_of(verdict))
+        raise AgreementError(*self._participant.read(verdict))
 
     def _leave(self, readers: int) -> None:
         self._failed = True
@@ -231,11 +231,14 @@ class Agreement:
 
     def _store(self, limit: timedelta | None = None) -> dist.Store:
         if self._opened is None:
-            given = self._given
-            within = limit or self._participant.timeout
-            opened = (
-                given if isinstance(given, dist.Store) else in_thread(lambda: given(within), lambda: None)
-            )
+            given, within = self._given, limit or self._participant.timeout
+            try:
+                opened = (
+                    given if isinstance(given, dist.Store) else in_thread(lambda: given(within), lambda: None)
+                )
+            except BaseException:
+                self._failed = True  # there is nobody to tell
+                raise
             self._opened = dist.PrefixStore("namedmesh/agreements", opened)
         return self._opened
 

@@ -114,6 +114,8 @@ class Agreements:
         self.process = os.urandom(6).hex()
         self.progress: defaultdict[range, Progress] = defaultdict(Progress)
         self.scopes: list[range] = []
+        # Attempts that failed for a reason that this process has heard.
+        self.heard: set[str] = set()
         self.alone = 0
 
     def end(self) -> None:
@@ -151,7 +153,7 @@ class Participant:
             number = int(store.swap(f"{self.attempt.scope}/attempt", old, str(latest + 1)))
             for missed in range(max(latest + 1, number - 1), number + 1):
                 verdict = Attempt(self.ranks, missed).verdict(store, MADE)
-                if verdict.startswith(f"{_FAILED}{self.known.generation}:"):
+                if self._is_news(verdict):
                     self._go_to(missed, progress)
                     store.set(place, progress.mark)
                     self.attempt.count_in(store, ARRIVED)
@@ -224,7 +226,24 @@ class Participant:
 
     def fail(self, store: LimitedStore, *problems: str) -> str:
         """Let the attempt fail, unless it has; returns its verdict."""
-        return self.attempt.end(store, f"{_FAILED}{self.known.generation}:{json.dumps(problems)}")
+        return self.attempt.end(store, self._failure(problems, [self.attempt]))
+
+    def read(self, verdict: str) -> list[str]:
+        """Return why an attempt failed, from its verdict, and remember that this process has heard of it."""
+        problems, attempts = json.loads(verdict.partition(":")[2])
+        self.known.heard |= set(attempts)
+        return list(problems)
+
+    def _failure(self, problems: Sequence[str], attempts: Sequence[Attempt]) -> str:
+        """Return the verdict of attempts that fail for the same reason, of which no rank has to hear twice."""
+        return f"{_FAILED}{self.known.generation}:{json.dumps([problems, [each.name for each in attempts]])}"
+
+    def _is_news(self, verdict: str) -> bool:
+        """Return whether a verdict is a failure in this life of the job, of which this process has not heard."""
+        if not verdict.startswith(f"{_FAILED}{self.known.generation}:"):
+            return False
+        _, attempts = json.loads(verdict.partition(":")[2])
+        return self.known.heard.isdisjoint(attempts)
 
     def _wait(self, store: LimitedStore, stage: str) -> str:
         """Wait until all have come to a stage, or the attempt ends; returns the verdict. Names those that are absent."""
@@ -252,11 +271,14 @@ class Participant:
     def _look_elsewhere(self, store: LimitedStore) -> None:
         """Fail where a rank that this one waits for has come to an attempt of other ranks, and waits for this one.
 
-        Whoever comes second finds the first: each says that it is here before it looks.
+        Whoever comes second finds the first: each says that it is here, and its ranks are listed, before it looks.
         """
-        scopes = self.known.scopes
-        if self.ranks not in scopes and store.add(f"{self.attempt.scope}/listed") == 1:
-            self._append_to(store, "scopes", self.attempt.scope)
+        scopes, listed = self.known.scopes, f"{self.attempt.scope}/listed"
+        if self.ranks not in scopes:
+            if store.add(f"{listed}/count") == 1:
+                self._append_to(store, "scopes", self.attempt.scope)
+                store.set(listed, "")
+            store.get(listed)
         for place in range(len(scopes), store.add("scopes", 0)):
             start, _, stop = store.get(f"scopes/{place + 1}").partition("-")
             scopes.append(range(int(start), int(stop)))
@@ -284,8 +306,9 @@ class Participant:
             f"{' and '.join(places)}, and each waits for the other; give these ranks the same sizes, and let them make their "
             "meshes in the same order"
         )
+        verdict = self._failure([problem], [there, self.attempt])
         for attempt in (there, self.attempt):
-            attempt.end(store, f"{_FAILED}{self.known.generation}:{json.dumps([problem])}")
+            attempt.end(store, verdict)
 
     def _tidy(self, store: LimitedStore) -> None:
         """Delete what the attempt before put into the store: whoever has come to this one has left it."""
@@ -312,12 +335,6 @@ class Participant:
     def _list(self, store: LimitedStore, key: str) -> list[str]:
         whole = self.attempt.key(key)
         return [store.get(f"{whole}/{place + 1}") for place in range(store.add(whole, 0))]
-
-
-def problems_of(verdict: str) -> list[str]:
-    """Return why an attempt failed, from its verdict."""
-    problems: list[str] = json.loads(verdict.partition(":")[2])
-    return problems
 
 
 def _first_and_last(side: tuple[range, str, int]) -> tuple[int, int]:
