@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
+import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -12,7 +15,8 @@ from messages import error_of
 from ranks import live_groups, run_ranks, summed
 
 import namedmesh
-from namedmesh import AgreementError, GroupOptions, Layout, attempts
+from namedmesh import AgreementError, GroupOptions, Layout, attempts, launch
+from namedmesh.compat.deepspeed import mpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
     import pytest
 
 WRONG = 2
+MINUTE = timedelta(seconds=60)
+SLOW = GroupOptions(timeout=MINUTE)
 
 
 def _told(make: Callable[[], object]) -> tuple[str, int]:
@@ -191,3 +197,100 @@ def test_layouts_given_as_objects_are_compared_by_value() -> None:
 
 def test_agreement_errors_are_runtime_errors() -> None:
     assert issubclass(AgreementError, RuntimeError)
+
+
+# A rank that is interrupted while it waits, and one that fails after all agreed.
+
+
+def _interrupted(number: int) -> tuple[str, str]:
+    """Ranks 0 and 1 wait for rank 2; a signal ends the wait of rank 1."""
+    rank = dist.get_rank()
+    if rank == 1:
+        pid = os.getpid()
+        threading.Timer(0.7, lambda: os.kill(pid, number)).start()
+    if rank == WRONG:
+        return "", ""
+    try:
+        return "", error_of(lambda: namedmesh.init_mesh(dp=3))
+    except KeyboardInterrupt:
+        return "interrupted", ""
+
+
+def test_ctrl_c_takes_effect_at_once_and_is_told_to_the_others() -> None:
+    told = run_ranks(3, _interrupted, signal.SIGINT)
+    assert told[1] == ("interrupted", "")
+    assert told[0] == ("", "AgreementError: rank 1 gave up on init_mesh: KeyboardInterrupt")
+
+
+def _terminated() -> str:
+    """As above, in a child of rank 1, which SIGTERM ends as it ends any process that does not handle it."""
+    rank = int(os.environ["RANK"])
+    if rank == WRONG:
+        return ""
+    if rank == 0:
+        return error_of(lambda: launch.init("cpu"))
+    child = os.fork()
+    if child == 0:
+        launch.init("cpu")
+        os._exit(0)
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    store.wait(["namedmesh/agreements/0-3/rank/1"], timedelta(seconds=60))
+    store.wait(["namedmesh/agreements/0-3/0/request"], timedelta(seconds=60))
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    return signal.Signals(os.WTERMSIG(status)).name
+
+
+def test_sigterm_takes_effect_at_once_and_is_told_to_the_others() -> None:
+    told = run_ranks(3, _terminated, init=False)
+    assert told == ["AgreementError: rank 1 gave up on launch.init: SystemExit: SIGTERM", "SIGTERM", ""]
+
+
+def _fails_on_one() -> list[object]:
+    """A network interface that rank 2 does not have, set where the default group exists already."""
+    mesh = namedmesh.init_mesh(dp=2, tp=2)
+    before = live_groups()
+    if dist.get_rank() == WRONG:
+        os.environ["GLOO_SOCKET_IFNAME"] = "doesnotexist0"
+    told: list[object] = []
+    for call in (
+        lambda: mesh.flatten("dp", "tp", options=SLOW),
+        lambda: namedmesh.init_mesh(a=2, b=2, timeout=MINUTE),
+    ):
+        try:
+            told.append(error_of(call))
+        except RuntimeError as error:
+            told.append(f"{type(error).__name__}: {error}")
+    told.append(live_groups() - before)
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    told.append(summed(mesh.flatten("dp", "tp", options=SLOW).get_group()))
+    mesh.close()
+    return told
+
+
+def test_a_group_that_cannot_be_created_on_one_rank_fails_on_all() -> None:
+    told = run_ranks(4, _fails_on_one)
+    assert all("Unable to find address for: " in str(said) for said in told.pop(WRONG)[:2])
+    for first, second, left, total in told:
+        assert str(first).startswith("AgreementError: rank 2 gave up on mesh.flatten: RuntimeError: ")
+        assert str(second).startswith("AgreementError: rank 2 gave up on init_mesh: RuntimeError: ")
+        assert (left, total) == (0, 4.0)
+
+
+def _made_again() -> list[float]:
+    """A group that was destroyed by hand is made again, with one member late: it meets no address of the first."""
+    mesh = namedmesh.init_mesh(pp=2, dp=2)
+    unit = mpu(mesh)
+    sums = [summed(unit.get_model_parallel_group())]
+    for late in (0, 2):
+        dist.destroy_process_group(mpu(mesh).get_model_parallel_group())
+        summed(None)
+        if dist.get_rank() == late:
+            time.sleep(0.5)
+        sums.append(summed(mpu(mesh).get_model_parallel_group()))
+    mesh.close()
+    return sums
+
+
+def test_a_group_destroyed_by_hand_is_made_again_under_new_addresses() -> None:
+    assert run_ranks(4, _made_again) == [[2.0] * 3] * 4

@@ -17,7 +17,8 @@ from ranks import free_port, run_ranks
 
 from namedmesh.__main__ import main
 from namedmesh.init import init_mesh
-from namedmesh.plan.doctor import checks, report, run
+from namedmesh.plan.doctor import checks, links, report, run
+from namedmesh.plan.tables import show
 
 if TYPE_CHECKING:
     from namedmesh.mesh import NamedMesh
@@ -207,8 +208,8 @@ def test_a_summary_names_the_slowest_group_and_rank() -> None:
         rank: checks.RankReport(
             rank,
             "node",
-            2.0 if rank == 3 else 1.0,
-            [seen("tp", (rank - rank % 2, rank - rank % 2 + 1), 10.0 - rank)],
+            local=2.0 if rank == 3 else 1.0,
+            axes=[seen("tp", (rank - rank % 2, rank - rank % 2 + 1), 10.0 - rank)],
         )
         for rank in range(4)
     }
@@ -227,7 +228,7 @@ def test_a_summary_names_the_slowest_group_and_rank() -> None:
 
 
 def test_a_rank_that_stops_answering_is_named() -> None:
-    one = checks.RankReport(0, "node", 1.0, [seen("tp", (0, 1), 1.0, "no end within 3 s")])
+    one = checks.RankReport(0, "node", axes=[seen("tp", (0, 1), 1.0, "no end within 3 s")])
     assert report.summarize({0: one, 1: None}).problems == (
         "axis tp, rank 0: no end within 3 s",
         "rank 1 stopped answering in the middle of the checks",
@@ -268,3 +269,29 @@ def test_the_bar_moves_on_and_goes_away(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == (
         f"\r\x1b[K[{'#' * 12:<24}] checking tp\r\x1b[K[{'#' * 24}] timing tp\r\x1b[K"
     )
+
+
+@pytest.mark.parametrize("count", range(2, 9))
+def test_every_pair_of_hosts_meets_once_and_no_rank_twice_in_a_round(count: int) -> None:
+    hosts = {rank: f"host-{rank // 2}" for rank in range(2 * count)}
+    inside, *rounds = links.pairs_to_measure(hosts)
+    assert inside == [(2 * host, 2 * host + 1) for host in range(count)]
+    met = [frozenset(hosts[rank] for rank in pair) for pairs in rounds for pair in pairs]
+    assert len(met) == len(set(met)) == count * (count - 1) // 2
+    for pairs in rounds:
+        ranks = [rank for pair in pairs for rank in pair]
+        assert len(ranks) == len(set(ranks))
+
+
+def test_a_slow_pair_of_hosts_is_named() -> None:
+    speeds = {("a", "b"): 10e9, ("a", "c"): 1e9, ("b", "c"): 12e9, ("a", "a"): 50e9}
+    found = [links.LinkReport(pair, 1e-5, speed) for pair, speed in speeds.items()]
+    one = checks.RankReport(0, "a", "eth0", axes=[seen("tp", (0, 1), 1.0)], links=found)
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        show(report.doctor_document(report.summarize({0: one}), "a job"), "text")
+    lines = text.getvalue().splitlines()
+    assert "slow: a - c, 0.10 of the median of 3 pairs of hosts" in lines
+    assert "network of the gloo groups: a eth0" in lines
+    between = next(line for line in lines if line.startswith("between hosts"))
+    assert between.split()[2:5] == ["3", "10.0", "10.0"]

@@ -10,6 +10,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -18,15 +19,17 @@ import pytest
 from ranks import run_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 T = TypeVar("T")
+
+IP, TC = shutil.which("ip") or "", shutil.which("tc") or "tc"
 
 LINK = "link0"
 """The name of the interface that joins the hosts, on both."""
 
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
-_MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
+_MS_BIND, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 4096, 16384, 1 << 18, 2
 
 
 class Host(NamedTuple):
@@ -52,7 +55,6 @@ class Hosts:
         *args: Any,
         loopback_names: bool = False,
         interface: str | None = LINK,
-        init: bool = False,
         timeout: float = 60.0,
     ) -> list[T]:
         """Run ``function`` as :func:`ranks.run_ranks` does, on ranks of both hosts; rank 0 hosts the store.
@@ -63,30 +65,51 @@ class Hosts:
             *args: its arguments.
             loopback_names: whether each host's name resolves to a loopback address, as Debian sets it up.
             interface: the value of GLOO_SOCKET_IFNAME; None for none.
-            init: whether ``function`` finds the default group made.
             timeout: in seconds.
         """
 
         def on_host(*args: Any) -> T:
             rank = int(os.environ["RANK"])
             self.enter(rank // per_host, loopback_names=loopback_names)
-            os.environ.update(
-                LOCAL_RANK=str(rank % per_host),
-                LOCAL_WORLD_SIZE=str(per_host),
-                MASTER_ADDR=self.pair[0].address,
-                MASTER_PORT="29500",
-                TORCHELASTIC_USE_AGENT_STORE="False",
-            )
-            os.environ.pop("GLOO_SOCKET_IFNAME", None)
-            if interface is not None:
-                os.environ["GLOO_SOCKET_IFNAME"] = interface
-            if init:
-                from namedmesh import launch
-
-                launch.init("cpu")
+            self.set_variables(rank, 2 * per_host, per_host, interface=interface)
             return function(*args)
 
         return run_ranks(2 * per_host, on_host, *args, init=False, timeout=timeout)
+
+    def run_worlds(
+        self, worlds: Sequence[Callable[[], object]], *, interface: str | None = LINK, timeout: float = 60.0
+    ) -> list[list[Any]]:
+        """Run several worlds of two ranks at once, one rank on each host; returns the results of each world.
+
+        Each function is called on both ranks of its world, with the variables that torchrun sets.
+        """
+
+        def in_world() -> Any:
+            place = int(os.environ["RANK"])
+            world, rank = divmod(place, 2)
+            self.enter(rank)
+            self.set_variables(rank, 2, 1, port=29500 + world, interface=interface)
+            return worlds[world]()
+
+        results = run_ranks(2 * len(worlds), in_world, init=False, timeout=timeout)
+        return [results[2 * world : 2 * world + 2] for world in range(len(worlds))]
+
+    def set_variables(
+        self, rank: int, world_size: int, per_host: int, *, port: int = 29500, interface: str | None = LINK
+    ) -> None:
+        """Set the variables of torchrun, whose rank 0 hosts the store on the first host."""
+        os.environ.update(
+            RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            LOCAL_RANK=str(rank % per_host),
+            LOCAL_WORLD_SIZE=str(per_host),
+            MASTER_ADDR=self.pair[0].address,
+            MASTER_PORT=str(port),
+            TORCHELASTIC_USE_AGENT_STORE="False",
+        )
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        if interface is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
 
     def enter(self, number: int, *, loopback_names: bool = False) -> None:
         """Move this process to a host: its network, its name and its /etc/hosts."""
@@ -105,13 +128,44 @@ class Hosts:
         _succeeds(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
         _succeeds(libc.mount(str(names).encode(), b"/etc/hosts", None, _MS_BIND, None))
 
-    def cut(self) -> None:
-        """Cut the link between the hosts."""
+    @contextmanager
+    def cut(self) -> Iterator[None]:
+        """Cut the link between the hosts meanwhile."""
         _ip("-n", self.pair[0].namespace, "link", "set", LINK, "down")
+        try:
+            yield
+        finally:
+            for host in self.pair:  # an interface that was down has lost its second address
+                _ip("-n", host.namespace, "link", "set", LINK, "up")
+                _ip("-n", host.namespace, "addr", "replace", f"{host.address6}/64", "dev", LINK, "nodad")
 
-    def mend(self) -> None:
-        """Join the hosts again."""
-        _ip("-n", self.pair[0].namespace, "link", "set", LINK, "up")
+    @contextmanager
+    def slow(self, megabits: int) -> Iterator[None]:
+        """Let no more than so many megabits a second through the link meanwhile."""
+        shaped = [[TC, "-n", host.namespace, "qdisc", "{}", "dev", LINK, "root"] for host in self.pair]
+        limits = ["tbf", "rate", f"{megabits}mbit", "burst", "64kb", "latency", "500ms"]
+        for command in shaped:
+            done = subprocess.run(
+                [word.format("add") for word in command] + limits, check=False, capture_output=True, text=True
+            )
+            if done.returncode:
+                pytest.skip(f"the link cannot be shaped here: {done.stderr.strip()}")
+        try:
+            yield
+        finally:
+            for command in shaped:
+                subprocess.run([word.format("del") for word in command], check=False, capture_output=True)
+
+
+@contextmanager
+def mounted(source: Path, target: Path) -> Iterator[None]:
+    """Show a directory in the place of another meanwhile, to this process only; on a host that it has entered."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    _succeeds(libc.mount(str(source).encode(), str(target).encode(), None, _MS_BIND, None))
+    try:
+        yield
+    finally:
+        _succeeds(libc.umount2(str(target).encode(), _MNT_DETACH))
 
 
 def _succeeds(result: int) -> None:
@@ -121,14 +175,14 @@ def _succeeds(result: int) -> None:
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)  # noqa: S607  wherever it is
+    subprocess.run([IP, *arguments], check=True, capture_output=True, text=True)
 
 
 def make(directory: Path) -> Iterator[Hosts]:
     """Make two hosts, and remove them in the end."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to make network namespaces")
-    if shutil.which("ip") is None:
+    if not IP:
         pytest.skip("needs the command ip, to make network namespaces")
     pair = tuple(
         Host(f"namedmesh-{os.getpid()}-{name}", f"host-{name}", f"10.0.0.{place}", f"fd00::{place}")
@@ -162,4 +216,4 @@ def make(directory: Path) -> Iterator[Hosts]:
         yield Hosts((first, second), directory)
     finally:
         for host in pair:
-            subprocess.run(["ip", "netns", "delete", host.namespace], check=False, capture_output=True)  # noqa: S607
+            subprocess.run([IP, "netns", "delete", host.namespace], check=False, capture_output=True)

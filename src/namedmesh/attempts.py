@@ -35,7 +35,7 @@ ARRIVED, ALIVE, MADE = "arrived", "alive", "made"
 """The stages. Where processes may be restarted, each confirms, after all have arrived, that it is still alive."""
 
 # How long a rank waits for the one that words a failure, and the host of the store for those that are there to read it.
-_READING_LIMIT = timedelta(seconds=20)
+_READING_LIMIT = timedelta(seconds=10)
 # How long the host waits for all ranks of a job, some of which may not have started.
 _COMING_LIMIT = timedelta(seconds=60)
 

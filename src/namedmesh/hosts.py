@@ -44,6 +44,11 @@ def loopback_problem() -> str | None:
     )
 
 
+def gloo_address() -> str:
+    """Return the network interfaces that gloo binds to on this host, or else the address."""
+    return os.environ.get("GLOO_SOCKET_IFNAME") or _address_of(socket.gethostname()) or "127.0.0.1"
+
+
 def _address_of(name: str) -> str | None:
     """Return the first address of a name that this host can bind to, as gloo looks for it."""
     with suppress(OSError):

@@ -124,7 +124,8 @@ def ask(store: dist.Store, questions: Callable[[LimitedStore], T], *, limit: flo
     def look() -> None:
         if limited.overdue():
             raise StoreLostError(
-                f"its host did not answer within {limit:g} s, so it hangs, or this host or the link between them is cut off"
+                f"its host did not answer within {limit:g} s, so it hangs, or this host or the link between them is cut off; "
+                "see to the network, and start the job again from its last checkpoint"
             )
 
     try:

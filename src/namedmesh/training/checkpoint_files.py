@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
+import time
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ABOUT = "namedmesh.pt"  # written last: a directory that has it is a whole checkpoint
+_PROBE = "seen-by-all-ranks"  # written first, read by all ranks, and removed
+# Some network file systems show a file on other hosts after a while only.
+_APPEARS_WITHIN = 10.0
 
 
 class Writer(dcp.FileSystemWriter):
@@ -59,8 +64,11 @@ def is_whole(path: Path) -> bool:
     return (path / ABOUT).is_file()
 
 
-def make_room(path: Path) -> None:
+def make_room(path: Path) -> str:
     """Make the directory that a checkpoint is written to, and undo what an interrupted one left.
+
+    Returns:
+        A text for :func:`sees_room`, which finds it there on a rank that sees the directory.
 
     Raises:
         CheckpointError: ``path`` is something else than a checkpoint, which would be lost.
@@ -76,11 +84,28 @@ def make_room(path: Path) -> None:
         if left.exists():
             shutil.rmtree(left)
     unfinished.mkdir(parents=True)
+    nonce = secrets.token_hex(8)
+    (unfinished / _PROBE).write_text(nonce, encoding="ascii")
+    return nonce
+
+
+def sees_room(path: Path, nonce: str) -> bool:
+    """Return whether this rank sees the directory that :func:`make_room` made on the first one."""
+    probe = beside(path, "unfinished") / _PROBE
+    deadline = time.monotonic() + _APPEARS_WITHIN
+    while True:
+        with suppress(OSError):
+            if probe.read_text(encoding="ascii") == nonce:
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
 
 
 def move(path: Path, about: dict[str, Any], keep: int | None = None) -> None:
     """Finish what was written beside ``path``, put it in the place of what was there, and ``keep`` so many like it."""
     unfinished, replaced = beside(path, "unfinished"), beside(path, "replaced")
+    (unfinished / _PROBE).unlink()
     with (unfinished / ABOUT).open("wb") as file:
         torch.save(about, file)
         file.flush()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from concurrent.futures import Future, wait
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from namedmesh.errors import CheckpointError, listing
+from namedmesh.errors import CheckpointError, listing, ranks_in_words
 from namedmesh.training.checkpoint_files import (
     Writer,
     beside,
@@ -21,6 +22,7 @@ from namedmesh.training.checkpoint_files import (
     make_room,
     move,
     refuse_io,
+    sees_room,
     without_warnings,
 )
 from namedmesh.training.checkpoint_random import random_states, restore_random_states, shared_states
@@ -111,7 +113,7 @@ def save(
             tensors["optimizer"] |= {f"{name}.{key}": each for key, each in found.items()}
     about: dict[str, Any] = {}
 
-    def prepare(by_rank: Sequence[dict[str, Any]]) -> None:
+    def prepare(by_rank: Sequence[dict[str, Any]]) -> str:
         problems = [f"rank {rank}: {each}" for rank, one in enumerate(by_rank) for each in one["problems"]]
         problems += contradictions([one["prints"] for one in by_rank])
         others = [rank for rank, one in enumerate(by_rank) if one["extra"] != by_rank[0]["extra"]]
@@ -128,7 +130,7 @@ def save(
         if problems:
             raise CheckpointError(*problems)
         about.update(_merged(mesh, by_rank))
-        make_room(final)
+        return make_room(final)
 
     def finish() -> Path:
         with refuse_io(final):
@@ -136,7 +138,8 @@ def save(
         return final
 
     with refuse_io(final):
-        ranks.on_first(prepare, mine)
+        nonce = ranks.on_first(prepare, mine)
+        ranks.on_first(partial(_refuse_unseen, final), sees_room(final, nonce))
     writer = Writer(beside(final, "unfinished"))
     tensors = {
         part: each for part, each in tensors.items() if each
@@ -148,6 +151,16 @@ def save(
     written: Future[Path] = Future()
     written.set_result(finish())
     return written if async_ else None
+
+
+def _refuse_unseen(path: Path, seen: Sequence[bool]) -> None:
+    """Refuse a path that is another directory on other hosts than on that of the first rank."""
+    absent = [rank for rank, one in enumerate(seen) if not one]
+    if absent:
+        raise CheckpointError(
+            f"{path} on rank 0 is not the directory of {ranks_in_words(absent)}; give a path on a file system that all hosts "
+            "share, such as NFS or Lustre"
+        )
 
 
 def _bytes(values: object) -> bytes:
@@ -249,6 +262,10 @@ def load(
         if found:
             raise CheckpointError(*dict.fromkeys(found))
 
+    if not place.is_dir():
+        problems.append(
+            f"rank {0 if mesh is None else mesh.rank()} does not see {place}, which rank 0 does; put it where all hosts see it"
+        )
     ranks.on_first(judge, (list(state.entries), problems))
     if about is None:
         _require_safetensors()

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# The seconds within which the store has to answer; the job is in trouble already.
-_ANSWER_LIMIT = 20.0
-
 
 @contextmanager
 def report_lost_ranks(mesh: NamedMesh, *, timeout: timedelta = timedelta(seconds=10)) -> Iterator[None]:
@@ -41,7 +38,7 @@ def report_lost_ranks(mesh: NamedMesh, *, timeout: timedelta = timedelta(seconds
 
     Args:
         mesh: the mesh.
-        timeout: how long the ranks have to answer.
+        timeout: how long the ranks have to answer, and the store.
 
     Raises:
         LostRanksError: in place of a ``RuntimeError`` from the body, where a rank does not answer, or has left the
@@ -59,12 +56,12 @@ def report_lost_ranks(mesh: NamedMesh, *, timeout: timedelta = timedelta(seconds
     if mesh.size() == 1 or dist.get_backend() == "fake":
         yield
         return
-    answers = _Answers(mesh)
+    answers = _Answers(mesh, timeout)
     ending = ""
     try:
         yield
     except RuntimeError as error:
-        found = None if isinstance(error, NamedMeshError) else answers.verdict(timeout)
+        found = None if isinstance(error, NamedMeshError) else answers.verdict()
         if found is not None:
             raise found from None
         ending = _words(error)
@@ -87,8 +84,10 @@ class _Answers:
     Under ``answer/N`` stands how rank N left the body: with an exception, or empty; empty also if it answers.
     """
 
-    def __init__(self, mesh: NamedMesh) -> None:
+    def __init__(self, mesh: NamedMesh, timeout: timedelta) -> None:
         self.mesh, self.rank = mesh, mesh.global_rank
+        self.lost = False
+        self.timeout, self.limit = timeout, max(5.0, timeout.total_seconds())
         self.store = _connection(mesh)
         self._ask(lambda store: store.delete(f"answer/{self.rank}"))
         # A connection of its own: one that waits is not to be had for anything else.
@@ -113,15 +112,15 @@ class _Answers:
             self.thread.join()
             store.delete(f"asked/{self.rank}")
 
-        with suppress(StoreLostError):
+        with suppress(LostRanksError):
             self._ask(questions)
 
-    def verdict(self, timeout: timedelta) -> LostRanksError | None:
+    def verdict(self) -> LostRanksError | None:
         """Return the error about the lost ranks, the same on every rank; None if there are none."""
 
         def questions(store: LimitedStore) -> str:
             if not store.has("verdict"):
-                found = self._lost(store, timeout)
+                found = self._lost(store)
                 if not found:
                     return ""
                 store.first("verdict", json.dumps({"by": self.rank, "lost": found}))
@@ -129,8 +128,8 @@ class _Answers:
 
         try:
             answer = self._ask(questions)
-        except StoreLostError as error:
-            return LostRanksError(f"the store of the default group is lost: {error}")
+        except LostRanksError as lost:
+            return lost
         if not answer:
             return None
         verdict = json.loads(answer)
@@ -140,14 +139,20 @@ class _Answers:
         return found
 
     def _ask(self, questions: Callable[[LimitedStore], T]) -> T:
-        return ask(self.store, questions, limit=_ANSWER_LIMIT)
+        if self.lost:
+            raise LostRanksError("the store of the default group is lost")
+        try:
+            return ask(self.store, questions, limit=self.limit)
+        except StoreLostError as error:
+            self.lost = True
+            raise LostRanksError(f"the store of the default group is lost: {error}") from None
 
-    def _lost(self, store: LimitedStore, timeout: timedelta) -> dict[int, str]:
+    def _lost(self, store: LimitedStore) -> dict[int, str]:
         """Return one sentence for each rank that does not answer, or has left with an exception."""
         others = [rank for rank in self.mesh.layout.ranks if rank != self.rank]
         for rank in others:
             store.set(f"asked/{rank}", "")
-        deadline = time.monotonic() + timeout.total_seconds()
+        deadline = time.monotonic() + self.timeout.total_seconds()
         found = {}
         for rank in others:
             answer = f"answer/{rank}"

@@ -54,6 +54,7 @@ def axis_map(layout: Layout) -> dict[str, tuple[str, ...]]:
         LayoutError: two axes stand for the same kind.
 
     Example:
+        >>> from namedmesh import Layout
         >>> axis_map(Layout(pp=2, dp_replicate=2, dp_shard=2, tp=2))["data"]
         ('dp_replicate', 'dp_shard')
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import platform
+import socket
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from namedmesh.errors import listing
+from namedmesh.hosts import gloo_address
+from namedmesh.plan.doctor.links import LinkReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,18 +47,30 @@ class AxisReport:
 
 @dataclass
 class RankReport:
-    """The results of one rank: its host name, its axes, and the seconds of a matrix product that needs no other rank."""
+    """The results of one rank.
+
+    Attributes:
+        rank: the rank.
+        host: the name of its host.
+        card: the network interface of its gloo groups, or their address.
+        local: the seconds of a matrix product that needs no other rank.
+        axes: its groups.
+        links: the pairs of ranks that it is the first of.
+    """
 
     rank: int
     host: str = ""
+    card: str = ""
     local: float = 0.0
     axes: list[AxisReport] = field(default_factory=list)
+    links: list[LinkReport] = field(default_factory=list)
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> RankReport:
         """Make a report of the JSON values that ``asdict`` made of one."""
         axes = [AxisReport(**{**axis, "ranks": tuple(axis["ranks"])}) for axis in data["axes"]]
-        return cls(data["rank"], data["host"], data["local"], axes)
+        links = [LinkReport(**{**link, "hosts": tuple(link["hosts"])}) for link in data["links"]]
+        return cls(data["rank"], data["host"], data["card"], data["local"], axes, links)
 
 
 def groups_to_check(mesh: NamedMesh) -> list[Group]:
@@ -86,7 +100,7 @@ def check_groups(
         megabytes: the size of the large all-reduce.
         step: called with a word before each thing that takes time.
     """
-    report = RankReport(rank, platform.node())
+    report = RankReport(rank, socket.gethostname(), gloo_address())
     for group in groups:
         step(f"checking {group.axis}")
         report.axes.append(AxisReport(group.axis, group.ranks, _problem(group, rank, device, timeout)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from namedmesh.errors import listing, ranks_in_words
@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from namedmesh.plan.doctor.checks import AxisReport, RankReport
+    from namedmesh.plan.doctor.links import LinkReport
+
+
+# A median of fewer pairs says nothing about one of them.
+_FEWEST_TO_COMPARE = 3
+_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -37,12 +43,16 @@ class Summary:
         slowest_rank: the rank whose own matrix product took longest.
         slowest_factor: its time over the median.
         problems: a sentence for each problem, with the axis and the ranks.
+        links: the links inside hosts and between them; empty on one host.
+        cards: the network interface of each host, by its name.
     """
 
     axes: tuple[AxisSummary, ...]
     slowest_rank: int | None
     slowest_factor: float
     problems: tuple[str, ...]
+    links: tuple[LinkReport, ...] = ()
+    cards: Mapping[str, str] = field(default_factory=dict)
 
 
 def summarize(reports: Mapping[int, RankReport | None]) -> Summary:
@@ -63,6 +73,8 @@ def summarize(reports: Mapping[int, RankReport | None]) -> Summary:
         slowest.rank,
         slowest.local / median if median else 1.0,
         (),
+        tuple(link for report in present for link in report.links),
+        {report.host: report.card for report in present},
     )
 
 
@@ -117,6 +129,10 @@ def doctor_document(summary: Summary, headline: str) -> Document:
         parts.append("\n".join(f"wrong: {problem}" for problem in summary.problems))
     else:
         parts += [table, "every group has the right ranks and gives the right sum"]
+    links = _links_table(summary.links)
+    if links.rows:
+        cards = ", ".join(f"{host} {card}" for host, card in summary.cards.items())
+        parts += [links, *_slow_links(summary.links), f"network of the gloo groups: {cards}"]
     if summary.slowest_rank is not None:
         parts.append(
             f"slowest rank: {summary.slowest_rank}, {summary.slowest_factor:.2f} times the median for work of its own"
@@ -126,5 +142,41 @@ def doctor_document(summary: Summary, headline: str) -> Document:
         "slowest_rank": summary.slowest_rank,
         "slowest_factor": summary.slowest_factor,
         "axes": [dict(zip(columns, row, strict=True)) for row in rows],
+        "links": [dict(zip(links.columns, row, strict=True)) for row in links.rows],
+        "cards": dict(summary.cards),
     }
     return Document(tuple(parts), lambda: data, lambda: table)
+
+
+def _links_table(links: Sequence[LinkReport]) -> Table:
+    """Return a row for the links inside hosts, and one for those between hosts."""
+    columns = ("link", "pairs", "latency us", "GB/s", "slowest pair", "its GB/s")
+    rows = []
+    for name, crosses in (("inside a host", False), ("between hosts", True)):
+        kind = [link for link in links if link.crosses is crosses]
+        if kind:
+            slowest = min(kind, key=lambda link: link.bandwidth)
+            rows.append(
+                (
+                    name,
+                    len(kind),
+                    round(statistics.median(link.latency for link in kind) * 1e6, 1),
+                    round(statistics.median(link.bandwidth for link in kind) / 1e9, 3),
+                    " - ".join(dict.fromkeys(slowest.hosts)),
+                    round(slowest.bandwidth / 1e9, 3),
+                )
+            )
+    return Table(columns, tuple(rows))
+
+
+def _slow_links(links: Sequence[LinkReport]) -> list[str]:
+    """Return a sentence for each pair of hosts whose link has less than half of the median bandwidth."""
+    between = [link for link in links if link.crosses]
+    if len(between) < _FEWEST_TO_COMPARE:
+        return []
+    median = statistics.median(link.bandwidth for link in between)
+    return [
+        f"slow: {link.hosts[0]} - {link.hosts[1]}, {link.bandwidth / median:.2f} of the median of {len(between)} pairs of hosts"
+        for link in sorted(between, key=lambda link: link.bandwidth)
+        if link.bandwidth < median / 2
+    ][:_SHOWN]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -17,11 +18,13 @@ from namedmesh import launch
 from namedmesh._torch import default_store
 from namedmesh.dialects import EXPERT
 from namedmesh.errors import AgreementError, LayoutError, NamedMeshError, count_of
+from namedmesh.hosts import host_identity
 from namedmesh.init import init_mesh
 from namedmesh.launch import hosts_store
 from namedmesh.options import normalized_backend
 from namedmesh.plan.core import resolve
 from namedmesh.plan.doctor.checks import RankReport, check_groups, first_line, groups_to_check
+from namedmesh.plan.doctor.links import LinkReport, measure_links, pairs_to_measure
 from namedmesh.plan.doctor.report import doctor_document, summarize
 from namedmesh.plan.spec import UsageError
 from namedmesh.plan.tables import show
@@ -136,14 +139,17 @@ def _check(store: dist.Store, arrangement: Arrangement, device: torch.device, se
             sizes: dict[str, Any] = dict(arrangement.expert.items())
             mesh.add_view(EXPERT, **sizes)
         groups = groups_to_check(mesh)
+        megabytes = settings.megabytes or (4 if device.type == "cpu" else 64)
         report = check_groups(
             groups,
             rank,
             device,
             timeout=settings.timeout,
-            megabytes=settings.megabytes or (4 if device.type == "cpu" else 64),
+            megabytes=megabytes,
             step=_Progress(2 * len(groups) + 1, shown=rank == 0 and sys.stderr.isatty()),
         )
+        if not any(axis.problem for axis in report.axes):
+            report.links = _links(store, rank, device, megabytes)
         store.set(f"report/{rank}", json.dumps(asdict(report)))
         if rank == 0:
             # A rank that waits for a stuck collective reports after its own timeout.
@@ -158,6 +164,24 @@ def _check(store: dist.Store, arrangement: Arrangement, device: torch.device, se
             raise AgreementError(*problems)
     finally:
         mesh.close()
+
+
+def _links(store: dist.Store, rank: int, device: torch.device, megabytes: float) -> list[LinkReport]:
+    """Measure the links between hosts and inside them, where there are several hosts."""
+    store.set(f"host/{rank}", json.dumps([socket.gethostname(), host_identity()]))
+    if rank == 0:
+        known = [json.loads(store.get(f"host/{each}")) for each in range(dist.get_world_size())]
+        # Hosts may have one name; processes that reach each other over the loopback interface are on one.
+        names = {identity: name for name, identity in known}
+        shown = {
+            identity: name if list(names.values()).count(name) == 1 else f"{name} ({number})"
+            for number, (identity, name) in enumerate(names.items())
+        }
+        store.set("hosts", json.dumps([shown[identity] for _, identity in known]))
+    hosts = dict(enumerate(json.loads(store.get("hosts"))))
+    if len(set(hosts.values())) == 1:
+        return []
+    return measure_links(pairs_to_measure(hosts), hosts, rank, device, megabytes)
 
 
 def _report_of(store: dist.Store, rank: int, timeout: timedelta) -> RankReport | None:
