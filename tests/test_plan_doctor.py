@@ -294,4 +294,4 @@ def test_a_slow_pair_of_hosts_is_named() -> None:
     assert "slow: a - c, 0.10 of the median of 3 pairs of hosts" in lines
     assert "network of the gloo groups: a eth0" in lines
     between = next(line for line in lines if line.startswith("between hosts"))
-    assert between.split()[2:5] == ["3", "10.0", "10.0"]
+    assert between.split()[2:5] == ["3", "10", "10"]
