@@ -161,6 +161,11 @@ class Phases:
         mesh = self._mesh()
         return error_of(lambda: self._watched(mesh, lambda: summed(mesh.group("tp"))))
 
+    def connecting(self) -> str:
+        """The first collective of a group, which connects its members."""
+        mesh = namedmesh.init_mesh(dp=1, tp=2, device="cpu", timeout=SOON, share_groups=False)
+        return error_of(lambda: self._watched(mesh, lambda: summed(mesh.group("tp"))))
+
     def saving(self) -> str:
         mesh, net = self._mesh(), tiny.model()
         training.save(self.directory / "step-1", mesh, net)
@@ -195,6 +200,7 @@ def test_a_cut_link_is_told_on_both_sides_in_every_phase(hosts: Hosts, tmp_path:
         jobs.making,
         jobs.flattening,
         jobs.stepping,
+        jobs.connecting,
         jobs.saving,
         jobs.closing,
     ]
@@ -206,7 +212,7 @@ def test_a_cut_link_is_told_on_both_sides_in_every_phase(hosts: Hosts, tmp_path:
     assert near.pop("launching").startswith(
         "AgreementError: rank 2 of 0 to 2 did not call launch.init within 8 s"
     )
-    lost = {phase: near.pop(phase) for phase in ("stepping", "saving")}
+    lost = {phase: near.pop(phase) for phase in ("stepping", "connecting", "saving")}
     for said in lost.values():
         assert said.startswith("LostRanksError: rank 1 (dp 0, tp 1) does not answer: ")
     for said in near.values():

@@ -220,7 +220,7 @@ def new_group_among_members(
     timeout: timedelta | None,
     pg_options: object = None,
     group_desc: str | None = None,
-    connect: bool = True,
+    addresses: dist.Store | None = None,
 ) -> dist.ProcessGroup:
     """Create a group under a given name; only the members call it.
 
@@ -236,8 +236,9 @@ def new_group_among_members(
         timeout: the timeout; by default torch's own for the backend.
         pg_options: options of an NCCL group.
         group_desc: a description, for torch's messages.
-        connect: whether gloo connects the members now. Otherwise, and with NCCL, it does so at the first
-            collective, and this call does not block on other ranks.
+        addresses: a store of this process alone, into which gloo writes this rank's addresses, and where it looks for
+            those of the others at the first collective; so this call does not block on other ranks, nor does it
+            with NCCL. Without it gloo connects the members now.
 
     Raises:
         MeshError: torch created the group under another name.
@@ -248,9 +249,9 @@ def new_group_among_members(
     full = c10d.Backend(backend)
     timeout = timeout or c10d._get_default_timeout(full)
     devices = c10d.BackendConfig(full).get_device_backend_map()
-    late = [] if connect else [device for device, part in devices.items() if part == "gloo"]
+    late = [device for device, part in devices.items() if part == "gloo" and addresses is not None]
     if late and len(late) == len(devices):
-        group = _unconnected_gloo(members, rank, store, name, timeout, late)
+        group = _unconnected_gloo(members, rank, addresses, name, timeout, late)
         _register(group, full, store, name)
     else:
         at_once = ",".join(f"{device}:{part}" for device, part in devices.items() if device not in late)
@@ -266,7 +267,7 @@ def new_group_among_members(
             group_desc=group_desc,
         )
         if late:
-            _add_gloo(group, members, rank, store, name, timeout, late)
+            _add_gloo(group, members, rank, addresses, name, timeout, late)
             c10d._world.pg_map[group] = (full, c10d._world.pg_map[group][1])
             c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(full))
     group._set_group_desc(group_desc or "undefined")
@@ -282,12 +283,12 @@ def new_group_among_members(
 
 @_needs(dist.ProcessGroup, "_set_default_backend", "_set_group_name")
 def _unconnected_gloo(  # noqa: PLR0917  one call
-    members: list[int], rank: int, store: dist.Store, name: str, timeout: timedelta, devices: Sequence[str]
+    members: list[int], rank: int, addresses: Any, name: str, timeout: timedelta, devices: Sequence[str]
 ) -> Any:
     """Return a gloo group that connects at its first collective: ``new_group`` reads that from the environment only."""
-    group: Any = dist.ProcessGroup(dist.PrefixStore(f"{name}/", store), rank, len(members))
+    group: Any = dist.ProcessGroup(addresses, rank, len(members))
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    _add_gloo(group, members, rank, store, name, timeout, devices)
+    _add_gloo(group, members, rank, addresses, name, timeout, devices)
     group._set_group_name(name)
     return group
 
@@ -297,7 +298,7 @@ def _add_gloo(  # noqa: PLR0917  one call
     group: Any,
     members: list[int],
     rank: int,
-    store: dist.Store,
+    addresses: Any,
     name: str,
     timeout: timedelta,
     devices: Sequence[str],
@@ -316,7 +317,6 @@ def _add_gloo(  # noqa: PLR0917  one call
     options._timeout = timeout
     options.global_ranks_in_group = members
     options.group_name = name
-    addresses = dist.PrefixStore(f"{devices[0]}/", dist.PrefixStore(f"{name}/", store))
     backend = gloo(addresses, rank, len(members), options)
     backend._set_sequence_number_for_group()
     for device in devices:
@@ -337,7 +337,7 @@ def _register(group: Any, backend: Any, store: dist.Store, name: str) -> None:
 
 
 def connects_without_blocking(backend: str) -> bool:
-    """Return whether :func:`new_group_among_members` with ``connect=False`` returns without the other members."""
+    """Return whether :func:`new_group_among_members` with ``addresses`` returns without the other members."""
     parts = set(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map().values())
     return (
         parts <= {"gloo", "nccl", "fake"}
@@ -350,23 +350,6 @@ def destroy_group(group: dist.ProcessGroup) -> None:
     """Destroy a group if somebody else has not."""
     if is_registered(group):
         dist.destroy_process_group(group)
-
-
-@_needs(dist.ProcessGroup, "_get_backend", otherwise=lambda *_: [])
-def address_keys(group: dist.ProcessGroup, store_prefix: str) -> list[str]:
-    """Return the keys of the default store under which this rank has told the members of a gloo group its addresses."""
-    keys = []
-    for device, part in (
-        c10d.BackendConfig(c10d.Backend(dist.get_backend(group))).get_device_backend_map().items()
-    ):
-        if part == "gloo":
-            backend: Any = group._get_backend(torch.device(device))
-            contexts = len(getattr(getattr(backend, "options", None), "_devices", [None]))
-            keys += [
-                f"{store_prefix}/{group.group_name}//{device}//{context}/{group.rank()}"
-                for context in range(contexts)
-            ]
-    return keys
 
 
 def forget_group_caches() -> None:

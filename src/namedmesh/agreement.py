@@ -10,7 +10,7 @@ import threading
 from collections import defaultdict
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
 
@@ -39,6 +39,19 @@ _OPENING_LIMIT = timedelta(seconds=60)
 _LOOK_EVERY = 2.0
 
 
+class Exchange(Protocol):
+    """Texts that ranks tell each other once all of them have come to the end of an agreement."""
+
+    def texts(self) -> Mapping[str, str]:
+        """Return what this rank tells, by key."""
+
+    def keys(self) -> list[str]:
+        """Return the keys of other ranks that this one wants."""
+
+    def take(self, texts: Mapping[str, str]) -> None:
+        """Take what the others told, by key."""
+
+
 class Agreement:
     """One call of some ranks, as this rank takes part in it: a context in which it compares, and then acts.
 
@@ -58,6 +71,7 @@ class Agreement:
 
     Attributes:
         token: names this agreement, the same on all ranks, and never used again; empty before :meth:`compare`.
+        exchange: what the ranks tell each other at its end.
     """
 
     def __init__(
@@ -81,6 +95,7 @@ class Agreement:
         self._limit = min(ANSWER_LIMIT, max(5.0, timeout.total_seconds()))
         self._given = store
         self._failed = False
+        self.exchange: Exchange | None = None
 
     def __enter__(self) -> Self:
         self._participant.known.lock.acquire()
@@ -91,7 +106,7 @@ class Agreement:
     ) -> None:
         try:
             if error is None and self.token and not self._alone:
-                self._settle(self._ask(lambda store: self._participant.come_to(MADE, store)))
+                self._settle(self._ask(self._finish))
             elif error is not None and not self._failed and not self._alone:
                 self._tell(error)
         finally:
@@ -135,6 +150,8 @@ class Agreement:
                     verdict = me.arrive(
                         store, request, lambda all_of_them: self._problems(all_of_them, compare)
                     )
+                if verdict == GO:
+                    me.forget(store)
                 if verdict == GO and may_restart:
                     verdict = me.come_to(ALIVE, store)
             return verdict
@@ -179,6 +196,21 @@ class Agreement:
 
     def _problems(self, requests: Sequence[Mapping[str, str]], compare: Compare) -> list[str]:
         return differences(requests, self.ranks) or compare(requests)
+
+    def _finish(self, store: LimitedStore) -> str:
+        """Come to the end with all ranks, and exchange what they have to tell each other."""
+        me, exchange = self._participant, self.exchange
+        if exchange is None:
+            return me.come_to(MADE, store)
+        me.tell(store, exchange.texts())
+        verdict = me.come_to(MADE, store)
+        if verdict == GO:
+            keys = exchange.keys()
+            texts = me.hear(store, keys)
+            if texts is None:
+                return me.failure(f"some ranks did not create what rank {self.rank} did in {self.call}")
+            exchange.take(dict(zip(keys, texts, strict=True)))
+        return verdict
 
     def _settle(self, verdict: str) -> None:
         """Raise the error of an attempt that failed."""

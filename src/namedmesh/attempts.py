@@ -93,6 +93,8 @@ class Progress:
     def __init__(self) -> None:
         self.entered = -1
         self.mark = ""
+        # What this rank has put into the store in that attempt for the others to read.
+        self.told: list[str] = []
 
 
 class Agreements:
@@ -207,6 +209,23 @@ class Participant:
             store.first(self.attempt.key(stage), GO)
         return self._wait(store, stage)
 
+    def tell(self, store: LimitedStore, texts: Mapping[str, str]) -> None:
+        """Put texts into the store that the others read after a later stage of this attempt, and not in the next one."""
+        for key, text in texts.items():
+            store.set(self.attempt.key(key), text)
+        self.known.progress[self.ranks].told = [self.attempt.key(key) for key in texts]
+
+    def hear(self, store: LimitedStore, keys: list[str]) -> list[str] | None:
+        """Return what others told in this attempt; None if some of it is not there."""
+        names = [self.attempt.key(key) for key in keys]
+        return store.get_all(names) if not names or store.has(*names) else None
+
+    def forget(self, store: LimitedStore) -> None:
+        """Delete what this rank told in the attempt before, now that all ranks have come to this one."""
+        progress = self.known.progress[self.ranks]
+        store.delete(*progress.told)
+        progress.told = []
+
     def give_up(self, store: LimitedStore, reason: str) -> str:
         """Let the attempt fail because of this rank, which enters one unless it has; returns the verdict."""
         verdict = REPLACED if self.attempt.number < 0 else GO
@@ -226,7 +245,11 @@ class Participant:
 
     def fail(self, store: LimitedStore, *problems: str) -> str:
         """Let the attempt fail, unless it has; returns its verdict."""
-        return self.attempt.end(store, self._failure(problems, [self.attempt]))
+        return self.attempt.end(store, self.failure(*problems))
+
+    def failure(self, *problems: str) -> str:
+        """Return the verdict of this attempt, if it fails."""
+        return self._failure(problems, [self.attempt])
 
     def read(self, verdict: str) -> list[str]:
         """Return why an attempt failed, from its verdict, and remember that this process has heard of it."""

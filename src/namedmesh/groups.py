@@ -8,7 +8,6 @@ the one of this rank alone; :class:`namedmesh.making.GroupMaker` does, under an 
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -16,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from namedmesh._torch import (
-    address_keys,
-    default_store,
     default_timeout,
     destroy_group,
     forget_group_caches,
@@ -27,7 +24,6 @@ from namedmesh._torch import (
 from namedmesh.attempts import Agreements
 from namedmesh.errors import MeshError
 from namedmesh.options import GroupOptions, nccl_options, normalized_backend
-from namedmesh.store import StoreLostError, ask
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -39,9 +35,6 @@ __all__ = ["Communicator", "GroupPool", "GroupRegistry", "new_group_by_everyone"
 
 GroupKey = tuple[tuple[int, ...], object, "timedelta | None", object, bool]
 """What distinguishes the groups that may be shared: ranks, backends, timeout, NCCL settings, priority."""
-
-# The seconds that closing a mesh takes at most where the host of the store does not answer.
-_TIDYING_LIMIT = 5.0
 
 
 @dataclass(frozen=True)
@@ -76,15 +69,6 @@ class SharedGroup:
     def exists(self) -> bool:
         """Whether torch still has the group, and nobody destroyed it by hand."""
         return is_registered(self.group)
-
-    @property
-    def store_prefix(self) -> str:
-        """Where in the store its members tell each other their addresses, once."""
-        return f"namedmesh/groups/{self.token}"
-
-    def address_keys(self) -> list[str]:
-        """Return the keys under which this rank has told the others its addresses; none if that is not known any more."""
-        return address_keys(self.group, self.store_prefix) if self.exists else []
 
 
 class GroupRegistry:
@@ -129,7 +113,6 @@ class GroupRegistry:
                 group.users -= 1
             unused = [key for key, group in self.groups.items() if group.users < 1]
             ended = [self.groups.pop(key) for key in reversed(unused)]
-            addresses = [key for group in ended for key in group.address_keys()]
             for group in ended:
                 try:
                     destroy_group(group.group)
@@ -137,9 +120,6 @@ class GroupRegistry:
                     errors.append(error)
         if ended:
             forget_group_caches()
-        if addresses:
-            with suppress(StoreLostError):  # without the host of the store there is nothing to tidy up
-                ask(default_store(), lambda store: store.delete(*addresses), limit=_TIDYING_LIMIT)
         if errors:
             raise errors[0]
 

@@ -48,6 +48,7 @@ class GroupMaker:
 
     def __init__(self, pool: GroupPool, agreement: Agreement) -> None:
         self.pool, self.agreement = pool, agreement
+        self._addresses = agreement.exchange = _Addresses()
         self._before = set(pool.groups), len(pool.partitions), set(pool.sets_created)
 
     def compare(
@@ -229,11 +230,13 @@ class GroupMaker:
             raise MeshError(f"a group over {ranks_in_words(ranks)} is needed before the ranks agreed on it")
 
         def create(identity: object) -> dist.ProcessGroup:
+            name = group_name(ranks, identity, by_device(arguments["backend"]))
+            later = connects_without_blocking(arguments["backend"])
             return new_group_among_members(
                 ranks,
-                name=group_name(ranks, identity, by_device(arguments["backend"])),
+                name=name,
                 store_prefix=f"namedmesh/groups/{token}",
-                connect=not connects_without_blocking(arguments["backend"]),
+                addresses=self._addresses.store_for(name, ranks, self.pool.rank) if later else None,
                 **arguments,
             )
 
@@ -302,6 +305,52 @@ class GroupMaker:
         ranks = layout.group(self.pool.rank, *axes)
         shared = self.pool.find_shared(ranks, options) if len(ranks) > 1 else None
         return "" if shared is None else shared.token
+
+
+class _Addresses:
+    """The addresses of new gloo groups, which their members tell each other when all have created them.
+
+    gloo connects at the first collective, and would ask the store of the job then, without a limit.
+    """
+
+    def __init__(self) -> None:
+        self._new: list[tuple[str, tuple[int, ...], int, Any]] = []
+
+    def store_for(self, name: str, ranks: tuple[int, ...], rank: int) -> dist.Store:
+        """Return where a new group of this name keeps the addresses of its members, by network interface and rank."""
+        store = dist.HashStore()
+        self._new.append((name, ranks, ranks.index(rank), store))
+        return store
+
+    def texts(self) -> dict[str, str]:
+        """Return this rank's addresses, by group: one for each network interface."""
+        return {
+            _address_key(name, place): " ".join(
+                store.get(f"{card}/{place}").hex() for card in range(store.num_keys())
+            )
+            for name, _, place, store in self._new
+        }
+
+    def keys(self) -> list[str]:
+        """Return the keys of the other members' addresses."""
+        return [
+            _address_key(name, other)
+            for name, ranks, place, _ in self._new
+            for other in range(len(ranks))
+            if other != place
+        ]
+
+    def take(self, texts: Mapping[str, str]) -> None:
+        """Let gloo find the addresses of the other members."""
+        for name, ranks, place, store in self._new:
+            for other in range(len(ranks)):
+                if other != place:
+                    for card, address in enumerate(texts[_address_key(name, other)].split()):
+                        store.set(f"{card}/{other}", bytes.fromhex(address))
+
+
+def _address_key(name: str, place: int) -> str:
+    return f"address/{name}/{place}"
 
 
 @contextmanager

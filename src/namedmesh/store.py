@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
@@ -59,9 +59,18 @@ class LimitedStore:
         """Return the value of a key that is set."""
         return self._answer(lambda: self._store.get(key)).decode()
 
-    def has(self, key: str) -> bool:
-        """Return whether a key is set."""
-        return self._answer(lambda: self._store.check([key]))
+    def get_all(self, keys: list[str]) -> list[str]:
+        """Return the values of keys that are set, in one question where the store can take it."""
+        if not keys:
+            return []
+        store: Any = self._store
+        if store.has_extended_api():
+            return [value.decode() for value in self._answer(lambda: store.multi_get(keys))]
+        return [self.get(key) for key in keys]
+
+    def has(self, *keys: str) -> bool:
+        """Return whether keys are set, all of them."""
+        return self._answer(lambda: self._store.check(list(keys)))
 
     def first(self, key: str, value: str) -> str:
         """Set a key unless it is set; returns the value that it has then."""

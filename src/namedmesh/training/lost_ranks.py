@@ -109,7 +109,7 @@ class _Answers:
         def questions(store: LimitedStore) -> None:
             store.set(f"answer/{self.rank}", ending)
             store.set(f"asked/{self.rank}", "")
-            self.thread.join()
+            self.thread.join(self.limit)  # a set that is lost on the way is not noticed
             store.delete(f"asked/{self.rank}")
 
         with suppress(LostRanksError):
