@@ -211,9 +211,9 @@ class Participant:
 
     def tell(self, store: LimitedStore, texts: Mapping[str, str]) -> None:
         """Put texts into the store that the others read after a later stage of this attempt, and not in the next one."""
-        for key, text in texts.items():
-            store.set(self.attempt.key(key), text)
-        self.known.progress[self.ranks].told = [self.attempt.key(key) for key in texts]
+        named = {self.attempt.key(key): text for key, text in texts.items()}
+        store.set_all(named)
+        self.known.progress[self.ranks].told = list(named)
 
     def hear(self, store: LimitedStore, keys: list[str]) -> list[str] | None:
         """Return what others told in this attempt; None if some of it is not there."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from datetime import timedelta
 
 T = TypeVar("T")
@@ -54,6 +54,15 @@ class LimitedStore:
     def set(self, key: str, value: str) -> None:
         """Set a key."""
         self._answer(lambda: self._store.set(key, value))
+
+    def set_all(self, values: Mapping[str, str]) -> None:
+        """Set keys, in one question where the store can take it."""
+        store: Any = self._store
+        if values and store.has_extended_api():
+            self._answer(lambda: store.multi_set(list(values), list(values.values())))
+        else:
+            for key, value in values.items():
+                self.set(key, value)
 
     def get(self, key: str) -> str:
         """Return the value of a key that is set."""
