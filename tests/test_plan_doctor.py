@@ -286,10 +286,10 @@ def test_every_pair_of_hosts_meets_once_and_no_rank_twice_in_a_round(count: int)
 def test_a_slow_pair_of_hosts_is_named() -> None:
     speeds = {("a", "b"): 10e9, ("a", "c"): 1e9, ("b", "c"): 12e9, ("a", "a"): 50e9}
     found = [links.LinkReport(pair, 1e-5, speed) for pair, speed in speeds.items()]
-    one = checks.RankReport(0, "a", "eth0", axes=[seen("tp", (0, 1), 1.0)], links=found)
+    one = checks.RankReport(0, "a", "place", "eth0", axes=[seen("tp", (0, 1), 1.0)])
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
-        show(report.doctor_document(report.summarize({0: one}), "a job"), "text")
+        show(report.doctor_document(report.summarize({0: one}, found), "a job"), "text")
     lines = text.getvalue().splitlines()
     assert "slow: a - c, 0.10 of the median of 3 pairs of hosts" in lines
     assert "network of the gloo groups: a eth0" in lines

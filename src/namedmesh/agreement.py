@@ -179,18 +179,13 @@ class Agreement:
         if self._alone:
             function()
             return
-        connection, looks = new_connection(self._store()), 0
+        attempt, connection, looks = self._participant.attempt, new_connection(self._store()), 0
 
         def look() -> None:
             nonlocal looks
             looks += 1
-            if looks % int(_LOOK_EVERY / LOOK_EVERY):
-                return
-            attempt = self._participant.attempt
-            with suppress(StoreLostError):
-                verdict = ask(connection, lambda store: attempt.verdict(store, MADE), limit=self._limit)
-                if verdict:
-                    self._settle(verdict)
+            if looks % int(_LOOK_EVERY / LOOK_EVERY) == 0:
+                self._settle(self._ask(lambda store: attempt.verdict(store, MADE) or GO, connection))
 
         in_thread(function, look)
 
@@ -253,10 +248,10 @@ class Agreement:
                 )
                 self._leave(len(self.ranks))
 
-    def _ask(self, questions: Callable[[LimitedStore], str]) -> str:
+    def _ask(self, questions: Callable[[LimitedStore], str], connection: dist.Store | None = None) -> str:
         try:
             with _told_when_terminated(self._tell):
-                return ask(self._store(), questions, limit=self._limit)
+                return ask(connection or self._store(), questions, limit=self._limit)
         except StoreLostError as error:
             self._failed = True
             raise AgreementError(f"the store of the job is lost during {self.call}: {error}") from None

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from namedmesh.errors import listing
-from namedmesh.hosts import gloo_address
-from namedmesh.plan.doctor.links import LinkReport
+from namedmesh.hosts import gloo_address, host_identity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -52,25 +51,24 @@ class RankReport:
     Attributes:
         rank: the rank.
         host: the name of its host.
+        place: the same for ranks that reach each other over the loopback interface, which are on one host.
         card: the network interface of its gloo groups, or their address.
         local: the seconds of a matrix product that needs no other rank.
         axes: its groups.
-        links: the pairs of ranks that it is the first of.
     """
 
     rank: int
     host: str = ""
+    place: str = ""
     card: str = ""
     local: float = 0.0
     axes: list[AxisReport] = field(default_factory=list)
-    links: list[LinkReport] = field(default_factory=list)
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> RankReport:
         """Make a report of the JSON values that ``asdict`` made of one."""
         axes = [AxisReport(**{**axis, "ranks": tuple(axis["ranks"])}) for axis in data["axes"]]
-        links = [LinkReport(**{**link, "hosts": tuple(link["hosts"])}) for link in data["links"]]
-        return cls(data["rank"], data["host"], data["card"], data["local"], axes, links)
+        return cls(**{**data, "axes": axes})
 
 
 def groups_to_check(mesh: NamedMesh) -> list[Group]:
@@ -100,7 +98,7 @@ def check_groups(
         megabytes: the size of the large all-reduce.
         step: called with a word before each thing that takes time.
     """
-    report = RankReport(rank, socket.gethostname(), gloo_address())
+    report = RankReport(rank, socket.gethostname(), host_identity(), gloo_address())
     for group in groups:
         step(f"checking {group.axis}")
         report.axes.append(AxisReport(group.axis, group.ranks, _problem(group, rank, device, timeout)))

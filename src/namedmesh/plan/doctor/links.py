@@ -13,6 +13,8 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from namedmesh.plan.doctor.checks import RankReport
+
 _ROUNDS = 5
 
 
@@ -20,7 +22,7 @@ _ROUNDS = 5
 class LinkReport:
     """The link between two ranks: their hosts, seconds of a small message, bytes per second of a large one."""
 
-    hosts: tuple[str, str]
+    hosts: Sequence[str]
     latency: float
     bandwidth: float
 
@@ -58,14 +60,32 @@ def pairs_to_measure(hosts: Mapping[int, str]) -> list[list[tuple[int, int]]]:
     return rounds
 
 
+def hosts_to_measure(reports: Mapping[int, RankReport | None]) -> list[str]:
+    """Return the name of each rank's host, which no other host has; none where there is one, or a rank has a problem."""
+    present = [report for report in reports.values() if report is not None]
+    names = {report.place: report.host for report in present}
+    if (
+        len(names) == 1
+        or len(present) < len(reports)
+        or any(axis.problem for each in present for axis in each.axes)
+    ):
+        return []
+    for number, (place, name) in enumerate(names.items()):
+        if list(names.values()).count(name) > 1:
+            names[place] = f"{name} ({number})"
+    return [names[report.place] for report in present]
+
+
 def measure_links(
-    rounds: Sequence[Sequence[tuple[int, int]]],
-    hosts: Mapping[int, str],
-    rank: int,
-    device: torch.device,
-    megabytes: float,
+    hosts: Mapping[int, str], rank: int, device: torch.device, megabytes: float
 ) -> list[LinkReport]:
-    """Measure some pairs of ranks over the default group; every rank calls this, and it communicates.
+    """Measure pairs of ranks over the default group; every rank calls this, and it communicates.
+
+    Args:
+        hosts: the host of each rank.
+        rank: this one.
+        device: where the messages are.
+        megabytes: the size of a large one.
 
     Returns:
         The links whose first rank this is.
@@ -73,7 +93,7 @@ def measure_links(
     found = []
     small = torch.ones(1, device=device)
     large = torch.ones(max(1, int(megabytes * 2**20 / 4)), device=device)
-    for pairs in rounds:
+    for pairs in pairs_to_measure(hosts):
         dist.barrier()
         for first, second in pairs:
             if rank == first:

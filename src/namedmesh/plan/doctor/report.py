@@ -55,8 +55,8 @@ class Summary:
     cards: Mapping[str, str] = field(default_factory=dict)
 
 
-def summarize(reports: Mapping[int, RankReport | None]) -> Summary:
-    """Summarize the reports of all ranks; None stands for a rank that did not report."""
+def summarize(reports: Mapping[int, RankReport | None], links: Sequence[LinkReport] = ()) -> Summary:
+    """Summarize the reports of all ranks, and the links between them; None stands for a rank that did not report."""
     present = [report for report in reports.values() if report is not None]
     silent = [rank for rank, report in reports.items() if report is None]
     problems = _problems(present)
@@ -73,7 +73,7 @@ def summarize(reports: Mapping[int, RankReport | None]) -> Summary:
         slowest.rank,
         slowest.local / median if median else 1.0,
         (),
-        tuple(link for report in present for link in report.links),
+        tuple(links),
         {report.host: report.card for report in present},
     )
 

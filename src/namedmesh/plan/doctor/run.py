@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,21 +17,23 @@ from namedmesh import launch
 from namedmesh._torch import default_store
 from namedmesh.dialects import EXPERT
 from namedmesh.errors import AgreementError, LayoutError, NamedMeshError, count_of
-from namedmesh.hosts import host_identity
 from namedmesh.init import init_mesh
 from namedmesh.launch import hosts_store
 from namedmesh.options import normalized_backend
 from namedmesh.plan.core import resolve
 from namedmesh.plan.doctor.checks import RankReport, check_groups, first_line, groups_to_check
-from namedmesh.plan.doctor.links import LinkReport, measure_links, pairs_to_measure
+from namedmesh.plan.doctor.links import LinkReport, hosts_to_measure, measure_links
 from namedmesh.plan.doctor.report import doctor_document, summarize
 from namedmesh.plan.spec import UsageError
 from namedmesh.plan.tables import show
+from namedmesh.store import LimitedStore, StoreLostError, ask
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from namedmesh.dialects import Arrangement
+
+T = TypeVar("T")
 
 _LONGEST, _LARGEST = 1e9, 1e9  # seconds as torch can count them, and megabytes as memory can hold
 _LEAVE_TIMEOUT = timedelta(seconds=10)
@@ -106,31 +107,55 @@ def run_doctor(spec: str, keywords: Mapping[str, Any], settings: Settings) -> in
         )
     except AgreementError as error:
         raise AgreementError(f"{error}, or wait longer with --timeout") from None
-    store, rank = dist.PrefixStore("doctor", default_store()), dist.get_rank()
+    board, rank = _Board(), dist.get_rank()
     try:
         arrangement = resolve(spec, world_size=dist.get_world_size(), **keywords)
-        _check(store, arrangement, device, settings)
+        _check(board, arrangement, device, settings)
     except NamedMeshError:
         raise
     except RuntimeError as error:  # torch's, about a rank that ended or cannot be reached
         sys.stderr.write(f"namedmesh doctor: rank {rank} could not make its groups: {first_line(error)}\n")
         return 1
     finally:
-        _leave(store)
+        board.leave()
         dist.destroy_process_group()
     return 0
 
 
-def _leave(store: dist.Store) -> None:
-    """Count this rank as one that has read all it needs; the host of the store stays until all have."""
-    with suppress(RuntimeError):
-        if store.add("left", 1) == dist.get_world_size():
-            store.set("all left", "")
-        if hosts_store(os.environ, dist.get_rank()):
-            _read(store, "all left", _LEAVE_TIMEOUT)
+class _Board:
+    """What the ranks tell each other beside the groups that they check: texts in the store of the job."""
+
+    def __init__(self) -> None:
+        self._store = dist.PrefixStore("doctor", default_store())
+
+    def put(self, key: str, text: str) -> None:
+        """Set a key."""
+        self._ask(lambda store: store.set(key, text))
+
+    def read(self, key: str, timeout: timedelta) -> str | None:
+        """Return the text of a key; None if it is not set in time."""
+        return self._ask(lambda store: store.get(key) if store.appears(key, timeout) else None)
+
+    def leave(self) -> None:
+        """Count this rank as one that has read all it needs; the host of the store stays until all have."""
+
+        def questions(store: LimitedStore) -> None:
+            if store.add("left") == dist.get_world_size():
+                store.set("all left", "")
+            if hosts_store(os.environ, dist.get_rank()):
+                store.appears("all left", _LEAVE_TIMEOUT)
+
+        with suppress(AgreementError):
+            self._ask(questions)
+
+    def _ask(self, questions: Callable[[LimitedStore], T]) -> T:
+        try:
+            return ask(self._store, questions)
+        except StoreLostError as error:
+            raise AgreementError(f"the store of the job is lost during namedmesh doctor: {error}") from None
 
 
-def _check(store: dist.Store, arrangement: Arrangement, device: torch.device, settings: Settings) -> None:
+def _check(board: _Board, arrangement: Arrangement, device: torch.device, settings: Settings) -> None:
     """Check the groups, show the report on rank 0, and raise the problems on every rank."""
     rank = dist.get_rank()
     mesh = init_mesh(arrangement.dense, device=device.type)
@@ -148,54 +173,29 @@ def _check(store: dist.Store, arrangement: Arrangement, device: torch.device, se
             megabytes=megabytes,
             step=_Progress(2 * len(groups) + 1, shown=rank == 0 and sys.stderr.isatty()),
         )
-        if not any(axis.problem for axis in report.axes):
-            report.links = _links(store, rank, device, megabytes)
-        store.set(f"report/{rank}", json.dumps(asdict(report)))
+        board.put(f"report/{rank}", json.dumps(asdict(report)))
+        reports: dict[int, RankReport | None] = {}
         if rank == 0:
             # A rank that waits for a stuck collective reports after its own timeout.
-            reports = {each: _report_of(store, each, 2 * settings.timeout) for each in mesh.layout.ranks}
-            summary = summarize(reports)
-            store.set("problems", json.dumps(summary.problems))
-            hosts = len({report.host for report in reports.values() if report is not None})
-            headline = f"{mesh.layout}, {dist.get_backend()} on {device.type}, {count_of(hosts, 'host')}"
+            for each in mesh.layout.ranks:
+                text = board.read(f"report/{each}", 2 * settings.timeout)
+                reports[each] = None if text is None else RankReport.from_data(json.loads(text))
+            board.put("hosts", json.dumps(hosts_to_measure(reports)))
+        hosts = dict(enumerate(json.loads(board.read("hosts", 3 * settings.timeout) or "[]")))
+        links = measure_links(hosts, rank, device, megabytes) if hosts else []
+        board.put(f"links/{rank}", json.dumps([asdict(link) for link in links]))
+        if rank == 0:
+            texts = [board.read(f"links/{each}", 2 * settings.timeout) or "[]" for each in hosts]
+            summary = summarize(reports, [LinkReport(**link) for text in texts for link in json.loads(text)])
+            board.put("problems", json.dumps(summary.problems))
+            count = len({report.host for report in reports.values() if report is not None})
+            headline = f"{mesh.layout}, {dist.get_backend()} on {device.type}, {count_of(count, 'host')}"
             show(doctor_document(summary, headline), settings.format)
-        problems = json.loads(_read(store, "problems", 3 * settings.timeout) or '["rank 0 made no report"]')
+        problems = json.loads(board.read("problems", 3 * settings.timeout) or '["rank 0 made no report"]')
         if problems:
             raise AgreementError(*problems)
     finally:
         mesh.close()
-
-
-def _links(store: dist.Store, rank: int, device: torch.device, megabytes: float) -> list[LinkReport]:
-    """Measure the links between hosts and inside them, where there are several hosts."""
-    store.set(f"host/{rank}", json.dumps([socket.gethostname(), host_identity()]))
-    if rank == 0:
-        known = [json.loads(store.get(f"host/{each}")) for each in range(dist.get_world_size())]
-        # Hosts may have one name; processes that reach each other over the loopback interface are on one.
-        names = {identity: name for name, identity in known}
-        shown = {
-            identity: name if list(names.values()).count(name) == 1 else f"{name} ({number})"
-            for number, (identity, name) in enumerate(names.items())
-        }
-        store.set("hosts", json.dumps([shown[identity] for _, identity in known]))
-    hosts = dict(enumerate(json.loads(store.get("hosts"))))
-    if len(set(hosts.values())) == 1:
-        return []
-    return measure_links(pairs_to_measure(hosts), hosts, rank, device, megabytes)
-
-
-def _report_of(store: dist.Store, rank: int, timeout: timedelta) -> RankReport | None:
-    text = _read(store, f"report/{rank}", timeout)
-    return None if text is None else RankReport.from_data(json.loads(text))
-
-
-def _read(store: dist.Store, key: str, timeout: timedelta) -> str | None:
-    """Read a key of a store; None if it is not set in time."""
-    try:
-        store.wait([key], timeout)
-    except dist.DistStoreError:
-        return None
-    return store.get(key).decode()
 
 
 class _Progress:
