@@ -52,8 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = namedmesh.launch.init(settings.device, timeout=timedelta(seconds=settings.timeout))
         rank = dist.get_rank()
         agree = run(settings, device)
-    except (AgreementError, LaunchError) as error:
-        refuse(error.problems, rank=rank)
+    except (AgreementError, LaunchError) as error:  # on each host once: it may be cut off from the others
+        speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+        refuse(error.problems, rank=rank, speaker=rank if speaks else -1)
     except (CheckpointError, LostRanksError, TrainingError) as error:  # the same on every rank that is left
         speaks = getattr(error, "first", rank == 0)
         refuse([*error.problems, how_to_go_on(settings)], rank=rank, speaker=rank if speaks else -1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -43,7 +44,8 @@ def report_lost_ranks(mesh: NamedMesh, *, timeout: timedelta = timedelta(seconds
     Raises:
         LostRanksError: in place of a ``RuntimeError`` from the body, where a rank does not answer, or has left the
             body with an exception. It names each such rank, the exception, and the groups of the axes that it was
-            in. ``first`` is true on one of the ranks that raise it, for a message that is printed once.
+            in. ``first`` is true on one of the ranks that raise it, for a
+            message that is printed once; on one rank of each host where the store of the job is lost.
 
     Example:
         >>> import namedmesh, torch, torch.distributed as dist
@@ -129,6 +131,7 @@ class _Answers:
         try:
             answer = self._ask(questions)
         except LostRanksError as lost:
+            lost.first = os.environ.get("LOCAL_RANK", "0") == "0"  # this host may be cut off from the others
             return lost
         if not answer:
             return None
