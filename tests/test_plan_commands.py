@@ -168,7 +168,7 @@ def test_markdown_is_a_table_or_a_list(capsys: pytest.CaptureFixture[str]) -> No
 def test_the_best_partitions_come_first_in_every_format(capsys: pytest.CaptureFixture[str]) -> None:
     command = (
         "partitions --world-size 16 --gpus-per-node 8 --params 100M --expert-params 80M --layers 4 --hidden 64 --seq 128 "
-        "--heads 4 --experts 4 --top-k 2 --batch 4 --micro-batch 2 --checkpointing full --sequence-parallel --best 3"
+        "--heads 4 --experts 4 --top-k 2 --global-batch 16 --micro-batch 2 --checkpointing full --best 3"
     )
     data, rows = as_json(capsys, command)["partitions"], as_csv(capsys, command)
     _, out, _ = run(capsys, command)
@@ -182,15 +182,44 @@ def test_the_best_partitions_come_first_in_every_format(capsys: pytest.CaptureFi
         assert (
             float(row["tokens_per_second"])
             == one["tokens_per_second"]
-            == pytest.approx(4 * one["dp"] * 128 / sum(one["step"].values()))
+            == pytest.approx(16 * 128 / sum(one["step"].values()))
         )
-        assert float(row["bytes_activations"]) == one["memory"][0]["activations"] > 0
+        assert int(row["micro_batches"]) == one["micro_batches"] == 16 // 2 // one["dp"]
+        assert float(row["bytes_activations"]) == one["memory"]["activations"] > 0
+        assert float(row["bytes"]) == one["memory"]["total"] == one["total_by_stage"][3]
         assert str(round(one["tokens_per_second"])) in line
     speeds = [one["tokens_per_second"] for one in data]
     assert speeds == sorted(speeds, reverse=True)
     assert run(capsys, "partitions --world-size 8 --best 2")[2] == (
-        "namedmesh partitions: a ranking needs params, layers, hidden, seq; give them too\n"
+        "namedmesh partitions: a ranking needs layers, hidden, heads, seq, global_batch; give them too\n"
     )
+
+
+LLAMA_8B = "--layers 32 --hidden 4096 --heads 32 --kv-heads 8 --ffn 14336 --vocab 128256 --seq 8192"
+
+
+def test_where_nothing_fits_the_status_and_the_text_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    command = f"partitions --world-size 8 {LLAMA_8B} --global-batch 8 --memory 24GB --best 2"
+    status, out, _ = run(capsys, command)
+    assert status == 3
+    assert "nothing fits; the nearest:" in out
+    assert "0 of them fit 24 GB of NVIDIA H100 SXM (the default; --hardware names another)" in out
+    assert main(shlex.split(f"{command} --hardware mi300x --memory 100GB")) == 0
+
+
+def test_the_first_two_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    command = f"partitions --world-size 16 {LLAMA_8B} --global-batch 64 --best 2"
+    best = as_json(capsys, f"{command} --explain")
+    one, other = (
+        ",".join(f"{axis}={each[axis]}" for axis in ("tp", "cp", "pp", "dp", "ep", "etp") if each[axis] > 1)
+        for each in best["partitions"]
+    )
+    assert best["explanation"].startswith(f"{one} is faster than {other}: ")
+    _, out, _ = run(capsys, f"{command} --explain pp=2,dp=8 dp=16")
+    assert "dp=16 is faster than pp=2,dp=8: " in out
+    assert run(capsys, f"{command} --explain dp=16")[0] == 2
+    status, _, err = run(capsys, f"{command} --explain dp=16 dp=17")
+    assert (status, err.partition(";")[0]) == (1, "namedmesh partitions: dp=17 is no partition of 16 ranks")
 
 
 @pytest.mark.parametrize(
@@ -244,7 +273,7 @@ def test_the_best_partitions_come_first_in_every_format(capsys: pytest.CaptureFi
         (
             "partitions --world-size 8 --memory 80GB",
             1,
-            "namedmesh partitions: memory was given, but not the number of parameters; give params too\n",
+            "namedmesh partitions: memory was given, but not the number of parameters; give params, ...",
         ),
     ],
 )
