@@ -1,0 +1,332 @@
+"""Published training runs: the model, the layout, how it was trained, what was measured, and where it is published.
+
+A field that a source does not state is an assumption, and named as one in ``assumed``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from namedmesh.plan import Hardware, Model, load_hardware
+
+LLAMA_8B = Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256)
+LLAMA_70B = Model(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256)
+LLAMA_405B = Model(layers=126, hidden=16384, heads=128, kv_heads=8, ffn=53248, vocab=128256)
+DEEPSEEK_V3 = Model(
+    layers=61,
+    hidden=7168,
+    heads=128,
+    head_dim=128,
+    rope_dim=64,
+    value_dim=128,
+    q_rank=1536,
+    kv_rank=512,
+    ffn=18432,
+    vocab=129280,
+    experts=256,
+    top_k=8,
+    expert_ffn=2048,
+    shared_experts=1,
+    dense_layers=3,
+    expert_groups=4,
+)
+_H100 = load_hardware("h100")
+# "each H100 GPU is equipped with 96GB HBM2e with 2.4 TB/sec peak memory bandwidth", "500W power limit", "the actual peak
+# TFLOPs number is between SXM and NVL, and we don't know its exact value": NVL's 835 (NVIDIA's data sheet) is taken.
+GRAND_TETON = replace(
+    _H100,
+    name="H100 SXM 96 GB, 500 W",
+    memory=96 * 2**30,
+    memory_bandwidth=2.4e12,
+    peak={"bf16": 835e12, "fp8": 1671e12},
+)
+# 2,048 H800 in nodes of 8: NVLink of 160 GB/s, InfiniBand of 50 GB/s (DeepSeek-V3, section 3.2.2).
+H800 = replace(_H100, name="H800", domain_bandwidth=160e9, domain_fraction=1.0)
+A100 = load_hardware("a100")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One published run.
+
+    Args:
+        name: the model, and what sets the row apart.
+        source: the paper or page, with its table.
+        model: the model.
+        hardware: what it ran on.
+        sizes: the size of each axis.
+        job: the other fields of :class:`namedmesh.plan.Job`.
+        memory: GiB of the fullest rank, as published.
+        activations: bytes of the first pipeline rank's activations, by a published formula.
+        tokens: tokens a second and GPU, as published.
+        assumed: what the source does not state; and, for a miss, which assumption differs.
+    """
+
+    name: str
+    source: str
+    model: Model
+    hardware: Hardware
+    sizes: dict[str, int]
+    job: dict[str, Any] = field(default_factory=dict)
+    memory: float | None = None
+    activations: float | None = None
+    tokens: float | None = None
+    assumed: str = ""
+
+
+def _gpt(layers: int, hidden: int, heads: int) -> Model:
+    return Model(layers=layers, hidden=hidden, heads=heads, vocab=51200, tied=True)
+
+
+def _gpt_operations(model: Model, seq: int = 2048, *, again: bool) -> float:
+    """Return the operations for a token as Narayanan et al. and Korthikanti et al. count them, with recomputation or not."""
+    layers, hidden, vocab = model.layers or 0, model.hidden or 0, model.vocab or 0
+    passes = 96 if again else 72
+    return passes * layers * hidden**2 * (1 + seq / (6 * hidden)) + 6 * hidden * vocab
+
+
+_SC21_JOB = {
+    "seq": 2048,
+    "trainer": "megatron",
+    "checkpointing": "full",
+    "sequence_parallel": False,
+    "fused_attention": False,
+    "dropout": True,
+    "overlap": False,
+    "stage": 0,
+}
+
+
+def _megatron_2021() -> list[Run]:
+    # billions, heads, hidden, layers, tp, pp, GPUs, batch, TFLOP/s a GPU
+    table = (
+        (1.7, 24, 2304, 24, 1, 1, 32, 512, 137),
+        (3.6, 32, 3072, 30, 2, 1, 64, 512, 138),
+        (7.5, 32, 4096, 36, 4, 1, 128, 512, 142),
+        (18.4, 48, 6144, 40, 8, 1, 256, 1024, 135),
+        (39.1, 64, 8192, 48, 8, 2, 512, 1536, 138),
+        (76.1, 80, 10240, 60, 8, 4, 1024, 1792, 140),
+        (145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148),
+        (310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155),
+        (529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163),
+        (1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163),
+    )
+    runs = []
+    for billions, heads, hidden, layers, tp, pp, gpus, batch, teraflops in table:
+        model = _gpt(layers, hidden, heads)
+        sizes = {"tp": tp, "pp": pp, "dp": gpus // tp // pp}
+        job = _SC21_JOB | {
+            "global_batch": batch,
+            "stages_per_rank": 2 if pp > 1 and layers % (2 * pp) == 0 else 1,
+        }
+        runs.append(
+            Run(
+                f"GPT {billions}B",
+                "Narayanan et al., SC 2021, table 1",
+                model,
+                A100,
+                sizes,
+                job,
+                tokens=teraflops * 1e12 / _gpt_operations(model, again=True),
+                assumed="micro-batch 1; interleaved with 2 stages a rank where they divide the layers",
+            )
+        )
+    return runs
+
+
+def _korthikanti() -> list[Run]:
+    # name, heads, hidden, layers, tp, pp, GPUs, batch, micro-batch, stages a rank, seconds: full, selective with SP
+    table = (
+        ("22B", 64, 6144, 48, 8, 1, 4, 4, 1, 1.42, 1.10),
+        ("175B", 96, 12288, 96, 8, 8, 64, 1, 3, 18.13, 13.75),
+        ("530B", 128, 20480, 105, 8, 35, 280, 1, 3, 49.05, 37.83),
+        ("1T", 160, 25600, 128, 8, 64, 512, 1, 1, 94.42, 71.49),
+    )
+    runs = []
+    for name, heads, hidden, layers, tp, pp, batch, micro_batch, turns, *seconds in table:
+        model = _gpt(layers, hidden, heads)
+        tokens = batch * 2048 / (tp * pp)
+        common = _SC21_JOB | {"global_batch": batch, "micro_batch": micro_batch, "stages_per_rank": turns}
+        stage = 2048 * micro_batch * hidden * layers * (1 + (pp - 1) / (pp * turns) if turns > 1 else 1)
+        attention, widths = 5 * heads * 2048 / hidden, 34.0
+        policies = {
+            "none": (False, 10 + 24 / tp + attention / tp, None),
+            "selective": (False, 10 + 24 / tp, None),
+            "none, sequence-parallel": (True, (widths + attention) / tp, None),
+            "selective, sequence-parallel": (True, widths / tp, seconds[1]),
+            "full": (False, 2.0, seconds[0]),
+        }
+        for policy, (parallel, each, took) in policies.items():
+            job = common | {"checkpointing": policy.partition(",")[0], "sequence_parallel": parallel}
+            runs.append(
+                Run(
+                    f"GPT {name}, {policy}",
+                    "Korthikanti et al., MLSys 2023, tables 2, 3 and 5, section 4.2.3",
+                    model,
+                    A100,
+                    {"tp": tp, "pp": pp, "dp": 1},
+                    job,
+                    activations=stage * each,
+                    tokens=tokens / took if took else None,
+                    assumed="activations by the paper's formula, not measured"
+                    + (
+                        ""
+                        if pp * turns <= layers and layers % (pp * turns) == 0
+                        else "; the layers do not divide by the stages"
+                    ),
+                )
+            )
+    return runs
+
+
+def _llama_operations(seq: int) -> float:
+    """Return the operations for a token of Llama 3 405B, with the half of attention that a causal mask leaves."""
+    model = LLAMA_405B
+    return 6 * (model.total - model.embedding) + 6 * (model.layers or 0) * (model.hidden or 0) * seq
+
+
+def _llama_3() -> list[Run]:
+    table = ((8192, 1, 64, 8192, 32, 430), (16384, 1, 128, 8192, 16, 400), (16384, 16, 8, 131072, 16, 380))
+    return [
+        Run(
+            f"Llama 3 405B, {gpus} GPUs, {seq} tokens",
+            "Llama Team, The Llama 3 Herd of Models, 2024, table 4",
+            LLAMA_405B,
+            _H100,
+            {"tp": 8, "cp": cp, "pp": 16, "dp": dp},
+            {
+                "seq": seq,
+                "global_batch": dp * batch,
+                "stage": 2,
+                "stages_per_rank": 2,
+                "checkpointing": "none",
+            },
+            tokens=teraflops * 1e12 / _llama_operations(seq),
+            assumed="micro-batch 1; interleaved with 2 stages a rank; operations count half of attention (causal)",
+        )
+        for gpus, cp, dp, seq, batch, teraflops in table
+    ]
+
+
+def _deepseek() -> list[Run]:
+    return [
+        Run(
+            "DeepSeek-V3",
+            "DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, sections 3 and 4.2, table 1",
+            DEEPSEEK_V3,
+            H800,
+            {"pp": 16, "dp": 128, "ep": 64},
+            {
+                "seq": 4096,
+                "global_batch": 15360,
+                "stage": 1,
+                "precision": "fp8",
+                "schedule": "dualpipe",
+                "trainer": "megatron",
+                "checkpointing": "selective",
+            },
+            tokens=1e12 / (180e3 * 3600),
+            assumed="micro-batch 1; recomputation of norms and of MLA's up-projections and the prediction of a second token not counted",
+        )
+    ]
+
+
+def _torchtitan() -> list[Run]:
+    page = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table "
+    op = {"seq": 8192, "checkpointing": "op"}
+    full = {"checkpointing": "full", "precision": "fp8"}
+    runs = []
+    for table, gpus, rows in (
+        (
+            1,
+            8,
+            (
+                (5762, 82.4, "eager", "bf16"),
+                (6667, 77.0, "compile", "bf16"),
+                (8532, 76.8, "compile, float8", "fp8"),
+            ),
+        ),
+        (
+            3,
+            128,
+            (
+                (5605, 67.0, "eager", "bf16"),
+                (6514, 62.0, "compile", "bf16"),
+                (8380, 61.8, "compile, float8", "fp8"),
+            ),
+        ),
+    ):
+        for tokens, memory, words, precision in rows:
+            job = op | {"global_batch": 2 * gpus, "micro_batch": 2, "precision": precision}
+            sizes = {"dp": gpus}
+            runs.append(
+                Run(
+                    f"Llama 3.1 8B, FSDP {gpus}, {words}",
+                    f"{page}{table}",
+                    LLAMA_8B,
+                    GRAND_TETON,
+                    sizes,
+                    job,
+                    memory,
+                    tokens=tokens,
+                )
+            )
+    for cp, tokens, memory in ((1, 3890, 83.9), (2, 2540, 84.2), (4, 1071, 84.0), (8, 548, 84.5)):
+        sizes = {"dp": 8 // cp, "cp": cp}
+        job = full | {"seq": 32768 * cp, "global_batch": 8 // cp}
+        runs.append(
+            Run(
+                f"Llama 3.1 8B, FSDP {8 // cp}, CP {cp}",
+                f"{page}2",
+                LLAMA_8B,
+                GRAND_TETON,
+                sizes,
+                job,
+                memory,
+                tokens=tokens,
+            )
+        )
+    sizes = {"dp": 32, "tp": 8}
+    job = full | {"seq": 8192, "global_batch": 512, "micro_batch": 16}
+    runs.append(
+        Run("Llama 3.1 70B, FSDP 32, TP 8", f"{page}4", LLAMA_70B, GRAND_TETON, sizes, job, 71.9, tokens=829)
+    )
+    sizes = {"dp": 8, "tp": 8, "pp": 8}
+    micro = "micro-batches: torchtitan's default, as many as stages (pipelining_utils.py); asynchronous TP not counted"
+    for turns, words, tokens, memory in ((1, "1F1B", 100, 82.5), (2, "interleaved", 128, 72.7)):
+        job = full | {"seq": 8192, "global_batch": 256, "micro_batch": 4 // turns, "stages_per_rank": turns}
+        runs.append(
+            Run(
+                f"Llama 3.1 405B, {words}",
+                f"{page}5",
+                LLAMA_405B,
+                GRAND_TETON,
+                sizes,
+                job,
+                memory,
+                tokens=tokens,
+                assumed=micro,
+            )
+        )
+    for cp, tokens, memory in ((1, 76, 75.3), (2, 47, 75.9), (4, 31, 77.1), (8, 16, 84.9)):
+        sizes = {"dp": 8 // cp, "cp": cp, "tp": 8, "pp": 8}
+        job = full | {"seq": 32768 * cp, "global_batch": 64 // cp}
+        runs.append(
+            Run(
+                f"Llama 3.1 405B, CP {cp}",
+                f"{page}6",
+                LLAMA_405B,
+                GRAND_TETON,
+                sizes,
+                job,
+                memory,
+                tokens=tokens,
+                assumed=micro,
+            )
+        )
+    return runs
+
+
+RUNS = (*_megatron_2021(), *_korthikanti(), *_llama_3(), *_deepseek(), *_torchtitan())
+"""Every run, in the order of the tables."""
