@@ -99,7 +99,7 @@ def estimate_memory(job: Job, sizes: Mapping[str, int]) -> Memory:
     """
     axes = axes_of(sizes)
     micro_batches = job.micro_batches(axes.dp)
-    each = [_of_share(job, axes, share, micro_batches) for share in shares(job, axes.pp)]
+    each = [memory_of_share(job, axes, share, micro_batches) for share in shares(job, axes.pp)]
     return max(each, key=lambda memory: memory.total)
 
 
@@ -145,7 +145,8 @@ def _replicated(job: Job, axes: Axes) -> float:
     return model.hidden * model.kv * (query + value) * (1 - 1 / axes.tp)
 
 
-def _of_share(job: Job, axes: Axes, share: Share, micro_batches: int | None) -> Memory:
+def memory_of_share(job: Job, axes: Axes, share: Share, micro_batches: int | None) -> Memory:
+    """Return the memory of one pipeline rank."""
     held = parameters_of(job, axes, share)
     states = _states(job, held, axes)
     if not job.sized:

@@ -244,6 +244,8 @@ def _incompatibilities(job: Job, axis: str, size: int) -> tuple[str, ...]:
     if axis == "cp" and job.seq is not None and size > 1 and job.seq % (2 * size):
         # Each context-parallel rank takes a chunk from either end, so that causal attention is balanced.
         return (f"a sequence of {job.seq} does not divide by 2 x cp={size}",)
+    if axis == "cp" and size > 1 and not job.fused_attention:
+        return (f"ring attention over cp={size} is fused; leave out --no-fused-attention",)
     if axis == "pp" and model.layers is not None and model.layers < size * job.stages_per_rank:
         stages = f"pp={size}" if job.stages_per_rank == 1 else f"pp={size} x {job.stages_per_rank} stages"
         return (f"{model.layers} layers cannot fill {stages}",)

@@ -19,6 +19,9 @@ _FORWARD, _BACKWARD, _AGAIN = 2, 3, 2
 # Operations of fused attention's backward pass, in those of its forward: five products for two (Dao, FlashAttention-2,
 # 2023, section 3.1). Otherwise two for one, as for any product.
 _FUSED_BACKWARD = 2.5
+# While a collective runs beside the computation it takes its processors: 20 of 132 multiprocessors (DeepSeek-V3, 2024,
+# section 3.2.2); 0.15 in Calculon's systems/*.json (Isaev et al., SC 2023).
+_TAKEN = 0.15
 _ADAM = 28
 """Bytes of a parameter that Adam reads (weight, gradient, mean, variance) and writes (without the gradient), in float32."""
 
@@ -94,12 +97,12 @@ def _of_share(job: Job, axes: Axes, share: Share) -> Step:
     traffic["ep"] = send.expert_parallel(job, axes, share, tokens)
     traffic["pp"] = send.pipeline_parallel(job, axes, tokens)
     waits = {axis: one.seconds for axis, one in traffic.items()}
-    waits["cp"] = max(0.0, waits["cp"] - sum(work.attention))
     computing = work.total(0) + work.total(1)
+    waits["cp"] = _exposed(waits["cp"], sum(work.attention))
     if job.schedule == "dualpipe":
-        waits["ep"] = max(0.0, waits["ep"] - computing)
+        waits["ep"] = _exposed(waits["ep"], computing)
     if job.stages_per_rank > 1 or job.schedule == "dualpipe":
-        waits["pp"] = max(0.0, waits["pp"] - computing)
+        waits["pp"] = _exposed(waits["pp"], computing)
     seconds = {
         "matmul": sum(work.matmul) * count * part,
         "attention": sum(work.attention) * count * part,
@@ -111,6 +114,12 @@ def _of_share(job: Job, axes: Axes, share: Share) -> Step:
     sent = {axis: one.sent * count * part for axis, one in traffic.items()}
     seconds["dp"], sent["dp"] = _data_parallel(job, axes, share, held, work, count)
     return Step(_nonzero(seconds), _nonzero(sent))
+
+
+def _exposed(seconds: float, behind: float, edge: float = 0.0) -> float:
+    """Return what communication adds to a computation beside it, of which ``edge`` has nothing to hide behind."""
+    alone = max(seconds * edge, seconds - behind)
+    return alone + _TAKEN * (seconds - alone)
 
 
 def _nonzero(parts: dict[str, float]) -> dict[str, float]:
@@ -178,8 +187,8 @@ def _data_parallel(  # noqa: PLR0917  what it is computed from
     else:
         # The first layer's weights, and the last layer's gradients, have nothing to hide behind.
         edge = 1 / max(1, share.layers)
-        behind = each.seconds - gather.seconds
-        exposed = max(gather.seconds * edge, gather.seconds - forward) + max(behind * edge, behind - backward)
+        exposed = _exposed(gather.seconds, forward, edge)
+        exposed += _exposed(each.seconds - gather.seconds, backward, edge)
     return exposed * rounds, each.sent * rounds
 
 
