@@ -27,7 +27,7 @@ from namedmesh.sizes import stage_range
 
 LLAMA_8B = Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256)
 GPT = Model(layers=5, heads=4, hidden=16, vocab=32)
-PLAIN = Hardware("plain", {"bf16": 1e12}, {"bf16": 0.5}, 0.25, 80e9, 1e9, 0.5, 4, 4, 1e9, 1.0, 4, 1e8, 1.0)
+PLAIN = Hardware("plain", {"bf16": 1e12}, {"bf16": 0.5}, 0.25, 80e9, 1e11, 0.5, 4, 4, 1e9, 1.0, 4, 1e8, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -226,6 +226,17 @@ def test_a_step_by_hand() -> None:
     one = sum(step.seconds[part] for part in ("matmul", "attention", "memory", "tp", "pp")) / 4
     assert step.seconds["bubble"] == pytest.approx(one)  # (p-1) micro-batches
     assert "dp" not in step.sent
+
+
+def test_few_tokens_wait_for_the_weights_and_micro_batches_for_the_sums() -> None:
+    model = Model(layers=2, hidden=64, heads=4)
+    job = Job(model, PLAIN, seq=4, global_batch=1)
+    layers = 2 * model.layer[0]
+    # 4 tokens: 2 x 4 operations a weight at 5e11 take less than its 2 bytes at 5e10.
+    one = estimate_step(job, {}).seconds
+    assert one["matmul"] == pytest.approx(3 * 2 * layers / 5e10)
+    many = estimate_step(replace(job, global_batch=3, stage=1), {}).seconds
+    assert many["memory"] - 3 * one["memory"] == pytest.approx(3 * 10 * layers / 5e10)
 
 
 def test_data_parallel_traffic_hides_behind_the_computation() -> None:

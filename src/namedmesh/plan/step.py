@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from namedmesh.plan import communication as send
@@ -19,6 +19,9 @@ _FORWARD, _BACKWARD, _AGAIN = 2, 3, 2
 # Operations of fused attention's backward pass, in those of its forward: five products for two (Dao, FlashAttention-2,
 # 2023, section 3.1). Otherwise two for one, as for any product.
 _FUSED_BACKWARD = 2.5
+# Bytes of a parameter where micro-batches accumulate: the gradient is read in bf16, the sum read and written in float32
+# (Megatron's main_grad; FSDP2's accumulated gradients under a float32 reduce_dtype).
+_ACCUMULATED = 2 + 4 + 4
 # While a collective runs beside the computation it takes its processors: 20 of 132 multiprocessors (DeepSeek-V3, 2024,
 # section 3.2.2); 0.15 in Calculon's systems/*.json (Isaev et al., SC 2023).
 _TAKEN = 0.15
@@ -45,7 +48,7 @@ class Step:
         return sum(self.seconds.values())
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Pass:
     """Seconds of a micro-batch on one pipeline rank: forward and backward, by part."""
 
@@ -79,7 +82,7 @@ def estimate_step(job: Job, sizes: Mapping[str, int]) -> Step:
         >>> job = Job(Model(layers=32, hidden=4096, heads=32), seq=4096, global_batch=64)
         >>> step = estimate_step(job, {"tp": 2, "dp": 4})
         >>> {part: round(seconds, 3) for part, seconds in step.seconds.items()}
-        {'matmul': 1.875, 'attention': 0.356, 'memory': 0.271, 'tp': 0.2, 'dp': 0.026, 'optimizer': 0.008}
+        {'matmul': 1.875, 'attention': 0.356, 'memory': 0.271, 'tp': 0.2, 'dp': 0.148, 'optimizer': 0.008}
     """
     axes = axes_of(sizes)
     return max((_of_share(job, axes, share) for share in shares(job, axes.pp)), key=lambda step: step.total)
@@ -91,7 +94,10 @@ def _of_share(job: Job, axes: Axes, share: Share) -> Step:
     held = parameters_of(job, axes, share)
     # DualPipe: each of the rank's two stages works on half of the micro-batches.
     part = 0.5 if job.schedule == "dualpipe" and axes.pp > 1 else 1.0
-    work = _computation(job, axes, share, tokens)
+    work = _computation(job, axes, share, tokens, held)
+    if count > 1 and not _reduces_each(job, axes):
+        accumulated = _ACCUMULATED * (held.shared + held.experts) / job.hardware.memory_rate
+        work = replace(work, memory=(work.memory[0], work.memory[1] + accumulated))
     traffic = dict(zip(("tp", "etp"), send.tensor_parallel(job, axes, share, tokens), strict=True))
     traffic["cp"] = send.context_parallel(job, axes, share, tokens)
     traffic["ep"] = send.expert_parallel(job, axes, share, tokens)
@@ -116,6 +122,11 @@ def _of_share(job: Job, axes: Axes, share: Share) -> Step:
     return Step(_nonzero(seconds), _nonzero(sent))
 
 
+def _reduces_each(job: Job, axes: Axes) -> bool:
+    """Return whether weights are gathered and gradients reduced for each micro-batch, as FSDP2 does without a pipeline."""
+    return job.gathers and axes.pp == 1
+
+
 def _exposed(seconds: float, behind: float, edge: float = 0.0) -> float:
     """Return what communication adds to a computation beside it, of which ``edge`` has nothing to hide behind."""
     alone = max(seconds * edge, seconds - behind)
@@ -126,8 +137,11 @@ def _nonzero(parts: dict[str, float]) -> dict[str, float]:
     return {part: parts[part] for part in sorted(parts, key=lambda part: -parts[part]) if parts[part]}
 
 
-def _computation(job: Job, axes: Axes, share: Share, tokens: float) -> _Pass:
-    """Return the seconds of one micro-batch through the layers of a rank, and through the head."""
+def _computation(job: Job, axes: Axes, share: Share, tokens: float, held: Parameters) -> _Pass:
+    """Return the seconds of one micro-batch through the layers of a rank, and through the head.
+
+    Products of few tokens take as long as their weights take to read, or gradients of weights to write.
+    """
     model, hardware = job.model, job.hardware
     dense, expert, routed = model.layer
     met = dense * share.dense + (expert + routed * model.top_k / (model.experts or 1)) * share.expert
@@ -138,6 +152,7 @@ def _computation(job: Job, axes: Axes, share: Share, tokens: float) -> _Pass:
         / axes.tp
         / hardware.matmul_rate("bf16" if job.precision == "fp32" else job.precision)
     )
+    products = max(products, job.number_bytes * (held.shared + held.experts) / hardware.memory_rate)
     again = {"full": 1.0, "op": 0.5}.get(job.checkpointing, 0.0)  # "op": every second product
     matmul = products, products * (2 + again)
     head = 2 * tokens * model.embedding / axes.tp / hardware.matmul_rate("bf16") if share.last else 0.0
@@ -179,7 +194,7 @@ def _data_parallel(  # noqa: PLR0917  what it is computed from
     gather, reduce = send.data_parallel(job, axes, held)
     each = gather + reduce
     rounds = 1
-    if job.gathers and axes.pp == 1:
+    if _reduces_each(job, axes):
         rounds, each = count, gather * 2 + reduce
     forward, backward = work.total(0), work.total(1)
     if not job.overlap:
