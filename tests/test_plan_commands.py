@@ -254,6 +254,13 @@ def test_the_first_two_are_explained(capsys: pytest.CaptureFixture[str]) -> None
             "namedmesh plan: '/nowhere/at/all.svg' cannot be written: No such file or directory\n",
         ),
         (
+            "plan tp=2 --svg layout.png --html layout.pdf",
+            2,
+            "namedmesh plan: 2 problems:\n"
+            "  - 'layout.png' ends in .png, but --svg writes SVG; name a file that ends in .svg\n"
+            "  - 'layout.pdf' ends in .pdf, but --html writes HTML; name a file that ends in .html\n",
+        ),
+        (
             "shard --in 0 --out 4 --tp -1 --style row",
             1,
             "namedmesh shard: 2 problems:\n  - the number of inputs is 0; ...\n  - tp is -1; ...",
@@ -419,6 +426,18 @@ def test_a_terminal_gets_plain_text_without_rich(capsys: pytest.CaptureFixture[s
     command = "shard --in 8 --out 8 --tp 2 --style row"
     _, plain, _ = run(capsys, command)
     assert on_a_terminal(command, without_rich=True) == plain
+
+
+@pytest.mark.parametrize("without_rich", [False, True])
+def test_a_wide_table_fits_the_terminal(*, without_rich: bool) -> None:
+    if not without_rich:
+        pytest.importorskip("rich")
+    command = f"partitions --world-size 131072 {LLAMA_8B} --global-batch 4096 --experts 64 --expert-ffn 512"
+    out = re.sub(r"\x1b\[[0-9;]*m", "", on_a_terminal(command, without_rich=without_rich))
+    table = out.split("\n\n")[1]
+    assert max(map(len, table.splitlines())) <= 120
+    assert "ruled out" in table
+    assert "4096" in table
 
 
 def test_a_terminal_gets_tables_with_rich() -> None:

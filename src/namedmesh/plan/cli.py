@@ -86,6 +86,7 @@ def _plan(arguments: Namespace) -> int:
     from namedmesh.plan.core import make_plan, plan_rank
     from namedmesh.plan.text import plan_document, rank_document
 
+    _check_suffixes(arguments)
     spec, keywords = _layout_arguments(arguments)
     plan = make_plan(
         spec,
@@ -113,6 +114,19 @@ def _draw(plan: Plan, arguments: Namespace) -> None:
         from namedmesh.plan.html import draw_html
 
         _write(arguments.html, draw_html(plan, color_by=arguments.color_by, rank=arguments.rank))
+
+
+def _check_suffixes(arguments: Namespace) -> None:
+    """Refuse a name that says another format than what is written."""
+    wrong = []
+    for path, suffixes in ((arguments.svg, (".svg",)), (arguments.html, (".html", ".htm"))):
+        suffix = "" if path is None else Path(path).suffix
+        if suffix and suffix.lower() not in suffixes:
+            wrong.append(
+                f"{path!r} ends in {suffix}, but --{suffixes[0][1:]} writes {suffixes[0][1:].upper()}; name a file that ends in {suffixes[0]}"
+            )
+    if wrong:
+        raise UsageError(*wrong)
 
 
 def _write(path: str, text: str) -> None:
@@ -152,6 +166,7 @@ def _shard(arguments: Namespace) -> int:
     from namedmesh.plan.shard import cut_weight, drawn_weight, shard_document
     from namedmesh.plan.weights import draw_weights_html, draw_weights_svg
 
+    _check_suffixes(arguments)
     cut = cut_weight(arguments.inputs, arguments.outputs, tp=arguments.tp, style=arguments.style)
     show(shard_document(cut, everything=arguments.all), arguments.format)
     for path, draw in ((arguments.svg, draw_weights_svg), (arguments.html, draw_weights_html)):

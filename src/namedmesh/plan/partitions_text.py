@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _SHOWN = 200
+_OPTIONAL = ("crosses nodes", "sent", "micro-batches", "time goes to")
 _DENSE = ("tp", "cp", "pp", "dp")
 _PARTS = 4  # of the time and the traffic are named
 _LEAST = 0.01  # and from which part of the whole on
@@ -29,7 +30,8 @@ def partitions_document(
     if not (shown and shown[0].rules.job.model.experts):
         columns = tuple(column for column in columns if column not in {"ep", "etp"})
     rows = tuple(tuple(row[column] for column in columns) for row in cells)
-    table = Table(columns, rows, frozenset(i for i, partition in enumerate(shown) if not partition.fits))
+    struck = frozenset(i for i, partition in enumerate(shown) if not partition.fits)
+    table = Table(columns, rows, struck, _OPTIONAL)
     more = f"... and {len(partitions) - len(shown)} more" if len(shown) < len(partitions) else ""
     notes = "\n".join(_notes(shown[0], columns)) if shown else ""
     return Document(
