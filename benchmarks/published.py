@@ -110,13 +110,23 @@ def main() -> None:
         for note in (run.assumed, result.reason and f"the planner: {result.reason}"):
             if note:
                 print(f"    {note}")
-    print()
+    for title, afterwards in (
+        ("runs that the model was made with", False),
+        ("runs that it was tried on afterwards", True),
+    ):
+        chosen = [result for run, result in zip(runs, results, strict=True) if run.afterwards is afterwards]
+        if chosen:
+            print(f"\n{title}")
+            _summaries(chosen)
+
+
+def _summaries(results: list[Result]) -> None:
     _summary("memory", [result.memory for result in results], MEMORY_GOAL)
     _summary("activations", [result.activations for result in results], MEMORY_GOAL)
     _summary("tokens a second", [result.tokens for result in results], SPEED_GOAL)
     ranked = [result.rank for result in results if result.rank]
     best = [rank for rank in ranked if "(" not in rank and int(rank.partition("/")[0]) <= RANK_GOAL]
-    print(f"published layout among the best {RANK_GOAL} that fit: {len(best)} of {len(ranked)}")
+    print(f"  published layout among the best {RANK_GOAL} that fit: {len(best)} of {len(ranked)}")
 
 
 def _summary(what: str, errors: list[float | None], goal: float) -> None:
@@ -124,7 +134,7 @@ def _summary(what: str, errors: list[float | None], goal: float) -> None:
     if known:
         within = sum(abs(error) <= goal for error in known)
         print(
-            f"{what}: {within} of {len(known)} within {goal:.0%}, from {min(known):+.0%} to {max(known):+.0%}, "
+            f"  {what}: {within} of {len(known)} within {goal:.0%}, from {min(known):+.0%} to {max(known):+.0%}, "
             f"median of the size {median(map(abs, known)):.0%}"
         )
 

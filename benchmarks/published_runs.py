@@ -68,6 +68,7 @@ class Run:
         activations: bytes of the first pipeline rank's activations, by a published formula.
         tokens: tokens a second and GPU, as published.
         assumed: what the source does not state; and, for a miss, which assumption differs.
+        afterwards: whether the run was tried when the model was done.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Run:
     activations: float | None = None
     tokens: float | None = None
     assumed: str = ""
+    afterwards: bool = False
 
 
 def _gpt(layers: int, hidden: int, heads: int) -> Model:
@@ -328,6 +330,118 @@ def _torchtitan_large() -> list[Run]:
     ]
 
 
+def _tried_afterwards() -> list[Run]:
+    """Return runs that the model was tried on when it was done: nothing was changed for them."""
+    h200, op = load_hardware("h200"), {"seq": 8192, "checkpointing": "op"}
+    page = "torchtitan, benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md"
+    runs = []
+    for gpus, tokens, memory in ((32, 10938, 47.96), (64, 10753, 46.97)):
+        job = op | {"global_batch": 2 * gpus, "micro_batch": 2, "precision": "fp8", "fused_loss": True}
+        runs.append(
+            Run(
+                f"Llama 3.1 8B, FSDP {gpus}, H200",
+                page,
+                LLAMA_8B,
+                h200,
+                {"dp": gpus},
+                job,
+                memory,
+                None,
+                tokens,
+            )
+        )
+    llama_2_13b = Model(layers=40, hidden=5120, heads=40, ffn=13824, vocab=32000)
+    llama_2_70b = replace(LLAMA_70B, vocab=32000)
+    for name, model, seq, rows, policy, tokens in (
+        ("Llama 3 8B", LLAMA_8B, 8192, 1, "op", 2973),
+        ("Llama 3 70B", LLAMA_70B, 8192, 1, "full", 331),
+        ("Llama 2 13B", llama_2_13b, 4096, 2, "none", 2162),
+        ("Llama 2 13B", llama_2_13b, 4096, 2, "op", 1904),
+        ("Llama 2 70B", llama_2_70b, 4096, 1, "op", 355),
+        ("Llama 2 70B", llama_2_70b, 4096, 2, "full", 353),
+    ):
+        job = {"seq": seq, "global_batch": 64 * rows, "micro_batch": rows, "checkpointing": policy}
+        source = "torchtitan, docs/performance.md"
+        runs.append(Run(f"{name}, FSDP 64, {policy}", source, model, A100, {"dp": 64}, job, tokens=tokens))
+    page = "LLM Foundry, scripts/train/benchmarking/README.md"
+    for name, layers, hidden, heads, gpus, batch, rows, policy, tokens in (
+        ("MPT 7B", 32, 4096, 32, 8, 48, 6, "none", 10643),
+        ("MPT 13B", 40, 5120, 40, 8, 16, 2, "none", 4792),
+        ("MPT 30B", 48, 7168, 64, 32, 1344, 14, "full", 2308),
+        ("MPT 70B", 80, 8192, 64, 64, 2048, 8, "full", 1039),
+    ):
+        model = Model(layers=layers, hidden=hidden, heads=heads, vocab=50432, tied=True)
+        job = {"seq": 2048, "global_batch": batch, "micro_batch": rows, "checkpointing": policy}
+        runs.append(Run(f"{name}, FSDP {gpus}, H100", page, model, _H100, {"dp": gpus}, job, tokens=tokens))
+    gpt = Model(layers=96, hidden=12288, heads=96, vocab=64000, tied=True)
+    nemotron = Model(layers=96, hidden=18432, heads=96, kv_heads=8, vocab=256000)
+    megatron = {"trainer": "megatron", "checkpointing": "selective"}
+    for name, source, model, hardware, pp, turns, seq, gpus, batch, seconds in (
+        (
+            "MegaScale 175B",
+            "Jiang et al., MegaScale, NSDI 2024, table 2",
+            gpt,
+            A100,
+            8,
+            6,
+            2048,
+            256,
+            768,
+            32.0,
+        ),
+        (
+            "MegaScale 175B",
+            "Jiang et al., MegaScale, NSDI 2024, table 2",
+            gpt,
+            A100,
+            8,
+            6,
+            2048,
+            12288,
+            6144,
+            6.34,
+        ),
+        (
+            "Nemotron-4 340B",
+            "NVIDIA, Nemotron-4 340B, 2024, table 2",
+            nemotron,
+            _H100,
+            12,
+            8,
+            4096,
+            1536,
+            768,
+            10.3,
+        ),
+        (
+            "Nemotron-4 340B",
+            "NVIDIA, Nemotron-4 340B, 2024, table 2",
+            nemotron,
+            _H100,
+            12,
+            8,
+            4096,
+            6144,
+            2304,
+            8.0,
+        ),
+    ):
+        job = megatron | {"seq": seq, "global_batch": batch, "stages_per_rank": turns, "stage": 1}
+        sizes = {"tp": 8, "pp": pp, "dp": gpus // 8 // pp}
+        runs.append(
+            Run(
+                f"{name}, {gpus} GPUs",
+                source,
+                model,
+                hardware,
+                sizes,
+                job,
+                tokens=batch * seq / seconds / gpus,
+            )
+        )
+    return [replace(run, afterwards=True) for run in runs]
+
+
 RUNS = (
     *_megatron_2021(),
     *_korthikanti(),
@@ -335,5 +449,6 @@ RUNS = (
     *_deepseek(),
     *_torchtitan_8b(),
     *_torchtitan_large(),
+    *_tried_afterwards(),
 )
 """Every run, in the order of the tables."""

@@ -25,7 +25,7 @@ class Hardware:
         peak: operations a second by precision, dense.
         matmul: the fraction of the peak that large matrix products reach, by precision.
         attention: the fraction of the bf16 peak that fused attention reaches, forward and backward.
-        memory: bytes of its memory.
+        memory: bytes that a job may use; the data sheet's GB, as 10^9 bytes, leaves 5 GiB of a card of 80 GiB to CUDA and NCCL.
         memory_bandwidth: bytes that it reads or writes in a second.
         memory_fraction: the fraction of it that elementwise kernels reach.
         gpus_per_node: GPUs in a node; its NICs are theirs together.

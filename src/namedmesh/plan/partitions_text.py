@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _SHOWN = 200
-_OPTIONAL = ("crosses nodes", "sent", "micro-batches", "time goes to")
+_OPTIONAL = ("crosses nodes", "sent", "micro batches", "time goes to")
 _DENSE = ("tp", "cp", "pp", "dp")
 _PARTS = 4  # of the time and the traffic are named
 _LEAST = 0.01  # and from which part of the whole on
@@ -75,7 +75,7 @@ def _cells(partition: Partition) -> dict[str, Cell]:
         time = _largest(step.seconds, ", ", lambda seconds: f"{seconds / step.total:.0%}")
     return {
         **partition.sizes,
-        "micro-batches": partition.micro_batches,
+        "micro batches": partition.micro_batches,
         "GB": round(memory.total / 1e9, 1) if memory is not None else None,
         "tokens/s": round(partition.tokens_per_second) or None,
         "time goes to": time or None,
