@@ -140,6 +140,11 @@ def test_experts_keep_their_inputs_and_outputs() -> None:
     found = saved(Job(model, seq=8), Axes(), experts=True).kept
     attention = 4 * 16 + 5 * 16
     assert found == 2 * (attention + 2 * 2 * 16 + 3 * 4 * 12 + 2 * 8)
+    # Over two ranks: each has half of the tokens for whole experts, or all of them for halves.
+    halves = 2 * 16 / 2 + 2 * 16 + 5 * 16 / 2 + 3 * 4 * 12 / 2 + 2 * 8
+    for etp in (1, 2):
+        found = saved(Job(model, seq=8), Axes(tp=2, etp=etp), experts=True).kept
+        assert found == 2 * (halves + 2 * 2 * 16 * etp / 2)
 
 
 def test_what_fsdp_gathers() -> None:

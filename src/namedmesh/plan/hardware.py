@@ -55,8 +55,9 @@ class Hardware:
     sources: dict[str, str] = field(default_factory=dict)
 
     def matmul_rate(self, precision: str) -> float:
-        """Return the operations of matrix products in a second."""
-        return self.peak[precision] * self.matmul[precision]
+        """Return the operations of matrix products in a second; those of bf16 where a precision has no figure of its own."""
+        known = precision if precision in self.peak else "bf16"
+        return self.peak[known] * self.matmul[known]
 
     @property
     def attention_rate(self) -> float:

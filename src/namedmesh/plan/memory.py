@@ -77,7 +77,7 @@ def estimate_memory(job: Job, sizes: Mapping[str, int]) -> Memory:
 
     States follow Rajbhandari et al., "ZeRO", SC 2020, sections 3.1 and 5: of P parameters on a rank, 2 P bytes of weights
     (divided over the data-parallel ranks at stage 3), 2 P or 4 P of gradients (at 2), 12 P of optimizer state (at 1).
-    Activations follow Korthikanti et al., "Reducing Activation Recomputation", MLSys 2023, table 2, taken apart tensor by
+    In float32, 4, 4 and 8. Activations follow Korthikanti et al., "Reducing Activation Recomputation", MLSys 2023, table 2, taken apart tensor by
     tensor; :func:`saved` lists them. What torch's FSDP2 gathers, accumulates and prefetches, and what its pipelines keep
     (the logits of all micro-batches, and once more all of them when they are merged), is read from torch's code.
     ``benchmarks/memory.py`` and ``benchmarks/published.py`` compare it with measurements.
@@ -173,6 +173,8 @@ def _states(job: Job, held: Parameters, axes: Axes) -> tuple[float, float, float
         for part, stage in enumerate((3, 2, 1)):
             sharded[part] += count / (ranks if job.stage >= stage else 1)
     weights, gradients, optimizer = sharded
+    if job.precision == "fp32":  # no second copy of the weights
+        return 4 * weights, 4 * gradients, 8 * optimizer
     return 2 * weights, job.gradient_bytes * gradients, 12 * optimizer
 
 
@@ -244,9 +246,12 @@ def _feed_forward(job: Job, axes: Axes, *, experts: bool) -> _Inner:
     if not experts:
         inner = model.inner / axes.tp
         return _Inner(copies * inner, inner + (hidden if gates == 2 else 0), gates * inner)  # noqa: PLR2004  gated
-    routed = model.top_k * model.expert_inner / axes.etp
+    # A rank routes its part of the sequence, 1/tp of it, together with the other etp ranks of its experts.
+    routed = model.top_k * model.expert_inner / axes.tp
     shared = (model.shared_experts or 0) * model.expert_inner / axes.tp
-    moved = 2 * model.top_k * hidden  # the input of each expert of a token, and its output
+    moved = (
+        2 * model.top_k * hidden * axes.etp / axes.tp
+    )  # the input of each expert of a token, and its output
     router = 2 * (model.experts or 0)  # in float32
     return _Inner(
         copies * (routed + shared) + moved + router, routed + shared + moved, gates * (routed + shared)

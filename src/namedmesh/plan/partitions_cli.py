@@ -111,7 +111,7 @@ def _configure_training(parser: Any) -> None:
         "what is computed again: nothing; attention's scores; all but attention and every second product; whole layers",
     )
     parser.add_argument(
-        "--stage", type=int, choices=STAGES, default=3, help=f"ZeRO stage: {STAGE_WORDS} (default: 3)"
+        "--stage", type=int, choices=STAGES, help=f"ZeRO stage: {STAGE_WORDS} (default: 3, Megatron's 1)"
     )
     parser.add_argument(
         "--state-bytes",
@@ -202,6 +202,8 @@ def _job(arguments: Namespace) -> tuple[Job, list[str]]:
     model = replace(model, **{name: size for name, size in sizes.items() if size is not None})
     names = {one.name for one in fields(Job)} & {*vars(arguments)} - {"model", "hardware"}
     policies = {name: getattr(arguments, name) for name in names}
+    if policies["stage"] is None:
+        policies["stage"] = 1 if policies["trainer"] == "megatron" else 3
     return Job(model, _hardware(arguments), **policies), notes
 
 

@@ -47,24 +47,24 @@ def _notes(partition: Partition, columns: Sequence[str]) -> list[str]:
     job, limit = partition.rules.job, partition.rules.memory
     notes = []
     if "GB" in columns and limit is not None:
+        parts = (
+            f"gathered weights, activations ({job.trainer}'s layers, checkpointing {job.checkpointing}), loss"
+        )
+        if not job.sized:
+            parts = "without activations, for which layers, hidden, heads and seq are missing"
         notes.append(
-            f"GB: of the fullest rank, of {limit / 1e9:.4g}: states at ZeRO stage {job.stage}, gathered weights, activations "
-            f"({job.trainer}'s layers, checkpointing {job.checkpointing}), loss"
+            f"GB: of the fullest rank, of {limit / 1e9:.4g}: states at ZeRO stage {job.stage}, {parts}"
         )
     if "sent" in columns:
         notes.append("sent: GB that a rank sends in a step by axis, the most first")
     if "tokens/s" in columns:
         hardware = job.hardware
         notes.append(
-            f"tokens/s: of the whole job, on {hardware.name}: products at {hardware.matmul_rate(_precision(job.precision)) / 1e12:.0f} "
+            f"tokens/s: of the whole job, on {hardware.name}: products at {hardware.matmul_rate(job.precision) / 1e12:.0f} "
             f"TFLOP/s ({job.precision}), {hardware.domain_bandwidth / 1e9:.0f} GB/s a GPU among {hardware.domain}, "
             f"{hardware.nics_per_node} NICs of {hardware.nic_bandwidth / 1e9:.0f} GB/s a node of {hardware.gpus_per_node}"
         )
     return notes
-
-
-def _precision(precision: str) -> str:
-    return "bf16" if precision == "fp32" else precision
 
 
 def _cells(partition: Partition) -> dict[str, Cell]:

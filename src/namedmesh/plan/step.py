@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from namedmesh.plan import communication as send
-from namedmesh.plan.communication import Traffic
 from namedmesh.plan.job import Axes, Job, Share, axes_of, bubble, shares
 from namedmesh.plan.memory import Parameters, loss_bytes, parameters_of, saved
 
@@ -145,13 +144,7 @@ def _computation(job: Job, axes: Axes, share: Share, tokens: float, held: Parame
     model, hardware = job.model, job.hardware
     dense, expert, routed = model.layer
     met = dense * share.dense + (expert + routed * model.top_k / (model.experts or 1)) * share.expert
-    products = (
-        2
-        * tokens
-        * met
-        / axes.tp
-        / hardware.matmul_rate("bf16" if job.precision == "fp32" else job.precision)
-    )
+    products = 2 * tokens * met / axes.tp / hardware.matmul_rate(job.precision)
     products = max(products, job.number_bytes * (held.shared + held.experts) / hardware.memory_rate)
     again = {"full": 1.0, "op": 0.5}.get(job.checkpointing, 0.0)  # "op": every second product
     matmul = products, products * (2 + again)
@@ -205,6 +198,3 @@ def _data_parallel(  # noqa: PLR0917  what it is computed from
         exposed = _exposed(gather.seconds, forward, edge)
         exposed += _exposed(each.seconds - gather.seconds, backward, edge)
     return exposed * rounds, each.sent * rounds
-
-
-__all__ = ["Step", "Traffic", "estimate_step"]

@@ -119,7 +119,7 @@ def _changes(job: Job) -> list[tuple[str, Job]]:
 def misses_text(misses: Sequence[Partition]) -> str:
     """Return in a few lines what the partitions lack that come nearest to fitting, and what would make them fit."""
     if not misses:
-        return "nothing fits: the sizes of the model, or the batch, rule out every partition; --all lists why"
+        return "nothing fits: the sizes of the model, or the batch, rule out every partition; without --best and --fitting the reasons are listed"
     lines = ["nothing fits; the nearest:"]
     for one in misses:
         lacking = ((one.memory.total if one.memory else 0.0) - (one.rules.memory or 0.0)) / 1e9
