@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -21,13 +22,14 @@ from namedmesh.plan import (
     best_partitions,
     compare,
     cut_weight,
+    estimate_memory,
     list_partitions,
     load_hardware,
     make_plan,
     nearest_misses,
 )
 from namedmesh.plan.spec import parse_bytes, parse_count
-from namedmesh.plan.why import explain, find_partition, misses_text
+from namedmesh.plan.why import explain, find_partition, misses_text, remedies
 
 LLAMA_8B = Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256)
 LLAMA_405B = Model(layers=126, hidden=16384, heads=128, kv_heads=8, ffn=53248, vocab=128256)
@@ -107,6 +109,17 @@ def test_what_does_not_fit_is_told_what_it_lacks() -> None:
     lines = misses_text(misses).splitlines()
     assert f"{misses[0].words} lacks {needs[0] / 1e9 - 24:.3g} GB" in lines[1]
     assert "--checkpointing full" in lines[1]
+    for one in misses:
+        job, sizes = one.rules.job, one.sizes
+        fitting = [
+            policy
+            for policy in ("op", "full")
+            if estimate_memory(replace(job, checkpointing=policy), sizes).total <= 24e9
+        ]
+        assert [words for words in remedies(one) if "checkpointing" in words] == [
+            f"--checkpointing {policy}" for policy in fitting
+        ]
+    assert remedies(next(one for one in partitions if one.dp == 8)) == []
 
 
 def test_an_explanation_names_the_seconds_and_the_gigabytes() -> None:

@@ -231,6 +231,8 @@ def test_a_step_by_hand() -> None:
     one = sum(step.seconds[part] for part in ("matmul", "attention", "memory", "tp", "pp")) / 4
     assert step.seconds["bubble"] == pytest.approx(one)  # (p-1) micro-batches
     assert "dp" not in step.sent
+    full = estimate_step(replace(job, checkpointing="full"), {"tp": 2, "pp": 2})
+    assert full.sent["tp"] == sent * 3 / 2  # and once more, where the layer is computed again
 
 
 def test_few_tokens_wait_for_the_weights_and_micro_batches_for_the_sums() -> None:

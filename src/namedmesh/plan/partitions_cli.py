@@ -121,18 +121,20 @@ def _configure_training(parser: Any) -> None:
     )
     _choice(parser, "--schedule", SCHEDULES, "1f1b", "order of a pipeline's micro-batches")
     _integer(parser, "--stages-per-rank", "of a pipeline; 2 or more is interleaved (default: 1)", default=1)
-    _switch(parser, "--sequence-parallel", True, "tp ranks share the norms and the residual stream too")
-    _switch(parser, "--fused-attention", True, "attention's scores stay on the chip (FlashAttention)")
-    _switch(parser, "--fused-loss", False, "the loss is compiled, without copies of the logits")
-    _switch(parser, "--dropout", False, "the layers have dropout, whose masks are kept")
-    _switch(parser, "--overlap", True, "weights and gradients travel beside the computation")
+    _switch(
+        parser, "--sequence-parallel", "tp ranks share the norms and the residual stream too", default=True
+    )
+    _switch(parser, "--fused-attention", "attention's scores stay on the chip (FlashAttention)", default=True)
+    _switch(parser, "--fused-loss", "the loss is compiled, without copies of the logits", default=False)
+    _switch(parser, "--dropout", "the layers have dropout, whose masks are kept", default=False)
+    _switch(parser, "--overlap", "weights and gradients travel beside the computation", default=True)
 
 
 def _choice(parser: Any, flag: str, values: tuple[str, ...], default: str, text: str) -> None:
     parser.add_argument(flag, choices=values, default=default, help=f"{text} (default: {default})")
 
 
-def _switch(parser: Any, flag: str, default: bool, text: str) -> None:
+def _switch(parser: Any, flag: str, text: str, *, default: bool) -> None:
     state = "yes" if default else "no"
     parser.add_argument(
         flag, action=BooleanOptionalAction, default=default, help=f"{text} (default: {state})"
