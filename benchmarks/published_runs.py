@@ -442,7 +442,31 @@ def _tried_afterwards() -> list[Run]:
                 tokens=batch * seq / seconds / gpus,
             )
         )
+    runs += _tried_afterwards_in_2022()
     return [replace(run, afterwards=True) for run in runs]
+
+
+def _tried_afterwards_in_2022() -> list[Run]:
+    """Return runs of Megatron-DeepSpeed, with full recomputation and without sequence parallelism."""
+    turing, bloom = _gpt(105, 20480, 128), Model(layers=70, hidden=14336, heads=112, vocab=250880, tied=True)
+    runs = [
+        Run(
+            f"MT-NLG 530B, {gpus} GPUs",
+            "Smith et al., Megatron-Turing NLG 530B, 2022, section 3.3",
+            turing,
+            A100,
+            {"tp": 8, "pp": 35, "dp": gpus // 280},
+            _SC21_JOB | {"global_batch": 1920},
+            tokens=1920 * 2048 / seconds / gpus,
+            assumed="micro-batch 1; ranked without an interleaved schedule, as it ran",
+        )
+        for gpus, seconds in ((2240, 60.1), (2800, 50.2), (3360, 44.4))
+    ]
+    job = _SC21_JOB | {"global_batch": 2048, "micro_batch": 2, "stage": 1, "dropout": False, "overlap": True}
+    source = "BigScience, BLOOM, 2022; 150 TFLOP/s at its start by the training chronicles of ml-engineering"
+    tokens = 150e12 / _gpt_operations(bloom, again=True)
+    runs.append(Run("BLOOM 176B", source, bloom, A100, {"tp": 4, "pp": 12, "dp": 8}, job, tokens=tokens))
+    return runs
 
 
 RUNS = (

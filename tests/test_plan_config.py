@@ -81,10 +81,19 @@ def test_configurations_amount_to_the_published_parameters(
 
 def test_what_a_configuration_cannot_say_is_named(tmp_path: Path) -> None:
     config = {**QWEN3_MOE, "decoder_sparse_step": 2, "layer_types": ["full_attention", "sliding_attention"]}
+    config |= {"shared_expert_intermediate_size": 512, "num_nextn_predict_layers": 1, "max_window_layers": 48}
     _, notes = read_config(written(tmp_path, config))
-    assert [note.partition(" ")[0] for note in notes] == ["decoder_sparse_step", "layer_types"]
-    inside = {"text_config": LLAMA, "vision_config": {"hidden_size": 1}}
-    assert read_config(written(tmp_path, inside))[0].total == 8_030_261_248
+    (note,) = notes
+    named = set(note.partition(" may ")[0].split(", "))
+    assert named == {
+        "decoder_sparse_step",
+        "layer_types",
+        "shared_expert_intermediate_size",
+        "num_nextn_predict_layers",
+    }
+    model, notes = read_config(written(tmp_path, {"text_config": LLAMA, "vision_config": {"hidden_size": 1}}))
+    assert model.total == 8_030_261_248
+    assert notes == ["vision_config is not read: only the text model is counted"]
 
 
 def test_flags_override_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

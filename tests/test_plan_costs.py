@@ -131,6 +131,7 @@ def test_an_explanation_names_the_seconds_and_the_gigabytes() -> None:
     assert lines[0].startswith("dp=16 is faster than pp=16: ")
     assert f"  bubble: 0 s against {piped.step.seconds['bubble']:.3g} s" in lines
     assert any(line.startswith("it needs ") and line.endswith(" GB") for line in lines)
+    assert find_partition(partitions, {"tp": 4, "cp": 2}).sizes["dp"] == 2
     with pytest.raises(LayoutError, match=r"tp=3 is no partition of 16 ranks"):
         find_partition(partitions, {"tp": 3})
 

@@ -18,6 +18,7 @@ TOO_FAST = {
     "Llama 3.1 8B, FSDP 1, CP 8": 0.65,
     "Llama 3.1 405B, CP 4": 0.35,
     "Llama 3.1 405B, CP 8": 0.60,
+    "MT-NLG 530B, 3360 GPUs": 0.30,
     "MPT 7B, FSDP 8, H100": 0.30,  # kernels of 2023
     "MPT 13B, FSDP 8, H100": 0.45,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from namedmesh.plan.hardware import read_json
@@ -29,7 +30,7 @@ _KEYS = {
     "value_dim": ("v_head_dim",),
 }
 _NEEDED = ("layers", "hidden", "heads", "vocab")
-_UNGATED = (
+_UNGATED = [
     "gpt2",
     "gpt_neox",
     "gpt_neo",
@@ -42,9 +43,10 @@ _UNGATED = (
     "phi",
     "starcoder2",
     "codegen",
-)
+    "nemotron",
+]
 """The types of models whose feed-forward network is not gated."""
-_TIED = (
+_TIED = [
     "gpt2",
     "gpt_bigcode",
     "gemma",
@@ -55,17 +57,23 @@ _TIED = (
     "opt",
     "mpt",
     "starcoder2",
-)
+]
 """The types whose head is the embedding unless their configuration says otherwise."""
-_UNKNOWN_SHAPES = {
-    "moe_layer_freq": "experts in some layers only",
-    "decoder_sparse_step": "experts in some layers only",
-    "shared_expert_intermediate_size": "a shared expert of another width",
-    "layer_types": "layers of several types",
-    "vision_config": "a vision tower",
+_SHAPE = re.compile(r"layer|expert|head|dim|rank|size|freq|step|period|interval")
+"""Words in the names of keys that may change the number of parameters."""
+_HARMLESS = {
+    *(key for keys in _KEYS.values() for key in keys),
+    *("moe_layer_freq", "decoder_sparse_step"),  # unless experts are in some layers only: not 1
+    *(
+        "max_window_layers",
+        "attention_chunk_size",
+        "chunk_size_feed_forward",
+        "head_dim",
+        "qk_head_dim",
+        "n_head_kv",
+    ),
+    *("type_vocab_size", "ep_size", "router_aux_loss_coef", "num_return_sequences"),
 }
-"""Keys that change the number of parameters in a way that a :class:`Model` cannot say, and what they mean."""
-_HARMLESS = {"moe_layer_freq": 1, "decoder_sparse_step": 1}
 
 
 def read_config(path: str) -> tuple[Model, list[str]]:
@@ -81,20 +89,23 @@ def read_config(path: str) -> tuple[Model, list[str]]:
         UsageError: the file cannot be read, or lacks a size that nothing can be said without.
     """
     data = read_json(path if path.endswith(".json") else f"{path.rstrip('/')}/config.json")
-    if isinstance(data.get("text_config"), dict):  # a model of text and pictures
+    notes = [
+        f"{key} is not read: only the text model is counted" for key in data if key.endswith("vision_config")
+    ]
+    if isinstance(data.get("text_config"), dict):
         data = data["text_config"]
     sizes, problems = _sizes(data)
     if problems:
         raise UsageError(*(f"{path}: {problem}" for problem in problems))
-    kind, notes = str(data.get("model_type", "")), []
+    kind = str(data.get("model_type", ""))
     inner = sizes.pop("ffn", None) if kind in _UNGATED else None
     if inner not in {None, 4 * sizes["hidden"]}:
         notes.append(f"an ungated network of width {inner} is taken to be 4 x hidden")
     if kind not in _UNGATED and "ffn" not in sizes and "expert_ffn" not in sizes:
         notes.append("no width of the feed-forward network: 4 x hidden, not gated, is taken")
-    for key, words in _UNKNOWN_SHAPES.items():
-        if _matters(key, data.get(key)):
-            notes.append(f"{key} ({words}) is not read; give --params if it matters")
+    unread = [key for key, value in data.items() if _matters(key, value)]
+    if unread:
+        notes.append(f"{', '.join(unread)} may change the sizes and cannot be read; give --params if they do")
     tied = bool(data.get("tie_word_embeddings", kind in _TIED))
     return Model(**sizes, tied=tied), notes
 
@@ -120,7 +131,9 @@ def _sizes(data: dict[str, Any]) -> tuple[dict[str, int], list[str]]:
 
 
 def _matters(key: str, value: object) -> bool:
-    """Return whether a key says something that a model cannot."""
+    """Return whether a key may say something about the sizes that a model cannot."""
     if key == "layer_types" and isinstance(value, list):
         return len(set(value)) > 1
-    return value is not None and value != _HARMLESS.get(key)
+    if key in _HARMLESS:
+        return key in {"moe_layer_freq", "decoder_sparse_step"} and value not in {None, 1}
+    return type(value) is int and value > 0 and _SHAPE.search(key) is not None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from namedmesh.errors import LayoutError
 from namedmesh.plan.memory import Memory, estimate_memory
-from namedmesh.plan.partitions import Partition, missing_for_steps
+from namedmesh.plan.partitions import AXES, Partition, missing_for_steps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,17 +21,19 @@ MEMORY_PARTS = ("weights", "gradients", "optimizer", "gathered", "activations", 
 
 
 def find_partition(partitions: Sequence[Partition], sizes: Mapping[str, int]) -> Partition:
-    """Return the partition with these sizes; axes that are not named have size 1.
+    """Return the partition with these sizes; other axes have size 1, and dp is whatever is left.
 
     Raises:
         LayoutError: there is none.
     """
-    wanted = {"tp": 1, "cp": 1, "pp": 1, "dp": 1, "ep": 1, "etp": 1, **sizes}
+    world = partitions[0].world_size if partitions else 0
+    wanted = {**dict.fromkeys(AXES, 1), **sizes}
+    if sizes.get("dp", -1) == -1:
+        wanted["dp"] = world // (wanted["tp"] * wanted["cp"] * wanted["pp"])
     for one in partitions:
         if one.sizes == wanted:
             return one
     given = ",".join(f"{axis}={size}" for axis, size in sizes.items())
-    world = partitions[0].world_size if partitions else 0
     raise LayoutError(
         f"{given} is no partition of {world} ranks; name tp, cp, pp, dp, and ep and etp with experts"
     )
