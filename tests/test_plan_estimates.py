@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from namedmesh import LayoutError
 from namedmesh.plan import (
     Hardware,
     Job,
@@ -209,8 +210,11 @@ def test_the_bandwidth_of_a_group_follows_from_its_members_in_a_node() -> None:
     assert hardware.bandwidth(16, 2) == 2e8
     assert hardware.bandwidth(4, 4) == 1e8
     assert collective(hardware, 8e8, 16, 1).seconds == pytest.approx(7.5e8 / 4e8, rel=1e-3)
-    nvl72 = load_hardware("gb200-nvl72")
-    assert nvl72.bandwidth(64, 1) == nvl72.bandwidth(4, 1)
+    assert hardware.bandwidth(3, 1) == 1e8  # the second group has a rank in one node and two in the next
+    assert hardware.bandwidth(6, 1) == 2e8
+    nvl72 = load_hardware("gb200-nvl72").filled(1024)  # 64 of the 72
+    assert nvl72.bandwidth(64, 1) == nvl72.bandwidth(4, 1) == 0.82 * 900e9
+    assert nvl72.bandwidth(16, 32) == 2 * 45e9  # two members in a rack
 
 
 def test_a_step_by_hand() -> None:
@@ -233,6 +237,14 @@ def test_a_step_by_hand() -> None:
     assert "dp" not in step.sent
     full = estimate_step(replace(job, checkpointing="full"), {"tp": 2, "pp": 2})
     assert full.sent["tp"] == sent * 3 / 2  # and once more, where the layer is computed again
+
+
+def test_a_world_inside_a_node_does_not_leave_it() -> None:
+    job = Job(Model(layers=3, hidden=66, heads=3), PLAIN, seq=4, global_batch=1)
+    sent = estimate_step(job, {"tp": 3})
+    assert sent.seconds["tp"] == pytest.approx(sent.sent["tp"] / 1e9 + 3 * 2 * 4 * 2 * 3.4e-6)
+    with pytest.raises(LayoutError, match="plain has no fp8; it has bf16"):
+        estimate_step(replace(job, precision="fp8"), {"tp": 3})
 
 
 def test_few_tokens_wait_for_the_weights_and_micro_batches_for_the_sums() -> None:

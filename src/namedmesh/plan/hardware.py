@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, fields, replace
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,14 @@ class Hardware:
     sources: dict[str, str] = field(default_factory=dict)
 
     def matmul_rate(self, precision: str) -> float:
-        """Return the operations of matrix products in a second; those of bf16 where a precision has no figure of its own."""
-        known = precision if precision in self.peak else "bf16"
-        return self.peak[known] * self.matmul[known]
+        """Return the operations of matrix products in a second.
+
+        Raises:
+            LayoutError: the hardware has no figure for the precision.
+        """
+        if precision not in self.peak:
+            raise LayoutError(f"{self.name} has no {precision}; it has {', '.join(self.peak)}")
+        return self.peak[precision] * self.matmul[precision]
 
     @property
     def attention_rate(self) -> float:
@@ -82,9 +88,21 @@ class Hardware:
         nics = self.nics_per_node * gpus / self.gpus_per_node
         return replace(self, gpus_per_node=gpus, domain=domain, nics_per_node=nics)
 
+    def filled(self, world_size: int) -> Hardware:
+        """Return the hardware as a job fills it: as many whole nodes of each domain as divide the world.
+
+        Example:
+            >>> load_hardware("gb200-nvl72").filled(2048).domain, load_hardware("h100").filled(6).domain
+            (64, 6)
+        """
+        if world_size <= self.domain:
+            return replace(self, domain=world_size)
+        used = range(self.domain, 0, -self.gpus_per_node)
+        return replace(self, domain=next((ranks for ranks in used if world_size % ranks == 0), self.domain))
+
     def members(self, size: int, stride: int) -> int:
-        """Return how many ranks of a group, ``stride`` apart, lie in one domain."""
-        return max(1, min(size, self.domain // stride))
+        """Return how many ranks of a group, ``stride`` apart, lie in one domain; the fewest, where groups lie differently."""
+        return gcd(size, max(1, self.domain // stride))
 
     def bandwidth(self, size: int, stride: int) -> float:
         """Return the bytes a second that a collective moves over each link of a group (nccl-tests' bus bandwidth).

@@ -25,7 +25,7 @@ TRAINERS = ("torch", "megatron")
 """Whose layers, loss and optimizer are counted: torch's with FSDP2, as torchtitan and the training example have them;
 or Megatron's."""
 PRECISIONS = ("bf16", "fp8", "fp32")
-"""The numbers of matrix products; activations are in bf16 with fp8 as well."""
+"""The numbers of matrix products, as far as the hardware has them; activations are in bf16 with fp8 as well."""
 SCHEDULES = ("1f1b", "gpipe", "zero-bubble", "dualpipe")
 STATE_BYTES = (16, 18)
 """Bytes of weight, gradient and Adam's state of a parameter: with gradients of 2 bytes, or of 4 as Megatron keeps them."""
@@ -153,7 +153,7 @@ class Job:
             if value not in values:
                 near = did_you_mean(value, values) if isinstance(value, str) else ""  # type: ignore[arg-type]
                 problems.append(f"{name} {value!r} is not one of {values}{near}")
-        if self.precision in PRECISIONS[:2] and self.precision not in self.hardware.peak:
+        if self.precision in PRECISIONS and self.precision not in self.hardware.peak:
             problems.append(
                 f"{self.hardware.name} has no {self.precision}; it has {', '.join(self.hardware.peak)}"
             )

@@ -98,8 +98,8 @@ class Partition:
 
     @cached_property
     def crossing(self) -> tuple[str, ...]:
-        """The axes of which some groups have ranks on several nodes."""
-        node = self.rules.job.hardware.gpus_per_node
+        """The axes of which some groups have ranks on several nodes, or in several domains of fast links that join nodes."""
+        node = max(self.rules.job.hardware.gpus_per_node, self.rules.job.hardware.domain)
         dense, expert = ("tp", "cp", "dp", "pp"), ("etp", "ep", "edp")
         sizes = {**self.sizes, "edp": self.world_size // (self.pp * self.ep * self.etp)}
         crossing = []
@@ -184,7 +184,7 @@ def list_partitions(
         )
     if problems:
         raise LayoutError(*problems)
-    rules = Rules(job, memory or job.hardware.memory)
+    rules = Rules(replace(job, hardware=job.hardware.filled(world_size)), memory or job.hardware.memory)
     return tuple(Partition(*sizes, rules=rules) for sizes in _all_sizes(world_size, job.model.experts))
 
 
