@@ -95,10 +95,9 @@ class Hardware:
             >>> load_hardware("gb200-nvl72").filled(2048).domain, load_hardware("h100").filled(6).domain
             (64, 6)
         """
-        if world_size <= self.domain:
-            return replace(self, domain=world_size)
-        used = range(self.domain, 0, -self.gpus_per_node)
-        return replace(self, domain=next((ranks for ranks in used if world_size % ranks == 0), self.domain))
+        used = range(self.domain, 0, -self.gpus_per_node) if world_size > self.domain else (world_size,)
+        domain = next((ranks for ranks in used if world_size % ranks == 0), self.domain)
+        return self if domain == self.domain else replace(self, domain=domain)
 
     def members(self, size: int, stride: int) -> int:
         """Return how many ranks of a group, ``stride`` apart, lie in one domain; the fewest, where groups lie differently."""

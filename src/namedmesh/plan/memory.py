@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from namedmesh.plan.job import Axes, Job, Share, axes_of, in_flight, kv_heads_on_rank, shares
@@ -152,7 +153,8 @@ def memory_of_share(job: Job, axes: Axes, share: Share, micro_batches: int | Non
     if not job.sized:
         return Memory(*states, rank=share.rank)
     tokens = job.micro_batch * (job.seq or 0) / axes.cp
-    dense, expert = saved(job, axes, experts=False), saved(job, axes, experts=True)
+    dense = saved(job, axes, experts=False)
+    expert = saved(job, axes, experts=True) if share.expert else dense
     kept = in_flight(job, axes.pp, share.rank, micro_batches)
     activations = kept * tokens * (dense.kept * share.dense + expert.kept * share.expert)
     worst = expert if share.expert else dense
@@ -208,6 +210,11 @@ def saved(job: Job, axes: Axes, *, experts: bool) -> Saved:
     Sizes on a rank are divided by tp; what is outside of attention and feed-forward network is divided too with sequence
     parallelism.
     """
+    return _saved(job, axes._replace(pp=1, dp=1, ep=1), experts)  # many layouts share the others
+
+
+@lru_cache(maxsize=4096)
+def _saved(job: Job, axes: Axes, experts: bool) -> Saved:
     model, tp, number = job.model, axes.tp, job.number_bytes
     hidden, heads = model.hidden or 0, model.heads or 1
     stream = hidden / tp if job.sequence_parallel else float(hidden)

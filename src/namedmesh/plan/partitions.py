@@ -37,6 +37,11 @@ class Rules:
     memory: float | None = None
 
     @cached_property
+    def by_stage(self) -> tuple[Job, ...]:
+        """The job at each stage of ZeRO."""
+        return tuple(replace(self.job, stage=stage) for stage in STAGES)
+
+    @cached_property
     def incompatible(self) -> Callable[[str, int], tuple[str, ...]]:
         """A function of an axis and its size: why the model rules it out. Many partitions share a size."""
         return cache(partial(_incompatibilities, self.job))
@@ -85,14 +90,19 @@ class Partition:
         return self.tp * self.cp * self.pp * self.dp
 
     @cached_property
+    def mismatches(self) -> tuple[str, ...]:
+        """Which sizes of the model or the batch do not go with it."""
+        rule = self.rules.incompatible
+        return tuple(
+            reason for axis in ("tp", "pp", "ep", "cp", "dp") for reason in rule(axis, getattr(self, axis))
+        )
+
+    @cached_property
     def reasons(self) -> tuple[str, ...]:
         """Why the sizes of the model or the batch rule it out, or else the memory; empty if they do not."""
-        rule = self.rules.incompatible
-        reasons = rule("tp", self.tp) + rule("pp", self.pp) + rule("ep", self.ep) + rule("cp", self.cp)
-        reasons += rule("dp", self.dp)
         limit = self.rules.memory
-        if limit is None or reasons or self.memory is None or self.memory.total <= limit:
-            return reasons
+        if limit is None or self.memory is None or self.memory.total <= limit:
+            return self.mismatches
         needed = self.memory.total
         return (f"{NO_MEMORY} {needed / 1e9:.1f} GB of {limit / 1e9:.1f} at stage {self.rules.job.stage}",)
 
@@ -118,22 +128,22 @@ class Partition:
 
     @cached_property
     def memory(self) -> Memory | None:
-        """The bytes of the fullest rank; None if the number of parameters is not known."""
-        if not self.rules.job.model.total:
+        """The bytes of the fullest rank; None if the number of parameters is not known, or sizes rule it out."""
+        if self.mismatches or not self.rules.job.model.total:
             return None
         return estimate_memory(self.rules.job, self.sizes)
 
     @property
     def memory_by_stage(self) -> tuple[Memory, ...]:
-        """The bytes of the fullest rank for each stage of ZeRO; empty if the number of parameters is not known."""
+        """The same for each stage of ZeRO; empty where :attr:`memory` is None."""
         if self.memory is None:
             return ()
-        return tuple(estimate_memory(replace(self.rules.job, stage=stage), self.sizes) for stage in STAGES)
+        return tuple(estimate_memory(job, self.sizes) for job in self.rules.by_stage)
 
     @cached_property
     def step(self) -> Step | None:
-        """The seconds of a step, and what a rank sends in it; None if a size is not known that it needs."""
-        if missing_for_steps(self.rules.job) or self.micro_batches is None:
+        """The seconds of a step, and what a rank sends in it; None if a size is missing, or sizes rule it out."""
+        if self.mismatches or missing_for_steps(self.rules.job):
             return None
         return estimate_step(self.rules.job, self.sizes)
 

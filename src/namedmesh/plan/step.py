@@ -84,7 +84,9 @@ def estimate_step(job: Job, sizes: Mapping[str, int]) -> Step:
         {'matmul': 1.875, 'attention': 0.356, 'memory': 0.271, 'tp': 0.2, 'dp': 0.148, 'optimizer': 0.008}
     """
     axes = axes_of(sizes)
-    job = replace(job, hardware=job.hardware.filled(axes.tp * axes.data * axes.pp))
+    hardware = job.hardware.filled(axes.tp * axes.data * axes.pp)
+    if hardware is not job.hardware:
+        job = replace(job, hardware=hardware)
     return max((_of_share(job, axes, share) for share in shares(job, axes.pp)), key=lambda step: step.total)
 
 
