@@ -232,7 +232,7 @@ def test_a_step_by_hand() -> None:
     assert step.sent["tp"] == sent
     assert step.seconds["tp"] == pytest.approx(sent / 1e9 + 4 * 4 * 2 * 3.4e-6)
     assert step.sent["pp"] == 4 * 2 * tokens * 64 * 2 / 2
-    one = sum(step.seconds[part] for part in ("matmul", "attention", "memory", "tp", "pp")) / 4
+    one = sum(step.seconds[part] for part in ("matmul", "attention", "elementwise", "tp", "pp")) / 4
     assert step.seconds["bubble"] == pytest.approx(one)  # (p-1) micro-batches
     assert "dp" not in step.sent
     full = estimate_step(replace(job, checkpointing="full"), {"tp": 2, "pp": 2})
@@ -255,7 +255,7 @@ def test_few_tokens_wait_for_the_weights_and_micro_batches_for_the_sums() -> Non
     one = estimate_step(job, {}).seconds
     assert one["matmul"] == pytest.approx(3 * 2 * layers / 5e10)
     many = estimate_step(replace(job, global_batch=3, stage=1), {}).seconds
-    assert many["memory"] - 3 * one["memory"] == pytest.approx(3 * 10 * layers / 5e10)
+    assert many["elementwise"] - 3 * one["elementwise"] == pytest.approx(3 * 10 * layers / 5e10)
 
 
 def test_data_parallel_traffic_hides_behind_the_computation() -> None:
@@ -319,6 +319,10 @@ def test_shipped_hardware_is_whole_and_names_its_sources() -> None:
         named = {field.strip() for fields in one.sources for field in fields.split(",")}
         assert named >= set(vars(one)) - {"name", "sources", "gpus_per_node", "domain"}
         assert 0 < one.matmul_rate("bf16") < one.peak["bf16"]
+
+
+def test_jobs_on_the_same_hardware_are_equal() -> None:
+    assert Job(LLAMA_8B, seq=8) == Job(LLAMA_8B, seq=8)
 
 
 def test_hardware_from_a_file(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def configure(parser: ArgumentParser) -> None:
     group.add_argument(
         "--hardware",
         metavar="NAME",
-        help=f"{', '.join(hardware_names())}, or a file like theirs that ends in .json (default: {_DEFAULT})",
+        help=f"{', '.join(hardware_names())}, or a file like those of namedmesh/plan/gpus that ends in .json (default: {_DEFAULT})",
     )
     _integer(group, "--gpus-per-node", "consecutive ranks on one node, if not the hardware's")
     group.add_argument("--memory", metavar="M", help="memory of a GPU, such as 80GB, if not the hardware's")

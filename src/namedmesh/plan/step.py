@@ -33,7 +33,7 @@ class Step:
     """The seconds of a step by what they go to, and the bytes that a rank sends, by axis.
 
     Args:
-        seconds: by part: matrix products, attention, kernels bound by memory, bubble, optimizer, and each axis as far as
+        seconds: by part: matrix products, attention, elementwise kernels, which the memory bounds, bubble, optimizer, and each axis as far as
             it does not hide behind computation.
         sent: bytes by axis.
     """
@@ -65,7 +65,7 @@ def estimate_step(job: Job, sizes: Mapping[str, int]) -> Step:
     - Matrix products: 2 operations for each parameter that a token meets, twice that backward, at the fraction of the peak
       that large products reach. Attention: 4 s q operations a token and layer for q features, of which causal fused
       attention computes half. (Narayanan et al., SC 2021, appendix.)
-    - Kernels bound by memory (norms, gates, residuals, loss; scores of unfused attention): they write and read what
+    - Elementwise kernels, bound by memory (norms, gates, residuals, loss; scores of unfused attention): they write and read what
       :func:`namedmesh.plan.memory.saved` lists, at the memory's bandwidth.
     - The bubble of the schedule, and the optimizer.
     - Each axis, at the bandwidth of its groups. tp and ep stop the computation (ep not with DualPipe), and so does pp
@@ -81,7 +81,7 @@ def estimate_step(job: Job, sizes: Mapping[str, int]) -> Step:
         >>> job = Job(Model(layers=32, hidden=4096, heads=32), seq=4096, global_batch=64)
         >>> step = estimate_step(job, {"tp": 2, "dp": 4})
         >>> {part: round(seconds, 3) for part, seconds in step.seconds.items()}
-        {'matmul': 1.875, 'attention': 0.356, 'memory': 0.271, 'tp': 0.2, 'dp': 0.148, 'optimizer': 0.008}
+        {'matmul': 1.875, 'attention': 0.356, 'elementwise': 0.271, 'tp': 0.2, 'dp': 0.148, 'optimizer': 0.008}
     """
     axes = axes_of(sizes)
     hardware = job.hardware.filled(axes.tp * axes.data * axes.pp)
@@ -114,7 +114,7 @@ def _of_share(job: Job, axes: Axes, share: Share) -> Step:
     seconds = {
         "matmul": sum(work.matmul) * count * part,
         "attention": sum(work.attention) * count * part,
-        "memory": sum(work.memory) * count * part,
+        "elementwise": sum(work.memory) * count * part,
         "bubble": bubble(job, axes.pp) * (computing + sum(waits.values())) * part,
         "optimizer": _optimizer(job, axes, held),
         **{axis: waited * count * part for axis, waited in waits.items()},

@@ -48,7 +48,7 @@ def explain(first: Partition, second: Partition) -> str:
     faster, slower = _step(first), _step(second)
     if faster.total > slower.total:
         first, second, faster, slower = second, first, slower, faster
-    both = f"{faster.total:.3g} s a step against {slower.total:.3g} s, {1 - faster.total / slower.total:.0%} less"
+    both = f"{faster.total:.3g} s a step against {slower.total:.3g} s, {1 - faster.total / slower.total:.1%} less"
     lines = [f"{first.words} is faster than {second.words}: {both}"]
     lines += _differences(faster.seconds, slower.seconds, faster.total, "s")
     if first.memory is not None and second.memory is not None:
