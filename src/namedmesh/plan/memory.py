@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 _REDUCED = 4
 """Bytes of a gradient while FSDP2 accumulates and reduces it: torchtitan's ``reduce_dtype`` is float32."""
 _PREFETCHED = 2  # FSDP2 gathers the next layer while one computes
-# Bytes that the loss needs for each logit. Eager, in float32: logits, log-softmax, its gradient and the gradient of the
-# logits. Eager, in bf16: the same in float32, and the logits in bf16. Fused: the logits and their gradient. Under tensor
-# parallelism torch's loss_parallel was measured: 5 times the logits in float32, 9 times in bf16; an explicit
-# vocabulary-parallel cross entropy, as Megatron's: 3 and 5 times.
+# Bytes that the loss needs for each logit. Eager, in float32: the logits, their log-softmax, its gradient and that of the
+# logits; in bf16 the last three are in float32 (torch's cross_entropy of logits.float(), whose copy is gone by then). Fused:
+# the logits and their gradient. Under tensor parallelism torch's loss_parallel was measured: 5 times the logits in float32, 9
+# times in bf16; an explicit vocabulary-parallel cross entropy, as Megatron's: 3 and 5 times.
 _EAGER, _EAGER_PARALLEL, _EXPLICIT = {2: 14, 4: 16}, {2: 18, 4: 20}, {2: 10, 4: 12}
 
 
