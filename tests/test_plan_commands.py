@@ -22,6 +22,7 @@ from messages import says
 import namedmesh
 import namedmesh.plan
 from namedmesh.__main__ import COMMANDS, main
+from namedmesh.plan.tables import Table, as_text
 
 SOURCE = str(Path(__file__).parents[1] / "src")
 
@@ -426,6 +427,13 @@ def test_a_terminal_gets_plain_text_without_rich(capsys: pytest.CaptureFixture[s
     command = "shard --in 8 --out 8 --tp 2 --style row"
     _, plain, _ = run(capsys, command)
     assert on_a_terminal(command, without_rich=True) == plain
+
+
+def test_a_narrow_terminal_does_without_some_columns() -> None:
+    table = Table(("a", "long words", "b"), ((1, "many words here", 2),), optional=("long words",))
+    assert as_text(table) == "a  long words       b\n1  many words here  2"
+    assert as_text(table, 20) == "a  long words      b\n1  many words      2\n   here"
+    assert as_text(table, 10) == "a  b\n1  2"
 
 
 @pytest.mark.parametrize("without_rich", [False, True])

@@ -84,6 +84,11 @@ def test_states_by_stage(stage: int, expected: float) -> None:
     )
 
 
+def test_states_in_float32() -> None:
+    found = estimate_memory(Job(Model(params=1_000), stage=1, precision="fp32"), {"dp": 4})
+    assert (found.weights, found.gradients, found.optimizer) == (4 * 1_000, 4 * 1_000, 8 * 250)
+
+
 def test_experts_are_spread_over_ep_and_etp() -> None:
     model = Model(params=10_000, experts=8, expert_params=8_000)
     for ep, etp in ((1, 1), (2, 1), (4, 2), (8, 2)):
@@ -203,13 +208,21 @@ def test_stages_are_those_of_the_training() -> None:
     assert [rank for rank in range(16) if found[rank].last] == [15]
 
 
+def test_dualpipe_has_two_stages_on_a_rank() -> None:
+    job = Job(Model(layers=10), schedule="dualpipe")
+    first = share_of(job, 4, 0)  # stages 0 and 3, of 2 and 3 layers
+    assert (first.layers, first.first, first.last) == (5, True, True)
+    assert in_flight(job, 4, 0, 64) == 5 / 2
+
+
 def test_the_bandwidth_of_a_group_follows_from_its_members_in_a_node() -> None:
     hardware = PLAIN  # nodes of 4, links of 1 GB/s, a NIC of 0.1 GB/s for each
     assert hardware.bandwidth(4, 1) == 1e9
     assert hardware.bandwidth(16, 1) == 4e8  # four members: four NICs
     assert hardware.bandwidth(16, 2) == 2e8
     assert hardware.bandwidth(4, 4) == 1e8
-    assert collective(hardware, 8e8, 16, 1).seconds == pytest.approx(7.5e8 / 4e8, rel=1e-3)
+    hops = 12 * 3.4e-6 + 3 * 9.6e-6  # of a ring over four nodes of four
+    assert collective(hardware, 8e8, 16, 1).seconds == pytest.approx(7.5e8 / 4e8 + hops, rel=1e-9)
     assert hardware.bandwidth(3, 1) == 1e8  # the second group has a rank in one node and two in the next
     assert hardware.bandwidth(6, 1) == 2e8
     nvl72 = load_hardware("gb200-nvl72").filled(1024)  # 64 of the 72
