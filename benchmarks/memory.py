@@ -1,10 +1,9 @@
 """Memory that the planner predicts, and what torch allocates in the training example on the CPU, by layout.
 
-    python benchmarks/memory.py [--seq S] [--dim D]
+    python benchmarks/memory.py [--seq S] [--dim D] [--vocab V]
 
-On rank 0, of the first pipeline stage, in float32: parameters, gradients and the state of AdamW, sharded by FSDP2 (stage 3
-of ZeRO), and the most that is allocated in a step on top of them: activations, and a layer's weights and gradients.
-torch's profiler counts every allocation.
+On the rank that needs the most, in float32: parameters, gradients and the state of AdamW, sharded by FSDP2 (stage 3 of
+ZeRO), and the most that is allocated in a step on top of them. torch's profiler counts every allocation.
 """
 
 from __future__ import annotations
@@ -14,7 +13,9 @@ import json
 import os
 import sys
 import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -22,13 +23,16 @@ from torch.profiler import ProfilerActivity, profile, record_function
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import train
-from parallel import Step, make_model, whole_model
+from parallel import Step, make_model
 from plain import make_optimizer
 from ranks import run_ranks
 from settings import Settings
 from torch.distributed.tensor import DTensor
 
-from namedmesh.plan import Model, estimate_model_memory
+from namedmesh.plan import Job, Memory, Model, estimate_memory
+
+if TYPE_CHECKING:
+    from llama import ModelSizes
 
 LAYOUTS = (
     {"dp": 8, "tp": 1},
@@ -37,8 +41,21 @@ LAYOUTS = (
     {"dp": 2, "cp": 2, "tp": 2},
     {"pp": 2, "dp": 2, "tp": 2},
     {"pp": 4, "dp": 1, "tp": 2},
+    {"pp": 2, "dp": 4, "tp": 1, "microbatches": 4},
 )
 ROWS = 4  # sequences of a data-parallel rank in a step
+
+
+@dataclass(frozen=True)
+class Wide(Settings):
+    """Settings of the training example, with a vocabulary of any size."""
+
+    vocabulary: int = 16384
+
+    @property
+    def sizes(self) -> ModelSizes:
+        """What decides the shapes of the parameters."""
+        return replace(super().sizes, vocabulary=self.vocabulary)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,7 +63,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def measure(settings: list[Settings]) -> list[tuple[int, int]]:
+def measure(settings: list[Wide]) -> list[tuple[int, int]]:
     """Return bytes of the states after a step, and the most that the next step allocates, for each layout."""
     return [_measure(one) for one in settings]
 
@@ -90,9 +107,8 @@ def _most(profiled: profile) -> int:
     return most
 
 
-def predict(settings: Settings, params: int) -> tuple[float, float]:
-    """Return bytes of the shards, and of what a step adds in the first stage: twice as many as in bfloat16."""
-    sizes = {axis: getattr(settings, axis) for axis in ("pp", "dp", "cp", "tp")}
+def predict(settings: Settings) -> Memory:
+    """Return what the planner expects of the pipeline rank that needs the most."""
     model = Model(
         layers=settings.layers,
         heads=settings.heads,
@@ -100,15 +116,16 @@ def predict(settings: Settings, params: int) -> tuple[float, float]:
         hidden=settings.dim,
         ffn=settings.sizes.feed_forward,
         vocab=settings.sizes.vocabulary,
+    )
+    job = Job(
+        model,
         seq=settings.seq,
-        params=params,
-        batch=ROWS,
+        global_batch=ROWS * settings.dp,
         micro_batch=ROWS // (settings.microbatches or settings.pp),
-        sequence_parallel=settings.tp > 1,
+        precision="fp32",
         fused_norms=False,
     )
-    shards = estimate_model_memory(Model(params=params), sizes, stage=3).total
-    return shards, 2 * (estimate_model_memory(model, sizes, stage=3).total - shards)
+    return estimate_memory(job, {axis: getattr(settings, axis) for axis in ("pp", "dp", "cp", "tp")})
 
 
 def main() -> None:
@@ -118,24 +135,26 @@ def main() -> None:
     )
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--vocab", type=int, default=16384)
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    common = {"dtype": "float32", "device": "cpu", "checkpoint": ""}
+    sizes = {"seq": arguments.seq, "dim": arguments.dim, "layers": 8, "vocabulary": arguments.vocab}
     settings = [
-        Settings(**layout, **common, seq=arguments.seq, dim=arguments.dim, layers=8)  # type: ignore[arg-type]
+        Wide(**layout, **sizes, dtype="float32", device="cpu", checkpoint="")  # type: ignore[arg-type]
         for layout in LAYOUTS
     ]
-    params = sum(each.numel() for each in whole_model(settings[0]).parameters())
     by_rank = run_ranks(8, measure, settings, timeout=500)
-    row = "{:22} {:>10} {:>10} {:>7} {:>12} {:>10} {:>7} {:>7}"
-    print(row.format("layout", "states", "measured", "error", "in a step", "measured", "error", "both"))
-    for layout, one, measured in zip(LAYOUTS, settings, by_rank[0], strict=True):
-        predicted = predict(one, params)
-        pairs = [*zip(predicted, measured, strict=True), (sum(predicted), sum(measured))]
-        errors = [f"{guess / found - 1:+.0%}" for guess, found in pairs]
-        shown = [f"{each / 1e6:.2f} MB" for pair in pairs[:2] for each in pair]
+    row = "{:30} {:>10} {:>10} {:>7}   {}"
+    print(
+        row.format("layout", "predicted", "measured", "error", "of it: states, gathered, activations, loss")
+    )
+    for number, (layout, one) in enumerate(zip(LAYOUTS, settings, strict=True)):
+        predicted, measured = predict(one), max(sum(rank[number]) for rank in by_rank)
+        parts = (predicted.states, predicted.gathered, predicted.activations, predicted.loss)
         name = " ".join(f"{axis}={size}" for axis, size in layout.items())
-        print(row.format(name, shown[0], shown[1], errors[0], shown[2], shown[3], errors[1], errors[2]))
+        shown = [f"{each / 1e6:.2f} MB" for each in (predicted.allocated, measured)]
+        error = f"{predicted.allocated / measured - 1:+.1%}"
+        print(row.format(name, *shown, error, ", ".join(f"{part / 1e6:.1f}" for part in parts)))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ CONTESTANTS = {
     "plan like megatron, 1,048,576 ranks": f"plan --world-size 1048576 {SIZES} --like megatron --ep 8 --etp 1",
     "--rank, 8 ranks": "plan --world-size 8 --tp 2 --pp 2 --gpus-per-node 8 --rank 7",
     "--rank, 1,048,576 ranks": f"plan --world-size 1048576 {SIZES} --rank 1048575",
+    "partitions --best, 1,048,576 ranks": "partitions --world-size 1048576 --layers 128 --hidden 16384 --heads 128 "
+    "--vocab 131072 --seq 8192 --global-batch 1048576 --best 5",
     "--svg, 512 ranks": f"plan --world-size 512 {SIZES} --svg {os.devnull}",
 }
 

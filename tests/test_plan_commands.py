@@ -22,6 +22,7 @@ from messages import says
 import namedmesh
 import namedmesh.plan
 from namedmesh.__main__ import COMMANDS, main
+from namedmesh.plan.tables import Table, as_text
 
 SOURCE = str(Path(__file__).parents[1] / "src")
 
@@ -168,7 +169,7 @@ def test_markdown_is_a_table_or_a_list(capsys: pytest.CaptureFixture[str]) -> No
 def test_the_best_partitions_come_first_in_every_format(capsys: pytest.CaptureFixture[str]) -> None:
     command = (
         "partitions --world-size 16 --gpus-per-node 8 --params 100M --expert-params 80M --layers 4 --hidden 64 --seq 128 "
-        "--heads 4 --experts 4 --top-k 2 --batch 4 --micro-batch 2 --checkpointing full --sequence-parallel --best 3"
+        "--heads 4 --experts 4 --top-k 2 --global-batch 16 --micro-batch 2 --checkpointing full --best 3"
     )
     data, rows = as_json(capsys, command)["partitions"], as_csv(capsys, command)
     _, out, _ = run(capsys, command)
@@ -182,15 +183,44 @@ def test_the_best_partitions_come_first_in_every_format(capsys: pytest.CaptureFi
         assert (
             float(row["tokens_per_second"])
             == one["tokens_per_second"]
-            == pytest.approx(4 * one["dp"] * 128 / sum(one["step"].values()))
+            == pytest.approx(16 * 128 / sum(one["step"].values()))
         )
-        assert float(row["bytes_activations"]) == one["memory"][0]["activations"] > 0
+        assert int(row["micro_batches"]) == one["micro_batches"] == 16 // 2 // one["dp"]
+        assert float(row["bytes_activations"]) == one["memory"]["activations"] > 0
+        assert float(row["bytes"]) == one["memory"]["total"] == one["total_by_stage"][3]
         assert str(round(one["tokens_per_second"])) in line
     speeds = [one["tokens_per_second"] for one in data]
     assert speeds == sorted(speeds, reverse=True)
     assert run(capsys, "partitions --world-size 8 --best 2")[2] == (
-        "namedmesh partitions: a ranking needs params, layers, hidden, seq; give them too\n"
+        "namedmesh partitions: a ranking needs layers, hidden, heads, seq, global_batch; give them too\n"
     )
+
+
+LLAMA_8B = "--layers 32 --hidden 4096 --heads 32 --kv-heads 8 --ffn 14336 --vocab 128256 --seq 8192"
+
+
+def test_where_nothing_fits_the_status_and_the_text_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    command = f"partitions --world-size 8 {LLAMA_8B} --global-batch 8 --memory 24GB --best 2"
+    status, out, _ = run(capsys, command)
+    assert status == 3
+    assert "nothing fits; the nearest:" in out
+    assert "0 of them fit 24 GB of NVIDIA H100 SXM (the default; --hardware names another)" in out
+    assert main(shlex.split(f"{command} --hardware mi300x --memory 100GB")) == 0
+
+
+def test_the_first_two_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    command = f"partitions --world-size 16 {LLAMA_8B} --global-batch 64 --best 2"
+    best = as_json(capsys, f"{command} --explain")
+    one, other = (
+        ",".join(f"{axis}={each[axis]}" for axis in ("tp", "cp", "pp", "dp", "ep", "etp") if each[axis] > 1)
+        for each in best["partitions"]
+    )
+    assert best["explanation"].startswith(f"{one} is faster than {other}: ")
+    _, out, _ = run(capsys, f"{command} --explain pp=2,dp=8 dp=16")
+    assert "dp=16 is faster than pp=2,dp=8: " in out
+    assert run(capsys, f"{command} --explain dp=16")[0] == 2
+    status, _, err = run(capsys, f"{command} --explain dp=16 dp=17")
+    assert (status, err.partition(";")[0]) == (1, "namedmesh partitions: dp=17 is no partition of 16 ranks")
 
 
 @pytest.mark.parametrize(
@@ -225,6 +255,13 @@ def test_the_best_partitions_come_first_in_every_format(capsys: pytest.CaptureFi
             "namedmesh plan: '/nowhere/at/all.svg' cannot be written: No such file or directory\n",
         ),
         (
+            "plan tp=2 --svg layout.png --html layout.pdf",
+            2,
+            "namedmesh plan: 2 problems:\n"
+            "  - 'layout.png' ends in .png, but --svg writes SVG; name a file that ends in .svg\n"
+            "  - 'layout.pdf' ends in .pdf, but --html writes HTML; name a file that ends in .html\n",
+        ),
+        (
             "shard --in 0 --out 4 --tp -1 --style row",
             1,
             "namedmesh shard: 2 problems:\n  - the number of inputs is 0; ...\n  - tp is -1; ...",
@@ -244,7 +281,7 @@ def test_the_best_partitions_come_first_in_every_format(capsys: pytest.CaptureFi
         (
             "partitions --world-size 8 --memory 80GB",
             1,
-            "namedmesh partitions: memory was given, but not the number of parameters; give params too\n",
+            "namedmesh partitions: memory was given, but not the number of parameters; give params, ...",
         ),
     ],
 )
@@ -390,6 +427,25 @@ def test_a_terminal_gets_plain_text_without_rich(capsys: pytest.CaptureFixture[s
     command = "shard --in 8 --out 8 --tp 2 --style row"
     _, plain, _ = run(capsys, command)
     assert on_a_terminal(command, without_rich=True) == plain
+
+
+def test_a_narrow_terminal_does_without_some_columns() -> None:
+    table = Table(("a", "long words", "b"), ((1, "many words here", 2),), optional=("long words",))
+    assert as_text(table) == "a  long words       b\n1  many words here  2"
+    assert as_text(table, 20) == "a  long words      b\n1  many words      2\n   here"
+    assert as_text(table, 10) == "a  b\n1  2"
+
+
+@pytest.mark.parametrize("without_rich", [False, True])
+def test_a_wide_table_fits_the_terminal(*, without_rich: bool) -> None:
+    if not without_rich:
+        pytest.importorskip("rich")
+    command = f"partitions --world-size 131072 {LLAMA_8B} --global-batch 4096 --experts 64 --expert-ffn 512"
+    out = re.sub(r"\x1b\[[0-9;]*m", "", on_a_terminal(command, without_rich=without_rich))
+    table = out.split("\n\n")[1]
+    assert max(map(len, table.splitlines())) <= 120
+    assert "ruled out" in table
+    assert "4096" in table
 
 
 def test_a_terminal_gets_tables_with_rich() -> None:

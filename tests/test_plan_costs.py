@@ -1,4 +1,4 @@
-"""Partitions, estimates, cuts and comparisons against independent calculations."""
+"""Partitions, cuts and comparisons against independent calculations; what memory and steps cost is in test_plan_estimates."""
 
 from __future__ import annotations
 
@@ -16,19 +16,23 @@ from messages import says
 from namedmesh import LayoutError
 from namedmesh.dialects import DIALECTS
 from namedmesh.plan import (
+    Job,
     Model,
     UsageError,
     best_partitions,
     compare,
     cut_weight,
-    estimate_activations,
     estimate_memory,
-    estimate_model_memory,
-    estimate_traffic,
     list_partitions,
+    load_hardware,
     make_plan,
+    nearest_misses,
 )
-from namedmesh.plan.costs import parse_bytes, parse_count
+from namedmesh.plan.spec import parse_bytes, parse_count
+from namedmesh.plan.why import explain, find_partition, misses_text, remedies
+
+LLAMA_8B = Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256)
+LLAMA_405B = Model(layers=126, hidden=16384, heads=128, kv_heads=8, ffn=53248, vocab=128256)
 
 
 @given(st.integers(1, 48))
@@ -41,82 +45,95 @@ def test_partitions_are_all_factorings(world: int) -> None:
 
 
 def test_experts_add_every_size_inside_the_rest() -> None:
-    found = list_partitions(4, model=Model(experts=6))
+    found = list_partitions(4, Job(Model(experts=6)))
     eps = [(one.ep, one.reasons) for one in found if (one.tp, one.cp, one.pp) == (1, 1, 1)]
     assert eps == [(1, ()), (2, ()), (4, ("6 experts do not divide by ep=4",))]
     inside = [(one.ep, one.etp) for one in found if (one.tp, one.cp, one.pp) == (2, 1, 1)]
     assert inside == [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1)]
 
 
-def test_experts_are_spread_over_ep_and_etp() -> None:
-    model = Model(params=10_000, experts=8, expert_params=8_000)
-    for one in list_partitions(16, model=model):
-        spread = one.ep * one.etp * one.pp
-        for stage, memory in enumerate(one.memory):
-            shared = estimate_memory(2_000, tp=one.tp, pp=one.pp, data=one.dp * one.cp, stage=stage)
-            own = estimate_memory(8_000, tp=spread, data=16 // spread, stage=stage)
-            assert memory.total == pytest.approx(shared.total + own.total)
-        sent = dict(one.traffic)
-        replicas = 16 // spread
-        assert sent.get("edp", 0) == pytest.approx(3 * (replicas - 1) / replicas * 2 * 8_000 / spread)
-    gated = Model(layers=2, hidden=4, ffn=8, experts=3, params=1_000)
-    assert (gated.of_experts, gated.shared) == (2 * 3 * (3 * 4 * 8), 424)
-
-
-def test_activations_by_the_formula_of_the_paper() -> None:
-    sizes: dict[str, Any] = {"layers": 5, "heads": 4, "hidden": 16, "seq": 8, "micro_batch": 3, "batch": 3}
-    tokens, t = 3 * 8 * 16, 2
-    expected = {
-        ("none", False): 10 + 24 / t + 5 * 4 * 8 / (16 * t),
-        ("none", True): 30 / t + 4 + 5 * 4 * 8 / (16 * t),
-        ("selective", False): 10 + 24 / t,
-        ("selective", True): 30 / t + 4,
-        ("full", False): 2,
-    }
-    for (checkpointing, sequence), bytes_each in expected.items():
-        model = Model(**sizes, checkpointing=checkpointing, sequence_parallel=sequence)
-        assert estimate_activations(model, {"tp": t, "pp": 5}) == pytest.approx(5 * tokens * bytes_each)
-    wide = Model(**sizes, ffn=128, experts=4, top_k=2)
-    assert estimate_activations(wide, {"pp": 5}) == pytest.approx(5 * tokens * (18 + 2 * 64))
-    with_logits = estimate_activations(Model(**sizes, vocab=32), {"tp": t})
-    assert with_logits == pytest.approx(5 * tokens * (10 + 24 / t) + 4 * tokens * (1 + 32 / 16) / t)
-    unfused = Model(**sizes, sequence_parallel=True, fused_norms=False)
-    assert estimate_activations(unfused, {"tp": t, "pp": 5}) == pytest.approx(5 * tokens * (34 / t + 4))
-
-
-def test_a_layer_is_gathered_at_stage_3() -> None:
-    model = Model(params=10_000, layers=4, experts=8, expert_params=8_000)
-    sizes = {"tp": 2, "dp": 8, "ep": 4}
-    shards = [estimate_model_memory(replace(model, layers=None), sizes, stage=stage) for stage in (2, 3)]
-    found = [estimate_model_memory(model, sizes, stage=stage) for stage in (2, 3)]
-    assert found[0] == shards[0]
-    layer = 2 * (2_000 / 2 + 8_000 / 4) / 4
-    assert (found[1].weights, found[1].gradients) == (shards[1].weights + layer, shards[1].gradients + layer)
-
-
 def test_the_best_partitions_by_what_their_steps_take() -> None:
-    model = Model(layers=8, heads=8, hidden=64, seq=128, params=10_000_000, batch=4)
-    partitions = list_partitions(8, model=model, gpus_per_node=4, memory=10**9)
+    partitions = list_partitions(16, Job(LLAMA_8B, seq=8192, global_batch=64))
     best = best_partitions(partitions, 3)
     speeds = [one.tokens_per_second for one in partitions if one.fits]
     assert [one.tokens_per_second for one in best] == sorted(speeds, reverse=True)[:3]
-    one = next(one for one in partitions if (one.tp, one.cp, one.pp, one.dp) == (2, 1, 2, 2))
-    assert one.crossing == ("pp",)
-    compute = (6 * 10_000_000 + 12 * 8 * 64 * 128) * 4 * 128 / 4 / 989e12
-    sent = dict(one.traffic)
-    assert one.step == pytest.approx(
-        {
-            "compute": compute,
-            "bubble": compute / 4,
-            "tp": sent["tp"] / 450e9,
-            "dp": sent["dp"] / 450e9,
-            "pp": sent["pp"] / 50e9,
-        }
-    )
-    assert one.tokens_per_second == pytest.approx(2 * 4 * 128 / sum(one.step.values()))
-    text = "2 problems:\n  - the number of partitions is 0; ...\n  - a ranking needs params, hidden; give them too"
+    for one in best:
+        assert one.step is not None
+        assert one.tokens_per_second == pytest.approx(64 * 8192 / sum(one.step.seconds.values()))
+    text = "2 problems:\n  - the number of partitions is 0; ...\n  - a ranking needs hidden, heads, global_batch; give them too"
     with pytest.raises(LayoutError, match=says(text)):
-        best_partitions(list_partitions(8, model=Model(seq=4, layers=8)), 0)
+        best_partitions(list_partitions(8, Job(Model(layers=8), seq=4)), 0)
+
+
+def test_all_partitions_work_on_one_global_batch() -> None:
+    partitions = list_partitions(16, Job(LLAMA_8B, seq=8192, global_batch=24, micro_batch=2))
+    for one in partitions:
+        if 24 % (2 * one.dp):
+            assert f"a global batch of 24 does not divide by dp={one.dp} x micro-batches of 2" in one.reasons
+            assert one.micro_batches is None
+        else:
+            assert (one.micro_batches, one.dp * 2 * (one.micro_batches or 0)) == (24 // 2 // one.dp, 24)
+    assert {one.dp for one in partitions if one.fits} <= {1, 2, 4}
+
+
+def test_layouts_that_were_run_are_not_struck() -> None:
+    found = {(one.tp, one.pp): one.reasons for one in list_partitions(128, Job(LLAMA_405B), memory=1e15)}
+    assert (
+        found[8, 16] == found[16, 8] == found[1, 64] == ()
+    )  # 126 layers on 16 stages; 16 ranks share 8 kv heads
+    assert found[1, 128] == ("126 layers cannot fill pp=128",)
+    deepseek = Model(layers=61, heads=128, hidden=7168)
+    assert next(one.reasons for one in list_partitions(16, Job(deepseek)) if one.pp == 16) == ()
+    odd = Model(heads=12, kv_heads=9, hidden=48)
+    reasons = {one.tp: one.reasons for one in list_partitions(4, Job(odd)) if one.cp == one.pp == 1}
+    assert reasons[4] == ("9 key and value heads can neither be divided nor shared by tp=4",)
+
+
+def test_the_memory_of_the_hardware_is_a_limit() -> None:
+    for name in ("a100", "h200"):
+        job = Job(LLAMA_405B, load_hardware(name), seq=8192, global_batch=64)
+        for one in list_partitions(64, job):
+            if not any("divide" in reason or "fill" in reason for reason in one.reasons):
+                assert one.memory is not None
+                assert one.fits == (one.memory.total <= job.hardware.memory)
+
+
+def test_what_does_not_fit_is_told_what_it_lacks() -> None:
+    partitions = list_partitions(8, Job(LLAMA_8B, seq=8192, global_batch=8), memory=24e9)
+    assert not any(one.fits for one in partitions)
+    misses = nearest_misses(partitions, 2)
+    needs = sorted(
+        one.memory.total for one in partitions if one.reasons[0].startswith("needs") and one.memory
+    )
+    assert [one.memory.total for one in misses if one.memory] == needs[:2]
+    lines = misses_text(misses).splitlines()
+    assert f"{misses[0].words} lacks {needs[0] / 1e9 - 24:.3g} GB" in lines[1]
+    assert "--checkpointing full" in lines[1]
+    for one in misses:
+        job, sizes = one.rules.job, one.sizes
+        fitting = [
+            policy
+            for policy in ("op", "full")
+            if estimate_memory(replace(job, checkpointing=policy), sizes).total <= 24e9
+        ]
+        assert [words for words in remedies(one) if "checkpointing" in words] == [
+            f"--checkpointing {policy}" for policy in fitting
+        ]
+    assert remedies(next(one for one in partitions if one.dp == 8)) == []
+
+
+def test_an_explanation_names_the_seconds_and_the_gigabytes() -> None:
+    partitions = list_partitions(16, Job(LLAMA_8B, seq=8192, global_batch=64))
+    plain, piped = (find_partition(partitions, sizes) for sizes in ({"dp": 16}, {"pp": 16}))
+    assert plain.step is not None
+    assert piped.step is not None
+    lines = explain(piped, plain).splitlines()
+    assert lines[0].startswith("dp=16 is faster than pp=16: ")
+    assert f"  bubble: 0 s against {piped.step.seconds['bubble']:.3g} s" in lines
+    assert any(line.startswith("it needs ") and line.endswith(" GB") for line in lines)
+    assert find_partition(partitions, {"tp": 4, "cp": 2}).sizes["dp"] == 2
+    with pytest.raises(LayoutError, match=r"tp=3 is no partition of 16 ranks"):
+        find_partition(partitions, {"tp": 3})
 
 
 @given(
@@ -125,7 +142,8 @@ def test_the_best_partitions_by_what_their_steps_take() -> None:
 def test_what_crosses_nodes_is_what_the_plan_says(
     world: int, node: int, ep: int, etp: int, moe: bool
 ) -> None:
-    partitions = list_partitions(world, model=Model(experts=8) if moe else None, gpus_per_node=node)
+    job = Job(Model(experts=8 if moe else None), load_hardware("h100").with_node(node))
+    partitions = list_partitions(world, job)
     some = [one for one in partitions if (one.ep, one.etp) == (ep, etp)][:4]
     for one in some:
         sizes: dict[str, Any] = (
@@ -136,51 +154,21 @@ def test_what_crosses_nodes_is_what_the_plan_says(
 
 
 def test_what_a_model_rules_out() -> None:
-    model = Model(layers=10, heads=32, kv_heads=8, hidden=4096, vocab=50257, seq=1020)
-    found = {(one.tp, one.cp, one.pp): one.reasons for one in list_partitions(64, model=model)}
+    model = Model(layers=3, heads=32, kv_heads=8, hidden=4096, vocab=50257)
+    found = {(one.tp, one.cp, one.pp): one.reasons for one in list_partitions(64, Job(model, seq=1020))}
     assert found[1, 1, 2] == ()
-    assert found[16, 1, 1] == (
-        "8 key and value heads do not divide by tp=16",
-        "50257 vocabulary entries do not divide by tp=16",
-    )
+    assert found[16, 1, 1] == ("50257 vocabulary entries do not divide by tp=16",)
     assert found[1, 4, 4] == (
-        "10 layers do not divide by pp=4",
+        "3 layers cannot fill pp=4",
         "a sequence of 1020 does not divide by 2 x cp=4",
     )
 
 
 def test_memory_rules_out_what_does_not_fit() -> None:
-    found = list_partitions(8, model=Model(params=7_000_000_000), memory=20_000_000_000, stage=1)
+    found = list_partitions(8, Job(Model(params=7_000_000_000), stage=1), memory=20_000_000_000)
     by_sizes = {(one.tp, one.pp, one.dp): one.reasons for one in found if one.cp == 1}
     assert by_sizes[1, 1, 8] == ("needs 38.5 GB of 20.0 at stage 1",)
     assert by_sizes[8, 1, 1] == ()
-
-
-@pytest.mark.parametrize(
-    ("stage", "expected"), [(0, 16 * 7), (1, 4 * 7 + 12 * 7 / 8), (2, 2 * 7 + 14 * 7 / 8), (3, 16 * 7 / 8)]
-)
-def test_memory_by_stage(stage: int, expected: float) -> None:
-    estimate = estimate_memory(28_000_000_000, tp=2, pp=2, data=8, stage=stage)
-    assert estimate.total / 1e9 == pytest.approx(expected)
-
-
-def test_traffic_by_axis() -> None:
-    model = Model(layers=8, heads=8, kv_heads=2, hidden=16, seq=32, params=1000, top_k=2, batch=3)
-    sizes = {"tp": 2, "cp": 4, "pp": 2, "dp": 3, "ep": 4}
-    tokens = 3 * 32 / 4
-    activations = 2 * tokens * 16
-    found = estimate_traffic(model, sizes, stage=3)
-    assert found == pytest.approx(
-        {
-            "tp": 4 * 4 * activations,  # 4 layers, 4 all-reduces, 2 (t-1)/t = 1
-            "pp": 2 * activations,
-            "cp": 4 * 3 * 3 * (2 * tokens * 2 * 16 * 2 / 8 / 2),  # 4 layers, 3 passes, 3 steps
-            "ep": 4 * 4 * 2 * 3 / 4 * activations / 2,
-            "dp": 3 * 11 / 12 * 2 * 250,
-        }
-    )
-    assert list(found.values()) == sorted(found.values(), reverse=True)
-    assert estimate_traffic(Model(), sizes) == {}
 
 
 @given(st.integers(1, 70), st.integers(1, 70), st.integers(1, 20), st.sampled_from(["column", "row"]))
@@ -243,30 +231,35 @@ def test_a_comparison_by_brute_force(a: str, b: str, tp: int, pp: int, data: int
         ),
         (lambda: parse_bytes("0GB"), UsageError, "'0GB' is not an amount of memory, such as 80GB or 80GiB"),
         (
-            lambda: list_partitions(0, model=Model(heads=0), stage=4),
+            lambda: list_partitions(0, Job(Model(heads=0), stage=4)),
             LayoutError,
             "3 problems:\n  - world_size is 0; ...\n  - heads is 0; ...\n"
-            "  - stage 4 is not one of ZeRO's (0, 1, 2, 3)",
+            "  - stage 4 is not one of (0, 1, 2, 3)",
         ),
         (
             lambda: list_partitions(
-                8, model=Model(experts=8, top_k=20, checkpointing="ful", params=5, expert_params=6)
+                8, Job(Model(experts=8, top_k=20, params=5, expert_params=6), checkpointing="ful")
             ),
             LayoutError,
             "3 problems:\n"
-            "  - checkpointing 'ful' is not one of ('none', 'selective', 'full')\n"
             "  - a token goes to 20 of 8 experts; top_k is 8 at most\n"
-            "  - the experts have 6 parameters of 5 in all; give expert_params, or other sizes",
+            "  - the experts have 6 parameters of 5 in all; give expert_params, or other sizes\n"
+            "  - checkpointing 'ful' is not one of ('none', 'selective', 'op', 'full'); did you mean 'full'?",
+        ),
+        (
+            lambda: list_partitions(8, Job(hardware=load_hardware("a100"), precision="fp8")),
+            LayoutError,
+            "NVIDIA A100 SXM 80 GB has no fp8; it has bf16",
+        ),
+        (
+            lambda: list_partitions(8, Job(schedule="gpipe", stages_per_rank=2)),
+            LayoutError,
+            "2 stages a rank are interleaved by 1f1b, not by gpipe; leave one out",
         ),
         (
             lambda: list_partitions(10**27),
             LayoutError,
             "world_size is 1000000000000000000000000000; partitions are listed for 10000000 ranks at most",
-        ),
-        (
-            lambda: list_partitions(8, model=Model(batch=6, micro_batch=4)),
-            LayoutError,
-            "a batch of 6 does not divide into micro-batches of 4",
         ),
         (
             lambda: cut_weight(4, 4, tp=2, style="colum"),

@@ -16,6 +16,7 @@ from tp_compare import hf_difference, tp_mesh, training_difference
 from tp_models import Attention, Llama, hf_model
 
 from namedmesh.errors import PlanError
+from namedmesh.sizes import SharedHeads
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
     KeyValueParallel,
@@ -24,7 +25,6 @@ from namedmesh.tensor_parallel import (
     parallelize,
     plan_report,
 )
-from namedmesh.tensor_parallel.kv_heads import SharedHeads
 
 COUNTS = [
     (queries, heads, size)

@@ -20,10 +20,14 @@ COMMANDS = (
     "plan --world-size 64 --tp 4 --pp 4 --order pp-tp-dp --gpus-per-node 8",
     "plan megatrn tp=2,pp=4",
     "plan --world-size 16 --tp 3",
-    "partitions --world-size 8 --layers 12 --heads 12 --hidden 768 --seq 1024 --params 124M --gpus-per-node 4 --fitting",
+    "partitions --world-size 8 --layers 12 --heads 12 --hidden 768 --vocab 50304 --tied --seq 1024 --global-batch 64 --fitting",
     (
-        "partitions --world-size 64 --gpus-per-node 8 --params 46.7B --layers 32 --hidden 4096 --ffn 14336 --heads 32 --kv-heads 8 "
-        "--experts 8 --top-k 2 --seq 4096 --batch 16 --memory 80GB --best 4"
+        "partitions --world-size 64 --layers 32 --hidden 4096 --ffn 14336 --heads 32 --kv-heads 8 --vocab 32000 --experts 8 "
+        "--top-k 2 --seq 4096 --global-batch 1024 --best 4 --explain"
+    ),
+    (
+        "partitions --world-size 8 --hardware a100 --layers 80 --hidden 8192 --ffn 28672 --heads 64 --kv-heads 8 --vocab 128256 "
+        "--seq 8192 --global-batch 64 --best 4"
     ),
     "shard --in 1024 --out 512 --tp 4 --style column",
     'diff --a "megatron tp=2,pp=4" --b "fairscale tp=2,pp=4" --world-size 16',

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from keyword import iskeyword
-from math import prod
+from math import gcd, prod
 from typing import TYPE_CHECKING, SupportsIndex, cast
 
 if TYPE_CHECKING:
@@ -113,3 +114,58 @@ def fitted(
             "give one axis -1 for whatever is left"
         )
     return sizes
+
+
+def stage_range(layers: int, stage: int, stages: int) -> range:
+    """Return the numbers of the layers of one pipeline stage: as even as can be, the longer stages last.
+
+    Example:
+        >>> [list(stage_range(5, stage, 2)) for stage in (0, 1)]
+        [[0, 1], [2, 3, 4]]
+    """
+    return range(layers * stage // stages, layers * (stage + 1) // stages)
+
+
+@dataclass(frozen=True)
+class SharedHeads:
+    """Which kv heads each rank computes where the ranks do not divide them.
+
+    Each rank has as many queries as any other, and needs the heads that those queries attend to. It hands out
+    one head for each ``repeats`` of its queries, in their order: the fewest with which every head serves
+    equally many of the rank's queries.
+
+    Args:
+        queries: the number of query heads; ranks and kv heads divide it.
+        heads: the number of kv heads.
+        size: the number of ranks.
+
+    Example:
+        Four queries of one head over two ranks, which both need it; and 12 queries of 6 heads over four
+        ranks, of which the second has three: the last one of head 1, and both of head 2:
+
+        >>> SharedHeads(4, 1, 2).of_rank(1), SharedHeads(4, 1, 2).repeats
+        ([0], 2)
+        >>> SharedHeads(12, 6, 4).of_rank(1), SharedHeads(12, 6, 4).repeats
+        ([1, 2, 2], 1)
+    """
+
+    queries: int
+    heads: int
+    size: int
+
+    @property
+    def possible(self) -> bool:
+        """Whether ranks can share the heads: each has as many queries, and so has each head."""
+        return not (self.queries % self.size or self.queries % self.heads)
+
+    @property
+    def repeats(self) -> int:
+        """How many of a rank's queries share a head that it hands out."""
+        return gcd(self.queries // self.heads, self.queries // self.size)
+
+    def of_rank(self, rank: int) -> list[int]:
+        """Return the heads that a rank hands out."""
+        mine = self.queries // self.size
+        return [
+            q // (self.queries // self.heads) for q in range(rank * mine, (rank + 1) * mine, self.repeats)
+        ]

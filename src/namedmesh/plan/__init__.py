@@ -11,29 +11,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from namedmesh.plan.comparison import Comparison, Difference, compare
+    from namedmesh.plan.config import read_config
     from namedmesh.plan.core import Groups, Plan, RankPlan, make_plan, plan_rank
-    from namedmesh.plan.costs import (
-        Memory,
-        Model,
-        estimate_activations,
-        estimate_memory,
-        estimate_model_memory,
-        estimate_step,
-        estimate_traffic,
-    )
+    from namedmesh.plan.hardware import Hardware, load_hardware
     from namedmesh.plan.html import draw_html
+    from namedmesh.plan.job import Job
     from namedmesh.plan.members import Members
+    from namedmesh.plan.memory import Memory, estimate_memory
+    from namedmesh.plan.model import Model
     from namedmesh.plan.nodes import Placement
-    from namedmesh.plan.partitions import Partition, best_partitions, list_partitions
+    from namedmesh.plan.partitions import Partition, best_partitions, list_partitions, nearest_misses
     from namedmesh.plan.shard import Cut, Piece, cut_weight
     from namedmesh.plan.spec import Spec, SpecError, UsageError, parse_spec
+    from namedmesh.plan.step import Step, estimate_step
     from namedmesh.plan.svg import draw_svg
+    from namedmesh.plan.why import explain
 
 __all__ = [
     "Comparison",
     "Cut",
     "Difference",
     "Groups",
+    "Hardware",
+    "Job",
     "Members",
     "Memory",
     "Model",
@@ -44,42 +44,42 @@ __all__ = [
     "RankPlan",
     "Spec",
     "SpecError",
+    "Step",
     "UsageError",
     "best_partitions",
     "compare",
     "cut_weight",
     "draw_html",
     "draw_svg",
-    "estimate_activations",
     "estimate_memory",
-    "estimate_model_memory",
     "estimate_step",
-    "estimate_traffic",
+    "explain",
     "list_partitions",
+    "load_hardware",
     "make_plan",
+    "nearest_misses",
     "parse_spec",
     "plan_rank",
+    "read_config",
 ]
 
 _HOMES = {
     "comparison": ("Comparison", "Difference", "compare"),
+    "config": ("read_config",),
     "core": ("Groups", "Plan", "RankPlan", "make_plan", "plan_rank"),
-    "costs": (
-        "Memory",
-        "Model",
-        "estimate_activations",
-        "estimate_memory",
-        "estimate_model_memory",
-        "estimate_step",
-        "estimate_traffic",
-    ),
-    "members": ("Members",),
-    "nodes": ("Placement",),
+    "hardware": ("Hardware", "load_hardware"),
     "html": ("draw_html",),
-    "partitions": ("Partition", "best_partitions", "list_partitions"),
+    "job": ("Job",),
+    "members": ("Members",),
+    "memory": ("Memory", "estimate_memory"),
+    "model": ("Model",),
+    "nodes": ("Placement",),
+    "partitions": ("Partition", "best_partitions", "list_partitions", "nearest_misses"),
     "shard": ("Cut", "Piece", "cut_weight"),
     "spec": ("Spec", "SpecError", "UsageError", "parse_spec"),
+    "step": ("Step", "estimate_step"),
     "svg": ("draw_svg",),
+    "why": ("explain",),
 }
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from namedmesh.dialects import AXES, DIALECTS, EXPERT_AXES
-from namedmesh.errors import count_of
 from namedmesh.plan.spec import UsageError
 from namedmesh.plan.tables import FORMATS, show
 
@@ -30,16 +29,6 @@ _AXIS_HELP = {
     "edp": "copies of an expert; inferred when left out",
     "ep": "expert-parallel ranks: parts of the set of experts",
     "etp": "tensor-parallel ranks of an expert",
-}
-_MODEL_HELP = {
-    "layers": "layers",
-    "heads": "attention heads",
-    "kv_heads": "heads of keys and values, if fewer",
-    "hidden": "width of the residual stream",
-    "vocab": "entries of the vocabulary",
-    "seq": "tokens of a sequence",
-    "experts": "experts of a layer; lists every ep too",
-    "ffn": "inner width of an expert, or of the feed-forward network, gated (default: 4 x hidden, not gated)",
 }
 
 
@@ -97,6 +86,7 @@ def _plan(arguments: Namespace) -> int:
     from namedmesh.plan.core import make_plan, plan_rank
     from namedmesh.plan.text import plan_document, rank_document
 
+    _check_suffixes(arguments)
     spec, keywords = _layout_arguments(arguments)
     plan = make_plan(
         spec,
@@ -126,6 +116,19 @@ def _draw(plan: Plan, arguments: Namespace) -> None:
         _write(arguments.html, draw_html(plan, color_by=arguments.color_by, rank=arguments.rank))
 
 
+def _check_suffixes(arguments: Namespace) -> None:
+    """Refuse a name that says another format than what is written."""
+    wrong = []
+    for path, suffixes in ((arguments.svg, (".svg",)), (arguments.html, (".html", ".htm"))):
+        suffix = "" if path is None else Path(path).suffix
+        if suffix and suffix.lower() not in suffixes:
+            wrong.append(
+                f"{path!r} ends in {suffix}, but --{suffixes[0][1:]} writes {suffixes[0][1:].upper()}; name a file that ends in {suffixes[0]}"
+            )
+    if wrong:
+        raise UsageError(*wrong)
+
+
 def _write(path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
@@ -134,66 +137,15 @@ def _write(path: str, text: str) -> None:
 
 
 def _configure_partitions(parser: ArgumentParser) -> None:
-    from namedmesh.plan.costs import CHECKPOINTING, STAGES
+    from namedmesh.plan.partitions_cli import configure
 
-    _add_integer(parser, "--world-size", "how many ranks there are", required=True)
-    _add_integer(parser, "--gpus-per-node", "consecutive ranks on one node")
-    for name, text in _MODEL_HELP.items():
-        _add_integer(parser, f"--{name.replace('_', '-')}", text)
-    _add_integer(parser, "--top-k", "experts of a token (default: 1)", default=1)
-    _add_integer(parser, "--batch", "sequences of a data rank and step (default: 1)", default=1)
-    _add_integer(parser, "--micro-batch", "sequences that it works on at a time (default: 1)", default=1)
-    parser.add_argument("--params", metavar="P", help="parameters, such as 7B: estimates memory and traffic")
-    parser.add_argument(
-        "--expert-params", metavar="P", help="those of all experts (default: from --hidden and --ffn)"
-    )
-    parser.add_argument(
-        "--checkpointing",
-        choices=CHECKPOINTING,
-        default="selective",
-        help="activations that are computed again (default: selective, all but attention's are kept)",
-    )
-    parser.add_argument(
-        "--sequence-parallel", action="store_true", help="tp ranks share norms and the residual stream too"
-    )
-    parser.add_argument(
-        "--memory", metavar="M", help="memory of a rank, such as 80GB: strikes what needs more"
-    )
-    parser.add_argument(
-        "--stage",
-        type=int,
-        choices=STAGES,
-        default=3,
-        help="ZeRO stage to judge by; 3 is FSDP (default: 3)",
-    )
-    _add_integer(parser, "--best", "only the N that fit and have the most tokens a second, with the reason")
-    parser.add_argument("--fitting", action="store_true", help="leave out what is ruled out")
-    _add_format(parser)
+    configure(parser)
 
 
 def _partitions(arguments: Namespace) -> int:
-    from namedmesh.plan.costs import Model, parse_bytes, parse_count
-    from namedmesh.plan.partitions import best_partitions, list_partitions, partitions_document
+    from namedmesh.plan.partitions_cli import run
 
-    counts = {name: getattr(arguments, name) for name in ("params", "expert_params")}
-    flags = (*_MODEL_HELP, "top_k", "batch", "micro_batch", "checkpointing", "sequence_parallel")
-    sizes: dict[str, Any] = {name: getattr(arguments, name) for name in flags}
-    sizes |= {name: None if text is None else parse_count(text) for name, text in counts.items()}
-    model = Model(**sizes)
-    partitions = list_partitions(
-        arguments.world_size,
-        model=model,
-        gpus_per_node=arguments.gpus_per_node,
-        memory=None if arguments.memory is None else parse_bytes(arguments.memory),
-        stage=arguments.stage,
-    )
-    fitting = tuple(partition for partition in partitions if partition.fits)
-    headline = f"{count_of(len(partitions), 'partition')} of {arguments.world_size} ranks, {len(fitting)} of them fit"
-    listed = fitting if arguments.fitting else partitions
-    if arguments.best is not None:
-        listed = best_partitions(partitions, arguments.best)
-    show(partitions_document(listed, headline, everything=arguments.all), arguments.format)
-    return 0
+    return run(arguments)
 
 
 def _configure_shard(parser: ArgumentParser) -> None:
@@ -214,6 +166,7 @@ def _shard(arguments: Namespace) -> int:
     from namedmesh.plan.shard import cut_weight, drawn_weight, shard_document
     from namedmesh.plan.weights import draw_weights_html, draw_weights_svg
 
+    _check_suffixes(arguments)
     cut = cut_weight(arguments.inputs, arguments.outputs, tp=arguments.tp, style=arguments.style)
     show(shard_document(cut, everything=arguments.all), arguments.format)
     for path, draw in ((arguments.svg, draw_weights_svg), (arguments.html, draw_weights_html)):
@@ -271,7 +224,7 @@ COMMANDS = {
         _plan,
     ),
     "partitions": (
-        "every tp x cp x pp x dp of a world; what a model's sizes or the memory rule out is struck, with the reason",
+        "every tp x cp x pp x dp of a world, or the best; what sizes, batch or memory rule out is struck; the exit status is 3 if nothing fits",
         _configure_partitions,
         _partitions,
     ),

@@ -76,6 +76,7 @@ aside { flex: 1 1 300px; min-width: 0; }
 .blocks .row { display: contents; }
 table { border-collapse: collapse; width: 100%; margin: 0 0 8px; }
 th, td { text-align: left; vertical-align: top; padding: 2px 8px 2px 0; border-bottom: 1px solid var(--edge); }
+td { overflow-wrap: break-word; }  /* unlike "anywhere", a column is as wide as its longest word */
 th { white-space: nowrap; overflow-wrap: normal; }
 .warning, #who.refused { color: var(--alarm); }
 """

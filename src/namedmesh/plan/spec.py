@@ -1,9 +1,10 @@
-"""Parse spec strings, ``pp=2,dp=-1,tp=2`` or ``megatron tp=2,pp=4``."""
+"""Parse spec strings, ``pp=2,dp=-1,tp=2`` or ``megatron tp=2,pp=4``; numbers of parameters; amounts of memory."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
 from namedmesh.dialects import AXES, DIALECTS, EXPERT_AXES, Dialect, nearest
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 _ITEM = re.compile(r"[^,\s]+")
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
+_BYTES = {"b": 1}
+_BYTES |= {f"{letter}b": 10 ** (3 * (i + 1)) for i, letter in enumerate("kmgt")}
+_BYTES |= {f"{letter}ib": 2 ** (10 * (i + 1)) for i, letter in enumerate("kmgt")}
 
 
 @dataclass(frozen=True)
@@ -168,3 +173,36 @@ def _name_problem(name: str, dialect: Dialect | None, sizes: dict[str, int]) -> 
     if dialect is not None and name not in allowed:
         return f"axis {name!r} is not one of {dialect.name}'s {allowed}{nearest(name, allowed)}"
     return ""
+
+
+def parse_count(text: str) -> int:
+    """Parse a number of parameters: ``7B``, ``1.3e9``, ``350M``.
+
+    Raises:
+        UsageError: the text is none.
+
+    Example:
+        >>> parse_count("7B"), parse_count("350_000_000")
+        (7000000000, 350000000)
+    """
+    return _scaled(text, _UNITS, "a number of parameters, such as 7B or 350M")
+
+
+def parse_bytes(text: str) -> int:
+    """Parse an amount of memory: ``80GB``, ``80GiB``.
+
+    Raises:
+        UsageError: the text is none.
+
+    Example:
+        >>> parse_bytes("80GB"), parse_bytes("1 GiB")
+        (80000000000, 1073741824)
+    """
+    return _scaled(text, _BYTES, "an amount of memory, such as 80GB or 80GiB")
+
+
+def _scaled(text: str, units: Mapping[str, int], what: str) -> int:
+    match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]+)?) *([a-z]*)", text.strip().lower(), re.ASCII)
+    if match is None or match[2] not in units or not 0 < float(match[1]) < inf:
+        raise UsageError(f"{text!r} is not {what}")
+    return round(float(match[1]) * units[match[2]])

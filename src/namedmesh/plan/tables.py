@@ -6,7 +6,7 @@ What only one of them needs is imported when it is written: a command costs litt
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 FORMATS = ("text", "json", "csv", "markdown")
 Cell = str | int | float | None
+_NARROWEST = 12
+"""The width that a column of words keeps."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,13 @@ class Table:
         columns: the names.
         rows: the cells of each row.
         struck: the rows, by number, that are ruled out.
+        optional: the columns that a narrow terminal does without, the first to go first.
     """
 
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     struck: frozenset[int] = frozenset()
+    optional: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,10 +54,14 @@ class Document:
 
 def show(document: Document, how: str) -> None:
     """Write a document to standard output; with ``rich``, if that is installed and the output is a terminal."""
-    if how == "text" and sys.stdout.isatty() and _has_rich():
+    if how != "text" or not sys.stdout.isatty():
+        sys.stdout.write(rendered(document, how))
+    elif _has_rich():
         _show_rich(document)
     else:
-        sys.stdout.write(rendered(document, how))
+        import shutil
+
+        sys.stdout.write(rendered(document, how, shutil.get_terminal_size().columns))
 
 
 def _has_rich() -> bool:
@@ -62,8 +70,8 @@ def _has_rich() -> bool:
     return find_spec("rich") is not None
 
 
-def rendered(document: Document, how: str) -> str:
-    """Render a document in one of :data:`FORMATS`.
+def rendered(document: Document, how: str, width: int | None = None) -> str:
+    """Render a document in one of :data:`FORMATS`; text in lines of a width, if there is one to fit.
 
     Example:
         >>> print(rendered(Document((), dict, lambda: Table(("axis", "size"), (("tp", 2),))), "csv"), end="")
@@ -76,17 +84,15 @@ def rendered(document: Document, how: str) -> str:
         return json.dumps(document.data(), indent=1) + "\n"
     if how == "csv":
         return _as_csv(document.table())
-    write = _as_markdown if how == "markdown" else _as_text
-    parts = [write(part) for part in document.parts]
+    if how == "markdown":
+        parts = [_as_markdown(part) for part in document.parts]
+    else:
+        parts = [part if isinstance(part, str) else as_text(part, width) for part in document.parts]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _as_text(part: str | Table) -> str:
-    return part if isinstance(part, str) else as_text(part)
-
-
-def as_text(table: Table) -> str:
-    """Render a table with aligned columns, numbers to the right.
+def as_text(table: Table, width: int | None = None) -> str:
+    """Render a table with aligned columns, numbers to the right; words that do not fit a width go on below.
 
     Example:
         >>> print(as_text(Table(("axis", "size"), (("tp", 2), ("dp_shard", 64)))))
@@ -94,20 +100,71 @@ def as_text(table: Table) -> str:
         tp           2
         dp_shard    64
     """
-    lines = [table.columns, *([_text(cell) for cell in row] for row in table.rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(table.columns))]
+    if width is not None:
+        table = _without_columns(table, width)
+    rows = _cells(table)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(table.columns))]
     right = [_is_number_column(table, i) for i in range(len(table.columns))]
-    written = [
-        "  ".join(
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(line, widths, right, strict=True)
-        ).rstrip()
-        for line in lines
-    ]
-    if table.struck:
-        marks = ["x " if number - 1 in table.struck else "  " for number in range(len(written))]
-        written = [(mark + line).rstrip() for mark, line in zip(marks, written, strict=True)]
+    margin = 2 if table.struck else 0
+    if width is not None:
+        _narrow(widths, _narrowest(table), width - margin)
+    written = []
+    for number, row in enumerate(rows):
+        mark = "x " if number - 1 in table.struck else "  "
+        for below, line in enumerate(_lines(row, widths)):
+            cells = [
+                cell.rjust(size) if to_right else cell.ljust(size)
+                for cell, size, to_right in zip(line, widths, right, strict=True)
+            ]
+            written.append(((mark if below == 0 else "  ")[:margin] + "  ".join(cells)).rstrip())
     return "\n".join(written)
+
+
+def _cells(table: Table) -> list[list[str]]:
+    return [list(table.columns), *([_text(cell) for cell in row] for row in table.rows)]
+
+
+def _narrowest(table: Table) -> list[int]:
+    """Return the least width of each column: numbers and the words of titles stay whole."""
+    rows = _cells(table)
+    least = []
+    for i, title in enumerate(table.columns):
+        whole = max(map(len, title.replace("-", "- ").split()), default=0)
+        cells = max((len(row[i]) for row in rows[1:]), default=0)
+        least.append(max(whole, cells if _is_number_column(table, i) else min(_NARROWEST, cells)))
+    return least
+
+
+def _without_columns(table: Table, width: int) -> Table:
+    """Leave out the columns that may be, one after the other, until the others fit."""
+    margin = 2 if table.struck else 0
+    for name in table.optional:
+        if sum(_narrowest(table)) + 2 * (len(table.columns) - 1) + margin <= width:
+            break
+        keep = [i for i, column in enumerate(table.columns) if column != name]
+        rows = tuple(tuple(row[i] for i in keep) for row in table.rows)
+        table = replace(table, columns=tuple(table.columns[i] for i in keep), rows=rows)
+    return table
+
+
+def _narrow(widths: list[int], least: Sequence[int], width: int) -> None:
+    """Take from the widest columns until the line fits, or none is left to take from."""
+    wide = [i for i, size in enumerate(widths) if size > least[i]]
+    while wide and sum(widths) + 2 * (len(widths) - 1) > width:
+        widest = max(wide, key=lambda i: widths[i])
+        widths[widest] -= 1
+        wide = [i for i in wide if widths[i] > least[i]]
+
+
+def _lines(row: Sequence[str], widths: Sequence[int]) -> list[list[str]]:
+    """Return a row as one line or, where a cell is too wide, several."""
+    if all(len(cell) <= size for cell, size in zip(row, widths, strict=True)):
+        return [list(row)]
+    from textwrap import wrap
+
+    columns = [wrap(cell, size) or [""] for cell, size in zip(row, widths, strict=True)]
+    height = max(map(len, columns))
+    return [[column[i] if i < len(column) else "" for column in columns] for i in range(height)]
 
 
 def _text(cell: Cell) -> str:
@@ -169,6 +226,7 @@ def _show_rich(document: Document) -> None:
         if isinstance(part, str):
             console.print(part, soft_wrap=True)
             continue
+        part = _without_columns(part, console.width - len(part.columns))  # noqa: PLW2901  bars are 3 wide, not 2
         grid = RichTable(show_edge=False, pad_edge=False)
         for i, name in enumerate(part.columns):
             grid.add_column(name, justify="right" if _is_number_column(part, i) else "left")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import gcd
 from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from namedmesh.errors import PlanError
+from namedmesh.sizes import SharedHeads
 from namedmesh.tensor_parallel.other_rows import column_of, rows_of, with_forward
 from namedmesh.tensor_parallel.placements import incompatibilities
 from namedmesh.tensor_parallel.styles import ColwiseParallel
@@ -37,46 +36,6 @@ def names_keys_or_values(fqn: str) -> bool:
         (True, False)
     """
     return any(token in _NAMES for token in fqn.split(".")[-2:])
-
-
-@dataclass(frozen=True)
-class SharedHeads:
-    """Which kv heads each rank computes where the ranks do not divide them.
-
-    Each rank has as many queries as any other, and needs the heads that those queries attend to. It hands out
-    one head for each ``repeats`` of its queries, in their order: the fewest with which every head serves
-    equally many of the rank's queries.
-
-    Args:
-        queries: the number of query heads; ranks and kv heads divide it.
-        heads: the number of kv heads.
-        size: the number of ranks.
-
-    Example:
-        Four queries of one head over two ranks, which both need it; and 12 queries of 6 heads over four
-        ranks, of which the second has three: the last one of head 1, and both of head 2:
-
-        >>> SharedHeads(4, 1, 2).of_rank(1), SharedHeads(4, 1, 2).repeats
-        ([0], 2)
-        >>> SharedHeads(12, 6, 4).of_rank(1), SharedHeads(12, 6, 4).repeats
-        ([1, 2, 2], 1)
-    """
-
-    queries: int
-    heads: int
-    size: int
-
-    @property
-    def repeats(self) -> int:
-        """How many of a rank's queries share a head that it hands out."""
-        return gcd(self.queries // self.heads, self.queries // self.size)
-
-    def of_rank(self, rank: int) -> list[int]:
-        """Return the heads that a rank hands out."""
-        mine = self.queries // self.size
-        return [
-            q // (self.queries // self.heads) for q in range(rank * mine, (rank + 1) * mine, self.repeats)
-        ]
 
 
 class KeyValueParallel(ColwiseParallel):
@@ -138,7 +97,7 @@ class KeyValueParallel(ColwiseParallel):
         """
         queries, heads = self.query_heads or queries, self.kv_heads or heads
         bound = KeyValueParallel(input_layouts=self.input_layouts[0], query_heads=queries, kv_heads=heads)
-        if queries and heads and heads % size and not (queries % size or queries % heads):
+        if queries and heads and heads % size and SharedHeads(queries, heads, size).possible:
             bound.shared, bound.attentions = SharedHeads(queries, heads, size), attentions
         return bound
 

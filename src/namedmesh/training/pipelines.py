@@ -14,6 +14,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from namedmesh._torch import keep_forwards
 from namedmesh.errors import LayoutError, ShapeError
+from namedmesh.sizes import stage_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -88,7 +89,7 @@ def stage_layers(
     count = layers if isinstance(layers, int) else len(layers)
     if stages > count:
         raise LayoutError(f"{count} layers cannot fill {stages} stages; give every stage one at least")
-    numbers = range(count * stage // stages, count * (stage + 1) // stages)
+    numbers = stage_range(count, stage, stages)
     if isinstance(layers, int):
         return numbers
     named = OrderedDict((str(each), layers[each]) for each in numbers)

@@ -1,0 +1,268 @@
+"""How a model is trained: batch, policies and schedule; and how a layout divides it over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from namedmesh.errors import did_you_mean
+from namedmesh.plan.hardware import Hardware, load_hardware
+from namedmesh.plan.model import Model
+from namedmesh.plan.spec import size_problems
+from namedmesh.sizes import SharedHeads, stage_range
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+STAGES = (0, 1, 2, 3)
+"""The stages of ZeRO; FSDP that shards everything is stage 3."""
+STAGE_WORDS = "1 shards the optimizer's state, 2 the gradients too, 3 (FSDP) the weights too"
+CHECKPOINTING = ("none", "selective", "op", "full")
+"""What is computed again for the backward pass: nothing; attention's scores (Megatron's "selective"); all but
+attention and every second matrix product (torchtitan's "selective op"); whole layers."""
+TRAINERS = ("torch", "megatron")
+"""Whose layers, loss and optimizer are counted: torch's with FSDP2, as torchtitan and the training example have them;
+or Megatron's."""
+PRECISIONS = ("bf16", "fp8", "fp32")
+"""The numbers of matrix products, as far as the hardware has them; activations are in bf16 with fp8 as well."""
+SCHEDULES = ("1f1b", "gpipe", "zero-bubble", "dualpipe")
+STATE_BYTES = (16, 18)
+"""Bytes of weight, gradient and Adam's state of a parameter: with gradients of 2 bytes, or of 4 as Megatron keeps them."""
+WHOLE_WEIGHTS = 3  # the stage of ZeRO that shards them
+
+
+class Axes(NamedTuple):
+    """The size of each axis, in Megatron's order of ranks: tp-cp-dp-pp, and etp-ep-edp-pp for experts."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    @property
+    def data(self) -> int:
+        """How many ranks have the same weights, experts aside."""
+        return self.dp * self.cp
+
+    @property
+    def edp(self) -> int:
+        """How many ranks have the same experts."""
+        return max(1, self.tp * self.data // (self.ep * self.etp))
+
+
+def axes_of(sizes: Mapping[str, int]) -> Axes:
+    """Return the sizes of the axes; without an ``ep`` of its own, an expert is divided over tp as the rest is.
+
+    Example:
+        >>> axes_of({"dp": 4, "tp": 2})
+        Axes(tp=2, cp=1, pp=1, dp=4, ep=1, etp=2)
+    """
+    known = {axis: size for axis, size in sizes.items() if axis in Axes._fields}
+    if "etp" not in known and known.get("ep", 1) == 1:
+        known["etp"] = known.get("tp", 1)
+    return Axes(**known)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, how it is trained, and on what. None is unknown, and what needs it is then left out.
+
+    Args:
+        model: the model.
+        hardware: the GPUs and their links.
+        seq: tokens of a sequence.
+        global_batch: sequences of a step, over all ranks.
+        micro_batch: sequences that a data-parallel rank works on at a time.
+        stage: the stage of ZeRO.
+        precision: of the matrix products, one of :data:`PRECISIONS`.
+        trainer: one of :data:`TRAINERS`.
+        checkpointing: one of :data:`CHECKPOINTING`.
+        sequence_parallel: whether the tensor-parallel ranks share the norms and the residual stream too.
+        fused_attention: whether attention's scores stay on the chip (FlashAttention), or are written to memory.
+        fused_loss: whether the loss is one compiled kernel, or torch's eager operations with their copies of the logits.
+        fused_norms: whether norms keep their input only, as on a GPU, or also its normalized values, as torch's RMSNorm
+            does on the CPU.
+        dropout: whether the layers have dropout, whose masks are kept.
+        schedule: the order of a pipeline's micro-batches, one of :data:`SCHEDULES`.
+        stages_per_rank: stages of each pipeline rank; 2 or more is the interleaved schedule.
+        state_bytes: one of :data:`STATE_BYTES`; by default 18 for Megatron, 16 for torch.
+        overlap: whether gathers of weights and reductions of gradients run beside the computation.
+    """
+
+    model: Model = field(default_factory=Model)
+    hardware: Hardware = field(default_factory=lambda: load_hardware("h100"))
+    seq: int | None = None
+    global_batch: int | None = None
+    micro_batch: int = 1
+    stage: int = 3
+    precision: str = "bf16"
+    trainer: str = "torch"
+    checkpointing: str = "selective"
+    sequence_parallel: bool = True
+    fused_attention: bool = True
+    fused_loss: bool = False
+    fused_norms: bool = True
+    dropout: bool = False
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+    state_bytes: int | None = None
+    overlap: bool = True
+
+    @property
+    def sized(self) -> bool:
+        """Whether the sizes that activations follow from are known."""
+        return self.model.shaped and self.seq is not None
+
+    @property
+    def number_bytes(self) -> int:
+        """Bytes of an activation and of a weight that computes."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradient of a parameter."""
+        return (self.state_bytes or (18 if self.trainer == "megatron" else 16)) - 14
+
+    @property
+    def is_torch(self) -> bool:
+        """Whether torch's layers are counted."""
+        return self.trainer == "torch"
+
+    @property
+    def gathers(self) -> bool:
+        """Whether weights are sharded, and gathered to compute."""
+        return self.stage == WHOLE_WEIGHTS
+
+    def problems(self) -> list[str]:
+        """Return a sentence for each thing that does not go with another."""
+        sizes = ("seq", "global_batch", "micro_batch", "stages_per_rank")
+        problems = size_problems({name: getattr(self, name) for name in sizes}) + self.model.problems()
+        allowed: dict[str, tuple[object, ...]] = {
+            "precision": PRECISIONS,
+            "trainer": TRAINERS,
+            "checkpointing": CHECKPOINTING,
+            "schedule": SCHEDULES,
+            "stage": STAGES,
+            "state_bytes": (None, *STATE_BYTES),
+        }
+        for name, values in allowed.items():
+            value = getattr(self, name)
+            if value not in values:
+                near = did_you_mean(value, values) if isinstance(value, str) else ""  # type: ignore[arg-type]
+                problems.append(f"{name} {value!r} is not one of {values}{near}")
+        if self.precision in PRECISIONS and self.precision not in self.hardware.peak:
+            problems.append(
+                f"{self.hardware.name} has no {self.precision}; it has {', '.join(self.hardware.peak)}"
+            )
+        if self.stages_per_rank > 1 and self.schedule != "1f1b":
+            problems.append(
+                f"{self.stages_per_rank} stages a rank are interleaved by 1f1b, not by {self.schedule}; leave one out"
+            )
+        return problems
+
+    def micro_batches(self, dp: int) -> int | None:
+        """Return how many micro-batches a data-parallel rank has in a step; None where they do not divide it."""
+        if self.global_batch is None or self.global_batch % (dp * self.micro_batch):
+            return None
+        return self.global_batch // (dp * self.micro_batch)
+
+
+class Share(NamedTuple):
+    """What one pipeline rank has of a model.
+
+    Args:
+        rank: its place in the pipeline.
+        dense: how many layers without experts.
+        expert: how many layers with experts.
+        first: whether it has the embedding.
+        last: whether it has the head.
+    """
+
+    rank: int
+    dense: int
+    expert: int
+    first: bool
+    last: bool
+
+    @property
+    def layers(self) -> int:
+        """How many layers."""
+        return self.dense + self.expert
+
+
+def stages_of(job: Job, pp: int, rank: int) -> tuple[list[int], int]:
+    """Return the stages of a pipeline rank, and how many stages there are.
+
+    DualPipe keeps the stages of two ranks on each, and sends micro-batches in from both ends.
+    """
+    if job.schedule == "dualpipe" and pp > 1:
+        return [rank, pp - 1 - rank], pp
+    return [rank + pp * turn for turn in range(job.stages_per_rank)], pp * job.stages_per_rank
+
+
+def share_of(job: Job, pp: int, rank: int) -> Share:
+    """Return what a pipeline rank has, by the stages that ``namedmesh.training.stage_layers`` makes.
+
+    Example:
+        >>> job = Job(Model(layers=126, hidden=16384, heads=128))
+        >>> share_of(job, 16, 0).layers, share_of(job, 16, 1).layers
+        (7, 8)
+    """
+    indices, stages = stages_of(job, pp, rank)
+    first, last = 0 in indices, stages - 1 in indices
+    if not job.model.layers:
+        return Share(rank, 0, 0, first, last)
+    dense_layers = job.model.layers - job.model.expert_layers
+    ranges = [stage_range(job.model.layers, index, stages) for index in indices]
+    dense = sum(len(range(one.start, min(one.stop, dense_layers))) for one in ranges)
+    return Share(rank, dense, sum(map(len, ranges)) - dense, first, last)
+
+
+@lru_cache(maxsize=4096)
+def shares(job: Job, pp: int) -> tuple[Share, ...]:
+    """Return the pipeline ranks that may need the most memory or time: the first, the first of the longest, the last."""
+    every = [share_of(job, pp, rank) for rank in range(min(pp, job.model.layers or 1))]
+    longest = max(every, key=lambda share: (share.layers, share.expert))
+    return tuple(dict.fromkeys((every[0], longest, every[-1])))
+
+
+def in_flight(job: Job, pp: int, rank: int, micro_batches: int | None) -> float:
+    """Return how many micro-batches a pipeline rank keeps the activations of, of all its layers.
+
+    1F1B keeps one for each rank from here to the end; interleaved with v stages a rank, (2 (p-r-1) + (v-1) p + 1) / v
+    (Megatron-LM, ``schedules.py``; for the first rank that is Korthikanti et al., MLSys 2023, section 4.2.3); GPipe all
+    of them; DualPipe p + 1 of half of its layers (DeepSeek-V3, 2024, table 2). Never more than there are.
+    """
+    turns = job.stages_per_rank
+    if job.schedule == "gpipe":
+        most = float(micro_batches or pp)
+    elif job.schedule == "dualpipe" and pp > 1:
+        most = (pp + 1) / 2
+    elif turns > 1 and pp > 1:
+        most = (2 * (pp - rank - 1) + (turns - 1) * pp + 1) / turns
+    else:
+        most = pp - rank
+    return most if micro_batches is None else min(most, micro_batches)
+
+
+def bubble(job: Job, pp: int) -> float:
+    """Return how long a pipeline rank idles in a step, in times of one micro-batch through its layers.
+
+    1F1B and GPipe: (p-1) / v (Narayanan et al., SC 2021, section 2.2). Zero bubble (ZB-H1) and DualPipe: (p-1)(F+B-2W)
+    and (p/2-1)(F&B+B-3W) (DeepSeek-V3, 2024, table 2), with B = 2 F, W = F and F&B = F + B.
+    """
+    if job.schedule == "zero-bubble":
+        return (pp - 1) / 3
+    if job.schedule == "dualpipe":
+        return max(0.0, pp / 2 - 1) * 2 / 3
+    return (pp - 1) / job.stages_per_rank
+
+
+def kv_heads_on_rank(model: Model, tp: int) -> int:
+    """Return how many kv heads a tensor-parallel rank computes, by ``KeyValueParallel`` where tp does not divide them."""
+    if model.kv % tp == 0:
+        return model.kv // tp
+    return len(SharedHeads(model.heads or model.kv, model.kv, tp).of_rank(0))

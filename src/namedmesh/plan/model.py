@@ -1,0 +1,195 @@
+"""The sizes of a transformer, and how many parameters its parts have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from namedmesh.plan.spec import size_problems
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes of a transformer; None is unknown, and what needs it is then left out.
+
+    Args:
+        layers: how many layers.
+        hidden: width of the residual stream.
+        heads: attention heads.
+        kv_heads: heads of keys and values; by default as many as heads.
+        head_dim: features of a head; by default ``hidden / heads``. With ``kv_rank``, those without rotary positions.
+        ffn: inner width of the feed-forward network of a dense layer, gated then; by default 4 x hidden, not gated.
+        vocab: entries of the vocabulary.
+        tied: whether the head is the embedding, as in GPT-2.
+        params: parameters in all, those of the experts included; by default what the sizes amount to.
+        experts: routed experts of a layer.
+        top_k: routed experts that a token goes to.
+        expert_ffn: inner width of an expert, which is gated; by default ``ffn``.
+        shared_experts: experts that every token goes to.
+        dense_layers: the first layers that have no experts.
+        expert_params: parameters of all routed experts; by default three matrices for each.
+        expert_groups: into how many groups of experts a token goes at most; by default any number.
+        q_rank: with latent attention (MLA), the rank of the queries, if they have one.
+        kv_rank: the rank of keys and values: latent attention.
+        rope_dim: with latent attention, the features of a head that hold positions.
+        value_dim: with latent attention, the features of a value head.
+
+    Example:
+        >>> llama = Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256)
+        >>> llama.total                                                          # Llama 3.1 8B, as published
+        8030261248
+    """
+
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    ffn: int | None = None
+    vocab: int | None = None
+    tied: bool = False
+    params: int | None = None
+    experts: int | None = None
+    top_k: int = 1
+    expert_ffn: int | None = None
+    shared_experts: int | None = None
+    dense_layers: int | None = None
+    expert_params: int | None = None
+    expert_groups: int | None = None
+    q_rank: int | None = None
+    kv_rank: int | None = None
+    rope_dim: int | None = None
+    value_dim: int | None = None
+
+    def problems(self) -> list[str]:
+        """Return a sentence for each size that does not go with another."""
+        sizes = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "tied"}
+        may_be_zero = [name for name in ("shared_experts", "dense_layers") if sizes[name] == 0]
+        problems = size_problems({name: size for name, size in sizes.items() if name not in may_be_zero})
+        if problems:
+            return problems
+        if self.experts is not None and self.top_k > self.experts:
+            problems.append(
+                f"a token goes to {self.top_k} of {self.experts} experts; top_k is {self.experts} at most"
+            )
+        if (self.dense_layers or 0) > (self.layers or self.dense_layers or 0):
+            problems.append(
+                f"{self.dense_layers} of {self.layers} layers are dense; give {self.layers} at most"
+            )
+        if self.kv_rank is not None and None in {self.rope_dim, self.value_dim, self.head_dim}:
+            problems.append("kv_rank is given: latent attention; give head_dim, rope_dim and value_dim too")
+        if self.heads and self.hidden and self.head_dim is None and self.hidden % self.heads:
+            problems.append(
+                f"{self.hidden} hidden features do not divide by {self.heads} heads; give head_dim"
+            )
+        if self.params is not None and self.of_experts > self.params:
+            problems.append(
+                f"the experts have {self.of_experts} parameters of {self.params} in all; give expert_params, or other sizes"
+            )
+        elif self.params is not None and self.body < 0:
+            problems.append(
+                f"embedding and head have {self.ends} parameters of {self.params} in all; give another number of "
+                "parameters, or tied"
+            )
+        return problems
+
+    @property
+    def shaped(self) -> bool:
+        """Whether layers, width and heads are known, from which parameters, activations and operations follow."""
+        return None not in {self.layers, self.hidden, self.heads}
+
+    @property
+    def gated(self) -> bool:
+        """Whether the feed-forward network is gated."""
+        return self.ffn is not None
+
+    @cached_property
+    def inner(self) -> int:
+        """The inner width of the feed-forward network of a dense layer."""
+        return self.ffn or 4 * (self.hidden or 0)
+
+    @cached_property
+    def expert_inner(self) -> int:
+        """The inner width of an expert."""
+        return self.expert_ffn or self.inner
+
+    @cached_property
+    def kv(self) -> int:
+        """The heads of keys and values."""
+        return self.kv_heads or self.heads or 1
+
+    @cached_property
+    def features(self) -> tuple[int, int, int]:
+        """The features of a head of queries and keys, of a kv head's values, and of a head's output."""
+        own = self.head_dim or (self.hidden or 0) // (self.heads or 1)
+        value = own if self.value_dim is None else self.value_dim
+        return own + (self.rope_dim or 0), value, value
+
+    @cached_property
+    def attention(self) -> int:
+        """The parameters of one attention layer."""
+        hidden, heads = self.hidden or 0, self.heads or 1
+        query, value, output = self.features
+        if self.kv_rank is None:
+            return hidden * (heads * query + self.kv * (query + value) + heads * output)
+        rope = self.rope_dim or 0
+        from_latent = self.kv_rank * heads * (query - rope + value)
+        queries = hidden * heads * query if self.q_rank is None else self.q_rank * (hidden + heads * query)
+        return queries + hidden * (self.kv_rank + rope) + from_latent + heads * output * hidden
+
+    @cached_property
+    def expert_layers(self) -> int:
+        """How many layers have experts."""
+        return (self.layers or 0) - (self.dense_layers or 0) if self.experts else 0
+
+    @cached_property
+    def of_experts(self) -> int:
+        """The parameters of all routed experts, as far as the sizes tell."""
+        if self.expert_params is not None or not self.experts:
+            return self.expert_params or 0
+        return 3 * (self.hidden or 0) * self.expert_inner * self.experts * self.expert_layers
+
+    @cached_property
+    def embedding(self) -> int:
+        """The parameters of the embedding, and of the head where it is another matrix."""
+        return (self.hidden or 0) * (self.vocab or 0)
+
+    @property
+    def ends(self) -> int:
+        """The parameters of embedding and head."""
+        return self.embedding * (1 if self.tied else 2)
+
+    @cached_property
+    def _sizes(self) -> tuple[int, int]:
+        """The parameters of a dense layer and of one with experts, without the routed ones, as the sizes have them."""
+        hidden = self.hidden or 0
+        around = self.attention + 2 * hidden
+        dense = around + (3 if self.gated else 2) * hidden * self.inner
+        shared = 3 * hidden * self.expert_inner * (self.shared_experts or 0)
+        return dense, around + shared + hidden * (self.experts or 0)
+
+    @cached_property
+    def total(self) -> int:
+        """The parameters in all: as given, or as the sizes have them."""
+        if self.params is not None:
+            return self.params
+        dense, expert = self._sizes
+        in_layers = dense * ((self.layers or 0) - self.expert_layers) + expert * self.expert_layers
+        return in_layers + self.of_experts + self.ends + (self.hidden or 0)
+
+    @cached_property
+    def body(self) -> int:
+        """The parameters outside of routed experts, embedding and head."""
+        return self.total - self.of_experts - self.ends
+
+    @cached_property
+    def layer(self) -> tuple[float, float, float]:
+        """The parameters of a dense layer, of one with experts without the routed ones, and of its routed experts.
+
+        If a total was given, the layers share what is left of it in the proportion of their sizes.
+        """
+        layers = self.layers or 1
+        with_experts = self.expert_layers or (layers if self.experts else 0)
+        dense, expert = self._sizes if self.hidden else (1, 1)
+        scale = self.body / (dense * (layers - with_experts) + expert * with_experts)
+        return dense * scale, expert * scale, self.of_experts / (with_experts or 1)

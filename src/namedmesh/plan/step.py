@@ -1,0 +1,203 @@
+"""Estimate the seconds of a training step, by what they go to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from namedmesh.plan import communication as send
+from namedmesh.plan.job import Axes, Job, Share, axes_of, bubble, shares
+from namedmesh.plan.memory import Parameters, loss_bytes, parameters_of, saved
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# Each tensor that the backward pass reads is written and read forward; backward it is read, and its gradient is written
+# and read. What is computed again is written and read once more.
+_FORWARD, _BACKWARD, _AGAIN = 2, 3, 2
+# Operations of fused attention's backward pass, in those of its forward: five products for two (Dao, FlashAttention-2,
+# 2023, section 3.1). Otherwise two for one, as for any product.
+_FUSED_BACKWARD = 2.5
+# Bytes of a parameter where micro-batches accumulate: the gradient is read in bf16, the sum read and written in float32
+# (Megatron's main_grad; FSDP2's accumulated gradients under a float32 reduce_dtype).
+_ACCUMULATED = 2 + 4 + 4
+# While a collective runs beside the computation it takes its processors: 20 of 132 multiprocessors (DeepSeek-V3, 2024,
+# section 3.2.2); 0.15 in Calculon's systems/*.json (Isaev et al., SC 2023).
+_TAKEN = 0.15
+_ADAM = 28
+"""Bytes of a parameter that Adam reads (weight, gradient, mean, variance) and writes (without the gradient), in float32."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The seconds of a step by what they go to, and the bytes that a rank sends, by axis.
+
+    Args:
+        seconds: by part: matrix products, attention, elementwise kernels, which the memory bounds, bubble, optimizer, and each axis as far as
+            it does not hide behind computation.
+        sent: bytes by axis.
+    """
+
+    seconds: dict[str, float]
+    sent: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """All seconds."""
+        return sum(self.seconds.values())
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Seconds of a micro-batch on one pipeline rank: forward and backward, by part."""
+
+    matmul: tuple[float, float]
+    attention: tuple[float, float]
+    memory: tuple[float, float]
+
+    def total(self, direction: int) -> float:
+        return self.matmul[direction] + self.attention[direction] + self.memory[direction]
+
+
+def estimate_step(job: Job, sizes: Mapping[str, int]) -> Step:
+    """Estimate the seconds of a step on the pipeline rank that takes longest.
+
+    - Matrix products: 2 operations for each parameter that a token meets, twice that backward, at the fraction of the peak
+      that large products reach. Attention: 4 s q operations a token and layer for q features, of which causal fused
+      attention computes half. (Narayanan et al., SC 2021, appendix.)
+    - Elementwise kernels, bound by memory (norms, gates, residuals, loss; scores of unfused attention): they write and read what
+      :func:`namedmesh.plan.memory.saved` lists, at the memory's bandwidth.
+    - The bubble of the schedule, and the optimizer.
+    - Each axis, at the bandwidth of its groups. tp and ep stop the computation (ep not with DualPipe), and so does pp
+      unless it is interleaved; cp hides behind attention; weights are gathered behind a forward pass and gradients reduced
+      behind a backward pass, but for those of one layer. With ZeRO 3 outside of a pipeline that is so for each micro-batch.
+
+    Args:
+        job: what is trained, and how; the sizes of the model, ``seq`` and ``global_batch`` are known.
+        sizes: the size of each axis; micro-batches divide the global batch.
+
+    Example:
+        >>> from namedmesh.plan.model import Model
+        >>> job = Job(Model(layers=32, hidden=4096, heads=32), seq=4096, global_batch=64)
+        >>> step = estimate_step(job, {"tp": 2, "dp": 4})
+        >>> {part: round(seconds, 3) for part, seconds in step.seconds.items()}
+        {'matmul': 1.875, 'attention': 0.356, 'elementwise': 0.271, 'tp': 0.2, 'dp': 0.148, 'optimizer': 0.008}
+    """
+    axes = axes_of(sizes)
+    hardware = job.hardware.filled(axes.tp * axes.data * axes.pp)
+    if hardware is not job.hardware:
+        job = replace(job, hardware=hardware)
+    return max((_of_share(job, axes, share) for share in shares(job, axes.pp)), key=lambda step: step.total)
+
+
+def _of_share(job: Job, axes: Axes, share: Share) -> Step:
+    count = job.micro_batches(axes.dp) or 1
+    tokens = job.micro_batch * (job.seq or 0) / axes.cp
+    held = parameters_of(job, axes, share)
+    # DualPipe: each of the rank's two stages works on half of the micro-batches.
+    part = 0.5 if job.schedule == "dualpipe" and axes.pp > 1 else 1.0
+    work = _computation(job, axes, share, tokens, held)
+    if count > 1 and not _reduces_each(job, axes):
+        accumulated = _ACCUMULATED * (held.shared + held.experts) / job.hardware.memory_rate
+        work = replace(work, memory=(work.memory[0], work.memory[1] + accumulated))
+    traffic = dict(zip(("tp", "etp"), send.tensor_parallel(job, axes, share, tokens), strict=True))
+    traffic["cp"] = send.context_parallel(job, axes, share, tokens)
+    traffic["ep"] = send.expert_parallel(job, axes, share, tokens)
+    traffic["pp"] = send.pipeline_parallel(job, axes, tokens)
+    waits = {axis: one.seconds for axis, one in traffic.items()}
+    computing = work.total(0) + work.total(1)
+    waits["cp"] = _exposed(waits["cp"], sum(work.attention))
+    if job.schedule == "dualpipe":
+        waits["ep"] = _exposed(waits["ep"], computing)
+    if job.stages_per_rank > 1 or job.schedule == "dualpipe":
+        waits["pp"] = _exposed(waits["pp"], computing)
+    seconds = {
+        "matmul": sum(work.matmul) * count * part,
+        "attention": sum(work.attention) * count * part,
+        "elementwise": sum(work.memory) * count * part,
+        "bubble": bubble(job, axes.pp) * (computing + sum(waits.values())) * part,
+        "optimizer": _optimizer(job, axes, held),
+        **{axis: waited * count * part for axis, waited in waits.items()},
+    }
+    sent = {axis: one.sent * count * part for axis, one in traffic.items()}
+    seconds["dp"], sent["dp"] = _data_parallel(job, axes, share, held, work, count)
+    return Step(_nonzero(seconds), _nonzero(sent))
+
+
+def _reduces_each(job: Job, axes: Axes) -> bool:
+    """Return whether weights are gathered and gradients reduced for each micro-batch, as FSDP2 does without a pipeline."""
+    return job.gathers and axes.pp == 1
+
+
+def _exposed(seconds: float, behind: float, edge: float = 0.0) -> float:
+    """Return what communication adds to a computation beside it, of which ``edge`` has nothing to hide behind."""
+    alone = max(seconds * edge, seconds - behind)
+    return alone + _TAKEN * (seconds - alone)
+
+
+def _nonzero(parts: dict[str, float]) -> dict[str, float]:
+    return {part: parts[part] for part in sorted(parts, key=lambda part: -parts[part]) if parts[part]}
+
+
+def _computation(job: Job, axes: Axes, share: Share, tokens: float, held: Parameters) -> _Pass:
+    """Return the seconds of one micro-batch through the layers of a rank, and through the head.
+
+    Products of few tokens take as long as their weights take to read, or gradients of weights to write.
+    """
+    model, hardware = job.model, job.hardware
+    dense, expert, routed = model.layer
+    met = dense * share.dense + (expert + routed * model.top_k / (model.experts or 1)) * share.expert
+    products = 2 * tokens * met / axes.tp / hardware.matmul_rate(job.precision)
+    products = max(products, job.number_bytes * (held.shared + held.experts) / hardware.memory_rate)
+    again = {"full": 1.0, "op": 0.5}.get(job.checkpointing, 0.0)  # "op": every second product
+    matmul = products, products * (2 + again)
+    head = 2 * tokens * model.embedding / axes.tp / hardware.matmul_rate("bf16") if share.last else 0.0
+    query, value, _ = model.features
+    scores = 2 * tokens * (job.seq or 0) * (model.heads or 1) * (query + value) / axes.tp * share.layers
+    attended_again = job.checkpointing == "full" or (job.checkpointing == "selective" and not job.is_torch)
+    if job.fused_attention:
+        forward = scores / 2 / hardware.attention_rate
+        attention = forward, forward * (_FUSED_BACKWARD + attended_again)
+    else:
+        forward = scores / hardware.matmul_rate("bf16")
+        attention = forward, forward * (2 + attended_again)
+    return _Pass((matmul[0] + head, matmul[1] + 2 * head), attention, _memory_bound(job, axes, share, tokens))
+
+
+def _memory_bound(job: Job, axes: Axes, share: Share, tokens: float) -> tuple[float, float]:
+    model, rate = job.model, job.hardware.memory_rate
+    written = again = 0.0
+    for layers, experts in ((share.dense, False), (share.expert, True)):
+        if layers:
+            one = saved(job, axes, experts=experts)
+            written += tokens * one.all * layers
+            again += tokens * (one.all - one.kept) * layers
+    loss = tokens * (model.vocab or 0) / axes.tp * loss_bytes(job, axes.tp) if share.last else 0.0
+    return (_FORWARD * written + loss) / rate, (_BACKWARD * written + _AGAIN * again + loss) / rate
+
+
+def _optimizer(job: Job, axes: Axes, held: Parameters) -> float:
+    """Return the seconds of Adam on the parameters whose state a rank has."""
+    sharded = job.stage > 0
+    own = held.shared / (axes.data if sharded else 1) + held.experts / (axes.edp if sharded else 1)
+    return (_ADAM + job.number_bytes) * own / job.hardware.memory_rate
+
+
+def _data_parallel(  # noqa: PLR0917  what it is computed from
+    job: Job, axes: Axes, share: Share, held: Parameters, work: _Pass, count: int
+) -> tuple[float, float]:
+    """Return the seconds of gathers and reductions that do not hide, and the bytes sent."""
+    gather, reduce = send.data_parallel(job, axes, held)
+    each = gather + reduce
+    rounds = 1
+    if _reduces_each(job, axes):
+        rounds, each = count, gather * 2 + reduce
+    forward, backward = work.total(0), work.total(1)
+    if not job.overlap:
+        exposed = each.seconds
+    else:
+        # The first layer's weights, and the last layer's gradients, have nothing to hide behind.
+        edge = 1 / max(1, share.layers)
+        exposed = _exposed(gather.seconds, forward, edge)
+        exposed += _exposed(each.seconds - gather.seconds, backward, edge)
+    return exposed * rounds, each.sent * rounds
