@@ -626,6 +626,22 @@ def backward_pass() -> int:
     return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
 
 
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call something once the backward pass that runs in this thread has ended, after what FSDP2 does there.
+
+    Such calls are made in the order in which they were asked for, and FSDP2 may ask after us: so this asks again, at
+    the end. What the call raises is raised by the backward.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(lambda: engine.queue_callback(call))
+
+
+def communicates(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
+    """Return whether ranks can compare a tensor: it has numbers, no mode stands in for them, and the group is real."""
+    stands_in = torch._C._len_torch_dispatch_stack() or dist.get_backend(group) == "fake"
+    return not (tensor.is_meta or stands_in)
+
+
 def all_gather_single(out: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """Start to write every rank's ``local``, one after the other along dim 0, into ``out``."""
     work: dist.Work = _all_gather(out, local, group=group, async_op=True)

@@ -11,6 +11,7 @@ from namedmesh.tensor_parallel.apply import parallelize
 from namedmesh.tensor_parallel.expert_parallel import ExpertParallel
 from namedmesh.tensor_parallel.experts import IdentityExpert, ShardedExperts
 from namedmesh.tensor_parallel.fused import FusedColwiseParallel
+from namedmesh.tensor_parallel.gradient_comparison import compare_gradients
 from namedmesh.tensor_parallel.hf import plan_from_hf
 from namedmesh.tensor_parallel.kv_heads import KeyValueParallel
 from namedmesh.tensor_parallel.local import KeepWhole, LocalParameters, SumOutput, SumTailGradient
@@ -37,6 +38,7 @@ __all__ = [
     "SharedInput",
     "SumOutput",
     "SumTailGradient",
+    "compare_gradients",
     "llama_plan",
     "parallelize",
     "plan_from_hf",

@@ -61,6 +61,7 @@ class SharedInput(ActivationStyle):
     def __init__(self, *, input_layouts: Placement | None = None) -> None:
         super().__init__()
         self.input_layouts = input_layouts or Replicate()
+        self.whole_input = isinstance(self.input_layouts, Replicate)
 
     def __repr__(self) -> str:
         return f"SharedInput(input_layouts={self.input_layouts!r})"
