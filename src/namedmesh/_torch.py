@@ -626,6 +626,16 @@ def backward_pass() -> int:
     return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
 
 
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether somebody looks at the gradient of a tensor: by a hook, or because it is to be kept."""
+    return not torch.compiler.is_compiling() and (bool(tensor._backward_hooks) or tensor.retains_grad)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often operations have written into a tensor; 0 while the compiler traces, which does not say."""
+    return 0 if torch.compiler.is_compiling() else tensor._version
+
+
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Call something once the backward pass that runs in this thread has ended, after what FSDP2 does there.
 
