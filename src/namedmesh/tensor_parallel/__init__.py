@@ -19,6 +19,7 @@ from namedmesh.tensor_parallel.presets import llama_plan
 from namedmesh.tensor_parallel.report import PlanReport, plan_report
 from namedmesh.tensor_parallel.shared_input import SharedInput
 from namedmesh.tensor_parallel.styles import ColwiseParallel, RowwiseParallel
+from namedmesh.tensor_parallel.verification import VerifyReport, verify
 
 __all__ = [
     "ColwiseParallel",
@@ -38,9 +39,11 @@ __all__ = [
     "SharedInput",
     "SumOutput",
     "SumTailGradient",
+    "VerifyReport",
     "compare_gradients",
     "llama_plan",
     "parallelize",
     "plan_from_hf",
     "plan_report",
+    "verify",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,17 +17,8 @@ _CHUNK = 1 << 20
 _FREQUENCIES = (1.0, 0.7, 0.3)
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What the ranks found out about one tensor.
-
-    Attributes:
-        settled: every rank has it, with numbers other than zero, and nothing is left to compare.
-        difference: how far the ranks are apart, as a part of the tensor's size; 0 where they agree.
-    """
-
-    settled: bool
-    difference: float = 0.0
+SETTLED = 1.0
+"""What :func:`verdicts` says of a tensor that every rank has, and the same, with numbers other than zero."""
 
 
 def absent() -> list[float]:
@@ -65,26 +55,31 @@ def fingerprint(value: Tensor, dtypes: set[torch.dtype]) -> list[float]:
     return [1.0, math.sqrt(squares), *weighted, eps]
 
 
-def verdicts(rows: Tensor) -> list[Verdict]:
+def verdicts(rows: Tensor) -> list[float]:
     """Return what the rows of all ranks, ``(ranks, tensors, numbers)``, say about each tensor.
 
     Two tensors count as different where a number of theirs is apart by more than the square root of what their type
     rounds off: sums in another order come near to none of that. Where all of it is within the rounding of the largest
     tensor, nothing is settled: it may be zero.
+
+    Returns:
+        For each tensor 0 where nothing is settled, :data:`SETTLED`, or for ranks that have different ones
+        that and how far they are apart, as a part of the size.
     """
     rows = rows.cpu()
     largest = float(rows[:, :, 1].nan_to_num(0.0, 0.0, 0.0).max()) if rows.numel() else 0.0
     return [_verdict(rows[:, i], largest) for i in range(rows.shape[1])]
 
 
-def _verdict(rows: Tensor, largest: float) -> Verdict:
+def _verdict(rows: Tensor, largest: float) -> float:
     has, numbers, eps = rows[:, 0], rows[:, 1:-1], float(rows[:, -1].max())
     size = float(numbers[:, 0].max())
-    # A type of 16 bits rounds so coarsely that small gradients would hide behind the largest.
-    nothing = min(eps, 1e-4) * largest
+    # Where a gradient is zero but for rounding, the terms that cancel out in it may be much larger than eps says; but a
+    # type of 16 bits rounds so coarsely that small gradients would hide behind the largest.
+    nothing = min(1000 * eps, 1e-4) * largest
     if not torch.isfinite(rows).all() or size <= nothing:
-        return Verdict(settled=False)
+        return 0.0
     difference = float((numbers.amax(0) - numbers.amin(0)).max()) / size
     if difference > math.sqrt(eps) and difference * size > nothing:
-        return Verdict(settled=False, difference=difference)
-    return Verdict(settled=bool(has.all()))
+        return SETTLED + difference
+    return SETTLED if bool(has.all()) else 0.0

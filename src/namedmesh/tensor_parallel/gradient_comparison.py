@@ -22,7 +22,7 @@ from namedmesh._torch import at_end_of_backward, backward_pass, communicates
 from namedmesh.errors import GradientError
 from namedmesh.tensor_parallel.collectives import RankGroup, all_gather, local_shard
 from namedmesh.tensor_parallel.comparison_errors import problems_of
-from namedmesh.tensor_parallel.fingerprints import COLUMNS, absent, fingerprint, verdicts
+from namedmesh.tensor_parallel.fingerprints import COLUMNS, SETTLED, absent, fingerprint, verdicts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -186,13 +186,24 @@ class GradientComparison:
 
     def _along_axis(self, tensor: DTensor) -> object:
         """Return how a DTensor is placed along the axis; None where every rank has the same."""
-        mesh, mine = tensor.device_mesh, tensor.device_mesh.get_coordinate()
         for dim, placement in enumerate(tensor.placements):
-            others: list[Any] = [*(mine or ())]
-            others[dim : dim + 1] = [slice(None)]
-            if mesh.mesh[tuple(others)].tolist() == self.ranks:
+            if _ranks_along(tensor.device_mesh, dim) == self.ranks:
                 return None if isinstance(placement, Replicate) else placement
         return None
+
+    def _across(self) -> list[dist.ProcessGroup]:
+        """Return the groups over which parameters are sharded besides, as by FSDP2, whose ranks see other parts of them."""
+        found: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for module, own_name in (self.parameters or {}).values():
+            parameter = getattr(module, own_name)
+            if not isinstance(parameter, DTensor):
+                continue
+            mesh = parameter.device_mesh
+            for dim in range(mesh.ndim):
+                ranks = _ranks_along(mesh, dim)
+                if len(ranks) > 1 and ranks != self.ranks and tuple(ranks) not in found:
+                    found[tuple(ranks)] = mesh.get_group(dim)
+        return list(found.values())
 
     def note(self, key: tuple[str, str], value: Tensor) -> None:
         """Note what this rank has of an activation, the first time it comes by."""
@@ -226,12 +237,15 @@ class GradientComparison:
                 rows.append(self.rows.get((kind, name), absent()))
         mine = torch.tensor(rows, dtype=torch.float64, device=self.device)
         gathered = all_gather(mine.view(1, -1, COLUMNS), self.peers, 0)
-        found_out = dict(zip(every, verdicts(gathered), strict=True))
-        different = {key: verdict.difference for key, verdict in found_out.items() if verdict.difference}
+        found_out = torch.tensor(verdicts(gathered), dtype=torch.float64, device=self.device)
+        for group in self._across():
+            dist.all_reduce(found_out, dist.ReduceOp.MAX, group)
         self.rows.clear()
+        outcomes = dict(zip(every, found_out.tolist(), strict=True))
+        different = {key: value - SETTLED for key, value in outcomes.items() if value > SETTLED}
         if different:
             raise GradientError(*problems_of(self.model, different, self.axis, self.peers.size))
-        self._close([key for key, verdict in found_out.items() if verdict.settled])
+        self._close([key for key, value in outcomes.items() if value == SETTLED])
 
     def _close(self, settled: Sequence[tuple[str, str]]) -> None:
         """Forget what is settled, and all activations: their contract does not change with what is trained."""
@@ -245,6 +259,14 @@ class GradientComparison:
         if not self.parameters:
             while self.root_handles:
                 self.root_handles.pop().remove()
+
+
+def _ranks_along(mesh: DeviceMesh, dim: int) -> list[int]:
+    """Return the ranks along one dim of a mesh, among them this one; from the mesh alone, whose groups may be gone."""
+    others: list[Any] = [*(mesh.get_coordinate() or ())]
+    others[dim : dim + 1] = [slice(None)]
+    ranks: list[int] = mesh.mesh[tuple(others)].tolist()
+    return ranks
 
 
 class _Input:

@@ -21,6 +21,7 @@ from namedmesh.tensor_parallel.collectives import (
     all_gather,
     all_reduce,
     local_shard,
+    passed,
     reduce_scatter,
     with_backward,
 )
@@ -158,10 +159,6 @@ def shared_by(module: nn.Module, peers: RankGroup, value: Tensor) -> Shared | No
     return shared if shared is not None and shared.setup.peers == peers and shared.sums(value) else None
 
 
-def _passed(tensor: Tensor, _peers: RankGroup) -> Tensor:
-    return tensor.view_as(tensor)
-
-
 def _mean(gradient: Tensor, peers: RankGroup) -> Tensor:
     return all_reduce(gradient, peers) / peers.size
 
@@ -170,5 +167,5 @@ def _mean_of_shard(gradient: Tensor, peers: RankGroup, dim: int) -> Tensor:
     return reduce_scatter(gradient, peers, dim) / peers.size
 
 
-_mean_backward = with_backward(_passed, _mean)
+_mean_backward = with_backward(passed, _mean)
 _gather_mean = with_backward(all_gather, _mean_of_shard)
