@@ -15,6 +15,7 @@ from namedmesh.tensor_parallel.gradient_comparison import compare_gradients
 from namedmesh.tensor_parallel.hf import plan_from_hf
 from namedmesh.tensor_parallel.kv_heads import KeyValueParallel
 from namedmesh.tensor_parallel.local import KeepWhole, LocalParameters, SumOutput, SumTailGradient
+from namedmesh.tensor_parallel.loss import cross_entropy
 from namedmesh.tensor_parallel.presets import llama_plan
 from namedmesh.tensor_parallel.report import PlanReport, plan_report
 from namedmesh.tensor_parallel.shared_input import SharedInput
@@ -41,6 +42,7 @@ __all__ = [
     "SumTailGradient",
     "VerifyReport",
     "compare_gradients",
+    "cross_entropy",
     "llama_plan",
     "parallelize",
     "plan_from_hf",
