@@ -31,6 +31,7 @@ from namedmesh.tensor_parallel import (
     llama_plan,
     parallelize,
 )
+from namedmesh.tensor_parallel import cross_entropy as sharded_cross_entropy
 from namedmesh.tensor_parallel.collectives import RankGroup, gather_parts
 from namedmesh.tensor_parallel.layers import (
     column_linear,
@@ -375,6 +376,17 @@ def legacy_loss() -> Pairs:
     )
 
 
+def vocabulary_loss() -> Pairs:
+    mesh = tp_mesh()
+    target = torch.tensor([1, 7, -100])
+    yield from against_function(
+        lambda logits: sharded_cross_entropy(logits, target, mesh, label_smoothing=0.1, reduction="none"),
+        lambda logits: F.cross_entropy(logits, target, label_smoothing=0.1, reduction="none"),
+        [(noise(3, 8) * 4, 1)],
+        None,
+    )
+
+
 def regions() -> Pairs:
     mesh = tp_mesh()
     peers, size = RankGroup(mesh), mesh.size()
@@ -456,6 +468,7 @@ CHECKS: tuple[Callable[[], Pairs], ...] = (
     legacy_linears,
     legacy_embeddings,
     legacy_loss,
+    vocabulary_loss,
     regions,
 )
 

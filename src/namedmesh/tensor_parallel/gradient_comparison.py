@@ -180,16 +180,17 @@ class GradientComparison:
 
     def _is_whole(self, parameter: Tensor) -> bool:
         if isinstance(parameter, DTensor):
-            return self._along_axis(parameter) is None
+            return not self._differs_along_axis(parameter)
         marks = (getattr(parameter, mark, False) for mark in ("tensor_model_parallel", "model_parallel"))
         return not any(marks)
 
-    def _along_axis(self, tensor: DTensor) -> object:
-        """Return how a DTensor is placed along the axis; None where every rank has the same."""
-        for dim, placement in enumerate(tensor.placements):
-            if _ranks_along(tensor.device_mesh, dim) == self.ranks:
-                return None if isinstance(placement, Replicate) else placement
-        return None
+    def _differs_along_axis(self, tensor: DTensor) -> bool:
+        """Return whether the ranks of the axis have different parts of a DTensor, or of the sum that it is."""
+        # Of its own mesh, which may cut the ranks otherwise, as those of experts do.
+        dims = [
+            dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)
+        ]
+        return len(_ranks_along(tensor.device_mesh, dims) & {*self.ranks}) > 1
 
     def _across(self) -> list[dist.ProcessGroup]:
         """Return the groups over which parameters are sharded besides, as by FSDP2, whose ranks see other parts of them."""
@@ -200,21 +201,24 @@ class GradientComparison:
                 continue
             mesh = parameter.device_mesh
             for dim in range(mesh.ndim):
-                ranks = _ranks_along(mesh, dim)
-                if len(ranks) > 1 and ranks != self.ranks and tuple(ranks) not in found:
-                    found[tuple(ranks)] = mesh.get_group(dim)
+                ranks = tuple(sorted(_ranks_along(mesh, [dim])))
+                if len(ranks) > 1 and ranks not in found and ranks != tuple(sorted(self.ranks)):
+                    found[ranks] = mesh.get_group(dim)
         return list(found.values())
 
     def note(self, key: tuple[str, str], value: Tensor) -> None:
-        """Note what this rank has of an activation, the first time it comes by."""
-        if key not in self.rows and communicates(value, self.peers.group):
+        """Note what this rank has of an activation, the last time it comes by: a pipeline's first inputs are empty."""
+        if communicates(value, self.peers.group):
             self.rows[key] = fingerprint(local_shard(value), self.dtypes)
 
-    def _row(self, parameter: Tensor) -> list[float]:
-        gradient = parameter.grad
+    def _row_of(self, key: tuple[str, str], found: Mapping[str, Tensor]) -> list[float]:
+        kind, name = key
+        if kind != "parameter":
+            return self.rows.get(key, absent())
+        gradient = found[name].grad if name in found else None
         if gradient is None:
             return absent()
-        if isinstance(gradient, DTensor) and self._along_axis(gradient) is not None:
+        if isinstance(gradient, DTensor) and self._differs_along_axis(gradient):
             return absent()  # the sum over the ranks is still to be taken
         return fingerprint(local_shard(gradient), self.dtypes)
 
@@ -229,18 +233,18 @@ class GradientComparison:
         if some is None or not (found or self.activations) or not communicates(some, self.peers.group):
             return
         every = [("parameter", name) for name in self.parameters or ()] + self.activations
-        rows = []
-        for kind, name in every:
-            if kind == "parameter":
-                rows.append(self._row(found[name]) if name in found else absent())
-            else:
-                rows.append(self.rows.get((kind, name), absent()))
+        rows = [self._row_of(key, found) for key in every]
+        # A pass that leaves no gradient anywhere may be one over numbers that mean nothing, as pipelines do to find shapes.
+        left = any(parameter.grad is not None for parameter in self.model.parameters())
+        rows.append([float(left), *absent()[1:]])
         mine = torch.tensor(rows, dtype=torch.float64, device=self.device)
         gathered = all_gather(mine.view(1, -1, COLUMNS), self.peers, 0)
-        found_out = torch.tensor(verdicts(gathered), dtype=torch.float64, device=self.device)
+        self.rows.clear()
+        if not gathered[:, -1, 0].any():
+            return
+        found_out = torch.tensor(verdicts(gathered[:, :-1]), dtype=torch.float64, device=self.device)
         for group in self._across():
             dist.all_reduce(found_out, dist.ReduceOp.MAX, group)
-        self.rows.clear()
         outcomes = dict(zip(every, found_out.tolist(), strict=True))
         different = {key: value - SETTLED for key, value in outcomes.items() if value > SETTLED}
         if different:
@@ -261,12 +265,12 @@ class GradientComparison:
                 self.root_handles.pop().remove()
 
 
-def _ranks_along(mesh: DeviceMesh, dim: int) -> list[int]:
-    """Return the ranks along one dim of a mesh, among them this one; from the mesh alone, whose groups may be gone."""
-    others: list[Any] = [*(mesh.get_coordinate() or ())]
-    others[dim : dim + 1] = [slice(None)]
-    ranks: list[int] = mesh.mesh[tuple(others)].tolist()
-    return ranks
+def _ranks_along(mesh: DeviceMesh, dims: Sequence[int]) -> set[int]:
+    """Return the ranks along some dims of a mesh, among them this one; from the mesh alone, whose groups may be gone."""
+    place: list[Any] = [*(mesh.get_coordinate() or ())]
+    for dim in dims:
+        place[dim] = slice(None)
+    return {*mesh.mesh[tuple(place)].flatten().tolist()}
 
 
 class _Input:
