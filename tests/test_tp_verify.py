@@ -103,8 +103,8 @@ def test_the_text_of_a_report() -> None:
         "name           what      difference\n"
         "factor.weight  gradient  1\n"
         "1 of 7 tensors on 2 ranks differ from one process, by up to 1 of the size\n"
-        "dropout was off in dropout; between sharded layers all ranks draw one mask for their features, unless each "
-        "draws from a stream of its own: namedmesh.training.streams"
+        "dropout in dropout: between sharded layers all ranks draw one mask for their features, unless each draws from a "
+        "stream of its own: namedmesh.training.streams"
     )
 
 

@@ -626,6 +626,12 @@ def backward_pass() -> int:
     return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
 
 
+@_needs(torch._C, "_are_functorch_transforms_active", otherwise=lambda: False)
+def in_function_transform() -> bool:
+    """Return whether a transform of ``torch.func`` is at work, such as ``vmap`` or ``grad``."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Return whether somebody looks at the gradient of a tensor: by a hook, or because it is to be kept."""
     return not torch.compiler.is_compiling() and (bool(tensor._backward_hooks) or tensor.retains_grad)
@@ -647,8 +653,8 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 
 def communicates(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Return whether ranks can compare a tensor: it has numbers, no mode stands in for them, and the group is real."""
-    stands_in = torch._C._len_torch_dispatch_stack() or dist.get_backend(group) == "fake"
+    """Return whether ranks can compare a tensor: it has numbers, nothing stands in for them, and the group is real."""
+    stands_in = torch._C._len_torch_dispatch_stack() or in_function_transform() or dist.get_backend(group) == "fake"
     return not (tensor.is_meta or stands_in)
 
 

@@ -15,7 +15,14 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from namedmesh._torch import computed_now, gradient_like, is_observed, no_view, synchronous
+from namedmesh._torch import (
+    computed_now,
+    gradient_like,
+    in_function_transform,
+    is_observed,
+    no_view,
+    synchronous,
+)
 from namedmesh.errors import MeshError, PlanError
 from namedmesh.tensor_parallel.autocast import autocast_shard, autocast_value
 from namedmesh.tensor_parallel.collectives import (
@@ -172,6 +179,8 @@ def column(  # noqa: PLR0917  the operands, and how they are laid out
         torch.compiler.is_compiling()
     ):  # which makes no DTensors in a backward of ours, and moves gradients by itself
         weight, bias = local_shard(weight), None if bias is None else local_shard(bias)
+    elif in_function_transform():
+        _refuse_transforms()
     return _column(autocast_value(value), weight, bias, peers, gather_dim, gather_again, factor)
 
 
@@ -189,6 +198,8 @@ def row(
     """
     if torch.compiler.is_compiling():
         weight, bias = local_shard(weight), None if bias is None else local_shard(bias)
+    elif in_function_transform():
+        _refuse_transforms()
     return _row(autocast_value(value), weight, bias, peers, scatter_dim)
 
 
@@ -199,6 +210,13 @@ def _refuse_double_backward() -> None:
             "the fast parallel styles have no second derivative, and backward was called with "
             "create_graph=True; leave the layers that it passes through out of the plan"
         )
+
+
+def _refuse_transforms() -> None:
+    raise MeshError(
+        "the fast parallel styles do not take part in transforms of torch.func, such as grad, vmap and jvp; leave the "
+        "layers that it passes through out of the plan, or use loss.backward()"
+    )
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -37,6 +37,10 @@ class ColwiseParallel(TorchColwiseParallel):
     short way does not know, any subclass and any module with a forward of its own take torch's way: its forward
     gets and gives DTensors, and is right by their placements.
 
+    What a model does with the sharded features until a row layer takes them has to be right for a part of them.
+    ``nn.Dropout`` there draws one mask, the same on all ranks that are seeded alike, each for its own features: let the
+    ranks draw from streams of their own (:func:`namedmesh.training.streams`).
+
     Args:
         input_layouts: how a plain input is laid out: ``Replicate()`` (the default), or ``Shard(dim)`` to
             gather it first (sequence parallelism).

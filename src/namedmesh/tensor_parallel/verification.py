@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from namedmesh.errors import count_of, listing
+from namedmesh.errors import count_of
 from namedmesh.plan.tables import Table, as_text
 from namedmesh.tensor_parallel.apply import parallelize
 from namedmesh.tensor_parallel.gradient_comparison import tensors_in
+from namedmesh.tensor_parallel.report import dropout_note, dropouts_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -76,12 +77,7 @@ class VerifyReport:
             f"{len(self.different)} of {count_of(len(self.compared), 'tensor')} on {self.tp_size} ranks differ from one "
             f"process, by up to {worst:.2g} of the size"
         )
-        if self.dropouts:
-            lines.append(
-                f"dropout was off in {listing(self.dropouts, 4)}; between sharded layers all ranks draw one mask for their "
-                f"features, unless each draws from a stream of its own: namedmesh.training.streams"
-            )
-        return "\n".join(lines)
+        return "\n".join(lines) + dropout_note(self.dropouts)
 
 
 def verify(
@@ -133,12 +129,7 @@ def verify(
     mine = mine.to(mesh.device_type)
     dist.all_reduce(mine, dist.ReduceOp.MAX, group)
     compared = [Compared(*key, value) for key, value in zip(names, mine.tolist(), strict=True)]
-    dropouts = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p  # noqa: SLF001  their common base
-    ]
-    return VerifyReport(mesh.size(), tuple(compared), tolerance, tuple(dropouts))
+    return VerifyReport(mesh.size(), tuple(compared), tolerance, dropouts_of(model))
 
 
 def _same_on_all(value: Any, group: dist.ProcessGroup) -> Any:
