@@ -17,11 +17,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as torch_styles
 from torch.utils.checkpoint import checkpoint
+from tp_checks import against_whole, largest_difference
 from tp_compare import hf_difference, tp_mesh, training_difference
 from tp_models import Attention, Llama, Mlp, hf_model
 from tp_wirings import Gain, OfHeads
 
-from namedmesh.errors import GradientError
+from namedmesh.errors import GradientError, MeshError
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
     KeepWhole,
@@ -264,6 +265,67 @@ def test_training_is_that_of_one_process_or_stops_with_the_names(
 def names_in(text: object) -> set[str]:
     """The parameters that an error names in front of its reasons."""
     return set(re.findall(r"[\w.]+(?:weight|bias)(?=[:,])", str(text)))
+
+
+class TwoColumns(nn.Module):
+    """Two column layers, and an operation on their input before the first or before the second."""
+
+    def __init__(self, operation: Callable[[Tensor], Any], between: bool) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.operation, self.between = operation, between
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.between:
+            self.operation(x)
+        features = self.up(x)
+        if self.between:
+            self.operation(x)
+        out: Tensor = self.down(torch.tanh(features) * self.gate(x))
+        return out
+
+
+ON_SHARDS: Plan = {
+    "inner": SharedInput(input_layouts=SEQUENCE),
+    "inner.up": ColwiseParallel(),
+    "inner.gate": ColwiseParallel(),
+    "inner.down": RowwiseParallel(output_layouts=SEQUENCE),
+}
+
+
+def gathered_inputs() -> dict[str, float | str]:
+    """(f) Where the shared input is gathered."""
+    operations: dict[str, tuple[Callable[[Tensor], Any], bool]] = {
+        "mul": (lambda x: x.mul_(2), False),
+        "relu": (F.relu_, False),
+        "dropout": (lambda x: F.dropout(x, 0.0, training=True, inplace=True), False),
+        "hook": (lambda x: x.register_hook(lambda gradient: 2 * gradient.clamp(-1, 1)), False),
+        "mul between": (lambda x: x.mul_(2), True),
+        "hook between": (lambda x: x.register_hook(lambda gradient: 2 * gradient), True),
+    }
+    found: dict[str, float | str] = {}
+    for name, (operation, between) in operations.items():
+        pairs = partial(
+            against_whole,
+            _Given(TwoColumns(operation, between)),
+            ON_SHARDS,
+            numbers(2, 4, 8),
+            cut_in=1,
+            cut_out=1,
+        )
+        try:
+            found[name] = largest_difference(pairs)
+        except (MeshError, RuntimeError) as error:
+            found[name] = str(error)
+    return found
+
+
+def test_what_is_written_into_a_gathered_input() -> None:
+    for found in run_ranks(2, gathered_inputs):
+        assert max(float(found[name]) for name in ("mul", "relu", "dropout", "hook")) < 1e-12, found
+        # As in one process, where the first layer has kept what the operation writes into.
+        assert "modified by an inplace operation" in str(found["mul between"])
+        assert "its shared input has a hook" in str(found["hook between"])
 
 
 # --- the words of the error, and that what they say helps ----------------------------------------------------

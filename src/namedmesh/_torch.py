@@ -654,7 +654,9 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 def communicates(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
     """Return whether ranks can compare a tensor: it has numbers, nothing stands in for them, and the group is real."""
-    stands_in = torch._C._len_torch_dispatch_stack() or in_function_transform() or dist.get_backend(group) == "fake"
+    stands_in = (
+        torch._C._len_torch_dispatch_stack() or in_function_transform() or dist.get_backend(group) == "fake"
+    )
     return not (tensor.is_meta or stands_in)
 
 
