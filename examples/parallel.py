@@ -6,7 +6,6 @@ ExpertParallel, ``dp`` and ``cp`` by FSDP2, which comes last, over what tensor p
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,10 +19,9 @@ from settings import Settings
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import loss_parallel
 
 from namedmesh import NamedMesh, parallelize, training
-from namedmesh.tensor_parallel import ColwiseParallel, llama_plan
+from namedmesh.tensor_parallel import ColwiseParallel, cross_entropy, llama_plan
 
 IGNORED = -100  # a target that does not count
 
@@ -100,8 +98,7 @@ class Step:
             inputs, targets, self._model.positions = training.shard_sequence(inputs, targets, mesh=mesh["cp"])
         self._tokens = (targets != IGNORED).sum()
         losses: list[Tensor] = []
-        with loss_parallel() if mesh.size("tp") > 1 else contextlib.nullcontext():
-            self._pipe.step(inputs, target=targets, losses=losses)
+        self._pipe.step(inputs, target=targets, losses=losses)
         # Only the last stage knows the loss.
         total = torch.zeros((), device=mesh.device, dtype=torch.float64)
         total += sum(each.item() for each in losses)
@@ -109,12 +106,8 @@ class Step:
         return total
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return training.token_mean(loss_sum(self._whole(logits), targets), self._tokens, self._mesh)
-
-    def _whole(self, logits: Tensor) -> Tensor:
-        """Gather logits of which each tp rank has a part of the vocabulary."""
-        tp = self._mesh["tp"]
-        return DTensor.from_local(logits, tp, [Shard(-1)]) if tp.size() > 1 else logits
+        total = cross_entropy(logits, targets, self._mesh["tp"], ignore_index=IGNORED, reduction="sum")
+        return training.token_mean(total, self._tokens, self._mesh)
 
     def generate(self, prompt: bytes, seq: int, count: int) -> bytes:
         """Return the likeliest text after some, up to ``seq`` bytes in all: the same on every rank."""
@@ -128,8 +121,8 @@ class Step:
             logits = self._pipe.eval(inputs)
             found = torch.tensor(0, device=mesh.device)
             if logits is not None:  # the last stage; the byte before is on one cp rank
-                scores = self._whole(logits)
-                scores = scores.full_tensor() if isinstance(scores, DTensor) else scores
+                # Each tp rank has a part of the vocabulary.
+                scores = DTensor.from_local(logits, mesh["tp"], [Shard(-1)]).full_tensor()
                 found += scores[0, positions.to(mesh.device) == len(text) - 1].argmax(-1).sum()
             for axis in [each for each in ("pp", "cp") if each in mesh.layout]:
                 dist.all_reduce(found, group=mesh.group(axis))

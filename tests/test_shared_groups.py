@@ -74,6 +74,7 @@ def _lives() -> dict[str, list[list[float]]]:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler asks for it
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # and does it
 def test_a_mesh_closed_and_made_again_trains_alike() -> None:
     for found in run_ranks(4, _lives, timeout=150):
         for lives in found.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,12 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import parallel as torch_styles
 from tp_compare import whole
-from tp_models import Attention, Llama
+from tp_models import Attention, Block, Llama
 
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
@@ -188,3 +192,63 @@ def casts(batches: int) -> list[int]:
 def test_a_block_casts_each_weight_once() -> None:
     for found in run_ranks(2, casts, 3):
         assert found == [4, 4]
+
+
+# --- collectives in compiled graphs --------------------------------------------------------------------------
+
+
+def counted(model: nn.Module, value: Tensor) -> dict[str, Counter[str]]:
+    """How many collectives of each kind the compiled forward and backward have."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    counts: dict[str, Counter[str]] = {}
+
+    def compiler(kind: str) -> Any:
+        def count(graph: Any, _inputs: Any) -> Any:
+            names = [str(node.target) for node in graph.graph.nodes if "c10d_functional" in str(node.target)]
+            counts[kind] = Counter(name.split(".")[1] for name in names if "wait" not in name)
+            return make_boxed_func(graph.forward)
+
+        return count
+
+    model.compile(
+        backend=aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward")),
+        fullgraph=True,
+    )
+    model(value).sum().backward()
+    return counts
+
+
+def compiled_counts() -> dict[str, dict[str, Counter[str]]]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    sequence = {
+        key[9:]: style for key, style in llama_plan(sequence_parallel=True).items() if "layers" in key
+    }
+    plain = {key[9:]: style for key, style in llama_plan().items() if "layers" in key}
+    gathered = torch_styles.PrepareModuleInput(
+        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+    )
+    theirs: dict[str, Any] = dict.fromkeys(("attention_norm", "ffn_norm"), torch_styles.SequenceParallel())
+    theirs |= dict.fromkeys(("attention", "feed_forward"), gathered)
+    for name in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"):
+        theirs[name] = torch_styles.ColwiseParallel()
+    for name in ("attention.wo", "feed_forward.w2"):
+        theirs[name] = torch_styles.RowwiseParallel(output_layouts=Shard(1))
+    shard, value = torch.randn(2, 4, 32, requires_grad=True), torch.randn(2, 8, 32, requires_grad=True)
+    return {
+        "ours, sequence": counted(parallelize(Block(32, 8, 4, 48), mesh, sequence), shard),
+        "torch's, sequence": counted(
+            torch_styles.parallelize_module(Block(32, 8, 4, 48), mesh, theirs), shard
+        ),
+        "ours": counted(parallelize(Block(32, 8, 4, 48), mesh, plain), value),
+    }
+
+
+@pytest.mark.filterwarnings("default")  # torch.compile's own
+def test_a_compiled_block_has_the_collectives_of_torchs_styles() -> None:
+    for found in run_ranks(2, compiled_counts):
+        ours, theirs = found["ours, sequence"], found["torch's, sequence"]
+        assert ours["forward"] == theirs["forward"]
+        # The gradients of the two norms are summed; torch leaves them as parts.
+        assert ours["backward"] == theirs["backward"] + Counter(all_reduce=2)
+        assert found["ours"] == {"forward": Counter(all_reduce=2), "backward": Counter(all_reduce=2)}

@@ -16,7 +16,7 @@ from tp_compare import tp_mesh, whole
 from tp_models import Llama, Mlp
 
 from namedmesh._torch import TORCH
-from namedmesh.errors import PlanError, ShapeError
+from namedmesh.errors import MeshError, PlanError, ShapeError
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -302,6 +302,43 @@ def encoder() -> float:
 
 def test_an_encoder_layer_in_evaluation() -> None:
     assert max(run_ranks(2, encoder)) < 1e-12
+
+
+def padded_encoder() -> float:
+    """With a padding mask torch would make nested tensors of what is not padding."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dtype=torch.float64)
+    reference = nn.TransformerEncoder(layer, 2).eval()
+    plan = {"layers.*.linear1": ColwiseParallel(), "layers.*.linear2": RowwiseParallel()}
+    model = parallelize(copy.deepcopy(reference), tp_mesh(), plan)
+    x, padding = (
+        torch.randn(2, 4, 8, dtype=torch.float64),
+        torch.tensor([[False] * 4, [False] * 2 + [True] * 2]),
+    )
+    with torch.no_grad():
+        got, wanted = (each(x, src_key_padding_mask=padding) for each in (model, reference))
+    return float((got - wanted).masked_fill(padding.unsqueeze(-1), 0).abs().max())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # of the whole model
+def test_an_encoder_with_padding_in_evaluation() -> None:
+    assert max(run_ranks(2, padded_encoder)) < 1e-12
+
+
+def transformed() -> list[str]:
+    model = parallelize(Mlp().double(), tp_mesh(), PAIR)
+    x = torch.randn(4, 8, dtype=torch.float64)
+    texts = []
+    for transform in (torch.func.grad(lambda x: model(x).sum()), torch.func.vmap(model)):
+        with pytest.raises(MeshError) as caught:
+            transform(x)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_transforms_of_functions_are_refused() -> None:
+    for texts in run_ranks(2, transformed):
+        assert all("torch.func" in text and "out of the plan" in text for text in texts)
 
 
 class Failing(ParallelStyle):

@@ -159,6 +159,7 @@ def differences() -> dict[str, float]:
     return found
 
 
+@pytest.mark.filterwarnings("default")  # torch.compile's own
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_fused_layer_trains_as_the_whole_one(size: int) -> None:
     for found in run_ranks(size, differences):

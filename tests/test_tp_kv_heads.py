@@ -98,6 +98,7 @@ def bias_differences() -> list[float]:
     return found
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler does it
 def test_biases_and_the_gradient_of_the_input_also_compiled() -> None:
     for found in run_ranks(3, bias_differences):
         assert max(found) < 1e-12

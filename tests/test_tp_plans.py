@@ -131,7 +131,7 @@ def test_heads_from_a_configuration() -> None:
     model = nn.ModuleDict({"self_attn": SelfAttention(), "mlp": Gated()})
     plan = {
         "self_attn.q_proj": ColwiseParallel(),
-        "self_attn.k_proj": ColwiseParallel(),
+        "self_attn.k_proj": KeyValueParallel(),
         "self_attn.o_proj": RowwiseParallel(),
         "mlp.up_proj": ColwiseParallel(),
     }

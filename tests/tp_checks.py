@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tp_compare import tp_mesh
 from tp_models import Llama
 
+from namedmesh.errors import GradientError
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
     ExpertParallel,
@@ -30,6 +31,7 @@ from namedmesh.tensor_parallel import (
     llama_plan,
     parallelize,
 )
+from namedmesh.tensor_parallel import cross_entropy as sharded_cross_entropy
 from namedmesh.tensor_parallel.collectives import RankGroup, gather_parts
 from namedmesh.tensor_parallel.layers import (
     column_linear,
@@ -171,7 +173,8 @@ def embeddings() -> Pairs:
     ids = torch.tensor([[1, 7, 3, 3], [0, 5, 6, 2]])
     rows = RowwiseParallel(input_layouts=WHOLE)
     yield from against_whole(nn.Sequential(nn.Embedding(8, 8)), {"0": rows}, ids)
-    yield from against_whole(nn.Sequential(Normed()), {"0": rows}, ids)
+    own = RowwiseParallel(input_layouts=WHOLE, local_forward=True)
+    yield from against_whole(nn.Sequential(Normed()), {"0": own}, ids)
     scattered = RowwiseParallel(input_layouts=WHOLE, output_layouts=SEQUENCE)
     yield from against_whole(nn.Sequential(nn.Embedding(8, 8)), {"0": scattered}, ids, cut_out=1)
     columns = ColwiseParallel(output_layouts=WHOLE)
@@ -373,6 +376,17 @@ def legacy_loss() -> Pairs:
     )
 
 
+def vocabulary_loss() -> Pairs:
+    mesh = tp_mesh()
+    target = torch.tensor([1, 7, -100])
+    yield from against_function(
+        lambda logits: sharded_cross_entropy(logits, target, mesh, label_smoothing=0.1, reduction="none"),
+        lambda logits: F.cross_entropy(logits, target, label_smoothing=0.1, reduction="none"),
+        [(noise(3, 8) * 4, 1)],
+        None,
+    )
+
+
 def regions() -> Pairs:
     mesh = tp_mesh()
     peers, size = RankGroup(mesh), mesh.size()
@@ -417,6 +431,28 @@ def regions() -> Pairs:
     yield start.grad, noise(size, 4)[peers.rank].expand(size, 4)
 
 
+def comparison() -> Pairs:
+    """The ranks find out that they have other gradients of a number between sharded layers."""
+
+    class Between(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.act, self.down = nn.Linear(8, 12), nn.PReLU(), nn.Linear(12, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.down(self.act(self.up(x)))
+            return out
+
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    model = parallelize(filled(Between()), tp_mesh(), plan, src_data_rank=None)
+    found = torch.zeros(1)
+    try:
+        model(noise(2, 8)).square().sum().backward()
+    except GradientError:
+        found = torch.ones(1)
+    yield found, torch.ones(1)
+
+
 CHECKS: tuple[Callable[[], Pairs], ...] = (
     column_and_row,
     sequence_column_and_row,
@@ -426,11 +462,13 @@ CHECKS: tuple[Callable[[], Pairs], ...] = (
     llamas,
     heads,
     parts,
+    comparison,
     experts,
     exchanged_tokens,
     legacy_linears,
     legacy_embeddings,
     legacy_loss,
+    vocabulary_loss,
     regions,
 )
 

@@ -24,6 +24,7 @@ COMMANDS: dict[str, str] = {
     **dict.fromkeys(("plan", "partitions", "shard", "diff", "doctor"), "namedmesh.plan.cli"),
     "migrate": "namedmesh.migrate.cli",
     "run": "namedmesh.compat.cli",
+    "verify": "namedmesh.verify_cli",
 }
 """The commands, and the module of each."""
 

@@ -624,6 +624,40 @@ def backward_pass() -> int:
     return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
 
 
+@_needs(torch._C, "_are_functorch_transforms_active", otherwise=lambda: False)
+def in_function_transform() -> bool:
+    """Return whether a transform of ``torch.func`` is at work, such as ``vmap`` or ``grad``."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether somebody looks at the gradient of a tensor: by a hook, or because it is to be kept."""
+    return not torch.compiler.is_compiling() and (bool(tensor._backward_hooks) or tensor.retains_grad)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often operations have written into a tensor; 0 while the compiler traces, which does not say."""
+    return 0 if torch.compiler.is_compiling() else tensor._version
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call something once the backward pass that runs in this thread has ended, after what FSDP2 does there.
+
+    Such calls are made in the order in which they were asked for, and FSDP2 may ask after us: so this asks again, at
+    the end. What the call raises is raised by the backward.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(lambda: engine.queue_callback(call))
+
+
+def communicates(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
+    """Return whether ranks can compare a tensor: it has numbers, nothing stands in for them, and the group is real."""
+    stands_in = (
+        torch._C._len_torch_dispatch_stack() or in_function_transform() or dist.get_backend(group) == "fake"
+    )
+    return not (tensor.is_meta or stands_in)
+
+
 def all_gather_single(out: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """Start to write every rank's ``local``, one after the other along dim 0, into ``out``."""
     work: dist.Work = _all_gather(out, local, group=group, async_op=True)

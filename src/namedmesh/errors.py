@@ -16,6 +16,7 @@ __all__ = [
     "AgreementError",
     "AxisError",
     "CheckpointError",
+    "GradientError",
     "LaunchError",
     "LayoutError",
     "LostRanksError",
@@ -68,6 +69,10 @@ class AxisError(NamedMeshError, KeyError):
 
 class CheckpointError(NamedMeshError, ValueError):
     """A checkpoint is not there, or does not fit the model; or a model cannot be saved as it is."""
+
+
+class GradientError(NamedMeshError, RuntimeError):
+    """The ranks of an axis have different gradients, or inputs, of what is the same on each of them."""
 
 
 class LayoutError(NamedMeshError, ValueError):

@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from namedmesh._torch import apply_style
+from namedmesh.tensor_parallel.gradient_comparison import GradientComparison, Whole
+from namedmesh.tensor_parallel.gradient_layout import align_gradients
 from namedmesh.tensor_parallel.guards import avoid_native_path, install_guards, restored_on_error
-from namedmesh.tensor_parallel.local import sum_gradients
 from namedmesh.tensor_parallel.module_setup import NAME
-from namedmesh.tensor_parallel.placements import composes
+from namedmesh.tensor_parallel.placements import composes, whole_sides
 from namedmesh.tensor_parallel.plan import resolve
 from namedmesh.tensor_parallel.saving import save_whole_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
 
     from namedmesh.tensor_parallel.plan import Plan
     from namedmesh.tensor_parallel.plan_entry import Entry
@@ -31,12 +33,17 @@ def parallelize(
     *,
     src_data_rank: int | None = 0,
     must_divide: Mapping[str, int] | None = None,
+    check: bool = True,
 ) -> nn.Module:
     """Apply tensor parallelism to a model, strictly: a plan that does not fit changes nothing.
 
-    All the ranks of ``mesh`` call it with the same plan, once for a model, and before ``fully_shard``. Norms over
-    the features of one head, and activations with one number for all features, between sharded layers get
-    ``LocalParameters`` if the plan leaves them out. A linear with LoRA adapters is named as if it had none.
+    All the ranks of ``mesh`` call it with the same plan, once for a model, and before ``fully_shard``. A linear with
+    LoRA adapters is named as if it had none.
+
+    What a forward does with the parameters that the plan leaves out, or with what the sharded layers make, is not
+    guessed: at the first backward the ranks compare what is the same on all of them, the gradients of whole
+    parameters, and the inputs and outputs of sharded layers that are whole. See :func:`compare_gradients`, and
+    :func:`verify` for a comparison with the whole model.
 
     Args:
         model: the model; changed in place. It may be on the meta device.
@@ -48,6 +55,8 @@ def parallelize(
             own copy, without communication.
         must_divide: further sizes that the number of ranks has to divide, by a name for the message, such as
             ``{"kv heads": 2}``.
+        check: compare at the first backward: one small collective. False leaves it out, for a model whose
+            gradients the caller sums over the axis after the backward.
 
     Returns:
         The model. Its sharded parameters are DTensors; parameters that were tied are still tied. A Hugging Face
@@ -55,9 +64,10 @@ def parallelize(
 
     Raises:
         PlanError: with every problem there is: the mesh has several axes, a name matches nothing, two names
-            match one module, a style does not fit a module, features, vocabulary or heads do not divide, a
-            trainable parameter between sharded layers is in no style, a column layer is several layers in one
-            and the plan does not say how they lie, a tie would break, or the model is already parallelized.
+            match one module, a style does not fit a module, features, vocabulary or heads do not divide, a column
+            layer is several layers in one and the plan does not say how they lie, a tie would break, or the model
+            is already parallelized.
+        GradientError: in the first backward, on every rank: something that is whole on every rank differs, by name.
 
     Example:
         Under plain python, a world of one, rank 0 has all 16 rows of ``w1``; on 2 ranks each has 8 of them:
@@ -80,9 +90,22 @@ def parallelize(
                 model = applied
         for tie in resolved.ties:
             tie.restore()
+    if check and mesh.size() > 1 and not any(_has_own_data(entry.style) for entry in resolved.entries):
+        GradientComparison(model, mesh, _whole_activations(resolved.entries))
     avoid_native_path(model)
     save_whole_tensors(model)
     return model
+
+
+def _has_own_data(style: ParallelStyle) -> bool:
+    """Return whether the ranks of a style's axis have data of their own, and so other gradients of everything."""
+    return bool(getattr(style, "ranks_have_own_data", False))
+
+
+def _whole_activations(entries: Iterable[Entry]) -> dict[str, Whole]:
+    """Return the modules of which an input or an output is whole on every rank."""
+    sides = {entry.fqn: Whole(entry.module, *whole_sides(entry.style)) for entry in entries}
+    return {name: whole for name, whole in sides.items() if whole.input or whole.output}
 
 
 def _apply_entry(entry: Entry, mesh: DeviceMesh, src_data_rank: int | None) -> nn.Module:
@@ -96,5 +119,5 @@ def _apply_entry(entry: Entry, mesh: DeviceMesh, src_data_rank: int | None) -> n
     for name, parameter in applied.named_parameters():
         parameter.requires_grad_(trainable.get(name, parameter.requires_grad))
     if isinstance(entry.style, SequenceParallel):
-        sum_gradients(applied)
+        align_gradients(applied)
     return applied

@@ -1,4 +1,4 @@
-"""Attention heads: found on the modules around the sharded projections, so that no rank gets half a head."""
+"""Attention heads, as a model states them: no rank may get half of one."""
 
 from __future__ import annotations
 
@@ -10,49 +10,37 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from namedmesh.errors import listing
-from namedmesh.tensor_parallel.kv_heads import GROUPS, KeyValueParallel, names_keys_or_values
+from namedmesh.tensor_parallel.kv_heads import GROUPS, KeyValueParallel
 from namedmesh.tensor_parallel.module_setup import sharded_dim
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from namedmesh.tensor_parallel.plan_entry import Entry
 
 _QUERY_HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
-_ATTENTION = ("attention", "attn")
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The head counts that one module, or its configuration, states."""
+    """The head counts that a module or its configuration states, each with the name of the attribute.
+
+    Args:
+        queries: how many heads the queries have.
+        keys: how many the keys and values have, if they have a number of their own.
+        head_dim: the features of one head, if stated.
+    """
 
     queries: tuple[str, int] | None
     keys: tuple[str, int] | None
     head_dim: int | None
 
-    def concerning(self, features: int) -> Iterator[tuple[str, int]]:
-        """Yield the counts that the sharding of ``features`` has to respect: queries, keys and values, or both."""
-        width = self.head_dim
-        if width and self.queries and features % (self.queries[1] * width) == 0:  # or queries and their gates
-            yield self.queries
-            return
-        if width and self.keys and features == self.keys[1] * width:
-            yield self.keys
-            return
-        if self.queries and features == self.queries[1]:  # a number for each head
-            yield self.queries
-            return
-        for count in (self.queries, self.keys):
-            if count is not None:
-                yield count
-
     @property
-    def fused_features(self) -> int | None:
-        """The features of queries, keys and values together, where they are known."""
-        if self.queries is None or self.head_dim is None:
-            return None
-        return (self.queries[1] + 2 * (self.keys or self.queries)[1]) * self.head_dim
+    def counts(self) -> tuple[int | None, int | None]:
+        """How many heads the queries have, and the keys and values."""
+        keys = self.keys or self.queries
+        return self.queries and self.queries[1], keys and keys[1]
 
     def can_share(self, tp_size: int) -> bool:
         """Return whether ranks that do not divide the kv heads can share them: each has its queries, each head too."""
@@ -64,13 +52,7 @@ class Heads:
 def with_counts(model: nn.Module, entries: list[Entry], tp_size: int) -> list[Entry]:
     """Return the entries, those of keys and values with the head counts that the model states around them."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    # Attention without keys and values of its own, which takes those of another layer.
-    reusing = [
-        (module, _counts_around(modules, f"{fqn}."))
-        for fqn, module in modules.items()
-        if hasattr(module, GROUPS)
-        and not any(names_keys_or_values(name) for name, _ in module.named_modules())
-    ]
+    reusing = _reusing(modules, entries)
     bound = []
     for entry in entries:
         if isinstance(entry.style, KeyValueParallel) and isinstance(entry.module, nn.Linear):
@@ -84,29 +66,66 @@ def with_counts(model: nn.Module, entries: list[Entry], tp_size: int) -> list[En
     return bound
 
 
-def _counts_around(modules: dict[str, nn.Module], fqn: str) -> tuple[int | None, int | None]:
-    for _, heads in _stated(modules, fqn):
-        queries, keys = heads.queries, heads.keys or heads.queries
-        return queries and queries[1], keys and keys[1]
+def _reusing(
+    modules: Mapping[str, nn.Module], entries: list[Entry]
+) -> list[tuple[nn.Module, tuple[int | None, int | None]]]:
+    """Return attention in the plan without keys and values of its own, which takes those of another layer; and its counts."""
+    owners = {_owner(entry.fqn) for entry in entries}
+    with_keys = {_owner(entry.fqn) for entry in entries if isinstance(entry.style, KeyValueParallel)}
+    return [
+        (modules[fqn], _counts_around(modules, f"{fqn}."))
+        for fqn in owners - with_keys
+        if fqn in modules and hasattr(modules[fqn], GROUPS)
+    ]
+
+
+def _owner(fqn: str) -> str:
+    return fqn.rpartition(".")[0]
+
+
+def _around(modules: Mapping[str, nn.Module], fqn: str) -> Iterator[nn.Module]:
+    """Yield the modules around one, the nearest first."""
+    while fqn:
+        fqn = _owner(fqn)
+        if fqn in modules:
+            yield modules[fqn]
+
+
+def _counts_around(modules: Mapping[str, nn.Module], fqn: str) -> tuple[int | None, int | None]:
+    for module in _around(modules, fqn):
+        for source in (module, _own_config(module)):
+            heads = _heads(source, module)
+            if heads is not None:
+                return heads.counts
     return None, None
 
 
-def _grouping(modules: dict[str, nn.Module], fqn: str) -> nn.Module | None:
+def _grouping(modules: Mapping[str, nn.Module], fqn: str) -> nn.Module | None:
     """Return the nearest module around a linear that keeps how many queries share a kv head."""
-    tokens = fqn.split(".")
-    around = (modules.get(".".join(tokens[:depth])) for depth in range(len(tokens) - 1, -1, -1))
-    return next((module for module in around if hasattr(module, GROUPS)), None)
+    return next((module for module in _around(modules, fqn) if hasattr(module, GROUPS)), None)
 
 
 def head_problems(model: nn.Module, entries: list[Entry], tp_size: int) -> list[str]:
-    """Return the head counts that the ranks cannot share equally, once for all the layers that one key matches."""
+    """Return the head counts that the ranks cannot share equally, once for all the layers that one key matches.
+
+    A count concerns the layers directly inside the module that states it, whose features are so many heads. What
+    only a configuration states counts where the plan names keys and values: other modules carry it too.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
+    with_keys = {_owner(entry.fqn): entry for entry in entries if isinstance(entry.style, KeyValueParallel)}
     merged: dict[tuple[str, int, str], tuple[dict[str, None], dict[str, None]]] = {}
     for entry in entries:
-        for place, count, remedy in _counts_that_do_not_divide(modules, entry, tp_size):
-            keys, where = merged.setdefault((place.rpartition(".")[2], count, remedy), ({}, {}))
+        owner = _owner(entry.fqn)
+        features = sharded_features(entry)
+        if not entry.fqn or features is None or owner not in modules:
+            continue
+        place, heads = _stated(modules, owner, with_keys.get(owner))
+        if heads is None:
+            continue
+        for name, count, remedy in _cut(entry, features, heads, tp_size):
+            keys, where = merged.setdefault((name, count, remedy), ({}, {}))
             keys[repr(entry.key)] = None
-            where[place] = None
+            where[f"{place}.{name}".lstrip(".")] = None
     return [
         f"{listing(where, 3)}: {count} heads are not divisible by the tp size {tp_size}, and "
         f"{listing(keys, 4)} would cut them; {remedy}"
@@ -114,80 +133,52 @@ def head_problems(model: nn.Module, entries: list[Entry], tp_size: int) -> list[
     ]
 
 
-def _counts_that_do_not_divide(
-    modules: dict[str, nn.Module], entry: Entry, tp_size: int
-) -> Iterator[tuple[str, int, str]]:
-    """Yield where a count is stated that the ranks do not divide, the count, and what helps."""
-    features = sharded_features(entry)
-    if features is None:
+def _stated(modules: Mapping[str, nn.Module], owner: str, keys: Entry | None) -> tuple[str, Heads | None]:
+    """Return where the heads of the layers directly inside a module are stated, and the heads."""
+    module = modules[owner]
+    place, heads = owner, _heads(module, module)
+    if heads is None and keys is not None:
+        place, heads = f"{owner}.config".lstrip("."), _heads(_own_config(module), module)
+    if heads is not None and heads.head_dim is None and keys is not None:
+        count, layer = heads.counts[1], keys.module
+        if count and isinstance(layer, nn.Linear) and layer.out_features % count == 0:
+            heads = replace(heads, head_dim=layer.out_features // count)
+    return place, heads
+
+
+def _cut(entry: Entry, features: int, heads: Heads, tp_size: int) -> Iterator[tuple[str, int, str]]:
+    """Yield the heads that the sharding of some features would cut: the attribute, the count, and what helps."""
+    if isinstance(entry.style, KeyValueParallel):
+        stated = None if entry.style.shared else heads.keys or heads.queries
+        if stated and stated[1] % tp_size:
+            yield *stated, f"choose a tp size that divides {stated[1]}"
         return
-    for owner, heads in _stated(modules, entry.fqn):
-        concerned = list(heads.concerning(features))
-        for name, count in concerned:
-            if count % tp_size == 0 or (isinstance(entry.style, KeyValueParallel) and entry.style.shared):
-                continue
-            remedy = f"choose a tp size that divides {count}"
-            column = isinstance(entry.style, ColwiseParallel)
-            if column and concerned == [heads.keys] and heads.can_share(tp_size):
-                remedy = f"give them KeyValueParallel(), or {remedy}"
-            yield (f"{owner}.{name}" if owner else name), count, remedy
-        return  # the nearest statement counts
+    blocks = getattr(entry.style, "sizes", None)
+    sizes = {features} if blocks is None else set(blocks(entry.module))
+    for stated in (heads.queries, heads.keys):
+        if stated is None or heads.head_dim is None or stated[1] % tp_size == 0:
+            continue
+        if stated[1] * heads.head_dim in sizes:
+            share = stated is heads.keys and blocks is None and heads.can_share(tp_size)
+            remedy = "give them KeyValueParallel(), or " if share else ""
+            yield *stated, f"{remedy}choose a tp size that divides {stated[1]}"
+            return
 
 
 def sharded_features(entry: Entry) -> int | None:
-    """Return the features of a linear that each rank gets a shard of, and so of the heads; None if there are none."""
+    """Return the number of features that an entry leaves each rank a shard of; None if it leaves none sharded."""
     if not isinstance(entry.module, nn.Linear):
         return None
-    # Features are the last dim of any activation: its number does not matter.
     if isinstance(entry.style, ColwiseParallel):
-        layout, features = entry.style.output_layouts[0], entry.module.out_features
-    elif isinstance(entry.style, RowwiseParallel):
-        layout, features = entry.style.input_layouts[0], entry.module.in_features
-    else:
-        return None
-    return features if isinstance(layout, Shard) and _last(layout) else None
+        return entry.module.out_features if _is_last(entry.style.output_layouts[0]) else None
+    if isinstance(entry.style, RowwiseParallel):
+        return entry.module.in_features if _is_last(entry.style.input_layouts[0]) else None
+    return None
 
 
-def _last(layout: Shard) -> bool:
+def _is_last(layout: object) -> bool:
     """Return whether a layout shards the last dim of activations of three dims (batch, sequence, features)."""
-    return sharded_dim(layout, 3) == 2  # noqa: PLR2004  the last of three
-
-
-def called_attention(fqn: str, module: nn.Module) -> bool:
-    """Return whether a module's name, or that of its class, says that it is attention."""
-    called = f"{fqn.rpartition('.')[2]} {type(module).__name__}".lower().replace("attentiondecoderlayer", "")
-    return any(word in called for word in _ATTENTION)
-
-
-def heads_around(modules: dict[str, nn.Module], fqn: str) -> Heads | None:
-    """Return the heads that the nearest module around says it has; None if none does."""
-    return next((heads for _, heads in _stated(modules, fqn)), None)
-
-
-def _stated(modules: dict[str, nn.Module], fqn: str) -> Iterator[tuple[str, Heads]]:
-    """Yield what the modules around a linear say about heads, the nearest first.
-
-    A block or a whole model also states heads, and so does the configuration that a feed-forward carries:
-    those count only for linears inside something that is called attention.
-    """
-    tokens = fqn.split(".")[:-1]
-    attention = False
-    for depth in range(len(tokens), -1, -1):
-        owner = ".".join(tokens[:depth])
-        if fqn == "" or owner not in modules:
-            continue
-        module = modules[owner]
-        own_name = tokens[depth - 1] if depth else ""
-        attention = attention or called_attention(own_name, module)
-        if attention or depth == len(tokens):
-            direct = _heads(module, module)
-            if direct is not None:
-                yield owner, direct
-        config = _own_config(module)
-        if attention and config is not None:
-            stated = _heads(config, module)
-            if stated is not None:
-                yield f"{owner}.config" if owner else "config", stated
+    return isinstance(layout, Shard) and sharded_dim(layout, 3) == 2  # noqa: PLR2004  the last of three
 
 
 def _own_config(module: nn.Module) -> object:
@@ -215,25 +206,8 @@ def _heads(source: object, module: nn.Module) -> Heads | None:
             keys = (f"{queries[0]} // {GROUPS}", own)
     if queries is None and keys is None:
         return None
-    return Heads(queries, keys, _head_dim(source, module, queries, keys))
-
-
-def _head_dim(
-    source: object, module: nn.Module, queries: tuple[str, int] | None, keys: tuple[str, int] | None
-) -> int | None:
-    """Return the features of one head: stated, or the width that fits the linears of the module."""
-    for stated in (_stated_value(module, "head_dim"), _stated_value(source, "head_dim")):
-        if _is_count(stated):
-            return stated
-    if queries is None:
-        return None
-    outputs = {linear.out_features for linear in module.modules() if isinstance(linear, nn.Linear)}
-    wholes = [_stated_value(source, name) for name in ("hidden_size", "dim", "embed_dim", "d_model")]
-    widths = [whole // queries[1] for whole in wholes if _is_count(whole)]
-    widths += sorted({features // queries[1] for features in outputs if features % queries[1] == 0})
-    count = (keys or queries)[1]
-    fitting = (width for width in widths if {width * queries[1], width * count} <= outputs)
-    return next(fitting, next(iter(widths), None))
+    head_dims = (_stated_value(module, "head_dim"), _stated_value(source, "head_dim"))
+    return Heads(queries, keys, next(filter(_is_count, head_dims), None))
 
 
 def _is_count(value: object) -> TypeGuard[int]:

@@ -274,17 +274,23 @@ def with_backward(forward: Callable[..., Tensor], backward: Callable[..., Tensor
     return apply
 
 
-def _passed(tensor: Tensor, _peers: RankGroup) -> Tensor:
-    """Return a view, so that autograd does not write on the caller's tensor."""
-    return tensor.view_as(tensor)
+def passed(tensor: Tensor, _peers: RankGroup) -> Tensor:
+    """Return the same memory as a tensor of its own, into which operations may write: autograd sees that they do."""
+    return tensor.view_as(tensor) if torch.compiler.is_compiling() else tensor.detach()
 
 
-_sum_forward = with_backward(all_reduce, _passed)
-_sum_backward = with_backward(_passed, all_reduce)
+_sum_forward = with_backward(all_reduce, passed)
+_sum_backward = with_backward(passed, all_reduce)
+_same = with_backward(passed, passed)
 _gather = with_backward(all_gather, my_shard)
 _split = with_backward(my_shard, all_gather)
 _gather_parts = with_backward(all_gather, reduce_scatter)
 _sum_scatter = with_backward(reduce_scatter, all_gather)
+
+
+def own_shard(tensor: DTensor, peers: RankGroup) -> Tensor:
+    """Return this rank's plain shard of a DTensor, into which operations may write, unlike ``to_local``'s."""
+    return _same(tensor.to_local(), peers)
 
 
 def sum_forward(partial: Tensor, peers: RankGroup) -> Tensor:

@@ -20,7 +20,7 @@ class ColwiseEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
         """Return this rank's shard of every looked-up vector, or whole vectors if the output layout is replicated."""
         setup = self._setup
-        ids = None if torch.compiler.is_compiling() else _whole_ids(setup, input)
+        ids = _whole_ids(setup, input)
         last = input.ndim
         whole_output = isinstance(setup.output_layout, Replicate)
         if ids is None or not (whole_output or sharded_dim(setup.output_layout, input.ndim + 1) == last):
@@ -42,7 +42,7 @@ class RowwiseEmbedding(nn.Embedding):
         """Return the sum of all ranks' lookups, of which one is not zero: whole, or sharded along the output layout."""
         setup = self._setup
         scatter_dim = sharded_dim(setup.output_layout, input.ndim + 1)
-        ids = None if torch.compiler.is_compiling() else _whole_ids(setup, input)
+        ids = _whole_ids(setup, input)
         if ids is None or (scatter_dim is None and not isinstance(setup.output_layout, Replicate)):
             return _through_dtensor(self, input)
         partial = self._my_rows(ids)
@@ -62,6 +62,8 @@ class RowwiseEmbedding(nn.Embedding):
 
     def _refuse_strangers(self, ids: Tensor) -> None:
         """Refuse an id outside the vocabulary: it belongs to no rank, and its vector would silently be zeros."""
+        if torch.compiler.is_compiling():  # which does not look at values
+            return
         plain = type(ids) is Tensor and ids.device.type == "cpu"  # looking at values there costs little
         if plain and ids.numel() and ids.dtype in {torch.int32, torch.int64}:
             low, high = torch.aminmax(ids)
@@ -82,7 +84,7 @@ def _whole_ids(setup: Setup, ids: Tensor) -> Tensor | None:
 
 
 def _through_dtensor(module: ColwiseEmbedding | RowwiseEmbedding, ids: Tensor) -> Tensor:
-    """Return the same lookup in DTensor arithmetic: for other layouts, and for the compiler."""
+    """Return the same lookup in DTensor arithmetic: for other layouts."""
     setup = module._setup  # noqa: SLF001  the module is one of ours
     output = F.embedding(
         setup.moved(ids, Replicate()),

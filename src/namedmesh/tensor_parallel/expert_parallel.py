@@ -65,6 +65,7 @@ class ExpertParallel(ParallelStyle):
     """
 
     takes_distributed = True  # what ShardedExperts cut over etp
+    ranks_have_own_data = True
 
     def __repr__(self) -> str:
         return "ExpertParallel()"

@@ -46,6 +46,8 @@ class ShardedExperts(LocalParameters):
         ShardedExperts({'up_proj': Shard(dim=1), 'down_proj': Shard(dim=2)})
     """
 
+    whole_input = whole_output = True
+
     def __init__(
         self, placements: Mapping[str, Placement], *, fused: Mapping[str, int] | None = None
     ) -> None:

@@ -7,23 +7,24 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import RowwiseParallel
 
 from namedmesh.errors import PlanError, listing
-from namedmesh.tensor_parallel.attention_heads import heads_around
+from namedmesh.tensor_parallel.attention_heads import sharded_features
 from namedmesh.tensor_parallel.blocks import Blocks
 from namedmesh.tensor_parallel.other_rows import column_of, with_forward
 from namedmesh.tensor_parallel.placements import incompatibilities
 from namedmesh.tensor_parallel.styles import ColwiseParallel
-from namedmesh.tensor_parallel.uncovered import sections, starred
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
     from namedmesh.tensor_parallel.module_setup import Setup
     from namedmesh.tensor_parallel.plan_entry import Entry
-    from namedmesh.tensor_parallel.uncovered import Section
 
 
 class FusedColwiseParallel(ColwiseParallel):
@@ -136,29 +137,41 @@ class FusedLinear(nn.Linear):
         return column_of(self, input, blocks.of(self.weight, peers), bias)
 
 
-def fused_problems(model: nn.Module, entries: list[Entry], tp_size: int) -> list[str]:
+def fused_problems(entries: list[Entry], tp_size: int) -> list[str]:
     """Return the parts that the ranks cannot share equally, and the column layers of which the plan must say what they are."""
     places: dict[str, list[str]] = {}
     for entry in entries:
         if isinstance(entry.style, FusedColwiseParallel) and isinstance(entry.module, nn.Linear):
             for reason in entry.style.size_incompatibilities(entry.module, tp_size):
                 places.setdefault(reason, []).append(entry.fqn or "the model")
-    styles = {entry.fqn: entry.style for entry in entries}
-    for section in sections(model, entries) if tp_size > 1 else []:
-        ((fqn, column), *others) = section.columns.items()
-        taken = max(linear.in_features for linear in section.rows.values())
-        if others or isinstance(styles[fqn], FusedColwiseParallel) or column.out_features <= taken:
-            continue
-        counts = heads_around(section.inside, fqn) if section.attention else None
-        if column.out_features % taken == 0 or (counts and column.out_features == counts.fused_features):
-            places.setdefault(_unsaid(column.out_features, taken, section), []).append(fqn)
+    if tp_size > 1:
+        for fqn, reason in _unsaid(entries):
+            places.setdefault(reason, []).append(fqn)
     return [f"{listing(fqns, 3)}: {reason}" for reason, fqns in places.items()]
 
 
-def _unsaid(features: int, taken: int, section: Section) -> str:
-    names = ", ".join(starred(section.rows))
-    return (
-        f"{features} output features, of which {names} takes {taken}: several layers in one, whose features may "
-        f"lie in blocks (q|k|v, gate|up) or head by head; say which, with FusedColwiseParallel(blocks=...) or "
-        f"FusedColwiseParallel(interleaved=...)"
-    )
+def _unsaid(entries: list[Entry]) -> Iterator[tuple[str, str]]:
+    """Yield the only column layers of their modules that make more features than a row layer beside them takes.
+
+    The code between them decides whether rank after rank is right; only the plan can say.
+    """
+    columns: dict[str, list[Entry]] = {}
+    rows: dict[str, list[Entry]] = {}
+    for entry in entries:
+        if sharded_features(entry) is not None:
+            kind = rows if isinstance(entry.style, RowwiseParallel) else columns
+            kind.setdefault(entry.fqn.rpartition(".")[0], []).append(entry)
+    for owner, (column, *others) in columns.items():
+        beside = rows.get(owner, [])
+        taken = max((sharded_features(row) or 0 for row in beside), default=0)
+        features = sharded_features(column) or 0
+        if taken and features > taken and not others and not isinstance(column.style, FusedColwiseParallel):
+            names = ", ".join(
+                ".".join("*" if t.isdigit() else t for t in row.fqn.split(".")) for row in beside
+            )
+            reason = (
+                f"{features} output features, of which {names} takes {taken}: several layers in one, whose features may "
+                f"lie in blocks (q|k|v, gate|up) or head by head; say which, with FusedColwiseParallel(blocks=...) or "
+                f"FusedColwiseParallel(interleaved=...)"
+            )
+            yield column.fqn, reason

@@ -51,13 +51,16 @@ def install_guards(module: nn.Module, style: ParallelStyle, tp_size: int) -> Non
 def avoid_native_path(model: nn.Module) -> None:
     """Make encoder layers with sharded parts run their Python forward in evaluation too.
 
-    Without gradients torch hands the weights of such a layer to one native function, past the modules.
+    Without gradients torch hands the weights of such a layer to one native function, past the modules, and what is not
+    padding to the layers as a nested tensor, which only that function takes.
     """
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoderLayer) and any(
-            isinstance(parameter, DTensor) for parameter in module.parameters()
-        ):
+        if not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+            continue
+        if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0  # neither: the native function knows these two only
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from namedmesh.errors import PlanError, did_you_mean
 from namedmesh.tensor_parallel.adapters import adapted_model
 from namedmesh.tensor_parallel.experts import IdentityExpert, ShardedExperts
 from namedmesh.tensor_parallel.fused import FusedColwiseParallel
-from namedmesh.tensor_parallel.kv_heads import KeyValueParallel, names_keys_or_values
+from namedmesh.tensor_parallel.kv_heads import KeyValueParallel
 from namedmesh.tensor_parallel.local import LocalParameters, SumOutput, SumTailGradient
 from namedmesh.tensor_parallel.plan import matches
 from namedmesh.tensor_parallel.styles import ColwiseParallel, RowwiseParallel
@@ -34,6 +34,12 @@ def _whole_input_rows() -> ParallelStyle:
     return RowwiseParallel(input_layouts=Replicate())
 
 
+def _embedding_rows() -> ParallelStyle:
+    # Embeddings of transformers that have a forward of their own work on what that of nn.Embedding returns: all of it.
+    return RowwiseParallel(input_layouts=Replicate(), local_forward=True)
+
+
+_SUMMED = "replicated_with_grad_allreduce"
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -41,10 +47,10 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise_rep": _gathered_columns,
     "rowwise_split_input": _whole_input_rows,
     "rowwise_rep": _whole_input_rows,
-    "embedding_rowwise": _whole_input_rows,
+    "embedding_rowwise": _embedding_rows,
     "embedding_colwise": _gathered_columns,
     "sequence_parallel": lambda: SequenceParallel(use_local_output=True),
-    "replicated_with_grad_allreduce": LocalParameters,
+    _SUMMED: LocalParameters,
     "all_reduce": SumOutput,
     "moe_identity_expert": IdentityExpert,
 }
@@ -57,6 +63,21 @@ _UNSUPPORTED = {"grouped_gemm": _EXPERTS, "ep_dispatch_experts": _EXPERTS}
 _BARE = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
 _COLUMNS = ("colwise", "packed_colwise")
 _OWNERS = ("local_params", "moe_tp_experts", "all_reduce")
+_KEYS_AND_VALUES = ("k_proj", "v_proj", "key", "value")
+"""What the plans of transformers call the projections to keys and values, or the module around one."""
+_HEAD_NORMS = {"self_attn.q_proj": "self_attn.q_norm", "self_attn.k_proj": "self_attn.k_norm"}
+# What the plan of a configuration leaves out, by its model type: beside which entry, a module on each rank's features.
+_LEFT_OUT: dict[str, dict[str, str]] = {
+    "apertus": {"mlp.up_proj": "mlp.act_fn"},
+    **dict.fromkeys(("doge", "muse_glimmer_assistant"), _HEAD_NORMS),
+    **dict.fromkeys(("qwen3_omni_moe_text", "qwen3_vl_moe_text"), _HEAD_NORMS),
+}
+# Where a plan shards attention of which something needs the features of all heads.
+_WRONG_ATTENTION = {
+    "doge": "dt_proj makes a number for each head, those of all heads on every rank, where each rank has its heads",
+    "esmc": "k_norm normalizes over the features of all heads, of which k_proj leaves each rank a part",
+    "neomme": "value_embeddings adds the features of all heads, of which v_proj leaves each rank a part",
+}
 # Handled one by one, with a look at the model or at the rest of the plan.
 _SPECIAL = (
     "replicate",
@@ -116,12 +137,10 @@ def plan_from_hf(
         for key, name in names.items()
         if not any(fnmatch.fnmatchcase(key, pattern) for pattern in leave_out)
     }
-    if getattr(getattr(model, "config", None), "model_type", None) == "neomme" and any(
-        ".self_attn." in key for key in names
-    ):
+    reason = _WRONG_ATTENTION.get(_model_type(model))
+    if reason is not None and any(".self_attn." in key for key in names):
         raise PlanError(
-            f"the attention of {type(model).__name__} cannot be sharded as its plan says: value_embeddings adds the "
-            f"features of all heads, of which v_proj leaves each rank a part; leave it out: "
+            f"the attention of {type(model).__name__} cannot be sharded as its plan says: {reason}; leave it out: "
             f"plan_from_hf(model, leave_out=['*.self_attn.*'])"
         )
     bare = _bare_parameters(model, names)
@@ -165,9 +184,17 @@ def _names_of(model: nn.Module) -> dict[str, str]:
             f"{type(model).__name__} states no tensor-parallel plan, neither in its configuration's "
             f"base_model_tp_plan nor in its _tp_plan; write a plan for it, a dict of names to styles"
         )
+    for beside, added in _LEFT_OUT.get(_model_type(model), {}).items():
+        for key in [key for key in stated if key.endswith(f".{beside}")]:
+            stated.setdefault(key.removesuffix(beside) + added, _SUMMED)
     there = [fqn for fqn, _ in model.named_modules(remove_duplicate=False)]
     there += [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
     return {key: name for key, name in stated.items() if any(matches(key, fqn) for fqn in there)}
+
+
+def _model_type(model: nn.Module | None) -> str:
+    """Return the model type that a configuration states, that of its text model where it has one."""
+    return str(getattr(_text_config(model), "model_type", ""))
 
 
 def _base_prefix(model: nn.Module) -> str:
@@ -223,7 +250,7 @@ def _column(model: nn.Module, key: str, name: str) -> ParallelStyle | None:
     """Return a style by its name alone, or by that of the layer too; None if there is none of that name."""
     if name == "packed_colwise":
         return FusedColwiseParallel(blocks=2)
-    if name == "colwise" and names_keys_or_values(key):
+    if name == "colwise" and any(token in _KEYS_AND_VALUES for token in key.split(".")[-2:]):
         return KeyValueParallel()
     if name == "colwise" and key.endswith("query_key_value"):  # GPT-NeoX's: head by head
         heads = getattr(_text_config(model), "num_attention_heads", None)
@@ -279,7 +306,7 @@ def _tail(model: nn.Module, fqn: str, _name: str, _names: Mapping[str, str]) -> 
     raise LookupError(fqn)
 
 
-def _text_config(model: nn.Module) -> Any:
+def _text_config(model: nn.Module | None) -> Any:
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
@@ -330,7 +357,7 @@ def _shard_tied_embedding(model: nn.Module, plan: dict[str, ParallelStyle]) -> N
     tied = {id(modules[fqn].weight) for fqn in heads}
     for fqn, module in modules.items():
         if isinstance(module, nn.Embedding) and id(module.weight) in tied and not _style_for(plan, fqn):
-            plan[fqn] = _whole_input_rows()
+            plan[fqn] = _embedding_rows()
 
 
 def _style_for(plan: Mapping[str, ParallelStyle], fqn: str) -> ParallelStyle | None:

@@ -25,18 +25,6 @@ if TYPE_CHECKING:
 GROUPS = "num_key_value_groups"
 """The attribute in which an attention module of transformers keeps how many queries share a kv head."""
 
-_NAMES = ("k_proj", "v_proj", "wk", "wv", "key", "value")
-
-
-def names_keys_or_values(fqn: str) -> bool:
-    """Return whether a linear's name, or the name of the module that wraps it, says that it makes keys or values.
-
-    Example:
-        >>> names_keys_or_values("layers.*.self_attn.k_proj"), names_keys_or_values("layers.*.mlp.up_proj")
-        (True, False)
-    """
-    return any(token in _NAMES for token in fqn.split(".")[-2:])
-
 
 class KeyValueParallel(ColwiseParallel):
     """Give each rank the keys, or the values, of the heads that its queries attend to.

@@ -15,7 +15,14 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from namedmesh._torch import computed_now, gradient_like, is_observed, no_view, synchronous
+from namedmesh._torch import (
+    computed_now,
+    gradient_like,
+    in_function_transform,
+    is_observed,
+    no_view,
+    synchronous,
+)
 from namedmesh.errors import MeshError, PlanError
 from namedmesh.tensor_parallel.autocast import autocast_shard, autocast_value
 from namedmesh.tensor_parallel.collectives import (
@@ -38,7 +45,7 @@ from namedmesh.tensor_parallel.module_setup import (
     sharded_dim,
 )
 from namedmesh.tensor_parallel.placements import placement_name
-from namedmesh.tensor_parallel.shared_input import SharedGradient, shared_gradient
+from namedmesh.tensor_parallel.shared_input import shared_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,8 +61,6 @@ class ColwiseLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
         """Return this rank's output features, or what the style's output layout says."""
         setup = self._setup
-        if torch.compiler.is_compiling():
-            return through_dtensor(self, input, Replicate())
         last = input.ndim - 1
         operand = column_operand(self, setup, input)
         whole_output = isinstance(setup.output_layout, Replicate)
@@ -75,8 +80,6 @@ class RowwiseLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
         """Return the sum of all ranks' products: whole, or sharded along another dim."""
         setup = self._setup
-        if torch.compiler.is_compiling():
-            return through_dtensor(self, input, Shard(-1))
         last = input.ndim - 1
         layout = setup.layout_of(input)
         scatter_dim = sharded_dim(setup.output_layout, input.ndim)
@@ -104,7 +107,7 @@ class ColumnOperand(NamedTuple):
     value: Tensor
     peers: RankGroup
     gather_dim: int | None
-    shared: SharedGradient | None
+    factor: int = 1
 
 
 def column_operand(module: nn.Module, setup: Setup, value: Tensor) -> ColumnOperand | None:
@@ -122,23 +125,24 @@ def column_operand(module: nn.Module, setup: Setup, value: Tensor) -> ColumnOper
     ):
         return None
     if not isinstance(value, DTensor):
-        shared = shared_gradient(value, setup.peers)
-        if shared is not None and gather_dim is not None:
+        if shared_by(module, setup.peers, value) is None:
+            return ColumnOperand(value, setup.peers, gather_dim)
+        if gather_dim is not None:
             raise PlanError(
                 f"{name_of(module)}: the input is laid out as {placement_name(layout)} by this style, but a SharedInput above has made it whole; "
                 f"leave input_layouts at Replicate(), or take the SharedInput out of the plan"
             )
-        return ColumnOperand(value, setup.peers, gather_dim, shared)
+        return ColumnOperand(value, ALONE, None, setup.peers.size)
     if gather_dim is None:
         # As in DTensor arithmetic: whoever made it sums the parts of its gradient, of all its users at once.
-        return ColumnOperand(value.to_local(grad_placements=(Partial(),)), ALONE, None, None)
-    return ColumnOperand(value.to_local(), setup.peers, gather_dim, None)
+        return ColumnOperand(value.to_local(grad_placements=(Partial(),)), ALONE, None)
+    return ColumnOperand(value.to_local(), setup.peers, gather_dim)
 
 
 def through_dtensor(
     module: ColwiseLinear | RowwiseLinear, value: Tensor, desired: Replicate | Shard
 ) -> Tensor:
-    """Return the same layer in DTensor arithmetic: for layouts the short way does not know, and for the compiler."""
+    """Return the same layer in DTensor arithmetic: for layouts the short way does not know."""
     setup = module._setup  # noqa: SLF001  the module is one of ours
     annotated = setup.annotated(value)
     if annotated.placements != (desired,):
@@ -155,7 +159,7 @@ def column(  # noqa: PLR0917  the operands, and how they are laid out
     bias: Tensor | None,
     peers: RankGroup,
     gather_dim: int | None = None,
-    shared: SharedGradient | None = None,
+    factor: int = 1,
     *,
     gather_again: bool = False,
 ) -> Tensor:
@@ -167,13 +171,17 @@ def column(  # noqa: PLR0917  the operands, and how they are laid out
         bias: this rank's part of the bias, or None.
         peers: over whom the gradient of the input is summed.
         gather_dim: gather the input along this dim first; its gradient is reduced and scattered.
-        shared: where this layer's part of the input's gradient goes, to be summed together with others'.
+        factor: what the input's gradient is multiplied by, for whoever takes the mean over the ranks.
         gather_again: keep only the shard of the input for the backward, and gather it there once more: less
             memory, one more collective.
     """
-    if shared is None:  # or else it is cast inside: another tensor's gradient would not be the shared one
-        value = autocast_value(value)
-    return _column(value, weight, bias, peers, gather_dim, gather_again, shared)
+    if (
+        torch.compiler.is_compiling()
+    ):  # which makes no DTensors in a backward of ours, and moves gradients by itself
+        weight, bias = local_shard(weight), None if bias is None else local_shard(bias)
+    elif in_function_transform():
+        _refuse_transforms()
+    return _column(autocast_value(value), weight, bias, peers, gather_dim, gather_again, factor)
 
 
 def row(
@@ -188,6 +196,10 @@ def row(
         peers: over whom the output is summed.
         scatter_dim: keep only this rank's shard of the sum, along this dim.
     """
+    if torch.compiler.is_compiling():
+        weight, bias = local_shard(weight), None if bias is None else local_shard(bias)
+    elif in_function_transform():
+        _refuse_transforms()
     return _row(autocast_value(value), weight, bias, peers, scatter_dim)
 
 
@@ -198,6 +210,13 @@ def _refuse_double_backward() -> None:
             "the fast parallel styles have no second derivative, and backward was called with "
             "create_graph=True; leave the layers that it passes through out of the plan"
         )
+
+
+def _refuse_transforms() -> None:
+    raise MeshError(
+        "the fast parallel styles do not take part in transforms of torch.func, such as grad, vmap and jvp; leave the "
+        "layers that it passes through out of the plan, or use loss.backward()"
+    )
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -246,18 +265,15 @@ class _Column(torch.autograd.Function):
         peers: RankGroup,
         gather_dim: int | None,
         gather_again: bool,
-        shared: SharedGradient | None,
+        factor: int,
     ) -> Tensor:
         shard = value = synchronous(value)
         if gather_dim is not None:
             value = all_gather(shard, peers, gather_dim)
-        if shared is not None:
-            value = autocast_value(value)
-            shared.expect(ctx.needs_input_grad[0])
         gather_again = gather_again and gather_dim is not None
         mine = autocast_shard(weight)
         _keep(ctx, shard if gather_again else value, weight, bias, mine)
-        ctx.peers, ctx.gather_dim, ctx.gather_again, ctx.shared = peers, gather_dim, gather_again, shared
+        ctx.peers, ctx.gather_dim, ctx.gather_again, ctx.factor = peers, gather_dim, gather_again, factor
         return no_view(F.linear(value, mine, None if bias is None else autocast_shard(bias)))
 
     @staticmethod
@@ -270,10 +286,10 @@ class _Column(torch.autograd.Function):
         pending = gathering = None
         if now[1] and value is not None and ctx.gather_again:
             gathering = start_all_gather(value, ctx.peers, ctx.gather_dim)
-        if now[0] and ctx.shared is not None:
-            ctx.shared.add(_rows(gradient), _conjugate(mine), gradient.shape[:-1])
-        elif now[0]:
+        if now[0]:
             part = _input_part(gradient, mine)
+            if ctx.factor != 1:
+                part = part.mul_(ctx.factor)
             if ctx.gather_dim is None:
                 pending = start_all_reduce(part, ctx.peers, mine=True)
             else:
@@ -352,7 +368,5 @@ def _keep(ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None, mine: Te
 
 
 # The functions to call: torch leaves ``apply`` without types.
-_column: Callable[
-    [Tensor, Tensor, Tensor | None, RankGroup, int | None, bool, SharedGradient | None], Tensor
-] = _Column.apply
+_column: Callable[[Tensor, Tensor, Tensor | None, RankGroup, int | None, bool, int], Tensor] = _Column.apply
 _row: Callable[[Tensor, Tensor, Tensor | None, RankGroup, int | None], Tensor] = _Row.apply

@@ -133,36 +133,6 @@ class _LocalForward:
         return local_shard(parameter)
 
 
-class _SummedForward:
-    """A module's own forward, with parameters whose gradients are summed before they arrive.
-
-    torch leaves the gradients of the replicated parameters of ``SequenceParallel`` partial: then a rank's shard
-    of the gradient is not the gradient, and the optimizers of some of its versions drop the update. A hook on a
-    parameter would not outlive ``to_empty``, ``to(dtype)``, or a copy of the module.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.original = module, module.forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        own = self.module.named_parameters(recurse=False)
-        values = {name: _summed(parameter) for name, parameter in own}
-        with replaced_parameters(self.module, values):
-            return self.original(*args, **kwargs)
-
-
-def _summed(parameter: Tensor) -> Tensor:
-    """Return a parameter as it is, a replicated one with a sum over the ranks on the way back."""
-    if isinstance(parameter, DTensor) and all(placement.is_replicate() for placement in parameter.placements):
-        return parameter.redistribute(placements=parameter.placements)
-    return parameter
-
-
-def sum_gradients(module: nn.Module) -> None:
-    """Sum the partial gradients of a module's own replicated parameters over the ranks."""
-    module.forward = _SummedForward(module)
-
-
 class _SharedParameter(torch.autograd.Function):
     """A replicated parameter as a plain tensor, whose gradient is summed over the ranks."""
 
@@ -206,6 +176,8 @@ class SumOutput(ActivationStyle):
         >>> SumOutput()
         SumOutput()
     """
+
+    whole_output = True
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         peers = RankGroup(device_mesh)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.tensor import DTensor, Shard
 
 from namedmesh.errors import ShapeError
-from namedmesh.tensor_parallel.collectives import RankGroup, local_shard
+from namedmesh.tensor_parallel.collectives import RankGroup, local_shard, own_shard
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +97,7 @@ class Setup:
             if dim is not None:
                 check_divides(module, "the output", output.shape, dim, self.peers.size)
             output = output.redistribute(placements=(self.output_layout,))
-        return local_shard(output) if self.use_local_output else output
+        return own_shard(output, self.peers) if self.use_local_output else output
 
 
 def same_layout(one: Placement, other: Placement, ndim: int) -> bool:

@@ -51,7 +51,7 @@ def rows_of(parameter: Tensor, blocks: Sequence[int], count: int) -> Tensor:
 def column_of(module: nn.Module, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return a column layer of this rank's rows: as many on every rank, wherever they come from."""
     setup: Setup = module._setup  # type: ignore[assignment]  # noqa: SLF001  the module is one of ours
-    operand = None if torch.compiler.is_compiling() else column_operand(module, setup, value)
+    operand = column_operand(module, setup, value)
     if operand is not None:
         return column(operand.value, weight, bias, *operand[1:])
     whole = setup.annotated(value).redistribute(placements=[Replicate()])

@@ -129,6 +129,17 @@ def _sharding_problems(style: ParallelStyle, module: nn.Module) -> list[str]:
     return reasons
 
 
+def whole_sides(style: ParallelStyle) -> tuple[bool, bool]:
+    """Return whether a module's first input, and its output, are the same on every rank, as its style has them.
+
+    A style of somebody else's may answer with attributes ``whole_input`` and ``whole_output``.
+    """
+    if isinstance(style, _SHARDING):
+        whole_output = isinstance(style.output_layouts[0], Replicate) and style.use_local_output
+        return isinstance(style.input_layouts[0], Replicate), whole_output
+    return bool(getattr(style, "whole_input", False)), bool(getattr(style, "whole_output", False))
+
+
 def composes(style: ParallelStyle) -> bool:
     """Return whether a style takes a module that another style has distributed over another axis."""
     return bool(getattr(style, "takes_distributed", False))

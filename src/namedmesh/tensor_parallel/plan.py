@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+)
 
 from namedmesh._torch import absent_children
 from namedmesh.errors import PlanError, did_you_mean, listing
@@ -22,8 +28,8 @@ from namedmesh.tensor_parallel.local import LocalParameters
 from namedmesh.tensor_parallel.module_setup import NAME
 from namedmesh.tensor_parallel.placements import composes, incompatibilities, parameter_placements
 from namedmesh.tensor_parallel.plan_entry import Entry
+from namedmesh.tensor_parallel.shared_input import SharedInput
 from namedmesh.tensor_parallel.tied_parameters import find_ties
-from namedmesh.tensor_parallel.uncovered import cover, sequence_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -71,10 +77,7 @@ def resolve(
             fitting.append(entry)
     problems += _size_problems(fitting, tp_size)
     problems += head_problems(model, fitting, tp_size)
-    problems += fused_problems(model, fitting, tp_size)
-    meant, uncovered = cover(model, entries) if tp_size > 1 else ([], [])
-    problems += uncovered
-    entries += meant
+    problems += fused_problems(fitting, tp_size)
     problems += [
         f"{name}: {value} is not divisible by the tp size {tp_size} (from must_divide); "
         f"choose a tp size that divides it"
@@ -204,13 +207,30 @@ def _size_problems(entries: list[Entry], tp_size: int) -> list[str]:
             if size % (tp_size * parts):
                 places[entry.key, _size_name(entry.module, name, dim), size, parts].append(entry.fqn)
     # What is left out of a plan that shards the sequence still gets shards of it.
-    leave_out = "" if sequence_parallel(entries) else ", or leave {key!r} out of the plan"
+    sequence = any(map(_shards_the_sequence, entries))
+    leave_out = "" if sequence else ", or leave {key!r} out of the plan"
     return [
         f"{listing((fqn or 'the model' for fqn in fqns), 3)}: {what} {size} is not divisible by "
         f"{f'{parts} times ' if parts > 1 else ''}the tp size {tp_size}; pad it to "
         f"{-(-size // (tp_size * parts)) * tp_size * parts}{leave_out.format(key=key)}"
         for (key, what, size, parts), fqns in places.items()
     ]
+
+
+def _shards_the_sequence(entry: Entry) -> bool:
+    """Return whether each rank has its shard of another dim than the features at the input or output of an entry."""
+    style = entry.style
+    if isinstance(style, PrepareModuleInputOutput):
+        style = style.prepare_module_input
+    layouts: tuple[object, ...] = ()
+    if isinstance(style, ColwiseParallel | PrepareModuleInput):
+        layouts = tuple(style.input_layouts or ())
+    elif isinstance(style, RowwiseParallel):
+        layouts = tuple(style.output_layouts)
+    elif isinstance(style, SharedInput):
+        layouts = (style.input_layouts,)
+    last = (-1, 2)  # of activations (batch, sequence, features)
+    return any(isinstance(layout, Shard) and layout.dim not in last for layout in layouts)
 
 
 def _size_name(module: nn.Module, parameter: str, dim: int) -> str:

@@ -30,8 +30,8 @@ def llama_plan(
     Args:
         sequence_parallel: between the sharded parts each rank keeps its shard of the sequence; the norms run
             on it, and every length must be a multiple of the tp size.
-        loss_parallel: leave the logits sharded over the vocabulary, as a DTensor, for
-            ``torch.distributed.tensor.parallel.loss_parallel``; otherwise every rank gets all logits.
+        loss_parallel: leave the logits sharded over the vocabulary, as a DTensor, for :func:`cross_entropy`
+            or ``torch.distributed.tensor.parallel.loss_parallel``; otherwise every rank gets all logits.
         sequence_dim: the dim of the sequence in the activations.
 
     Returns:

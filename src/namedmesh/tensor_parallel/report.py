@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from namedmesh.errors import listing
 from namedmesh.plan.tables import Table, as_text
 from namedmesh.plan.weights import Weight, draw_weights_html, draw_weights_svg, fold
 from namedmesh.tensor_parallel.placements import parameter_placements, placement_name
@@ -17,7 +19,6 @@ from namedmesh.tensor_parallel.plan import resolve
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch import nn
     from torch.distributed.tensor.placement_types import Placement
 
     from namedmesh.tensor_parallel.plan import Plan
@@ -55,6 +56,7 @@ class PlanReport:
         unsharded: the names and shapes of the parameters that every rank keeps whole, outside the plan.
         parameters: how many numbers the model's parameters have.
         parameters_per_rank: how many of them each rank holds under the plan.
+        dropouts: the modules that drop out: between sharded layers the ranks need random numbers of their own.
     """
 
     tp_size: int
@@ -62,6 +64,7 @@ class PlanReport:
     unsharded: tuple[tuple[str, tuple[int, ...]], ...]
     parameters: int
     parameters_per_rank: int
+    dropouts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         columns = ("module", "style", "parameter", "placement", "global", "local")
@@ -73,10 +76,11 @@ class PlanReport:
         total = (
             f"{self.parameters_per_rank:,} of {self.parameters:,} parameters on each of {self.tp_size} ranks"
         )
-        whole = (self.parameters_per_rank * self.tp_size - self.parameters) // max(1, self.tp_size - 1)
-        return f"{as_text(Table(columns, tuple(folded)))}\n{total}" + f", {whole:,} of them whole" * (
-            self.tp_size > 1
-        )
+        text = f"{as_text(Table(columns, tuple(folded)))}\n{total}"
+        if self.tp_size > 1:
+            whole = (self.parameters_per_rank * self.tp_size - self.parameters) // (self.tp_size - 1)
+            text += f", {whole:,} of them whole"
+        return text + dropout_note(self.dropouts) if self.tp_size > 1 else text
 
     def svg(self) -> str:
         """Draw each weight with the part of it that each rank has, equal layers once, as an SVG document."""
@@ -149,7 +153,26 @@ def plan_report(
         per_rank += local_sizes.get(fqn, parameter.numel())
         if id(parameter) not in touched:
             unsharded.append((fqn, tuple(parameter.shape)))
-    return PlanReport(tp_size, tuple(rows), tuple(unsharded), total, per_rank)
+    return PlanReport(tp_size, tuple(rows), tuple(unsharded), total, per_rank, dropouts_of(model))
+
+
+def dropouts_of(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the modules of a model that drop something out."""
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:  # noqa: SLF001  their common base
+            found.append(name)
+    return tuple(found)
+
+
+def dropout_note(names: tuple[str, ...]) -> str:
+    """Return a line about dropout between sharded layers; nothing where there is none."""
+    if not names:
+        return ""
+    return (
+        f"\ndropout in {listing(names, 4)}: between sharded layers all ranks draw one mask for their features, unless "
+        f"each draws from a stream of its own: namedmesh.training.streams"
+    )
 
 
 def _touched(entry: Entry) -> list[nn.Parameter]:

@@ -1,40 +1,41 @@
 """One gather of a module's input, and one sum of its gradient, for all the column layers inside the module.
 
 Every column layer makes a part of its input's gradient, which has to be summed over the ranks. Where several of
-them have the same input (queries, keys and values; gate and up), their parts can be added up first.
+them have the same input (queries, keys and values; gate and up), their parts can be added up first. Whatever else
+the module does with its input, every rank computes alike: that gradient must not be summed. So a column layer that
+leaves the sum to its module makes its part as many times as large as there are ranks, and the module takes the mean.
 """
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
-from namedmesh._torch import backward_pass, synchronous
+from namedmesh._torch import has_hooks, version_of
+from namedmesh.errors import MeshError
 from namedmesh.tensor_parallel.collectives import (
-    Pending,
     all_gather,
+    all_reduce,
     local_shard,
-    my_shard,
-    start_all_reduce,
-    start_reduce_scatter,
+    passed,
+    reduce_scatter,
+    with_backward,
 )
-from namedmesh.tensor_parallel.module_setup import Setup, sharded_dim
+from namedmesh.tensor_parallel.module_setup import Setup, name_of, sharded_dim
 from namedmesh.tensor_parallel.placements import ActivationStyle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
     from namedmesh.tensor_parallel.collectives import RankGroup
 
-_MARK = "_namedmesh_shared_gradient"
+SHARED_INPUT = "_namedmesh_shared_input"
+"""The attribute in which a linear finds the :class:`Shared` of the nearest module around it that shares its input."""
 
 
 class SharedInput(ActivationStyle):
@@ -42,12 +43,16 @@ class SharedInput(ActivationStyle):
 
     For an attention or a feed-forward module: the column styles inside keep their default input layout,
     ``Replicate()``. The module gets a plain tensor, the whole input on every rank, and may use it for other
-    things too, as long as every rank computes the same with it. A layer that is not given this very tensor
-    but one computed from it sums its gradient by itself.
+    things too, as long as every rank computes the same with it. A layer that is not given this very tensor but one
+    computed from it, or the same after an operation wrote into it, sums its gradient by itself; so does every layer if
+    the tensor has a hook, or retains its gradient.
 
     Args:
         input_layouts: how the input is laid out: ``Shard(dim)`` to gather it (sequence parallelism), or
             ``Replicate()`` (the default) for the sum of the gradient only.
+
+    Raises:
+        MeshError: in the forward: the module registers a hook on the tensor after a column layer has used it.
 
     Example:
         >>> from torch.distributed.tensor import Shard
@@ -61,134 +66,106 @@ class SharedInput(ActivationStyle):
     def __init__(self, *, input_layouts: Placement | None = None) -> None:
         super().__init__()
         self.input_layouts = input_layouts or Replicate()
+        self.whole_input = isinstance(self.input_layouts, Replicate)
 
     def __repr__(self) -> str:
         return f"SharedInput(input_layouts={self.input_layouts!r})"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         name = next(iter(inspect.signature(module.forward).parameters))
-        setup = Setup(device_mesh, self.input_layouts, Replicate(), use_local_output=True)
-        module.register_forward_pre_hook(_Share(setup, name), with_kwargs=True)
+        shared = Shared(Setup(device_mesh, self.input_layouts, Replicate(), use_local_output=True), name)
+        module.register_forward_pre_hook(shared.open, with_kwargs=True)
+        module.register_forward_hook(shared.close)
+        for inner in module.modules():
+            nearest = vars(inner).get(SHARED_INPUT)
+            if isinstance(inner, nn.Linear) and (
+                nearest is None or nearest.module_size > shared.size_of(module)
+            ):
+                setattr(inner, SHARED_INPUT, shared)
         return module
 
 
-@dataclass(frozen=True)
-class _Share:
-    """The hook: an object, and no closure, so that the module can be copied and pickled."""
+class Shared:
+    """The input that the column layers inside a module share while its forward runs.
 
-    setup: Setup
-    name: str
+    Args:
+        setup: how the input is laid out over the ranks.
+        name: the name of the input in the module's forward.
+    """
 
-    def __call__(
+    def __init__(self, setup: Setup, name: str) -> None:
+        self.setup, self.name = setup, name
+        self.module_size = 0
+        self.value: Tensor | None = None
+        self._version, self._used = 0, False
+
+    def size_of(self, module: nn.Module) -> int:
+        """Return, and keep, how many modules are inside of one: of two around a layer, the smaller one is nearer."""
+        self.module_size = sum(1 for _ in module.modules())
+        return self.module_size
+
+    def open(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Replace the module's input with the whole one, and keep that for the column layers."""
         if args:
-            return (self.share(args[0]), *args[1:]), kwargs
-        return args, kwargs | {self.name: self.share(kwargs[self.name])}
+            return (self._share(args[0]), *args[1:]), kwargs
+        return args, kwargs | {self.name: self._share(kwargs[self.name])}
 
-    def share(self, value: Tensor) -> Tensor:
-        """Return the whole input, marked for the column layers."""
+    def _share(self, value: Tensor) -> Tensor:
         setup = self.setup
         layout = setup.layout_of(value)
         dim = None if layout is None else sharded_dim(layout, value.ndim)
-        if (
-            torch.compiler.is_compiling()
-            or layout is None
-            or (dim is None and not isinstance(layout, Replicate))
-        ):
+        if layout is None or (dim is None and not isinstance(layout, Replicate)):
             return local_shard(setup.annotated(value).redistribute(placements=(Replicate(),)))
-        value = local_shard(value)
-        shared = SharedGradient(setup.peers, dim)
-        whole_value = _shared(value, shared)
-        setattr(whole_value, _MARK, shared)
-        return whole_value
+        if isinstance(value, DTensor):
+            value = value.to_local()
+        if setup.peers.size > 1:
+            value = (
+                _mean_backward(value, setup.peers) if dim is None else _gather_mean(value, setup.peers, dim)
+            )
+            if torch.is_grad_enabled():
+                self.value, self._version, self._used = value, version_of(value), False
+        return value
 
+    def close(self, module: nn.Module, _args: Any, _output: Any) -> None:
+        """Forget the input.
 
-def shared_gradient(value: Tensor, peers: RankGroup) -> SharedGradient | None:
-    """Return where the parts of this tensor's gradient are to go, if it is a shared input of the same ranks."""
-    shared: SharedGradient | None = getattr(value, _MARK, None)
-    return shared if shared is not None and shared.peers == peers else None
-
-
-class SharedGradient:
-    """The gradient of one input of several column layers, of which each adds its part.
-
-    Args:
-        peers: the ranks, over whom it is summed.
-        scatter_dim: leave each its shard of the sum, along this dim.
-    """
-
-    def __init__(self, peers: RankGroup, scatter_dim: int | None) -> None:
-        self.peers, self.scatter_dim = peers, scatter_dim
-        self._layers = 0
-        self._clear()
-
-    def _clear(self) -> None:
-        self._pass, self._added = -1, 0
-        self._sum: Tensor | None = None
-        self._pending: Pending | None = None
-
-    def expect(self, needed: bool) -> None:
-        """Note a layer, and whether it will add a part."""
-        self._layers += needed
-
-    def add(self, rows: Tensor, weight: Tensor, leading: torch.Size) -> None:
-        """Add ``rows @ weight``; with the last layer's part, the sum over the ranks is started.
-
-        Args:
-            rows: the gradient of the layer's output, a row for each token.
-            weight: the layer's.
-            leading: the dims of the input before its features.
+        Raises:
+            MeshError: it has got a hook, which would see a rank's part of the gradient.
         """
-        if self._pass != backward_pass():  # what is left of a pass that failed does not count
-            self._clear()
-            self._pass = backward_pass()
-        if self._sum is None:
-            part = rows @ weight
-        else:
-            part = torch.addmm(self._sum.view(-1, weight.shape[1]), rows, weight)
-        self._sum = part.view(*leading, weight.shape[1])
-        self._added += 1
-        if self._added == self._layers:
-            self._pending, self._sum = self._start(self._sum), None
+        value, self.value = self.value, None
+        if value is not None and self._used and has_hooks(value):
+            raise MeshError(
+                f"{name_of(module)}: its shared input has a hook, or retains its gradient, since a column layer used it, "
+                f"and would get this rank's part of the gradient; register the hook before, or take the SharedInput "
+                f"out of the plan"
+            )
 
-    def _start(self, part: Tensor) -> Pending:
-        if self.scatter_dim is None:
-            return start_all_reduce(part, self.peers, mine=True)
-        return start_reduce_scatter(part, self.peers, self.scatter_dim)
-
-    def result(self) -> Tensor | None:
-        """Return the sum over the ranks of all parts that were added in this pass; None where there were none."""
-        if self._pass != backward_pass():
-            return None
-        pending = self._pending
-        if self._sum is not None:  # not every layer took part in this pass
-            pending = self._start(self._sum)
-        self._clear()
-        return None if pending is None else pending.wait().contiguous()
+    def sums(self, value: Tensor) -> bool:
+        """Return whether a column layer with this input leaves the sum of its gradient to the module."""
+        if value is not self.value:
+            return False
+        # What the compiler traces is right without this, too, unless a parameter takes part in the writing.
+        if not torch.compiler.is_compiling() and (version_of(value) != self._version or has_hooks(value)):
+            return False
+        self._used = True
+        return True
 
 
-class _Shared(torch.autograd.Function):
-    """The whole input; its gradient is the sum of the layers' parts, and what every rank computed alike."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, shared: SharedGradient) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.shared = shared
-        value = synchronous(value)
-        if shared.scatter_dim is None or shared.peers.size == 1:
-            return value.view_as(value)
-        return all_gather(value, shared.peers, shared.scatter_dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
-        shared = ctx.shared
-        parts = shared.result()
-        if gradient is not None and shared.scatter_dim is not None:
-            gradient = my_shard(gradient, shared.peers, shared.scatter_dim)
-        if gradient is None or parts is None:
-            return parts if gradient is None else gradient, None
-        return parts + gradient, None
+def shared_by(module: nn.Module, peers: RankGroup, value: Tensor) -> Shared | None:
+    """Return what shares the input of a column layer, if this is the shared tensor, of the same ranks."""
+    shared: Shared | None = vars(module).get(SHARED_INPUT)
+    return shared if shared is not None and shared.setup.peers == peers and shared.sums(value) else None
 
 
-_shared: Callable[[Tensor, SharedGradient], Tensor] = _Shared.apply
+def _mean(gradient: Tensor, peers: RankGroup) -> Tensor:
+    return all_reduce(gradient, peers) / peers.size
+
+
+def _mean_of_shard(gradient: Tensor, peers: RankGroup, dim: int) -> Tensor:
+    return reduce_scatter(gradient, peers, dim) / peers.size
+
+
+_mean_backward = with_backward(passed, _mean)
+_gather_mean = with_backward(all_gather, _mean_of_shard)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -13,6 +12,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwisePar
 
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel.embedding import ColwiseEmbedding, RowwiseEmbedding
+from namedmesh.tensor_parallel.gradient_layout import align_gradients
 from namedmesh.tensor_parallel.linear import ColwiseLinear, RowwiseLinear
 from namedmesh.tensor_parallel.module_setup import Setup
 from namedmesh.tensor_parallel.placements import incompatibilities, parameter_placements
@@ -34,13 +34,20 @@ class ColwiseParallel(TorchColwiseParallel):
     The same options, parameters and results as torch's style of this name. The parameters are DTensors, so
     checkpoints, FSDP2, clipping and ``full_tensor()`` see whole tensors; the arithmetic is on plain tensors,
     with the sum of the input's gradient running while the weight's gradient is computed. A layout that this
-    short way does not know, a subclass with a forward of its own, and ``torch.compile`` take torch's way.
+    short way does not know, any subclass and any module with a forward of its own take torch's way: its forward
+    gets and gives DTensors, and is right by their placements.
+
+    What a model does with the sharded features until a row layer takes them has to be right for a part of them.
+    ``nn.Dropout`` there draws one mask, the same on all ranks that are seeded alike, each for its own features: let the
+    ranks draw from streams of their own (:func:`namedmesh.training.streams`).
 
     Args:
         input_layouts: how a plain input is laid out: ``Replicate()`` (the default), or ``Shard(dim)`` to
             gather it first (sequence parallelism).
         output_layouts: ``Shard(-1)`` (the default), ``Replicate()`` to gather the features, or another.
         use_local_output: hand out this rank's plain tensor (the default) instead of a DTensor.
+        local_forward: let the forward of a subclass work on plain tensors, too: what its ``super().forward`` returns
+            is this rank's shard, and what it does with that has to be right for a shard.
 
     Raises:
         PlanError: when applied to another kind of module, or to one that is already parallelized.
@@ -55,6 +62,10 @@ class ColwiseParallel(TorchColwiseParallel):
         >>> plan_report(layer, 2, {"": ColwiseParallel()}).rows[0].local_shape
         (4, 6)
     """
+
+    def __init__(self, *, local_forward: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self.local_forward = local_forward
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         kinds: Kinds = {nn.Linear: ColwiseLinear, nn.Embedding: ColwiseEmbedding}
@@ -73,6 +84,8 @@ class RowwiseParallel(TorchRowwiseParallel):
         output_layouts: ``Replicate()`` (the default) sums over the ranks; ``Shard(dim)`` leaves each rank
             its shard of the sum (sequence parallelism).
         use_local_output: hand out this rank's plain tensor (the default) instead of a DTensor.
+        local_forward: let the forward of a subclass work on plain tensors, too: what its ``super().forward`` returns
+            is this rank's shard, and what it does with that has to be right for a shard.
 
     Raises:
         PlanError: when applied to another kind of module, or to one that is already parallelized.
@@ -88,6 +101,10 @@ class RowwiseParallel(TorchRowwiseParallel):
         >>> [row.local_shape for row in plan_report(layer, 2, {"": RowwiseParallel()}).rows]
         [(8, 3), (8,)]
     """
+
+    def __init__(self, *, local_forward: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self.local_forward = local_forward
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         desired = Shard(-1) if isinstance(module, nn.Linear) else Replicate()
@@ -111,7 +128,7 @@ def _shard(
     partition = shard_parameters(style)
     # A subclass may do anything in its forward, and so may a forward set on the instance.
     ours = None if "forward" in vars(module) else local_compute.get(type(module))
-    if ours is None and norm is None and _extends_the_forward(style, module, local_compute):
+    if ours is None and norm is None and style.local_forward:
         partition("", module, mesh)  # and not the modules inside, which work on plain tensors
         sharded: Any = next(ours for base, ours in local_compute.items() if isinstance(module, base))
         kind: Any = type(module)
@@ -120,7 +137,7 @@ def _shard(
         return module
     if ours is None:
         # A forward that is not torch's own gets and gives DTensors.
-        return distribute_module(
+        distribute_module(
             module,
             mesh,
             partition,
@@ -128,38 +145,15 @@ def _shard(
             lambda _module, inputs, _mesh: (setup.moved(inputs[0], desired), *inputs[1:]),  # type: ignore[arg-type]
             lambda module, output, _mesh: setup.finish(module, output),  # type: ignore[arg-type]
         )
+        if norm is None:
+            align_gradients(module)
+        return module
     distribute_module(module, mesh, partition)
     if norm is not None:
         use_local_norm(module, norm, Shard(0 if isinstance(style, ColwiseParallel) else 1), setup.peers)
     module.__class__ = ours
     module._setup = setup  # type: ignore[assignment]  # noqa: SLF001  it is one of ours now
     return module
-
-
-def _extends_the_forward(
-    style: ColwiseParallel | RowwiseParallel, module: nn.Module, local_compute: Kinds
-) -> bool:
-    """Return whether a subclass only adds to the forward of its base: it calls it, and leaves the weight to it."""
-    bases = type(module).__mro__
-    forwards = [
-        vars(kind)["forward"]
-        for kind in bases[: next(i for i, kind in enumerate(bases) if kind in local_compute)]
-        if "forward" in vars(kind)
-    ]
-    # What is trained besides must get the same output on every rank, or its gradient would be a part.
-    others = [name for name, _ in module.named_parameters() if name not in {"weight", "bias"}]
-    return (
-        "forward" not in vars(module)
-        and all(map(_leaves_the_weight_alone, forwards))
-        and (not others or isinstance(style.output_layouts[0], Replicate))
-    )
-
-
-def _leaves_the_weight_alone(forward: Callable[..., Any]) -> bool:
-    """Return whether a forward calls ``super()``, and asks its weight and bias at most for their dtype."""
-    names = [str(instruction.argval) for instruction in dis.get_instructions(forward)]
-    uses = {names[i + 1] for i, name in enumerate(names[:-1]) if name in {"weight", "bias"}}
-    return "super" in names and uses <= {"dtype", "device"}
 
 
 @cache

@@ -63,7 +63,7 @@ def lookup(ids: Tensor, weight: Tensor, first: int, how: Lookup | None = None) -
     """
     how = how or Lookup()
     rows = weight.shape[0]
-    elsewhere, mine = _in_part(ids, first, rows)
+    elsewhere, mine = in_part(ids, first, rows)
     padding = how.padding_idx
     padding = None if padding is None or not first <= padding < first + rows else padding - first
     if how.max_norm is not None:
@@ -114,7 +114,7 @@ def _norm_of_parts(norms: Tensor, norm_type: float, peers: RankGroup) -> Tensor:
     return all_reduce(norms.pow(norm_type), peers, mine=True).pow(1 / norm_type)
 
 
-def _in_part(ids: Tensor, first: int, length: int) -> tuple[Tensor, Tensor]:
+def in_part(ids: Tensor, first: int, length: int) -> tuple[Tensor, Tensor]:
     """Return which ids are outside this rank's part; and each id's place in it, with 0 standing in for those outside."""
     elsewhere = (ids < first) | (ids >= first + length)
     return elsewhere, (ids - first).masked_fill(elsewhere, 0)
@@ -177,7 +177,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, peers: RankGroup, label_smoothing: float) -> Tensor:
         part = logits.shape[-1]
-        elsewhere, mine = _in_part(target, peers.rank * part, part)
+        elsewhere, mine = in_part(target, peers.rank * part, part)
         highest = all_reduce(logits.amax(-1), peers, "max", mine=True)
         shifted = logits - highest.unsqueeze(-1)
         of_target = shifted.gather(-1, mine.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)

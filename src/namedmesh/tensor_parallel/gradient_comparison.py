@@ -1,0 +1,323 @@
+"""At the first backward, the ranks compare what is the same on all of them: whole parameters' gradients above all.
+
+Where the ranks have parts of a model's features, each makes a part of the gradient of what it uses on them. Of a
+parameter that is whole on every rank that part would be taken for the gradient, and the ranks would train apart
+without a word. What a forward does with a parameter cannot be known from the outside; that the gradients differ can.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from namedmesh._torch import at_end_of_backward, backward_pass, communicates
+from namedmesh.errors import GradientError
+from namedmesh.tensor_parallel.collectives import RankGroup, all_gather, local_shard
+from namedmesh.tensor_parallel.comparison_errors import problems_of
+from namedmesh.tensor_parallel.fingerprints import COLUMNS, SETTLED, absent, fingerprint, verdicts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils.hooks import RemovableHandle
+
+_EVERY_PASS = 16
+
+
+def compare_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let the ranks of an axis compare, at the model's next backward, the gradients of what is whole on each of them.
+
+    For a model that was sharded along the axis by whatever means: by ``parallelize``, which calls this itself, by torch's
+    ``parallelize_module``, by hand. Compared is every trainable parameter that the axis does not shard: a plain
+    tensor, or a DTensor that is replicated along it. (A gradient that is ``Partial`` is summed by whoever uses it. A
+    plain tensor that is marked as a shard, with ``tensor_model_parallel``, is left out.) The ranks send five numbers
+    for each, at the end of one backward, or before an optimizer's step if the gradients come later. A parameter
+    that has no gradient then, a zero one, or is frozen, is compared when it has one.
+
+    Args:
+        model: the model; all ranks of the axis call this, and run its forward and backward, on the same data.
+        mesh: the one-dimensional mesh of the axis.
+
+    Raises:
+        GradientError: in the backward, on every rank: the gradients of some parameters differ, by name.
+
+    Example:
+        >>> import namedmesh, torch, torch.distributed as dist
+        >>> from namedmesh.tensor_parallel import compare_gradients
+        >>> mesh = namedmesh.init_mesh(tp=-1, device="cpu")
+        >>> model = torch.nn.Linear(4, 4)
+        >>> compare_gradients(model, mesh["tp"])
+        >>> model(torch.ones(2, 4)).sum().backward()    # every rank has the same gradients
+        >>> mesh.close()
+        >>> dist.destroy_process_group()
+    """
+    if mesh.size() > 1:
+        GradientComparison(model, mesh, {})
+
+
+class Whole(NamedTuple):
+    """Which sides of a module are the same on every rank.
+
+    Args:
+        module: the module.
+        input: its first input is.
+        output: its output is, and so is the gradient of that.
+    """
+
+    module: nn.Module
+    input: bool
+    output: bool
+
+
+class GradientComparison:
+    """Watches a model until everything was compared that is to be the same on the ranks of an axis.
+
+    Args:
+        model: the model.
+        mesh: the axis.
+        activations: modules whose inputs or outputs are the same on every rank, by name.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, activations: Mapping[str, Whole]) -> None:
+        self.model, self.peers, self.device = model, RankGroup(mesh), mesh.device_type
+        self.ranks = dist.get_process_group_ranks(mesh.get_group())
+        self.axis = (mesh.mesh_dim_names or ("the mesh",))[0]
+        # What is still to be compared: parameters by their modules and names, found at the first forward.
+        self.parameters: dict[str, tuple[nn.Module, str]] | None = None
+        self.rows: dict[tuple[str, str], list[float]] = {}
+        self.dtypes: set[torch.dtype] = set()
+        self.passes, self._pass, self._steps_of = 0, -1, 0
+        self.handles: list[RemovableHandle] = []
+        self.activations: list[tuple[str, str]] = []
+        for name, (module, whole_input, whole_output) in activations.items():
+            if whole_input:
+                self.activations.append(("input", name))
+                hook = _Input(self, name)
+                self.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            if whole_output:
+                self.activations.append(("output", name))
+                self.handles.append(module.register_forward_hook(_Output(self, name)))
+        self.root_handles = [
+            model.register_forward_pre_hook(self._before_forward),
+            model.register_forward_hook(self._after_forward),
+        ]
+        self._watch_steps()
+
+    # --- when -------------------------------------------------------------------------------------------------
+
+    def _watch_steps(self) -> None:
+        """Compare before an optimizer's step, too: where the gradients come after the backward, or without hooks."""
+        if self._steps_of == id(self):  # a copy of the model has a copy of this, which is not registered
+            return
+        self._steps_of = id(self)
+        reference = weakref.ref(self)
+
+        def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+            comparison = reference()
+            if comparison is not None:
+                comparison.before_step(optimizer)
+
+        weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+
+    def _before_forward(self, _module: nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        self._watch_steps()
+        if torch.is_autocast_enabled(self.device):
+            self.dtypes.add(torch.get_autocast_dtype(self.device))
+
+    def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if not all(communicates(tensor, self.peers.group) for tensor in found):
+            return
+        if found and (self.activations or self._open()):
+            for tensor in found:
+                self.dtypes.add(tensor.dtype)
+                tensor.register_hook(self._arrived)
+
+    def _arrived(self, _gradient: Tensor) -> None:
+        """Note, once a pass, that a gradient has come to the model: it is complete at the end of the pass."""
+        if self._pass != backward_pass():
+            self._pass = backward_pass()
+            at_end_of_backward(self.after_backward)
+
+    def after_backward(self) -> None:
+        """Compare what a pass has left, unless some of it never comes: then in fewer and fewer passes."""
+        self.passes += 1
+        if self.passes <= _EVERY_PASS or self.passes & (self.passes - 1) == 0:
+            self._compare()
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compare what an optimizer is about to use, if it is this model's and no backward has compared it."""
+        found = {id(parameter) for parameter in self._open().values()}
+        if any(id(parameter) in found for group in optimizer.param_groups for parameter in group["params"]):
+            self.after_backward()
+
+    # --- what -------------------------------------------------------------------------------------------------
+
+    def _open(self) -> dict[str, Tensor]:
+        """Return the trainable parameters that were not compared yet."""
+        if self.parameters is None:
+            modules = dict(self.model.named_modules(remove_duplicate=False))
+            self.parameters = {}
+            for name, parameter in self.model.named_parameters():
+                owner, _, own_name = name.rpartition(".")
+                if self._is_whole(parameter):
+                    self.parameters[name] = modules[owner], own_name
+        found = {name: getattr(module, own_name) for name, (module, own_name) in self.parameters.items()}
+        return {name: parameter for name, parameter in found.items() if parameter.requires_grad}
+
+    def _is_whole(self, parameter: Tensor) -> bool:
+        if isinstance(parameter, DTensor):
+            return not self._differs_along_axis(parameter)
+        marks = (getattr(parameter, mark, False) for mark in ("tensor_model_parallel", "model_parallel"))
+        return not any(marks)
+
+    def _differs_along_axis(self, tensor: DTensor) -> bool:
+        """Return whether the ranks of the axis have different parts of a DTensor, or of the sum that it is."""
+        # Of its own mesh, which may cut the ranks otherwise, as those of experts do.
+        dims = [
+            dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)
+        ]
+        return len(_ranks_along(tensor.device_mesh, dims) & {*self.ranks}) > 1
+
+    def _across(self) -> list[dist.ProcessGroup]:
+        """Return the groups over which parameters are sharded besides, as by FSDP2, whose ranks see other parts of them."""
+        found: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for module, own_name in (self.parameters or {}).values():
+            parameter = getattr(module, own_name)
+            if not isinstance(parameter, DTensor):
+                continue
+            mesh = parameter.device_mesh
+            for dim in range(mesh.ndim):
+                ranks = tuple(sorted(_ranks_along(mesh, [dim])))
+                if len(ranks) > 1 and ranks not in found and ranks != tuple(sorted(self.ranks)):
+                    found[ranks] = mesh.get_group(dim)
+        return list(found.values())
+
+    def note(self, key: tuple[str, str], value: Tensor) -> None:
+        """Note what this rank has of an activation, the last time it comes by: a pipeline's first inputs are empty."""
+        if communicates(value, self.peers.group):
+            self.rows[key] = fingerprint(local_shard(value), self.dtypes)
+
+    def _row_of(self, key: tuple[str, str], found: Mapping[str, Tensor]) -> list[float]:
+        kind, name = key
+        if kind != "parameter":
+            return self.rows.get(key, absent())
+        gradient = found[name].grad if name in found else None
+        if gradient is None:
+            return absent()
+        if isinstance(gradient, DTensor) and self._differs_along_axis(gradient):
+            return absent()  # the sum over the ranks is still to be taken
+        return fingerprint(local_shard(gradient), self.dtypes)
+
+    def _compare(self) -> None:
+        """Let the ranks compare what they have, and note what is settled.
+
+        Raises:
+            GradientError: they have different things.
+        """
+        found = self._open()
+        some = next(self.model.parameters(), None)
+        if some is None or not (found or self.activations) or not communicates(some, self.peers.group):
+            return
+        every = [("parameter", name) for name in self.parameters or ()] + self.activations
+        rows = [self._row_of(key, found) for key in every]
+        # A pass that leaves no gradient anywhere may be one over numbers that mean nothing, as pipelines do to find shapes.
+        left = any(parameter.grad is not None for parameter in self.model.parameters())
+        rows.append([float(left), *absent()[1:]])
+        mine = torch.tensor(rows, dtype=torch.float64, device=self.device)
+        gathered = all_gather(mine.view(1, -1, COLUMNS), self.peers, 0)
+        self.rows.clear()
+        if not gathered[:, -1, 0].any():
+            return
+        found_out = torch.tensor(verdicts(gathered[:, :-1]), dtype=torch.float64, device=self.device)
+        for group in self._across():
+            dist.all_reduce(found_out, dist.ReduceOp.MAX, group)
+        outcomes = dict(zip(every, found_out.tolist(), strict=True))
+        different = {key: value - SETTLED for key, value in outcomes.items() if value > SETTLED}
+        if different:
+            raise GradientError(*problems_of(self.model, different, self.axis, self.peers.size))
+        self._close([key for key, value in outcomes.items() if value == SETTLED])
+
+    def _close(self, settled: Sequence[tuple[str, str]]) -> None:
+        """Forget what is settled, and all activations: their contract does not change with what is trained."""
+        for kind, name in settled:
+            if kind == "parameter" and self.parameters is not None:
+                del self.parameters[name]
+        if settled and self.activations:
+            self.activations = []
+            while self.handles:
+                self.handles.pop().remove()
+        if not self.parameters:
+            while self.root_handles:
+                self.root_handles.pop().remove()
+
+
+def _ranks_along(mesh: DeviceMesh, dims: Sequence[int]) -> set[int]:
+    """Return the ranks along some dims of a mesh, among them this one; from the mesh alone, whose groups may be gone."""
+    place: list[Any] = [*(mesh.get_coordinate() or ())]
+    for dim in dims:
+        place[dim] = slice(None)
+    return {*mesh.mesh[tuple(place)].flatten().tolist()}
+
+
+class _Input:
+    """A hook that notes the first input of a module. An object, so that a copy of the model has a copy of it."""
+
+    def __init__(self, comparison: GradientComparison, name: str) -> None:
+        self.comparison, self.name = comparison, name
+
+    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        value = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
+        if value is not None and not isinstance(value, DTensor):
+            self.comparison.note(("input", self.name), value)
+
+
+class _Output:
+    """A hook that notes the gradient of a module's output."""
+
+    def __init__(self, comparison: GradientComparison, name: str) -> None:
+        self.comparison, self.name = comparison, name
+
+    def __call__(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not isinstance(output, Tensor) or isinstance(output, DTensor):
+            return
+        if output.requires_grad:
+            output.register_hook(self._note)
+
+    def _note(self, gradient: Tensor) -> None:
+        self.comparison.note(("output", self.name), gradient)
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Yield the tensors in what a module returned: a tensor, or containers of them.
+
+    Example:
+        >>> [tuple(tensor.shape) for tensor in tensors_in((torch.ones(2), {"loss": torch.ones(())}, None))]
+        [(2,), ()]
+    """
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each)
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from tensors_in(each)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for entry in fields(value):
+            yield from tensors_in(getattr(value, entry.name))

@@ -1,0 +1,77 @@
+"""The command ``namedmesh verify``: a model of the user's under its plan, against one process."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from namedmesh.errors import PlanError
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+__all__ = ["COMMANDS"]
+
+_DIFFERENT = 3  # beside 1, a plan that does not fit, and 2, arguments that are wrong
+
+
+def _configure(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "function",
+        metavar="MODULE:FUNCTION",
+        help="a function without arguments that returns the model, its plan and a tuple of inputs",
+    )
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-5, help="the difference that is none (default: %(default)s)"
+    )
+    parser.epilog = "Run it under torchrun: torchrun --nproc-per-node 2 -m namedmesh verify MODULE:FUNCTION"
+
+
+def _run(arguments: Namespace) -> int:
+    """Compare on all ranks of the job; the first one prints the report."""
+    model, plan, inputs = _call(arguments)
+    import torch.distributed as dist
+
+    import namedmesh
+    from namedmesh.tensor_parallel import verify
+
+    mesh = namedmesh.init_mesh(tp=-1)
+    try:
+        report = verify(model, mesh["tp"], plan, *inputs, tolerance=arguments.tolerance)
+        if mesh.rank("tp") == 0:
+            sys.stdout.write(f"{report}\n")
+    finally:
+        mesh.close()
+        dist.destroy_process_group()
+    return 0 if report.right else _DIFFERENT
+
+
+def _call(arguments: Namespace) -> tuple[Any, Any, tuple[Any, ...]]:
+    """Return what the named function returns.
+
+    Raises:
+        PlanError: it returns something else than a model, a plan and a tuple.
+    """
+    module, separator, name = arguments.function.partition(":")
+    if not (module and separator and name):
+        arguments.parser.error(f"{arguments.function!r} is not of the form MODULE:FUNCTION")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        function = getattr(import_module(module), name)
+    except (AttributeError, ModuleNotFoundError) as error:
+        arguments.parser.error(str(error))
+    found = function()
+    if isinstance(found, tuple) and len(found) == 3 and isinstance(found[2], tuple):  # noqa: PLR2004
+        return found
+    raise PlanError(
+        f"{arguments.function} returned a {type(found).__name__}; return three things: the model, its plan and a tuple "
+        f"of inputs"
+    )
+
+
+COMMANDS = {
+    "verify": ("compare a model under a tensor-parallel plan with one process", _configure, _run),
+}
+"""The summary of the command, the function that declares its arguments, and the one that runs it."""

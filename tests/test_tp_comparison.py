@@ -1,0 +1,677 @@
+"""What a plan leaves out, or gets wrong: trained as in one process, or named at the first backward on every rank."""
+
+from __future__ import annotations
+
+import copy
+import re
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  torch's own spelling
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import parallel as torch_styles
+from torch.utils.checkpoint import checkpoint
+from tp_checks import against_whole, largest_difference
+from tp_compare import hf_difference, tp_mesh, training_difference
+from tp_models import Attention, Llama, Mlp, hf_model
+from tp_wirings import Gain, OfHeads
+
+from namedmesh.errors import GradientError, MeshError
+from namedmesh.tensor_parallel import (
+    ColwiseParallel,
+    KeepWhole,
+    KeyValueParallel,
+    LocalParameters,
+    RowwiseParallel,
+    SharedInput,
+    SumTailGradient,
+    compare_gradients,
+    llama_plan,
+    parallelize,
+    plan_report,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Plan = dict[str, Any]
+UP_DOWN: Plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+WHOLE, SEQUENCE = Replicate(), Shard(1)
+
+
+class Wired(nn.Module):
+    """``down(between(up(before(x))))``, and ``skip(x)`` beside it, with the parts declared in any order."""
+
+    def __init__(self, order: str, **parts: nn.Module) -> None:
+        super().__init__()
+        parts = {"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)} | parts
+        for name in sorted(parts, key=lambda name: order.find(name)):
+            self.add_module(name, parts[name])
+        self.names = set(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers: Any = self
+        for name in sorted(self.names & {"factor", "temperature", "relu_first"}):
+            x = layers.get_submodule(name)(x)
+        features = layers.up(x)
+        features = features * layers.gate(x) if "gate" in self.names else features
+        for name in sorted(self.names & {"act", "gain", "norms", "vector"}):
+            features = layers.get_submodule(name)(features)
+        out = layers.down(torch.tanh(features))
+        out = out + layers.skip(x) if "skip" in self.names else out
+        return layers.scale(out) if "scale" in self.names else out  # type: ignore[no-any-return]
+
+
+class Scaled(nn.Module):
+    """A number of the module itself, between the two linears or after both."""
+
+    def __init__(self, after: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.after, self.weight = after, nn.Parameter(torch.ones(1))
+        self.other = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = torch.tanh(self.up(x * self.other))
+        if self.after:
+            return self.down(features) * self.weight  # type: ignore[no-any-return]
+        out: Tensor = self.down(features * self.weight)
+        return out
+
+
+class Subclass(nn.Linear):
+    """Calls the forward of its base, and works on all of its features before or after."""
+
+    def __init__(
+        self, work: Callable[[Tensor], Tensor], inputs: int, outputs: int, before: bool = False
+    ) -> None:
+        super().__init__(inputs, outputs)
+        self.work, self.before = work, before
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
+        return super().forward(self.work(input)) if self.before else self.work(super().forward(input))
+
+
+def glu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return torch.cat([gate * up, up], -1)
+
+
+def quantized(x: Tensor) -> Tensor:
+    step = x.abs().amax(-1, keepdim=True) / 8
+    return (x / step).round() * step
+
+
+class WrittenInto(nn.Module):
+    """Two column layers of an input into which an operation writes before, between or after them."""
+
+    def __init__(self, operation: Callable[[Tensor], Any], first: bool) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.operation, self.first = operation, first
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            self.operation(x)
+        features = self.up(x)
+        if not self.first:
+            x = x * 1
+            self.operation(x)
+        out: Tensor = self.down(torch.tanh(features) * self.gate(x)) + x
+        return out
+
+
+class Hooked(WrittenInto):
+    """Doubles the gradient of its input by a hook."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda x: x.register_hook(lambda gradient: 2 * gradient.clamp(-1, 1)), first=True)
+
+
+def of_heads(inner: nn.Module) -> nn.Module:
+    return OfHeads(inner)
+
+
+SHARED: Plan = UP_DOWN | {"gate": ColwiseParallel(), "": SharedInput()}
+LAST = "up down skip"  # whatever else there is comes before, or after, these
+FIRST = "gain vector norms act skip up down"
+# A model, a plan and the names that the error has to have; none where training is that of one process.
+CASES: dict[str, tuple[Callable[[], nn.Module], Plan, set[str]]] = {
+    "(a) a factor of the input": (partial(Wired, LAST, factor=Gain()), UP_DOWN, set()),
+    "(a) a temperature of the input": (partial(Wired, FIRST, temperature=Gain()), UP_DOWN, set()),
+    "(b) a gain between, declared last": (
+        partial(Wired, "gain" + LAST, gain=Gain(), skip=nn.Linear(8, 8)),
+        UP_DOWN,
+        {"gain.weight"},
+    ),
+    "(b) a gain between, covered": (
+        partial(Wired, LAST, gain=Gain(), skip=nn.Linear(8, 8)),
+        UP_DOWN | {"gain": LocalParameters()},
+        set(),
+    ),
+    "(b) a vector of the model's width on features": (
+        lambda: Wired(LAST, up=nn.Linear(8, 32), down=nn.Linear(32, 8), vector=_EachEight(Gain(8))),
+        UP_DOWN,
+        {"vector.inner.weight"},
+    ),
+    "(b) a scale of the whole": (partial(Wired, FIRST, scale=Gain()), UP_DOWN, set()),
+    "a number of the module, between": (partial(Scaled, after=False), UP_DOWN, {"weight"}),
+    "a number of the module, covered": (
+        partial(Scaled, after=False),
+        UP_DOWN | {"": LocalParameters({"weight": WHOLE})},
+        set(),
+    ),
+    "a number of the module, after": (partial(Scaled, after=True), UP_DOWN | {"": KeepWhole()}, set()),
+    **{
+        f"(c) {name}": (partial(Wired, LAST, up=Subclass(work, 8, 16)), UP_DOWN, set())
+        for name, work in {
+            "softmax": lambda x: x.softmax(-1),
+            "normalize": lambda x: F.normalize(x, dim=-1),
+            "chunked": glu,
+        }.items()
+    },
+    **{
+        f"(c) row: {name}": (
+            partial(Wired, LAST, down=Subclass(work, 16, 8, before=True)),
+            UP_DOWN,
+            set(),
+        )
+        for name, work in {
+            "layer norm": lambda x: F.layer_norm(x, (16,)),
+            "quantized": quantized,
+            "mean gate": lambda x: x * torch.sigmoid(x.mean(-1, keepdim=True)),
+        }.items()
+    },
+    "norms of heads": (
+        partial(Wired, LAST, norms=of_heads(nn.RMSNorm(4))),
+        UP_DOWN,
+        {"norms.inner.weight"},
+    ),
+    "an activation": (partial(Wired, LAST, act=nn.PReLU()), UP_DOWN, {"act.weight"}),
+    "(f) written into at first": (
+        partial(WrittenInto, lambda x: x.mul_(2), first=True),
+        SHARED,
+        set(),
+    ),
+    "(f) a ReLU in place": (partial(WrittenInto, F.relu_, first=True), SHARED, set()),
+    "(f) a copy is written into": (partial(WrittenInto, lambda x: x.mul_(2), first=False), SHARED, set()),
+    "(f) a hook": (Hooked, SHARED, set()),
+}
+
+
+class _EachEight(OfHeads):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x.unflatten(-1, (-1, 8))).flatten(-2)
+        return out
+
+
+def result(make: Callable[[], nn.Module], plan: Plan, features: int = 8) -> float | str:
+    """How far training is from that of one process, or the error."""
+    torch.manual_seed(0)
+    reference = make().double()
+    for parameter in reference.parameters():  # a norm of ones, and a factor of 1, would hide what it does
+        nn.init.uniform_(parameter, -0.7, 0.7)
+    model = parallelize(
+        _Given(copy.deepcopy(reference)), tp_mesh(), {f"inner.{k}".rstrip("."): s for k, s in plan.items()}
+    )
+    data = torch.randn(2, 6, features, dtype=torch.float64)
+    try:
+        return training_difference(model, _Given(reference), data)
+    except GradientError as error:
+        return str(error)
+
+
+class _Given(nn.Module):
+    """Gives a module an input that is no leaf, so that it may write into it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x * 1)
+        return out
+
+
+def results() -> dict[str, float | str]:
+    return {name: result(make, plan) for name, (make, plan, _) in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, float | str]]:
+    return run_ranks(2, results)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_that_of_one_process_or_stops_with_the_names(
+    name: str, found: list[dict[str, float | str]]
+) -> None:
+    names = CASES[name][2]
+    first, second = (each[name] for each in found)
+    if not names:
+        assert isinstance(first, float), first
+        assert max(first, float(second)) < 1e-10
+        return
+    assert first == second
+    assert names_in(first) == {f"inner.{each}" for each in names}
+
+
+def names_in(text: object) -> set[str]:
+    """The parameters that an error names in front of its reasons."""
+    return set(re.findall(r"[\w.]+(?:weight|bias)(?=[:,])", str(text)))
+
+
+class TwoColumns(nn.Module):
+    """Two column layers, and an operation on their input before the first or before the second."""
+
+    def __init__(self, operation: Callable[[Tensor], Any], between: bool) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.operation, self.between = operation, between
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.between:
+            self.operation(x)
+        features = self.up(x)
+        if self.between:
+            self.operation(x)
+        out: Tensor = self.down(torch.tanh(features) * self.gate(x))
+        return out
+
+
+ON_SHARDS: Plan = {
+    "inner": SharedInput(input_layouts=SEQUENCE),
+    "inner.up": ColwiseParallel(),
+    "inner.gate": ColwiseParallel(),
+    "inner.down": RowwiseParallel(output_layouts=SEQUENCE),
+}
+
+
+def gathered_inputs() -> dict[str, float | str]:
+    """(f) Where the shared input is gathered."""
+    operations: dict[str, tuple[Callable[[Tensor], Any], bool]] = {
+        "mul": (lambda x: x.mul_(2), False),
+        "relu": (F.relu_, False),
+        "dropout": (lambda x: F.dropout(x, 0.0, training=True, inplace=True), False),
+        "hook": (lambda x: x.register_hook(lambda gradient: 2 * gradient.clamp(-1, 1)), False),
+        "mul between": (lambda x: x.mul_(2), True),
+        "hook between": (lambda x: x.register_hook(lambda gradient: 2 * gradient), True),
+    }
+    found: dict[str, float | str] = {}
+    for name, (operation, between) in operations.items():
+        pairs = partial(
+            against_whole,
+            _Given(TwoColumns(operation, between)),
+            ON_SHARDS,
+            numbers(2, 4, 8),
+            cut_in=1,
+            cut_out=1,
+        )
+        try:
+            found[name] = largest_difference(pairs)
+        except (MeshError, RuntimeError) as error:
+            found[name] = str(error)
+    return found
+
+
+def test_what_is_written_into_a_gathered_input() -> None:
+    for found in run_ranks(2, gathered_inputs):
+        assert max(float(found[name]) for name in ("mul", "relu", "dropout", "hook")) < 1e-12, found
+        # As in one process, where the first layer has kept what the operation writes into.
+        assert "modified by an inplace operation" in str(found["mul between"])
+        assert "its shared input has a hook" in str(found["hook between"])
+
+
+# --- the words of the error, and that what they say helps ----------------------------------------------------
+
+
+def error_of(make: Callable[[], nn.Module], plan: Plan, data: Tensor, **options: Any) -> str:
+    torch.manual_seed(0)
+    model = parallelize(make().double(), tp_mesh(), plan, **options)
+    with pytest.raises(GradientError) as caught:
+        model(data).square().sum().backward()
+    return str(caught.value)
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+class Beside(nn.Module):
+    """All ranks compute a few features whole, and use them with their own part of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.small, self.up, self.down = (
+            nn.RMSNorm(8),
+            nn.Linear(8, 4),
+            nn.Linear(8, 16),
+            nn.Linear(16, 8),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        out: Tensor = self.down((self.up(x).unflatten(-1, (-1, 4)) * self.small(x).unsqueeze(-2)).flatten(-2))
+        return out
+
+
+class RowGate(nn.Module):
+    """A gate that a row layer makes of all features, for each rank's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(8, 16), nn.Linear(16, 1, bias=False), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.up(x)
+        out: Tensor = self.down(features * torch.sigmoid(self.gate(features)))
+        return out
+
+
+class TwoBatches(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * (1 + torch.distributed.get_rank()))
+
+
+def texts() -> dict[str, str]:
+    gathered = UP_DOWN | {"small": ColwiseParallel(output_layouts=WHOLE)}
+    return {
+        "parameter": error_of(partial(Wired, LAST, act=nn.PReLU()), UP_DOWN, numbers(2, 8)),
+        "several": error_of(partial(Scaled, after=False), UP_DOWN, numbers(2, 8)),
+        "upstream": error_of(Beside, UP_DOWN, numbers(2, 8)),
+        "gathered": error_of(Beside, gathered, numbers(2, 8)),
+        "row": error_of(RowGate, UP_DOWN | {"gate": RowwiseParallel()}, numbers(2, 8)),
+        "input": error_of(TwoBatches, UP_DOWN, numbers(2, 8)),
+        "keys": error_of(
+            lambda: Attention(32, 4, 1), {"wq": ColwiseParallel(), "wo": RowwiseParallel()}, numbers(1, 3, 32)
+        ),
+        "sequence": error_of(
+            Llama,
+            {k: s for k, s in llama_plan(sequence_parallel=True).items() if "ffn_norm" not in k},
+            torch.arange(16).view(2, 8),
+        ),
+    }
+
+
+def test_what_the_errors_name() -> None:
+    first, second = run_ranks(2, texts)
+    assert first == second
+    assert first["parameter"] == (
+        "act.weight: whole on each of the 2 ranks of tp, but their gradients differ, by up to 1.1 of the size: each has "
+        "a part, and they would train apart; where the ranks use a module on their own features or tokens add 'act': "
+        "LocalParameters() to the plan, which sums the parts; where they use their own features of what a linear makes, "
+        "give it a style: ColwiseParallel(), KeyValueParallel() for keys and values, SumTailGradient(width) if all use "
+        "its last width features; what all ranks use alike stays whole (KeepWhole()), and can differ because of what "
+        "follows it only"
+    )
+    assert "add '': LocalParameters({'weight': Replicate()}) to the plan" in first["several"]
+    assert names_in(first["upstream"]) == {"norm.weight", "small.weight", "small.bias"}
+    assert "the output of small: the 2 ranks of tp have all of it" in first["gathered"]
+    assert "output_layouts=Shard(-1)" in first["gathered"]
+    assert "the output of gate: " in first["row"]
+    assert "the input of up: the plan says that the 2 ranks of tp have the same" in first["input"]
+    assert names_in(first["keys"]) == {"wk.weight", "wv.weight"}
+    assert "layers.0.ffn_norm.weight, layers.1.ffn_norm.weight: whole" in first["sequence"]
+
+
+def remedies() -> dict[str, float | str]:
+    """What the errors above say to do."""
+    keys: Plan = {"wq": ColwiseParallel(), "wo": RowwiseParallel()}
+    keys |= dict.fromkeys(("wk", "wv"), KeyValueParallel())
+    return {
+        "act": result(partial(Wired, LAST, act=nn.PReLU()), UP_DOWN | {"act": LocalParameters()}),
+        "small": result(Beside, UP_DOWN | {"small": SumTailGradient(4)}),
+        "keys": result(lambda: Attention(32, 4, 1), keys, 32),
+        "norms": result(
+            partial(Wired, LAST, norms=of_heads(nn.RMSNorm(4))), UP_DOWN | {"norms.inner": LocalParameters()}
+        ),
+        "gate": result(
+            partial(Wired, LAST, gate=nn.Linear(8, 16)),
+            UP_DOWN | {"gate": ColwiseParallel(output_layouts=Shard(-1))},
+        ),
+    }
+
+
+def test_what_the_errors_say_helps() -> None:
+    for found in run_ranks(2, remedies):
+        assert all(isinstance(value, float) and value < 1e-10 for value in found.values()), found
+
+
+# --- when the ranks compare ----------------------------------------------------------------------------------
+
+
+def wrong_model(**options: Any) -> Any:
+    torch.manual_seed(0)
+    return parallelize(Wired(LAST, gain=Gain()).double(), tp_mesh(), UP_DOWN, **options)
+
+
+def stops(call: Callable[[], Any]) -> bool:
+    """Whether a call ends in the error with the right name, on this rank."""
+    try:
+        call()
+    except GradientError as error:
+        return names_in(error) == {"gain.weight"}
+    return False
+
+
+def stopped_when() -> dict[str, bool]:  # noqa: C901  one function for each way
+    """Every way by which a gradient may come, of a model whose gain is in no style."""
+    x = numbers(2, 8)
+
+    def step(model: Any, value: Tensor = x) -> None:
+        model(value).square().sum().backward()
+
+    def frozen_first() -> None:
+        model = wrong_model()
+        model.gain.requires_grad_(False)
+        for _ in range(20):
+            step(model)
+        model.gain.requires_grad_(True)
+        step(model)
+
+    def zero_first() -> None:
+        model = wrong_model()
+        step(model, torch.zeros_like(x) * 0)
+        for module in (model.up, model.down):
+            nn.init.zeros_(module.bias)
+        step(model)
+
+    def copied() -> None:
+        step(copy.deepcopy(wrong_model()))
+
+    def checkpointed(reentrant: bool) -> None:
+        model = wrong_model()
+        checkpoint(model, x.clone().requires_grad_(), use_reentrant=reentrant).square().sum().backward()
+
+    def compiled() -> None:
+        model = wrong_model()
+        model.compile(backend="aot_eager", fullgraph=True)
+        step(model)  # the compiler makes no hooks: the optimizer asks
+        torch.optim.SGD(model.parameters(), foreach=False).step()
+
+    def assigned() -> None:
+        """As a pipeline's schedule does that computes the gradients of weights in a pass of their own."""
+        model = wrong_model()
+        parameters = list(model.parameters())
+        gradients = torch.autograd.grad(model(x).square().sum(), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        torch.optim.SGD(parameters, foreach=False).step()
+
+    def one_has_none() -> None:
+        """A parameter that one rank uses, and the other does not."""
+        model = wrong_model()
+        out = model.down(model.gain(model.up(x)) if torch.distributed.get_rank() else model.up(x))
+        model.forward = lambda _: out
+        step(model)
+
+    def by_torch() -> None:
+        torch.manual_seed(0)
+        model = Wired(LAST, gain=Gain()).double()
+        plan = {"up": torch_styles.ColwiseParallel(), "down": torch_styles.RowwiseParallel()}
+        torch_styles.parallelize_module(model, tp_mesh(), plan)
+        compare_gradients(model, tp_mesh())
+        step(model)
+
+    def over_steps() -> None:
+        model = wrong_model(check=False)
+        for _ in range(3):
+            step(model)
+
+    return {
+        "at once": stops(lambda: step(wrong_model())),
+        "trained later": stops(frozen_first),
+        "zero at first": stops(zero_first),
+        "a copy": stops(copied),
+        "checkpoint": stops(partial(checkpointed, False)),
+        "reentrant checkpoint": stops(partial(checkpointed, True)),
+        "compiled": stops(compiled),
+        "assigned": stops(assigned),
+        "one rank has none": stops(one_has_none),
+        "torch's styles": stops(by_torch),
+        "half precision": stops(lambda: step(wrong_model().bfloat16(), x.bfloat16())),
+        "check=False": not stops(over_steps),
+    }
+
+
+@pytest.mark.filterwarnings("default")  # torch.compile's own
+def test_every_way_by_which_a_gradient_comes_is_compared() -> None:
+    for found in run_ranks(2, stopped_when):
+        assert all(found.values()), found
+
+
+def hooks_left() -> tuple[int, int]:
+    model = parallelize(Wired(LAST).double(), tp_mesh(), UP_DOWN)
+    before = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    model(numbers(2, 8)).square().sum().backward()
+    return before, sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def test_it_costs_one_collective_and_leaves_no_hook() -> None:
+    for before, after in run_ranks(2, hooks_left):
+        assert before > 0
+        assert after == 0
+
+
+def with_data_parallelism() -> dict[str, bool]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = numbers(4, 8).chunk(2)[mesh["dp"].get_local_rank()]
+    found = {}
+    for name, part in {"wrong": "gain", "right": "scale"}.items():
+        for accumulated in (False, True):
+            torch.manual_seed(0)
+            parts: dict[str, nn.Module] = {part: Gain()}
+            model: Any = parallelize(Wired(LAST, **parts).double(), mesh["tp"], UP_DOWN)
+            fully_shard(model, mesh=mesh["dp"])
+
+            def steps(model: Any = model, accumulated: bool = accumulated) -> None:
+                for last in (False, True):
+                    model.set_requires_gradient_sync(last or not accumulated)
+                    model(x).square().sum().backward()
+
+            found[f"{name}, {accumulated}"] = stops(steps) == (name == "wrong")
+    return found
+
+
+def test_fsdp_over_tensor_parallel_and_accumulation() -> None:
+    for found in run_ranks(4, with_data_parallelism):
+        assert all(found.values()), found
+
+
+def precisions() -> list[str]:
+    """Right models in types that round coarsely, and under autocast: no alarm."""
+    found = []
+    for dtype, autocast in ((torch.bfloat16, False), (torch.float32, True), (torch.float32, False)):
+        torch.manual_seed(0)
+        model = parallelize(Llama().to(dtype), tp_mesh(), llama_plan(sequence_parallel=True))
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = (
+                    model(torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0)))
+                    .float()
+                    .square()
+                    .mean()
+                )
+            try:
+                loss.backward()
+            except GradientError as error:
+                found.append(f"{dtype}, {autocast}: {error}")
+    return found
+
+
+def test_rounding_is_no_difference() -> None:
+    assert run_ranks(2, precisions) == [[], []]
+
+
+# --- models --------------------------------------------------------------------------------------------------
+
+
+def two_steps() -> list[float]:
+    """A plan for the model around its layers and one for each layer, in either order."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plan = llama_plan(sequence_parallel=True)
+    around = {key: style for key, style in plan.items() if not key.startswith("layers")}
+    block = {key.removeprefix("layers.*."): style for key, style in plan.items() if key not in around}
+    found = []
+    for first in (True, False):
+        torch.manual_seed(0)
+        reference = Llama().double()
+        model: Any = copy.deepcopy(reference)
+        if first:
+            parallelize(model, mesh, around)
+        for layer in model.layers:
+            parallelize(layer, mesh, block)
+        if not first:
+            parallelize(model, mesh, around)
+        ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
+        found.append(training_difference(model, reference, ids))
+    return found
+
+
+def test_layers_may_have_a_plan_of_their_own() -> None:
+    for found in run_ranks(2, two_steps):
+        assert max(found) < 1e-11
+
+
+def frozen_apertus() -> float:
+    """(e) Norms and activations that are frozen when the plan is applied, and trained later."""
+    model = hf_model("Apertus")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("mlp.act_fn" not in name and "norm" not in name)
+    reference = copy.deepcopy(model)
+    from namedmesh.tensor_parallel import plan_from_hf
+
+    parallelize(model, tp_mesh(), plan_from_hf(model))
+    for each in (model, reference):
+        each.requires_grad_(True)
+    ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
+    return training_difference(model, reference, ids, pick="logits")
+
+
+@pytest.mark.oracle("transformers")
+def test_what_was_frozen_when_the_plan_was_applied_is_trained_right_later() -> None:
+    hf_model("Apertus")
+    assert max(run_ranks(2, frozen_apertus)) < 1e-5
+
+
+def adapted_qwen3() -> Any:
+    model = hf_model("Qwen3", num_key_value_heads=2, head_dim=8)
+    import peft
+
+    adapters = peft.LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
+    return peft.get_peft_model(model, adapters).double()
+
+
+@pytest.mark.oracle("transformers", "peft")
+def test_adapters_whose_rank_is_the_width_of_a_head() -> None:
+    assert max(run_ranks(2, hf_difference, adapted_qwen3())) < 1e-5  # (d)
+
+
+def test_a_dry_run_says_nothing_of_what_a_forward_does() -> None:
+    assert plan_report(Wired(LAST, gain=Gain()), 2, UP_DOWN).unsharded == (("gain.weight", (1,)),)

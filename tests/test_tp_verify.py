@@ -1,0 +1,150 @@
+"""A model under a plan against itself in one process: what ``verify`` reports, and the command."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  torch's own spelling
+from ranks import run_ranks
+from torch import Tensor, nn
+from tp_compare import tp_mesh
+from tp_models import Llama, Mlp
+
+from namedmesh.__main__ import main
+from namedmesh.tensor_parallel import (
+    ColwiseParallel,
+    FusedColwiseParallel,
+    LocalParameters,
+    RowwiseParallel,
+    VerifyReport,
+    llama_plan,
+    verify,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+UP_DOWN: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+class Softened(Mlp):
+    """A softmax over all features, and a number for all of the input that the plan has summed."""
+
+    def __init__(self, softmax: bool) -> None:
+        super().__init__()
+        self.softmax, self.factor, self.dropout = softmax, nn.PReLU(), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.up(self.factor(x))
+        features = features.softmax(-1) if self.softmax else torch.tanh(features)
+        out: Tensor = self.down(self.dropout(features))
+        return out
+
+
+class Halves(nn.Module):
+    """Gate and up in one linear, by halves; or pair by pair."""
+
+    def __init__(self, pairs: bool) -> None:
+        super().__init__()
+        self.pairs, self.up, self.down = pairs, nn.Linear(8, 32), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fused = self.up(x)
+        gate, up = fused.unflatten(-1, (-1, 2)).unbind(-1) if self.pairs else fused.chunk(2, -1)
+        out: Tensor = self.down(F.silu(gate) * up)
+        return out
+
+
+def names(report: VerifyReport) -> set[str]:
+    return {each.name for each in report.different}
+
+
+def reports() -> dict[str, VerifyReport]:
+    mesh = tp_mesh()
+    torch.manual_seed(torch.distributed.get_rank())  # the first rank's values count
+    x, ids = torch.randn(2, 5, 8), torch.randint(0, 32, (2, 8))
+    twice = UP_DOWN | {"factor": LocalParameters()}
+    halves = UP_DOWN | {"up": FusedColwiseParallel(blocks=2)}
+    pairs = UP_DOWN | {"up": FusedColwiseParallel(interleaved=16)}
+    return {
+        "llama": verify(Llama(), mesh, llama_plan(sequence_parallel=True), ids),
+        "logits as DTensors": verify(Llama(), mesh, llama_plan(loss_parallel=True), ids),
+        "softmax of a rank's features": verify(Softened(softmax=True), mesh, UP_DOWN, x),
+        "right": verify(Softened(softmax=False), mesh, UP_DOWN, x),
+        "summed twice": verify(Softened(softmax=False), mesh, twice, x),
+        "halves": verify(Halves(pairs=False), mesh, halves, x),
+        "halves as pairs": verify(Halves(pairs=False), mesh, pairs, x),
+        "pairs": verify(Halves(pairs=True), mesh, pairs, x),
+        "shards": verify(nn.Linear(8, 16), mesh, ColwiseParallel(), x),
+    }
+
+
+def test_what_differs_is_named() -> None:
+    first, second = run_ranks(2, reports)
+    assert first == second
+    right = ("llama", "logits as DTensors", "right", "halves", "pairs")
+    assert {name: report.right for name, report in first.items()} == {name: name in right for name in first}
+    for name in right:
+        assert max(each.difference for each in first[name].compared) < 1e-12
+    # Ranks that agree on a wrong sum: the forward is exact, and so is everything but what is summed twice.
+    assert names(first["summed twice"]) == {"factor.weight"}
+    assert first["summed twice"].different[0].difference == pytest.approx(1.0)
+    assert {"output 0", "up.weight", "input 0"} <= names(first["softmax of a rank's features"])
+    assert "output 0" in names(first["halves as pairs"])
+    assert first["shards"].compared[0].difference == math.inf
+
+
+def test_the_text_of_a_report() -> None:
+    report = run_ranks(2, reports)[0]["summed twice"]
+    assert str(report) == (
+        "name           what      difference\n"
+        "factor.weight  gradient  1\n"
+        "1 of 7 tensors on 2 ranks differ from one process, by up to 1 of the size\n"
+        "dropout in dropout: between sharded layers all ranks draw one mask for their features, unless each draws from a "
+        "stream of its own: namedmesh.training.streams"
+    )
+
+
+SCRIPT = """
+import torch
+from torch import nn
+from namedmesh.tensor_parallel import ColwiseParallel, LocalParameters, RowwiseParallel
+
+def right():
+    model = nn.Sequential(nn.PReLU(), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    return model, {"1": ColwiseParallel(), "3": RowwiseParallel()}, (torch.randn(2, 8),)
+
+def wrong():
+    model, plan, inputs = right()
+    return model, plan | {"0": LocalParameters()}, inputs
+
+def nothing():
+    return None
+"""
+
+
+def command(folder: str, function: str) -> tuple[int, str]:
+    import contextlib
+    import io
+    import os
+
+    os.chdir(folder)
+    printed, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+        status = main(["verify", function])
+    return status, printed.getvalue() + errors.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("function", "status", "text"),
+    [("right", 0, "0 of 7 tensors"), ("wrong", 3, "0.weight"), ("nothing", 1, "returned a NoneType")],
+)
+def test_the_command(tmp_path: Path, function: str, status: int, text: str) -> None:
+    (tmp_path / "verified_job.py").write_text(SCRIPT, encoding="utf-8")
+    first, second = run_ranks(2, command, str(tmp_path), f"verified_job:{function}", init=False)
+    assert first[0] == second[0] == status
+    assert text in first[1]
+    assert second[1] == ("" if status != 1 else first[1])
