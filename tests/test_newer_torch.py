@@ -35,7 +35,7 @@ def _without(names: dict[Any, str]) -> dict[str, Any]:
     return {
         "warned": [str(each.message) for each in caught],
         "refused": told,
-        "observed": adapter.is_observed(torch.ones(1)),
+        "observed": adapter.needs_functional_collectives(torch.ones(1)),
     }
 
 

@@ -516,7 +516,7 @@ def constant_of_mesh(function: F) -> F:
 
 
 @_needs(torch._C, "_len_torch_dispatch_stack", otherwise=lambda _: True)
-def is_observed(tensor: torch.Tensor) -> bool:
+def needs_functional_collectives(tensor: torch.Tensor) -> bool:
     """Return whether the result of an operation on this tensor may be kept, so that nothing may write into it.
 
     A dispatch mode sees every operation: selective activation checkpointing is one, and keeps outputs. So are
@@ -542,7 +542,7 @@ def functional_collective(name: str, tensor: torch.Tensor, *arguments: Any, grou
     return started
 
 
-def returned(tensor: torch.Tensor) -> torch.Tensor:
+def fix_dropped_gradient_2_11(tensor: torch.Tensor) -> torch.Tensor:
     """Return the output of a custom autograd function as the compiler of every version takes it."""
     return tensor.view_as(tensor) if _DROPS_GRADIENTS and torch.compiler.is_compiling() else tensor
 
@@ -562,10 +562,10 @@ def apply_style(
     return applied
 
 
-_probes: dict[str, torch.nn.Parameter] = {}
+_autocast_sentinels: dict[str, torch.nn.Parameter] = {}
 
 
-def cast_once(parameter: torch.Tensor, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def cast_in_autocast_cache(parameter: torch.Tensor, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a shard of a parameter in another type; the same tensor each time, up to the end of the autocast block.
 
     That is what autocast does itself, and torch has no way to put something into its cache, and none to be notified
@@ -573,13 +573,13 @@ def cast_once(parameter: torch.Tensor, shard: torch.Tensor, dtype: torch.dtype) 
     node that made this cast.
     """
     shard = shard.detach()
-    if not parameter.requires_grad or shard.is_inference() or is_observed(shard):
+    if not parameter.requires_grad or shard.is_inference() or needs_functional_collectives(shard):
         return shard.to(dtype)
     device = shard.device.type
-    if device not in _probes:
-        _probes[device] = torch.nn.Parameter(torch.zeros(1, 1, device=device))
+    if device not in _autocast_sentinels:
+        _autocast_sentinels[device] = torch.nn.Parameter(torch.zeros(1, 1, device=device))
     with torch.enable_grad():
-        node: Any = torch.mm(_probes[device], _probes[device]).grad_fn
+        node: Any = torch.mm(_autocast_sentinels[device], _autocast_sentinels[device]).grad_fn
     if node is None:  # inference mode
         return shard.to(dtype)
     kept: dict[Any, Any] = node.next_functions[0][0].metadata
@@ -591,15 +591,15 @@ def cast_once(parameter: torch.Tensor, shard: torch.Tensor, dtype: torch.dtype) 
     return cast
 
 
-def no_view(tensor: torch.Tensor) -> torch.Tensor:
+def as_non_view(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that a function made, as autograd hands it out for users to write into: not as a view."""
     if torch.compiler.is_compiling():  # which cannot ask, and keeps views apart itself
-        return returned(tensor)
+        return fix_dropped_gradient_2_11(tensor)
     return tensor.data if tensor._is_view() else tensor
 
 
 @_needs(torch._C, "_will_engine_execute_node", otherwise=lambda ctx: ctx.needs_input_grad)
-def computed_now(ctx: Any) -> tuple[bool, ...]:
+def grads_wanted_by_this_pass(ctx: Any) -> tuple[bool, ...]:
     """Return for which tensor inputs of a function this backward pass computes gradients; only in its backward.
 
     ``ctx.needs_input_grad`` says for which of them some pass may: zero-bubble schedules ask for the gradients of

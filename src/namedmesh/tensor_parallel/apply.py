@@ -11,7 +11,7 @@ from namedmesh.tensor_parallel.gradient_comparison import GradientComparison, Wh
 from namedmesh.tensor_parallel.gradient_layout import align_gradients
 from namedmesh.tensor_parallel.guards import avoid_native_path, install_guards, restored_on_error
 from namedmesh.tensor_parallel.module_setup import NAME
-from namedmesh.tensor_parallel.placements import composes, whole_sides
+from namedmesh.tensor_parallel.placements import accepts_sharded_module, whole_sides
 from namedmesh.tensor_parallel.plan import resolve
 from namedmesh.tensor_parallel.saving import save_whole_tensors
 
@@ -114,7 +114,7 @@ def _apply_entry(entry: Entry, mesh: DeviceMesh, src_data_rank: int | None) -> n
     setattr(entry.module, NAME, entry.fqn)
     install_guards(entry.module, entry.style, mesh.size())
     # One style at a time: with a dict, torch drops src_data_rank at the name "".
-    apply = apply_style if composes(entry.style) else parallelize_module
+    apply = apply_style if accepts_sharded_module(entry.style) else parallelize_module
     applied = apply(entry.module, mesh, entry.style, src_data_rank=src_data_rank)
     for name, parameter in applied.named_parameters():
         parameter.requires_grad_(trainable.get(name, parameter.requires_grad))

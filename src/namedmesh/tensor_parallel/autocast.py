@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from namedmesh._torch import cast_once
+from namedmesh._torch import cast_in_autocast_cache
 from namedmesh.tensor_parallel.collectives import local_shard
 
 
@@ -32,4 +32,4 @@ def autocast_shard(parameter: Tensor) -> Tensor:
     """
     shard = local_shard(parameter)
     dtype = _cast_to(shard)
-    return shard if dtype is None else cast_once(parameter, shard, dtype)
+    return shard if dtype is None else cast_in_autocast_cache(parameter, shard, dtype)

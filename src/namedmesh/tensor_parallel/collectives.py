@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from namedmesh._torch import (
     all_gather_single,
+    as_non_view,
+    fix_dropped_gradient_2_11,
     functional_collective,
-    is_observed,
-    no_view,
+    needs_functional_collectives,
     reduce_scatter_single,
-    returned,
     synchronous,
     wait_tensor,
 )
@@ -143,8 +143,8 @@ def start_all_reduce(
     """
     if peers.size == 1:
         return Pending(tensor)
-    sent = sendable(tensor)
-    if is_observed(sent):
+    sent = contiguous_resolved(tensor)
+    if needs_functional_collectives(sent):
         return Pending(functional_collective("all_reduce", sent, operation, group=peers.group), wait_tensor)
     sent = sent if mine or sent is not tensor else tensor.clone()
     work = dist.all_reduce(sent, _OPERATIONS[operation], peers.group, async_op=True)
@@ -153,9 +153,9 @@ def start_all_reduce(
 
 def all_reduce(tensor: Tensor, peers: RankGroup, operation: str = "sum", *, mine: bool = False) -> Tensor:
     """Return the sum of a tensor over the peers; the arguments are those of :func:`start_all_reduce`."""
-    if peers.size == 1 or is_observed(tensor):
+    if peers.size == 1 or needs_functional_collectives(tensor):
         return start_all_reduce(tensor, peers, operation, mine=mine).wait()
-    sent = sendable(tensor)
+    sent = contiguous_resolved(tensor)
     sent = sent if mine or sent is not tensor else tensor.clone()
     dist.all_reduce(sent, _OPERATIONS[operation], peers.group)
     return sent
@@ -166,8 +166,8 @@ def start_all_gather(local: Tensor, peers: RankGroup, dim: int) -> Pending:
     if peers.size == 1:
         return Pending(local)
     # Collectives know dim 0 only.
-    first = sendable(local.movedim(dim, 0))
-    if is_observed(first):
+    first = contiguous_resolved(local.movedim(dim, 0))
+    if needs_functional_collectives(first):
         full = functional_collective("all_gather_into_tensor", first, peers.size, group=peers.group)
         return Pending(full, lambda full: wait_tensor(full).movedim(0, dim))
     full = first.new_empty((first.shape[0] * peers.size, *first.shape[1:]))
@@ -176,15 +176,15 @@ def start_all_gather(local: Tensor, peers: RankGroup, dim: int) -> Pending:
 
 def all_gather(local: Tensor, peers: RankGroup, dim: int) -> Tensor:
     """Return every peer's tensor, one after the other along ``dim``; contiguous."""
-    return no_view(start_all_gather(local, peers, dim).wait().contiguous())
+    return as_non_view(start_all_gather(local, peers, dim).wait().contiguous())
 
 
 def start_reduce_scatter(full: Tensor, peers: RankGroup, dim: int) -> Pending:
     """Start summing over the peers; each keeps its shard of ``dim``, which must be divisible."""
     if peers.size == 1:
         return Pending(full)
-    first = sendable(full.movedim(dim, 0))
-    if is_observed(first):
+    first = contiguous_resolved(full.movedim(dim, 0))
+    if needs_functional_collectives(first):
         shard = functional_collective("reduce_scatter_tensor", first, "sum", peers.size, group=peers.group)
         return Pending(shard, lambda shard: wait_tensor(shard).movedim(0, dim))
     shard = first.new_empty((first.shape[0] // peers.size, *first.shape[1:]))
@@ -193,7 +193,7 @@ def start_reduce_scatter(full: Tensor, peers: RankGroup, dim: int) -> Pending:
 
 def reduce_scatter(full: Tensor, peers: RankGroup, dim: int) -> Tensor:
     """Return the sum over the peers, of which each keeps its shard of ``dim``; contiguous."""
-    return no_view(start_reduce_scatter(full, peers, dim).wait().contiguous())
+    return as_non_view(start_reduce_scatter(full, peers, dim).wait().contiguous())
 
 
 def all_to_all(
@@ -203,8 +203,8 @@ def all_to_all(
     receive: Sequence[int] | None = None,
 ) -> Tensor:
     """Return what the peers send me, in rank order, for one shard of dim 0 to each; of equal lengths by default."""
-    outgoing = sendable(outgoing)
-    if is_observed(outgoing):
+    outgoing = contiguous_resolved(outgoing)
+    if needs_functional_collectives(outgoing):
         equal = [outgoing.shape[0] // peers.size] * peers.size
         lengths = (receive or equal, send or equal)
         return wait_tensor(functional_collective("all_to_all_single", outgoing, *lengths, group=peers.group))
@@ -214,7 +214,7 @@ def all_to_all(
     return incoming
 
 
-def sendable(tensor: Tensor) -> Tensor:
+def contiguous_resolved(tensor: Tensor) -> Tensor:
     """Return a tensor whose memory holds its values, in order: a collective reads that, and nothing else."""
     if torch.compiler.is_compiling() or tensor.is_conj() or tensor.is_neg():  # the compiler cannot ask
         tensor = tensor.resolve_conj().resolve_neg()
@@ -263,7 +263,7 @@ def with_backward(forward: Callable[..., Tensor], backward: Callable[..., Tensor
         @staticmethod
         def forward(ctx: Any, tensor: Tensor, peers: RankGroup, *arguments: Any) -> Tensor:
             ctx.peers, ctx.arguments = peers, arguments
-            return returned(forward(synchronous(tensor), peers, *arguments))
+            return fix_dropped_gradient_2_11(forward(synchronous(tensor), peers, *arguments))
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 from namedmesh.tensor_parallel.collectives import all_gather, gather, local_shard, sum_forward, sum_scatter
-from namedmesh.tensor_parallel.module_setup import Setup, check_divides, sharded_dim
+from namedmesh.tensor_parallel.module_setup import StyleContext, check_divides, sharded_dim
 from namedmesh.tensor_parallel.vocabulary import Lookup, lookup
 
 
 class ColwiseEmbedding(nn.Embedding):
     """An ``nn.Embedding`` whose vectors are sharded over the ranks. Made by ``ColwiseParallel``."""
 
-    _setup: Setup
+    _setup: StyleContext
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
         """Return this rank's shard of every looked-up vector, or whole vectors if the output layout is replicated."""
@@ -30,13 +30,13 @@ class ColwiseEmbedding(nn.Embedding):
         )
         if whole_output:
             output = gather(output, setup.peers, last)
-        return setup.hand_out(output)
+        return setup.wrap_output(output)
 
 
 class RowwiseEmbedding(nn.Embedding):
     """An ``nn.Embedding`` whose vocabulary is sharded over the ranks. Made by ``RowwiseParallel``."""
 
-    _setup: Setup
+    _setup: StyleContext
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
         """Return the sum of all ranks' lookups, of which one is not zero: whole, or sharded along the output layout."""
@@ -51,7 +51,7 @@ class RowwiseEmbedding(nn.Embedding):
         else:
             check_divides(self, "the output", partial.shape, scatter_dim, setup.peers.size)
             output = sum_scatter(partial, setup.peers, scatter_dim)
-        return setup.hand_out(output)
+        return setup.wrap_output(output)
 
     def _my_rows(self, ids: Tensor) -> Tensor:
         """Return the vectors of the ids that are in this rank's shard of the vocabulary, zeros for the others."""
@@ -74,9 +74,9 @@ class RowwiseEmbedding(nn.Embedding):
                 )
 
 
-def _whole_ids(setup: Setup, ids: Tensor) -> Tensor | None:
+def _whole_ids(setup: StyleContext, ids: Tensor) -> Tensor | None:
     """Return the ids of all ranks as a plain tensor, gathered if they are sharded; None if the layout is another."""
-    local = setup.plain(ids)
+    local = setup.local_input(ids)
     if local is None or isinstance(setup.input_layout, Replicate):
         return local
     dim = sharded_dim(setup.input_layout, local.ndim)
@@ -87,9 +87,9 @@ def _through_dtensor(module: ColwiseEmbedding | RowwiseEmbedding, ids: Tensor) -
     """Return the same lookup in DTensor arithmetic: for other layouts."""
     setup = module._setup  # noqa: SLF001  the module is one of ours
     output = F.embedding(
-        setup.moved(ids, Replicate()),
+        setup.redistribute_input(ids, Replicate()),
         module.weight,
         module.padding_idx,
         scale_grad_by_freq=module.scale_grad_by_freq,
     )
-    return setup.finish(module, output)
+    return setup.redistribute_output(module, output)

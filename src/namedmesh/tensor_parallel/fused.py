@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-    from namedmesh.tensor_parallel.module_setup import Setup
+    from namedmesh.tensor_parallel.module_setup import StyleContext
     from namedmesh.tensor_parallel.plan_entry import Entry
 
 
@@ -127,7 +127,7 @@ class FusedColwiseParallel(ColwiseParallel):
 class FusedLinear(nn.Linear):
     """An ``nn.Linear`` of several blocks, of which each rank computes its parts. Made by ``FusedColwiseParallel``."""
 
-    _setup: Setup
+    _setup: StyleContext
     _blocks: Blocks
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it

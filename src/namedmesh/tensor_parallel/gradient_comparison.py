@@ -96,6 +96,7 @@ class GradientComparison:
         self.rows: dict[tuple[str, str], list[float]] = {}
         self.dtypes: set[torch.dtype] = set()
         self.passes, self._pass, self._steps_of = 0, -1, 0
+        self._seen: set[str] = set()
         self.handles: list[RemovableHandle] = []
         self.activations: list[tuple[str, str]] = []
         for name, (module, whole_input, whole_output) in activations.items():
@@ -154,6 +155,9 @@ class GradientComparison:
 
     def after_backward(self) -> None:
         """Compare what a pass has left, unless some of it never comes: then in fewer and fewer passes."""
+        names = {*self._open()}
+        if names - self._seen:  # one begins to need a gradient
+            self.passes, self._seen = 0, self._seen | names
         self.passes += 1
         if self.passes <= _EVERY_PASS or self.passes & (self.passes - 1) == 0:
             self._compare()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-    from namedmesh.tensor_parallel.module_setup import Setup
+    from namedmesh.tensor_parallel.module_setup import StyleContext
 
 GROUPS = "num_key_value_groups"
 """The attribute in which an attention module of transformers keeps how many queries share a kv head."""
@@ -124,7 +124,7 @@ class KeyValueParallel(ColwiseParallel):
 class KeyValueLinear(nn.Linear):
     """An ``nn.Linear`` of which each rank computes some heads. Made by ``KeyValueParallel``."""
 
-    _setup: Setup
+    _setup: StyleContext
     _shared: SharedHeads
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it

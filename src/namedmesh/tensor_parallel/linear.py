@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from namedmesh._torch import (
-    computed_now,
+    as_non_view,
     gradient_like,
+    grads_wanted_by_this_pass,
     in_function_transform,
-    is_observed,
-    no_view,
+    needs_functional_collectives,
     synchronous,
 )
 from namedmesh.errors import MeshError, PlanError
@@ -38,7 +38,7 @@ from namedmesh.tensor_parallel.collectives import (
     start_reduce_scatter,
 )
 from namedmesh.tensor_parallel.module_setup import (
-    Setup,
+    StyleContext,
     check_divides,
     check_features,
     name_of,
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 class ColwiseLinear(nn.Linear):
     """An ``nn.Linear`` whose output features are sharded over the ranks. Made by ``ColwiseParallel``."""
 
-    _setup: Setup
+    _setup: StyleContext
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
         """Return this rank's output features, or what the style's output layout says."""
@@ -69,13 +69,13 @@ class ColwiseLinear(nn.Linear):
         output = column(operand.value, self.weight, self.bias, *operand[1:])
         if whole_output:
             output = gather(output, setup.peers, last)
-        return output if setup.use_local_output else setup.hand_out(output)
+        return output if setup.use_local_output else setup.wrap_output(output)
 
 
 class RowwiseLinear(nn.Linear):
     """An ``nn.Linear`` whose input features are sharded over the ranks. Made by ``RowwiseParallel``."""
 
-    _setup: Setup
+    _setup: StyleContext
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
         """Return the sum of all ranks' products: whole, or sharded along another dim."""
@@ -98,7 +98,7 @@ class RowwiseLinear(nn.Linear):
             check_features(self, local, self.in_features)
             local = split(local, setup.peers, last)
         output = row(local, self.weight, self.bias, setup.peers, scatter_dim)
-        return output if setup.use_local_output else setup.hand_out(output)
+        return output if setup.use_local_output else setup.wrap_output(output)
 
 
 class ColumnOperand(NamedTuple):
@@ -110,7 +110,7 @@ class ColumnOperand(NamedTuple):
     factor: int = 1
 
 
-def column_operand(module: nn.Module, setup: Setup, value: Tensor) -> ColumnOperand | None:
+def column_operand(module: nn.Module, setup: StyleContext, value: Tensor) -> ColumnOperand | None:
     """Return an input of a column layer for explicit collectives; None if they cannot move what it is laid out as.
 
     Raises:
@@ -144,13 +144,13 @@ def through_dtensor(
 ) -> Tensor:
     """Return the same layer in DTensor arithmetic: for layouts the short way does not know."""
     setup = module._setup  # noqa: SLF001  the module is one of ours
-    annotated = setup.annotated(value)
+    annotated = setup.as_dtensor(value)
     if annotated.placements != (desired,):
         annotated = annotated.redistribute(placements=(desired,))
         local = annotated.to_local()
         if not local.is_contiguous():  # which the DTensor does not know, and a linear of several dims needs
             annotated = DTensor.from_local(local.contiguous(), setup.mesh, (desired,), run_check=False)
-    return setup.finish(module, F.linear(annotated, module.weight, module.bias))
+    return setup.redistribute_output(module, F.linear(annotated, module.weight, module.bias))
 
 
 def column(  # noqa: PLR0917  the operands, and how they are laid out
@@ -274,12 +274,12 @@ class _Column(torch.autograd.Function):
         mine = autocast_shard(weight)
         _keep(ctx, shard if gather_again else value, weight, bias, mine)
         ctx.peers, ctx.gather_dim, ctx.gather_again, ctx.factor = peers, gather_dim, gather_again, factor
-        return no_view(F.linear(value, mine, None if bias is None else autocast_shard(bias)))
+        return as_non_view(F.linear(value, mine, None if bias is None else autocast_shard(bias)))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_double_backward()
-        now = computed_now(ctx)
+        now = grads_wanted_by_this_pass(ctx)
         value, weight, bias, mine = ctx.saved_tensors
         mine = local_shard(weight) if mine is None else mine
         gradient = synchronous(gradient)
@@ -327,13 +327,13 @@ class _Row(torch.autograd.Function):
                 width = output.shape[-1]
                 added = added.narrow(0, peers.rank * width, width)
             # After the sum: the bias counts once. In place, unless somebody may have kept the sum.
-            output = output + added if is_observed(output) else output.add_(added)
-        return no_view(output)
+            output = output + added if needs_functional_collectives(output) else output.add_(added)
+        return as_non_view(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_double_backward()
-        now = computed_now(ctx)
+        now = grads_wanted_by_this_pass(ctx)
         value, weight, bias, mine = ctx.saved_tensors
         mine = local_shard(weight) if mine is None else mine
         whole = synchronous(gradient)

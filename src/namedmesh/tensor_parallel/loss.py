@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate
 
-from namedmesh._torch import is_observed
+from namedmesh._torch import needs_functional_collectives
 from namedmesh.errors import ShapeError
 from namedmesh.tensor_parallel.collectives import RankGroup, all_reduce
 from namedmesh.tensor_parallel.module_setup import sharded_dim
@@ -139,7 +139,7 @@ class _CrossEntropy(torch.autograd.Function):
         of_target = shifted.gather(-1, mine.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
         mean = shifted.sum(-1) / (part * peers.size) if smoothing else torch.zeros_like(of_target)
         # Into the memory of the difference, unless somebody may have kept that.
-        into = None if is_observed(shifted) else shifted
+        into = None if needs_functional_collectives(shifted) else shifted
         probabilities = torch.exp(shifted, out=into)
         sums = all_reduce(torch.stack([of_target, probabilities.sum(-1), mean]), peers, mine=True)
         of_target, total, mean = sums.unbind()

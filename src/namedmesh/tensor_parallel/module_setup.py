@@ -21,7 +21,7 @@ NAME = "_namedmesh_name"
 
 
 @dataclass(frozen=True)
-class Setup:
+class StyleContext:
     """The style of one sharded module, bound to a mesh.
 
     Args:
@@ -40,14 +40,14 @@ class Setup:
     def __post_init__(self) -> None:
         object.__setattr__(self, "peers", RankGroup(self.mesh))
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Setup:
+    def __deepcopy__(self, memo: dict[int, object]) -> StyleContext:
         # Immutable, and a process group cannot be copied.
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Setup, (self.mesh, self.input_layout, self.output_layout, self.use_local_output)
+        return StyleContext, (self.mesh, self.input_layout, self.output_layout, self.use_local_output)
 
-    def hand_out(self, local: Tensor) -> Tensor:
+    def wrap_output(self, local: Tensor) -> Tensor:
         """Return the output of the style: plain, or as a DTensor."""
         if self.use_local_output:
             return local
@@ -64,27 +64,27 @@ class Setup:
         # torch pads shards of different lengths; a collective of its own may not get them.
         return layout if dim is None or value.shape[dim] % self.peers.size == 0 else None
 
-    def plain(self, value: Tensor) -> Tensor | None:
+    def local_input(self, value: Tensor) -> Tensor | None:
         """Return the local tensor of an input that is laid out as annotated; None if it has another layout."""
         layout = self.layout_of(value)
         if layout is None or not same_layout(layout, self.input_layout, value.ndim):
             return None
         return local_shard(value)
 
-    def annotated(self, tensor: Tensor) -> DTensor:
+    def as_dtensor(self, tensor: Tensor) -> DTensor:
         """Return an input as a DTensor in the layout that the style declares."""
         if isinstance(tensor, DTensor):
             return tensor
         return DTensor.from_local(tensor, self.mesh, (self.input_layout,), run_check=False)
 
-    def moved(self, tensor: Tensor, desired: Placement) -> DTensor:
+    def redistribute_input(self, tensor: Tensor, desired: Placement) -> DTensor:
         """Return an input as a DTensor, moved to the layout that DTensor arithmetic needs."""
-        annotated = self.annotated(tensor)
+        annotated = self.as_dtensor(tensor)
         if annotated.placements != (desired,):
             annotated = annotated.redistribute(placements=(desired,))
         return annotated
 
-    def finish(self, module: torch.nn.Module, output: Tensor) -> Tensor:
+    def redistribute_output(self, module: torch.nn.Module, output: Tensor) -> Tensor:
         """Return the output of DTensor arithmetic in the layout of the style; synchronous.
 
         An asynchronous one would be a tensor of another class, which torch.compile and FSDP2 together get

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 
 from namedmesh.tensor_parallel.collectives import local_shard, whole_parameter
 from namedmesh.tensor_parallel.linear import column, column_operand
-from namedmesh.tensor_parallel.module_setup import Setup
+from namedmesh.tensor_parallel.module_setup import StyleContext
 from namedmesh.tensor_parallel.styles import shard_parameters
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def with_forward(
     """Lay out a linear's parameters as its style says, and give it the forward of another class."""
     distribute_module(module, mesh, shard_parameters(style))
     module.__class__ = kind
-    setup = Setup(mesh, style.input_layouts[0], Shard(-1), use_local_output=True)
+    setup = StyleContext(mesh, style.input_layouts[0], Shard(-1), use_local_output=True)
     for name, value in {"_setup": setup, **attributes}.items():
         setattr(module, name, value)
     return module
@@ -50,11 +50,11 @@ def rows_of(parameter: Tensor, blocks: Sequence[int], count: int) -> Tensor:
 
 def column_of(module: nn.Module, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return a column layer of this rank's rows: as many on every rank, wherever they come from."""
-    setup: Setup = module._setup  # type: ignore[assignment]  # noqa: SLF001  the module is one of ours
+    setup: StyleContext = module._setup  # type: ignore[assignment]  # noqa: SLF001  the module is one of ours
     operand = column_operand(module, setup, value)
     if operand is not None:
         return column(operand.value, weight, bias, *operand[1:])
-    whole = setup.annotated(value).redistribute(placements=[Replicate()])
+    whole = setup.as_dtensor(value).redistribute(placements=[Replicate()])
     rows = DTensor.from_local(weight, setup.mesh, [Shard(0)], run_check=False)
     added = None if bias is None else DTensor.from_local(bias, setup.mesh, [Shard(0)], run_check=False)
     return local_shard(F.linear(whole, rows, added))

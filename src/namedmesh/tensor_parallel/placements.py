@@ -74,7 +74,7 @@ def incompatibilities(style: ParallelStyle, module: nn.Module) -> list[str]:
     """
     name = type(style).__name__
     already = [p_name for p_name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
-    if already and not composes(style) and parameter_placements(style, module) != {}:
+    if already and not accepts_sharded_module(style) and parameter_placements(style, module) != {}:
         reason = (
             f"{name} finds a module that is already distributed ({', '.join(already)} is a DTensor); "
             f"parallelize a model once, and before fully_shard"
@@ -140,7 +140,7 @@ def whole_sides(style: ParallelStyle) -> tuple[bool, bool]:
     return bool(getattr(style, "whole_input", False)), bool(getattr(style, "whole_output", False))
 
 
-def composes(style: ParallelStyle) -> bool:
+def accepts_sharded_module(style: ParallelStyle) -> bool:
     """Return whether a style takes a module that another style has distributed over another axis."""
     return bool(getattr(style, "takes_distributed", False))
 

@@ -26,7 +26,11 @@ from namedmesh.tensor_parallel.attention_heads import head_problems, with_counts
 from namedmesh.tensor_parallel.fused import fused_problems
 from namedmesh.tensor_parallel.local import LocalParameters
 from namedmesh.tensor_parallel.module_setup import NAME
-from namedmesh.tensor_parallel.placements import composes, incompatibilities, parameter_placements
+from namedmesh.tensor_parallel.placements import (
+    accepts_sharded_module,
+    incompatibilities,
+    parameter_placements,
+)
 from namedmesh.tensor_parallel.plan_entry import Entry
 from namedmesh.tensor_parallel.shared_input import SharedInput
 from namedmesh.tensor_parallel.tied_parameters import find_ties
@@ -189,7 +193,7 @@ def _generic(names: Iterable[str]) -> list[str]:
 
 def _reasons_against(entry: Entry) -> list[str]:
     place = entry.fqn or "the model"
-    if NAME in vars(entry.module) and not composes(entry.style):
+    if NAME in vars(entry.module) and not accepts_sharded_module(entry.style):
         return [f"{place}: already parallelized; parallelize a model once"]
     return [f"{place}: {reason}" for reason in incompatibilities(entry.style, entry.module)]
 

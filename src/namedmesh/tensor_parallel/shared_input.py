@@ -25,7 +25,7 @@ from namedmesh.tensor_parallel.collectives import (
     reduce_scatter,
     with_backward,
 )
-from namedmesh.tensor_parallel.module_setup import Setup, name_of, sharded_dim
+from namedmesh.tensor_parallel.module_setup import StyleContext, name_of, sharded_dim
 from namedmesh.tensor_parallel.placements import ActivationStyle
 
 if TYPE_CHECKING:
@@ -73,7 +73,9 @@ class SharedInput(ActivationStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         name = next(iter(inspect.signature(module.forward).parameters))
-        shared = Shared(Setup(device_mesh, self.input_layouts, Replicate(), use_local_output=True), name)
+        shared = Shared(
+            StyleContext(device_mesh, self.input_layouts, Replicate(), use_local_output=True), name
+        )
         module.register_forward_pre_hook(shared.open, with_kwargs=True)
         module.register_forward_hook(shared.close)
         for inner in module.modules():
@@ -93,7 +95,7 @@ class Shared:
         name: the name of the input in the module's forward.
     """
 
-    def __init__(self, setup: Setup, name: str) -> None:
+    def __init__(self, setup: StyleContext, name: str) -> None:
         self.setup, self.name = setup, name
         self.module_size = 0
         self.value: Tensor | None = None
@@ -117,7 +119,7 @@ class Shared:
         layout = setup.layout_of(value)
         dim = None if layout is None else sharded_dim(layout, value.ndim)
         if layout is None or (dim is None and not isinstance(layout, Replicate)):
-            return local_shard(setup.annotated(value).redistribute(placements=(Replicate(),)))
+            return local_shard(setup.as_dtensor(value).redistribute(placements=(Replicate(),)))
         if isinstance(value, DTensor):
             value = value.to_local()
         if setup.peers.size > 1:

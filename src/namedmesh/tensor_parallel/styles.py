@@ -14,7 +14,7 @@ from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel.embedding import ColwiseEmbedding, RowwiseEmbedding
 from namedmesh.tensor_parallel.gradient_layout import align_gradients
 from namedmesh.tensor_parallel.linear import ColwiseLinear, RowwiseLinear
-from namedmesh.tensor_parallel.module_setup import Setup
+from namedmesh.tensor_parallel.module_setup import StyleContext
 from namedmesh.tensor_parallel.placements import incompatibilities, parameter_placements
 from namedmesh.tensor_parallel.weight_norm import use_local_norm, weight_norm
 
@@ -124,7 +124,7 @@ def _shard(
     norm = weight_norm(module)
     if problems:
         raise PlanError(*(f"{type(module).__name__}: {problem}" for problem in problems))
-    setup = Setup(mesh, style.input_layouts[0], style.output_layouts[0], style.use_local_output)
+    setup = StyleContext(mesh, style.input_layouts[0], style.output_layouts[0], style.use_local_output)
     partition = shard_parameters(style)
     # A subclass may do anything in its forward, and so may a forward set on the instance.
     ours = None if "forward" in vars(module) else local_compute.get(type(module))
@@ -142,8 +142,8 @@ def _shard(
             mesh,
             partition,
             # torch's annotations leave out what the functions return.
-            lambda _module, inputs, _mesh: (setup.moved(inputs[0], desired), *inputs[1:]),  # type: ignore[arg-type]
-            lambda module, output, _mesh: setup.finish(module, output),  # type: ignore[arg-type]
+            lambda _module, inputs, _mesh: (setup.redistribute_input(inputs[0], desired), *inputs[1:]),  # type: ignore[arg-type]
+            lambda module, output, _mesh: setup.redistribute_output(module, output),  # type: ignore[arg-type]
         )
         if norm is None:
             align_gradients(module)

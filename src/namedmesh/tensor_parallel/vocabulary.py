@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch.autograd.function import once_differentiable
 
-from namedmesh._torch import is_observed
+from namedmesh._torch import needs_functional_collectives
 from namedmesh.errors import ShapeError
 from namedmesh.tensor_parallel.collectives import all_reduce
 
@@ -183,7 +183,7 @@ class _CrossEntropy(torch.autograd.Function):
         of_target = shifted.gather(-1, mine.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
         mean = shifted.mean(-1) if label_smoothing else None
         # Into the memory of the difference, unless somebody may have kept that.
-        into = None if is_observed(shifted) else shifted
+        into = None if needs_functional_collectives(shifted) else shifted
         probabilities = torch.exp(shifted, out=into)
         sums = all_reduce(torch.stack([of_target, probabilities.sum(-1)]), peers, mine=True)
         of_target, total = sums[0], sums[1]
