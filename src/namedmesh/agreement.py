@@ -187,7 +187,8 @@ class Agreement:
             if looks % int(_LOOK_EVERY / LOOK_EVERY) == 0:
                 self._settle(self._ask(lambda store: attempt.verdict(store, MADE) or GO, connection))
 
-        in_thread(function, look)
+        with _told_when_terminated(self._tell):
+            in_thread(function, look)
 
     def _problems(self, requests: Sequence[Mapping[str, str]], compare: Compare) -> list[str]:
         return differences(requests, self.ranks) or compare(requests)
