@@ -172,9 +172,9 @@ def train(settings: Settings, corpus: Corpus, mesh: namedmesh.NamedMesh) -> tupl
     progress.show("making the model, and the first step, which sets up what the others use ...")
     model = make_model(settings, mesh)
     optimizer = make_optimizer(model)
-    start = 0
-    if settings.resume:
-        start = training.load(training.latest(settings.resume) or "", mesh, model, optimizer)["step"]
+    checkpoints = training.Checkpoints(settings.checkpoint, mesh, keep=settings.keep or None)
+    resume = training.latest(settings.resume) if settings.resume else None
+    start = checkpoints.resume_or_start(model, optimizer, resume=resume or False)["step"]
     run_step = Step(model, mesh, microbatches=settings.microbatches or settings.pp)
     sampler = training.sampler_kwargs(mesh)
     rows = settings.batch // sampler["num_replicas"]
@@ -201,9 +201,7 @@ def train(settings: Settings, corpus: Corpus, mesh: namedmesh.NamedMesh) -> tupl
         dist.all_reduce(stopping := interrupted.clone())  # any rank
         if settings.checkpoint and (stopping or settings.saves_after(step)):
             # The next batch is a function of the seed and the step, so the step is the position in the data.
-            path = Path(settings.checkpoint) / f"step-{step + 1:06}"
-            training.save(path, mesh, model, optimizer, keep=settings.keep or None, step=step + 1)
-            progress.show(f"saved {path}")
+            progress.show(f"saved {checkpoints.save(step + 1, model, optimizer).result()}")
         if stopping:
             raise KeyboardInterrupt
     for each in (signal.SIGINT, signal.SIGTERM):

@@ -207,13 +207,13 @@ def save_twice_interrupted(settings: Settings) -> None:
 
     broken = mock.patch("torch.distributed.checkpoint.save", side_effect=KeyboardInterrupt)
     with broken, pytest.raises(KeyboardInterrupt):
-        losses_of(settings)
+        losses_of(dataclasses.replace(settings, steps=2, resume=settings.checkpoint))
 
 
 def test_an_interrupted_save_keeps_the_one_before(tmp_path: Path) -> None:
     settings = dataclasses.replace(TINY, steps=1, checkpoint=str(tmp_path))
     run_ranks(1, save_twice_interrupted, settings)
-    assert {path.name for path in tmp_path.iterdir()} == {"step-000001", ".step-000001.unfinished"}
+    assert {path.name for path in tmp_path.iterdir()} == {"step-000001", ".step-000002.unfinished"}
     assert training.latest(tmp_path) == tmp_path / "step-000001"
     reference = run_ranks(1, one_process, dataclasses.replace(TINY, steps=2))[0]
     # The rate of a step depends on where training ends, but the first step's weights are what was saved.
@@ -302,18 +302,19 @@ def test_only_rank_0_speaks_about_options(
 
 def trouble(directory: Path) -> list[str]:
     """A loss that is no number on every rank; an interrupt on one rank; checkpoints beyond those to keep."""
-    settings = dataclasses.replace(TINY, tp=2, save_every=1, keep=2, checkpoint=str(directory))
+    last = directory / "last"
+    settings = dataclasses.replace(TINY, tp=2, save_every=1, keep=2, checkpoint=str(last))
     told = []
     with pytest.raises(namedmesh.TrainingError) as raised:
-        losses_of(dataclasses.replace(settings, lr=1e300))
+        losses_of(dataclasses.replace(settings, lr=1e300, checkpoint=str(directory / "first")))
     told.append(str(raised.value))
     losses_of(dataclasses.replace(settings, steps=3))
-    told += sorted(path.name for path in directory.iterdir())
+    told += sorted(path.name for path in last.iterdir())
     update = mock.patch("train.Progress.update", side_effect=lambda *_: os.kill(os.getpid(), signal.SIGINT))
-    last = dataclasses.replace(settings, steps=6, save_every=0, resume=str(directory))
+    resumed = dataclasses.replace(settings, steps=6, save_every=0, resume=str(last))
     with update if torch.distributed.get_rank() == 1 else nullcontext(), pytest.raises(KeyboardInterrupt):
-        losses_of(last)
-    return [*told, train.how_to_go_on(last)]
+        losses_of(resumed)
+    return [*told, train.how_to_go_on(resumed)]
 
 
 def test_trouble_is_told_and_leaves_checkpoints(tmp_path: Path) -> None:
@@ -324,7 +325,7 @@ def test_trouble_is_told_and_leaves_checkpoints(tmp_path: Path) -> None:
         "the loss of step 2 is 5.54518, and the norm of its gradient nan; choose a lower --lr than 1e+300"
     )
     assert kept == ["step-000002", "step-000003"]
-    assert going_on == f"to go on from step 4: --resume {tmp_path} --steps N"
+    assert going_on == f"to go on from step 4: --resume {tmp_path}/last --steps N"
 
 
 def main_with_a_kill(directory: Path) -> None:

@@ -129,5 +129,70 @@ def test_what_a_pipeline_refuses() -> None:
         "3 layers cannot fill 4 stages; give every stage one at least",
         "there is no mesh to say which stage this is; give the mesh, or stage and stages",
         "the batch has [2, 3] rows; give inputs and target with the same number of rows, one at least, on every rank "
-        "of pp",
+        "of pp; name keyword arguments without them in pipeline(..., whole=(...))",
     ]
+
+
+class Noisy(nn.Module):
+    """A stage with all that the run in which torch finds out the shapes could change."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH).double(), nn.BatchNorm1d(WIDTH).double()
+        self.tied = nn.Parameter(torch.full((WIDTH,), 1.0 + tied, dtype=torch.float64))
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        x = nn.functional.dropout(self.norm(self.linear(x)) * self.tied)
+        with training.streams("tensor"):
+            return nn.functional.dropout(x) + shift
+
+
+def both(output: Tensor, target: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
+    first, second = target["both"]
+    return (output - first).square().mean() + (output * second).mean()
+
+
+def resumed() -> list[bool]:
+    """Whether a step of a new pipeline is that of one which has seen the shape, in every number that there is."""
+    mesh = namedmesh.init_mesh(pp=2, device="cpu")
+    stage = Noisy(tied=mesh.is_last("pp"))
+    sum_gradients = training.tie_stages(mesh, stage.tied)
+    x, y, z = (
+        torch.randn(6, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
+        for n in range(3)
+    )
+    shift = torch.ones(2, WIDTH, dtype=torch.float64)
+
+    def numbers(pipe: training.pipelines.Pipeline) -> list[Tensor]:
+        stage.zero_grad()
+        training.seed_all(3, mesh)
+        stage.norm.reset_running_stats()
+        losses: list[Tensor] = []
+        output = pipe.step(x, target={"both": (y, z)}, losses=losses, shift=shift[:1])
+        sum_gradients()
+        found = [each.grad.clone() for each in stage.parameters() if each.grad is not None]
+        found += [each.clone() for each in stage.buffers()]
+        found += [] if output is None else [output, torch.stack(losses)]
+        return [*found, *training.streams.state_dict().values()]
+
+    def make() -> training.pipelines.Pipeline:
+        return training.pipeline(mesh, stage, microbatches=3, loss=both, whole=("shift",))
+
+    first = make()
+    results = [numbers(first), numbers(first), numbers(make())]
+    counted = int(stage.norm.num_batches_tracked or 0)
+    tied = [torch.empty_like(stage.tied) for _ in range(2)]
+    dist.all_gather(tied, stage.tied.detach(), group=mesh.group("pp"))
+    gradients = [torch.empty_like(stage.tied) for _ in range(2)]
+    assert stage.tied.grad is not None
+    dist.all_gather(gradients, stage.tied.grad, group=mesh.group("pp"))
+    told = [all(map(torch.equal, results[0], other)) for other in results[1:]]
+    told += [counted == 3, torch.equal(*tied), torch.equal(*gradients), bool(gradients[0].abs().min() > 0)]
+    mesh.close()
+    return told
+
+
+@PIPELINES
+def test_finding_out_the_shapes_changes_nothing() -> None:
+    assert run_ranks(2, resumed) == [[True] * 6] * 2

@@ -114,7 +114,7 @@ def test_streams_go_on_where_they_were() -> None:
         draw_into("other")
         raise ZeroDivisionError
     state = {name: each.clone() for name, each in streams.state_dict().items()}
-    assert sorted(state) == ["cpu", "one/cpu", "other/cpu"]
+    assert sorted(state) == ["cpu", "numpy", "one/cpu", "other/cpu", "python"]
     last = [torch.rand(2).tolist()]
     for name in ("one", "other"):
         with streams(name):

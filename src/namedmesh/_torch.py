@@ -134,6 +134,23 @@ def state_of_default_group(kind: Callable[[], S]) -> S:
     return state
 
 
+class _Finisher:
+    """Stands among torch's communicators, which it finalizes first of all when it destroys the default group."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self.finalize = finish
+
+
+def before_default_group_ends(finish: Callable[[], None]) -> None:
+    """Call a function while the groups of the process still work, when torch is about to destroy the default group.
+
+    torch before 2.11 has no such place: there the function is not called.
+    """
+    communicators = getattr(getattr(c10d, "_world", None), "comms", None)
+    if isinstance(communicators, list):
+        communicators.append(_Finisher(finish))
+
+
 def _end_states(states: dict[type, Ends], process: int) -> None:
     """Run when the default group is destroyed, or at the interpreter's exit if it never was."""
     if os.getpid() != process:

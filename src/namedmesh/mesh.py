@@ -75,6 +75,7 @@ class NamedMesh:
         self._sizes: dict[tuple[str, ...], int] = {}
         self._ranks: dict[tuple[str, ...], int] = {}
         self._answers: dict[tuple[object, ...], object] = {}
+        self._before_close: list[Callable[[], None]] = []
         # Guards the constants of compiled code: no two meshes, and no two states of one, have the same.
         self._version = _next_version()
         self._prepare_answers()
@@ -380,13 +381,31 @@ class NamedMesh:
     def close(self) -> None:
         """Release the groups of this mesh; the last mesh that uses a group destroys it. A second call does nothing.
 
-        The default group stays, and so do groups that were adopted. Every rank of the mesh should call it.
+        The default group stays, and so do groups that were adopted. Every rank of the mesh should call it. It waits for
+        what uses the groups in the background, such as a checkpoint that is written, and raises its error.
         """
         if self.closed:
             return
-        self._end("was closed")
-        current.unregister(self)
-        self.pool.close()
+        try:
+            for finish in self._before_close:
+                finish()
+        finally:
+            self._before_close.clear()
+            self._end("was closed")
+            current.unregister(self)
+            self.pool.close()
+
+    def before_close(self, finish: Callable[[], None]) -> None:
+        """Let :meth:`close` call a function first, while the groups are there.
+
+        Example:
+            >>> import namedmesh, torch.distributed as dist
+            >>> mesh = namedmesh.init_mesh(dp=-1, device="cpu")
+            >>> mesh.before_close(lambda: print("the groups are there still"))
+            >>> mesh.close(); dist.destroy_process_group()
+            the groups are there still
+        """
+        self._before_close.append(finish)
 
     def _end_with_default_group(self) -> None:
         """Drop every reference to groups: torch is destroying the default group."""

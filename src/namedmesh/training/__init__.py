@@ -1,7 +1,9 @@
 """What every training job needs beside a mesh: few functions over torch, each usable alone."""
 
+from namedmesh.training.checkpoint_directory import Checkpoints
 from namedmesh.training.checkpoint_files import checkpoint_info, latest
-from namedmesh.training.checkpoints import load, save, to_pretrained
+from namedmesh.training.checkpoint_pretrained import to_pretrained
+from namedmesh.training.checkpoints import load, save
 from namedmesh.training.clipping import clip_grad_norm_
 from namedmesh.training.context import context_attention, shard_sequence
 from namedmesh.training.data import check_same_batch, data_axes, fsdp_mesh, sampler_kwargs
@@ -11,8 +13,10 @@ from namedmesh.training.loss import token_mean
 from namedmesh.training.lost_ranks import report_lost_ranks
 from namedmesh.training.pipelines import pipeline, stage_indices, stage_layers
 from namedmesh.training.seeds import seed_all, streams
+from namedmesh.training.tied_stages import tie_stages
 
 __all__ = [
+    "Checkpoints",
     "check_same_batch",
     "checkpoint_info",
     "clip_grad_norm_",
@@ -32,6 +36,7 @@ __all__ = [
     "stage_indices",
     "stage_layers",
     "streams",
+    "tie_stages",
     "to_pretrained",
     "token_mean",
 ]

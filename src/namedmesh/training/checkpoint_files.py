@@ -2,56 +2,83 @@
 
 from __future__ import annotations
 
+import io
 import os
-import re
+import pickle
 import secrets
 import shutil
+import sys
 import time
 import warnings
+import zlib
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint import metadata as dcp_metadata
 
-from namedmesh.errors import CheckpointError, ranks_in_words
+from namedmesh.errors import CheckpointError, listing, ranks_in_words
 from namedmesh.layout import Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
 ABOUT = "namedmesh.pt"  # written last: a directory that has it is a whole checkpoint
+_HEAD = b"namedmesh checkpoint 2 %08x\n"  # the format, and the checksum of what follows
 _PROBE = "seen-by-all-ranks"  # written first, read by all ranks, and removed
+_METADATA = ".metadata"  # DCP's own name for what it says about the tensors
 # Some network file systems show a file on other hosts after a while only.
 _APPEARS_WITHIN = 10.0
 
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+Files = dict[str, tuple[int, int]]
+"""The size of each file, and its checksum."""
+
 
 class Writer(dcp.FileSystemWriter):
-    """DCP's, but ``async_save`` copies every tensor once: torch copies it twice, and one of the CPU with its mesh."""
+    """DCP's, which also knows the files that this rank wrote."""
 
-    def stage(self, state_dict: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors of each part as they are now, on the CPU."""
-        self.per_thread_copy_ahead = 0  # bytes that are fetched from the device while others are written
-        return {
-            part: {name: _copied(each.detach()) for name, each in tensors.items()}
-            for part, tensors in state_dict.items()
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.names: set[str] = set()
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """Write this rank's tensors."""
+        written = super().write_data(plan, planner)
+        self.names |= {each.storage_data.relative_path for each in written.value()}
+        return written
+
+
+class _Metadata(pickle.Unpickler):
+    """Reads what DCP says about tensors, and calls nothing that is not needed for that."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = {
+            ("torch", "Size"),
+            ("torch.serialization", "_get_layout"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            ("pathlib", "PosixPath"),
+            ("pathlib._local", "PosixPath"),
         }
+        of_dcp = module == dcp_metadata.__name__ and "." not in name
+        own = of_dcp and getattr(getattr(dcp_metadata, name, None), "__module__", "") == module
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if own or dtype or (module, name) in known:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not a part of a checkpoint")
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor) and tensor.device.type == "cpu":
-        return DTensor.from_local(
-            tensor.to_local().clone(),
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
-    return tensor.to("cpu", copy=True)
+class Reader(dcp.FileSystemReader):
+    """DCP's, but no code that a file names is run."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> dcp.Metadata:
+        """Return what DCP says about the tensors."""
+        with (Path(self.path) / _METADATA).open("rb") as file:
+            metadata: dcp.Metadata = _Metadata(file).load()
+        metadata.storage_meta = dcp_metadata.StorageMeta(load_id=self.load_id)
+        return metadata
 
 
 def beside(path: Path, what: str) -> Path:
@@ -73,78 +100,182 @@ def make_room(path: Path) -> str:
     Raises:
         CheckpointError: ``path`` is something else than a checkpoint, which would be lost.
     """
-    unfinished, replaced = beside(path, "unfinished"), beside(path, "replaced")
-    if not is_whole(path) and is_whole(replaced):
-        replaced.rename(path)  # interrupted between the two moves
+    clear(path)
     if path.exists() and not is_whole(path) and not (path.is_dir() and not any(path.iterdir())):
         raise CheckpointError(
             f"{path} exists and is no checkpoint of namedmesh.training; give the checkpoint a path of its own"
         )
-    for left in (unfinished, replaced):
-        if left.exists():
-            shutil.rmtree(left)
+    unfinished = beside(path, "unfinished")
     unfinished.mkdir(parents=True)
     nonce = secrets.token_hex(8)
     (unfinished / _PROBE).write_text(nonce, encoding="ascii")
     return nonce
 
 
+def clear(path: Path) -> None:
+    """Remove what an interrupted save or removal of this checkpoint left; one that was being replaced is put back."""
+    replaced = beside(path, "replaced")
+    if not is_whole(path) and is_whole(replaced):
+        replaced.rename(path)  # interrupted between the two moves
+    for left in (beside(path, "unfinished"), replaced, beside(path, "removed")):
+        if left.exists():
+            shutil.rmtree(left)
+
+
+def names_in(directory: Path) -> set[str]:
+    """Return the names of the checkpoints in a directory, also of those of which parts are left only."""
+    names = set()
+    for each in directory.glob("*"):
+        name = each.name
+        for what in ("unfinished", "replaced", "removed"):
+            if name.startswith(".") and name.endswith(f".{what}"):
+                name = name.removeprefix(".").removesuffix(f".{what}")
+        names.add(name)
+    return names
+
+
 def sees_room(path: Path, nonce: str) -> bool:
     """Return whether this rank sees the directory that :func:`make_room` made on the first one."""
     probe = beside(path, "unfinished") / _PROBE
-    deadline = time.monotonic() + _APPEARS_WITHIN
-    while True:
+
+    def has_nonce() -> bool:
         with suppress(OSError):
-            if probe.read_text(encoding="ascii") == nonce:
-                return True
+            return probe.read_text(encoding="ascii") == nonce
+        return False
+
+    return _waited_for(has_nonce)
+
+
+def _waited_for(condition: Any) -> bool:
+    deadline = time.monotonic() + _APPEARS_WITHIN
+    while not condition():
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)
+    return True
 
 
-def move(path: Path, about: dict[str, Any], keep: int | None = None) -> None:
-    """Finish what was written beside ``path``, put it in the place of what was there, and ``keep`` so many like it."""
+def measured(directory: Path, names: Iterable[str]) -> Files:
+    """Return the sizes and checksums of files."""
+    return {name: _measure(directory / name) for name in names}
+
+
+def _measure(path: Path) -> tuple[int, int]:
+    size, checksum = 0, 0
+    with path.open("rb") as file:
+        while part := file.read(2**22):
+            size += len(part)
+            checksum = zlib.crc32(part, checksum)
+    return size, checksum
+
+
+def missing(directory: Path, files: Files, *, wait: bool = False) -> list[str]:
+    """Return the files that are not there, or have another size."""
+
+    def is_there(name: str, size: int) -> bool:
+        with suppress(OSError):
+            return (directory / name).stat().st_size == size
+        return False
+
+    absent = []
+    for name, (size, _) in files.items():
+        if not is_there(name, size) and not (wait and _waited_for(lambda: is_there(name, size))):  # noqa: B023
+            absent.append(name)
+            wait = False  # one that does not appear is enough
+    return absent
+
+
+def damaged(directory: Path, files: Files) -> list[str]:
+    """Return the files that are not there, or not as they were written."""
+
+    def is_as_written(name: str) -> bool:
+        with suppress(OSError):
+            return _measure(directory / name) == tuple(files[name])
+        return False
+
+    return [name for name in files if not is_as_written(name)]
+
+
+def damage_in_words(place: Path, names: Sequence[str]) -> str:
+    """Return the sentence about files that are not as they were written."""
+    return f"{listing(names, 4)} in the checkpoint {place} is missing, or not as it was written; load an older checkpoint"
+
+
+def move(path: Path, about: dict[str, Any], files: Files) -> None:
+    """Finish what was written beside ``path``, and put it in the place of what was there.
+
+    Raises:
+        CheckpointError: not all that the ranks wrote is there.
+    """
     unfinished, replaced = beside(path, "unfinished"), beside(path, "replaced")
+    files |= measured(unfinished, [_METADATA])
+    if absent := missing(unfinished, files, wait=True):
+        raise CheckpointError(
+            f"{', '.join(absent[:4])} of {path} was written, and is not there on rank 0; give a path on a file system that all "
+            "hosts share, such as NFS or Lustre"
+        )
     (unfinished / _PROBE).unlink()
+    contents = io.BytesIO()
+    torch.save(about | {"files": files}, contents)
     with (unfinished / ABOUT).open("wb") as file:
-        torch.save(about, file)
+        file.write(_HEAD % zlib.crc32(contents.getbuffer()))
+        file.write(contents.getbuffer())
         file.flush()
         os.fsync(file.fileno())
+    _sync(unfinished)
     if is_whole(path):
         path.rename(replaced)
     unfinished.rename(path)
-    shutil.rmtree(replaced, ignore_errors=True)
-    if keep is not None:
-        remove_older(path, keep)
+    _sync(path.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
-Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+def _sync(directory: Path) -> None:
+    """Let the names in a directory outlive a power failure."""
+    with suppress(OSError):  # not every file system can
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint; an interruption leaves nothing in its place."""
+    removed = beside(path, "removed")
+    path.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def read_about(path: Path) -> dict[str, Any]:
-    """Return the metadata of the checkpoint at ``path``, and its ``place``: one that was being replaced has another.
+    """Return what the checkpoint at ``path`` says about itself, and its ``place``: one that was being replaced has another.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or it is damaged.
     """
     for place in (path, beside(path, "replaced")):
         if is_whole(place):
-            # Values of any class: documented where they come from.
-            about: dict[str, Any] = torch.load(place / ABOUT, weights_only=False, map_location="cpu")
-            return about | {"place": place}
+            head, _, contents = (place / ABOUT).read_bytes().partition(b"\n")
+            if head + b"\n" != _HEAD % zlib.crc32(contents):
+                raise CheckpointError(
+                    f"{place / ABOUT} is damaged, or of another version; load an older checkpoint"
+                )
+            about: dict[str, Any] = torch.load(io.BytesIO(contents), weights_only=True, map_location="cpu")
+            return about | {"place": str(place)}
     raise CheckpointError(f"there is no finished checkpoint at {path}; name the path that it was saved to")
 
 
-def find(path: Path) -> tuple[Path, dict[str, Any] | None, Shapes]:
-    """Return where the last finished checkpoint is, what it says about itself (None: of Hugging Face), and its tensors.
+def find(path: Path) -> tuple[Path, dict[str, Any] | None]:
+    """Return where the last finished checkpoint is, and what it says about itself (None: of Hugging Face).
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or it is damaged.
     """
     if not is_whole(path) and any(path.glob("*.safetensors")):
-        return path, None, shapes_in(dcp.HuggingFaceStorageReader(str(path)))
+        return path, None
     about = read_about(path)
-    return about["place"], about, shapes_in(dcp.FileSystemReader(about["place"]))
+    return Path(about["place"]), about
 
 
 def shapes_in(reader: dcp.StorageReader) -> Shapes:
@@ -161,7 +292,7 @@ def checkpoint_info(path: str | os.PathLike[str]) -> tuple[Layout | None, dict[s
     """Return the layout that a checkpoint was saved from, and its extra values; no mesh is needed.
 
     Raises:
-        CheckpointError: there is no finished checkpoint.
+        CheckpointError: there is no finished checkpoint, or what it says about itself is damaged.
 
     Example:
         >>> import tempfile, torch
@@ -172,15 +303,38 @@ def checkpoint_info(path: str | os.PathLike[str]) -> tuple[Layout | None, dict[s
         (None, {'step': 3})
     """
     about = read_about(Path(path))
-    layout = about["layout"]
-    return None if layout is None else Layout(rank_offset=layout[1], **layout[0]), about["extra"]
+    return layout_of(about), about["extra"]
+
+
+def layout_of(about: dict[str, Any]) -> Layout | None:
+    """Return the layout that a checkpoint was saved from; None for that of one process."""
+    if not about["layout"]:
+        return None
+    sizes, offset = about["layout"]
+    return Layout(rank_offset=offset, **sizes)
+
+
+def in_order(directory: Path) -> list[tuple[int, Path, dict[str, Any] | CheckpointError]]:
+    """Return the finished checkpoints in a directory as they were finished, and damaged ones behind them."""
+    found: list[tuple[int, Path, dict[str, Any] | CheckpointError]] = []
+    for name in names_in(directory):
+        path = directory / name
+        if is_whole(path) or is_whole(beside(path, "replaced")):
+            try:
+                about = read_about(path)
+            except CheckpointError as error:
+                found.append((sys.maxsize, path, error))
+                continue
+            found.append((about["order"], path, about))
+    return sorted(found, key=lambda each: (each[0], each[1].name))
 
 
 def latest(path: str | os.PathLike[str]) -> Path | None:
-    """Return the finished checkpoint at ``path``, or the one in that directory whose name ends in the highest number.
+    """Return the finished checkpoint at ``path``, or the one in that directory that was finished last.
 
-    The silent mistake it prevents: going on from a checkpoint that was never finished, or from ``step-900`` where there is
-    ``step-1000``.
+    Prevents: going on from a checkpoint that was never finished, or was abandoned: after a run went back to
+    step 800, the first one that it saves is the last, and not an older one of step 1000. One of which files are
+    missing or cut off is left out, with a warning. The contents of files are read by :func:`load` only.
 
     Returns:
         Its path, or None if there is none. The same on every rank if no rank saves meanwhile.
@@ -189,56 +343,49 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
         >>> import tempfile, torch
         >>> from namedmesh import training
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     for step in (900, 1000):
+        ...     for step in (1000, 850):
         ...         training.save(f"{directory}/step-{step}", None, torch.nn.Linear(2, 2))
         ...     training.latest(directory).name
-        'step-1000'
+        'step-850'
     """
-    # One that was being replaced is found under its own name.
-    names = {each.name.removeprefix(".").removesuffix(".replaced") for each in Path(path).glob("*")}
-    inside = sorted((Path(path) / name for name in names), key=lambda each: (_number(each), each.name))
-    found = [each for each in (*inside, Path(path)) if is_whole(each) or is_whole(beside(each, "replaced"))]
-    return found[-1] if found else None
-
-
-def _number(path: Path) -> int:
-    """Return the number at the end of a name; -1 if there is none."""
-    digits = re.search(r"\d+$", path.name)
-    return int(digits[0]) if digits else -1
-
-
-def remove_older(path: Path, keep: int) -> None:
-    """Remove the checkpoints beside ``path`` that differ from it in a lower number only, but for the last ones."""
-    stem = path.name.rstrip("0123456789")
-    others = [each for each in path.parent.glob("*") if is_whole(each) and _number(each) <= _number(path)]
-    alike = sorted((each for each in others if each.name.rstrip("0123456789") == stem), key=_number)
-    for old in alike[:-keep]:
-        (old / ABOUT).unlink(missing_ok=True)  # first: what is left of it is no checkpoint
-        shutil.rmtree(old, ignore_errors=True)
+    path = Path(path)
+    if is_whole(path) or is_whole(beside(path, "replaced")):
+        return path
+    each: Path
+    for _, each, about in reversed(in_order(path)):
+        if isinstance(about, CheckpointError):
+            warnings.warn(f"left out: {about}", stacklevel=2)
+        elif absent := missing(Path(about["place"]), about["files"]):
+            warnings.warn(
+                f"left out {each}: {', '.join(absent[:4])} is missing or has another size", stacklevel=2
+            )
+        else:
+            return each
+    return None
 
 
 @contextmanager
-def refuse_io(path: Path) -> Iterator[None]:
-    """Turn what keeps a checkpoint from being written into one sentence for each cause.
+def refuse_io(path: Path, what: str = "written") -> Iterator[None]:
+    """Turn what keeps a checkpoint from being written or read into one sentence for each cause.
 
     Raises:
-        CheckpointError: some ranks could not write; DCP tells all of them, with every traceback.
+        CheckpointError: some ranks could not; DCP tells all of them, with every traceback.
     """
     try:
         yield
     except OSError as error:
-        raise CheckpointError(_unwritten(path, "", error)) from None
+        raise CheckpointError(_failed(path, what, "", error)) from None
     except dcp.api.CheckpointException as error:
         causes: dict[str, list[int]] = {}
         for rank, (cause, _) in error.failures.items():
             causes.setdefault(f"{type(cause).__name__}: {cause}".partition("\n")[0], []).append(rank)
         raise CheckpointError(
-            *(_unwritten(path, f" by {ranks_in_words(ranks)}", cause) for cause, ranks in causes.items())
+            *(_failed(path, what, f" by {ranks_in_words(ranks)}", cause) for cause, ranks in causes.items())
         ) from None
 
 
-def _unwritten(path: Path, ranks: str, cause: object) -> str:
-    return f"the checkpoint {path} could not be written{ranks} ({cause}); see to room and permission there"
+def _failed(path: Path, what: str, ranks: str, cause: object) -> str:
+    return f"the checkpoint {path} could not be {what}{ranks} ({cause}); see to room and permission there"
 
 
 @contextmanager

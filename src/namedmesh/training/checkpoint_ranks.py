@@ -1,12 +1,21 @@
-"""The ranks that write or read a checkpoint together, on a group of their own."""
+"""The ranks that write or read a checkpoint together: on a group of their own, and what they compare."""
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
+import sys
+from concurrent.futures import Future, wait
+from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from namedmesh._torch import before_default_group_ends
+from namedmesh.errors import CheckpointError, NamedMeshError, ranks_in_words
 from namedmesh.options import GroupOptions
 
 if TYPE_CHECKING:
@@ -17,47 +26,167 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+class Saving(Future[Path]):
+    """A save in the background; whoever asks for its result was told of its failure."""
+
+    told = False
+
+    def result(self, timeout: float | None = None) -> Path:
+        """Return the path of the checkpoint, once it is in its place."""
+        try:
+            return super().result(timeout)
+        finally:
+            self.told = self.done()
+
+
+class Background:
+    """The save in the background of some ranks, and its failure until somebody was told of it."""
+
+    def __init__(self) -> None:
+        self._under_way: Saving | None = None
+        # The thread is no daemon: the interpreter waits for it, and runs this afterwards.
+        atexit.register(self._fail_at_exit, os.getpid())
+
+    def begin(self, work: Callable[[], Path]) -> Saving:
+        """Call a function in the background."""
+        saving = self._under_way = Saving()
+
+        def run() -> None:
+            try:
+                saving.set_result(work())
+            except BaseException as error:  # noqa: BLE001  whoever asks for the result gets it
+                saving.set_exception(error)
+
+        Thread(target=run, name="namedmesh checkpoint", daemon=False).start()
+        return saving
+
+    def wait(self) -> None:
+        """Wait for the end of the save."""
+        if self._under_way is not None:
+            wait([self._under_way])
+
+    def failure(self) -> BaseException | None:
+        """Wait for the end of the save; returns its error, if nobody was told of it."""
+        self.wait()
+        saving, self._under_way = self._under_way, None
+        return None if saving is None or saving.told else saving.exception()
+
+    def finish(self) -> None:
+        """Wait for the end of the save, and raise its error if nobody was told of it."""
+        if error := self.failure():
+            raise error
+
+    def _fail_at_exit(self, process: int) -> None:
+        if os.getpid() != process:
+            return  # a fork
+        if error := self.failure():
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201  nobody is left to catch it
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)  # torchrun, and whoever starts the job again, see that it failed
+
+
 class Ranks:
     """All ranks of a mesh, on a gloo group that nothing else uses: a background thread communicates on it.
 
-    Args:
-        mesh: the mesh, which owns the group; None for a process without process groups.
+    Attributes:
+        group: the group; None in a process without process groups.
+        background: the save in the background.
+        warned: what the ranks were warned of already.
     """
 
-    _groups: ClassVar[WeakKeyDictionary[NamedMesh, dist.ProcessGroup]] = WeakKeyDictionary()
+    _of: ClassVar[WeakKeyDictionary[NamedMesh, Ranks]] = WeakKeyDictionary()
 
-    def __init__(self, mesh: NamedMesh | None) -> None:
-        self.group: dist.ProcessGroup | None = None
-        if mesh is not None:
-            if mesh not in self._groups:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group, self.background = group, _of_process if group is None else Background()
+        self.warned: set[str] = set()
+
+    @classmethod
+    def of(cls, mesh: NamedMesh | None) -> Ranks:
+        """Return those of a mesh; the first time every rank calls this, as the group is made then."""
+        if mesh is None:
+            return cls(None)
+        if mesh not in cls._of:
+            with mesh.agreed("training, for its checkpoints") as maker:
+                maker.compare({})
                 alone = GroupOptions(backend="gloo", share=False)
-                with mesh.agreed("training, for its checkpoints") as maker:
-                    maker.compare({})
-                    self._groups[mesh] = maker.make(mesh.layout, mesh.layout.axes, alone)
-            self.group = self._groups[mesh]
+                cls._of[mesh] = cls(maker.make(mesh.layout, mesh.layout.axes, alone))
+            mesh.before_close(lambda: cls._leave(mesh).finish())
+            before_default_group_ends(lambda: cls._leave(mesh).wait())
+        return cls._of[mesh]
+
+    @classmethod
+    def _leave(cls, mesh: NamedMesh) -> Background:
+        """Let go of the group of a mesh; returns what may still use it."""
+        ranks = cls._of.pop(mesh, None)
+        return _of_process if ranks is None else ranks.background
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The ranks, as DCP takes them; its ``async_save`` of torch 2.8 does not know ``no_dist``."""
+        """The ranks, as DCP takes them; its functions of torch 2.8 know no ``no_dist=False``."""
         if self.group is not None:
             return {"process_group": self.group}
         return {"no_dist": True} if dist.is_initialized() else {}
 
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+        return 0 if self.group is None else self.group.rank()
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return 1 if self.group is None else self.group.size()
+
     def on_first(self, function: Callable[[list[Any]], T], mine: object = None) -> T:
-        """Call ``function`` on the first rank, with a value of each rank; all get its result, or its error."""
-        if self.group is None:
-            return function([mine])
-        first = self.group.rank() == 0
-        values: list[Any] = [None] * self.group.size()
-        dist.gather_object(mine, values if first else None, group=self.group, group_dst=0)
+        """Call ``function`` on the first rank, with a value of each rank; all get its result, or its error.
+
+        A value that is an error is raised on every rank instead.
+        """
+        first = self.rank == 0
+        values: list[Any] = [mine] if self.group is None else [None] * self.size
+        if self.group is not None:
+            dist.gather_object(mine, values if first else None, group=self.group, group_dst=0)
         answer: list[Any] = [None, None]
         if first:
             try:
+                _raise_errors(values)
                 answer[0] = function(values)
             except Exception as error:  # noqa: BLE001  every rank raises it
                 answer[1] = error
-        dist.broadcast_object_list(answer, group=self.group, group_src=0)
+        if self.group is not None:
+            dist.broadcast_object_list(answer, group=self.group, group_src=0)
         if answer[1] is not None:
             raise answer[1]
         result: T = answer[0]
         return result
+
+
+def attempted(function: Callable[[], T]) -> T | Exception:
+    """Return what a function returns or raises, for :meth:`Ranks.on_first`."""
+    try:
+        return function()
+    except Exception as error:  # noqa: BLE001  raised on every rank
+        return error
+
+
+def _raise_errors(values: list[Any]) -> None:
+    """Raise what ranks have instead of a value, one sentence for each cause."""
+    causes: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        if isinstance(value, NamedMeshError):
+            for problem in value.problems:
+                causes.setdefault(problem, []).append(rank)
+        elif isinstance(value, BaseException):
+            cause = f"{type(value).__name__}: {value}".partition("\n")[0]
+            causes.setdefault(cause, []).append(rank)
+    problems = []
+    for cause, ranks in causes.items():
+        where = "" if len(ranks) == len(values) else f"{ranks_in_words(ranks)}: "
+        problems.append(f"{where}{cause}")
+    if problems:
+        raise CheckpointError(*problems)
+
+
+_of_process = Background()

@@ -1,38 +1,36 @@
-"""A model and its optimizer as a checkpoint holds them: whole tensors, under names that every layout knows."""
+"""A model, its optimizers and the place in the data, as a checkpoint holds them: by names that every layout knows.
+
+An entry is *sharded* (a DTensor, or a shard with Megatron's marks), *shared* (the same on every rank that has it), or *per
+rank*. A name is ``model.NAME``, ``optimizer.PARAMETER:KEY``, ``group.HASH`` (the options of some parameters), ``data.NUMBER``
+or ``random.NAME``; ``rank.N.`` stands before what is per rank, and ``#`` behind what is no tensor.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from namedmesh.errors import listing
-from namedmesh.tensor_parallel.collectives import local_shard
+from namedmesh.training.checkpoint_compare import Compared, shard_of_dtensor
+from namedmesh.training.contents import decoded, digest, encoded
+from namedmesh.training.seeds import streams
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch.optim import Optimizer
+    from collections.abc import Iterable, Mapping, Sequence
 
     from namedmesh.mesh import NamedMesh
 
     Model = nn.Module | Sequence[nn.Module]
+    Optimizers = Optimizer | Sequence[Optimizer] | None
 
 # What torch's wrappers put into the names of the modules inside them.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-_SAMPLE = 65536  # elements of a tensor that are compared between ranks
-_TOLERANCE = (
-    1e-3  # replicas may differ by what rounding adds up to over a run; different tensors differ by more
-)
-
-
-def modules_of(model: Model) -> list[nn.Module]:
-    """Return the modules that a rank holds: one, or several stages of a pipeline; what DDP wraps, without it."""
-    modules = [model] if isinstance(model, nn.Module) else list(model)
-    return [each.module if isinstance(each, DistributedDataParallel) else each for each in modules]
 
 
 def clean(name: str) -> str:
@@ -42,132 +40,249 @@ def clean(name: str) -> str:
     return name
 
 
+@dataclass(frozen=True)
+class Entry:
+    """One thing that a rank has to save."""
+
+    value: Any
+    parameter: Tensor | None = None
+    """The parameter whose part it is, or which it is."""
+    is_parameter: bool = False
+    """Whether it has to be the same on all ranks that have the same part of it."""
+    may_be_averaged: bool = False
+    """Whether copies that differ have a mean, for a layout in which nobody is the rank that had one of them."""
+
+
 class State:
-    """The tensors of a model and its optimizer on this rank, by name.
+    """What this rank saves, by name.
 
     Attributes:
-        entries: parameters and buffers by name; a tied one has several names.
-        objects: what else the modules keep (extra state), by name.
-        problems: names that stand for several tensors, and parameters of the optimizer that have none.
+        entries: everything.
+        problems: names that stand for several tensors, parameters of the optimizer that have none, and what is no plain data.
     """
 
-    def __init__(self, mesh: NamedMesh | None, model: Model, optimizer: Optimizer | None) -> None:
-        self.mesh, self.model = mesh, model
-        self.groups: list[dict[str, Any]] = [] if optimizer is None else optimizer.param_groups
-        self.remembered: Mapping[Tensor, Any] = {} if optimizer is None else optimizer.state
-        self.entries: dict[str, Tensor] = {}
-        self.objects: dict[str, Any] = {}
+    def __init__(
+        self, mesh: NamedMesh | None, model: Model, optimizers: Optimizers = None, data: object = None
+    ) -> None:
+        self.mesh = mesh
+        modules = [model] if isinstance(model, nn.Module) else list(model)
+        self.modules = [
+            each.module if isinstance(each, DistributedDataParallel) else each for each in modules
+        ]
+        if optimizers is None:
+            optimizers = []
+        self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        self.loaders: list[Any] = list(data) if isinstance(data, list | tuple) else [data]
+        if data is None:
+            self.loaders = []
+        self.entries: dict[str, Entry] = {}
         self.problems: list[str] = []
-        for module in modules_of(model):
+        self.names: dict[int, str] = {}
+        self._add_model()
+        for optimizer in self.optimizers:
+            self._add_optimizer(optimizer)
+        for number, loader in enumerate(self.loaders):
+            self.entries[f"data.{number}#"] = Entry(loader.state_dict())
+        for name, state in self._random().items():
+            self.entries[f"random.{name}"] = Entry(state)
+
+    def _add_model(self) -> None:
+        for module in self.modules:
+            own = {id(each) for each in module.buffers()}
             # Kept as variables: the parameters themselves, by which their marks and optimizer state are found.
             for raw, value in module.state_dict(keep_vars=True).items():
                 name = clean(raw)
                 if not isinstance(value, Tensor):
-                    self.objects |= {name: value} if value is not None else {}
-                elif self.entries.setdefault(name, value) is not value:
+                    if value is not None:
+                        self.entries[f"model.{name}#"] = Entry(value)
+                    continue
+                is_parameter = isinstance(value, nn.Parameter)
+                averaged = id(value) in own and value.is_floating_point()
+                entry = Entry(value, value, is_parameter=is_parameter, may_be_averaged=averaged)
+                if self.entries.setdefault(f"model.{name}", entry).value is not value:
                     self.problems.append(
                         f"{name!r} is the name of two tensors; name a layer by its number in the whole model, "
                         "as training.stage_layers does"
                     )
-        self.names = {id(value): name for name, value in reversed(self.entries.items())}
-        unknown = [tuple(each.shape) for name, each in self.parameters() if not name]
+                self.names.setdefault(id(value), name)
+
+    def _add_optimizer(self, optimizer: Optimizer) -> None:
+        parameters = self.parameters(optimizer)
+        unknown = [tuple(each.shape) for name, each in parameters if not name]
         if unknown:
             self.problems.append(
                 f"the optimizer has parameters of shape {listing(unknown)} that the model has not; make it from the "
                 "parameters that the model has now"
             )
+        for index, kept in optimizer.state_dict()["state"].items():
+            if not isinstance(index, int):
+                self.problems.append(
+                    f"the optimizer keeps {index!r} for itself; a checkpoint has what it keeps for each parameter"
+                )
+                continue
+            name, parameter = parameters[index]
+            for key, value in kept.items():
+                if not isinstance(value, Tensor):
+                    self.entries[f"optimizer.{name}:{key}#"] = Entry(value)
+                    continue
+                alike = (
+                    value.shape == parameter.shape and not isinstance(parameter, DTensor) and value.ndim > 0
+                )
+                self.entries[f"optimizer.{name}:{key}"] = Entry(
+                    value, parameter, may_be_averaged=alike and value.is_floating_point()
+                )
+        for content in groups_of(optimizer, parameters):
+            self.entries[f"group.{digest(content):x}#"] = Entry(content)
 
-    def parameters(self) -> list[tuple[str, Tensor]]:
-        """Return the optimizer's parameters with their names, in the order in which torch numbers them."""
-        return [(self.names.get(id(each), ""), each) for group in self.groups for each in group["params"]]
+    def _random(self) -> dict[str, Tensor]:
+        states = streams.state_dict()
+        if self.mesh is not None and self.mesh.device.type not in states:
+            device = self.mesh.device
+            states[device.type] = torch.get_device_module(device).get_rng_state(device)
+        return states
 
-    def aliases(self, name: str) -> list[str]:
-        """Return the names that the tensor of this name has."""
-        return [other for other, value in self.entries.items() if value is self.entries[name]]
-
-    def model_tensors(self) -> dict[str, Tensor]:
-        """Return parameters and buffers as a checkpoint holds them, by name."""
-        return {name: whole(value, value, self.mesh) for name, value in self.entries.items()}
-
-    def optimizer_options(self) -> list[tuple[dict[str, Any], list[str]]]:
-        """Return the options of each group of parameters, and the names in it."""
+    def parameters(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+        """Return an optimizer's parameters with their names, in the order in which torch numbers them."""
         return [
-            (
-                {key: value for key, value in group.items() if key not in {"params", "param_names"}},
-                [self.names.get(id(each), "") for each in group["params"]],
-            )
-            for group in self.groups
+            (self.names.get(id(each), ""), each)
+            for group in optimizer.param_groups
+            for each in group["params"]
         ]
 
-    def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """Return what the optimizer remembers of each parameter that it has stepped, as a checkpoint holds it."""
-        return {
-            name: {
-                key: whole(value, parameter, self.mesh) if isinstance(value, Tensor) else value
-                for key, value in self.remembered[parameter].items()
-            }
-            for name, parameter in self.parameters()
-            if parameter in self.remembered
-        }
+    def aliases(self, key: str) -> list[str]:
+        """Return the names that the tensor of this name has."""
+        value = self.entries[key].value
+        return [other for other, entry in self.entries.items() if entry.value is value]
 
-    def room_for_optimizer(
-        self, saved: Mapping[str, Any], shapes: Mapping[str, Any]
-    ) -> dict[str, dict[str, Any]]:
-        """Return tensors to load the state of the optimizer into, as a checkpoint holds them.
+    def compared(self) -> dict[str, Compared]:
+        """Return what ranks compare: all but the options, which are named by what they are, and shards of optimizers."""
+        found = {}
+        for name, entry in self.entries.items():
+            value = entry.value
+            shard: tuple[object, ...] = ()
+            shape: tuple[int, ...] | None = None
+            if isinstance(value, Tensor):
+                shard = self._shard(entry)
+                shape = self._whole_shape(entry) if entry.is_parameter or shard else None
+            if name.startswith("group.") or (shard and name.startswith("optimizer.")):
+                continue
+            exact = not (
+                shard or entry.is_parameter or (entry.may_be_averaged and name.startswith("optimizer."))
+            )
+            found[name] = Compared(value, shape, shard, exact)
+        return found
 
-        Args:
-            saved: the names of the tensors that the checkpoint has for each parameter.
-            shapes: the whole shape and type of each.
+    def _shard(self, entry: Entry) -> tuple[object, ...]:
+        value = entry.value
+        if isinstance(value, DTensor):
+            return shard_of_dtensor(value) or ("whole",)
+        cut = None if entry.parameter is None else shard_of(entry.parameter, self.mesh)
+        if cut is None or self.mesh is None or value.shape != entry.parameter.shape:  # type: ignore[union-attr]
+            return ()
+        return (*cut, self.mesh.rank(cut[0]))
+
+    def _whole_shape(self, entry: Entry) -> tuple[int, ...]:
+        shape = list(entry.value.shape)
+        cut = None if isinstance(entry.value, DTensor) else shard_of(entry.value, self.mesh)
+        if cut is not None and self.mesh is not None:
+            shape[cut[1]] *= self.mesh.size(cut[0])
+        return tuple(shape)
+
+    def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return entries as a checkpoint holds them."""
+        return {name: self.tensor(name) for name in names}
+
+    def tensor(self, name: str) -> Tensor:
+        """Return an entry as a checkpoint holds it.
+
+        Raises:
+            CheckpointError: it is no plain data.
         """
-        room: dict[str, dict[str, Any]] = {}
-        for name, parameter in self.parameters():
-            for key in saved[name][0] if name in saved else ():
-                shape, dtype = shapes[f"optimizer.{name}.{key}"]
-                present = self.remembered[parameter].get(key) if parameter in self.remembered else None
-                if (
-                    present is None
-                    and key != "step"
-                    and shape == tuple(whole(parameter, parameter, self.mesh).shape)
-                ):
-                    present = torch.zeros_like(parameter.detach(), dtype=dtype)
-                found = (
-                    torch.empty(shape, dtype=dtype)
-                    if present is None
-                    else whole(present, parameter, self.mesh)
-                )
-                room.setdefault(name, {})[key] = found
-        return room
+        entry = self.entries[name]
+        if not isinstance(entry.value, Tensor):
+            return encoded(entry.value, repr(name.removesuffix("#").partition(".")[2]))
+        return (
+            entry.value.detach()
+            if entry.parameter is None
+            else whole(entry.value, entry.parameter, self.mesh)
+        )
 
-    def put_model(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take what was loaded for the parameters and buffers; most of it is in its place already."""
-        for name, tensor in tensors.items():
-            cut = shard_of(self.entries[name], self.mesh)
-            if cut is not None and cut[-1] > 1:
-                self.entries[name].detach().copy_(local(tensor, self.entries[name], self.mesh))
+    def room(self, name: str, parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a tensor to load what an optimizer keeps for a parameter into, as a checkpoint holds it."""
+        entry = self.entries.get(name)
+        if entry is not None and isinstance(entry.value, Tensor):
+            present = self.tensor(name)
+            if (tuple(present.shape), present.dtype) == (shape, dtype):
+                return present
+        like = whole(parameter, parameter, self.mesh)
+        if shape == tuple(like.shape) and shape:
+            return whole(torch.zeros_like(parameter.detach(), dtype=dtype), parameter, self.mesh)
+        return torch.empty(shape, dtype=dtype)
 
-    def put_objects(self, objects: Mapping[str, Any]) -> None:
-        """Restore the extra states of the modules."""
-        for module in modules_of(self.model):
-            found = {raw: objects[clean(raw)] for raw in module.state_dict() if clean(raw) in objects}
-            if found:
-                module.load_state_dict(found, strict=False)
+    def put_model(self, loaded: Mapping[str, Tensor]) -> None:
+        """Load parameters, buffers and extra states through ``load_state_dict``."""
+        for module in self.modules:
+            found: dict[str, Any] = {}
+            for raw in module.state_dict(keep_vars=True):
+                name = f"model.{clean(raw)}"
+                if name in loaded:
+                    found[raw] = local(loaded[name], self.entries[name].parameter, self.mesh)
+                elif f"{name}#" in loaded:
+                    found[raw] = decoded(loaded[f"{name}#"])
+            module.load_state_dict(found, strict=False)
+
+    def put_random(self, loaded: Mapping[str, Tensor]) -> None:
+        """Let random generators and streams go on as they were."""
+        streams.load_state_dict(loaded)
+        if self.mesh is not None and self.mesh.device.type != "cpu" and self.mesh.device.type in loaded:
+            device = self.mesh.device
+            torch.get_device_module(device).set_rng_state(loaded[device.type], device)
 
     def put_optimizer(
         self,
         optimizer: Optimizer,
         options: Mapping[str, Mapping[str, Any]],
-        state: Mapping[str, Mapping[str, Any]],
+        loaded: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        """Load the optimizer's options and state, by the names of the parameters."""
+        """Load an optimizer's options, and what it keeps for each parameter, through ``load_state_dict``."""
+        parameters = self.parameters(optimizer)
         packed = optimizer.state_dict()
-        for group, (_, names) in zip(packed["param_groups"], self.optimizer_options(), strict=True):
-            group.update(options[names[0]] if names else {})
+        for group, content in zip(packed["param_groups"], groups_of(optimizer, parameters), strict=True):
+            group.update(options[content["names"][0]] if content["names"] else {})
         packed["state"] = {
-            number: {key: local(value, parameter, self.mesh) for key, value in state[name].items()}
-            for number, (name, parameter) in enumerate(self.parameters())
-            if name in state
+            number: {key: local(value, parameter, self.mesh) for key, value in loaded[name].items()}
+            for number, (name, parameter) in enumerate(parameters)
+            if name in loaded
         }
+        given = {number: dict(kept) for number, kept in packed["state"].items()}
         optimizer.load_state_dict(packed)
+        # torch gives what is no step the type of the parameter.
+        for number, kept in given.items():
+            state = optimizer.state[parameters[number][1]]
+            for key, value in kept.items():
+                if (
+                    isinstance(value, Tensor)
+                    and isinstance(state.get(key), Tensor)
+                    and state[key].dtype != value.dtype
+                ):
+                    state[key] = value.to(state[key].device)
+
+
+def groups_of(optimizer: Optimizer, parameters: Sequence[tuple[str, Tensor]]) -> list[dict[str, Any]]:
+    """Return the options of each group of parameters, the names in it, what is kept for each, and the kind of optimizer."""
+    names = [name for name, _ in parameters]
+    kinds = [each.__name__ for each in type(optimizer).__mro__]
+    kinds = kinds[: kinds.index("Optimizer")]
+    found = []
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key not in {"params", "param_names"}}
+        count = len(group["params"])
+        keys = [key for each in group["params"] for key in optimizer.state.get(each, ())]
+        found.append(
+            {"kinds": kinds, "options": options, "names": names[:count], "keys": list(dict.fromkeys(keys))}
+        )
+        names = names[count:]
+    return found
 
 
 def shard_of(parameter: Tensor, mesh: NamedMesh | None) -> tuple[str, int, int] | None:
@@ -198,9 +313,9 @@ def whole(tensor: Tensor, parameter: Tensor, mesh: NamedMesh | None) -> Tensor:
     return DTensor.from_local(tensor, mesh[axis], [Shard(dim)], run_check=False)
 
 
-def local(loaded: Any, parameter: Tensor, mesh: NamedMesh | None) -> Any:
+def local(loaded: Any, parameter: Tensor | None, mesh: NamedMesh | None) -> Any:
     """Return the inverse of :func:`whole`."""
-    cut = shard_of(parameter, mesh)
+    cut = None if parameter is None else shard_of(parameter, mesh)
     if mesh is None or cut is None or not isinstance(loaded, DTensor):
         return loaded
     axis, dim, blocks = cut
@@ -214,46 +329,3 @@ def _exchanged(shard: Tensor, mesh: NamedMesh, axis: str, dim: int, parts: tuple
     other: Tensor = joined.unflatten(dim, (*parts, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
     mine: Tensor = other.chunk(mesh.size(axis), dim)[mesh.rank(axis)]
     return mine.contiguous()
-
-
-Print = tuple[tuple[int, ...], tuple[object, ...], tuple[float, ...]]
-
-
-def fingerprint(tensor: Tensor) -> Print:
-    """Return the whole shape, which shard this rank has, and three numbers that differ between different shards."""
-    cut: tuple[object, ...] = ()
-    if isinstance(tensor, DTensor):
-        where: Sequence[int] = tensor.device_mesh.get_coordinate() or []
-        sizes = tensor.device_mesh.shape
-        placed = zip(tensor.placements, sizes, where, strict=False)
-        cut = tuple((str(each), size, place) for each, size, place in placed if not each.is_replicate())
-    plain = local_shard(tensor).detach().reshape(-1)
-    some = plain[:: max(1, plain.numel() // _SAMPLE)].double()
-    angles = torch.arange(some.numel(), device=some.device, dtype=some.dtype)
-    numbers = torch.stack([some.norm(), some @ angles.cos(), some @ angles.sin()])
-    return tuple(tensor.shape), cut, tuple(numbers.tolist())
-
-
-def contradictions(by_rank: Sequence[Mapping[str, Print]]) -> list[str]:
-    """Return the names that stand for different tensors on different ranks, one sentence for each."""
-    shapes: dict[str, tuple[tuple[int, ...], int]] = {}
-    seen: dict[object, tuple[tuple[float, ...], int]] = {}
-    found: dict[str, str] = {}
-    for rank, prints in enumerate(by_rank):
-        for name, (shape, cut, numbers) in prints.items():
-            first_shape, first = shapes.setdefault(name, (shape, rank))
-            if shape != first_shape:
-                found.setdefault(name, f"shape {first_shape} on rank {first} and {shape} on rank {rank}")
-            first_numbers, first = seen.setdefault((name, cut), (numbers, rank))
-            pairs = list(zip(numbers, first_numbers, strict=True))
-            if max(abs(a - b) for a, b in pairs) > _TOLERANCE * max(abs(number) for number in pairs[0]):
-                found.setdefault(name, f"other values on rank {rank} than on rank {first}")
-    by_cause: dict[str, list[str]] = {}
-    for name, what in found.items():
-        by_cause.setdefault(what, []).append(repr(name))
-    return [
-        f"{listing(names)}: {what}, and a checkpoint holds one tensor of a name; replicas have to be equal, a layer "
-        "has its number in the whole model in its name (training.stage_layers), and plain shards are marked with "
-        "tensor_model_parallel and partition_dim"
-        for what, names in by_cause.items()
-    ]

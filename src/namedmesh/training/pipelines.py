@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -15,13 +14,14 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from namedmesh._torch import keep_forwards
 from namedmesh.errors import LayoutError, ShapeError
 from namedmesh.sizes import stage_range
+from namedmesh.training.pipeline_parts import Whole, rows_of, tensors_of, unchanged_by_first_run, unpacked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from namedmesh.mesh import NamedMesh
 
-    Loss = Callable[[Tensor, Tensor], Tensor]
+    Loss = Callable[[Tensor, Any], Tensor]
 
 # Schedules whose stages go to the last rank and back; torch 2.8 does not have the second.
 _RETURNING = {"ScheduleZBVZeroBubble", "ScheduleDualPipeV"}
@@ -130,23 +130,29 @@ def pipeline(
     microbatches: int,
     loss: Loss,
     reduction: Literal["mean", "sum"] = "mean",
+    whole: Sequence[str] = (),
 ) -> Pipeline:
     """Return a pipeline over ``pp``, on one of torch's schedules; the stages may be tensor-parallel and in FSDP2.
 
     The silent mistakes it prevents: torch takes the mean of the microbatches' losses for the loss of the batch,
     which it is not where a last microbatch is smaller (or holds fewer tokens: ``reduction="sum"``). And schedules
     that compute the gradients of the weights later (zero bubble, ZBV, DualPipeV) leave out weights that FSDP2 has
-    put away after the forward: here FSDP2 keeps them until the last backward of a step, and gathers them once. Nor are gradients lost that were
-    there before a batch of a new shape: torch sets those of FSDP2 to None when it finds out the shape.
+    put away after the forward: here FSDP2 keeps them until the last backward of a step, and gathers them once. Nor does the
+    run in which torch finds out the shape of a batch change anything: gradients that were there before, buffers (such as
+    those of BatchNorm), and random generators and :data:`streams` are afterwards what they were, so that a job that goes on
+    from a checkpoint draws what it would have drawn.
 
     Args:
         mesh: a mesh with an axis ``pp``, which may have size 1.
         stages: this rank's stage, or its stages in the order of :func:`stage_indices`.
         schedule: a name that ``torch.distributed.pipelining.schedules.get_schedule_class`` knows, or ``"ZBV"``.
         microbatches: into how many parts a batch is cut.
-        loss: from the output of the last stage and the target, for some rows of the batch, their loss.
+        loss: from the output of the last stage and the target, for some rows of the batch, their loss. The target is a
+            tensor, or tuples, lists and dicts of tensors.
         reduction: whether ``loss`` is a mean over its rows, and so is that of the batch; or a part of a sum, such
             as of token losses that are divided by the number of tokens in the whole batch.
+        whole: the names of keyword arguments that every microbatch gets as they are, such as positions: all others that are
+            tensors have a row for each row of the batch.
 
     Returns:
         An object with ``step`` and ``eval``, which are called as those of torch's schedules, but with the batch on
@@ -168,20 +174,22 @@ def pipeline(
         >>> dist.destroy_process_group()
     """
     modules = [stages] if isinstance(stages, nn.Module) else list(stages)
-    return Pipeline(mesh, modules, schedule, microbatches, loss, mean=reduction == "mean")
+    return Pipeline(mesh, modules, schedule, microbatches, loss, mean=reduction == "mean", whole=whole)
 
 
 class Pipeline:
     """What :func:`pipeline` returns."""
 
-    def __init__(  # noqa: PLR0917  made by one function
+    def __init__(
         self,
         mesh: NamedMesh,
         modules: list[nn.Module],
         schedule: str,
         microbatches: int,
         loss: Loss,
+        *,
         mean: bool,
+        whole: Sequence[str],
     ) -> None:
         self._mesh, self._modules = mesh, modules
         self._kind = _schedule_class(schedule)
@@ -193,12 +201,16 @@ class Pipeline:
         if mesh.size("pp") > 1 or not issubclass(self._kind, PipelineScheduleSingle):
             for each in self._sharded:
                 each.set_reshard_after_forward(False, recurse=False)
+        self._whole = frozenset(whole)
+        for module in modules:
+            module.register_forward_pre_hook(unpacked, with_kwargs=True)
         self._built: dict[object, Any] = {}
         self._rows: dict[object, int] = {}
-        self._target, self._count = torch.empty(0), 0
+        self._target: Any = None
+        self._count = 0
 
     def step(
-        self, *args: Tensor, target: Tensor, losses: list[Tensor] | None = None, **kwargs: Any
+        self, *args: Tensor, target: Any, losses: list[Tensor] | None = None, **kwargs: Any
     ) -> Tensor | None:
         """Run forward and backward over a batch, of any size; the gradients are those of the loss of the batch.
 
@@ -210,7 +222,8 @@ class Pipeline:
             target: what the loss compares with, on every rank.
             losses: a list to put the losses of the microbatches in, on the rank of the last stage; the sum of
                 them is the loss of the batch.
-            **kwargs: what every stage's ``forward`` gets; tensors are split into microbatches as well.
+            **kwargs: what every stage's ``forward`` gets; tensors are split into microbatches as well, but for those that
+                the pipeline was told are ``whole``.
 
         Returns:
             The output for the batch on the rank of the last stage, None on the others.
@@ -221,7 +234,7 @@ class Pipeline:
         return self._run(args, kwargs, target, losses, train=True)
 
     def eval(
-        self, *args: Tensor, target: Tensor | None = None, losses: list[Tensor] | None = None, **kwargs: Any
+        self, *args: Tensor, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any
     ) -> Tensor | None:
         """Run forward over a batch, of any size, without gradients; ``losses`` gets the loss of the batch.
 
@@ -243,17 +256,20 @@ class Pipeline:
         self,
         args: tuple[Tensor, ...],
         kwargs: dict[str, Any],
-        target: Tensor | None,
+        target: Any,
         losses: list[Tensor] | None,
         *,
         train: bool,
     ) -> Tensor | None:
-        cut = [*args, *(each for each in kwargs.values() if isinstance(each, Tensor))]
-        counts = {each.shape[0] for each in (*cut, *([] if target is None else [target]))}
+        cut = [
+            *args,
+            *(each for key, each in kwargs.items() if isinstance(each, Tensor) and key not in self._whole),
+        ]
+        counts = {each.shape[0] if each.ndim else 0 for each in (*cut, *tensors_of(target))}
         if len(counts) != 1 or not args or 0 in counts:
             raise ShapeError(
                 f"the batch has {sorted(counts)} rows; give inputs and target with the same number of rows, one at "
-                "least, on every rank of pp"
+                "least, on every rank of pp; name keyword arguments without them in pipeline(..., whole=(...))"
             )
         (count,) = counts
         shape = train, tuple((each.shape[1:], each.dtype, each.requires_grad) for each in cut)
@@ -270,8 +286,8 @@ class Pipeline:
             return value if whole else value[filled.to(value.device)]
 
         given = [fill(each) for each in args] if self._mesh.is_first("pp") else []
-        named = {key: fill(value) for key, value in kwargs.items()}
-        with _gradients_kept(self._modules if new else []):
+        named = {key: Whole(value) if key in self._whole else fill(value) for key, value in kwargs.items()}
+        with unchanged_by_first_run(self._modules if new else []):
             if train and target is not None:
                 self._target = target
                 output = schedule.step(*given, target=index, losses=losses, **named)
@@ -312,17 +328,5 @@ class Pipeline:
         # Without a row of the batch, a row's loss times zero: the backward is the same on every rank.
         last = self._count - max(rows, 1) if rows < 1 else first
         used = max(rows, 1)
-        loss = self._loss(output[:used], self._target[last : last + used])
+        loss = self._loss(output[:used], rows_of(self._target, slice(last, last + used)))
         return loss * (max(rows, 0) / self._count if self._mean else min(max(rows, 0), 1))
-
-
-@contextmanager
-def _gradients_kept(modules: list[nn.Module]) -> Iterator[None]:
-    """Keep the gradients that are there: torch drops those of FSDP2 while it finds out the shapes of a batch."""
-    parameters = [parameter for module in modules for parameter in module.parameters()]
-    kept = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-    for parameter, _ in kept:
-        parameter.grad = None
-    yield
-    for parameter, gradient in kept:
-        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
+import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,7 +29,8 @@ class Streams:
     """Named streams of random numbers, beside the default one: ``with training.streams("tensor"): ...``.
 
     Inside the block torch draws from the stream, on the CPU and on the accelerator; behind it, it goes on where it
-    was before. Blocks may stand inside each other. :func:`seed_all` makes the streams ``"tensor"`` and ``"expert"``.
+    was before. Blocks may stand inside each other. :func:`seed_all` makes the streams ``"tensor"``, ``"expert"`` and
+    ``"data"``. Each is a ``torch.Generator``, which :meth:`generator` returns.
 
     Prevents: dropout with one mask on all ranks of a tensor-parallel group, each of which has other features; and
     a default stream that ranks leave at different places, because some drew more than others.
@@ -50,17 +53,17 @@ class Streams:
     """
 
     def __init__(self) -> None:
-        self._states: dict[str, States] = {}
+        self._generators: dict[str, dict[str, torch.Generator]] = {}
         self._inside: list[str] = []
         self._device: torch.device | None = None
 
     def __repr__(self) -> str:
-        return f"Streams({', '.join(map(repr, self._states))})"
+        return f"Streams({', '.join(map(repr, self._generators))})"
 
     def reset(self, device: torch.device | None = None) -> None:
         """Forget all streams; those that follow are for the CPU and for this device."""
         self._check_outside("reset")
-        self._states = {}
+        self._generators = {}
         self._device = None if device is None or device.type in {"cpu", "meta"} else device
 
     def add(self, name: str, seed: int) -> None:
@@ -69,14 +72,21 @@ class Streams:
         Raises:
             TrainingError: there is a stream of this name.
         """
-        if name in self._states:
+        if name in self._generators:
             raise TrainingError(
                 f"there is a stream {name!r} already; choose another name, or reset() the streams first"
             )
-        before = self._current()
-        self._seed(seed)
-        self._states[name] = self._current()
-        self._set(before)
+        devices = [torch.device("cpu")] + ([] if self._device is None else [self._device])
+        self._generators[name] = {each.type: torch.Generator(each).manual_seed(seed) for each in devices}
+
+    def generator(self, name: str, device: str = "cpu") -> torch.Generator:
+        """Return the generator of a stream, for what takes ``generator=``.
+
+        Raises:
+            TrainingError: there is no such stream.
+        """
+        self._check_name(name)
+        return self._generators[name][device]
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
         """Draw from a stream inside the block.
@@ -84,25 +94,21 @@ class Streams:
         Raises:
             TrainingError: there is no such stream.
         """
-        if name not in self._states:
-            known = f"{did_you_mean(name, self._states)}; the streams are {tuple(self._states)}"
-            raise TrainingError(
-                f"there is no stream {name!r}{known}; seed_all() makes them, and streams.add(name, seed)"
-            )
+        self._check_name(name)
         return self._drawing_from(name)
 
     @contextmanager
     def _drawing_from(self, name: str) -> Iterator[None]:
-        outside = self._current()
+        outside = self._default()
         if self._inside:
-            self._states[self._inside[-1]] = outside
-        self._set(self._states[name])
+            self._keep(self._inside[-1])
+        self._set_default(self._states_of(name))
         self._inside.append(name)
         try:
             yield
         finally:
-            self._states[self._inside.pop()] = self._current()
-            self._set(self._states[self._inside[-1]] if self._inside else outside)
+            self._keep(self._inside.pop())
+            self._set_default(self._states_of(self._inside[-1]) if self._inside else outside)
 
     def recomputed(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return contexts for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=streams.recomputed)``.
@@ -115,35 +121,51 @@ class Streams:
 
         @contextmanager
         def forward() -> Iterator[None]:
-            kept.update(self._states)
+            kept.update({name: self._states_of(name) for name in self._generators})
             around.extend(self._inside)
             yield
 
         @contextmanager
         def again() -> Iterator[None]:
-            now = self._states, self._inside
-            self._states, self._inside = dict(kept), list(around)
+            now, inside = {name: self._states_of(name) for name in self._generators}, self._inside
+            self._set(kept)
+            self._inside = list(around)
             try:
                 yield
             finally:
-                self._states, self._inside = now
+                self._set(now)
+                self._inside = inside
 
         return forward(), again()
 
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Put back every generator of torch's and of the streams behind the block, which may be inside a stream."""
+        default, now = self._default(), {name: self._states_of(name) for name in self._generators}
+        try:
+            yield
+        finally:
+            self._set_default(default)
+            self._set(now)
+
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the states of torch's default generators and of every stream, as tensors on the CPU.
+        """Return the states of Python's, NumPy's and torch's default generators and of every stream, on the CPU.
 
         Returns:
-            ``"cpu"`` (and the type of the accelerator) for the default generators, ``"tensor/cpu"`` for a stream.
+            ``"cpu"`` (and the type of the accelerator) for torch's default generators, ``"python"``, ``"numpy"``
+            where it is imported, ``"tensor/cpu"`` for a stream.
 
         Raises:
             TrainingError: called inside a stream.
         """
         self._check_outside("state_dict")
-        streams = {
-            f"{name}/{kind}": state for name, states in self._states.items() for kind, state in states.items()
-        }
-        return self._current() | streams
+        found = self._default() | {"python": _as_bytes(random.getstate())}
+        if "numpy" in sys.modules:
+            name, keys, *rest = sys.modules["numpy"].random.get_state()
+            found["numpy"] = _as_bytes((name, keys.tolist(), *rest))
+        for name in self._generators:
+            found |= {f"{name}/{kind}": state for kind, state in self._states_of(name).items()}
+        return found
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a state: streams that are in it are created, others stay as they are.
@@ -152,11 +174,27 @@ class Streams:
             TrainingError: called inside a stream.
         """
         self._check_outside("load_state_dict")
-        self._set({name: each for name, each in state.items() if "/" not in name})
         for key, each in state.items():
             name, slash, kind = key.rpartition("/")
             if slash:
-                self._states.setdefault(name, {})[kind] = each
+                generators = self._generators.setdefault(name, {})
+                device = self._device if self._device is not None and self._device.type == kind else kind
+                generators.setdefault(kind, torch.Generator(device)).set_state(each)
+            elif key == "python":
+                version, numbers, gauss = json.loads(bytes(each.tolist()))
+                random.setstate((version, tuple(numbers), gauss))
+            elif key == "numpy":
+                if "numpy" in sys.modules:
+                    sys.modules["numpy"].random.set_state(tuple(json.loads(bytes(each.tolist()))))
+            else:
+                self._set_default({key: each})
+
+    def _check_name(self, name: str) -> None:
+        if name not in self._generators:
+            known = f"{did_you_mean(name, self._generators)}; the streams are {tuple(self._generators)}"
+            raise TrainingError(
+                f"there is no stream {name!r}{known}; seed_all() makes them, and streams.add(name, seed)"
+            )
 
     def _check_outside(self, call: str) -> None:
         if self._inside:
@@ -164,25 +202,36 @@ class Streams:
                 f"{call}() was called inside the stream {self._inside[-1]!r}; call it behind the with block"
             )
 
-    def _seed(self, seed: int) -> None:
-        torch.default_generator.manual_seed(seed)
-        if self._device is not None:
-            _of(self._device).manual_seed(seed)
+    def _states_of(self, name: str) -> States:
+        return {kind: generator.get_state() for kind, generator in self._generators[name].items()}
 
-    def _current(self) -> States:
+    def _set(self, states: Mapping[str, States]) -> None:
+        for name, kinds in states.items():
+            for kind, state in kinds.items():
+                self._generators[name][kind].set_state(state)
+
+    def _keep(self, name: str) -> None:
+        """Let a stream go on later where torch's default generators are."""
+        for kind, state in self._default().items():
+            if kind in self._generators[name]:
+                self._generators[name][kind].set_state(state)
+
+    def _default(self) -> States:
         states = {"cpu": torch.get_rng_state()}
         if self._device is not None:
-            states[self._device.type] = _of(self._device).get_rng_state(self._device)
+            states[self._device.type] = torch.get_device_module(self._device).get_rng_state(self._device)
         return states
 
-    def _set(self, states: States) -> None:
-        torch.set_rng_state(states["cpu"])
-        if self._device is not None and self._device.type in states:
-            _of(self._device).set_rng_state(states[self._device.type], self._device)
+    def _set_default(self, states: States) -> None:
+        for kind, state in states.items():
+            if kind == "cpu":
+                torch.set_rng_state(state)
+            elif self._device is not None and self._device.type == kind:
+                torch.get_device_module(kind).set_rng_state(state, self._device)
 
 
-def _of(device: torch.device) -> Any:
-    return torch.get_device_module(device)
+def _as_bytes(state: object) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
 
 
 streams = Streams()
@@ -196,10 +245,12 @@ def seed_all(seed: int, mesh: NamedMesh, differ_over: Iterable[str] | None = Non
     rank, with which the ranks of a tensor-parallel group drop different units of the same activations, so that
     what they hold in common drifts apart.
 
-    The numbers are the same on ranks with the same coordinates on the given axes. Two streams differ further:
+    The numbers are the same on ranks with the same coordinates on the given axes. There are three streams beside:
 
-    - ``streams("tensor")`` over tp as well: for what tp cuts, such as dropout on the heads of attention;
-    - ``streams("expert")`` over ep and etp as well: for what is inside experts.
+    - ``streams("tensor")`` differs over tp as well: for what tp cuts, such as dropout on the heads of attention;
+    - ``streams("expert")`` differs over ep and etp as well: for what is inside experts;
+    - ``streams("data")`` is the same over pp, cp and tp: for the order of samples and what is drawn for them. A loader
+      gets it with :func:`loader_kwargs`.
 
     With ``differ_over=("pp",)`` they guarantee what Megatron's tracker does: the default numbers are the same on all
     ranks of a stage, those of ``"tensor"`` differ over tp alone, and are the same over dp.
@@ -233,15 +284,15 @@ def seed_all(seed: int, mesh: NamedMesh, differ_over: Iterable[str] | None = Non
     for name, more in (("tensor", ["tp"]), ("expert", inside_experts)):
         further = {axis: mesh.rank(axis) for axis in more if axis in mesh.coords}
         streams.add(name, derived_seed(seed, name, place | further))
-    own = derived_seed(seed, "default", place)
-    random.seed(own)
-    torch.manual_seed(own)
-    _seed_numpy(own)
+    samples = {axis: mesh.rank(axis) for axis in mesh.layout if axis not in {"pp", "cp", "tp"}}
+    streams.add("data", derived_seed(seed, "data", samples))
+    seed_defaults(derived_seed(seed, "default", place))
 
 
-def _seed_numpy(seed: int) -> None:
-    import sys
-
+def seed_defaults(seed: int) -> None:
+    """Seed Python's and torch's default generators, and NumPy's where it is imported."""
+    random.seed(seed)
+    torch.manual_seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
 

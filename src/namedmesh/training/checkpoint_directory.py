@@ -1,0 +1,227 @@
+"""The checkpoints of one run in a directory: saved, kept, found again and continued."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from namedmesh.errors import CheckpointError
+from namedmesh.training.checkpoint_files import (
+    beside,
+    clear,
+    in_order,
+    is_whole,
+    latest,
+    names_in,
+    read_about,
+    remove,
+)
+from namedmesh.training.checkpoint_load import load_into, verify
+from namedmesh.training.checkpoint_ranks import Ranks
+from namedmesh.training.checkpoint_state import State
+from namedmesh.training.checkpoints import Lineage, collect_together, save_as
+
+if TYPE_CHECKING:
+    import os
+    from concurrent.futures import Future
+
+    from namedmesh.mesh import NamedMesh
+    from namedmesh.training.checkpoint_state import Model, Optimizers
+
+_NAME = re.compile(r"step-\d+")
+
+
+class Checkpoints:
+    """A directory of checkpoints of one run, ``step-000100`` and so on; every rank of the mesh makes one.
+
+    Prevents: a run that starts afresh where another one saved, and ends with files of both; one that went back to an older
+    checkpoint, is started again, and goes on from what it had abandoned; a disk that is full of what interrupted saves left.
+
+    A run begins with the first save after a fresh start, and goes on with every checkpoint that is loaded here. Nothing of
+    another run is ever removed. Leftovers of interrupted saves and removals in the directory are removed at the next save.
+
+    Args:
+        directory: on a file system that all ranks see.
+        mesh: the mesh; None in a process without process groups.
+        keep: how many checkpoints of the run stay, those that were finished last; None for all.
+        async_: as for :func:`save`.
+
+    Raises:
+        CheckpointError: ``keep`` is below 1.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from namedmesh import training
+        >>> model = torch.nn.Linear(2, 2)
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     checkpoints = training.Checkpoints(directory, None, keep=2)
+        ...     start = checkpoints.resume_or_start(model)["step"]
+        ...     for step in range(start, 4):
+        ...         _ = checkpoints.save(step + 1, model)
+        ...     checkpoints.close()
+        ...     start, checkpoints.latest().name, training.Checkpoints(directory, None).resume_or_start(model)
+        (0, 'step-000004', {'step': 4})
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        mesh: NamedMesh | None,
+        *,
+        keep: int | None = 3,
+        async_: bool = False,
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise CheckpointError(f"keep is {keep}; it must be at least 1, or None to keep all checkpoints")
+        self.directory, self.mesh, self.keep, self.async_ = Path(directory), mesh, keep, async_
+        self._lineage = Lineage()
+
+    def latest(self) -> Path | None:
+        """Return the checkpoint that was finished last, as :func:`latest` does, after what is written now."""
+        Ranks.of(self.mesh).background.wait()
+        return latest(self.directory)
+
+    def resume_or_start(
+        self,
+        model: Model,
+        optimizer: Optimizers = None,
+        *,
+        data: object = None,
+        resume: bool | str | os.PathLike[str] = True,
+        cast: bool = False,
+    ) -> dict[str, Any]:
+        """Go on from the last checkpoint, or begin; every rank calls this.
+
+        Args:
+            model: as for :func:`load`, as are all arguments.
+            optimizer: the same.
+            data: the same.
+            resume: True to go on from the checkpoint that was finished last, or to begin if there is none, as a job that is
+                queued again wants it; one that is damaged is left out, with a warning. False to begin. A path to go on
+                from there: a checkpoint of this directory, or of another one, whose run then goes on here.
+            cast: the same.
+
+        Returns:
+            The extra values of the checkpoint, and the number of its step; ``{"step": 0}`` at the beginning.
+
+        Raises:
+            CheckpointError: the run is to begin, and the directory holds another one; or as for :func:`load`.
+        """
+        ranks = Ranks.of(self.mesh)
+        state = collect_together(ranks, partial(State, self.mesh, model, optimizer, data))
+        if resume is False:
+            ranks.on_first(lambda _: self._refuse_other_run())
+            self._lineage = Lineage()
+            return {"step": 0}
+        path = self._last_sound(ranks) if resume is True else Path(resume)
+        if path is None:
+            self._lineage = Lineage()
+            return {"step": 0}
+        about = load_into(state, path, ranks, cast=cast)
+        if about is None:
+            self._lineage = Lineage()
+            return {"step": 0}
+        self._lineage = Lineage(about["run"], about["id"])
+        extra: dict[str, Any] = about["extra"]
+        return extra
+
+    def save(
+        self, step: int, model: Model, optimizer: Optimizers = None, *, data: object = None, **extra: Any
+    ) -> Future[Path]:
+        """Save after a step; every rank calls this.
+
+        Args:
+            step: how many steps are done; it is one of the extra values.
+            model: as for :func:`namedmesh.training.save`, as are all others.
+            optimizer: the same.
+            data: the same.
+            **extra: the same.
+
+        Returns:
+            A future; its ``result()`` is the path. Done already, unless ``async_``.
+
+        Raises:
+            CheckpointError: the directory holds another run; or as for :func:`namedmesh.training.save`.
+        """
+        ranks = Ranks.of(self.mesh)
+
+        def collect() -> State:
+            if ranks.rank == 0:
+                self._refuse_other_run()
+                self._clear()
+            return State(self.mesh, model, optimizer, data)
+
+        path = self.directory / f"step-{step:06}"
+        values = {"step": step} | extra
+        return save_as(
+            path, self.mesh, collect, values, self._lineage, async_=self.async_, after=self._remove_older
+        )
+
+    def close(self) -> None:
+        """Wait for what is written, and raise its error if nobody was told of it."""
+        Ranks.of(self.mesh).background.finish()
+
+    def _refuse_other_run(self) -> None:
+        """Refuse to save in a directory of which this run has loaded nothing."""
+        found = [each for each in in_order(self.directory) if not isinstance(each[2], CheckpointError)]
+        others = [
+            path for _, path, about in found if isinstance(about, dict) and about["run"] != self._lineage.run
+        ]
+        if others and not any(
+            isinstance(about, dict) and about["run"] == self._lineage.run for *_, about in found
+        ):
+            raise CheckpointError(
+                f"{self.directory} holds another run, up to {others[-1].name}; go on with it by "
+                "resume_or_start(..., resume=True), or give this run a directory of its own"
+            )
+
+    def _clear(self) -> None:
+        """Remove what interrupted saves and removals of this run left."""
+        for name in names_in(self.directory):
+            if _NAME.fullmatch(name):
+                clear(self.directory / name)
+
+    def _last_sound(self, ranks: Ranks) -> Path | None:
+        """Return the checkpoint that was finished last and is as it was written."""
+        left_out: list[str] = []
+        while True:
+            path = ranks.on_first(lambda _: self._last_but(left_out))
+            if path is None:
+                return None
+            try:
+                place = path if is_whole(path) else beside(path, "replaced")
+                verify(place, ranks.on_first(partial(_about, path)), ranks)
+            except CheckpointError as error:
+                left_out.append(path.name)
+                if ranks.rank == 0:
+                    warnings.warn(f"left out: {error}", stacklevel=3)
+            else:
+                return path
+
+    def _last_but(self, left_out: list[str]) -> Path | None:
+        path: Path
+        for _, path, about in reversed(in_order(self.directory)):
+            if path.name not in left_out:
+                if isinstance(about, CheckpointError):
+                    warnings.warn(f"left out: {about}", stacklevel=4)
+                else:
+                    return path
+        return None
+
+    def _remove_older(self, about: dict[str, Any]) -> None:
+        if self.keep is None:
+            return
+        mine = [
+            path
+            for _, path, other in in_order(self.directory)
+            if isinstance(other, dict) and other["run"] == about["run"]
+        ]
+        for path in mine[: -self.keep]:
+            remove(path)
+
+
+def _about(path: Path, _: object) -> dict[str, Any]:
+    return read_about(path)
