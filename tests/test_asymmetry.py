@@ -134,6 +134,28 @@ def test_a_mesh_that_one_rank_closed_is_named() -> None:
         assert rest == [[2.0, 2.0], 1]
 
 
+def _ahead() -> list[Any]:
+    """Calls that fail on every rank, three in a row, for which one rank is late; and then one that succeeds."""
+    rank = dist.get_rank()
+    errors = []
+    everybody_waited("begin")
+    if rank == LATE:
+        some_gave_up("three calls", 3)
+    errors += [error_of(lambda tp=tp: namedmesh.init_mesh(dp=2, tp=tp)) for tp in (3, 5, 7)]  # type: ignore[misc]
+    if rank != LATE:
+        some_gave_up("three calls", 3)
+    mesh = namedmesh.init_mesh(dp=2, tp=2)
+    total = summed(mesh.group("tp"))
+    mesh.close()
+    return [[error.partition(";")[0] for error in errors], total]
+
+
+def test_a_rank_that_is_several_failed_calls_behind_catches_up() -> None:
+    for errors, total in run_ranks(4, _ahead, timeout=60):
+        assert [f"tp={tp}" in error for tp, error in zip((3, 5, 7), errors, strict=True)] == [True] * 3
+        assert total == 2.0
+
+
 def _threads() -> list[Any]:
     """Threads of every rank make the same products at once, each in another order."""
     naming = c10d._hash_ranks_to_str

@@ -153,7 +153,9 @@ class Participant:
         while verdict:
             old = "" if latest < 0 else str(latest)
             number = int(store.swap(f"{self.attempt.scope}/attempt", old, str(latest + 1)))
-            for missed in range(max(latest + 1, number - 1), number + 1):
+            # One after the other: each stands for a call of this rank, unless it was started again since.
+            restarted = latest >= 0 and not progress.mark
+            for missed in range(max(latest + 1, number - 1) if restarted else latest + 1, number + 1):
                 verdict = Attempt(self.ranks, missed).verdict(store, MADE)
                 if self._is_news(verdict):
                     self._go_to(missed, progress)
