@@ -25,6 +25,8 @@ from namedmesh.errors import ranks_in_words
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    import torch.distributed as dist
+
     from namedmesh.store import LimitedStore
 
     Compare = Callable[[Sequence[Mapping[str, str]]], list[str]]
@@ -106,6 +108,7 @@ class Agreements:
 
     Attributes:
         lock: held during an agreement, so that those of several threads follow one another.
+        store: the connection over which the ranks agree; one that waits serves nobody else meanwhile.
     """
 
     _ended = 0
@@ -113,6 +116,7 @@ class Agreements:
     def __init__(self, generation: str | None = None) -> None:
         self.generation = str(Agreements._ended) if generation is None else generation
         self.lock = threading.RLock()
+        self.store: dist.Store | None = None
         self.process = os.urandom(6).hex()
         self.progress: defaultdict[range, Progress] = defaultdict(Progress)
         self.scopes: list[range] = []
@@ -122,6 +126,7 @@ class Agreements:
 
     def end(self) -> None:
         """Count another default group that was destroyed."""
+        self.store = None
         Agreements._ended += 1
 
 

@@ -19,6 +19,7 @@ from namedmesh._torch import (
     default_store,
     default_timeout_is_torchs,
     group_name,
+    new_connection,
     new_group_among_members,
 )
 from namedmesh.agreement import Agreement
@@ -370,18 +371,21 @@ def agreed(
     Raises:
         AgreementError: the ranks do not agree, some did not come in time, or one failed.
     """
-    registry = pool.registry
+    registry, known = pool.registry, pool.agreements
+    alone = registry.default_backend == "fake" or len(ranks) == 1
+    if known.store is None and not alone:
+        known.store = new_connection(default_store())
     # What is no time is refused under the agreement.
     own = timeout if isinstance(timeout, timedelta) and timeout > timedelta(0) else None
     agreement = Agreement(
         call,
         ranks=ranks,
         rank=pool.rank,
-        store=default_store(),
-        known=pool.agreements,
+        store=known.store or default_store(),
+        known=known,
         timeout=own or pool.defaults.timeout or registry.default_timeout or timedelta(minutes=30),
         hosts_store=hosts_store(os.environ, pool.rank),
-        alone=registry.default_backend == "fake",
+        alone=alone,
     )
     maker = GroupMaker(pool, agreement)
     try:
