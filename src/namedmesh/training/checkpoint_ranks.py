@@ -12,6 +12,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from namedmesh._torch import before_default_group_ends
@@ -161,6 +162,14 @@ class Ranks:
             raise answer[1]
         result: T = answer[0]
         return result
+
+    def raise_on_all(self, error: BaseException | None) -> None:
+        """Raise the error of any rank on every rank; without one this is a single reduction."""
+        flag = torch.tensor([error is not None], dtype=torch.uint8)
+        if self.group is not None:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
+        if flag.item():
+            self.on_first(lambda _: None, error)
 
 
 def attempted(function: Callable[[], T]) -> T | Exception:

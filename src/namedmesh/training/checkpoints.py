@@ -167,7 +167,6 @@ def save_as(
     with refuse_io(path):
         known = own if isinstance(own, Exception) else own["known"]
         nonce, copies = ranks.on_first(room, known)
-        ranks.on_first(partial(_refuse_unseen, path), sees_room(path, nonce))
     own = cast("dict[str, Any]", own)  # an error was raised on every rank
     about = {
         "run": lineage.run,
@@ -194,7 +193,7 @@ def collect_together(ranks: Ranks, collect: Callable[[], State]) -> State:
     if not isinstance(state, Exception) and state.problems:
         state = CheckpointError(*state.problems)
     error = failed or (state if isinstance(state, Exception) else None)
-    ranks.on_first(lambda _: None, error)
+    ranks.raise_on_all(error)
     return cast("State", state)
 
 
@@ -236,7 +235,6 @@ def _refuse_unseen(path: Path, seen: Sequence[bool]) -> None:
     """Refuse a path that is another directory on other hosts than on that of the first rank."""
     absent = [rank for rank, one in enumerate(seen) if not one]
     if absent:
-        shutil.rmtree(beside(path, "unfinished"), ignore_errors=True)
         raise CheckpointError(
             f"{path} on rank 0 is not the directory of {ranks_in_words(absent)}; give a path on a file system that all hosts "
             "share, such as NFS or Lustre"
@@ -262,6 +260,7 @@ def _write(
         after(about)
 
     try:
+        ranks.on_first(partial(_refuse_unseen, path), sees_room(path, about["id"]))
         with refuse_io(path):
             if ranks.group is None:
                 with without_warnings():
@@ -279,11 +278,12 @@ def _write(
 def _copied(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
     """Copy tensors to the CPU; returns a function that makes DTensors of them again, which takes longer."""
     copies: dict[str, tuple[Tensor, Tensor]] = {}
-    for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor) and tensor.device.type == "cpu":
-            copies[name] = tensor, tensor.to_local().clone()
-        else:
-            copies[name] = tensor, tensor.to("cpu", copy=True)
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            if isinstance(tensor, DTensor) and tensor.device.type == "cpu":
+                copies[name] = tensor, tensor.to_local().clone()
+            else:
+                copies[name] = tensor, tensor.to("cpu", copy=True)
 
     def again() -> dict[str, Tensor]:
         return {name: _like(tensor, local) for name, (tensor, local) in copies.items()}
