@@ -125,6 +125,7 @@ class Checkpoints:
             self._lineage = Lineage()
             return {"step": 0}
         self._lineage = Lineage(about["run"], about["id"])
+        ranks.on_first(lambda _: self._refuse_other_run())
         extra: dict[str, Any] = about["extra"]
         return extra
 
