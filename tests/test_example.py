@@ -340,6 +340,24 @@ def requeued(directory: Path) -> list[list[float]]:
     return [first, again, skipped]
 
 
+def dropping(directory: Path) -> tuple[list[float], list[float]]:
+    settings = dataclasses.replace(
+        TINY, pp=2, verify=False, dropout=0.3, checkpoint=str(directory), resume="auto"
+    )
+    whole = losses_of(dataclasses.replace(settings, save_every=2))
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        shutil.rmtree(directory / "step-000004")
+    torch.distributed.barrier()
+    return whole, losses_of(settings)
+
+
+@PIPELINES
+def test_a_resumed_pipeline_drops_what_it_would_have_dropped(tmp_path: Path) -> None:
+    for whole, resumed in run_ranks(2, dropping, tmp_path):
+        assert resumed == whole[2:]
+
+
 def test_a_job_that_is_queued_again_goes_on(tmp_path: Path) -> None:
     expected = run_ranks(1, one_process, TINY)[0]
     for first, again, skipped in run_ranks(2, requeued, tmp_path):
