@@ -26,7 +26,7 @@ import namedmesh
 from namedmesh.training import checkpoints
 from namedmesh.training.checkpoint_compare import differing
 from namedmesh.training.checkpoint_files import beside, move
-from namedmesh.training.checkpoint_ranks import Ranks
+from namedmesh.training.checkpoint_ranks import CheckpointGroup
 from namedmesh.training.checkpoint_state import State
 from namedmesh.training.contents import digest
 
@@ -49,7 +49,7 @@ def measured(ranks: int, names: int) -> tuple[float, float, float]:
         path = Path(place) / "one"
         start = time.process_time()
         by_rank = [pickle.load(io.BytesIO(each)) for each in sent]  # noqa: S301  written above
-        one = Ranks(None)
+        one = CheckpointGroup(None)
         _, copies = checkpoints._checked(path, one, {"step": 1}, by_rank)  # noqa: SLF001  its part of rank 0
         for rank in range(ranks):
             (beside(path, "unfinished") / f"__{rank}_0.distcp").write_bytes(b"0" * 10)

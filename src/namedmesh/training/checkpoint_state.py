@@ -203,7 +203,9 @@ class State:
             else whole(entry.value, entry.parameter, self.mesh)
         )
 
-    def room(self, name: str, parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def empty_optimizer_tensor(
+        self, name: str, parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
         """Return a tensor to load what an optimizer keeps for a parameter into, as a checkpoint holds it."""
         entry = self.entries.get(name)
         if entry is not None and isinstance(entry.value, Tensor):

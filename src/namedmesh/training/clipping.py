@@ -95,7 +95,7 @@ def clip_grad_norm_(
         )
     total = total.to(reduce(torch.promote_types, (each.dtype for each in parameters), torch.float32))
     # The shards themselves: torch 2.8 scales a DTensor that is a part of a sum to something else.
-    scaled: list[Any] = [_Held(_shard(grad)) for _, grad in held]
+    scaled: list[Any] = [_Clipped(_shard(grad)) for _, grad in held]
     clip_grads_with_norm_(scaled, max_norm, total, foreach)
     return total
 
@@ -130,7 +130,7 @@ def _over_ranks(mine: Tensor, norm_type: float, mesh: NamedMesh) -> Tensor:
     return largest.masked_fill(undefined > 0, math.nan)
 
 
-class _Held(NamedTuple):
+class _Clipped(NamedTuple):
     """What torch scales: something with a gradient."""
 
     grad: Tensor
