@@ -71,7 +71,7 @@ def measure(settings: list[Wide]) -> list[tuple[int, int]]:
 def _measure(settings: Settings) -> tuple[int, int]:
     mesh = train.make_mesh(settings, torch.device("cpu"))
     model = make_model(settings, mesh)
-    optimizer = make_optimizer(model)
+    optimizer = make_optimizer(model, 1e-3)
     step = Step(model, mesh, microbatches=settings.microbatches or settings.pp)
     tokens = torch.randint(
         256, (ROWS, settings.seq + 1), generator=torch.Generator().manual_seed(mesh.rank("dp"))

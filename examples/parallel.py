@@ -19,6 +19,7 @@ from settings import Settings
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
 
 from namedmesh import NamedMesh, parallelize, training
 from namedmesh.tensor_parallel import ColwiseParallel, cross_entropy, llama_plan
@@ -59,8 +60,25 @@ def make_model(settings: Settings, mesh: NamedMesh) -> Llama:
         # sequence, and at the end the logits of a part of the vocabulary.
         plan = llama_plan(sequence_parallel=True) | {"output": ColwiseParallel(input_layouts=Shard(1))}
         parallelize(model, mesh["tp"], expert_plan(plan, mesh) if settings.moe else plan)
-    if mesh.size() == 1:
-        return model
+    for layer in model.layers.values():
+        recompute_and_compile(layer, settings)
+    if mesh.size() > 1:
+        share_parameters(model, experts, mesh, settings)
+    return model
+
+
+def recompute_and_compile(layer: Any, settings: Settings) -> None:
+    """Let a layer keep only what goes into it, and compile it, as far as it is asked for; before FSDP2."""
+    if settings.recompute:
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, context_fn=training.streams.recomputed
+        )
+    if settings.compile:
+        layer.compile()
+
+
+def share_parameters(model: Llama, experts: list[Any], mesh: NamedMesh, settings: Settings) -> None:
+    """Spread the parameters over the ranks that hold the same ones."""
     for each in experts:
         fully_shard(each, mesh=mesh["edp"])  # the few ranks that share them
     for layer in model.layers.values():
@@ -68,7 +86,6 @@ def make_model(settings: Settings, mesh: NamedMesh) -> Llama:
     fully_shard(model, mesh=training.fsdp_mesh(mesh))
     if settings.moe:
         training.set_expert_divisor(model, mesh)
-    return model
 
 
 def attend_and_drop(attend: Callable[..., Tensor], dropout: float, *heads: Tensor) -> Tensor:
@@ -93,12 +110,20 @@ class Step:
 
     def __call__(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss over the batch of all ranks, the same on every rank."""
+        return self._run(self._pipe.step, inputs, targets)
+
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the same, without gradients."""
+        return self._run(self._pipe.eval, inputs, targets)
+
+    def _run(self, run: Callable[..., object], inputs: Tensor, targets: Tensor) -> Tensor:
         mesh = self._mesh
+        inputs, targets = inputs.to(mesh.device), targets.to(mesh.device)
         if "cp" in mesh.layout:
             inputs, targets, self._model.positions = training.shard_sequence(inputs, targets, mesh=mesh["cp"])
         self._tokens = (targets != IGNORED).sum()
         losses: list[Tensor] = []
-        self._pipe.step(inputs, target=targets, losses=losses)
+        run(inputs, target=targets, losses=losses)
         # Only the last stage knows the loss.
         total = torch.zeros((), device=mesh.device, dtype=torch.float64)
         total += sum(each.item() for each in losses)

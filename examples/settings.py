@@ -43,7 +43,16 @@ class Settings:
     lr: float = option(0.008, "highest learning rate")
     clip: float = option(1.0, "largest norm of the gradients that is not scaled down")
     dropout: float = option(0.0, "probability with which outputs of attention are dropped")
-    microbatches: int = option(0, "parts that a rank's share of a batch is worked off in; 0 for one a stage")
+    microbatches: int = option(
+        0,
+        "parts that a rank's share of a batch is worked off in, whose gradients are added; 0 for one a stage",
+    )
+    recompute: bool = option(
+        False, "keep only what goes into a layer, and compute the rest again in the backward"
+    )
+    compile: bool = option(False, "compile each layer")
+    skip: int = option(0, "how many steps may be skipped because their gradient is not finite")
+    evaluate_every: int = option(0, "steps between two looks at the loss on other text; 0 for none")
     seed: int = option(0, "of the first weights and of the order of the data")
     data: str | None = option(None, "a file or directory to learn from (default: Python's library)", type=str)
     checkpoint: str = option("checkpoints", "directory to save to; '' to save nothing")
@@ -52,7 +61,11 @@ class Settings:
     timeout: float = option(
         600.0, "seconds that ranks wait for each other, after which one that hangs is named"
     )
-    resume: str | None = option(None, "a checkpoint, or a directory of them, to continue from", type=str)
+    resume: str | None = option(
+        None,
+        "a checkpoint, or a directory of them, to continue from; auto for the last one in --checkpoint, if there is one",
+        type=str,
+    )
     verify: bool = option(False, "repeat the run in one process and compare the losses")
     dtype: str | None = option(None, f"{', '.join(DTYPES)} (default: float32; float64 to verify)", type=str)
     device: str | None = option(None, "cpu, cuda, ... (default: what torch finds)", type=str)
@@ -73,7 +86,17 @@ class Settings:
 
     def problems(self, world_size: int) -> list[str]:
         """Return what is wrong with these settings in a world of this size, one sentence each."""
-        least = {"steps": 1, "batch": 1, "seq": 1, "microbatches": 0, "ep": 1, "save_every": 0, "keep": 0}
+        least = {
+            "steps": 1,
+            "batch": 1,
+            "seq": 1,
+            "microbatches": 0,
+            "ep": 1,
+            "save_every": 0,
+            "keep": 0,
+            "skip": 0,
+            "evaluate_every": 0,
+        }
         found = [
             f"--{name.replace('_', '-')} must be at least {number}, not {getattr(self, name)}"
             for name, number in least.items()

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: no traceback of an import
@@ -31,7 +31,7 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 from parallel import Step, make_model, new_model
-from plain import make_optimizer, reference_losses, set_learning_rate
+from plain import make_optimizer, make_schedule, reference_losses
 from progress import Progress, picture, with_unit
 from settings import Settings, parse
 from text import Corpus, find_corpus
@@ -93,7 +93,7 @@ def check(settings: Settings, corpus: Corpus) -> list[str]:
         found.append(f"--data {settings.data}: there is no such file or directory, or no file in it")
     elif corpus.size <= settings.seq:
         found.append(f"--data {settings.data}: {corpus.size} bytes are too few for --seq {settings.seq}")
-    if settings.resume:
+    if settings.resume and settings.resume != "auto":
         last = training.latest(settings.resume)
         done = training.checkpoint_info(last)[1]["step"] if last else -1
         if last is None:
@@ -163,7 +163,9 @@ def make_mesh(settings: Settings, device: torch.device) -> namedmesh.NamedMesh:
     return mesh
 
 
-def train(settings: Settings, corpus: Corpus, mesh: namedmesh.NamedMesh) -> tuple[list[float], str]:
+def train(  # noqa: C901  one thing after the other, as a script has it
+    settings: Settings, corpus: Corpus, mesh: namedmesh.NamedMesh
+) -> tuple[list[float], str]:
     """Train from the start or a checkpoint, save what was asked for; the loss of every step, and a sample of text."""
     training.seed_all(settings.seed, mesh)
     progress = Progress(settings, shown=mesh.global_rank == 0)
@@ -171,10 +173,13 @@ def train(settings: Settings, corpus: Corpus, mesh: namedmesh.NamedMesh) -> tupl
     progress.show(picture(mesh.layout, settings.layers))
     progress.show("making the model, and the first step, which sets up what the others use ...")
     model = make_model(settings, mesh)
-    optimizer = make_optimizer(model)
+    optimizer = make_optimizer(model, settings.lr)
+    schedule = make_schedule(optimizer, settings.steps)
     checkpoints = training.Checkpoints(settings.checkpoint, mesh, keep=settings.keep or None)
-    resume = training.latest(settings.resume) if settings.resume else None
-    start = checkpoints.resume_or_start(model, optimizer, resume=resume or False)["step"]
+    found = begin(settings, checkpoints, mesh, model, optimizer)
+    start, skipped = found["step"], 0
+    if "schedule" in found:
+        schedule.load_state_dict(found["schedule"])
     run_step = Step(model, mesh, microbatches=settings.microbatches or settings.pp)
     sampler = training.sampler_kwargs(mesh)
     rows = settings.batch // sampler["num_replicas"]
@@ -189,19 +194,31 @@ def train(settings: Settings, corpus: Corpus, mesh: namedmesh.NamedMesh) -> tupl
         optimizer.zero_grad()
         loss = run_step(*(each.to(mesh.device) for each in batch))
         norm = training.clip_grad_norm_(model.parameters(), settings.clip, mesh)
-        set_learning_rate(optimizer, step=step, steps=settings.steps, highest=settings.lr)
-        optimizer.step()
         losses.append(loss.item())
-        if not math.isfinite(losses[-1] + norm.item()):
+        if math.isfinite(losses[-1] + norm.item()):
+            optimizer.step()
+            schedule.step()
+        elif skipped < settings.skip:  # on all ranks: both numbers are the same on each
+            skipped += 1
+            progress.show(f"step {step + 1} is skipped: its gradient is not finite")
+        else:
             raise TrainingError(
                 f"the loss of step {step + 1} is {losses[-1]:g}, and the norm of its gradient {norm.item():g}; choose a lower "
                 f"--lr than {settings.lr:g}"
             )
         progress.update(step, losses[-1])
+        if settings.evaluate_every and (step + 1) % settings.evaluate_every == 0:
+            other = corpus.batch(
+                seed=settings.seed + 1, step=0, batch=settings.batch, seq=settings.seq, rows=mine
+            )
+            evaluated = with_unit(run_step.evaluate(*other).item())
+            progress.show(f"loss on other text after step {step + 1}: {evaluated}")
         dist.all_reduce(stopping := interrupted.clone())  # any rank
         if settings.checkpoint and (stopping or settings.saves_after(step)):
             # The next batch is a function of the seed and the step, so the step is the position in the data.
-            progress.show(f"saved {checkpoints.save(step + 1, model, optimizer).result()}")
+            progress.show(
+                f"saved {checkpoints.save(step + 1, model, optimizer, schedule=schedule.state_dict()).result()}"
+            )
         if stopping:
             raise KeyboardInterrupt
     for each in (signal.SIGINT, signal.SIGTERM):
@@ -210,6 +227,22 @@ def train(settings: Settings, corpus: Corpus, mesh: namedmesh.NamedMesh) -> tupl
     unseen, _ = corpus.batch(seed=settings.seed, step=settings.steps, batch=1, seq=settings.seq)
     prompt = bytes(unseen[0, : max(1, settings.seq // 2)].tolist())
     return losses, f"{prompt!r} + {run_step.generate(prompt, settings.seq, SAMPLE)!r}"
+
+
+def begin(
+    settings: Settings,
+    checkpoints: training.Checkpoints,
+    mesh: namedmesh.NamedMesh,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> dict[str, Any]:
+    """Go on from what the command line says, or begin: what the checkpoint has beside tensors."""
+    last = training.latest(settings.resume) if settings.resume and settings.resume != "auto" else None
+    if settings.checkpoint:
+        return checkpoints.resume_or_start(
+            model, optimizer, resume=settings.resume == "auto" or last or False
+        )
+    return {"step": 0} if last is None else training.load(last, mesh, model, optimizer)
 
 
 def verify(settings: Settings, corpus: Corpus, mesh: namedmesh.NamedMesh, losses: Sequence[float]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import shutil
 import signal
@@ -315,6 +316,55 @@ def trouble(directory: Path) -> list[str]:
     with update if torch.distributed.get_rank() == 1 else nullcontext(), pytest.raises(KeyboardInterrupt):
         losses_of(resumed)
     return [*told, train.how_to_go_on(resumed)]
+
+
+def requeued(directory: Path) -> list[list[float]]:
+    """A job that is started again and again with one command line, with all that goes around the steps."""
+    settings = dataclasses.replace(
+        TINY, tp=2, recompute=True, checkpoint=str(directory), resume="auto", evaluate_every=1
+    )
+    first = losses_of(dataclasses.replace(settings, steps=4, save_every=2))
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        shutil.rmtree(directory / "step-000004")
+    torch.distributed.barrier()
+    again = losses_of(dataclasses.replace(settings, steps=4))
+    real, calls = training.clip_grad_norm_, []
+
+    def broken(*args: Any) -> torch.Tensor:
+        calls.append(1)
+        return real(*args) * (math.nan if len(calls) == 1 else 1)
+
+    with mock.patch.object(training, "clip_grad_norm_", broken):
+        skipped = losses_of(dataclasses.replace(settings, checkpoint="", resume=None, steps=3, skip=1))
+    return [first, again, skipped]
+
+
+def dropping(directory: Path) -> tuple[list[float], list[float]]:
+    settings = dataclasses.replace(
+        TINY, pp=2, verify=False, dropout=0.3, checkpoint=str(directory), resume="auto"
+    )
+    whole = losses_of(dataclasses.replace(settings, save_every=2))
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        shutil.rmtree(directory / "step-000004")
+    torch.distributed.barrier()
+    return whole, losses_of(settings)
+
+
+@PIPELINES
+def test_a_resumed_pipeline_drops_what_it_would_have_dropped(tmp_path: Path) -> None:
+    for whole, resumed in run_ranks(2, dropping, tmp_path):
+        assert resumed == whole[2:]
+
+
+def test_a_job_that_is_queued_again_goes_on(tmp_path: Path) -> None:
+    expected = run_ranks(1, one_process, TINY)[0]
+    for first, again, skipped in run_ranks(2, requeued, tmp_path):
+        assert first == pytest.approx(expected, abs=1e-9)
+        assert again == pytest.approx(expected[2:], abs=1e-9)
+        assert skipped[0] == pytest.approx(skipped[1], abs=1)  # the first step changed nothing
+        assert skipped[2] < skipped[1]
 
 
 def test_trouble_is_told_and_leaves_checkpoints(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import tiny
 import torch
-from ranks import run_ranks
+from ranks import fake_world, run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -251,3 +251,16 @@ def clipped_models() -> list[float]:
 
 def test_models_of_mixed_parameters_are_clipped_as_in_one_process() -> None:
     assert max(max(each) for each in run_ranks(4, clipped_models)) < 1e-9
+
+
+def test_norms_of_short_types_are_computed_in_float32() -> None:
+    with fake_world(1):
+        mesh = namedmesh.init_mesh(dp=1, device="cpu")
+        for dtype in (torch.float16, torch.bfloat16):
+            weight = nn.Parameter(torch.zeros(100, dtype=dtype))
+            weight.grad = torch.full_like(weight, 15808)
+            norm = training.clip_grad_norm_([weight], 1.0, mesh)
+            assert norm.dtype == torch.float32
+            assert norm.item() == pytest.approx(158080, rel=1e-2 if dtype == torch.bfloat16 else 1e-4)
+            assert weight.grad.double().norm().item() == pytest.approx(1, rel=1e-2)
+        mesh.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -69,13 +70,64 @@ def all_differences() -> dict[object, float]:
                 ulysses=ulysses,
                 same_heads=same_heads,
             )
+        if sizes == {"cp": 4}:  # as on devices whose kernels keep their sums to themselves
+            with mock.patch("namedmesh.training.context.has_attention_with_lse", return_value=False):
+                for same_heads, length in product([True, False], (16, 13)):
+                    how = {"is_causal": True, "ulysses": False, "same_heads": same_heads}
+                    told["masks", same_heads, length] = difference(mesh["cp"], length, balanced=True, **how)
+            told["windows"] = of_documents(mesh["cp"])
         mesh.close()
     return told
 
 
+def of_documents(mesh: DeviceMesh) -> float:
+    """How far attention within documents is from that of one process; what is dropped, each rank draws."""
+    q, k, v, _ = whole_tensors(16, HEADS // 2)
+    document = torch.arange(16) // 5
+    mask = (document[:, None] == document) & torch.ones(16, 16, dtype=torch.bool).tril()
+    expected = spread(F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True), mesh, balanced=True)
+    one, two, three = (spread(each, mesh, balanced=True) for each in (q, k, v))
+    attend = training.context_attention
+    found = attend(one, two, three, mesh, is_causal=False, ulysses=True, attn_mask=mask)
+    with pytest.raises(ShapeError, match="attn_mask and dropout_p: give ulysses=True"):
+        attend(one, two, three, mesh, attn_mask=mask, dropout_p=0.5)
+    ones = spread(torch.ones_like(v), mesh, balanced=True)
+    dropped = attend(one, two, ones, mesh, ulysses=True, dropout_p=0.9)
+    assert dropped.eq(0).any()
+    return (found - expected).abs().max().item()
+
+
+def kept_of(mesh: DeviceMesh) -> tuple[int, int]:
+    """The elements that attention keeps for its backward, and those of its inputs and outputs on this rank."""
+    q, k, v, _ = (
+        spread(each, mesh, balanced=True).requires_grad_() for each in whole_tensors(64, HEADS // 2)
+    )
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda each: each):
+        output = training.context_attention(q, k, v, mesh)
+    return sum(kept.values()), sum(each.nbytes for each in (q, k, v, output))
+
+
+def memory() -> tuple[int, int]:
+    mesh = namedmesh.init_mesh(cp=4, device="cpu")
+    told = kept_of(mesh["cp"])
+    mesh.close()
+    return told
+
+
+def test_each_rank_keeps_its_own_keys_and_values() -> None:
+    for kept, least in run_ranks(4, memory):
+        assert kept < 1.2 * least
+
+
 def test_attention_is_that_of_one_process() -> None:
     by_rank = run_ranks(4, all_differences)
-    assert len(by_rank[0]) == 64
+    assert len(by_rank[0]) == 69
     assert max(max(told.values()) for told in by_rank) < 1e-12
 
 

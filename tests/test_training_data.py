@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import warnings
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -103,8 +107,19 @@ def compare_batches() -> list[str]:
     check(mine | {"names": ["a", "c"] if rank == 7 else ["a", "b"]})
     check(mine | {"tokens": mine["tokens"].contiguous().view(2, 8) if rank == 7 else mine["tokens"]})
     check(mine | {"tokens": mine["tokens"].float() if rank == 7 else mine["tokens"]})
+    long = np.arange(5000) + mesh.rank("dp") * 10
+    check({"array": long + (np.arange(5000) == 2500) * (rank == 7)})
+    check(Sample(torch.arange(3) + mesh.rank("dp"), {"a": {rank // 7}}))
+    check(batch(5))
+    training.check_same_batch(batch(5), mesh, distinct=False)
     mesh.close()
     return told
+
+
+@dataclass
+class Sample:
+    tokens: Tensor
+    more: object
 
 
 def test_ranks_with_other_samples_are_named() -> None:
@@ -115,7 +130,44 @@ def test_ranks_with_other_samples_are_named() -> None:
     )
     seven = f"AgreementError: ranks 2, 3, 6 and ranks 7 {tail}"
     both = f"AgreementError: 2 problems:\n  - ranks 0, 4, 5 and ranks 1 {tail}\n  - ranks 2 and ranks 3, 6, 7 {tail}"
-    assert all(told == ["", "", "", both, seven, seven, seven] for told in by_rank), by_rank[0]
+    alike = (
+        "AgreementError: ranks 0, 1, 4, 5 and ranks 2, 3, 6, 7 loaded the same samples, and must load different ones; give their "
+        "samplers sampler_kwargs(mesh), or pass distinct=False where this is meant"
+    )
+    expected = ["", "", "", both, *[seven] * 5, alike]
+    assert all(told == expected for told in by_rank), by_rank[0]
+
+
+def masked(rows: list[int]) -> tuple[list[int], list[float], float]:
+    """A batch with numbers that are drawn for it, in the main process or in a worker."""
+    with training.streams("data"):
+        return rows, torch.rand(2).tolist(), random.random() if torch.utils.data.get_worker_info() else 0.0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_stages_load_the_same_samples_with_the_same_masks(workers: int) -> None:
+    told = {}
+    for rank in range(8):
+        with fake_world(8, rank):
+            mesh = namedmesh.init_mesh(pp=2, dp=2, cp=2, device="cpu")
+            training.seed_all(5, mesh)
+            rows: Any = range(6)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+                loader: Any = DataLoader(
+                    rows,
+                    2,
+                    shuffle=True,
+                    collate_fn=masked,
+                    num_workers=workers,
+                    **training.loader_kwargs(mesh),
+                )
+                told[rank] = [list(loader) for _ in range(2)]
+            share = mesh.rank("dp") * 2
+            assert told[rank] == told[share]
+            mesh.close()
+    assert told[0] != told[2]
+    assert told[0][0] != told[0][1]
 
 
 class Scale(nn.Module):

@@ -817,3 +817,41 @@ def keep_forwards(schedule: Any) -> None:
 
 if _moved:
     warnings.warn(f"torch {torch.__version__} has no {', '.join(_moved)}{_REMEDY}", stacklevel=2)
+
+
+# Attention.
+
+
+def has_attention_with_lse(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether :func:`attention_with_lse` can do this: torch's kernel for the CPU, and widths that are one."""
+    op = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+    return op is not None and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
+
+
+def attention_with_lse(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention and the logarithm of its sums of exponentials, which torch's public function keeps to itself."""
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    result: tuple[torch.Tensor, torch.Tensor] = op(
+        query, key, value, 0.0, causal, attn_mask=None, scale=scale
+    )
+    return result
+
+
+def attention_backward(
+    tensors: tuple[torch.Tensor, ...], causal: bool, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of query, key and value.
+
+    Args:
+        tensors: the gradient of the output, query, key, value, the output, and its sums as of :func:`attention_with_lse`;
+            the last two may be those over more keys than these.
+        causal: as before.
+        scale: as before.
+    """
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = op(
+        *tensors, 0.0, causal, attn_mask=None, scale=scale
+    )
+    return result

@@ -514,8 +514,11 @@ class NamedMesh:
         return view, view.ordered(expanded)
 
     @constant_under_compile
-    def _constant(self, function: Callable[..., Any], _version: str, *args: Any) -> Any:
-        return function(self, *args)
+    def _constant(self, function: Callable[..., Any], version: str, *args: Any) -> Any:
+        key = (function, version, *args)
+        if key not in self._answers:
+            self._answers[key] = function(self, *args)
+        return self._answers[key]
 
     @constant_under_compile
     def _find_ranks(self, axes: tuple[str, ...], version: str) -> tuple[int, ...]:

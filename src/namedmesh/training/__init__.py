@@ -6,7 +6,7 @@ from namedmesh.training.checkpoint_pretrained import to_pretrained
 from namedmesh.training.checkpoints import load, save
 from namedmesh.training.clipping import clip_grad_norm_
 from namedmesh.training.context import context_attention, shard_sequence
-from namedmesh.training.data import check_same_batch, data_axes, fsdp_mesh, sampler_kwargs
+from namedmesh.training.data import check_same_batch, data_axes, fsdp_mesh, loader_kwargs, sampler_kwargs
 from namedmesh.training.experts import set_expert_divisor
 from namedmesh.training.initialization import init_parameters
 from namedmesh.training.loss import token_mean
@@ -26,6 +26,7 @@ __all__ = [
     "init_parameters",
     "latest",
     "load",
+    "loader_kwargs",
     "pipeline",
     "report_lost_ranks",
     "sampler_kwargs",

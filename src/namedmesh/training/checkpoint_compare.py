@@ -6,6 +6,7 @@ names it is one maximum of a matrix; where they have others, as pipeline stages 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -54,6 +55,7 @@ def shard_of_dtensor(tensor: DTensor) -> tuple[object, ...]:
     return tuple((str(each), size, place) for each, size, place in placed if not each.is_replicate())
 
 
+@torch.no_grad()
 def differing(mesh: NamedMesh | None, entries: Mapping[str, Compared]) -> set[str]:
     """Return the names of the entries that are not the same on all ranks that have them; communicates."""
     names = sorted(entries)
@@ -85,6 +87,7 @@ def _table(names: Sequence[str], entries: Sequence[Compared]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64).reshape(-1, 7)
 
 
+@lru_cache(2**16)
 def _hash(value: object) -> int:
     return digest(str(value))
 
@@ -148,7 +151,7 @@ def _sums(entries: Sequence[Compared]) -> Tensor:
 def _sample(entry: Compared) -> Tensor:
     if entry.exact or not isinstance(entry.value, Tensor):
         return torch.empty(0, dtype=torch.float64)
-    local = local_shard(entry.value).detach()
+    local = local_shard(entry.value)
     if local.is_complex():
         local = torch.view_as_real(local)
     return local.reshape(-1)[:: max(1, local.numel() // _SAMPLE)].double()
@@ -157,6 +160,7 @@ def _sample(entry: Compared) -> Tensor:
 Detail = tuple["tuple[int, ...] | None", "tuple[object, ...]", "tuple[float, ...]"]
 
 
+@torch.no_grad()
 def details(entries: Mapping[str, Compared]) -> dict[str, Detail]:
     """Return what tells :func:`contradictions` how entries differ."""
     sums = _sums(list(entries.values())).tolist()

@@ -20,7 +20,7 @@ from namedmesh.training.checkpoint_files import (
     remove,
 )
 from namedmesh.training.checkpoint_load import load_into, verify
-from namedmesh.training.checkpoint_ranks import Ranks
+from namedmesh.training.checkpoint_ranks import CheckpointGroup
 from namedmesh.training.checkpoint_state import State
 from namedmesh.training.checkpoints import Lineage, collect_together, save_as
 
@@ -81,7 +81,7 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """Return the checkpoint that was finished last, as :func:`latest` does, after what is written now."""
-        Ranks.of(self.mesh).background.wait()
+        CheckpointGroup.of(self.mesh).background.wait()
         return latest(self.directory)
 
     def resume_or_start(
@@ -110,10 +110,10 @@ class Checkpoints:
         Raises:
             CheckpointError: the run is to begin, and the directory holds another one; or as for :func:`load`.
         """
-        ranks = Ranks.of(self.mesh)
+        ranks = CheckpointGroup.of(self.mesh)
         state = collect_together(ranks, partial(State, self.mesh, model, optimizer, data))
         if resume is False:
-            ranks.on_first(lambda _: self._refuse_other_run())
+            ranks.run_on_first_rank(lambda _: self._refuse_other_run())
             self._lineage = Lineage()
             return {"step": 0}
         path = self._last_sound(ranks) if resume is True else Path(resume)
@@ -125,6 +125,7 @@ class Checkpoints:
             self._lineage = Lineage()
             return {"step": 0}
         self._lineage = Lineage(about["run"], about["id"])
+        ranks.run_on_first_rank(lambda _: self._refuse_other_run())
         extra: dict[str, Any] = about["extra"]
         return extra
 
@@ -146,7 +147,7 @@ class Checkpoints:
         Raises:
             CheckpointError: the directory holds another run; or as for :func:`namedmesh.training.save`.
         """
-        ranks = Ranks.of(self.mesh)
+        ranks = CheckpointGroup.of(self.mesh)
 
         def collect() -> State:
             if ranks.rank == 0:
@@ -162,7 +163,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for what is written, and raise its error if nobody was told of it."""
-        Ranks.of(self.mesh).background.finish()
+        CheckpointGroup.of(self.mesh).background.finish()
 
     def _refuse_other_run(self) -> None:
         """Refuse to save in a directory of which this run has loaded nothing."""
@@ -184,16 +185,16 @@ class Checkpoints:
             if _NAME.fullmatch(name):
                 clear(self.directory / name)
 
-    def _last_sound(self, ranks: Ranks) -> Path | None:
+    def _last_sound(self, ranks: CheckpointGroup) -> Path | None:
         """Return the checkpoint that was finished last and is as it was written."""
         left_out: list[str] = []
         while True:
-            path = ranks.on_first(lambda _: self._last_but(left_out))
+            path = ranks.run_on_first_rank(lambda _: self._last_but(left_out))
             if path is None:
                 return None
             try:
                 place = path if is_whole(path) else beside(path, "replaced")
-                verify(place, ranks.on_first(partial(_about, path)), ranks)
+                verify(place, ranks.run_on_first_rank(partial(_about, path)), ranks)
             except CheckpointError as error:
                 left_out.append(path.name)
                 if ranks.rank == 0:

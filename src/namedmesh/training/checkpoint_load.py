@@ -22,7 +22,7 @@ from namedmesh.training.checkpoint_files import (
     without_warnings,
 )
 from namedmesh.training.checkpoint_pretrained import require_safetensors
-from namedmesh.training.checkpoint_ranks import Ranks, attempted
+from namedmesh.training.checkpoint_ranks import CheckpointGroup, attempted
 from namedmesh.training.checkpoint_state import State, groups_of
 from namedmesh.training.contents import decoded
 
@@ -39,22 +39,22 @@ _MODEL = "model."
 _NO_OPTIMIZER = "the checkpoint {} was saved without an optimizer; load it without one"
 
 
-def load_into(state: State, path: Path, ranks: Ranks, *, cast: bool) -> dict[str, Any] | None:
+def load_into(state: State, path: Path, ranks: CheckpointGroup, *, cast: bool) -> dict[str, Any] | None:
     """Fill everything from a checkpoint; returns what it says about itself, None for one of Hugging Face."""
     with refuse_io(path, "read"):
-        place, about = ranks.on_first(lambda _: find(path))
+        place, about = ranks.run_on_first_rank(lambda _: find(path))
         verify(place, about, ranks)
         if about is None:
             require_safetensors()
         source = Source(place, about, ranks)
         loading = _Loading(state, source, cast=cast)
-        ranks.on_first(_judge, loading.problems + source.unknown(state, ranks))
+        ranks.run_on_first_rank(_judge, loading.problems + source.unknown(state, ranks))
         source.read(loading.tensors, ranks)
     loading.put()
     return about
 
 
-def verify(place: Path, about: dict[str, Any] | None, ranks: Ranks) -> None:
+def verify(place: Path, about: dict[str, Any] | None, ranks: CheckpointGroup) -> None:
     """Read all files of a checkpoint, each rank some of them.
 
     Raises:
@@ -73,7 +73,7 @@ def verify(place: Path, about: dict[str, Any] | None, ranks: Ranks) -> None:
         if broken := [name for names in by_rank for name in names]:
             raise CheckpointError(damage_in_words(place, broken))
 
-    ranks.on_first(judge, attempted(check))
+    ranks.run_on_first_rank(judge, attempted(check))
 
 
 def _judge(by_rank: Sequence[list[str]]) -> None:
@@ -89,10 +89,10 @@ class Source:
         shapes: the shape and type of each tensor, by its name in the checkpoint.
     """
 
-    def __init__(self, place: Path, about: dict[str, Any] | None, ranks: Ranks) -> None:
+    def __init__(self, place: Path, about: dict[str, Any] | None, ranks: CheckpointGroup) -> None:
         self.place, self.about = place, about
         self._prefix = "" if about is not None else _MODEL
-        found = ranks.on_first(lambda _: shapes_in(self._reader()))
+        found = ranks.run_on_first_rank(lambda _: shapes_in(self._reader()))
         self.shapes: Shapes = {self._prefix + name: each for name, each in found.items()}
         self._own: dict[str, dict[int, int]] = {} if about is None else about["per_rank"]
 
@@ -117,7 +117,7 @@ class Source:
                 return sorted(once.values())
         return [name] if name in self.shapes else []
 
-    def unknown(self, state: State, ranks: Ranks) -> list[str]:
+    def unknown(self, state: State, ranks: CheckpointGroup) -> list[str]:
         """Return the tensors of a model that no rank has; communicates."""
         names = sorted(name for name in self.names() if name.startswith(_MODEL))
         known = torch.tensor([name in state.entries for name in names], dtype=torch.uint8)
@@ -129,7 +129,7 @@ class Source:
             if not each
         ]
 
-    def read(self, tensors: Mapping[str, Tensor], ranks: Ranks | None) -> None:
+    def read(self, tensors: Mapping[str, Tensor], ranks: CheckpointGroup | None) -> None:
         """Fill tensors; with ``ranks`` all of them together."""
         wanted = {name.removeprefix(self._prefix): each for name, each in tensors.items()}
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -249,7 +249,7 @@ class _Loading:
             shape == tuple(parameter.shape) and dtype.is_floating_point and not isinstance(parameter, DTensor)
         )
         if copies == [name] and not name.endswith("#"):
-            self._want(name, copies, self.state.room(name, parameter, shape, dtype))
+            self._want(name, copies, self.state.empty_optimizer_tensor(name, parameter, shape, dtype))
         elif len(copies) == 1 or (copies and alike):
             self._want(name, copies)
         else:

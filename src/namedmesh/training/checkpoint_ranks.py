@@ -12,6 +12,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from namedmesh._torch import before_default_group_ends
@@ -87,7 +88,7 @@ class Background:
             os._exit(1)  # torchrun, and whoever starts the job again, see that it failed
 
 
-class Ranks:
+class CheckpointGroup:
     """All ranks of a mesh, on a gloo group that nothing else uses: a background thread communicates on it.
 
     Attributes:
@@ -96,14 +97,14 @@ class Ranks:
         warned: what the ranks were warned of already.
     """
 
-    _of: ClassVar[WeakKeyDictionary[NamedMesh, Ranks]] = WeakKeyDictionary()
+    _of: ClassVar[WeakKeyDictionary[NamedMesh, CheckpointGroup]] = WeakKeyDictionary()
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group, self.background = group, _of_process if group is None else Background()
         self.warned: set[str] = set()
 
     @classmethod
-    def of(cls, mesh: NamedMesh | None) -> Ranks:
+    def of(cls, mesh: NamedMesh | None) -> CheckpointGroup:
         """Return those of a mesh; the first time every rank calls this, as the group is made then."""
         if mesh is None:
             return cls(None)
@@ -139,7 +140,7 @@ class Ranks:
         """How many they are."""
         return 1 if self.group is None else self.group.size()
 
-    def on_first(self, function: Callable[[list[Any]], T], mine: object = None) -> T:
+    def run_on_first_rank(self, function: Callable[[list[Any]], T], mine: object = None) -> T:
         """Call ``function`` on the first rank, with a value of each rank; all get its result, or its error.
 
         A value that is an error is raised on every rank instead.
@@ -162,9 +163,17 @@ class Ranks:
         result: T = answer[0]
         return result
 
+    def raise_on_all(self, error: BaseException | None) -> None:
+        """Raise the error of any rank on every rank; without one this is a single reduction."""
+        flag = torch.tensor([error is not None], dtype=torch.uint8)
+        if self.group is not None:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
+        if flag.item():
+            self.run_on_first_rank(lambda _: None, error)
+
 
 def attempted(function: Callable[[], T]) -> T | Exception:
-    """Return what a function returns or raises, for :meth:`Ranks.on_first`."""
+    """Return what a function returns or raises, for :meth:`CheckpointGroup.run_on_first_rank`."""
     try:
         return function()
     except Exception as error:  # noqa: BLE001  raised on every rank

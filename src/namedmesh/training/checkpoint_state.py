@@ -22,7 +22,7 @@ from namedmesh.training.contents import decoded, digest, encoded
 from namedmesh.training.seeds import streams
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from namedmesh.mesh import NamedMesh
 
@@ -188,10 +188,6 @@ class State:
             shape[cut[1]] *= self.mesh.size(cut[0])
         return tuple(shape)
 
-    def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return entries as a checkpoint holds them."""
-        return {name: self.tensor(name) for name in names}
-
     def tensor(self, name: str) -> Tensor:
         """Return an entry as a checkpoint holds it.
 
@@ -207,7 +203,9 @@ class State:
             else whole(entry.value, entry.parameter, self.mesh)
         )
 
-    def room(self, name: str, parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def empty_optimizer_tensor(
+        self, name: str, parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
         """Return a tensor to load what an optimizer keeps for a parameter into, as a checkpoint holds it."""
         entry = self.entries.get(name)
         if entry is not None and isinstance(entry.value, Tensor):
@@ -304,6 +302,8 @@ def whole(tensor: Tensor, parameter: Tensor, mesh: NamedMesh | None) -> Tensor:
 
     Where the whole was cut in blocks, the ranks of the axis exchange them first, and the memory is another.
     """
+    if isinstance(tensor, DTensor):
+        return tensor  # to detach one takes as long as to copy it
     tensor, cut = tensor.detach(), shard_of(parameter, mesh)
     if mesh is None or cut is None or tensor.shape != parameter.shape:
         return tensor

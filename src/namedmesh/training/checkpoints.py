@@ -29,7 +29,7 @@ from namedmesh.training.checkpoint_files import (
     without_warnings,
 )
 from namedmesh.training.checkpoint_load import load_into
-from namedmesh.training.checkpoint_ranks import Ranks, Saving, attempted
+from namedmesh.training.checkpoint_ranks import CheckpointGroup, Saving, attempted
 from namedmesh.training.checkpoint_state import State
 from namedmesh.training.contents import decoded, digest, encoded
 
@@ -139,7 +139,7 @@ def save_as(
     after: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> Future[Path]:
     """Save what ``collect`` returns as a part of a run; ``after`` is called on the first rank, once it is in its place."""
-    ranks = Ranks.of(mesh)
+    ranks = CheckpointGroup.of(mesh)
     state = collect_together(ranks, collect)
     compared = state.compared()
     unlike = differing(mesh, compared)
@@ -166,8 +166,7 @@ def save_as(
     room = partial(_checked, path, ranks, extra)
     with refuse_io(path):
         known = own if isinstance(own, Exception) else own["known"]
-        nonce, copies = ranks.on_first(room, known)
-        ranks.on_first(partial(_refuse_unseen, path), sees_room(path, nonce))
+        nonce, copies = ranks.run_on_first_rank(room, known)
     own = cast("dict[str, Any]", own)  # an error was raised on every rank
     about = {
         "run": lineage.run,
@@ -187,19 +186,19 @@ def save_as(
     return done
 
 
-def collect_together(ranks: Ranks, collect: Callable[[], State]) -> State:
+def collect_together(ranks: CheckpointGroup, collect: Callable[[], State]) -> State:
     """Return what this rank has to save or to load, unless a rank has a problem, or did not hear of a failed save."""
     failed = ranks.background.failure()
     state = attempted(collect)
     if not isinstance(state, Exception) and state.problems:
         state = CheckpointError(*state.problems)
     error = failed or (state if isinstance(state, Exception) else None)
-    ranks.on_first(lambda _: None, error)
+    ranks.raise_on_all(error)
     return cast("State", state)
 
 
 def _checked(
-    path: Path, ranks: Ranks, extra: Mapping[str, Any], by_rank: Sequence[dict[str, Any]]
+    path: Path, ranks: CheckpointGroup, extra: Mapping[str, Any], by_rank: Sequence[dict[str, Any]]
 ) -> tuple[str, dict[str, dict[int, int]]]:
     """Make room on the first rank if all ranks agree; returns the nonce in it, and which ranks have what of their own."""
     problems = contradictions([one["contradictions"] for one in by_rank])
@@ -222,7 +221,7 @@ def _checked(
     return make_room(path), copies
 
 
-def _warn(ranks: Ranks, names: Sequence[str]) -> None:
+def _warn(ranks: CheckpointGroup, names: Sequence[str]) -> None:
     if new := [name for name in names if name not in ranks.warned]:
         ranks.warned.update(new)
         warnings.warn(
@@ -236,7 +235,6 @@ def _refuse_unseen(path: Path, seen: Sequence[bool]) -> None:
     """Refuse a path that is another directory on other hosts than on that of the first rank."""
     absent = [rank for rank, one in enumerate(seen) if not one]
     if absent:
-        shutil.rmtree(beside(path, "unfinished"), ignore_errors=True)
         raise CheckpointError(
             f"{path} on rank 0 is not the directory of {ranks_in_words(absent)}; give a path on a file system that all hosts "
             "share, such as NFS or Lustre"
@@ -245,7 +243,7 @@ def _refuse_unseen(path: Path, seen: Sequence[bool]) -> None:
 
 def _write(
     path: Path,
-    ranks: Ranks,
+    ranks: CheckpointGroup,
     tensors: dict[str, Tensor],
     about: dict[str, Any],
     after: Callable[[dict[str, Any]], None],
@@ -262,13 +260,14 @@ def _write(
         after(about)
 
     try:
+        ranks.run_on_first_rank(partial(_refuse_unseen, path), sees_room(path, about["id"]))
         with refuse_io(path):
             if ranks.group is None:
                 with without_warnings():
                     dcp.save(tensors, storage_writer=writer, planner=planner, **ranks.arguments)
             else:
                 dcp.save(tensors, storage_writer=writer, planner=planner, **ranks.arguments)
-            ranks.on_first(finish, attempted(lambda: measured(unfinished, writer.names)))
+            ranks.run_on_first_rank(finish, attempted(lambda: measured(unfinished, writer.names)))
     except Exception:
         if ranks.rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -279,11 +278,12 @@ def _write(
 def _copied(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
     """Copy tensors to the CPU; returns a function that makes DTensors of them again, which takes longer."""
     copies: dict[str, tuple[Tensor, Tensor]] = {}
-    for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor) and tensor.device.type == "cpu":
-            copies[name] = tensor, tensor.to_local().clone()
-        else:
-            copies[name] = tensor, tensor.to("cpu", copy=True)
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            if isinstance(tensor, DTensor) and tensor.device.type == "cpu":
+                copies[name] = tensor, tensor.to_local().clone()
+            else:
+                copies[name] = tensor, tensor.to("cpu", copy=True)
 
     def again() -> dict[str, Tensor]:
         return {name: _like(tensor, local) for name, (tensor, local) in copies.items()}
@@ -336,7 +336,7 @@ def load(
             problems at once, on every rank, before anything is changed.
     """
     final = Path(path)
-    ranks = Ranks.of(mesh)
+    ranks = CheckpointGroup.of(mesh)
     state = collect_together(ranks, partial(State, mesh, model, optimizer, data))
     about = load_into(state, final, ranks, cast=cast)
     if about is None:

@@ -86,7 +86,7 @@ def clip_grad_norm_(
     shards = [_shard(_summed(grad)) for _, grad in held]  # on every rank, as it may communicate
     counted = [shard for (holders, _), shard in zip(held, shards, strict=True) if counts[holders]]
     # Without any it is no constant: the compiler computes with those while it traces, collectives included.
-    mine = get_total_norm(counted, norm_type, foreach=foreach) if counted else torch.zeros(())
+    mine = _norm(counted, norm_type, foreach) if counted else torch.zeros(())
     total = _over_ranks(mine.to(mesh.device, torch.float64), norm_type, mesh)
     if error_if_nonfinite and not total.isfinite():
         raise TrainingError(
@@ -95,9 +95,25 @@ def clip_grad_norm_(
         )
     total = total.to(reduce(torch.promote_types, (each.dtype for each in parameters), torch.float32))
     # The shards themselves: torch 2.8 scales a DTensor that is a part of a sum to something else.
-    scaled: list[Any] = [_Held(_shard(grad)) for _, grad in held]
+    scaled: list[Any] = [_Clipped(_shard(grad)) for _, grad in held]
     clip_grads_with_norm_(scaled, max_norm, total, foreach)
     return total
+
+
+def _norm(shards: list[Any], norm_type: float, foreach: bool | None) -> Tensor:
+    """Return the norm of this rank's numbers; torch's own is computed in their type, where a square soon is infinite."""
+    small = {torch.float16, torch.bfloat16}
+    norms = [
+        torch.linalg.vector_norm(each, norm_type, dtype=torch.float32)
+        for each in shards
+        if each.dtype in small
+    ]
+    others = [each for each in shards if each.dtype not in small]
+    if others:
+        norms.append(get_total_norm(others, norm_type, foreach=foreach))
+    together = torch.stack([each.to(norms[0].device, torch.float64) for each in norms])
+    result: Tensor = torch.linalg.vector_norm(together, norm_type)
+    return result
 
 
 def _over_ranks(mine: Tensor, norm_type: float, mesh: NamedMesh) -> Tensor:
@@ -114,7 +130,7 @@ def _over_ranks(mine: Tensor, norm_type: float, mesh: NamedMesh) -> Tensor:
     return largest.masked_fill(undefined > 0, math.nan)
 
 
-class _Held(NamedTuple):
+class _Clipped(NamedTuple):
     """What torch scales: something with a gradient."""
 
     grad: Tensor

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
+from namedmesh._torch import has_attention_with_lse
 from namedmesh.errors import ShapeError
 from namedmesh.tensor_parallel.collectives import RankGroup, gather_parts
 from namedmesh.tensor_parallel.regions import exchange
+from namedmesh.training.context_pieces import How, attend_in_pieces, chunks_of, rank_order, whole_order
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,7 +79,7 @@ def shard_sequence(
         raise ShapeError(*problems)
     (length,) = lengths
     size = -(-length // parts)
-    mine = _chunks(mesh.get_local_rank(), mesh.size(), balanced=balanced)
+    mine = chunks_of(mesh.get_local_rank(), mesh.size(), balanced=balanced)
     filled = [
         each if length == size * parts else _padded(each, dim, size * parts, pad[index] if pad else 0)
         for index, each in enumerate(tensors)
@@ -98,10 +101,13 @@ def context_attention(
     ulysses: bool = False,
     length: int | None = None,
     scale: float | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """Compute attention over whole sequences of which each rank has a part, as :func:`shard_sequence` gives it.
 
-    Keys and values are gathered over ``mesh``; each rank keeps its queries. With ``ulysses`` an all-to-all gives
+    Keys and values are gathered over ``mesh``, and on the CPU once more in the backward, so that a rank keeps its own only;
+    each rank keeps its queries. With ``ulysses`` an all-to-all gives
     each rank whole sequences of some heads instead, and another one takes the result back. Both are exact, have
     exact gradients, and go together with tensor parallelism: the heads are then those of this ``tp`` rank. Where
     the device has it, torch's ring attention can do instead:
@@ -121,12 +127,17 @@ def context_attention(
         length: the length of the sequence before it was padded; needed where not ``is_causal``, since padding
             would be seen.
         scale: as for ``torch.nn.functional.scaled_dot_product_attention``.
+        attn_mask: which keys a query sees, such as those of its document or of a window before it: of the whole sequence in
+            its own order, ``(length, length)`` or more dims in front, and the same for all heads; with ``ulysses``, in place
+            of ``is_causal``.
+        dropout_p: as for torch's function, with ``ulysses``: each rank has other heads, and draws from its default generator.
 
     Returns:
         ``(batch, heads, length / cp, head_dim)``, this rank's part of what one process computes.
 
     Raises:
-        ShapeError: the parts cannot be those of one sequence, or the heads do not divide; all problems at once.
+        ShapeError: the parts cannot be those of one sequence, or the heads do not divide, or a mask or
+            dropout is asked for that this way of sharing the work has not; all problems at once.
 
     Example:
         >>> import namedmesh, torch.distributed as dist
@@ -139,23 +150,38 @@ def context_attention(
         >>> dist.destroy_process_group()
     """
     ranks = RankGroup(mesh)
+    special = []
+    if attn_mask is not None:
+        special.append("attn_mask")
+    if dropout_p:
+        special.append("dropout_p")
+    if special and (not ulysses or (attn_mask is not None and is_causal)):
+        raise ShapeError(f"{' and '.join(special)}: give ulysses=True, and with attn_mask is_causal=False")
     _check(query, key, value, ranks, balanced=balanced, ulysses=ulysses)
     gqa = query.shape[1] != key.shape[1]
     if ulysses:
         whole = [
-            _whole_order(_to_heads(each, ranks), ranks.size, balanced=balanced)
-            for each in (query, key, value)
+            whole_order(_to_heads(each, ranks), ranks.size, balanced=balanced) for each in (query, key, value)
         ]
         query, key, value = whole[0], *(each[:, :, :length] for each in whole[1:])
-        mixed = _attend(query, key, value, 0, is_causal=is_causal, gqa=gqa, scale=scale)
-        return _to_sequence(_rank_order(mixed, ranks.size, balanced=balanced), ranks)
+        if attn_mask is not None and attn_mask.shape[-2] < query.shape[2]:
+            attn_mask = F.pad(attn_mask, (0, 0, 0, query.shape[2] - attn_mask.shape[-2]), value=1)
+        if special:
+            mixed = F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=gqa, scale=scale
+            )
+        else:
+            mixed = _attend(query, key, value, 0, is_causal=is_causal, gqa=gqa, scale=scale)
+        return _to_sequence(rank_order(mixed, ranks.size, balanced=balanced), ranks)
+    if has_attention_with_lse(query, value):
+        return attend_in_pieces(query, key, value, ranks, How(is_causal, balanced, length, scale))
     key, value = (
-        _whole_order(gather_parts(each, ranks, 2), ranks.size, balanced=balanced)[:, :, :length]
+        whole_order(gather_parts(each, ranks, 2), ranks.size, balanced=balanced)[:, :, :length]
         for each in (key, value)
     )
     if not is_causal:
         return _attend(query, key, value, 0, is_causal=False, gqa=gqa, scale=scale)
-    mine = _chunks(ranks.rank, ranks.size, balanced=balanced)
+    mine = chunks_of(ranks.rank, ranks.size, balanced=balanced)
     chunks = query.chunk(len(mine), dim=2)
     return torch.cat(
         [
@@ -170,12 +196,19 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, first: int, *, is_causal: bool, gqa: bool, scale: float | None
 ) -> Tensor:
     """Compute attention of consecutive queries, the first of them at position ``first``, over keys from position 0 on."""
-    mask = None
+    mask: Any = None
     if is_causal:
         end = first + query.shape[2]
         key, value = key[:, :, :end], value[:, :, :end]
         if first or key.shape[2] < end:
-            mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(first)
+            # Beyond the end of a sequence that was padded, a query sees what the last one sees.
+            rows = min(query.shape[2], key.shape[2] - first)
+            if rows == query.shape[2]:
+                mask = causal_lower_right(rows, key.shape[2])  # which kernels take, and no matrix
+            else:
+                mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(
+                    first
+                )
     return F.scaled_dot_product_attention(
         query, key, value, mask, is_causal=is_causal and mask is None, enable_gqa=gqa, scale=scale
     )
@@ -205,30 +238,6 @@ def _check(
         )
     if problems:
         raise ShapeError(*problems)
-
-
-def _chunks(rank: int, size: int, *, balanced: bool) -> tuple[int, ...]:
-    """Return which chunks of the whole sequence a rank has."""
-    return (rank, 2 * size - 1 - rank) if balanced else (rank,)
-
-
-def _whole_order(joined: Tensor, size: int, *, balanced: bool) -> Tensor:
-    """Return the sequence in its own order, from the parts of all ranks one after the other."""
-    held = [part for rank in range(size) for part in _chunks(rank, size, balanced=balanced)]
-    return _ordered(joined, [held.index(part) for part in range(len(held))])
-
-
-def _rank_order(whole: Tensor, size: int, *, balanced: bool) -> Tensor:
-    """Return the inverse of :func:`_whole_order`."""
-    return _ordered(whole, [part for rank in range(size) for part in _chunks(rank, size, balanced=balanced)])
-
-
-def _ordered(tensor: Tensor, order: list[int]) -> Tensor:
-    """Return chunks of the sequence, by their numbers."""
-    if order == sorted(order):
-        return tensor
-    chunks = tensor.chunk(len(order), dim=2)
-    return torch.cat([chunks[number] for number in order], dim=2)
 
 
 def _to_heads(tensor: Tensor, ranks: RankGroup) -> Tensor:

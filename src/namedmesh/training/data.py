@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
 from namedmesh._torch import constant_of_mesh, joined
 from namedmesh.errors import AgreementError, AxisError, listing
+from namedmesh.training.contents import digest
 from namedmesh.training.reduction import all_reduced
+from namedmesh.training.seeds import derived_seed, seed_defaults, streams
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed.device_mesh import DeviceMesh
 
     from namedmesh.mesh import NamedMesh
@@ -103,8 +104,8 @@ def sampler_kwargs(mesh: NamedMesh) -> SamplerKwargs:
     }
 
 
-def check_same_batch(batch: object, mesh: NamedMesh) -> None:
-    """Refuse a batch that differs between ranks that must have the same samples; communicates.
+def check_same_batch(batch: object, mesh: NamedMesh, *, distinct: bool = True) -> None:
+    """Refuse a batch that differs between ranks that must have the same samples, or is another data rank's; communicates.
 
     Prevents: loaders that shuffle with another seed on each rank, or drop samples on some. The ranks of a
     tensor-parallel group then sum activations of different samples, and the loss goes down all the same.
@@ -113,9 +114,10 @@ def check_same_batch(batch: object, mesh: NamedMesh) -> None:
     copies the batch to the CPU and hashes it: for the first steps, or every thousandth.
 
     Args:
-        batch: tensors, in dicts, lists and tuples; anything else counts by its ``repr``. None on a rank that
-            loads nothing, such as a stage in the middle of a pipeline, which is then not compared.
+        batch: tensors, NumPy arrays and anything else, in dicts, lists, tuples, dataclasses and other objects. None on a rank
+            that loads nothing, such as a stage in the middle of a pipeline, which is then not compared.
         mesh: the mesh.
+        distinct: whether ranks with other coordinates on the data axes must have other batches.
 
     Raises:
         AgreementError: on every rank, naming the ranks whose batches differ.
@@ -130,14 +132,33 @@ def check_same_batch(batch: object, mesh: NamedMesh) -> None:
         >>> mesh.close(); dist.destroy_process_group()
     """
     axes = data_axes(mesh)
-    mine = torch.zeros(mesh.size(), dtype=torch.int64)
-    mine[mesh.rank()] = 0 if batch is None else _digest(batch)
-    digests = all_reduced(mine.to(mesh.device), mesh, mesh.layout.axes).tolist()
+    mine = 0 if batch is None else digest(batch)
+    # The largest and the smallest of those that must load the same; without a batch, neither.
+    bounds = torch.tensor([mine, -mine if mine else -(2**63) + 1], device=mesh.device)
+    same = [axis for axis in mesh.layout if axis not in axes]
+    high, low = all_reduced(bounds, mesh, same, "max").tolist()
+    by_share = torch.zeros(mesh.size(*axes) if axes else 1, dtype=torch.int64)
+    by_share[mesh.rank(*axes) if axes else 0] = high
+    shares = [each for each in all_reduced(by_share.to(mesh.device), mesh, axes).tolist() if each]
+    wrong = (high > 0 and high != -low) or (distinct and len(set(shares)) < len(shares))
+    if all_reduced(torch.tensor([int(wrong)], device=mesh.device), mesh, mesh.layout.axes, "max").item():
+        raise AgreementError(*_differences(mine, mesh, distinct=distinct))
+
+
+def _differences(mine: int, mesh: NamedMesh, *, distinct: bool) -> list[str]:
+    """Return one sentence for each set of ranks whose batches are not what they must be; communicates."""
+    axes, digests = data_axes(mesh), torch.zeros(mesh.size(), dtype=torch.int64)
+    digests[mesh.rank()] = mine
     shares: dict[tuple[int, ...], dict[int, list[int]]] = {}
-    for rank, digest in zip(mesh.layout.ranks, digests, strict=True):
-        if digest:
+    loaded: dict[int, dict[tuple[int, ...], list[int]]] = {}
+    for rank, each in zip(
+        mesh.layout.ranks, all_reduced(digests.to(mesh.device), mesh, mesh.layout.axes).tolist(), strict=True
+    ):
+        if each:
             coords = mesh.layout.coords(rank)
-            shares.setdefault(tuple(coords[axis] for axis in axes), {}).setdefault(digest, []).append(rank)
+            share = tuple(coords[axis] for axis in axes)
+            shares.setdefault(share, {}).setdefault(each, []).append(rank)
+            loaded.setdefault(each, {}).setdefault(share, []).append(rank)
     problems = [
         f"{' and '.join(f'ranks {listing(ranks)}' for ranks in found.values())} loaded different samples, and must "
         "load the same; give their samplers sampler_kwargs(mesh) and one seed, and call this before the sequence "
@@ -145,29 +166,58 @@ def check_same_batch(batch: object, mesh: NamedMesh) -> None:
         for found in shares.values()
         if len(found) > 1
     ]
-    if problems:
-        raise AgreementError(*problems)
+    if distinct:
+        problems += [
+            f"{' and '.join(f'ranks {listing(ranks)}' for ranks in found.values())} loaded the same samples, and must load "
+            "different ones; give their samplers sampler_kwargs(mesh), or pass distinct=False where this is meant"
+            for found in loaded.values()
+            if len(found) > 1
+        ]
+    return problems
 
 
-def _digest(batch: object) -> int:
-    """Return a hash of the contents, equal for others with a chance of 2 to the -62; never 0."""
-    digest = hashlib.sha256()
-    for text in _contents(batch):
-        digest.update(text)
-    return int.from_bytes(digest.digest()[:8], "little") >> 1 | 1
+class LoaderKwargs(TypedDict):
+    """What torch's loaders draw random numbers with."""
+
+    generator: torch.Generator
+    worker_init_fn: Callable[[int], None]
 
 
-def _contents(value: Any) -> list[bytes]:
-    if isinstance(value, torch.Tensor):
-        flat = value.detach().cpu().contiguous()
-        return [repr((value.dtype, value.shape)).encode(), ctypes.string_at(flat.data_ptr(), flat.nbytes)]
-    if isinstance(value, Mapping):
-        value = sorted(
-            value.items(), key=lambda item: repr(item[0])
-        )  # ranks may fill theirs in different orders
-    if isinstance(value, list | tuple):
-        return [b"(", *(text for each in value for text in _contents(each)), b")"]
-    return [repr(value).encode()]
+def loader_kwargs(mesh: NamedMesh) -> LoaderKwargs:
+    """Return the arguments ``generator`` and ``worker_init_fn`` of ``DataLoader``, after :func:`seed_all`.
+
+    Prevents: ``shuffle=True``, and masks that are drawn for samples, with the default numbers, which differ over pp and cp: the
+    stages of a pipeline then work on other samples, or on other masks of the same ones. These are the numbers of
+    ``streams("data")``, equal over pp, cp and tp; a checkpoint has their place. What is drawn in ``collate_fn`` in the main
+    process, with ``num_workers=0``, goes inside ``with training.streams("data")``; in workers torch's, Python's and NumPy's
+    default generators are seeded alike.
+
+    Raises:
+        TrainingError: :func:`seed_all` was not called.
+        AxisError: as for :func:`data_axes`.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from torch.utils.data import DataLoader
+        >>> import namedmesh
+        >>> from namedmesh import training
+        >>> mesh = namedmesh.init_mesh(dp=-1, tp=1, device="cpu")
+        >>> training.seed_all(0, mesh)
+        >>> loader = DataLoader(range(4), shuffle=True, **training.loader_kwargs(mesh))
+        >>> sorted(int(each) for each in loader)
+        [0, 1, 2, 3]
+        >>> mesh.close(); dist.destroy_process_group()
+    """
+    data_axes(mesh)
+    return {"generator": streams.generator("data"), "worker_init_fn": _seed_worker}
+
+
+def _seed_worker(_: int) -> None:
+    """Seed all generators of a worker by what torch gave it, which comes from the loader's generator."""
+    seed = torch.initial_seed()
+    seed_defaults(seed)
+    streams.reset()
+    streams.add("data", derived_seed(seed, "data"))
 
 
 def fsdp_mesh(mesh: NamedMesh) -> DeviceMesh:
