@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections import defaultdict
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -258,14 +259,29 @@ class Agreement:
             raise AgreementError(f"the store of the job is lost during {self.call}: {error}") from None
 
     def _store(self, limit: timedelta | None = None) -> dist.Store:
+        """Return the store, opened within the limit the first time.
+
+        Raises:
+            StoreLostError: its host cannot be reached.
+        """
         if self._opened is None:
             given, within = self._given, limit or self._participant.timeout
+            overdue = time.monotonic() + within.total_seconds() + self._limit
+
+            def look() -> None:
+                if time.monotonic() > overdue:
+                    raise StoreLostError("its host did not answer, so it hangs, or this host is cut off")
+
             try:
-                opened = (
-                    given if isinstance(given, dist.Store) else in_thread(lambda: given(within), lambda: None)
-                )
-            except BaseException:
+                opened = given if isinstance(given, dist.Store) else in_thread(lambda: given(within), look)
+            except dist.DistError as error:
                 self._failed = True  # there is nobody to tell
+                reason = str(error).partition("\n")[0]
+                raise StoreLostError(
+                    f"its host cannot be reached ({reason}), so this host or the link between them is cut off"
+                ) from None
+            except BaseException:
+                self._failed = True
                 raise
             self._opened = dist.PrefixStore("namedmesh/agreements", opened)
         return self._opened

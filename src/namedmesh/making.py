@@ -373,15 +373,20 @@ def agreed(
     """
     registry, known = pool.registry, pool.agreements
     alone = registry.default_backend == "fake" or len(ranks) == 1
-    if known.store is None and not alone:
-        known.store = new_connection(default_store())
+    shared = default_store()
+
+    def connect(_: timedelta) -> dist.Store:
+        if known.store is None:
+            known.store = new_connection(shared)
+        return known.store
+
     # What is no time is refused under the agreement.
     own = timeout if isinstance(timeout, timedelta) and timeout > timedelta(0) else None
     agreement = Agreement(
         call,
         ranks=ranks,
         rank=pool.rank,
-        store=known.store or default_store(),
+        store=known.store or connect,
         known=known,
         timeout=own or pool.defaults.timeout or registry.default_timeout or timedelta(minutes=30),
         hosts_store=hosts_store(os.environ, pool.rank),
