@@ -121,10 +121,16 @@ class _Request(NamedTuple):
     def __repr__(self) -> str:
         if self.layout is not None:
             return repr(self.layout)
+        return f"Layout({', '.join(self.words())})"
+
+    def words(self) -> list[str]:
+        """Return the sizes and the place that were asked for, as they are written in code."""
         words = [f"{axis}={size!r}" for axis, size in self.sizes.items()]
-        words += [f"world_size={self.world_size!r}"] * (self.world_size is not None)
-        words += [f"rank_offset={self.rank_offset!r}"] * (self.rank_offset != 0)
-        return f"Layout({', '.join(words)})"
+        if self.world_size is not None:
+            words.append(f"world_size={self.world_size!r}")
+        if self.rank_offset != 0:
+            words.append(f"rank_offset={self.rank_offset!r}")
+        return words
 
 
 def _init_mesh(
@@ -200,11 +206,8 @@ def _part_ranks(request: _Request, world: int) -> range:
 def _resolve(request: _Request, world: int, rank: int) -> Layout:
     layout, part = request.layout, request.part
     if layout is not None and (request.sizes or request.world_size is not None or request.rank_offset):
-        besides = [f"{axis}={size!r}" for axis, size in request.sizes.items()]
-        besides += [f"world_size={request.world_size!r}"] * (request.world_size is not None)
-        besides += [f"rank_offset={request.rank_offset!r}"] * bool(request.rank_offset)
         raise LayoutError(
-            f"both {layout!r} and {', '.join(besides)} were given; give a layout, which says all of this itself, or sizes "
+            f"both {layout!r} and {', '.join(request.words())} were given; give a layout, which says all of this itself, or sizes "
             "by name"
         )
     if layout is not None and not isinstance(layout, Layout):

@@ -141,7 +141,8 @@ def agreement_of_all(call: str, rank: int, world_size: int, timeout: timedelta |
             yield agreement
     except BaseException:
         # Ranks that call late, and the next try, use the store that this process hosts.
-        _store_of_failure[:] = [agreement.opened] * hosts_store(os.environ, rank)
+        if hosts_store(os.environ, rank):
+            _store_of_failure[:] = [agreement.opened]
         if dist.is_initialized():
             dist.destroy_process_group()
         raise
