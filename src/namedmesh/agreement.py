@@ -234,20 +234,16 @@ class Agreement:
         me, interrupted = self._participant, not isinstance(error, Exception)
         if interrupted and self._opened is None:
             return
+
+        def questions(store: LimitedStore) -> None:
+            me.give_up(store, _reason(error))
+
         with suppress(StoreLostError, NamedMeshError):  # there may be nobody to tell
             if interrupted and self._opened is not None:
                 # The connection may still wait for the other ranks, in a thread that nobody waits for any more.
-                ask(
-                    new_connection(self._opened),
-                    lambda store: me.give_up(store, _reason(error)),
-                    limit=_TELLING_LIMIT,
-                )
+                ask(new_connection(self._opened), questions, limit=_TELLING_LIMIT)
             else:
-                ask(
-                    self._store(_OPENING_LIMIT),
-                    lambda store: me.give_up(store, _reason(error)),
-                    limit=self._limit,
-                )
+                ask(self._store(_OPENING_LIMIT), questions, limit=self._limit)
                 self._leave(len(self.ranks))
 
     def _ask(self, questions: Callable[[LimitedStore], str], connection: dist.Store | None = None) -> str:

@@ -372,7 +372,6 @@ def agreed(
         AgreementError: the ranks do not agree, some did not come in time, or one failed.
     """
     registry, known = pool.registry, pool.agreements
-    alone = registry.default_backend == "fake" or len(ranks) == 1
     shared = default_store()
 
     def connect(_: timedelta) -> dist.Store:
@@ -390,7 +389,7 @@ def agreed(
         known=known,
         timeout=own or pool.defaults.timeout or registry.default_timeout or timedelta(minutes=30),
         hosts_store=hosts_store(os.environ, pool.rank),
-        alone=alone,
+        alone=registry.default_backend == "fake",
     )
     maker = GroupMaker(pool, agreement)
     try:

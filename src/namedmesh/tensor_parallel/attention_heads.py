@@ -10,6 +10,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from namedmesh.errors import listing
+from namedmesh.sizes import SharedHeads
 from namedmesh.tensor_parallel.kv_heads import GROUPS, KeyValueParallel
 from namedmesh.tensor_parallel.module_setup import sharded_dim
 
@@ -46,7 +47,7 @@ class Heads:
         """Return whether ranks that do not divide the kv heads can share them: each has its queries, each head too."""
         if self.queries is None or self.keys is None:
             return False
-        return self.queries[1] % tp_size == 0 and self.queries[1] % self.keys[1] == 0
+        return SharedHeads(self.queries[1], self.keys[1], tp_size).possible
 
 
 def with_counts(model: nn.Module, entries: list[Entry], tp_size: int) -> list[Entry]:
