@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 import namedmesh
 from namedmesh import training
-from namedmesh._torch import TORCH
+from namedmesh._torch import tells_before_destruction
 from namedmesh.errors import CheckpointError
 
 REFUSED = mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=OSError(28, "No space left"))
@@ -75,6 +76,19 @@ def test_another_run_is_refused_and_nothing_of_it_removed(tmp_path: Path) -> Non
     assert error_of(lambda: training.Checkpoints(tmp_path, None, keep=0)).startswith(
         "CheckpointError: keep is 0; "
     )
+
+
+def test_options_of_other_calls_are_no_extra_values(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    assert error_of(lambda: training.save(tmp_path / "one", None, model, keep=3)) == (
+        "CheckpointError: 'keep' is no option of save(), and no name for an extra value; write Checkpoints(directory, mesh, "
+        "keep=...), or give the value another name"
+    )
+    run = training.Checkpoints(tmp_path, None)
+    for name in ("keep", "async_", "resume", "cast"):
+        option: Any = {name: True}
+        assert repr(name) in error_of(partial(run.save, 1, model, **option))
+    assert files_left(tmp_path) == []
 
 
 def test_what_interrupted_saves_leave_is_removed(tmp_path: Path) -> None:
@@ -237,20 +251,20 @@ def test_closing_waits_for_the_last_save(tmp_path: Path) -> None:
         assert told[1].startswith(
             f"CheckpointError: the checkpoint {tmp_path}/bad could not be written by rank 0 ("
         )
-        if TORCH.release >= (2, 13):  # before, torch has no place to wait at
-            assert told[2] == "True"
+        assert told[2] == str(tells_before_destruction())
 
 
 EXIT = """
-import sys, torch, namedmesh
+import atexit, sys
+atexit.register(lambda: print("the first handler", flush=True))  # which is called last
 from unittest import mock
-import torch.distributed as dist, torch.distributed.checkpoint as dcp
+import torch, namedmesh, torch.distributed as dist, torch.distributed.checkpoint as dcp
 from namedmesh import training
+path, kind = sys.argv[1:]
+if kind == "bad":
+    mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=OSError(28, "No space left")).start()
 mesh = namedmesh.init_mesh(dp=1, device="cpu")
-patch = mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=OSError(28, "No space left"))
-if sys.argv[2] == "bad":
-    patch.start()
-training.save(sys.argv[1], mesh, torch.nn.Linear(2, 2), async_=True)
+training.save(path, mesh, torch.nn.Linear(2, 2), async_=True)
 """
 
 
@@ -265,9 +279,8 @@ def test_the_end_of_the_interpreter_waits_and_tells(kind: str, tmp_path: Path) -
         check=False,
         timeout=90,
     )
-    assert (done.returncode, (tmp_path / "one").exists()) == ((0, True) if kind == "fine" else (1, False)), (
-        done.stderr
-    )
+    assert done.stdout == "the first handler\n"
+    assert (done.returncode == 0) == (tmp_path / "one").exists() == (kind == "fine"), done.stderr
     assert ("CheckpointError: the checkpoint" in done.stderr) == (kind == "bad")
 
 

@@ -141,14 +141,20 @@ class _Finisher:
         self.finalize = finish
 
 
+def tells_before_destruction() -> bool:
+    """Return whether ``destroy_process_group`` begins with something of ours: torch's with torchcomms does."""
+    return "comms" in dist.destroy_process_group.__code__.co_names and isinstance(c10d._world.comms, list)
+
+
 def before_default_group_ends(finish: Callable[[], None]) -> None:
     """Call a function while the groups of the process still work, when torch is about to destroy the default group.
 
-    torch before 2.11 has no such place: there the function is not called.
+    Called where :func:`tells_before_destruction`, and once, however often it is given.
     """
-    communicators = getattr(getattr(c10d, "_world", None), "comms", None)
-    if isinstance(communicators, list):
-        communicators.append(_Finisher(finish))
+    if tells_before_destruction():
+        communicators = c10d._world.comms
+        if not any(isinstance(each, _Finisher) and each.finalize == finish for each in communicators):
+            communicators.append(_Finisher(finish))
 
 
 def _end_states(states: dict[type, Ends], process: int) -> None:

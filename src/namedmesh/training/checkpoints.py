@@ -149,6 +149,7 @@ def save_as(
     per_rank = sorted(unlike - wrong.keys())
 
     def mine() -> dict[str, Any]:
+        _refuse_options(extra)
         return {
             "tensors": {
                 f"rank.{ranks.rank}.{name}" if name in unlike else name: state.tensor(name)
@@ -184,6 +185,23 @@ def save_as(
     done = Saving()
     done.set_result(_write(path, ranks, own["tensors"], about, after))
     return done
+
+
+def _refuse_options(extra: Mapping[str, Any]) -> None:
+    """Refuse extra values with the name of an option that belongs to another call."""
+    owners = {
+        "keep": "Checkpoints(directory, mesh, keep=...)",
+        "async_": "Checkpoints(directory, mesh, async_=...)",
+        "resume": "Checkpoints.resume_or_start(resume=...)",
+        "cast": "load(..., cast=...)",
+    }
+    problems = [
+        f"{name!r} is no option of save(), and no name for an extra value; write {owner}, or give the value another name"
+        for name, owner in owners.items()
+        if name in extra
+    ]
+    if problems:
+        raise CheckpointError(*problems)
 
 
 def collect_together(ranks: CheckpointGroup, collect: Callable[[], State]) -> State:
