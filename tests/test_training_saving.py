@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import random
 import shutil
 import subprocess
 import sys
+import zlib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ import namedmesh
 from namedmesh import training
 from namedmesh._torch import tells_before_destruction
 from namedmesh.errors import CheckpointError
+from namedmesh.training import checkpoint_files
 
 REFUSED = mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=OSError(28, "No space left"))
 
@@ -178,13 +181,15 @@ def test_no_code_of_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     training.save(tmp_path / "one", None, model, things=[1, {"a": (2.0, None, "b")}, torch.ones(2)])
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "model.safetensors").touch()
+    written = io.BytesIO()
+    torch.save({"extra": Harm()}, written)
+    contents = written.getvalue()
     for place in (tmp_path / "theirs", tmp_path / "one"):
-        torch.save({"extra": Harm()}, place / "namedmesh.pt")
-        with pytest.raises(CheckpointError, match="damaged"):
-            training.load(place, None, model)
+        for head in (b"", b"namedmesh checkpoint 2 %08x\n" % zlib.crc32(contents)):
+            (place / "namedmesh.pt").write_bytes(head + contents)
+            with pytest.raises(CheckpointError, match="damaged"):
+                training.load(place, None, model)
     training.save(tmp_path / "two", None, model)
-    from namedmesh.training import checkpoint_files
-
     with (tmp_path / "two" / ".metadata").open("wb") as file:
         pickle.dump(Harm(), file)
     with pytest.raises(pickle.UnpicklingError, match="not a part of a checkpoint"):

@@ -257,11 +257,14 @@ def read_about(path: Path) -> dict[str, Any]:
     for place in (path, beside(path, "replaced")):
         if is_whole(place):
             head, _, contents = (place / ABOUT).read_bytes().partition(b"\n")
-            if head + b"\n" != _HEAD % zlib.crc32(contents):
+            about: dict[str, Any] | None = None
+            if head + b"\n" == _HEAD % zlib.crc32(contents):
+                with suppress(pickle.UnpicklingError):
+                    about = torch.load(io.BytesIO(contents), weights_only=True, map_location="cpu")
+            if about is None:
                 raise CheckpointError(
                     f"{place / ABOUT} is damaged, or of another version; load an older checkpoint"
                 )
-            about: dict[str, Any] = torch.load(io.BytesIO(contents), weights_only=True, map_location="cpu")
             return about | {"place": str(place)}
     raise CheckpointError(f"there is no finished checkpoint at {path}; name the path that it was saved to")
 
