@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import suppress
 from functools import wraps
 from importlib import import_module
 from inspect import signature
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
@@ -16,6 +18,7 @@ from namedmesh.compat.install import Original, refuse_release
 from namedmesh.compat.megatron.config import ParallelConfig
 from namedmesh.compat.megatron.initialize import destroy_model_parallel, initialize_model_parallel
 from namedmesh.compat.megatron.variables import BINDING
+from namedmesh.errors import MeshError
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -93,9 +96,8 @@ def hyper_comm_grid(mesh: NamedMesh) -> Any:
         ) from None
     layout = mesh.layout
     grid = kind(list(layout.sizes[::-1]), list(layout.axes[::-1]), layout.rank_offset)
-    products = [(axis,) for axis in layout.axes] + [
-        axes for axes in mesh.products if set(axes) <= set(layout.axes)
-    ]
-    for axes in products:
-        grid._pgs["-".join(axes)] = mesh.group(*axes)  # noqa: SLF001  it has no public way to take a group
+    for count in range(1, len(layout) + 1):
+        for axes in combinations(layout.axes, count):
+            with suppress(MeshError):  # this product was not flattened
+                grid._pgs["-".join(axes)] = mesh.group(*axes)  # noqa: SLF001  it has no public way to take a group
     return grid
