@@ -522,7 +522,11 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (tp.get_tensor_parallel_group, AssertionError, "the tensor-parallel group" + NOT_INITIALIZED),
     (tp.get_data_parallel_ranks, AssertionError, "the list of data-parallel ranks" + NOT_INITIALIZED),
-    (ezpz.current_mesh, RuntimeError, "ezpz's ... initialize_tensor_parallel(...) or namedmesh.compat.ezpz.bind(mesh) first"),
+    (
+        ezpz.current_mesh,
+        RuntimeError,
+        "ezpz's ... initialize_tensor_parallel(...) or namedmesh.compat.ezpz.bind(mesh) first",
+    ),
     (started(lambda: tp.layers.ColumnParallelLinear(4, 6)), AssertionError, "out_features is 6, ..."),
     (
         started(lambda: tp.mappings.scatter_to_tensor_parallel_region(torch.zeros(6))),
