@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from contextlib import nullcontext, redirect_stderr
 from datetime import timedelta
 from functools import partial
@@ -28,6 +29,7 @@ from ranks import run_ranks
 from settings import Settings, parse
 from text import Corpus, find_corpus
 from tiny import AdamWOfShards
+from torch._dynamo.testing import CompileCounterWithBackend
 from training_checks import PIPELINES
 
 import namedmesh
@@ -128,6 +130,21 @@ def test_losses_on_four_ranks_are_those_of_one_process(
     assert all(losses == by_rank[0] for losses in by_rank)
     for losses in by_rank[0]:
         assert losses == pytest.approx(reference[2], abs=1e-9)
+
+
+def compiled() -> tuple[list[float], int]:
+    """The losses with layers that are compiled without a break, and how many graphs that made."""
+    warnings.simplefilter("ignore")  # the compiler warns about what torch itself does
+    counter = CompileCounterWithBackend("eager")
+    settings = dataclasses.replace(TINY, layers=2, tp=2, recompute=True, compile=True)
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend=counter, fullgraph=True)):
+        return losses_of(settings, AdamWOfShards), counter.frame_count
+
+
+def test_losses_with_compiled_layers_are_those_of_one_process(reference: dict[int, list[float]]) -> None:
+    for losses, graphs in run_ranks(2, compiled):
+        assert losses == pytest.approx(reference[2], abs=1e-9)
+        assert graphs >= 1
 
 
 def dropped(settings: Settings) -> tuple[list[bool], list[float]]:
