@@ -29,7 +29,7 @@ import namedmesh
 from namedmesh import training
 from namedmesh._torch import tells_before_destruction
 from namedmesh.errors import CheckpointError
-from namedmesh.training import checkpoint_files
+from namedmesh.training import checkpoint_files, checkpoints
 
 REFUSED = mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=OSError(28, "No space left"))
 
@@ -115,6 +115,21 @@ def test_what_interrupted_saves_leave_is_removed(tmp_path: Path) -> None:
     (tmp_path / "step-000005").rename(tmp_path / ".step-000005.replaced")  # interrupted while it is replaced
     (tmp_path / "step-000003" / "namedmesh.pt").unlink()
     assert training.latest(tmp_path) == tmp_path / "step-000005"
+
+
+def test_a_file_that_was_written_elsewhere_is_missed(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    training.save(tmp_path / "one", None, model, step=1)
+    elsewhere = mock.patch.object(checkpoints, "measured", return_value={"of another host": (7, 0)})
+    soon = mock.patch.object(checkpoint_files, "_APPEARS_WITHIN", 0.0)
+    with (
+        elsewhere,
+        soon,
+        pytest.raises(CheckpointError, match=r"of another host of .* is not there on rank 0"),
+    ):
+        training.save(tmp_path / "one", None, model, step=2)
+    assert training.load(tmp_path / "one", None, model) == {"step": 1}
+    assert files_left(tmp_path) == ["one"]
 
 
 def test_directories_are_written_to_the_disk(tmp_path: Path) -> None:

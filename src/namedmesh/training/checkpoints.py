@@ -269,10 +269,11 @@ def _write(
     """Write the tensors and put the checkpoint in its place; what cannot be finished is removed."""
     unfinished = beside(path, "unfinished")
     writer = Writer(unfinished)
+    # Without torch's caching of plans: it has one cache for all that a process saves, which a save that fails leaves wrong.
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def finish(by_rank: Sequence[dict[str, tuple[int, int]]]) -> None:
-        order = max((each for each, _, other in in_order(path.parent) if isinstance(other, dict)), default=0)
+        order = max((each for each, _, other in in_order(path.parent) if "run" in other), default=0)
         files = {name: each for one in by_rank for name, each in one.items()}
         move(path, about | {"order": order + 1}, files)
         after(about)
