@@ -154,7 +154,7 @@ class Checkpoints:
         )
 
     def close(self) -> None:
-        """Wait for what is written, and raise its error if nobody was told of it."""
+        """Wait for what is written, and raise its error if it was not reported."""
         CheckpointGroup.of(self.mesh).background.finish()
 
     def _refuse_other_run(self) -> None:

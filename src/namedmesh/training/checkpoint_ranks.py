@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Saving(Future[Path]):
-    """A save in the background; whoever asks for its result was told of its failure."""
+    """A save in the background; whoever asks for its result gets its failure, which is reported then."""
 
     def result(self, timeout: float | None = None) -> Path:
         """Return the path of the checkpoint, once it is in its place."""
@@ -37,16 +37,16 @@ class Saving(Future[Path]):
             return super().result(timeout)
         finally:
             if self.done():
-                _untold.discard(self)
+                _unreported.discard(self)
 
 
-_untold: set[Saving] = set()
-"""The saves that are under way, and those whose failure nobody was told of."""
-os.register_at_fork(after_in_child=_untold.clear)
+_unreported: set[Saving] = set()
+"""The saves that are under way, and those whose failure was not raised anywhere."""
+os.register_at_fork(after_in_child=_unreported.clear)
 
 
 class Background:
-    """The save in the background of some ranks, and its failure until somebody was told of it."""
+    """The save in the background of some ranks, and its failure until it is reported."""
 
     def __init__(self) -> None:
         self._last: Saving | None = None
@@ -54,12 +54,12 @@ class Background:
     def begin(self, work: Callable[[], Path]) -> Saving:
         """Call a function in the background."""
         saving = self._last = Saving()
-        _untold.add(saving)
+        _unreported.add(saving)
 
         def run() -> None:
             try:
                 saving.set_result(work())
-                _untold.discard(saving)
+                _unreported.discard(saving)
             except BaseException as error:  # noqa: BLE001  whoever asks for the result gets it
                 saving.set_exception(error)
 
@@ -73,22 +73,22 @@ class Background:
             wait([self._last])
 
     def failure(self) -> BaseException | None:
-        """Wait for the end of the save; returns its error, if nobody was told of it."""
+        """Wait for the end of the save; returns its error, if it was not reported."""
         self.wait()
         saving = self._last
-        if saving is None or saving not in _untold:
+        if saving is None or saving not in _unreported:
             return None
-        _untold.remove(saving)
+        _unreported.remove(saving)
         return saving.exception()
 
     def finish(self) -> None:
-        """Wait for the end of the save, and raise its error if nobody was told of it."""
+        """Wait for the end of the save, and raise its error if it was not reported."""
         if error := self.failure():
             raise error
 
 
 def _wait_for_all() -> None:
-    wait(list(_untold))
+    wait(list(_unreported))
 
 
 class _FailsAtExit(io.TextIOBase):
@@ -111,9 +111,9 @@ class _FailsAtExit(io.TextIOBase):
 
 @atexit.register
 def _fail_at_exit() -> None:
-    """Let torchrun, and whoever starts the job again, see that a save failed of which nobody was told."""
+    """Let torchrun, and whoever starts the job again, see that a save failed."""
     _wait_for_all()
-    errors = [error for each in _untold if (error := each.exception()) is not None]
+    errors = [error for each in _unreported if (error := each.exception()) is not None]
     if errors:
         sys.stdout = _FailsAtExit(sys.stdout, errors[0])
 

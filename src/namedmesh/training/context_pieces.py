@@ -106,7 +106,7 @@ class _InPieces(torch.autograd.Function):
         query, key, value, output, sums = ctx.saved_tensors
         ranks, how = ctx.ranks, ctx.how
         parts = chunks_of(ranks.rank, ranks.size, balanced=how.balanced)
-        known = [each.chunk(len(parts), 2) for each in (gradient.contiguous(), query, output, sums)]
+        known = [each.chunk(len(parts), 2) for each in (gradient, query, output, sums)]
         of_query = torch.zeros_like(query)
         of_own = []
         for turn, own in enumerate(_chunks_of_both(key, value, len(parts))):
