@@ -105,6 +105,8 @@ def test_what_interrupted_saves_leave_is_removed(tmp_path: Path) -> None:
     assert files_left(tmp_path) == [".step-000002.unfinished"]
     for step in (3, 4):
         run.save(step, model)
+    third, fourth = (checkpoint_files.read_about(tmp_path / f"step-00000{step}") for step in (3, 4))
+    assert (third["parent"], fourth["parent"]) == (None, third["id"])  # what failed is nobody's parent
     # A removal that is interrupted leaves nothing that looks like a checkpoint, or is in the way of one.
     with mock.patch.object(shutil, "rmtree", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         run.save(5, model)

@@ -96,7 +96,8 @@ class _InPieces(torch.autograd.Function):
                 for piece in _pieces(turn, part, chunk.shape[2], ranks, how):
                     more = _attend(chunk, *_keys_and_values(both, piece), piece.causal, how.scale)
                     found[place] = _merged(found[place], more)
-        output, sums = (torch.cat(each, 2) for each in zip(*filter(None, found), strict=True))
+        merged, sums = (torch.cat(each, 2) for each in zip(*filter(None, found), strict=True))
+        output = merged.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, sums)
         ctx.ranks, ctx.how = ranks, how
         return output
@@ -139,11 +140,11 @@ def _keys_and_values(both: Tensor, piece: _Piece) -> tuple[Tensor, Tensor]:
 
 
 def _merged(one: tuple[Tensor, Tensor] | None, other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return attention to the keys of two pieces, of which each has its result and its log-sum-exp."""
+    """Return attention to the keys of two pieces, of which each has its result and its log-sum-exp; in the type of the latter."""
     if one is None:
         return other
     both = torch.logaddexp(one[1], other[1])
-    results = [result * (sums - both).exp()[..., None].to(result.dtype) for result, sums in (one, other)]
+    results = [result * (sums - both).exp()[..., None] for result, sums in (one, other)]
     return results[0] + results[1], both
 
 
