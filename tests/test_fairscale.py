@@ -866,7 +866,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         started(lambda: fairscale.RowParallelLinear(4, 4)(torch.zeros(2, 6))),
         AssertionError,
-        "the length ... of the input is 6, ...",
+        "the length of dim -1 of a tensor of shape (2, 6) is 6, ...",
     ),
     (started(lambda: fairscale.VocabParallelEmbedding(65, 4)), AssertionError, "num_embeddings is 65, ..."),
     (started(lambda: fairscale.ParallelEmbedding(8, 6)), AssertionError, "embedding_dim is 6, ..."),

@@ -24,9 +24,9 @@ from namedmesh.compat.megatron import parallel_state, tensor_parallel
 from namedmesh.compat.megatron.tensor_parallel import layers as our_layers
 from namedmesh.compat.megatron.tensor_parallel import mappings as our_mappings
 from namedmesh.compat.megatron.tensor_parallel import utils as our_utils
+from namedmesh.compat.sharded_layer import ParameterInit, block_shard, fill_shard
 from namedmesh.tensor_parallel.collectives import RankGroup
-from namedmesh.tensor_parallel.layers import Recipe, block_shard, check_blocks, fill_shard
-from namedmesh.tensor_parallel.regions import exchange, gather_uneven, sum_scatter_uneven
+from namedmesh.tensor_parallel.regions import exchange
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -714,8 +714,8 @@ def test_shards_drawn_on_their_device_differ_between_ranks_and_layers() -> None:
         after.append(torch.rand(3).tolist())
     assert len(set(drawn)) == 4
     assert after[0] == after[1]  # what comes later is still the same on all ranks
-    recipe = Recipe(nn.init.normal_, torch.float32, device=torch.device("cpu"))
-    shard, whole = recipe.weight(4, 6, 1, peers)
+    init = ParameterInit(nn.init.normal_, device=torch.device("cpu"))
+    shard, whole = init.weight((4, 6), 1, peers, 1)
     assert shard.shape == (4, 3)
     assert whole is None
 
@@ -750,6 +750,11 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         on_four(lambda group: COLUMN(4, 12, stride=2, tp_group=group)),
         AssertionError,
         "output_size is 12, ... 4 equal shards for each of 2 blocks (the stride); use 8 or 16, or another multiple of 8",
+    ),
+    (
+        lambda: ROW(4, 4, stride=0),
+        AssertionError,
+        "the stride is 0; it is a number of blocks, 1 or more",
     ),
     (
         on_four(lambda group: our_layers.VocabParallelEmbedding(65, 4, tp_group=group)),
@@ -801,7 +806,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         on_four(lambda group: ROW(4, 4, tp_group=group)(torch.zeros(6, 2, 5))),
         AssertionError,
-        "the length of the last dim of the input is 5, ...",
+        "the length of dim -1 of a tensor of shape (6, 2, 5) is 5, ...",
     ),
     (
         on_four(
@@ -900,17 +905,9 @@ def test_mistakes_are_reported(call: Callable[[], Any], kind: type[Exception], t
 
 
 def test_the_shared_code_raises_no_error_of_a_dialect() -> None:
-    peers = RankGroup(None)
-    for call in (
-        lambda: check_blocks(5, 2),
-        lambda: check_blocks(4, 2, 0),
-        lambda: gather_uneven(torch.zeros(2), peers, [3]),
-        lambda: sum_scatter_uneven(torch.zeros(2), peers, [3]),
-        lambda: exchange(torch.zeros(2), peers, [3]),
-    ):
-        with pytest.raises(ShapeError) as caught:
-            call()
-        assert not isinstance(caught.value, (ContractError, ContractRuntimeError))
+    with pytest.raises(ShapeError) as caught:
+        exchange(torch.zeros(2), RankGroup(None), [3])
+    assert not isinstance(caught.value, (ContractError, ContractRuntimeError))
 
 
 @pytest.mark.parametrize("name", ["", ".layers", ".mappings", ".cross_entropy", ".utils"])

@@ -1,8 +1,7 @@
 """The parallel layers of fairscale and of what follows it: they take features, and return a tensor.
 
-A dialect derives a class of each, and says in ``ask`` which ranks they work on. These are asked at every forward,
-as the originals do: a layer can be pickled, and follows ``with mesh:``. In the shapes below, t is their number.
-Parameters are plain tensors that hold this rank's shard.
+A dialect derives a class of each, and says in ``current_group`` over which group they are sharded. It is asked at every
+forward: a layer can be pickled, and follows ``with mesh:``. In the shapes below, t is the number of its ranks.
 
 ``init_method`` fills a weight. Ranks must be seeded alike: each draws the whole weight and keeps its shard, and with
 ``keep_master_weight_for_test`` also the whole weight, in ``master_weight``. A linear layer with ``stride`` above 1 is
@@ -12,88 +11,29 @@ embeddings are those of ``torch.nn.Embedding``: ids, output and gradients are th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-import torch
+import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import nn
 
 from namedmesh.compat.errors import ContractError
-from namedmesh.compat.partition import shapes_as_contract
-from namedmesh.tensor_parallel.collectives import RankGroup, all_gather
-from namedmesh.tensor_parallel.layers import (
-    Recipe,
-    check_blocks,
-    column_linear,
-    feature_embedding,
-    row_linear,
-    vocabulary_embedding,
-)
-from namedmesh.tensor_parallel.vocabulary import Lookup
+from namedmesh.compat.partition import scatter
+from namedmesh.compat.sharded_layer import ParallelLayer, ParameterInit
+from namedmesh.tensor_parallel.collectives import all_gather, gather, sum_forward
+from namedmesh.tensor_parallel.linear import column, row
+from namedmesh.tensor_parallel.vocabulary import Lookup, lookup, shorten
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from namedmesh.tensor_parallel.layers import Initializer
+    from namedmesh.compat.sharded_layer import Initializer
 
 __all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
-
-
-class ParallelLayer(nn.Module):
-    """What the four layers share: a weight of which this rank has a shard, and whom it shares it with."""
-
-    weight: nn.Parameter
-    master_weight: Tensor | None
-
-    def __init__(self) -> None:
-        super().__init__()
-        peers = self.ask()
-        self._made_for = peers.size, peers.rank
-
-    @staticmethod
-    def ask() -> RankGroup:
-        """Return the ranks of this moment; a dialect has its own answer."""
-        return RankGroup(None)
-
-    @property
-    def peers(self) -> RankGroup:
-        """The ranks that share the layer.
-
-        Raises:
-            ContractError: they are not those that the weight was sharded for.
-        """
-        peers = self.ask()
-        if (peers.size, peers.rank) != self._made_for:
-            size, rank = self._made_for
-            raise ContractError(
-                f"{type(self).__name__} was made as rank {rank} of {size}, and is used as rank {peers.rank} of {peers.size}; "
-                "use it with the mesh that it was made with, or make it anew"
-            )
-        return peers
-
-    def make_weight(
-        self,
-        shape: tuple[int, int],
-        dim: int,
-        what: str,
-        initialize: Initializer,
-        stride: int = 1,
-        *,
-        keep: bool = False,
-    ) -> None:
-        """Make this rank's shard of a weight that is sharded along ``dim``, and keep the whole one if requested."""
-        peers = self.peers
-        stride = stride if peers.size > 1 else 1  # a whole weight has no blocks
-        with shapes_as_contract():
-            check_blocks(shape[dim], peers.size, stride, what=what)
-        recipe = Recipe(initialize, dtype=torch.get_default_dtype(), stride=stride)
-        self.weight, whole = recipe.weight(*shape, dim, peers)
-        self.master_weight = whole if keep else None
 
 
 class _Linear(ParallelLayer):
     """What the column and the row layer share: everything but the dim that is sharded, and the arithmetic."""
 
-    dim: ClassVar[int]
     bias: nn.Parameter | None
 
     def __init__(  # noqa: PLR0917  passed on from signatures that are the originals'
@@ -105,19 +45,21 @@ class _Linear(ParallelLayer):
         stride: int,
         keep: bool,
     ) -> None:
-        super().__init__()
+        super().__init__(self.current_group())
         self.in_features, self.out_features = in_features, out_features
+        init = ParameterInit(initialize)
+        if self.group.size == 1:
+            stride = 1  # a whole weight has no blocks
         what = ("out_features", "in_features")[self.dim]
-        self.make_weight((out_features, in_features), self.dim, what, initialize, stride, keep=keep)
-        length = self.weight.shape[0]
-        self.register_parameter("bias", nn.Parameter(torch.zeros(length)) if bias else None)
+        self.make_weight((out_features, in_features), init, stride, what=what, keep=keep)
+        self.register_parameter("bias", init.bias(self.weight.shape[0]) if bias else None)
 
     def get_master_weight(self) -> Tensor:
         """Gather the shards of all ranks, ``(out_features, in_features)``, in rank order; communicates.
 
         With a stride above 1 that is not the order in which the whole weight was drawn, as in the original.
         """
-        return all_gather(self.weight.data, self.peers, self.dim)
+        return all_gather(self.weight.data, self.group, self.dim)
 
     def extra_repr(self) -> str:
         """Return the sizes of the whole layer, and over how many ranks it is sharded."""
@@ -137,10 +79,8 @@ class ColumnParallelLinear(_Linear):
         init_method, stride, keep_master_weight_for_test: see above, in the module.
 
     Raises:
-        ContractError: the ranks, times the stride, do not divide ``out_features``; or there are no ranks yet.
+        ContractError: the ranks, times the stride, do not divide ``out_features``; or there is no group yet.
     """
-
-    dim = 0
 
     def __init__(  # noqa: PLR0917  the original's signature
         self,
@@ -156,18 +96,15 @@ class ColumnParallelLinear(_Linear):
         self.gather_output = gather_output
         self.output_size_per_partition = self.weight.shape[0]
 
-    @shapes_as_contract()
     def forward(self, input_: Tensor) -> Tensor:
-        """Return the output.
+        """Return ``(..., out_features)``, the same on every rank; without ``gather_output`` ``(..., out_features / t)``.
 
         Args:
             input_: ``(..., in_features)``, the same on every rank.
-
-        Returns:
-            ``(..., out_features)``, the same on every rank; without ``gather_output`` this rank's
-            ``(..., out_features / t)``.
         """
-        return column_linear(input_, self.weight, self.bias, self.peers, gather_output=self.gather_output)
+        group = self.group
+        output = column(input_, self.weight, self.bias, group)
+        return gather(output, group, -1) if self.gather_output else output
 
 
 class RowParallelLinear(_Linear):
@@ -183,7 +120,7 @@ class RowParallelLinear(_Linear):
         init_method, stride, keep_master_weight_for_test: see above, in the module.
 
     Raises:
-        ContractError: the ranks, times the stride, do not divide ``in_features``; or there are no ranks yet.
+        ContractError: the ranks, times the stride, do not divide ``in_features``; or there is no group yet.
     """
 
     dim = 1
@@ -202,35 +139,36 @@ class RowParallelLinear(_Linear):
         self.input_is_parallel = input_is_parallel
         self.input_size_per_partition = self.weight.shape[1]
 
-    @shapes_as_contract()
     def forward(self, input_: Tensor) -> Tensor:
-        """Return the output.
+        """Return ``(..., out_features)``, the same on every rank.
 
         Args:
             input_: ``(..., in_features / t)``, this rank's features, where the input is parallel; otherwise
                 ``(..., in_features)``, the same on every rank.
-
-        Returns:
-            ``(..., out_features)``, the same on every rank.
         """
-        output = row_linear(input_, self.weight, self.peers, input_is_parallel=self.input_is_parallel)
+        group = self.group
+        if not self.input_is_parallel:
+            input_ = scatter(input_, group, -1)
+        output = row(input_, self.weight, None, group)
         return output if self.bias is None else output + self.bias
 
 
 class _Embedding(ParallelLayer):
     """What the two embeddings share: the options of ``torch.nn.Embedding``."""
 
-    def __init__(  # noqa: PLR0917  passed on from signatures that are the originals'
+    def __init__(  # noqa: PLR0917  the original's signature
         self,
         num_embeddings: int,
         embedding_dim: int,
-        padding_idx: int | None,
-        max_norm: float | None,
-        norm_type: float,
-        scale_grad_by_freq: bool,
-        sparse: bool,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        init_method: Initializer = nn.init.xavier_normal_,
+        keep_master_weight_for_test: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(self.current_group())
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx, self.max_norm, self.norm_type = padding_idx, max_norm, norm_type
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
@@ -239,8 +177,11 @@ class _Embedding(ParallelLayer):
             raise ContractError(
                 f"padding_idx is {padding_idx}, and the ids run from 0 to {num_embeddings - 1}; name one of them, or None"
             )
+        init = ParameterInit(init_method)
+        what = ("num_embeddings", "embedding_dim")[self.dim]
+        self.make_weight((num_embeddings, embedding_dim), init, what=what, keep=keep_master_weight_for_test)
 
-    def how(self) -> Lookup:
+    def embedding_options(self) -> Lookup:
         """Return how vectors are looked up; read at every forward, because users set these attributes."""
         padding = self.padding_idx
         return Lookup(
@@ -271,7 +212,7 @@ class VocabParallelEmbedding(_Embedding):
 
     Raises:
         ContractError: the ranks do not divide ``num_embeddings`` (pad the vocabulary), ``padding_idx`` is outside
-            of it, or there are no ranks yet.
+            of it, or there is no group yet.
     """
 
     def __init__(  # noqa: PLR0917  the original's signature
@@ -285,24 +226,21 @@ class VocabParallelEmbedding(_Embedding):
         sparse: bool = False,
         init_method: Initializer = nn.init.xavier_normal_,
     ) -> None:
-        super().__init__(
-            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
-        )
-        self.make_weight((num_embeddings, embedding_dim), 0, "num_embeddings", init_method)
+        options = padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+        super().__init__(num_embeddings, embedding_dim, *options, init_method)
         rows = self.num_embeddings_per_partition = self.weight.shape[0]
-        self.vocab_start_index = self.peers.rank * rows
+        self.vocab_start_index = self.group.rank * rows
         self.vocab_end_index = self.vocab_start_index + rows
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Return the vectors of some ids.
+        """Return ``(..., embedding_dim)``, the same on every rank.
 
         Args:
-            input_: ``(...)``, the same on every rank. An id outside of the vocabulary gets zeros.
-
-        Returns:
-            ``(..., embedding_dim)``, the same on every rank.
+            input_: ids, ``(...)``, the same on every rank. One outside of the vocabulary gets zeros.
         """
-        return vocabulary_embedding(input_, self.weight, self.peers, self.how())
+        group = self.group
+        vectors = lookup(input_, self.weight, self.vocab_start_index, self.embedding_options())
+        return sum_forward(vectors, group)
 
 
 class ParallelEmbedding(_Embedding):
@@ -319,36 +257,26 @@ class ParallelEmbedding(_Embedding):
         init_method, keep_master_weight_for_test: see above, in the module.
 
     Raises:
-        ContractError: the ranks do not divide ``embedding_dim``, ``padding_idx`` is no id, or there are no ranks
-            yet.
+        ContractError: the ranks do not divide ``embedding_dim``, ``padding_idx`` is no id, or there is no group yet.
     """
 
-    def __init__(  # noqa: PLR0917  the original's signature
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        init_method: Initializer = nn.init.xavier_normal_,
-        keep_master_weight_for_test: bool = False,
-    ) -> None:
-        super().__init__(
-            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
-        )
-        shape = num_embeddings, embedding_dim
-        self.make_weight(shape, 1, "embedding_dim", init_method, keep=keep_master_weight_for_test)
-        self.embedding_dim_per_partition = self.weight.shape[1]
+    dim = 1
+
+    @property
+    def embedding_dim_per_partition(self) -> int:
+        """How many features of a vector this rank has."""
+        return self.weight.shape[1]
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Return the vectors of some ids.
+        """Return ``(..., embedding_dim)``, the same on every rank.
 
         Args:
-            input_: ``(...)``, the same on every rank.
-
-        Returns:
-            ``(..., embedding_dim)``, the same on every rank.
+            input_: ids, ``(...)``, the same on every rank.
         """
-        return feature_embedding(input_, self.weight, self.peers, self.how())
+        group, how = self.group, self.embedding_options()
+        if how.max_norm is not None:
+            shorten(self.weight, input_, how.max_norm, how.norm_type, group)
+        vectors = F.embedding(
+            input_, self.weight, how.padding_idx, scale_grad_by_freq=how.scale_grad_by_freq, sparse=how.sparse
+        )
+        return gather(vectors, group, -1)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from namedmesh.compat.errors import ContractError
 from namedmesh.errors import ShapeError
-from namedmesh.tensor_parallel.layers import check_blocks
+from namedmesh.tensor_parallel.collectives import split
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "VocabUtility",
+    "check_even",
+    "check_shards",
     "divide",
     "divide_and_check_no_remainder",
-    "divisible",
     "ensure_divisibility",
+    "scatter",
     "shapes_as_contract",
     "split_tensor_along_last_dim",
 ]
@@ -58,10 +60,8 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
         namedmesh.compat.errors.ContractError: 10 is not divisible by 4; use 8 or 12, or another multiple of 4
     """
     if numerator % denominator:
-        below = numerator // denominator * denominator
-        nearest = f"{below} or {below + denominator}" if below else f"{denominator}"
         raise ContractError(
-            f"{numerator} is not divisible by {denominator}; use {nearest}, or another multiple of {denominator}"
+            f"{numerator} is not divisible by {denominator}; {_use_multiples(numerator, denominator)}"
         )
 
 
@@ -79,16 +79,58 @@ divide_and_check_no_remainder = divide
 """The same, by the name that some APIs have for it."""
 
 
-@shapes_as_contract()
-def divisible(tensor: Tensor, dim: int, peers: RankGroup) -> Tensor:
-    """Return the tensor, if a dim of it can be split into equal shards.
+def check_shards(length: int, ranks: int, stride: int = 1, *, what: str) -> None:
+    """Refuse a length that cannot be split into ``stride`` blocks of ``ranks`` equal shards.
+
+    A collective of unequal shards ends the process from inside the backend.
+
+    Raises:
+        ContractError: it cannot.
+
+    Example:
+        >>> check_shards(10, ranks=2, stride=2, what="output_size")
+        Traceback (most recent call last):
+        ...
+        namedmesh.compat.errors.ContractError: output_size is 10, which cannot be split into 2 equal shards for each of 2 \
+blocks (the stride); use 8 or 12, or another multiple of 4
+    """
+    if stride < 1:
+        raise ContractError(f"the stride is {stride}; it is a number of blocks, 1 or more")
+    shards = ranks * stride
+    if length % shards:
+        blocks = "" if stride == 1 else f" for each of {stride} blocks (the stride)"
+        raise ContractError(
+            f"{what} is {length}, which cannot be split into {ranks} equal shards{blocks}; "
+            f"{_use_multiples(length, shards)}"
+        )
+
+
+def check_even(tensor: Tensor, dim: int, ranks: int) -> None:
+    """Refuse a tensor of which a dim cannot be split into equal shards for some ranks.
 
     Raises:
         ContractError: it cannot.
     """
-    what = f"the length of dim {dim} of a tensor of shape {tuple(tensor.shape)}"
-    check_blocks(tensor.shape[dim], peers.size, what=what)
-    return tensor
+    check_shards(
+        tensor.shape[dim], ranks, what=f"the length of dim {dim} of a tensor of shape {tuple(tensor.shape)}"
+    )
+
+
+def scatter(whole: Tensor, group: RankGroup, dim: int) -> Tensor:
+    """Return this rank's shard of a tensor that every rank has; the gradient is gathered.
+
+    Raises:
+        ContractError: the dim cannot be split into equal shards.
+    """
+    check_even(whole, dim, group.size)
+    return split(whole, group, dim)
+
+
+def _use_multiples(number: int, factor: int) -> str:
+    """Return the remedy for a number that should be a multiple of a factor."""
+    below = number // factor * factor
+    nearest = f"{below} or {below + factor}" if below else f"{factor}"
+    return f"use {nearest}, or another multiple of {factor}"
 
 
 def split_tensor_along_last_dim(
@@ -134,13 +176,7 @@ class VocabUtility:
         rank: int,
         world_size: int,  # noqa: ARG004  the legacy signature has it
     ) -> tuple[int, int]:
-        """Return the range of a rank, from the length of each part.
-
-        Args:
-            per_partition_vocab_size: how many ids a rank holds.
-            rank: the rank in the group.
-            world_size: how many ranks; it changes nothing.
-        """
+        """Return the range of a rank of the group, from the number of ids that each rank holds."""
         first = rank * per_partition_vocab_size
         return first, first + per_partition_vocab_size
 
@@ -148,15 +184,10 @@ class VocabUtility:
     def vocab_range_from_global_vocab_size(
         global_vocab_size: int, rank: int, world_size: int
     ) -> tuple[int, int]:
-        """Return the range of a rank, from the length of the whole vocabulary.
-
-        Args:
-            global_vocab_size: how many ids there are.
-            rank: the rank in the group.
-            world_size: how many ranks; it divides the vocabulary.
+        """Return the range of a rank of the group, from the length of the whole vocabulary.
 
         Raises:
-            ContractError: it does not.
+            ContractError: ``world_size``, the number of ranks, does not divide it.
         """
         part = divide(global_vocab_size, world_size)
         return VocabUtility.vocab_range_from_per_partition_vocab_size(part, rank, world_size)

@@ -1,19 +1,19 @@
-"""Megatron's helpers for splitting tensors, lengths and vocabularies."""
+"""Megatron's helpers for splitting tensors, lengths and vocabularies, and the group that a call works on."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from namedmesh.compat.megatron.tensor_parallel.peers import peers_of
+import torch.distributed as dist
+
 from namedmesh.compat.partition import (
     VocabUtility,
+    check_shards,
     divide,
     ensure_divisibility,
-    shapes_as_contract,
     split_tensor_along_last_dim,
 )
-from namedmesh.tensor_parallel.collectives import all_gather
-from namedmesh.tensor_parallel.layers import check_blocks
+from namedmesh.tensor_parallel.collectives import RankGroup, all_gather
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +29,34 @@ __all__ = [
 ]
 
 
-@shapes_as_contract()
+def current_group(group: ProcessGroup | None, *, is_expert: bool = False) -> RankGroup:
+    """Return the group that a call names or, where it names none, the tensor-parallel group.
+
+    Args:
+        group: the group, or None.
+        is_expert: where none is named, take the tensor-parallel group of the expert layout.
+
+    Returns:
+        The group; this process alone, where ``torch.distributed`` has not been initialized.
+
+    Raises:
+        ContractError: no group is named and model parallelism has not been initialized.
+
+    Example:
+        >>> current_group(None).size    # plain python, nothing initialized
+        1
+    """
+    if group is None and dist.is_initialized():
+        # Here, not at the top: whoever names his groups needs no global state.
+        from namedmesh.compat.megatron import parallel_state
+
+        if is_expert:
+            group = parallel_state.get_expert_tensor_parallel_group()
+        else:
+            group = parallel_state.get_tensor_model_parallel_group()
+    return RankGroup(group)
+
+
 def split_tensor_into_1d_equal_chunks(
     tensor: Tensor, new_buffer: bool = False, tp_group: ProcessGroup | None = None
 ) -> Tensor:
@@ -51,11 +78,10 @@ def split_tensor_into_1d_equal_chunks(
         >>> split_tensor_into_1d_equal_chunks(torch.tensor([[1, 2], [3, 4]]))    # plain python: one rank
         tensor([1, 2, 3, 4])
     """
-    peers = peers_of(tp_group)
+    group = current_group(tp_group)
     what = f"the number of elements of a tensor of shape {tuple(tensor.shape)}"
-    check_blocks(tensor.numel(), peers.size, what=what)
-    width = tensor.numel() // peers.size
-    shard = tensor.view(-1).narrow(0, peers.rank * width, width)
+    check_shards(tensor.numel(), group.size, what=what)
+    shard = tensor.view(group.size, -1)[group.rank]
     return shard.detach().clone() if new_buffer else shard
 
 
@@ -74,6 +100,6 @@ def gather_split_1d_tensor(tensor: Tensor, tp_group: ProcessGroup | None = None)
         >>> gather_split_1d_tensor(torch.tensor([1, 2]))
         tensor([1, 2])
     """
-    peers = peers_of(tp_group)
+    group = current_group(tp_group)
     shard = tensor.detach()
-    return shard.clone() if peers.size == 1 else all_gather(shard, peers, 0)
+    return shard.clone() if group.size == 1 else all_gather(shard, group, 0)
