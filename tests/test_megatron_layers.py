@@ -24,7 +24,8 @@ from namedmesh.compat.megatron import parallel_state, tensor_parallel
 from namedmesh.compat.megatron.tensor_parallel import layers as our_layers
 from namedmesh.compat.megatron.tensor_parallel import mappings as our_mappings
 from namedmesh.compat.megatron.tensor_parallel import utils as our_utils
-from namedmesh.compat.sharded_layer import ParameterInit, block_shard, fill_shard
+from namedmesh.compat.megatron.tensor_parallel.parameters import Settings
+from namedmesh.compat.sharded_layer import block_shard, fill_shard
 from namedmesh.tensor_parallel.collectives import RankGroup
 from namedmesh.tensor_parallel.regions import exchange
 
@@ -714,10 +715,17 @@ def test_shards_drawn_on_their_device_differ_between_ranks_and_layers() -> None:
         after.append(torch.rand(3).tolist())
     assert len(set(drawn)) == 4
     assert after[0] == after[1]  # what comes later is still the same on all ranks
-    init = ParameterInit(nn.init.normal_, device=torch.device("cpu"))
-    shard, whole = init.weight((4, 6), 1, peers, 1)
-    assert shard.shape == (4, 3)
-    assert whole is None
+
+
+def test_on_an_accelerator_no_whole_weight_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Settings, "accelerator", lambda _: torch.device("cpu"))
+    with fake_world(2):
+        layer = our_layers.RowParallelLinear(
+            6, 4, init_method=Tensor.normal_, keep_master_weight_for_test=True, tp_group=dist.group.WORLD
+        )
+    assert layer.weight.shape == (4, 3)
+    assert layer.weight.std() > 0
+    assert layer.master_weight is None
 
 
 # --- errors -------------------------------------------------------------------------------------------------

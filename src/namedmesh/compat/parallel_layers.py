@@ -1,11 +1,12 @@
 """The parallel layers of fairscale and of what follows it: they take features, and return a tensor.
 
 A dialect derives a class of each, and says in ``current_group`` over which group they are sharded. It is asked at every
-forward: a layer can be pickled, and follows ``with mesh:``. In the shapes below, t is the number of its ranks.
+forward: a layer can be pickled, and follows ``with mesh:``; it is a ContractError where there is none yet. In the shapes
+below, t is the number of its ranks. Arguments that are not explained at a layer mean the same for all of them:
 
 ``init_method`` fills a weight. Ranks must be seeded alike: each draws the whole weight and keeps its shard, and with
 ``keep_master_weight_for_test`` also the whole weight, in ``master_weight``. A linear layer with ``stride`` above 1 is
-made of that many blocks of features, each sharded on its own; its bias is of zeros at first. The options of the
+made of that many blocks of features, each sharded on its own; its ``bias`` is of zeros at first, and added once. The options of the
 embeddings are those of ``torch.nn.Embedding``: ids, output and gradients are those of one whole embedding.
 """
 
@@ -14,18 +15,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
-from torch import nn
+from torch import Tensor, nn
 
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.partition import scatter
-from namedmesh.compat.sharded_layer import ParallelLayer, ParameterInit
+from namedmesh.compat.sharded_layer import ParallelLayer
 from namedmesh.tensor_parallel.collectives import all_gather, gather, sum_forward
 from namedmesh.tensor_parallel.linear import column, row
 from namedmesh.tensor_parallel.vocabulary import Lookup, lookup, shorten
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from namedmesh.compat.sharded_layer import Initializer
 
 __all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
@@ -36,23 +35,16 @@ class _Linear(ParallelLayer):
 
     bias: nn.Parameter | None
 
-    def __init__(  # noqa: PLR0917  passed on from signatures that are the originals'
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        initialize: Initializer,
-        stride: int,
-        keep: bool,
+    def __init__(
+        self, sizes: tuple[int, int], bias: bool, initialize: Initializer, stride: int, keep: bool
     ) -> None:
         super().__init__(self.current_group())
-        self.in_features, self.out_features = in_features, out_features
-        init = ParameterInit(initialize)
+        self.in_features, self.out_features = sizes
         if self.group.size == 1:
             stride = 1  # a whole weight has no blocks
         what = ("out_features", "in_features")[self.dim]
-        self.make_weight((out_features, in_features), init, stride, what=what, keep=keep)
-        self.register_parameter("bias", init.bias(self.weight.shape[0]) if bias else None)
+        self.make_weight(sizes[::-1], initialize, stride, what=what, keep=keep)
+        self.register_parameter("bias", self.make_bias(self.weight.shape[0]) if bias else None)
 
     def get_master_weight(self) -> Tensor:
         """Gather the shards of all ranks, ``(out_features, in_features)``, in rank order; communicates.
@@ -74,12 +66,10 @@ class ColumnParallelLinear(_Linear):
     Args:
         in_features: input features.
         out_features: output features, of all ranks together.
-        bias: with a bias.
         gather_output: join the output features on every rank.
-        init_method, stride, keep_master_weight_for_test: see above, in the module.
 
     Raises:
-        ContractError: the ranks, times the stride, do not divide ``out_features``; or there is no group yet.
+        ContractError: the ranks, times the stride, do not divide ``out_features``.
     """
 
     def __init__(  # noqa: PLR0917  the original's signature
@@ -92,7 +82,7 @@ class ColumnParallelLinear(_Linear):
         stride: int = 1,
         keep_master_weight_for_test: bool = False,
     ) -> None:
-        super().__init__(in_features, out_features, bias, init_method, stride, keep_master_weight_for_test)
+        super().__init__((in_features, out_features), bias, init_method, stride, keep_master_weight_for_test)
         self.gather_output = gather_output
         self.output_size_per_partition = self.weight.shape[0]
 
@@ -115,12 +105,10 @@ class RowParallelLinear(_Linear):
     Args:
         in_features: input features, of all ranks together.
         out_features: output features.
-        bias: with a bias, which is added once.
         input_is_parallel: the input is this rank's shard already; otherwise each rank takes its own.
-        init_method, stride, keep_master_weight_for_test: see above, in the module.
 
     Raises:
-        ContractError: the ranks, times the stride, do not divide ``in_features``; or there is no group yet.
+        ContractError: the ranks, times the stride, do not divide ``in_features``.
     """
 
     dim = 1
@@ -135,7 +123,7 @@ class RowParallelLinear(_Linear):
         stride: int = 1,
         keep_master_weight_for_test: bool = False,
     ) -> None:
-        super().__init__(in_features, out_features, bias, init_method, stride, keep_master_weight_for_test)
+        super().__init__((in_features, out_features), bias, init_method, stride, keep_master_weight_for_test)
         self.input_is_parallel = input_is_parallel
         self.input_size_per_partition = self.weight.shape[1]
 
@@ -177,9 +165,9 @@ class _Embedding(ParallelLayer):
             raise ContractError(
                 f"padding_idx is {padding_idx}, and the ids run from 0 to {num_embeddings - 1}; name one of them, or None"
             )
-        init = ParameterInit(init_method)
         what = ("num_embeddings", "embedding_dim")[self.dim]
-        self.make_weight((num_embeddings, embedding_dim), init, what=what, keep=keep_master_weight_for_test)
+        shape = num_embeddings, embedding_dim
+        self.make_weight(shape, init_method, what=what, keep=keep_master_weight_for_test)
 
     def embedding_options(self) -> Lookup:
         """Return how vectors are looked up; read at every forward, because users set these attributes."""
@@ -208,11 +196,9 @@ class VocabParallelEmbedding(_Embedding):
         embedding_dim: features of a vector.
         padding_idx: the id, in the whole vocabulary, whose vector gets no gradient.
         max_norm, norm_type, scale_grad_by_freq, sparse: as for ``torch.nn.Embedding``.
-        init_method: see above, in the module.
 
     Raises:
-        ContractError: the ranks do not divide ``num_embeddings`` (pad the vocabulary), ``padding_idx`` is outside
-            of it, or there is no group yet.
+        ContractError: the ranks do not divide ``num_embeddings`` (pad the vocabulary), or ``padding_idx`` is outside of it.
     """
 
     def __init__(  # noqa: PLR0917  the original's signature
@@ -254,10 +240,9 @@ class ParallelEmbedding(_Embedding):
         padding_idx: the id whose vector gets no gradient.
         max_norm: as for ``torch.nn.Embedding``: a limit for whole vectors, whose norm the ranks add up.
         norm_type, scale_grad_by_freq, sparse: as for ``torch.nn.Embedding``.
-        init_method, keep_master_weight_for_test: see above, in the module.
 
     Raises:
-        ContractError: the ranks do not divide ``embedding_dim``, ``padding_idx`` is no id, or there is no group yet.
+        ContractError: the ranks do not divide ``embedding_dim``, or ``padding_idx`` is no id.
     """
 
     dim = 1

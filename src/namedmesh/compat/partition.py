@@ -31,15 +31,7 @@ __all__ = [
 
 @contextmanager
 def shapes_as_contract() -> Iterator[None]:
-    """Raise a ShapeError from inside as the AssertionError that legacy callers catch. Also a decorator.
-
-    Example:
-        >>> with shapes_as_contract():
-        ...     raise ShapeError("9 features on 2 ranks")
-        Traceback (most recent call last):
-        ...
-        namedmesh.compat.errors.ContractError: 9 features on 2 ranks
-    """
+    """Raise a ShapeError from inside as the AssertionError that legacy callers catch. Also a decorator."""
     try:
         yield
     except ShapeError as error:
@@ -47,13 +39,9 @@ def shapes_as_contract() -> Iterator[None]:
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
-    """Refuse a division that leaves a remainder.
-
-    Raises:
-        ContractError: it does. It is an ``AssertionError`` too.
+    """Refuse a division that leaves a remainder, with a ContractError, which is an ``AssertionError`` too.
 
     Example:
-        >>> ensure_divisibility(12, 4)
         >>> ensure_divisibility(10, 4)
         Traceback (most recent call last):
         ...
@@ -66,11 +54,7 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """Return the quotient of a division that leaves no remainder.
-
-    Raises:
-        ContractError: it leaves one.
-    """
+    """Return the quotient of a division that leaves no remainder; one that leaves one is a ContractError."""
     ensure_divisibility(numerator, denominator)
     return numerator // denominator
 
@@ -80,19 +64,9 @@ divide_and_check_no_remainder = divide
 
 
 def check_shards(length: int, ranks: int, stride: int = 1, *, what: str) -> None:
-    """Refuse a length that cannot be split into ``stride`` blocks of ``ranks`` equal shards.
+    """Refuse a length that cannot be split into ``stride`` blocks of ``ranks`` equal shards, with a ContractError.
 
     A collective of unequal shards ends the process from inside the backend.
-
-    Raises:
-        ContractError: it cannot.
-
-    Example:
-        >>> check_shards(10, ranks=2, stride=2, what="output_size")
-        Traceback (most recent call last):
-        ...
-        namedmesh.compat.errors.ContractError: output_size is 10, which cannot be split into 2 equal shards for each of 2 \
-blocks (the stride); use 8 or 12, or another multiple of 4
     """
     if stride < 1:
         raise ContractError(f"the stride is {stride}; it is a number of blocks, 1 or more")
@@ -106,22 +80,14 @@ blocks (the stride); use 8 or 12, or another multiple of 4
 
 
 def check_even(tensor: Tensor, dim: int, ranks: int) -> None:
-    """Refuse a tensor of which a dim cannot be split into equal shards for some ranks.
-
-    Raises:
-        ContractError: it cannot.
-    """
+    """Refuse a tensor of which a dim cannot be split into equal shards, with a ContractError."""
     check_shards(
         tensor.shape[dim], ranks, what=f"the length of dim {dim} of a tensor of shape {tuple(tensor.shape)}"
     )
 
 
 def scatter(whole: Tensor, group: RankGroup, dim: int) -> Tensor:
-    """Return this rank's shard of a tensor that every rank has; the gradient is gathered.
-
-    Raises:
-        ContractError: the dim cannot be split into equal shards.
-    """
+    """Return this rank's shard of a tensor that every rank has, if the dim can be split; the gradient is gathered."""
     check_even(whole, dim, group.size)
     return split(whole, group, dim)
 
@@ -136,18 +102,12 @@ def _use_multiples(number: int, factor: int) -> str:
 def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[Tensor, ...]:
-    """Split a tensor into equal parts along its last dim.
+    """Split a tensor ``(..., n)`` into equal parts, each ``(..., n / num_partitions)``.
 
     Args:
-        tensor: of shape ``(..., n)``.
-        num_partitions: how many parts; it divides n.
+        tensor: the tensor.
+        num_partitions: how many parts; a ContractError where it does not divide n.
         contiguous_split_chunks: hand out contiguous copies instead of views.
-
-    Returns:
-        The parts in order, each ``(..., n / num_partitions)``.
-
-    Raises:
-        ContractError: the number does not divide the last dim.
 
     Example:
         >>> import torch
@@ -162,8 +122,6 @@ class VocabUtility:
     """Which ids of a vocabulary a rank holds: from the first, up to and without the second number.
 
     Example:
-        A vocabulary of 12 over 4 ranks:
-
         >>> [VocabUtility.vocab_range_from_global_vocab_size(12, rank, 4) for rank in range(4)]
         [(0, 3), (3, 6), (6, 9), (9, 12)]
         >>> VocabUtility.vocab_range_from_per_partition_vocab_size(3, rank=2, world_size=4)
@@ -184,10 +142,6 @@ class VocabUtility:
     def vocab_range_from_global_vocab_size(
         global_vocab_size: int, rank: int, world_size: int
     ) -> tuple[int, int]:
-        """Return the range of a rank of the group, from the length of the whole vocabulary.
-
-        Raises:
-            ContractError: ``world_size``, the number of ranks, does not divide it.
-        """
+        """Return the range of a rank of the group, from the length of the whole vocabulary, which the ranks divide."""
         part = divide(global_vocab_size, world_size)
         return VocabUtility.vocab_range_from_per_partition_vocab_size(part, rank, world_size)

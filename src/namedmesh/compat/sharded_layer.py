@@ -6,7 +6,6 @@ of its own, so parameters are plain tensors and no DTensors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
@@ -23,45 +22,24 @@ Initializer: TypeAlias = "Callable[[Tensor], Any]"
 """Fills a tensor in place, as the functions of ``torch.nn.init`` do."""
 
 
-@dataclass(frozen=True)
-class ParameterInit:
-    """How a layer makes its parameters.
+def draw_whole(  # noqa: PLR0917  what a weight is
+    shard: Tensor,
+    shape: tuple[int, int],
+    dim: int,
+    group: RankGroup,
+    initialize: Initializer,
+    stride: int,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Draw a whole weight, copy this rank's shard of ``dim`` into ``shard``, and return the whole one.
 
-    Args:
-        initialize: fills a weight.
-        dtype: of the parameters; None is torch's default.
-        init_dtype: the dtype in which the whole weight is drawn before it is sharded; None is torch's default.
-        device: None draws the whole weight on every rank (where torch puts new tensors), from the generator
-            that all ranks have seeded alike, and shards it: the shards do not depend on the number of ranks.
-            A device draws only the shard, there.
-        fill: without it, the weight is left as the allocator hands it out.
+    Ranks that are seeded alike draw the same numbers, so that the shards do not depend on the number of ranks.
     """
-
-    initialize: Initializer
-    dtype: torch.dtype | None = None
-    init_dtype: torch.dtype | None = None
-    device: torch.device | None = None
-    fill: bool = True
-
-    def weight(
-        self, shape: tuple[int, int], dim: int, group: RankGroup, stride: int
-    ) -> tuple[nn.Parameter, Tensor | None]:
-        """Return this rank's shard of a weight that is sharded along ``dim``, and the whole one if it was drawn."""
-        lengths = list(shape)
-        lengths[dim] //= group.size
-        shard = torch.empty(lengths, dtype=self.dtype, device=self.device)
-        whole = None
-        if self.fill and self.device is not None:
-            fill_shard(shard, self.initialize, group)
-        elif self.fill:
-            whole = torch.empty(shape, dtype=self.init_dtype)
-            self.initialize(whole)
-            shard.copy_(block_shard(whole, group, dim, stride))
-        return nn.Parameter(shard), whole
-
-    def bias(self, length: int) -> nn.Parameter:
-        """Return a bias of zeros."""
-        return nn.Parameter(torch.zeros(length, dtype=self.dtype, device=self.device))
+    whole = torch.empty(shape, dtype=dtype or shard.dtype, device=shard.device)
+    initialize(whole)
+    with torch.no_grad():
+        shard.copy_(block_shard(whole, group, dim, stride))
+    return whole
 
 
 def block_shard(whole: Tensor, group: RankGroup, dim: int, stride: int = 1) -> Tensor:
@@ -95,9 +73,17 @@ def fill_shard(shard: Tensor, initialize: Initializer, group: RankGroup) -> None
 
 
 class ParallelLayer(nn.Module):
-    """A layer whose weight is sharded along ``dim`` over the ranks of a group."""
+    """A layer whose weight is sharded along ``dim`` over the ranks of a group.
+
+    Parameters are of ``params_dtype``. With a ``params_device`` each rank draws its own shard, there; otherwise all draw
+    the whole weight, in ``init_dtype``. Without ``perform_initialization`` it is left as the allocator hands it out.
+    """
 
     dim: ClassVar[int] = 0
+    params_dtype: torch.dtype | None = None
+    params_device: torch.device | None = None
+    init_dtype: torch.dtype | None = None
+    perform_initialization = True
     weight: nn.Parameter
     master_weight: Tensor | None
 
@@ -126,14 +112,30 @@ class ParallelLayer(nn.Module):
         return group
 
     def make_weight(
-        self, shape: tuple[int, int], init: ParameterInit, stride: int = 1, *, what: str, keep: bool = False
+        self,
+        shape: tuple[int, int],
+        initialize: Initializer,
+        stride: int = 1,
+        *,
+        what: str,
+        keep: bool = False,
     ) -> None:
-        """Make this rank's shard of the weight, and keep the whole one if requested.
+        """Make this rank's shard of the weight, and keep the whole one if requested and drawn.
 
         Raises:
             ContractError: the ranks, times the stride, do not divide the sharded length, which the caller calls ``what``.
         """
-        group = self.group
+        group, lengths, whole = self.group, list(shape), None
         check_shards(shape[self.dim], group.size, stride, what=what)
-        self.weight, whole = init.weight(shape, self.dim, group, stride)
+        lengths[self.dim] //= group.size
+        shard = torch.empty(lengths, dtype=self.params_dtype, device=self.params_device)
+        if self.perform_initialization and self.params_device is not None:
+            fill_shard(shard, initialize, group)
+        elif self.perform_initialization:
+            whole = draw_whole(shard, shape, self.dim, group, initialize, stride, self.init_dtype)
+        self.weight = nn.Parameter(shard)
         self.master_weight = whole if keep else None
+
+    def make_bias(self, length: int) -> nn.Parameter:
+        """Return a bias of zeros."""
+        return nn.Parameter(torch.zeros(length, dtype=self.params_dtype, device=self.params_device))

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from namedmesh.errors import ShapeError
-from namedmesh.tensor_parallel.collectives import all_to_all, with_backward
+from namedmesh.tensor_parallel.collectives import RankGroup, all_to_all, with_backward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
-
-    from namedmesh.tensor_parallel.collectives import RankGroup
 
 
 def exchange(
@@ -50,11 +48,7 @@ def exchange(
 
 
 def check_lengths(sizes: Sequence[int], group: RankGroup) -> list[int]:
-    """Return the lengths of the ranks' shards as integers.
-
-    Raises:
-        ShapeError: they are not one for each rank, or one is negative.
-    """
+    """Return the lengths of the ranks' shards as integers; a ShapeError where they are not one for each rank."""
     lengths = [int(size) for size in sizes]
     if len(lengths) != group.size or min(lengths) < 0:
         raise ShapeError(
@@ -64,11 +58,7 @@ def check_lengths(sizes: Sequence[int], group: RankGroup) -> list[int]:
 
 
 def check_sum(whole: Tensor, lengths: list[int], what: str) -> None:
-    """Refuse lengths of shards that are not all of dim 0 of a tensor.
-
-    Raises:
-        ShapeError: they do not add up to its length.
-    """
+    """Refuse lengths of shards that do not add up to dim 0 of a tensor, with a ShapeError."""
     if whole.shape[0] != sum(lengths):
         raise ShapeError(
             f"{what} {lengths} add up to {sum(lengths)}, but dim 0 of shape {tuple(whole.shape)} has length "

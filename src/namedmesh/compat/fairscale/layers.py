@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from namedmesh.compat import parallel_layers
 from namedmesh.compat.fairscale import mappings
 from namedmesh.compat.partition import divide
-from namedmesh.compat.sharded_layer import block_shard
+from namedmesh.compat.sharded_layer import draw_whole
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from namedmesh.compat.sharded_layer import Initializer
     from namedmesh.tensor_parallel.collectives import RankGroup
 
@@ -61,7 +61,7 @@ class ParallelEmbedding(_ModelParallel, parallel_layers.ParallelEmbedding):
 
 
 def _initialize_affine_weight(  # noqa: PLR0917  the original's signature
-    weight: torch.Tensor,
+    weight: Tensor,
     out_features: int,
     in_features: int,
     per_partition_size: int,
@@ -69,29 +69,16 @@ def _initialize_affine_weight(  # noqa: PLR0917  the original's signature
     init_method: Initializer,
     stride: int = 1,
     return_master_weight: bool = False,
-) -> torch.Tensor | None:
-    """Draw a whole weight, and copy this rank's shard of it into ``weight``; ranks must be seeded alike.
+) -> Tensor | None:
+    """Draw a whole weight, ``(out_features, in_features)``, and copy this rank's shard of it into ``weight``.
 
-    Args:
-        weight: the shard.
-        out_features: the first length of the whole weight.
-        in_features: its second length.
-        per_partition_size: the length of the shard along ``partition_dim``, the dim that is sharded.
-        partition_dim: that dim.
-        init_method: fills the whole weight.
-        stride: the number of blocks that the dim is made of, each sharded on its own.
-        return_master_weight: return the whole weight.
-
-    Raises:
-        ContractError: the stride does not divide the length of the shard, or there is no group yet.
+    Ranks must be seeded alike. The dim that is sharded is made of ``stride`` blocks; a ContractError where they do not
+    divide the length of the shard.
     """
     group = mappings.current_group()
     if group.size == 1:
         init_method(weight)
         return weight if return_master_weight else None
     divide(per_partition_size, stride)
-    whole = torch.empty(out_features, in_features, dtype=weight.dtype, device=weight.device)
-    init_method(whole)
-    with torch.no_grad():
-        weight.copy_(block_shard(whole, group, partition_dim, stride))
+    whole = draw_whole(weight, (out_features, in_features), partition_dim, group, init_method, stride)
     return whole if return_master_weight else None

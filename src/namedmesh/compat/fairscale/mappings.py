@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING
 
 from namedmesh.compat.fairscale.initialize import DIALECT
 from namedmesh.compat.partition import scatter
-from namedmesh.tensor_parallel.collectives import gather, sum_backward, sum_forward
+from namedmesh.tensor_parallel.collectives import RankGroup, gather, sum_backward, sum_forward
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from namedmesh.tensor_parallel.collectives import RankGroup
 
 __all__ = [
     "copy_to_model_parallel_region",

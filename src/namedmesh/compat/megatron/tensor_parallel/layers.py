@@ -5,9 +5,11 @@ megatron-core's attributes; those that it lacks have their defaults, see :class:
 that hold this rank's shard, marked with the attributes that Megatron's optimizers look for.
 
 In the shapes below, t is the number of tensor-parallel ranks, s and b are the length of the sequence and the
-batch size. With sequence parallelism, activations outside of the layers are ``(s / t, b, ...)``. Arguments of several layers:
+batch size. With sequence parallelism, activations outside of the layers are ``(s / t, b, ...)``. What is said here of an
+argument holds for every layer that has it:
 
-- ``config``: megatron-core's configuration, or any object with some of its attributes.
+- ``config``: megatron-core's configuration, or any object with some of its attributes; a ContractRuntimeError if it asks
+  for fused accumulation of gradients.
 - ``init_method``: fills a weight. Ranks must be seeded alike: each draws the whole weight and keeps its shard, and with
   ``keep_master_weight_for_test`` also the whole weight as first drawn, in ``master_weight``.
 - ``bias``: with a bias, of zeros at first; ``skip_bias_add`` hands it out instead of adding it, to be fused with what follows.
@@ -36,7 +38,8 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from namedmesh.compat.errors import ContractError, ContractRuntimeError
 from namedmesh.compat.megatron.tensor_parallel.parameters import (
@@ -49,16 +52,14 @@ from namedmesh.compat.megatron.tensor_parallel.parameters import (
 from namedmesh.compat.megatron.tensor_parallel.utils import current_group
 from namedmesh.compat.partition import check_shards, scatter
 from namedmesh.compat.sharded_layer import ParallelLayer
-from namedmesh.tensor_parallel.collectives import ALONE, gather, sum_forward, sum_scatter
+from namedmesh.tensor_parallel.collectives import ALONE, RankGroup, gather, sum_forward, sum_scatter
 from namedmesh.tensor_parallel.linear import column, row
 from namedmesh.tensor_parallel.vocabulary import Lookup, lookup
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.distributed import ProcessGroup
 
     from namedmesh.compat.sharded_layer import Initializer
-    from namedmesh.tensor_parallel.collectives import RankGroup
 
 __all__ = [
     "ColumnParallelLinear",
@@ -74,13 +75,16 @@ Result: TypeAlias = "tuple[Tensor, nn.Parameter | None]"
 
 
 class _Layer(ParallelLayer):
-    """What the three layers share: settings, and a group that stays the one that they were made with."""
+    """What the three layers share: settings, and the group that they were made with."""
 
     def __init__(self, config: object, tp_group: ProcessGroup | None, *, is_expert: bool = False) -> None:
         group = current_group(tp_group, is_expert=is_expert)
         super().__init__(group)
         self._group = group
-        self.settings = Settings.of(config, type(self).__name__)
+        self.settings = settings = Settings.of(config, type(self).__name__)
+        self.params_dtype, self.params_device = settings.params_dtype, settings.accelerator()
+        self.init_dtype = torch.float32  # whatever the dtype is: the same numbers, rounded
+        self.perform_initialization = settings.perform_initialization
 
     def current_group(self) -> RankGroup:
         return self._group
@@ -97,19 +101,12 @@ class _Linear(_Layer):
     bias: nn.Parameter | None
 
     def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        config: object,
-        tp_group: ProcessGroup | None,
-        *,
-        is_expert: bool,
-        skip_bias_add: bool,
+        self, sizes: tuple[int, int], config: object, tp_group: ProcessGroup | None, is_expert: bool
     ) -> None:
         super().__init__(config, tp_group, is_expert=is_expert)
-        self.input_size, self.output_size = input_size, output_size
+        self.input_size, self.output_size = sizes
         self.config = self.settings if config is None else config
-        self.is_expert, self.skip_bias_add = is_expert, skip_bias_add
+        self.is_expert = is_expert
         self.expert_parallel = self.settings.expert_model_parallel_size > 1
         self.sequence_parallel = self.settings.sequence_parallel
         self.gradient_accumulation_fusion = self.settings.gradient_accumulation_fusion
@@ -123,9 +120,8 @@ class _Linear(_Layer):
     ) -> None:
         """Make this rank's shard of the weight, and its bias: sharded too, if the rows are."""
         shape, what = (self.output_size, self.input_size), ("output_size", "input_size")[self.dim]
-        init = self.settings.parameter_init(initialize)
         if weight:
-            self.make_weight(shape, init, stride, what=what, keep=keep)
+            self.make_weight(shape, initialize, stride, what=what, keep=keep)
             set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=self.dim, stride=stride)
         else:
             check_shards(shape[self.dim], self._group.size, stride, what=what)
@@ -134,7 +130,8 @@ class _Linear(_Layer):
         self.register_parameter("bias", None)
         if bias:
             sharded = self.dim == 0
-            self.bias = init.bias(self.output_size // self._group.size if sharded else self.output_size)
+            length = self.output_size // self._group.size if sharded else self.output_size
+            self.bias = self.make_bias(length)
             if sharded:
                 set_tensor_model_parallel_attributes(self.bias, is_parallel=True, dim=0, stride=stride)
         for parameter in self.parameters(recurse=False):
@@ -162,8 +159,7 @@ def _allow_no_extra_state(_module: nn.Module, state: dict[str, Any], prefix: str
 class ColumnParallelLinear(_Linear):
     """A linear layer whose output features are sharded over the tensor-parallel ranks.
 
-    The weight is this rank's ``(output_size / t, input_size)``, the bias its ``(output_size / t,)``. Arguments that are
-    not listed here are those of several layers: see above, in the module.
+    The weight is this rank's ``(output_size / t, input_size)``, the bias its ``(output_size / t,)``.
 
     Args:
         input_size: input features.
@@ -176,7 +172,6 @@ class ColumnParallelLinear(_Linear):
 
     Raises:
         ContractError: the ranks, times the stride, do not divide ``output_size``.
-        ContractRuntimeError: the configuration asks for fused accumulation of gradients.
     """
 
     def __init__(
@@ -199,13 +194,11 @@ class ColumnParallelLinear(_Linear):
         disable_grad_reduce: bool = False,
         tp_group: ProcessGroup | None = None,
     ) -> None:
-        super().__init__(
-            input_size, output_size, config, tp_group, is_expert=is_expert, skip_bias_add=skip_bias_add
-        )
+        super().__init__((input_size, output_size), config, tp_group, is_expert)
         ranks = self._group.size
         self.output_size_per_partition = output_size // ranks
         self.gather_output = config is None if gather_output is None else gather_output
-        self.disable_grad_reduce = disable_grad_reduce
+        self.skip_bias_add, self.disable_grad_reduce = skip_bias_add, disable_grad_reduce
         self.embedding_activation_buffer = embedding_activation_buffer
         self.grad_output_buffer = grad_output_buffer
         if self.sequence_parallel and ranks == 1:
@@ -222,23 +215,27 @@ class ColumnParallelLinear(_Linear):
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> Result:
-        """Return the output, and the bias if it is still to be added.
+        """Return ``(s, b, output_size / t)``, gathered ``(s, b, output_size)``; and with ``skip_bias_add`` the bias, else None.
 
         Args:
-            input_: ``(s, b, input_size)``, the same on every rank; with sequence parallelism
-                ``(s / t, b, input_size)``, this rank's shard.
-            weight: the shard of the weight to use instead of the layer's own.
+            input_: ``(s, b, input_size)``, the same on every rank; with sequence parallelism this rank's
+                ``(s / t, b, input_size)``.
+            weight: the shard to use instead of the layer's own; a ContractRuntimeError if it has another shape.
             runtime_gather_output: join the output features or not, whatever the layer was made with.
-
-        Returns:
-            The output, ``(s, b, output_size / t)``, or ``(s, b, output_size)`` where it is gathered; and the
-            bias with ``skip_bias_add``, else None.
-
-        Raises:
-            ContractRuntimeError: there is no weight, or it has another shape.
         """
         group, bias = self._group, None if self.skip_bias_add else self.bias
-        weight = self._weight_for(weight)
+        weight = self.weight if weight is None else weight
+        expected = (self.output_size_per_partition, self.input_size)
+        if weight is None:
+            raise ContractRuntimeError(
+                "ColumnParallelLinear was made with skip_weight_param_allocation=True, and its forward got "
+                "no weight; pass weight="
+            )
+        if weight.shape != expected:
+            raise ContractRuntimeError(
+                f"ColumnParallelLinear got a weight of shape {tuple(weight.shape)}; pass this rank's shard, of "
+                f"shape {expected}"
+            )
         if self.sequence_parallel and not self.explicit_expert_comm:
             output = column(input_, weight, bias, group, 0, gather_again=True)
         else:
@@ -247,23 +244,6 @@ class ColumnParallelLinear(_Linear):
         if self.gather_output if runtime_gather_output is None else runtime_gather_output:
             output = gather(output, group, -1)
         return output, self.bias if self.skip_bias_add else None
-
-    def _weight_for(self, weight: Tensor | None) -> Tensor:
-        own: Tensor | None = self.weight
-        if weight is None and own is None:
-            raise ContractRuntimeError(
-                "ColumnParallelLinear was made with skip_weight_param_allocation=True, and its forward got "
-                "no weight; pass weight="
-            )
-        if weight is None:
-            return self.weight
-        expected = (self.output_size_per_partition, self.input_size)
-        if weight.shape != expected:
-            raise ContractRuntimeError(
-                f"ColumnParallelLinear got a weight of shape {tuple(weight.shape)}; pass this rank's shard, of "
-                f"shape {expected}"
-            )
-        return weight
 
     def backward_dw(self) -> None:
         """Do nothing: the weight's gradient is never put off."""
@@ -274,8 +254,7 @@ class RowParallelLinear(_Linear):
 
     The weight is this rank's ``(output_size, input_size / t)``; every rank has the whole bias. With sequence parallelism
     it is marked ``sequence_parallel``, and its gradient is that of this rank's shard of the sequence, to be summed over
-    the ranks later. An expert's layer leaves its output this rank's part of the sum. Arguments that are not listed here
-    are those of several layers: see above, in the module.
+    the ranks later. An expert's layer leaves its output this rank's part of the sum.
 
     Args:
         input_size: input features, of all ranks together.
@@ -283,10 +262,8 @@ class RowParallelLinear(_Linear):
         input_is_parallel: the input is this rank's shard already; otherwise each rank takes its own.
 
     Raises:
-        ContractError: the ranks, times the stride, do not divide ``input_size``; or an expert's layer on
-            several ranks is to add its bias, which would then count several times.
-        ContractRuntimeError: sequence parallelism with an input that is not sharded yet, or the configuration asks
-            for fused accumulation of gradients.
+        ContractError: the ranks, times the stride, do not divide ``input_size``; or an expert's layer is to add its bias.
+        ContractRuntimeError: sequence parallelism with an input that is not sharded yet.
     """
 
     dim = 1
@@ -307,9 +284,7 @@ class RowParallelLinear(_Linear):
         tp_comm_buffer_name: str | None = None,  # noqa: ARG002  the legacy signature has it
         tp_group: ProcessGroup | None = None,
     ) -> None:
-        super().__init__(
-            input_size, output_size, config, tp_group, is_expert=is_expert, skip_bias_add=skip_bias_add
-        )
+        super().__init__((input_size, output_size), config, tp_group, is_expert)
         if self.sequence_parallel and not input_is_parallel:
             raise ContractRuntimeError(
                 "RowParallelLinear got sequence_parallel with input_is_parallel=False; its input features must "
@@ -321,7 +296,7 @@ class RowParallelLinear(_Linear):
                 "in which the bias would count several times: pass skip_bias_add=True"
             )
         self.input_size_per_partition = input_size // self._group.size
-        self.input_is_parallel = input_is_parallel
+        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         self.make_parameters(init_method, stride, bias=bias, keep=keep_master_weight_for_test)
         if self.bias is not None:
             self.bias.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
@@ -329,18 +304,13 @@ class RowParallelLinear(_Linear):
             self.master_weight = self.master_weight.to(self.settings.params_dtype)
 
     def forward(self, input_: Tensor) -> Result:
-        """Return the output, and the bias if it is still to be added.
+        """Return ``(s, b, output_size)``, the same on every rank; and with ``skip_bias_add`` the bias, else None.
+
+        With sequence parallelism the output is this rank's ``(s / t, b, output_size)``; a ContractError if t does not divide s.
 
         Args:
             input_: ``(s, b, input_size / t)``, this rank's features, where the input is parallel; otherwise
                 ``(s, b, input_size)``, the same on every rank.
-
-        Returns:
-            The output, ``(s, b, output_size)``, the same on every rank; with sequence parallelism
-            ``(s / t, b, output_size)``, this rank's shard. And the bias with ``skip_bias_add``, else None.
-
-        Raises:
-            ContractError: the input features or, with sequence parallelism, s cannot be split into equal shards.
         """
         group = self._group
         if not self.input_is_parallel:
@@ -361,8 +331,7 @@ class VocabParallelEmbedding(_Layer):
     """An embedding whose vocabulary is sharded over the tensor-parallel ranks.
 
     The weight is this rank's ``(num_embeddings / t, embedding_dim)``: the ids from ``vocab_start_index`` up to,
-    and without, ``vocab_end_index``. Arguments that are not listed here are those of several layers: see above, in the
-    module.
+    and without, ``vocab_end_index``.
 
     Args:
         num_embeddings: the number of ids, of all ranks together.
@@ -388,26 +357,18 @@ class VocabParallelEmbedding(_Layer):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
         self.deterministic_mode = self.settings.deterministic_mode
-        init = self.settings.parameter_init(init_method)
-        self.make_weight((num_embeddings, embedding_dim), init, what="num_embeddings")
+        shape = num_embeddings, embedding_dim
+        self.make_weight(shape, init_method, what="num_embeddings")
         rows = self.num_embeddings_per_partition = self.weight.shape[0]
         self.vocab_start_index = self._group.rank * rows
         self.vocab_end_index = self.vocab_start_index + rows
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Return the vectors of some ids.
+        """Return ``(b, s, embedding_dim)``, the same on every rank; scattered this rank's ``(s / t, b, embedding_dim)``.
 
         Args:
-            input_: ``(b, s)``, the same on every rank. On several ranks an id outside of the vocabulary
-                gets zeros.
-
-        Returns:
-            ``(b, s, embedding_dim)``, the same on every rank; with ``reduce_scatter_embeddings`` this rank's
-            ``(s / t, b, embedding_dim)``.
-
-        Raises:
-            ContractError: with ``reduce_scatter_embeddings``, t does not divide s.
+            input_: ids, ``(b, s)``, the same on every rank. On several ranks one outside of the vocabulary gets zeros.
         """
         group = self._group
         vectors = lookup(

@@ -7,15 +7,17 @@ ContractError. On one rank all of them hand the tensor through. Results are new 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
+from torch import Tensor
 
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.megatron.tensor_parallel.utils import current_group
 from namedmesh.compat.partition import check_even, scatter, shapes_as_contract
 from namedmesh.errors import ShapeError
 from namedmesh.tensor_parallel.collectives import (
+    RankGroup,
     gather,
     gather_parts,
     sum_backward,
@@ -27,11 +29,7 @@ from namedmesh.tensor_parallel.regions import check_lengths, check_sum, exchange
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
     from torch.distributed import ProcessGroup
-
-    from namedmesh.tensor_parallel.collectives import RankGroup
-
 
 __all__ = [
     "all_gather_last_dim_from_tensor_parallel_region",
@@ -48,23 +46,25 @@ __all__ = [
     "scatter_to_tensor_model_parallel_region",
 ]
 
+Group: TypeAlias = "ProcessGroup | None"
 
-def copy_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+
+def copy_to_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """Hand in a tensor of any shape that every rank has; its gradient, a part on each rank, is summed."""
     return sum_backward(input_, current_group(group))
 
 
-def reduce_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+def reduce_from_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """Sum the ranks' parts, of any shape, on every rank; the gradient is handed through."""
     return sum_forward(input_, current_group(group))
 
 
-def scatter_to_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+def scatter_to_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """Keep my ``(..., n / t)`` of an ``(..., n)`` that every rank has; the gradient is gathered."""
     return scatter(input_, current_group(group), -1)
 
 
-def gather_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+def gather_from_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """Join the ranks' ``(..., n / t)`` to ``(..., n)``, on every rank; each gets its shard of the gradient.
 
     It is for ranks that go on with the same computation. Where they differ, use
@@ -73,7 +73,7 @@ def gather_from_tensor_model_parallel_region(input_: Tensor, group: ProcessGroup
     return gather(input_, current_group(group), -1)
 
 
-def scatter_to_sequence_parallel_region(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+def scatter_to_sequence_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """Keep my ``(s / t, ...)`` of an ``(s, ...)`` that every rank has; the gradient is gathered."""
     return scatter(input_, current_group(group), 0)
 
@@ -82,7 +82,7 @@ def scatter_to_sequence_parallel_region(input_: Tensor, group: ProcessGroup | No
 def gather_from_sequence_parallel_region(
     input_: Tensor,
     tensor_parallel_output_grad: bool = True,
-    group: ProcessGroup | None = None,
+    group: Group = None,
     output_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,  # noqa: ARG001  see below
 ) -> Tensor:
@@ -110,7 +110,7 @@ def gather_from_sequence_parallel_region(
 @shapes_as_contract()
 def reduce_scatter_to_sequence_parallel_region(
     input_: Tensor,
-    group: ProcessGroup | None = None,
+    group: Group = None,
     input_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,  # noqa: ARG001  as above
 ) -> Tensor:
@@ -132,9 +132,7 @@ def reduce_scatter_to_sequence_parallel_region(
     return sum_scatter(input_, ranks, 0)
 
 
-def all_gather_last_dim_from_tensor_parallel_region(
-    input_: Tensor, group: ProcessGroup | None = None
-) -> Tensor:
+def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """Join the ranks' ``(..., n / t)`` to ``(..., n)``; the gradients are summed, and each rank gets its shard.
 
     It is for ranks that go on with different parts of the work.
@@ -142,9 +140,7 @@ def all_gather_last_dim_from_tensor_parallel_region(
     return gather_parts(input_, current_group(group), -1)
 
 
-def reduce_scatter_last_dim_to_tensor_parallel_region(
-    input_: Tensor, group: ProcessGroup | None = None
-) -> Tensor:
+def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """Sum the ranks' ``(..., n)``, of which each rank keeps its ``(..., n / t)``; the gradient is gathered."""
     ranks = current_group(group)
     check_even(input_, -1, ranks.size)
@@ -153,21 +149,18 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(
 
 @shapes_as_contract()
 def all_to_all(
-    group: ProcessGroup | None,
+    group: Group,
     input_: Tensor,
     output_split_sizes_: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Send a shard of the first dim to each rank, and join what comes back; gradients travel the other way.
+    """Send a shard of the first dim to each rank, and join in rank order what they send; gradients travel the other way.
 
     Args:
         group: the ranks. It must be named.
         input_: ``(n, ...)``: the shard for rank 0, then the one for rank 1, and so on.
         output_split_sizes_: the lengths of what each rank sends here; equal shards by default.
         input_split_sizes: the lengths of the shards to send; equal ones by default.
-
-    Returns:
-        The shards received, in rank order.
 
     Raises:
         ContractError: there is no group, the lengths are not one for each rank or do not add up to n, or by
@@ -178,7 +171,7 @@ def all_to_all(
     return exchange(input_, current_group(group), input_split_sizes, output_split_sizes_)
 
 
-def all_to_all_sp2hp(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+def all_to_all_sp2hp(input_: Tensor, group: Group = None) -> Tensor:
     """Exchange tokens that are sharded over the ranks, ``(tokens / t, h)``, for features that are, ``(tokens, h / t)``.
 
     More dims before the last are taken as one.
@@ -198,11 +191,8 @@ def all_to_all_sp2hp(input_: Tensor, group: ProcessGroup | None = None) -> Tenso
     return exchange(torch.cat(rows.chunk(ranks.size, dim=1)), ranks)
 
 
-def all_to_all_hp2sp(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Exchange features that are sharded over the ranks, ``(tokens, h / t)``, for tokens that are, ``(tokens / t, h)``.
-
-    More dims before the last are taken as one.
-    """
+def all_to_all_hp2sp(input_: Tensor, group: Group = None) -> Tensor:
+    """Exchange features that are sharded over the ranks for tokens that are: the way back from :func:`all_to_all_sp2hp`."""
     ranks = current_group(group)
     rows = input_.reshape(-1, input_.shape[-1])
     check_even(rows, 0, ranks.size)

@@ -7,21 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from namedmesh.compat.errors import ContractError, ContractRuntimeError
-from namedmesh.compat.sharded_layer import Initializer, ParameterInit
 from namedmesh.launch import default_group_device
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.distributed import ProcessGroup
 
-_ABSENT = {
-    "gradient_accumulation_fusion": (
-        "adding up gradients inside the matrix product needs APEX's CUDA extension fused_weight_gradient_mlp_cuda"
-    ),
-    "defer_embedding_wgrad_compute": "it builds on gradient_accumulation_fusion",
-}
 _DEFAULTS: dict[str, Any] = {
     "expert_tp": False,
     "is_qkv": False,
@@ -33,7 +26,7 @@ _DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that matter to a layer, read from any object that has some of them.
+    """What the layers read of Megatron's configuration object, or any other; what it lacks has these defaults.
 
     Args:
         params_dtype: of the parameters; by default torch's default dtype.
@@ -59,57 +52,36 @@ class Settings:
 
     @classmethod
     def of(cls, config: object, layer: str) -> Settings:
-        """Return the settings of a configuration object, with defaults for what it lacks; for None the defaults.
-
-        Raises:
-            ContractRuntimeError: it asks for what these layers do not have; it names the ``layer``.
-
-        Example:
-            >>> from types import SimpleNamespace
-            >>> settings = Settings.of(SimpleNamespace(sequence_parallel=True), "a layer")
-            >>> settings.sequence_parallel, settings.perform_initialization
-            (True, True)
-        """
+        """Return the settings of a configuration object, or of None; one that asks for a fused gradient is refused."""
         names = [one.name for one in fields(cls)]
         settings = cls(**{name: getattr(config, name) for name in names if hasattr(config, name)})
-        refused = [
-            f"{layer}: {name} is set, but {reason}, which namedmesh's layers do not call; set {name}=False"
-            for name, reason in _ABSENT.items()
-            if getattr(settings, name)
-        ]
-        if refused:
-            raise ContractRuntimeError(*refused)
+        for name in ("gradient_accumulation_fusion", "defer_embedding_wgrad_compute"):
+            if getattr(settings, name):
+                raise ContractRuntimeError(
+                    f"{layer}: {name} is set, but adding up gradients inside the matrix product needs APEX's CUDA extension "
+                    f"fused_weight_gradient_mlp_cuda, which namedmesh's layers do not call; set {name}=False"
+                )
         return settings
 
-    def parameter_init(self, initialize: Initializer) -> ParameterInit:
-        """Return how a layer of these settings makes its parameters."""
-        # Drawn in float32 whatever the dtype is: the same numbers, rounded.
-        device = None if self.use_cpu_initialization else _accelerator()
-        return ParameterInit(
-            initialize, self.params_dtype, torch.float32, device, fill=self.perform_initialization
-        )
-
-
-def _accelerator() -> torch.device | None:
-    """Return the current accelerator, if this is where the ranks compute."""
-    if dist.is_initialized():
-        kind = default_group_device().type
-    else:
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    return None if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+    def accelerator(self) -> torch.device | None:
+        """Return the device on which each rank draws its own shard; None where it draws the whole weight."""
+        if self.use_cpu_initialization:
+            return None
+        if dist.is_initialized():
+            kind = default_group_device().type
+        else:
+            kind = "cuda" if torch.cuda.is_available() else "cpu"
+        return None if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """Mark a tensor as a shard of a larger one.
+    """Mark a tensor as a shard of a larger one, or as a whole one.
 
     Args:
-        tensor: a parameter that is not marked yet.
+        tensor: a parameter; a ContractError where it is marked already.
         is_parallel: whether it is a shard: each rank has another one.
         dim: the dim along which the whole was sharded.
         stride: the number of blocks, each of which was sharded on its own.
-
-    Raises:
-        ContractError: the tensor is marked already.
 
     Example:
         >>> weight, master, norm = torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2)
@@ -149,11 +121,9 @@ def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_ten
 
 
 def param_is_not_tensor_parallel_duplicate(param: Tensor, tp_group: ProcessGroup | None = None) -> bool:
-    """Return whether this rank is the one that counts a parameter, in a norm over all ranks for example.
+    """Return whether this rank counts a parameter, in a norm over all ranks for example.
 
-    Args:
-        param: a shard counts on every rank, a copy on the first only.
-        tp_group: the ranks; left out, the tensor-model-parallel group.
+    A shard counts on every rank; a copy on the first of ``tp_group``, or of the tensor-model-parallel group.
     """
     if getattr(param, "tensor_model_parallel", False):
         return True

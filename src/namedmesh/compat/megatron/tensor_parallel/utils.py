@@ -30,21 +30,10 @@ __all__ = [
 
 
 def current_group(group: ProcessGroup | None, *, is_expert: bool = False) -> RankGroup:
-    """Return the group that a call names or, where it names none, the tensor-parallel group.
+    """Return the group that a call names or, where it names none, the tensor-parallel group, of experts if asked.
 
-    Args:
-        group: the group, or None.
-        is_expert: where none is named, take the tensor-parallel group of the expert layout.
-
-    Returns:
-        The group; this process alone, where ``torch.distributed`` has not been initialized.
-
-    Raises:
-        ContractError: no group is named and model parallelism has not been initialized.
-
-    Example:
-        >>> current_group(None).size    # plain python, nothing initialized
-        1
+    Where ``torch.distributed`` has not been initialized it is this process alone. Where only model parallelism has not, it
+    is a ContractError.
     """
     if group is None and dist.is_initialized():
         # Here, not at the top: whoever names his groups needs no global state.
@@ -63,15 +52,10 @@ def split_tensor_into_1d_equal_chunks(
     """Return this rank's shard of a tensor's numbers, in one dim.
 
     Args:
-        tensor: contiguous, the same on every rank.
+        tensor: contiguous, the same on every rank. Of its n numbers, rank r of t gets those from r * n / t up to
+            (r + 1) * n / t; a ContractError where t does not divide n.
         new_buffer: hand out a copy that is no part of any graph, instead of a view.
         tp_group: the ranks; left out, the tensor-model-parallel group.
-
-    Returns:
-        On rank r of t, numbers r * n / t up to (r + 1) * n / t of the n that there are.
-
-    Raises:
-        ContractError: t does not divide n.
 
     Example:
         >>> import torch
@@ -86,14 +70,9 @@ def split_tensor_into_1d_equal_chunks(
 
 
 def gather_split_1d_tensor(tensor: Tensor, tp_group: ProcessGroup | None = None) -> Tensor:
-    """Gather all ranks' shards in one dim: the way back from :func:`split_tensor_into_1d_equal_chunks`.
+    """Gather all ranks' shards, of equal lengths, in one dim: the way back from :func:`split_tensor_into_1d_equal_chunks`.
 
-    Args:
-        tensor: this rank's shard, in one dim and as long as the others'.
-        tp_group: the ranks; left out, the tensor-model-parallel group.
-
-    Returns:
-        A new tensor, the same on every rank, through which no gradient flows.
+    The result is a new tensor, the same on every rank, through which no gradient flows.
 
     Example:
         >>> import torch
