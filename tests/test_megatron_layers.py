@@ -24,7 +24,6 @@ from namedmesh.compat.megatron import parallel_state, tensor_parallel
 from namedmesh.compat.megatron.tensor_parallel import layers as our_layers
 from namedmesh.compat.megatron.tensor_parallel import mappings as our_mappings
 from namedmesh.compat.megatron.tensor_parallel import utils as our_utils
-from namedmesh.compat.megatron.tensor_parallel.parameters import Settings
 from namedmesh.compat.sharded_layer import block_shard, fill_shard
 from namedmesh.tensor_parallel.collectives import RankGroup
 from namedmesh.tensor_parallel.regions import exchange
@@ -718,7 +717,7 @@ def test_shards_drawn_on_their_device_differ_between_ranks_and_layers() -> None:
 
 
 def test_on_an_accelerator_no_whole_weight_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Settings, "accelerator", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(our_layers, "accelerator", lambda: torch.device("cpu"))
     with fake_world(2):
         layer = our_layers.RowParallelLinear(
             6, 4, init_method=Tensor.normal_, keep_master_weight_for_test=True, tp_group=dist.group.WORLD
@@ -856,7 +855,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
             )
         ),
         AssertionError,
-        "the sizes [1, 2, 3, 4] add up to 10, but dim 0 of shape (9,) has length 9; they must add up to it",
+        "the lengths to send [1, 2, 3, 4] add up to 10, but dim 0 of shape (9,) has length 9; they must add up to it",
     ),
     (
         on_four(lambda group: our_mappings.all_to_all(group, torch.zeros(6))),

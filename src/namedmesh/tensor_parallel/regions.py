@@ -37,9 +37,12 @@ def exchange(
         return outgoing if group.size == 1 else _exchange(outgoing, group, (send, receive))
     sending, receiving = (None if sizes is None else check_lengths(sizes, group) for sizes in (send, receive))
     length = outgoing.shape[0]
-    if sending is not None:
-        check_sum(outgoing, sending, "the lengths to send")
-    elif length % group.size:  # by default it is sharded into equal shards
+    if sending is not None and sum(sending) != length:
+        raise ShapeError(
+            f"the lengths to send {sending} add up to {sum(sending)}, but dim 0 of shape {tuple(outgoing.shape)} has length "
+            f"{length}; they must add up to it"
+        )
+    if sending is None and length % group.size:  # by default it is sharded into equal shards
         raise ShapeError(
             f"dim 0 of shape {tuple(outgoing.shape)} has length {length}, which cannot be split into "
             f"{group.size} equal shards; pass the length of each shard"
@@ -55,15 +58,6 @@ def check_lengths(sizes: Sequence[int], group: RankGroup) -> list[int]:
             f"the sizes are {lengths}, for {group.size} ranks; pass one length for each rank, none negative"
         )
     return lengths
-
-
-def check_sum(whole: Tensor, lengths: list[int], what: str) -> None:
-    """Refuse lengths of shards that do not add up to dim 0 of a tensor, with a ShapeError."""
-    if whole.shape[0] != sum(lengths):
-        raise ShapeError(
-            f"{what} {lengths} add up to {sum(lengths)}, but dim 0 of shape {tuple(whole.shape)} has length "
-            f"{whole.shape[0]}; they must add up to it"
-        )
 
 
 _Lengths = tuple["Sequence[int] | None", "Sequence[int] | None"]

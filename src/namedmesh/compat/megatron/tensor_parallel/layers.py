@@ -1,17 +1,19 @@
 """Megatron's parallel layers: their names, arguments, attributes and results, on namedmesh's arithmetic.
 
 Both generations of the interface work: older code passes no ``config``, newer code passes one (any object with
-megatron-core's attributes; those that it lacks have their defaults, see :class:`Settings`). Parameters are plain tensors
+megatron-core's attributes; those that it lacks have their defaults). Parameters are plain tensors
 that hold this rank's shard, marked with the attributes that Megatron's optimizers look for.
 
 In the shapes below, t is the number of tensor-parallel ranks, s and b are the length of the sequence and the
-batch size. With sequence parallelism, activations outside of the layers are ``(s / t, b, ...)``. What is said here of an
-argument holds for every layer that has it:
+batch size. What is said here of an argument holds for every layer that has it:
 
-- ``config``: megatron-core's configuration, or any object with some of its attributes; a ContractRuntimeError if it asks
-  for fused accumulation of gradients.
-- ``init_method``: fills a weight. Ranks must be seeded alike: each draws the whole weight and keeps its shard, and with
-  ``keep_master_weight_for_test`` also the whole weight as first drawn, in ``master_weight``.
+- ``config``: its ``params_dtype`` is that of the parameters. With ``sequence_parallel``, activations outside of the layers
+  are ``(s / t, b, ...)``. An ``expert_model_parallel_size`` above 1 marks the parameters of experts as not to be all-reduced
+  over the data-parallel ranks. ``deterministic_mode`` looks embeddings up in a way whose gradient adds up in the same order
+  each time. Fused accumulation of gradients is a ContractRuntimeError.
+- ``init_method``: fills a weight, unless ``config.perform_initialization`` is off. Ranks must be seeded alike: each draws the
+  whole weight and keeps its shard, and with ``keep_master_weight_for_test`` also the whole weight, in ``master_weight``. On
+  an accelerator, unless ``config.use_cpu_initialization`` is on, each draws its own shard only.
 - ``bias``: with a bias, of zeros at first; ``skip_bias_add`` hands it out instead of adding it, to be fused with what follows.
 - ``stride``: the number of blocks that the sharded features are made of, each sharded on its own.
 - ``is_expert``: the layer belongs to an expert: its ranks are those of the expert layout, and whoever dispatches the tokens
@@ -42,14 +44,13 @@ import torch
 from torch import Tensor, nn
 
 from namedmesh.compat.errors import ContractError, ContractRuntimeError
-from namedmesh.compat.megatron.tensor_parallel.parameters import (
-    Settings,
+from namedmesh.compat.megatron.tensor_parallel.attributes import (
     copy_tensor_model_parallel_attributes,
     param_is_not_tensor_parallel_duplicate,
     set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
 )
-from namedmesh.compat.megatron.tensor_parallel.utils import current_group
+from namedmesh.compat.megatron.tensor_parallel.utils import accelerator, current_group
 from namedmesh.compat.partition import check_shards, scatter
 from namedmesh.compat.sharded_layer import ParallelLayer
 from namedmesh.tensor_parallel.collectives import ALONE, RankGroup, gather, sum_forward, sum_scatter
@@ -75,16 +76,22 @@ Result: TypeAlias = "tuple[Tensor, nn.Parameter | None]"
 
 
 class _Layer(ParallelLayer):
-    """What the three layers share: settings, and the group that they were made with."""
+    """What the three layers share: what they read of the configuration, and the group that they were made with."""
 
     def __init__(self, config: object, tp_group: ProcessGroup | None, *, is_expert: bool = False) -> None:
         group = current_group(tp_group, is_expert=is_expert)
         super().__init__(group)
         self._group = group
-        self.settings = settings = Settings.of(config, type(self).__name__)
-        self.params_dtype, self.params_device = settings.params_dtype, settings.accelerator()
+        self.params_dtype = getattr(config, "params_dtype", None)
+        self.params_device = None if getattr(config, "use_cpu_initialization", False) else accelerator()
         self.init_dtype = torch.float32  # whatever the dtype is: the same numbers, rounded
-        self.perform_initialization = settings.perform_initialization
+        self.perform_initialization = getattr(config, "perform_initialization", True)
+        for name in ("gradient_accumulation_fusion", "defer_embedding_wgrad_compute"):
+            if getattr(config, name, False):
+                raise ContractRuntimeError(
+                    f"{type(self).__name__}: {name} is set, but adding up gradients inside the matrix product needs APEX's CUDA "
+                    f"extension fused_weight_gradient_mlp_cuda, which namedmesh's layers do not call; set {name}=False"
+                )
 
     def current_group(self) -> RankGroup:
         return self._group
@@ -105,11 +112,10 @@ class _Linear(_Layer):
     ) -> None:
         super().__init__(config, tp_group, is_expert=is_expert)
         self.input_size, self.output_size = sizes
-        self.config = self.settings if config is None else config
-        self.is_expert = is_expert
-        self.expert_parallel = self.settings.expert_model_parallel_size > 1
-        self.sequence_parallel = self.settings.sequence_parallel
-        self.gradient_accumulation_fusion = self.settings.gradient_accumulation_fusion
+        self.config, self.is_expert = config, is_expert
+        self.expert_parallel = getattr(config, "expert_model_parallel_size", 1) > 1
+        self.sequence_parallel = getattr(config, "sequence_parallel", False)
+        self.gradient_accumulation_fusion = False
         # The experts' tokens are gathered and summed by who dispatches them.
         self.explicit_expert_comm = is_expert and (self._group.size > 1 or self.expert_parallel)
         # A state from before there was an extra one, or from a plain linear layer, loads all the same.
@@ -301,7 +307,7 @@ class RowParallelLinear(_Linear):
         if self.bias is not None:
             self.bias.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
         if self.master_weight is not None:
-            self.master_weight = self.master_weight.to(self.settings.params_dtype)
+            self.master_weight = self.master_weight.to(self.weight.dtype)
 
     def forward(self, input_: Tensor) -> Result:
         """Return ``(s, b, output_size)``, the same on every rank; and with ``skip_bias_add`` the bias, else None.
@@ -356,7 +362,7 @@ class VocabParallelEmbedding(_Layer):
         super().__init__(config, tp_group)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
-        self.deterministic_mode = self.settings.deterministic_mode
+        self.deterministic_mode = getattr(config, "deterministic_mode", False)
         shape = num_embeddings, embedding_dim
         self.make_weight(shape, init_method, what="num_embeddings")
         rows = self.num_embeddings_per_partition = self.weight.shape[0]

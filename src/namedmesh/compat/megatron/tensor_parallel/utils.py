@@ -1,10 +1,12 @@
-"""Megatron's helpers for splitting tensors, lengths and vocabularies, and the group that a call works on."""
+"""Megatron's helpers for splitting tensors, lengths and vocabularies, and where a call works: its group and device."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from namedmesh.compat.partition import (
     VocabUtility,
@@ -13,10 +15,10 @@ from namedmesh.compat.partition import (
     ensure_divisibility,
     split_tensor_along_last_dim,
 )
+from namedmesh.launch import default_group_device
 from namedmesh.tensor_parallel.collectives import RankGroup, all_gather
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.distributed import ProcessGroup
 
 __all__ = [
@@ -46,6 +48,15 @@ def current_group(group: ProcessGroup | None, *, is_expert: bool = False) -> Ran
     return RankGroup(group)
 
 
+def accelerator() -> torch.device | None:
+    """Return the current accelerator, if this is where the ranks compute."""
+    if dist.is_initialized():
+        kind = default_group_device().type
+    else:
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return None if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
 def split_tensor_into_1d_equal_chunks(
     tensor: Tensor, new_buffer: bool = False, tp_group: ProcessGroup | None = None
 ) -> Tensor:
@@ -58,7 +69,6 @@ def split_tensor_into_1d_equal_chunks(
         tp_group: the ranks; left out, the tensor-model-parallel group.
 
     Example:
-        >>> import torch
         >>> split_tensor_into_1d_equal_chunks(torch.tensor([[1, 2], [3, 4]]))    # plain python: one rank
         tensor([1, 2, 3, 4])
     """
@@ -75,7 +85,6 @@ def gather_split_1d_tensor(tensor: Tensor, tp_group: ProcessGroup | None = None)
     The result is a new tensor, the same on every rank, through which no gradient flows.
 
     Example:
-        >>> import torch
         >>> gather_split_1d_tensor(torch.tensor([1, 2]))
         tensor([1, 2])
     """

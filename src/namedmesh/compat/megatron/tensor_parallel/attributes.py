@@ -1,18 +1,13 @@
-"""What Megatron's layers read of its configuration, and the attributes by which its optimizers know a shard from a copy."""
+"""The attributes by which Megatron's optimizers and checkpoints know a shard of a parameter from a copy."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from namedmesh.compat.errors import ContractError, ContractRuntimeError
-from namedmesh.launch import default_group_device
+from namedmesh.compat.errors import ContractError
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
 
 _DEFAULTS: dict[str, Any] = {
@@ -22,56 +17,6 @@ _DEFAULTS: dict[str, Any] = {
     "partition_dim": -1,
     "partition_stride": 1,
 }
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the layers read of Megatron's configuration object, or any other; what it lacks has these defaults.
-
-    Args:
-        params_dtype: of the parameters; by default torch's default dtype.
-        use_cpu_initialization: draw the whole weight on every rank and shard it, so that the weights do not
-            depend on the number of ranks. Otherwise so too, unless the ranks compute on an accelerator: there
-            each draws its own shard.
-        perform_initialization: fill the weights at all.
-        sequence_parallel: outside of the layers, activations are sharded along their first dim.
-        expert_model_parallel_size: more than 1 marks parameters of expert layers as not to be all-reduced
-            over the data-parallel ranks.
-        deterministic_mode: look embeddings up in a way whose gradient adds up in the same order each time.
-        gradient_accumulation_fusion, defer_embedding_wgrad_compute: refused.
-    """
-
-    params_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
-    use_cpu_initialization: bool = False
-    perform_initialization: bool = True
-    sequence_parallel: bool = False
-    expert_model_parallel_size: int = 1
-    deterministic_mode: bool = False
-    gradient_accumulation_fusion: bool = False
-    defer_embedding_wgrad_compute: bool = False
-
-    @classmethod
-    def of(cls, config: object, layer: str) -> Settings:
-        """Return the settings of a configuration object, or of None; one that asks for a fused gradient is refused."""
-        names = [one.name for one in fields(cls)]
-        settings = cls(**{name: getattr(config, name) for name in names if hasattr(config, name)})
-        for name in ("gradient_accumulation_fusion", "defer_embedding_wgrad_compute"):
-            if getattr(settings, name):
-                raise ContractRuntimeError(
-                    f"{layer}: {name} is set, but adding up gradients inside the matrix product needs APEX's CUDA extension "
-                    f"fused_weight_gradient_mlp_cuda, which namedmesh's layers do not call; set {name}=False"
-                )
-        return settings
-
-    def accelerator(self) -> torch.device | None:
-        """Return the device on which each rank draws its own shard; None where it draws the whole weight."""
-        if self.use_cpu_initialization:
-            return None
-        if dist.is_initialized():
-            kind = default_group_device().type
-        else:
-            kind = "cuda" if torch.cuda.is_available() else "cpu"
-        return None if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
@@ -84,6 +29,7 @@ def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim:
         stride: the number of blocks, each of which was sharded on its own.
 
     Example:
+        >>> import torch
         >>> weight, master, norm = torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2)
         >>> set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
         >>> copy_tensor_model_parallel_attributes(master, weight)
