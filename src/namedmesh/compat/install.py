@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -27,7 +28,7 @@ class Original:
         module: its module with the variables, such as ``"megatron.core.parallel_state"``.
         binding: what fills them; None where the original keeps none.
         replace: returns what takes the place of its functions and classes, by the module and the name. It is given
-            the imported module, and raises where that is not one that was compared.
+            the imported module, and raises where that is not one that was compared. None where ours always stands in.
         stand_ins: where it is not installed: the module of ours that is found under each of its names.
     """
 
@@ -35,7 +36,7 @@ class Original:
         self,
         module: str,
         binding: Binding | None,
-        replace: Callable[[Any], Mapping[tuple[str, str], object]],
+        replace: Callable[[Any], Mapping[tuple[str, str], object]] | None,
         stand_ins: Mapping[str, str],
     ) -> None:
         self.module, self.binding, self.replace, self.stand_ins = module, binding, replace, dict(stand_ins)
@@ -54,8 +55,9 @@ class Original:
         if self.installed:
             return
         try:
-            if _is_installed(self.module):
-                self._take_over(import_module(self.module))
+            if self.replace is not None and _is_installed(self.module):
+                module = import_module(self.module)
+                self._take_over(module, self.replace(module))
             else:
                 self._stand_in()
         except BaseException:
@@ -69,8 +71,8 @@ class Original:
             self._undo.pop()()
         self.installed = False
 
-    def _take_over(self, module: ModuleType) -> None:
-        for (place, name), ours in self.replace(module).items():
+    def _take_over(self, module: ModuleType, replaced: Mapping[tuple[str, str], object]) -> None:
+        for (place, name), ours in replaced.items():
             original = getattr(import_module(place), name)
             for holder in list(sys.modules.values()):
                 for known, value in list(getattr(holder, "__dict__", {}).items()):
@@ -78,14 +80,20 @@ class Original:
                         self._set(holder, known, ours)
         if self.binding is not None:
             self.binding.add_module(module)
-            self._undo.append(lambda binding=self.binding: binding.remove_module(module))  # type: ignore[misc]
+            self._undo.append(partial(self.binding.remove_module, module))
 
     def _stand_in(self) -> None:
-        for name, ours in self.stand_ins.items():
+        stand_ins = {name: import_module(ours) for name, ours in self.stand_ins.items()}
+        before = dict(sys.modules)
+        top = self.module.partition(".")[0]
+        self._undo.append(lambda: _forget_since(before, top))
+        sys.modules.update(stand_ins)  # the packages around them may import them
+        for name, module in stand_ins.items():
             parts = name.split(".")
-            for depth in range(1, len(parts)):
-                self._make_package(".".join(parts[:depth]))
-            self._put(name, import_module(ours))
+            packages = [".".join(parts[:depth]) for depth in range(1, len(parts))]
+            for package in packages:
+                self._make_package(package)
+            self._set(sys.modules[packages[-1]], parts[-1], module)
 
     def _make_package(self, name: str) -> None:
         """Make an empty package, unless there is one."""
@@ -94,18 +102,10 @@ class Original:
             return
         package = ModuleType(name, f"Stands in for {name}, which is not installed.")
         package.__path__ = []
-        self._put(name, package)
-
-    def _put(self, name: str, module: ModuleType) -> None:
-        """Let an import of a name find a module."""
-        before = sys.modules.get(name)
-        sys.modules[name] = module
-        self._undo.append(
-            lambda: sys.modules.pop(name) if before is None else sys.modules.update({name: before})
-        )
+        sys.modules[name] = package
         parent, _, child = name.rpartition(".")
         if parent:
-            self._set(sys.modules[parent], child, module)
+            self._set(sys.modules[parent], child, package)
 
     def _set(self, holder: ModuleType, name: str, value: object) -> None:
         before = vars(holder).get(name, _ABSENT)
@@ -114,6 +114,15 @@ class Original:
             self._undo.append(lambda: vars(holder).pop(name, None))
         else:
             self._undo.append(lambda: vars(holder).update({name: before}))
+
+
+def _forget_since(before: Mapping[str, ModuleType], top: str) -> None:
+    """Forget the modules of a package that were imported since, and find the former ones again."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == top]:
+        if name in before:
+            sys.modules[name] = before[name]
+        else:
+            del sys.modules[name]
 
 
 def refuse_release(package: str, found: str, compared: str) -> ContractRuntimeError:
