@@ -2,16 +2,63 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from ranks import fake_world
 from torch import Tensor
 from tp_compare import apart, numbers
 
+from namedmesh.compat import fairscale, megatron
+from namedmesh.compat.ezpz import tp
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
+    from types import ModuleType
+
+
+class Dialect(NamedTuple):
+    layers: ModuleType
+    mappings: ModuleType
+    region: str
+    start: Callable[[int], None]
+    stop: Callable[[], None]
+    init_dtype: torch.dtype = torch.float64
+
+
+DIALECTS = {
+    "megatron": Dialect(
+        megatron.tensor_parallel,
+        megatron.tensor_parallel,
+        "tensor_model_parallel",
+        megatron.parallel_state.initialize_model_parallel,
+        megatron.parallel_state.destroy_model_parallel,
+        torch.float32,
+    ),
+    "fairscale": Dialect(
+        fairscale.layers,
+        fairscale.mappings,
+        "model_parallel",
+        fairscale.initialize_model_parallel,
+        fairscale.destroy_model_parallel,
+    ),
+    "ezpz": Dialect(
+        tp.layers, tp.mappings, "tensor_parallel", tp.initialize_tensor_parallel, tp.destroy_tensor_parallel
+    ),
+}
+
+
+@contextmanager
+def started(*names: str) -> Iterator[list[Dialect]]:
+    """Dialects over the whole world, or as rank 0 of a fake one."""
+    torch.set_default_dtype(torch.float64)
+    dialects = [DIALECTS[name] for name in names or DIALECTS]
+    for dialect in dialects:
+        dialect.start(dist.get_world_size())
+    yield dialects
+    for dialect in dialects:
+        dialect.stop()
 
 
 def shard(whole: Tensor, dim: int | None) -> Tensor:
@@ -33,32 +80,26 @@ def results(function: Callable[[Tensor], Any], given: Tensor, others: Any = ()) 
     return [kept, value.grad, *(other.grad for other in others)]
 
 
-def differences(functions: list[Any], given: Tensor, others: Any = ()) -> list[float]:
-    """How far the results of two functions are apart; of layers also the gradients of their parameters."""
-    both = [
-        results(function, given, others or list(getattr(function, "parameters", list)()))
-        for function in functions
-    ]
+def differences(functions: Sequence[Callable[[Tensor], Any]], given: Tensor, others: Any = ()) -> list[float]:
+    """How far the results of two functions are apart."""
+    both = [results(function, given, others) for function in functions]
     return [apart(*two) for two in zip(*both, strict=True)]
 
 
 def facts(theirs: Any, ours: Any, given: Tensor) -> dict[str, Any]:
-    """What two layers of the same seed have alike, and how far they are apart."""
-    return {
+    """What two layers of the same seed have alike, and how far their results are apart."""
+    found = {
         "weights": all(map(torch.equal, theirs.parameters(), ours.parameters())),
-        "names": dict(theirs.named_parameters()).keys() == dict(ours.named_parameters()).keys(),
+        "names": [name for name, _ in theirs.named_parameters()]
+        == [name for name, _ in ours.named_parameters()],
         "state": list(theirs.state_dict()) == list(ours.state_dict()),
         "master": apart(getattr(theirs, "master_weight", None), ours.master_weight),
-        "apart": max(differences([theirs, ours], given)),
-        "gradients": sum(parameter.grad is not None for parameter in ours.parameters()),
     }
-
-
-def in_world(size: int, call: Callable[..., Any], start: Callable[[], Any] | None = None) -> Callable[[], Any]:
-    """A call on rank 0 of a world of fakes, after another one, whose result it gets."""
-
-    def inside() -> Any:
-        with fake_world(size):
-            return call() if start is None else call(start())
-
-    return inside
+    for layer in (theirs, ours):
+        if getattr(layer, "bias", None) is not None:
+            layer.bias.data = numbers(*layer.bias.shape, seed=9).to(layer.bias.dtype)
+    wanted, got = (results(layer, given, list(layer.parameters())) for layer in (theirs, ours))
+    return found | {
+        "apart": max(map(apart, got, wanted)),
+        "gradients": sum(one is not None for one in got[1:]),
+    }

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from namedmesh.compat.megatron import parallel_state
 from namedmesh.compat.megatron.variables import BINDING
 
 VARIABLES = BINDING.variables

@@ -330,7 +330,9 @@ def test_megatron_core_s_pipeline_schedule_runs_on_our_groups() -> None:
 
 
 @pytest.mark.parametrize("which", RELEASES)
-def test_a_grid_of_megatron_core_has_the_groups_of_a_mesh(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grid_of_megatron_core_has_the_groups_of_a_mesh(
+    which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with release(which), fake_world(9, 4):
         mesh = namedmesh.init_mesh(namedmesh.Layout(dp=2, cp=2, tp=2, rank_offset=1), device="cpu", part=True)

@@ -72,7 +72,10 @@ def test_every_public_name_is_there_with_the_same_signature() -> None:
         for name, function in functions.items():
             ours, original = (inspect.signature(each) for each in (getattr(parallel_state, name), function))
             told = [
-                [(parameter.name, parameter.kind, parameter.default) for parameter in each.parameters.values()]
+                [
+                    (parameter.name, parameter.kind, parameter.default)
+                    for parameter in each.parameters.values()
+                ]
                 for each in (ours, original)
             ]
             # What release 0.16 has more stands behind, by name.
