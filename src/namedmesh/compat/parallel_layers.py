@@ -1,13 +1,13 @@
 """The parallel layers of fairscale and of what follows it: they take features, and return a tensor.
 
 A dialect derives a class of each, and says in ``current_group`` over which group they are sharded. It is asked at every
-forward: a layer can be pickled, and follows ``with mesh:``; it is a ContractError where there is none yet. In the shapes
-below, t is the number of its ranks. Arguments that are not explained at a layer mean the same for all of them:
+forward: a layer can be pickled, and follows ``with mesh:``; without a group it is a ContractError. In the shapes below, t is
+the number of its ranks. Arguments that are not explained at a layer mean the same for all of them:
 
 ``init_method`` fills a weight. Ranks must be seeded alike: each draws the whole weight and keeps its shard, and with
 ``keep_master_weight_for_test`` also the whole weight, in ``master_weight``. A linear layer with ``stride`` above 1 is
-made of that many blocks of features, each sharded on its own; its ``bias`` is of zeros at first, and added once. The options of the
-embeddings are those of ``torch.nn.Embedding``: ids, output and gradients are those of one whole embedding.
+made of that many blocks of features, each sharded on its own. A ``bias`` is of zeros at first, and added once. The
+options of the embeddings are those of ``torch.nn.Embedding``: ids, output and gradients are those of one whole embedding.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Megatron's parallel layers: their names, arguments, attributes and results, on namedmesh's arithmetic.
 
 Both generations of the interface work: older code passes no ``config``, newer code passes one (any object with
-megatron-core's attributes; those that it lacks have their defaults). Parameters are plain tensors
-that hold this rank's shard, marked with the attributes that Megatron's optimizers look for.
+megatron-core's attributes; those that it lacks have their defaults). Parameters are plain tensors that hold this rank's
+shard, marked with the attributes that Megatron's optimizers look for.
 
 In the shapes below, t is the number of tensor-parallel ranks, s and b are the length of the sequence and the
 batch size. What is said here of an argument holds for every layer that has it:
