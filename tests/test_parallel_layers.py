@@ -212,6 +212,12 @@ def test_a_reduction_leaves_its_input_as_it_is() -> None:
     assert run_ranks(2, reduce_twice) == [([1.0, 1.0], 4.0)] * 2
 
 
+def test_a_whole_weight_has_no_blocks() -> None:
+    with fake_world(1), started("fairscale", "ezpz") as dialects:
+        for dialect in dialects:
+            assert dialect.layers.RowParallelLinear(4, 6, stride=3).weight.shape == (6, 4)
+
+
 # --- mistakes -----------------------------------------------------------------------------------------------
 
 MISTAKES: dict[str, Callable[[Any], Any]] = {
@@ -231,6 +237,9 @@ MISTAKES: dict[str, Callable[[Any], Any]] = {
     ),
     "the length of dim -1 of a tensor of shape (6,) is 6, ...": (
         lambda one: getattr(one.mappings, f"scatter_to_{one.region}_region")(torch.zeros(6))
+    ),
+    "4 is not divisible by 3; use 3 or 6, ...": lambda _: fairscale.layers._initialize_affine_weight(
+        torch.zeros(4, 4), 16, 4, 4, 0, nn.init.zeros_, stride=3
     ),
     "the target has shape (3,) and the logits (2, 4); ...": (
         lambda _: fairscale.vocab_parallel_cross_entropy(torch.zeros(2, 4), torch.zeros(3))
