@@ -779,6 +779,16 @@ def test_mistakes_are_reported(text: str) -> None:
             refuses(lambda: RUNTIME_ERRORS[text](group), RuntimeError, text)
 
 
+def test_lengths_of_shards_are_checked_on_one_rank_too() -> None:
+    value = torch.zeros(2)
+    for function in (GATHER, our_mappings.reduce_scatter_to_sequence_parallel_region):
+        call: Any = partial(function, value)
+        sizes = "output_split_sizes" if function is GATHER else "input_split_sizes"
+        assert call(**{sizes: [2]}) is value
+        with pytest.raises(ContractError, match=r"\[3\]"):
+            call(**{sizes: [3]})
+
+
 def test_the_shared_code_raises_no_error_of_a_dialect() -> None:
     with pytest.raises(ShapeError) as caught:
         exchange(torch.zeros(2), RankGroup(None), [3])

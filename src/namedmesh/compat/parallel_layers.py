@@ -33,6 +33,7 @@ __all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "Vo
 class _Linear(ParallelLayer):
     """What the column and the row layer share: everything but the dim that is sharded, and the arithmetic."""
 
+    shape_names = "out_features", "in_features"
     bias: nn.Parameter | None
 
     def __init__(
@@ -42,8 +43,7 @@ class _Linear(ParallelLayer):
         self.in_features, self.out_features = sizes
         if self.group.size == 1:
             stride = 1  # a whole weight has no blocks
-        what = ("out_features", "in_features")[self.dim]
-        self.make_weight(sizes[::-1], initialize, stride, what=what, keep=keep)
+        self.make_weight(sizes[::-1], initialize, stride, keep=keep)
         self.register_parameter("bias", self.make_bias(self.weight.shape[0]) if bias else None)
 
     def get_master_weight(self) -> Tensor:
@@ -144,6 +144,8 @@ class RowParallelLinear(_Linear):
 class _Embedding(ParallelLayer):
     """What the two embeddings share: the options of ``torch.nn.Embedding``."""
 
+    shape_names = "num_embeddings", "embedding_dim"
+
     def __init__(  # noqa: PLR0917  the original's signature
         self,
         num_embeddings: int,
@@ -165,20 +167,7 @@ class _Embedding(ParallelLayer):
             raise ContractError(
                 f"padding_idx is {padding_idx}, and the ids run from 0 to {num_embeddings - 1}; name one of them, or None"
             )
-        what = ("num_embeddings", "embedding_dim")[self.dim]
-        shape = num_embeddings, embedding_dim
-        self.make_weight(shape, init_method, what=what, keep=keep_master_weight_for_test)
-
-    def embedding_options(self) -> Lookup:
-        """Return how vectors are looked up; read at every forward, because users set these attributes."""
-        padding = self.padding_idx
-        return Lookup(
-            padding_idx=padding if padding is None else padding % self.num_embeddings,
-            max_norm=self.max_norm,
-            norm_type=self.norm_type,
-            scale_grad_by_freq=self.scale_grad_by_freq,
-            sparse=self.sparse,
-        )
+        self.make_weight((num_embeddings, embedding_dim), init_method, keep=keep_master_weight_for_test)
 
     def extra_repr(self) -> str:
         """Return the sizes of the whole layer, and over how many ranks it is sharded."""
@@ -224,9 +213,15 @@ class VocabParallelEmbedding(_Embedding):
         Args:
             input_: ids, ``(...)``, the same on every rank. One outside of the vocabulary gets zeros.
         """
-        group = self.group
-        vectors = lookup(input_, self.weight, self.vocab_start_index, self.embedding_options())
-        return sum_forward(vectors, group)
+        group, padding = self.group, self.padding_idx
+        options = Lookup(
+            padding_idx=padding if padding is None else padding % self.num_embeddings,
+            max_norm=self.max_norm,
+            norm_type=self.norm_type,
+            scale_grad_by_freq=self.scale_grad_by_freq,
+            sparse=self.sparse,
+        )
+        return sum_forward(lookup(input_, self.weight, self.vocab_start_index, options), group)
 
 
 class ParallelEmbedding(_Embedding):
@@ -258,10 +253,8 @@ class ParallelEmbedding(_Embedding):
         Args:
             input_: ids, ``(...)``, the same on every rank.
         """
-        group, how = self.group, self.embedding_options()
-        if how.max_norm is not None:
-            shorten(self.weight, input_, how.max_norm, how.norm_type, group)
-        vectors = F.embedding(
-            input_, self.weight, how.padding_idx, scale_grad_by_freq=how.scale_grad_by_freq, sparse=how.sparse
-        )
-        return gather(vectors, group, -1)
+        group = self.group
+        if self.max_norm is not None:
+            shorten(self.weight, input_, self.max_norm, self.norm_type, group)
+        options = {"scale_grad_by_freq": self.scale_grad_by_freq, "sparse": self.sparse}
+        return gather(F.embedding(input_, self.weight, self.padding_idx, **options), group, -1)

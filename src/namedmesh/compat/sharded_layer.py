@@ -80,6 +80,7 @@ class ParallelLayer(nn.Module):
     """
 
     dim: ClassVar[int] = 0
+    shape_names: ClassVar[tuple[str, str]]  # of the arguments that the weight's lengths are
     params_dtype: torch.dtype | None = None
     params_device: torch.device | None = None
     init_dtype: torch.dtype | None = None
@@ -112,21 +113,15 @@ class ParallelLayer(nn.Module):
         return group
 
     def make_weight(
-        self,
-        shape: tuple[int, int],
-        initialize: Initializer,
-        stride: int = 1,
-        *,
-        what: str,
-        keep: bool = False,
+        self, shape: tuple[int, int], initialize: Initializer, stride: int = 1, *, keep: bool = False
     ) -> None:
         """Make this rank's shard of the weight, and keep the whole one if requested and drawn.
 
         Raises:
-            ContractError: the ranks, times the stride, do not divide the sharded length, which the caller calls ``what``.
+            ContractError: the ranks, times the stride, do not divide the length that is sharded.
         """
         group, lengths, whole = self.group, list(shape), None
-        check_shards(shape[self.dim], group.size, stride, what=what)
+        check_shards(shape[self.dim], group.size, stride, what=self.shape_names[self.dim])
         lengths[self.dim] //= group.size
         shard = torch.empty(lengths, dtype=self.params_dtype, device=self.params_device)
         if self.perform_initialization and self.params_device is not None:

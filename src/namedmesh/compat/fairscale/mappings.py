@@ -39,7 +39,7 @@ def reduce_from_model_parallel_region(input_: Tensor) -> Tensor:
 
 
 def scatter_to_model_parallel_region(input_: Tensor) -> Tensor:
-    """Keep my ``(..., n / t)`` of an ``(..., n)`` that every rank has; a ContractError where t does not divide n."""
+    """Keep this rank's ``(..., n / t)`` of an ``(..., n)`` that every rank has; a ContractError if t does not divide n."""
     return scatter(input_, current_group(), -1)
 
 

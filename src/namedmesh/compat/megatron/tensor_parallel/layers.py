@@ -105,6 +105,7 @@ class _Layer(ParallelLayer):
 class _Linear(_Layer):
     """What the column and the row layer share: making the parameters, and an extra state that is empty."""
 
+    shape_names = "output_size", "input_size"
     bias: nn.Parameter | None
 
     def __init__(
@@ -125,12 +126,12 @@ class _Linear(_Layer):
         self, initialize: Initializer, stride: int, *, bias: bool, keep: bool, weight: bool = True
     ) -> None:
         """Make this rank's shard of the weight, and its bias: sharded too, if the rows are."""
-        shape, what = (self.output_size, self.input_size), ("output_size", "input_size")[self.dim]
+        shape = self.output_size, self.input_size
         if weight:
-            self.make_weight(shape, initialize, stride, what=what, keep=keep)
+            self.make_weight(shape, initialize, stride, keep=keep)
             set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=self.dim, stride=stride)
         else:
-            check_shards(shape[self.dim], self._group.size, stride, what=what)
+            check_shards(shape[self.dim], self._group.size, stride, what=self.shape_names[self.dim])
             self.register_parameter("weight", None)
             self.master_weight = None
         self.register_parameter("bias", None)
@@ -349,6 +350,8 @@ class VocabParallelEmbedding(_Layer):
         ContractError: the ranks do not divide ``num_embeddings``; pad the vocabulary.
     """
 
+    shape_names = "num_embeddings", "embedding_dim"
+
     def __init__(
         self,
         num_embeddings: int,
@@ -363,8 +366,7 @@ class VocabParallelEmbedding(_Layer):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
         self.deterministic_mode = getattr(config, "deterministic_mode", False)
-        shape = num_embeddings, embedding_dim
-        self.make_weight(shape, init_method, what="num_embeddings")
+        self.make_weight((num_embeddings, embedding_dim), init_method)
         rows = self.num_embeddings_per_partition = self.weight.shape[0]
         self.vocab_start_index = self._group.rank * rows
         self.vocab_end_index = self.vocab_start_index + rows

@@ -60,7 +60,7 @@ def reduce_from_tensor_model_parallel_region(input_: Tensor, group: Group = None
 
 
 def scatter_to_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
-    """Keep my ``(..., n / t)`` of an ``(..., n)`` that every rank has; the gradient is gathered."""
+    """Keep this rank's ``(..., n / t)`` of an ``(..., n)`` that every rank has; the gradient is gathered."""
     return scatter(input_, current_group(group), -1)
 
 
@@ -74,7 +74,7 @@ def gather_from_tensor_model_parallel_region(input_: Tensor, group: Group = None
 
 
 def scatter_to_sequence_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
-    """Keep my ``(s / t, ...)`` of an ``(s, ...)`` that every rank has; the gradient is gathered."""
+    """Keep this rank's ``(s / t, ...)`` of an ``(s, ...)`` that every rank has; the gradient is gathered."""
     return scatter(input_, current_group(group), 0)
 
 
@@ -99,7 +99,7 @@ def gather_from_sequence_parallel_region(
             overwrite a shared one.
 
     Raises:
-        ContractError: the sizes are not one for each rank, or mine is not the length of my shard.
+        ContractError: the sizes are not one for each rank, or not the length of this rank's shard.
     """
     ranks = current_group(group)
     if output_split_sizes is not None:
@@ -202,28 +202,28 @@ def all_to_all_hp2sp(input_: Tensor, group: Group = None) -> Tensor:
 def _gather_uneven(shard: Tensor, group: RankGroup, sizes: Sequence[int], *, sum_gradients: bool) -> Tensor:
     """Join shards of different lengths along dim 0: every rank sends its own to each of them."""
     lengths = check_lengths(sizes, group)
-    mine = lengths[group.rank]
-    if shard.shape[0] != mine:
+    length = lengths[group.rank]
+    if shard.shape[0] != length:
         raise ShapeError(
             f"rank {group.rank} has a shard of length {shard.shape[0]} (shape {tuple(shard.shape)}), but the "
-            f"sizes {lengths} say {mine}; pass the length of every rank's shard, in rank order"
+            f"sizes {lengths} say {length}; pass the length of every rank's shard, in rank order"
         )
     if group.size == 1:
         return shard
     sent = shard if sum_gradients else shard.detach()
-    whole = exchange(torch.cat([sent] * group.size), group, [mine] * group.size, lengths)
+    whole = exchange(torch.cat([sent] * group.size), group, [length] * group.size, lengths)
     if sum_gradients:
         return whole
     before = sum(lengths[: group.rank])
-    return torch.cat([whole[:before], shard, whole[before + mine :]])
+    return torch.cat([whole[:before], shard, whole[before + length :]])
 
 
 def _sum_scatter_uneven(partial: Tensor, group: RankGroup, sizes: Sequence[int]) -> Tensor:
     """Sum the ranks' parts, of which each rank keeps a shard of dim 0 of another length."""
     lengths = check_lengths(sizes, group)
+    length = lengths[group.rank]
+    received = exchange(partial, group, lengths, [length] * group.size)
     if group.size == 1:
-        return partial
-    mine = lengths[group.rank]
-    received = exchange(partial, group, lengths, [mine] * group.size)
-    parts: Tensor = received.unflatten(0, (group.size, mine))
+        return received
+    parts: Tensor = received.unflatten(0, (group.size, length))
     return parts.sum(0)
