@@ -21,7 +21,7 @@ from namedmesh.compat.errors import ContractError
 from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.init import init_mesh
 from namedmesh.layout import Layout
-from namedmesh.views import named
+from namedmesh.views import join_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -207,7 +207,7 @@ class ParallelDims:
         known = tuple(axis for axis in allowed if axis in mesh.layout)
         if known != mesh.layout.axes:
             raise LayoutError(
-                f"{mesh.layout} is not over some of {named(allowed)} in this order, as torchtitan lays out ranks; "
+                f"{mesh.layout} is not over some of {join_names(allowed)} in this order, as torchtitan lays out ranks; "
                 "make the mesh with these axes"
             )
         sizes = {axis: mesh.size(axis) if axis in mesh.layout else 1 for axis in allowed}
@@ -292,7 +292,7 @@ class ParallelDims:
             names = [dims] if isinstance(dims, str) else dims
             unused = [name for name in names if not self._in_use(name)]
             raise LayoutError(
-                f"the mesh over {named(names)} is not available: {named(unused)} of size 1 or without experts is not in "
+                f"the mesh over {join_names(names)} is not available: {join_names(unused)} of size 1 or without experts is not in "
                 "use; ask get_optional_mesh, which returns None, or give the degree a size above 1"
             )
         return mesh
@@ -358,7 +358,7 @@ class ParallelDims:
             return mesh
         whole = [each.mesh_dim_names for each in self.spmd_meshes()]
         raise LayoutError(
-            f"axes {named(mesh.mesh_dim_names or ())} are not all of a mesh of parameters; name all those of one of {whole}"
+            f"axes {join_names(mesh.mesh_dim_names or ())} are not all of a mesh of parameters; name all those of one of {whole}"
         )
 
     def resolve_shared_mesh(self, placements: Iterable[Any]) -> DeviceMesh | None:
@@ -429,6 +429,6 @@ class ParallelDims:
                     f"the axes {names} are not each once and in the order of the ranks; ask for {in_order}"
                 )
         raise LayoutError(
-            f"axes {named(names)} are not together in one factoring of the ranks; the factorings are "
+            f"axes {join_names(names)} are not together in one factoring of the ranks; the factorings are "
             f"{', '.join(map(str, factorings.values()))}"
         )
