@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -278,12 +278,30 @@ class NamedMesh:
         """Return whether this rank is the last on an axis, or on a flattened product."""
         return self.rank(axis) == self.size(axis) - 1
 
-    def next(self, axis: str) -> int:
-        """Return the global rank after this one on an axis or a flattened product; after the last comes the first."""
+    @overload
+    def next(self, axis: str) -> int: ...
+    @overload
+    def next(self, axis: str, *, wrap: bool) -> int | None: ...
+    def next(self, axis: str, *, wrap: bool = True) -> int | None:
+        """Return the global rank after this one on an axis or a flattened product.
+
+        After the last comes the first; with ``wrap=False`` nobody, and None is returned.
+        """
+        if not wrap and self.is_last(axis):
+            return None
         return self.ranks(axis)[(self.rank(axis) + 1) % self.size(axis)]
 
-    def prev(self, axis: str) -> int:
-        """Return the global rank before this one on an axis or a flattened product; before the first, the last."""
+    @overload
+    def prev(self, axis: str) -> int: ...
+    @overload
+    def prev(self, axis: str, *, wrap: bool) -> int | None: ...
+    def prev(self, axis: str, *, wrap: bool = True) -> int | None:
+        """Return the global rank before this one on an axis or a flattened product.
+
+        Before the first comes the last; with ``wrap=False`` nobody, and None is returned.
+        """
+        if not wrap and self.is_first(axis):
+            return None
         return self.ranks(axis)[self.rank(axis) - 1]
 
     def gloo_group(self, *axes: str) -> dist.ProcessGroup:
