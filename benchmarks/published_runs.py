@@ -257,7 +257,6 @@ def _torchtitan_8b() -> list[Run]:
     )
     runs = []
     for words, precision, measured in rows:
-        eager = "kernels are taken to be fused, which eager torch's are not" if words == "eager" else ""
         for gpus, table, tokens, memory in measured:
             job = {
                 "seq": 8192,
@@ -265,6 +264,8 @@ def _torchtitan_8b() -> list[Run]:
                 "micro_batch": 2,
                 "checkpointing": "op",
                 "precision": precision,
+                "compiled": words != "eager",
+                "fused_norms": words != "eager",
             }
             name = f"Llama 3.1 8B, FSDP {gpus}, {words}"
             runs.append(
@@ -278,7 +279,6 @@ def _torchtitan_8b() -> list[Run]:
                     memory,
                     None,
                     tokens,
-                    eager,
                 )
             )
     for cp, tokens, memory in ((1, 3890, 83.9), (2, 2540, 84.2), (4, 1071, 84.0), (8, 548, 84.5)):
@@ -364,6 +364,7 @@ def _tried_afterwards() -> list[Run]:
         ("Llama 2 70B", llama_2_70b, 4096, 2, "full", 353),
     ):
         job = {"seq": seq, "global_batch": 64 * rows, "micro_batch": rows, "checkpointing": policy}
+        job["compiled"] = False
         source = "torchtitan, docs/performance.md"
         runs.append(Run(f"{name}, FSDP 64, {policy}", source, model, A100, {"dp": 64}, job, tokens=tokens))
     page = "LLM Foundry, scripts/train/benchmarking/README.md"
@@ -375,6 +376,7 @@ def _tried_afterwards() -> list[Run]:
     ):
         model = Model(layers=layers, hidden=hidden, heads=heads, vocab=50432, tied=True)
         job = {"seq": 2048, "global_batch": batch, "micro_batch": rows, "checkpointing": policy}
+        job |= {"compiled": False, "fused_loss": True}
         runs.append(Run(f"{name}, FSDP {gpus}, H100", page, model, _H100, {"dp": gpus}, job, tokens=tokens))
     gpt = Model(layers=96, hidden=12288, heads=96, vocab=64000, tied=True)
     nemotron = Model(layers=96, hidden=18432, heads=96, kv_heads=8, vocab=256000)
@@ -465,7 +467,8 @@ def _tried_afterwards_in_2022() -> list[Run]:
     job = _SC21_JOB | {"global_batch": 2048, "micro_batch": 2, "stage": 1, "dropout": False, "overlap": True}
     source = "BigScience, BLOOM, 2022; 150 TFLOP/s at its start by the training chronicles of ml-engineering"
     tokens = 150e12 / _gpt_operations(bloom, again=True)
-    runs.append(Run("BLOOM 176B", source, bloom, A100, {"tp": 4, "pp": 12, "dp": 8}, job, tokens=tokens))
+    jean_zay = replace(A100, nics_per_node=4, nic_bandwidth=12.5e9)  # four Omni-Path links of 100 Gb/s
+    runs.append(Run("BLOOM 176B", source, bloom, jean_zay, {"tp": 4, "pp": 12, "dp": 8}, job, tokens=tokens))
     return runs
 
 
