@@ -84,8 +84,8 @@ class Job:
         compiled: whether ``torch.compile`` fuses elementwise operations, or each is a kernel (eager); Megatron's are fused.
         fused_attention: whether attention's scores stay on the chip (FlashAttention), or are written to memory.
         fused_loss: whether the loss is one compiled kernel, or torch's eager operations with their copies of the logits.
-        fused_norms: whether norms keep their input only, as on a GPU, or also its normalized values, as torch's RMSNorm
-            does on the CPU.
+        fused_norms: whether norms are one kernel and keep their input only, or also its normalized values, as torch's RMSNorm
+            does on the CPU, and before torch 2.9.
         dropout: whether the layers have dropout, whose masks are kept.
         schedule: the order of a pipeline's micro-batches, one of :data:`SCHEDULES`.
         stages_per_rank: stages of each pipeline rank; 2 or more is the interleaved schedule.

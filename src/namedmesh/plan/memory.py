@@ -246,14 +246,19 @@ def _saved(job: Job, axes: Axes, experts: bool) -> Saved:
 
 
 class Inner(NamedTuple):
-    """Numbers for each token of a feed-forward network: all that its backward pass reads, those kept by "op", gradients in
-    flight, its inner width, and what experts' tokens are moved through."""
+    """Numbers for each token of a feed-forward network.
+
+    Args:
+        all: what its backward pass reads.
+        op: what of it the policy "op" keeps.
+        gradients: gradients in flight.
+        width: the inner width on the rank, of all experts of a token.
+    """
 
     all: float
     op: float
     gradients: float
     width: float
-    moved: float
 
 
 def feed_forward(job: Job, axes: Axes, *, experts: bool) -> Inner:
@@ -264,12 +269,14 @@ def feed_forward(job: Job, axes: Axes, *, experts: bool) -> Inner:
     copies, gates = (4 if job.is_torch else 3, 2) if gated else (2, 1)
     if not experts:
         width = model.inner / axes.tp
-        return Inner(copies * width, width + (hidden if gated else 0), gates * width, width, 0.0)
+        return Inner(copies * width, width + (hidden if gated else 0), gates * width, width)
     # A rank routes its part of the sequence, 1/tp of it, together with the other etp ranks of its experts.
     width = (model.top_k + (model.shared_experts or 0)) * model.expert_inner / axes.tp
-    moved = 2 * model.top_k * hidden * axes.etp / axes.tp  # the input of each expert of a token, and its output
+    moved = (
+        2 * model.top_k * hidden * axes.etp / axes.tp
+    )  # the input of each expert of a token, and its output
     router = 2 * (model.experts or 0)  # in float32
-    return Inner(copies * width + moved + router, width + moved, gates * width, width, moved)
+    return Inner(copies * width + moved + router, width + moved, gates * width, width)
 
 
 def loss_bytes(job: Job, tp: int) -> int:

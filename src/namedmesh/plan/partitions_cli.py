@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import BooleanOptionalAction
+from argparse import SUPPRESS, ArgumentTypeError, BooleanOptionalAction
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +98,7 @@ def _configure_training(parser: Any) -> None:
     _integer(
         parser, "--global-batch", "sequences of a step, over all ranks; what does not divide it is struck"
     )
+    parser.add_argument("--batch", type=_batch_of_a_rank, help=SUPPRESS)
     _integer(parser, "--micro-batch", "sequences that a rank works on at a time (default: 1)", default=1)
     _choice(parser, "--precision", PRECISIONS, "bf16", "numbers of the matrix products")
     _choice(
@@ -125,9 +126,20 @@ def _configure_training(parser: Any) -> None:
         parser, "--sequence-parallel", "tp ranks share the norms and the residual stream too", default=True
     )
     _switch(parser, "--fused-attention", "attention's scores stay on the chip (FlashAttention)", default=True)
+    parser.add_argument(
+        "--eager",
+        dest="compiled",
+        action="store_false",
+        help="a kernel for each operation, without torch.compile (Megatron's are fused in any case)",
+    )
+    _switch(parser, "--fused-norms", "RMSNorm is one kernel in eager mode, from torch 2.9 on", default=True)
     _switch(parser, "--fused-loss", "the loss is compiled, without copies of the logits", default=False)
     _switch(parser, "--dropout", "the layers have dropout, whose masks are kept", default=False)
     _switch(parser, "--overlap", "weights and gradients travel beside the computation", default=True)
+
+
+def _batch_of_a_rank(text: str) -> None:
+    raise ArgumentTypeError(f"{text} is of one data-parallel rank; give --global-batch, over all ranks")
 
 
 def _choice(parser: Any, flag: str, values: tuple[str, ...], default: str, text: str) -> None:

@@ -65,11 +65,11 @@ def estimate_step(job: Job, sizes: Mapping[str, int]) -> Step:
     - Matrix products: 2 operations for each parameter that a token meets, twice that backward, at the fraction of the peak
       that large products reach. Attention: 4 s q operations a token and layer for q features, of which causal fused
       attention computes half. (Narayanan et al., SC 2021, appendix.)
-    - Elementwise kernels, bound by memory (norms, gates, residuals, loss; scores of unfused attention): they write and read what
-      :func:`namedmesh.plan.memory.saved` lists, at the memory's bandwidth.
+    - Elementwise kernels, bound by memory (norms, gates, residuals, loss; scores of unfused attention; casts to fp8): they
+      write and read what :func:`namedmesh.plan.kernels.layer_bytes` counts, at the memory's bandwidth.
     - The bubble of the schedule, and the optimizer.
     - Each axis, at the bandwidth of its groups. tp and ep stop the computation (ep not with DualPipe), and so does pp
-      unless it is interleaved; cp hides behind attention; weights are gathered behind a forward pass and gradients reduced
+      unless it is interleaved; cp hides behind attention, in torch behind the rank's own chunk of it; weights are gathered behind a forward pass and gradients reduced
       behind a backward pass, but for those of one layer. With ZeRO 3 outside of a pipeline that is so for each micro-batch.
 
     Args:
@@ -107,7 +107,9 @@ def _of_share(job: Job, axes: Axes, share: Share) -> Step:
     waits = {axis: one.seconds for axis, one in traffic.items()}
     computing = work.total(0) + work.total(1)
     attention = sum(work.attention)
-    if job.is_torch:  # gathered at once, beside the rank's own chunk; the last chunk's gradients have nothing beside them
+    if (
+        job.is_torch
+    ):  # gathered at once, beside the rank's own chunk; the last chunk's gradients have nothing beside them
         waits["cp"] = _exposed(waits["cp"], attention / axes.cp)
         waits["cp"] += _exposed(gradients.seconds, attention, 1 / axes.cp)
     else:
