@@ -84,7 +84,7 @@ def test_communicators_are_the_distinct_sets_of_ranks(plan: Plan) -> None:
             held |= {(group, backend) for group in mine if len(group) > 1}
     held.discard((tuple(plan.layout.ranks), 0))
     assert plan.asked == asked
-    assert plan.held == len(held)
+    assert plan.communicators == len(held)
     assert plan.calls == sum(found.count * (1 + found.kind.gloo_groups) for found in plan.kinds)
 
 
@@ -168,9 +168,9 @@ def test_the_worked_example() -> None:
     }
     replicas = [group[:] for group in plan.replicas.first(9)]
     assert replicas == [(0, 1, 4, 5, 8, 9, 12, 13), (2, 3, 6, 7, 10, 11, 14, 15)]
-    assert (plan.asked, plan.held, plan.calls) == (4, 4, 22)
+    assert (plan.asked, plan.communicators, plan.calls) == (4, 4, 22)
     megatron = make_plan("megatron tp=2,pp=4", world_size=16)
-    assert (megatron.asked, megatron.held, megatron.calls) == (20, 7, 137)
+    assert (megatron.asked, megatron.communicators, megatron.calls) == (20, 7, 137)
 
 
 def test_a_million_ranks_are_described_not_listed() -> None:

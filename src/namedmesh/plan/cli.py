@@ -83,7 +83,7 @@ def _configure_plan(parser: ArgumentParser) -> None:
 
 
 def _plan(arguments: Namespace) -> int:
-    from namedmesh.plan.core import make_plan, plan_rank
+    from namedmesh.plan.core import make_plan
     from namedmesh.plan.text import plan_document, rank_document
 
     _check_suffixes(arguments)
@@ -98,6 +98,8 @@ def _plan(arguments: Namespace) -> int:
     if arguments.rank is None:
         document = plan_document(plan, everything=arguments.all, color_by=arguments.color_by)
     else:
+        from namedmesh.plan.ranks import plan_rank
+
         document = rank_document(plan, plan_rank(plan, arguments.rank))
     show(document, arguments.format)
     _draw(plan, arguments)

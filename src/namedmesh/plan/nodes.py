@@ -8,7 +8,7 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from namedmesh.dialects import DENSE, EXPERT, Arrangement, arrange
-from namedmesh.errors import LayoutError, NamedMeshError
+from namedmesh.errors import LayoutError, NamedMeshError, count_of
 
 if TYPE_CHECKING:
     from namedmesh.layout import Layout
@@ -199,3 +199,34 @@ def _moves(tokens: tuple[str, ...], now: list[str]) -> int:
     """Count the pairs of axes that are swapped."""
     positions = [now.index(token) for token in tokens]
     return sum(a > b for i, a in enumerate(positions) for b in positions[i + 1 :])
+
+
+def node_warnings(
+    arrangement: Arrangement,
+    placed: tuple[Placement, ...],
+    gpus_per_node: int | None,
+    nvlink_domain: int | None,
+) -> list[str]:
+    """Return a sentence for a last node that is not full, and one for the axes that should stay inside the fast links."""
+    warnings = []
+    world = arrangement.dense.world_size
+    if gpus_per_node is not None and world > gpus_per_node and world % gpus_per_node:
+        warnings.append(
+            f"{world} ranks do not fill nodes of {gpus_per_node}: the last has {world % gpus_per_node}"
+        )
+    far = bandwidth_bound(placed)
+    block = nvlink_domain or gpus_per_node
+    if not far or block is None:
+        return warnings
+    where = f"{'a node' if nvlink_domain is None else 'an NVLink domain'} of {count_of(block, 'GPU')}"
+    names = " and ".join(f"{place.axis}={place.size}" for place in far)
+    verb, them = ("leaves", "it") if len(far) == 1 else ("leave", "them")
+    order = better_order(arrangement, block)
+    if order is not None:
+        remedy = f"; the order {order!r} (fastest first, as --order takes it) keeps {them} inside"
+    else:
+        dialect = arrangement.dialect
+        orders = "in any order" if dialect.orderable else f"in the order of {dialect.name}"
+        inner = "etp x ep" if any(place.view == EXPERT for place in far) else "tp"
+        remedy = f", {orders}; choose {inner} so that it divides {block}"
+    return [*warnings, f"{names} {verb} {where}{remedy}"]

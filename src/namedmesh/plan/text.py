@@ -14,7 +14,8 @@ from namedmesh.plan.tables import Cell, Document, Table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from namedmesh.plan.core import Groups, OnAxis, Plan, RankPlan
+    from namedmesh.plan.core import Groups, Plan
+    from namedmesh.plan.ranks import OnAxis, RankPlan
 
 _WIDTH = 100
 _LINES = 3
@@ -141,7 +142,7 @@ def _replicas_text(plan: Plan, everything: bool) -> str:
 def _communicators_text(plan: Plan) -> str:
     return (
         f"communicators: a rank asks for {count_of(plan.asked, 'group')} beside the world's and, with one for each "
-        f"set of ranks, holds {count_of(plan.held, 'communicator')}\n"
+        f"set of ranks, holds {count_of(plan.communicators, 'communicator')}\n"
         f"{count_of(plan.calls, 'group')} in the whole world"
     )
 
@@ -190,7 +191,7 @@ def _plan_data(plan: Plan, everything: bool) -> dict[str, Any]:
         "expert_axes": None if plan.expert is None else dict(plan.expert.items()),
         "kinds": [_groups_data(groups, everything) for groups in plan.kinds],
         "replicas": _groups_data(plan.replicas, everything),
-        "communicators": {"asked": plan.asked, "held": plan.held, "groups_in_world": plan.calls},
+        "communicators": {"asked": plan.asked, "held": plan.communicators, "groups_in_world": plan.calls},
         "gpus_per_node": plan.gpus_per_node,
         "nvlink_domain": plan.nvlink_domain,
         "placements": [
