@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from namedmesh.errors import count_of
 from namedmesh.plan.cells import Grid
 from namedmesh.plan.members import Members, in_words
-from namedmesh.plan.tables import Cell, Document, Table
+from namedmesh.plan.tables import Document, Table, Value
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,7 +63,7 @@ def rank_document(plan: Plan, one: RankPlan) -> Document:
 
 
 def _rank_table(one: RankPlan) -> Table:
-    rows: tuple[tuple[Cell, ...], ...] = tuple(
+    rows: tuple[tuple[Value, ...], ...] = tuple(
         (name, len(group), " ".join(map(str, group))) for name, group in one.groups.items()
     )
     return Table(("kind", "size", "ranks"), rows)
@@ -152,7 +152,7 @@ def _placements_table(plan: Plan) -> Table:
     columns += ("across NVLink domains",) if plan.nvlink_domain is not None else ()
     rows = []
     for placement in plan.placements:
-        row: tuple[Cell, ...] = (placement.axis, placement.size, placement.groups, placement.across_nodes)
+        row: tuple[Value, ...] = (placement.axis, placement.size, placement.groups, placement.across_nodes)
         row += (placement.across_domains,) if plan.nvlink_domain is not None else ()
         rows.append((*row, placement.words))
     return Table((*columns, "where"), tuple(rows))
@@ -221,7 +221,7 @@ def _groups_table(plan: Plan, everything: bool) -> Table:
         *("kind", "axes", "layout", "size", "count", "group", "ranks"),
         *("crosses_nodes", "crosses_domains", "warning"),
     )
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[tuple[Value, ...]] = []
     for groups in plan.kinds:
         start = (groups.name, " ".join(groups.kind.axes), groups.kind.view, groups.size, groups.count)
         listed = _listed(groups, everything)
