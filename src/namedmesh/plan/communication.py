@@ -109,11 +109,8 @@ def expert_parallel(job: Job, axes: Axes, share: Share, tokens: float) -> Traffi
     members = hardware.members(axes.ep, axes.etp)
     one = tokens / axes.tp * (model.hidden or 0) * job.number_bytes
     outside = (axes.ep - members) / axes.ep * one * min(model.top_k, model.expert_groups or model.top_k)
-    inside = (
-        one * model.top_k - (one * model.top_k) * (axes.ep - members) / axes.ep - one * model.top_k / axes.ep
-    )
-    nic = hardware.nic_bandwidth * hardware.nic_fraction * hardware.nics_per_node / hardware.gpus_per_node
-    seconds = max(outside / nic, inside / (hardware.domain_bandwidth * hardware.domain_fraction))
+    inside = (members - 1) / axes.ep * one * model.top_k
+    seconds = max(outside / hardware.nic_rate, inside / hardware.domain_rate)
     passes = 3 if job.checkpointing == "full" else 2
     return Traffic(outside + inside, seconds) * (2 * passes * share.expert)
 
