@@ -9,14 +9,15 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from published import MEMORY_GOAL, SPEED_GOAL, compare, within_the_best
-from published_runs import GROUPS, RUNS, Run
+from published_runs import RUNS, Run
 
 TOO_FAST = {
     "Llama 3.1 8B, FSDP 2, CP 4": 0.50,  # attention over four ranks and more
     "Llama 3.1 8B, FSDP 1, CP 8": 0.55,
     "Llama 3.1 405B, CP 8": 0.30,
     "MT-NLG 530B, 3360 GPUs": 0.30,  # DeepSpeed's pipeline
-    "MPT 13B, FSDP 8, 2048 tokens": 0.35,  # kernels of 2023
+    "MPT 13B, FSDP 8, 2048 tokens": 0.30,  # small micro-batches, with products of 2023
+    "MPT 13B, FSDP 64, 2048 tokens": 0.35,
 }
 NOT_AMONG_THE_BEST = 0.3
 """The part of the rows whose layout may be elsewhere; each of them says why."""
@@ -30,8 +31,7 @@ def test_predictions_are_within_the_goals(run: Run) -> None:
     if result.activations is not None:
         assert abs(result.activations) <= 1e-9  # the same formula
     if result.tokens is not None:
-        goal = 0.5 if run.group == GROUPS[2] else SPEED_GOAL
-        assert -SPEED_GOAL <= result.tokens <= TOO_FAST.get(run.name, goal)
+        assert -SPEED_GOAL <= result.tokens <= TOO_FAST.get(run.name, SPEED_GOAL)
 
 
 def test_published_layouts_are_among_the_best_or_say_what_differs() -> None:
