@@ -43,9 +43,7 @@ def layer_bytes(job: Job, axes: Axes, *, experts: bool) -> Passes:
 def _layer_bytes(job: Job, axes: Axes, experts: bool) -> Passes:
     one = saved(job, axes, experts=experts)
     forward, backward = _FORWARD * one.all, _BACKWARD * one.all + _AGAIN * (one.all - one.kept)
-    again = {"full": 1.0, "op": 0.5}.get(
-        job.checkpointing, 0.0
-    )  # "op": of products; elementwise, all is computed again
+    again = {"full": 1.0, "op": 0.5}.get(job.checkpointing, 0.0)  # of products; of the rest, all or nothing
     if job.is_torch and not job.compiled:
         more = _eager(job, axes, experts)
         forward += more.forward
