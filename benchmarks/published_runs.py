@@ -53,7 +53,7 @@ H800 = replace(
 A100 = load_hardware("a100")
 
 
-GROUPS = ("runs the model was made with", "runs looked up when it was made", "runs nothing was decided with")
+GROUPS = ("runs the model was made with", "runs looked up later", "runs nothing was decided with")
 """What was known of a run when it was decided which effects are counted."""
 
 
@@ -332,7 +332,8 @@ _MPT_PAGE = (
 )
 # FlashAttention in Triton, attn_impl's default in its submit_benchmarks.py; FlashAttention-2 is about twice as fast (Dao,
 # 2023, abstract).
-H100_TRITON = replace(_H100, name="H100 SXM, FlashAttention in Triton", attention=_H100.attention / 2)
+H100_TRITON = replace(_H100, name="H100, FlashAttention in Triton", attention=_H100.attention / 2)
+A100_TRITON = replace(A100, name="A100, FlashAttention in Triton", attention=A100.attention / 2)
 
 
 _MPT = (  # model, tokens of a sequence, GPUs, batch, micro-batch, checkpointing, tokens a second and GPU
@@ -358,12 +359,37 @@ _MORE_MPT = (
     ("30B", 4096, 8, 168, 1, "full", 1802),
     ("70B", 2048, 32, 1024, 2, "full", 882),
 )
+_MPT_A100 = (
+    ("1B", 1024, 8, 576, 18, "none", 22112),
+    ("1B", 2048, 8, 448, 14, "none", 20513),
+    ("1B", 8192, 8, 96, 3, "none", 13814),
+    ("1B", 32768, 8, 32, 1, "none", 6275),
+    ("3B", 1024, 8, 960, 20, "none", 11580),
+    ("3B", 2048, 8, 160, 10, "none", 10811),
+    ("3B", 8192, 8, 144, 3, "none", 7695),
+    ("3B", 32768, 8, 144, 3, "full", 3029),
+    ("7B", 1024, 8, 1024, 64, "full", 4357),
+    ("7B", 2048, 8, 96, 6, "none", 4641),
+    ("7B", 4096, 8, 256, 16, "full", 3684),
+    ("7B", 8192, 8, 128, 8, "full", 3206),
+    ("7B", 32768, 8, 32, 2, "full", 1672),
+    ("13B", 1024, 8, 960, 40, "full", 2330),
+    ("13B", 2048, 8, 48, 2, "none", 2262),
+    ("13B", 4096, 8, 240, 10, "full", 2060),
+    ("13B", 16384, 8, 72, 3, "full", 1431),
+    ("30B", 1024, 8, 1008, 6, "full", 946),
+    ("30B", 2048, 8, 504, 3, "full", 916),
+    ("30B", 4096, 8, 168, 1, "full", 814),
+    ("30B", 8192, 8, 168, 1, "full", 574),
+    ("70B", 2048, 32, 1024, 2, "full", 373),
+    ("70B", 2048, 64, 2048, 8, "full", 410),
+)
 
 
-def _llm_foundry(rows: tuple[tuple[str, int, int, int, int, str, int], ...]) -> list[Run]:
+def _llm_foundry(hardware: Hardware, rows: tuple[tuple[str, int, int, int, int, str, int], ...]) -> list[Run]:
     sizes = {"1B": (24, 2048, 16), "3B": (32, 2560, 32), "7B": (32, 4096, 32), "13B": (40, 5120, 40)}
     sizes |= {"30B": (48, 7168, 64), "70B": (80, 8192, 64)}
-    page = "LLM Foundry, scripts/train/benchmarking/README.md, H100"
+    page = f"LLM Foundry, scripts/train/benchmarking/README.md, on {hardware.name}"
     runs = []
     for size, seq, gpus, batch, micro_batch, policy, tokens in rows:
         layers, hidden, heads = sizes[size]
@@ -371,7 +397,7 @@ def _llm_foundry(rows: tuple[tuple[str, int, int, int, int, str, int], ...]) -> 
         job = {"seq": seq, "global_batch": batch, "micro_batch": micro_batch, "checkpointing": policy}
         job |= {"compiled": False, "fused_loss": True}  # its default loss_fn is fused_crossentropy
         name = f"MPT {size}, FSDP {gpus}, {seq} tokens"
-        runs.append(Run(name, page, model, H100_TRITON, {"dp": gpus}, job, tokens=tokens, assumed=_MPT_PAGE))
+        runs.append(Run(name, page, model, hardware, {"dp": gpus}, job, tokens=tokens, assumed=_MPT_PAGE))
     return runs
 
 
@@ -414,7 +440,7 @@ def _tried_afterwards() -> list[Run]:
         job |= {"seq": seq, "global_batch": batch}
         sizes, speed = {"tp": 8, "pp": pp, "dp": gpus // 8 // pp}, batch * seq / seconds / gpus
         runs.append(Run(f"{name}, {gpus} GPUs", source, model, hardware, sizes, job, tokens=speed))
-    runs += _llm_foundry(_MPT)
+    runs += _llm_foundry(H100_TRITON, _MPT)
     runs += _tried_afterwards_in_2022()
     return [replace(run, group=GROUPS[1]) for run in runs]
 
@@ -452,6 +478,7 @@ RUNS = (
     *_torchtitan_8b(),
     *_torchtitan_large(),
     *_tried_afterwards(),
-    *(replace(run, group=GROUPS[2]) for run in _llm_foundry(_MORE_MPT)),
+    *(replace(run, group=GROUPS[1]) for run in _llm_foundry(H100_TRITON, _MORE_MPT)),
+    *(replace(run, group=GROUPS[2]) for run in _llm_foundry(A100_TRITON, _MPT_A100)),
 )
 """Every run, in the order of the tables."""

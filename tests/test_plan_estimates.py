@@ -293,7 +293,7 @@ def test_operands_are_cast_to_fp8(trainer: str, cast: int) -> None:
 
 def test_keys_and_values_travel_over_cp() -> None:
     model = Model(layers=3, hidden=64, heads=8, kv_heads=2, ffn=32)
-    job = Job(model, PLAIN, seq=32, global_batch=1)
+    job = Job(model, PLAIN, seq=32, global_batch=1, stage=1)
     share, axes, tokens = share_of(job, 1, 0), Axes(cp=4), 8
     # torch gathers the parts of three others, of as many heads as queries, forward and backward, and sends gradients of
     # float32 four times round; Megatron sends the kv heads round, and their gradients.
@@ -339,6 +339,22 @@ def test_few_tokens_wait_for_the_weights_and_micro_batches_for_the_sums() -> Non
     assert one["matmul"] == pytest.approx(3 * 2 * layers / 5e10)
     many = estimate_step(replace(job, global_batch=3, stage=1), {}).seconds
     assert many["elementwise"] - 3 * one["elementwise"] == pytest.approx(3 * 10 * layers / 5e10)
+
+
+def test_fsdp_copies_what_it_gathers_and_reduces() -> None:
+    job = Job(Model(layers=2, hidden=64, heads=4), PLAIN, seq=4, global_batch=6)
+    copied = 2 * job.model.layer[0] / 5e10
+
+    def more(trainer: str, sizes: dict[str, int], count: int) -> float:
+        one = replace(job, trainer=trainer, global_batch=count)
+        many = replace(one, global_batch=2 * count)
+        both = estimate_step(many, sizes | {"dp": 2}).seconds, estimate_step(one, sizes).seconds
+        return both[0]["elementwise"] - both[1]["elementwise"]
+
+    # Two gathers of two bytes, and a gradient from two bytes to four, for each micro-batch; once in a pipeline.
+    assert more("torch", {}, 3) == pytest.approx(3 * (2 * (2 + 2) + 2 + 4) * copied)
+    assert more("torch", {"pp": 2}, 3) == pytest.approx((2 + 2 + 2 + 4) * copied / 2)
+    assert more("megatron", {}, 3) == pytest.approx(0)
 
 
 def test_data_parallel_traffic_hides_behind_the_computation() -> None:

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from namedmesh.plan.hardware import Hardware
     from namedmesh.plan.memory import Parameters
 
-_REDUCED = 4  # bytes of a gradient on its way: torchtitan and Megatron reduce in float32
+REDUCED = 4
+"""Bytes of a gradient on its way: torchtitan and Megatron reduce in float32."""
 # Seconds of one hop of a ring, NVLink and network, and of a hop of a tree over the network: NCCL src/graph/tuning.cc.
 _HOP_INSIDE, _HOP_ACROSS = 3.4e-6, 9.6e-6
 
@@ -140,7 +141,7 @@ def data_parallel(job: Job, axes: Axes, held: Parameters) -> tuple[Traffic, Traf
     gather = reduce = Traffic()
     groups = ((held.shared, axes.data, axes.tp), (held.experts, axes.edp, axes.etp * axes.ep))
     for count, size, stride in groups:
-        reduced = collective(job.hardware, _REDUCED * count, size, stride)
+        reduced = collective(job.hardware, REDUCED * count, size, stride)
         reduce += reduced
         gather += collective(job.hardware, job.number_bytes * count, size, stride) if job.stage else reduced
     return gather, reduce

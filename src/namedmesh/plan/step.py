@@ -67,6 +67,7 @@ def estimate_step(job: Job, sizes: Mapping[str, int]) -> Step:
       attention computes half. (Narayanan et al., SC 2021, appendix.)
     - Elementwise kernels, bound by memory (norms, gates, residuals, loss; scores of unfused attention; casts to fp8): they
       write and read what :func:`namedmesh.plan.kernels.layer_bytes` counts, at the memory's bandwidth.
+      With FSDP2 each gathered weight is copied once more, and each gradient before it is reduced.
     - The bubble of the schedule, and the optimizer.
     - Each axis, at the bandwidth of its groups. tp and ep stop the computation (ep not with DualPipe), and so does pp
       unless it is interleaved; cp hides behind attention, in torch behind the rank's own chunk of it; weights are gathered behind a forward pass and gradients reduced
@@ -81,7 +82,7 @@ def estimate_step(job: Job, sizes: Mapping[str, int]) -> Step:
         >>> job = Job(Model(layers=32, hidden=4096, heads=32), seq=4096, global_batch=64)
         >>> step = estimate_step(job, {"tp": 2, "dp": 4})
         >>> {part: round(seconds, 3) for part, seconds in step.seconds.items()}
-        {'matmul': 1.875, 'attention': 0.356, 'elementwise': 0.271, 'tp': 0.2, 'dp': 0.148, 'optimizer': 0.011}
+        {'matmul': 1.875, 'elementwise': 0.51, 'attention': 0.356, 'tp': 0.2, 'dp': 0.148, 'optimizer': 0.011}
     """
     axes = axes_of(sizes)
     hardware = job.hardware.filled(axes.tp * axes.data * axes.pp)
@@ -128,7 +129,9 @@ def _of_share(job: Job, axes: Axes, share: Share) -> Step:
         **{axis: waited * count * part for axis, waited in waits.items()},
     }
     sent = {axis: one.sent * count * part for axis, one in traffic.items()}
-    seconds["dp"], sent["dp"] = _data_parallel(job, axes, share, held, work, count)
+    rounds, gathers = (count, 2) if _reduces_each(job, axes) else (1, 1)
+    seconds["elementwise"] += rounds * _copies(job, axes, held, gathers)
+    seconds["dp"], sent["dp"] = _data_parallel(job, axes, share, held, work, rounds)
     return Step(_nonzero(seconds), _nonzero(sent))
 
 
@@ -190,15 +193,27 @@ def _optimizer(job: Job, axes: Axes, held: Parameters) -> float:
     return (adam + _CLIPPED + job.number_bytes) * own / job.hardware.memory_rate
 
 
+def _copies(job: Job, axes: Axes, held: Parameters, gathers: int) -> float:
+    """Return the seconds in which FSDP2 copies weights out of the tensor that it gathers, and gradients into one to reduce.
+
+    Nothing computes meanwhile (torch's ``_fsdp_collectives.py``: ``split_with_sizes_copy`` and ``chunk_cat``).
+    """
+    if not job.is_torch or not job.gathers:
+        return 0.0
+    sharded = held.shared if axes.data > 1 else 0.0
+    sharded += held.experts if axes.edp > 1 else 0.0
+    number = job.number_bytes
+    return (gathers * 2 * number + number + send.REDUCED) * sharded / job.hardware.memory_rate
+
+
 def _data_parallel(  # noqa: PLR0917  what it is computed from
-    job: Job, axes: Axes, share: Share, held: Parameters, work: _Pass, count: int
+    job: Job, axes: Axes, share: Share, held: Parameters, work: _Pass, rounds: int
 ) -> tuple[float, float]:
     """Return the seconds of gathers and reductions that do not hide, and the bytes sent."""
     gather, reduce = send.data_parallel(job, axes, held)
     each = gather + reduce
-    rounds = 1
     if _reduces_each(job, axes):
-        rounds, each = count, gather * 2 + reduce
+        each += gather
     forward, backward = work.total(0), work.total(1)
     if not job.overlap:
         exposed = each.seconds
