@@ -366,6 +366,9 @@ def test_accessors_answer_for_this_rank() -> None:
                 assert mesh.size(*axes) == len(mesh.ranks(*axes))
                 assert mesh.ranks(*axes)[mesh.rank(*axes)] == rank
             assert (mesh.size(), mesh.rank(), mesh.ranks()) == (512, rank, tuple(range(512)))
+            ends = [mesh.prev("pp", wrap=False), mesh.next("pp", wrap=False)]
+            assert ends == [None if rank < 128 else rank - 128, None if rank >= 384 else rank + 128]
+            assert [mesh.prev("pp"), mesh.next("pp")] == [(rank - 128) % 512, (rank + 128) % 512]
             assert mesh.coords == layout.coords(rank)
             assert mesh.is_first("pp") == (rank < 128)
             assert mesh.is_last("pp") == (rank >= 384)
@@ -470,7 +473,7 @@ def test_meshes_of_any_number_can_live_at_once() -> None:
             namedmesh.current_mesh()
         assert str(caught.value) == (
             "2 meshes are alive in this process and none is selected: dp=2 x tp=4 (8 ranks), dp=8 (8 ranks); "
-            "select one with 'with mesh:'"
+            "select one with 'with mesh:', or make the last one with init_mesh(replace=True), which closes the others"
         )
         with first as entered:
             assert entered is first is namedmesh.current_mesh()
@@ -694,6 +697,21 @@ def test_mistakes_that_torch_would_report_in_its_own_words() -> None:
         with pytest.raises(LayoutError) as caught:
             mesh.add_view("expert", dp=8, ep=-1)
         assert len(str(caught.value)) < 500
+
+
+def _a_cell_that_is_run_again() -> list[bool]:
+    before = live_groups()
+    told = []
+    for _ in range(3):
+        mesh = namedmesh.init_mesh(dp=2, tp=-1, replace=True)
+        told.append(namedmesh.current_mesh() is mesh)
+        told.append(sum_of_ranks(mesh.group("tp")) == sum(mesh.ranks("tp")))
+    mesh.close()
+    return [*told, live_groups() == before]
+
+
+def test_a_mesh_may_replace_those_that_are_open() -> None:
+    assert run_ranks(4, _a_cell_that_is_run_again) == [[True] * 7] * 4
 
 
 def test_options_of_a_product_whose_axes_begin_alike() -> None:
