@@ -40,7 +40,9 @@ def public_names(module: str) -> dict[str, object]:
 def main(folder: str) -> None:
     """Write the pages into a folder."""
     import pdoc
+    from pdoc import render
 
+    render.configure(docformat="google", show_source=False)
     exported = {f"{module}.{name}" for module in MODULES for name in public_names(module)}
     warnings.simplefilter("error", UserWarning)
     pdoc.pdoc(*(module for module in MODULES if module not in exported), output_directory=Path(folder))
