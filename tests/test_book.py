@@ -63,6 +63,7 @@ def run(words: list[str]) -> str:
         if words[0] == "namedmesh":
             main(words[1:])
         else:
+            sys.path.insert(0, str((ROOT / words[1]).parent))
             runpy.run_path(str(ROOT / words[1]), run_name="__main__")
     return "".join(line for line in out.getvalue().splitlines(keepends=True) if not NOT_OURS.match(line))
 
