@@ -96,7 +96,9 @@ _REMEDY = (
 
 
 class Ends(Protocol):
-    """State that belongs to one default group."""
+    """State that belongs to one default group; ``ended`` where that is gone."""
+
+    ended: bool
 
     def end(self) -> None:
         """Drop every reference to process groups: the default group is being destroyed."""
@@ -154,7 +156,9 @@ def before_default_group_ends(finish: Callable[[], None]) -> None:
 def _end_states(states: dict[type, Ends], process: int) -> None:
     """Run when the default group is destroyed, or at the interpreter's exit if it never was."""
     if os.getpid() != process:
-        return  # a fork has the objects, and not the threads behind them
+        for state in states.values():
+            state.ended = True  # a fork has the objects, and not the threads behind them: nothing is dropped there
+        return
     for state in reversed(states.values()):
         state.end()
     if _TAG in c10d._world.tags_to_pg and not _exits_with_error():

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
+    from namedmesh.groups import GroupPool
     from namedmesh.layout import Layout
 
 
@@ -25,6 +26,7 @@ class Mesh(Protocol):
     layout: Layout
     device: torch.device
     global_rank: int
+    pool: GroupPool
     closed: bool
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
@@ -69,14 +71,20 @@ def current() -> Mesh:
                 f"the mesh over {mesh.layout}, selected with 'with mesh:', was closed; leave the block first"
             )
         return mesh
-    if len(_alive) == 1:
-        return _alive[0]
-    if not _alive:
+    alive = _living()
+    if len(alive) == 1:
+        return alive[0]
+    if not alive:
         raise MeshError("no mesh is alive in this process; call namedmesh.init_mesh(...) first")
-    shown = ", ".join(sorted(str(mesh.layout) for mesh in _alive))
+    shown = ", ".join(sorted(str(mesh.layout) for mesh in alive))
     raise MeshError(
-        f"{len(_alive)} meshes are alive in this process and none is selected: {shown}; select one with 'with mesh:'"
+        f"{len(alive)} meshes are alive in this process and none is selected: {shown}; select one with 'with mesh:'"
     )
+
+
+def _living() -> list[Mesh]:
+    """Return the meshes that are alive: not closed, and in a fork, not the parent's after its default group ended."""
+    return [mesh for mesh in _alive if not mesh.pool.registry.ended]
 
 
 def selected_mesh() -> Mesh | None:
@@ -118,7 +126,7 @@ def refuse_ambiguous_mesh(
         MeshError: all problems at once.
     """
     problems = []
-    for other in _alive:
+    for other in _living():
         if other.device.type != device_type:
             continue
         for name, group in groups.items():

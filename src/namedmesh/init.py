@@ -90,6 +90,7 @@ def init_mesh(
     if not sizes and isinstance(layout, Mapping) and all(isinstance(axis, str) for axis in layout):
         sizes, layout = dict(layout), None
     try:
+        _check_types(options, share_groups)
         return _init_mesh(
             _Request(layout, sizes, world_size, rank_offset, part),
             backend,
@@ -105,6 +106,18 @@ def init_mesh(
         if isinstance(error, LayoutError) and not launch.was_launched(os.environ):
             raise LayoutError(*(f"{problem}. {_NOT_LAUNCHED_HINT}" for problem in error.problems)) from None
         raise
+
+
+def _check_types(options: object, share_groups: object) -> None:
+    problems = []
+    if options is not None and not isinstance(options, Mapping):
+        problems.append(
+            f"options are a {type(options).__name__}; give a mapping of axes to GroupOptions, such as {{'tp': GroupOptions(...)}}"
+        )
+    if not isinstance(share_groups, bool):
+        problems.append(f"share_groups is {share_groups!r}; it is True or False")
+    if problems:
+        raise LayoutError(*problems)
 
 
 class _Request(NamedTuple):
@@ -236,7 +249,7 @@ def _check_options(options: Mapping[str, GroupOptions], layout: Layout) -> None:
     problems = [
         f"options are given for axis {name!r}, which is not one of {layout.axes}{did_you_mean(name, allowed)}"
         for name in options
-        if name not in allowed and not (isinstance(name, str) and product_axes(name, layout))
+        if name not in allowed and not (isinstance(name, str) and product_axes(name, layout.axes))
     ]
     problems += [
         f"options of {name!r} are a {type(option).__name__}; give GroupOptions(...)"
