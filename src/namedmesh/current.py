@@ -29,6 +29,9 @@ class Mesh(Protocol):
     pool: GroupPool
     closed: bool
 
+    def close(self) -> None:
+        """Release the groups of the mesh."""
+
     def ranks(self, *axes: str) -> tuple[int, ...]:
         """Return the ranks over some axes."""
 
@@ -78,8 +81,15 @@ def current() -> Mesh:
         raise MeshError("no mesh is alive in this process; call namedmesh.init_mesh(...) first")
     shown = ", ".join(sorted(str(mesh.layout) for mesh in alive))
     raise MeshError(
-        f"{len(alive)} meshes are alive in this process and none is selected: {shown}; select one with 'with mesh:'"
+        f"{len(alive)} meshes are alive in this process and none is selected: {shown}; select one with 'with mesh:', or "
+        "make the last one with init_mesh(replace=True), which closes the others"
     )
+
+
+def close_all() -> None:
+    """Close every mesh that is alive in this process, the newest first."""
+    for mesh in reversed(_living()):
+        mesh.close()
 
 
 def _living() -> list[Mesh]:

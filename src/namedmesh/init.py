@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from namedmesh import launch
 from namedmesh._version import __version__
-from namedmesh.current import refuse_ambiguous_mesh
+from namedmesh.current import close_all, refuse_ambiguous_mesh
 from namedmesh.errors import AxisError, LayoutError, did_you_mean
 from namedmesh.groups import GroupPool
 from namedmesh.layout import Layout
@@ -46,6 +46,7 @@ def init_mesh(
     world_size: int | None = None,
     rank_offset: int = 0,
     part: bool = False,
+    replace: bool = False,
     **sizes: int,
 ) -> NamedMesh:
     """Return a mesh over this job's ranks; communicates.
@@ -65,6 +66,7 @@ def init_mesh(
         world_size: how many ranks the mesh covers; by default the whole world.
         rank_offset: the first rank of the mesh.
         part: whether the mesh covers a part of the world only. Then only its ranks call this.
+        replace: close every open mesh of this process first, such as that of a notebook cell that is run again.
         **sizes: one keyword for each axis, slowest first; one size may be -1, for whatever is left.
 
     Returns:
@@ -84,6 +86,8 @@ def init_mesh(
         >>> mesh.close()
         >>> dist.destroy_process_group()
     """
+    if replace:
+        close_all()
     launched = not dist.is_initialized()
     if launched:
         device = launch.init(device, backend=backend, timeout=timeout, call="init_mesh")
