@@ -15,6 +15,7 @@ import pytest
 
 import namedmesh
 from namedmesh import NamedMeshError, errors
+from namedmesh.sizes import RESERVED
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -212,3 +213,7 @@ def test_the_map_of_the_code_names_every_part() -> None:
     assert sorted(named) == sorted(set(ROOMS) - aside)
     places = [ROOMS.index(name) for name in named]
     assert places == sorted(places)
+
+
+def test_names_of_axes_leave_the_arguments_of_init_mesh_alone() -> None:
+    assert {*RESERVED, "sizes"} == set(inspect.signature(namedmesh.init_mesh).parameters)

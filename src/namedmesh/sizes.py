@@ -24,6 +24,7 @@ RESERVED = (
     "options",
     "part",
     "rank_offset",
+    "replace",
     "share_groups",
     "timeout",
     "world_size",
