@@ -5,10 +5,13 @@ A warning, such as a name that does not resolve, ends it.
 
 from __future__ import annotations
 
+import builtins
 import sys
 import warnings
+from collections import abc
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 MODULES = (
     "namedmesh",
@@ -40,8 +43,15 @@ def public_names(module: str) -> dict[str, object]:
 def main(folder: str) -> None:
     """Write the pages into a folder."""
     import pdoc
+    import torch
     from pdoc import render
+    from torch.distributed.tensor.parallel import ParallelStyle
 
+    # pdoc reads the text of a type alias where the alias is used, which may not know the names in it.
+    vars(builtins).update(Callable=abc.Callable, Mapping=abc.Mapping, ParallelStyle=ParallelStyle)
+    vars(builtins).update(
+        Any=Any, ProcessGroup=torch.distributed.ProcessGroup, Tensor=torch.Tensor, nn=torch.nn
+    )
     render.configure(docformat="google", show_source=False)
     exported = {f"{module}.{name}" for module in MODULES for name in public_names(module)}
     warnings.simplefilter("error", UserWarning)

@@ -7,7 +7,6 @@ optimizers of its own, so the parameters here are no DTensors. A dialect's layer
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -21,9 +20,11 @@ from namedmesh.tensor_parallel.linear import column, row
 from namedmesh.tensor_parallel.vocabulary import Lookup, lookup, shorten
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
-Initializer: TypeAlias = Callable[[torch.Tensor], Any]
+Initializer: TypeAlias = "Callable[[Tensor], Any]"
 """Fills a tensor in place, as the functions of ``torch.nn.init`` do."""
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from namedmesh.tensor_parallel.tied_parameters import Tie
 
-Plan: TypeAlias = ParallelStyle | Mapping[str, ParallelStyle]
+Plan: TypeAlias = "ParallelStyle | Mapping[str, ParallelStyle]"
 
 _SIZE_NAMES = {
     ("Linear", 0): "out_features",
