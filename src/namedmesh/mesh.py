@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh import current
-from namedmesh._torch import constant_under_compile, flattened, forget
+from namedmesh._torch import constant_under_compile, forget, make_flat_mesh
 from namedmesh.adopt import layout_of_groups, layout_of_mesh, meshes_of_transformers
 from namedmesh.errors import AxisError, LayoutError, MeshError, did_you_mean
 from namedmesh.explain import explain_group, explain_mesh, explain_rank
@@ -19,7 +19,7 @@ from namedmesh.launch import default_group_device
 from namedmesh.layout import Layout
 from namedmesh.making import agreed
 from namedmesh.options import GroupOptions
-from namedmesh.views import DENSE, View, Views, named, product_axes, quoted
+from namedmesh.views import ROOT_VIEW, View, Views, join_names, product_axes, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -262,7 +262,7 @@ class NamedMesh:
     @property
     def views(self) -> dict[str, Layout]:
         """The layouts of the views that were added, by name."""
-        return {name: layout for name, layout in self._views.layouts().items() if name != DENSE}
+        return {name: layout for name, layout in self._views.layouts().items() if name != ROOT_VIEW}
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
@@ -278,12 +278,30 @@ class NamedMesh:
         """Return whether this rank is the last on an axis, or on a flattened product."""
         return self.rank(axis) == self.size(axis) - 1
 
-    def next(self, axis: str) -> int:
-        """Return the global rank after this one on an axis or a flattened product; after the last comes the first."""
+    @overload
+    def next(self, axis: str) -> int: ...
+    @overload
+    def next(self, axis: str, *, wrap: bool) -> int | None: ...
+    def next(self, axis: str, *, wrap: bool = True) -> int | None:
+        """Return the global rank after this one on an axis or a flattened product.
+
+        After the last comes the first; with ``wrap=False`` nobody, and None is returned.
+        """
+        if not wrap and self.is_last(axis):
+            return None
         return self.ranks(axis)[(self.rank(axis) + 1) % self.size(axis)]
 
-    def prev(self, axis: str) -> int:
-        """Return the global rank before this one on an axis or a flattened product; before the first, the last."""
+    @overload
+    def prev(self, axis: str) -> int: ...
+    @overload
+    def prev(self, axis: str, *, wrap: bool) -> int | None: ...
+    def prev(self, axis: str, *, wrap: bool = True) -> int | None:
+        """Return the global rank before this one on an axis or a flattened product.
+
+        Before the first comes the last; with ``wrap=False`` nobody, and None is returned.
+        """
+        if not wrap and self.is_first(axis):
+            return None
         return self.ranks(axis)[self.rank(axis) - 1]
 
     def gloo_group(self, *axes: str) -> dist.ProcessGroup:
@@ -308,7 +326,7 @@ class NamedMesh:
             return together
         combined = GroupOptions()
         for axis in ordered:
-            combined = combined.combined(self._options.get((axis,), GroupOptions()), named(ordered))
+            combined = combined.combined(self._options.get((axis,), GroupOptions()), join_names(ordered))
         return combined
 
     def explain(self, group: dist.ProcessGroup | None = None, *, rank: int | None = None) -> str:
@@ -570,7 +588,7 @@ class NamedMesh:
         )
         if group is None:
             raise MeshError(
-                f"there is no group over {named(ordered)} yet; call mesh.flatten({quoted(ordered)}) once, on every "
+                f"there is no group over {join_names(ordered)} yet; call mesh.flatten({quoted(ordered)}) once, on every "
                 "rank, before it is asked for"
             )
         return group
@@ -581,7 +599,7 @@ class NamedMesh:
         group = self.pool.find(view.layout, ordered, self.pool.gloo_options(self.options_of(ordered)))
         if group is None:
             raise MeshError(
-                f"there is no gloo group over {named(ordered)}; ask for one when the group is made, with "
+                f"there is no gloo group over {join_names(ordered)}; ask for one when the group is made, with "
                 "options=GroupOptions(gloo_twin=True)"
             )
         return group
@@ -611,7 +629,7 @@ class NamedMesh:
             if options.gloo_twin:
                 maker.make(view.layout, ordered, self.pool.gloo_options(options))
         self._options[ordered] = options
-        mesh = flattened(view.root, ordered, name, group)
+        mesh = make_flat_mesh(view.root, ordered, name, group)
         self._flat[ordered] = name, options, mesh
         self._views.add_product(name, ordered)
         self._prepare_answers()
@@ -628,11 +646,11 @@ class NamedMesh:
         problems = []
         if name is not None and name != known:
             problems.append(
-                f"{named(ordered)} already have the name {known!r}, and name is {name!r}; leave name out"
+                f"{join_names(ordered)} already have the name {known!r}, and name is {name!r}; leave name out"
             )
         if options is not None and options != group_options:
             problems.append(
-                f"the group over {named(ordered)} exists with {group_options!r}, and options is {options!r}; leave "
+                f"the group over {join_names(ordered)} exists with {group_options!r}, and options is {options!r}; leave "
                 "options out, or give them where the group is made first"
             )
         if problems:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from namedmesh.layout import Layout
 
-DENSE = "mesh"
+ROOT_VIEW = "mesh"
 """The name of the view that the mesh was made with."""
 
 
@@ -41,7 +41,7 @@ class Views:
     """
 
     def __init__(self, first: View) -> None:
-        self._views = {DENSE: first}
+        self._views = {ROOT_VIEW: first}
         self._products: dict[str, tuple[str, ...]] = {}
 
     def __iter__(self) -> Iterator[View]:
@@ -50,7 +50,7 @@ class Views:
     @property
     def first(self) -> View:
         """The view that the mesh was made with."""
-        return self._views[DENSE]
+        return self._views[ROOT_VIEW]
 
     def layouts(self) -> dict[str, Layout]:
         """Return the layouts by the names of the views."""
@@ -82,11 +82,11 @@ class Views:
         if unknown:
             raise AxisError(*unknown)
         where = " and ".join(
-            f"{axis!r} {'in the mesh' if homes[axis] == DENSE else f'in view {homes[axis]!r}'}"
+            f"{axis!r} {'in the mesh' if homes[axis] == ROOT_VIEW else f'in view {homes[axis]!r}'}"
             for axis in axes
         )
         raise AxisError(
-            f"axes {named(axes)} are not together in one view ({where}); combine axes of one view only"
+            f"axes {join_names(axes)} are not together in one view ({where}); combine axes of one view only"
         )
 
     def expand(self, names: Sequence[str]) -> tuple[str, ...]:
@@ -140,16 +140,16 @@ class Views:
             raise LayoutError(f"the name {name!r} is taken by an axis; give the product another with name=")
         if self._products.get(name, axes) != axes:
             raise LayoutError(
-                f"the name {name!r} is taken by the product of {named(self._products[name])}; give this one another "
+                f"the name {name!r} is taken by the product of {join_names(self._products[name])}; give this one another "
                 "with name="
             )
 
 
-def named(axes: Sequence[str]) -> str:
+def join_names(axes: Sequence[str]) -> str:
     """Return axes in a sentence.
 
     Example:
-        >>> named(("dp", "tp"))
+        >>> join_names(("dp", "tp"))
         "'dp' and 'tp'"
     """
     return " and ".join(repr(axis) for axis in axes)
