@@ -388,13 +388,15 @@ def forget_group_caches() -> None:
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
-    from torch.distributed.tensor import DTensor, debug
+    from torch.distributed.tensor import DTensor
 
-    if hasattr(debug, "_clear_python_sharding_prop_cache"):
-        debug._clear_python_sharding_prop_cache()
-        debug._clear_fast_path_sharding_prop_cache()
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    # As torch.distributed.tensor.debug does, which takes seconds to import on a busy machine.
+    clear_native = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if clear_native is not None:
+        propagator.propagate_op_sharding.cache_clear()
+        clear_native()
     else:  # up to torch 2.9 there is one cache, and no function that clears it
-        propagator: Any = DTensor._op_dispatcher.sharding_propagator
         cache = type(propagator.propagate_op_sharding)
         propagator.propagate_op_sharding = cache(propagator.propagate_op_sharding_non_cached)
 
