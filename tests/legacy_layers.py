@@ -52,11 +52,15 @@ DIALECTS = {
 @contextmanager
 def started(*names: str) -> Iterator[list[Dialect]]:
     """Dialects over the whole world, or as rank 0 of a fake one."""
+    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     dialects = [DIALECTS[name] for name in names or DIALECTS]
     for dialect in dialects:
         dialect.start(dist.get_world_size())
-    yield dialects
+    try:
+        yield dialects
+    finally:
+        torch.set_default_dtype(before)  # a fake world is in the process of the tests
     for dialect in dialects:
         dialect.stop()
 
