@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 COLUMNS = 6
 """How many numbers a rank sends for each name: whether it has the tensor, the fingerprint, and how it rounds."""
 
+_PART = 2.0
 _CHUNK = 1 << 20
 _FREQUENCIES = (1.0, 0.7, 0.3)
 
@@ -24,6 +25,11 @@ SETTLED = 1.0
 def absent() -> list[float]:
     """Return the row of a tensor that this rank does not have."""
     return [0.0] * COLUMNS
+
+
+def part_of_sum() -> list[float]:
+    """Return the row of a gradient of which every rank has a part, and that is summed over the ranks before it is used."""
+    return [_PART, *[0.0] * (COLUMNS - 1)]
 
 
 def fingerprint(value: Tensor, dtypes: set[torch.dtype]) -> list[float]:
@@ -73,6 +79,8 @@ def verdicts(rows: Tensor) -> list[float]:
 
 def _verdict(rows: Tensor, largest: float) -> float:
     has, numbers, eps = rows[:, 0], rows[:, 1:-1], float(rows[:, -1].max())
+    if bool((has == _PART).all()):
+        return SETTLED
     size = float(numbers[:, 0].max())
     # Where a gradient is zero but for rounding, the terms that cancel out in it may be much larger than eps says; but a
     # type of 16 bits rounds so coarsely that small gradients would hide behind the largest.

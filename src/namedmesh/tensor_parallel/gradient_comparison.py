@@ -22,7 +22,14 @@ from namedmesh._torch import at_end_of_backward, backward_pass, communicates
 from namedmesh.errors import GradientError
 from namedmesh.tensor_parallel.collectives import RankGroup, all_gather, local_shard
 from namedmesh.tensor_parallel.comparison_errors import problems_of
-from namedmesh.tensor_parallel.fingerprints import COLUMNS, SETTLED, absent, fingerprint, verdicts
+from namedmesh.tensor_parallel.fingerprints import (
+    COLUMNS,
+    SETTLED,
+    absent,
+    fingerprint,
+    part_of_sum,
+    verdicts,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -223,7 +230,7 @@ class GradientComparison:
         if gradient is None:
             return absent()
         if isinstance(gradient, DTensor) and self._differs_along_axis(gradient):
-            return absent()  # the sum over the ranks is still to be taken
+            return part_of_sum()
         return fingerprint(local_shard(gradient), self.dtypes)
 
     def _compare(self) -> None:

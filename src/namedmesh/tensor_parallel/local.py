@@ -9,12 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from namedmesh._torch import gradient_like, replaced_parameters
+from namedmesh._torch import replaced_parameters
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel.blocks import Blocks
 from namedmesh.tensor_parallel.collectives import (
     RankGroup,
-    all_reduce,
     local_shard,
     sum_backward,
     sum_forward,
@@ -124,32 +123,9 @@ class _LocalForward:
         return self._shard_of(parameter)
 
     def _shard_of(self, parameter: Tensor) -> Tensor:
-        if not isinstance(parameter, DTensor):
-            return parameter
-        if parameter.placements == (Replicate(),):
-            if torch.compiler.is_compiling():
-                return whole_parameter(parameter)
-            return _shared_parameter(parameter, self.peers)
+        if isinstance(parameter, DTensor) and parameter.placements == (Replicate(),):
+            return whole_parameter(parameter)
         return local_shard(parameter)
-
-
-class _SharedParameter(torch.autograd.Function):
-    """A replicated parameter as a plain tensor, whose gradient is summed over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: DTensor, peers: RankGroup) -> Tensor:
-        ctx.save_for_backward(parameter)
-        ctx.peers = peers
-        local = parameter.to_local()
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[DTensor, None]:
-        (parameter,) = ctx.saved_tensors
-        return gradient_like(parameter, all_reduce(gradient, ctx.peers)), None
-
-
-_shared_parameter: Callable[[DTensor, RankGroup], Tensor] = _SharedParameter.apply
 
 
 class KeepWhole(ActivationStyle):

@@ -12,7 +12,6 @@ from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwisePar
 
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel.embedding import ColwiseEmbedding, RowwiseEmbedding
-from namedmesh.tensor_parallel.gradient_layout import align_gradients
 from namedmesh.tensor_parallel.linear import ColwiseLinear, RowwiseLinear
 from namedmesh.tensor_parallel.module_setup import StyleContext
 from namedmesh.tensor_parallel.placements import incompatibilities, parameter_placements
@@ -145,8 +144,6 @@ def _shard(
             lambda _module, inputs, _mesh: (setup.redistribute_input(inputs[0], desired), *inputs[1:]),  # type: ignore[arg-type]
             lambda module, output, _mesh: setup.redistribute_output(module, output),  # type: ignore[arg-type]
         )
-        if norm is None:
-            align_gradients(module)
         return module
     distribute_module(module, mesh, partition)
     if norm is not None:
