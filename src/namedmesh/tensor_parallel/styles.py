@@ -10,6 +10,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_module, distri
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwiseParallel
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
 
+from namedmesh._torch import distribute_blocks
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel.embedding import ColwiseEmbedding, RowwiseEmbedding
 from namedmesh.tensor_parallel.linear import ColwiseLinear, RowwiseLinear
@@ -161,13 +162,17 @@ def _on_sharded_base(kind: Any, ours: Any) -> type[nn.Module]:
 
 def shard_parameters(style: ParallelStyle) -> Callable[[str, nn.Module, DeviceMesh], None]:
     """Replace the module's own parameters with DTensors, frozen ones included; for ``distribute_module``."""
+    fused: dict[str, int] = getattr(style, "fused", {})
 
     def partition(fqn: str, module: nn.Module, mesh: DeviceMesh) -> None:
         if fqn:  # a child of a subclass; torch replicates what it owns
             return
         for name, placement in (parameter_placements(style, module) or {}).items():
             parameter = getattr(module, name)
-            shard = distribute_tensor(parameter, mesh, [placement], src_data_rank=style.src_data_rank)
+            if name in fused and isinstance(placement, Shard):
+                shard = distribute_blocks(parameter, mesh, placement.dim, fused[name], style.src_data_rank)
+            else:
+                shard = distribute_tensor(parameter, mesh, [placement], src_data_rank=style.src_data_rank)
             module.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
 
     return partition
