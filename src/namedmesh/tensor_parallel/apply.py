@@ -67,7 +67,8 @@ def parallelize(
             match one module, a style does not fit a module, features, vocabulary or heads do not divide, a column
             layer is several layers in one and the plan does not say how they lie, a tie would break, or the model
             is already parallelized.
-        GradientError: in the first backward, on every rank: something that is whole on every rank differs, by name.
+        GradientError: in the first backward, on every rank: something that is whole on every rank differs, by name. Under
+            ``torch.compile``, and in the two passes of zero-bubble schedules, at the optimizer's first step.
 
     Example:
         Under plain python, a world of one, rank 0 has all 16 rows of ``w1``; on 2 ranks each has 8 of them:
