@@ -39,6 +39,7 @@ from namedmesh.tensor_parallel import (
     parallelize,
     plan_report,
 )
+from namedmesh.tensor_parallel.collectives import all_gather
 
 if TYPE_CHECKING:
     from collections.abc import Callable
