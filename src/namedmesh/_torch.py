@@ -720,8 +720,11 @@ def gradient_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
         )
     # A copy, because torch may write into the specification of a tensor that it dispatches on.
     spec = copy.copy(parameter._spec)
-    # The parameter's class is DTensor; importing that here would cost whoever only wants a mesh.
-    return type(parameter)(local, spec, requires_grad=False)
+    # The parameter's class is DTensor; importing that here would cost whoever only wants a mesh. Its __init__ does nothing
+    # but to turn the compiler off for that, which takes most of the time.
+    kind: Any = type(parameter)
+    gradient: DTensor = kind.__new__(kind, local, spec, requires_grad=False)
+    return gradient
 
 
 def distribute_blocks(
