@@ -208,6 +208,18 @@ def test_where_nothing_fits_the_status_and_the_text_say_so(capsys: pytest.Captur
     assert main(shlex.split(f"{command} --hardware mi300x --memory 100GB")) == 0
 
 
+def test_a_job_is_read_from_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    command = f"partitions --world-size 8 {LLAMA_8B} --global-batch 8 --best 1"
+    compiled, eager, unfused = (
+        as_json(capsys, f"{command} {flags}")["partitions"][0]["step"]["elementwise"]
+        for flags in ("", "--eager", "--eager --no-fused-norms")
+    )
+    assert compiled < eager < unfused
+    with pytest.raises(SystemExit):
+        main(shlex.split("partitions --world-size 8 --batch 4"))
+    assert "--batch: 4 is of one data-parallel rank; give --global-batch" in capsys.readouterr().err
+
+
 def test_the_first_two_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     command = f"partitions --world-size 16 {LLAMA_8B} --global-batch 64 --best 2"
     best = as_json(capsys, f"{command} --explain")

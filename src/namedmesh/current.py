@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
+from namedmesh._torch import backward_pass
 from namedmesh.errors import MeshError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    import torch
     import torch.distributed as dist
 
+    from namedmesh.groups import GroupPool
     from namedmesh.layout import Layout
 
 
@@ -21,7 +26,11 @@ class Mesh(Protocol):
     layout: Layout
     device: torch.device
     global_rank: int
+    pool: GroupPool
     closed: bool
+
+    def close(self) -> None:
+        """Release the groups of the mesh."""
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
         """Return the ranks over some axes."""
@@ -30,13 +39,26 @@ class Mesh(Protocol):
         """Return the group over an axis or a product."""
 
 
+class Watcher(Protocol):
+    """A dialect, whose variables follow the selection: its accessors are too fast to ask here each time."""
+
+    dialect: str
+    shown: Any
+
+    def changed(self, closed: Any = None) -> None:
+        """Follow a mesh that was selected, deselected or closed."""
+
+    def is_bound(self, mesh: Any) -> bool:
+        """Return whether there are groups for a mesh."""
+
+
 # A mesh is alive until it is closed, as its groups are.
 _alive: list[Mesh] = []
-# Process-wide rather than per thread: autograd runs backward functions in threads of its own, and code in
-# them must see the mesh that was selected around the training step.
-_selected: list[Mesh] = []
-# The dialects: their accessors are too fast to ask here each time, so they are notified of every change.
-_watchers: list[Callable[[Any], None]] = []
+_selected: ContextVar[tuple[Mesh, ...]] = ContextVar("selected", default=())
+# The same of the thread that selected first, with its number: autograd runs backward functions in threads of its own,
+# which see this one, and the variables of a dialect are the process's.
+_of_process: list[tuple[Mesh, int]] = []
+_watchers: list[Watcher] = []
 
 
 def current() -> Mesh:
@@ -45,26 +67,52 @@ def current() -> Mesh:
     Raises:
         MeshError: there is no mesh, or there are several and none was selected, or the selected one is closed.
     """
-    if _selected:
-        mesh = _selected[-1]
+    mesh = selected_mesh()
+    if mesh is not None:
         if mesh.closed:
             raise MeshError(
                 f"the mesh over {mesh.layout}, selected with 'with mesh:', was closed; leave the block first"
             )
         return mesh
-    if len(_alive) == 1:
-        return _alive[0]
-    if not _alive:
+    alive = _living()
+    if len(alive) == 1:
+        return alive[0]
+    if not alive:
         raise MeshError("no mesh is alive in this process; call namedmesh.init_mesh(...) first")
-    shown = ", ".join(sorted(str(mesh.layout) for mesh in _alive))
+    shown = ", ".join(sorted(str(mesh.layout) for mesh in alive))
     raise MeshError(
-        f"{len(_alive)} meshes are alive in this process and none is selected: {shown}; select one with 'with mesh:'"
+        f"{len(alive)} meshes are alive in this process and none is selected: {shown}; select one with 'with mesh:', or "
+        "make the last one with init_mesh(replace=True), which closes the others"
     )
 
 
+def close_all() -> None:
+    """Close every mesh that is alive in this process, the newest first."""
+    for mesh in reversed(_living()):
+        mesh.close()
+
+
+def _living() -> list[Mesh]:
+    """Return the meshes that are alive: not closed, and in a fork, not the parent's after its default group ended."""
+    return [mesh for mesh in _alive if not mesh.pool.registry.ended]
+
+
 def selected_mesh() -> Mesh | None:
-    """Return the innermost mesh entered with ``with mesh:``, if there is one."""
-    return _selected[-1] if _selected else None
+    """Return the innermost mesh that this thread entered with ``with mesh:``, if there is one.
+
+    In a backward pass it is the process's, and in compiled code, which cannot look into a context.
+    """
+    if torch.compiler.is_compiling():
+        return process_selection()
+    selected = _selected.get()
+    if selected:
+        return selected[-1]
+    return process_selection() if backward_pass() >= 0 else None
+
+
+def process_selection() -> Mesh | None:
+    """Return the mesh that the variables of the dialects show, if one is selected."""
+    return _of_process[-1][0] if _of_process else None
 
 
 def refuse_ambiguous_mesh(
@@ -88,7 +136,7 @@ def refuse_ambiguous_mesh(
         MeshError: all problems at once.
     """
     problems = []
-    for other in _alive:
+    for other in _living():
         if other.device.type != device_type:
             continue
         for name, group in groups.items():
@@ -106,9 +154,9 @@ def refuse_ambiguous_mesh(
         raise MeshError(*problems)
 
 
-def watch(changed: Callable[[Any], None]) -> None:
-    """Call ``changed`` whenever a mesh is selected, deselected or closed; with the mesh if it was closed."""
-    _watchers.append(changed)
+def watch(watcher: Watcher) -> None:
+    """Tell a dialect of every mesh that is selected, deselected or closed."""
+    _watchers.append(watcher)
 
 
 def register(mesh: Mesh) -> None:
@@ -120,25 +168,50 @@ def unregister(mesh: Mesh, *, deselect: bool = False) -> None:
     """Note that a mesh was closed; ``deselect`` it, too, where its default group is gone and every mesh with it."""
     _alive[:] = [other for other in _alive if other is not mesh]
     if deselect:
-        _selected[:] = [other for other in _selected if other is not mesh]
-    _notify(closed=mesh)
+        _of_process[:] = [(other, thread) for other, thread in _of_process if other is not mesh]
+        _selected.set(tuple(other for other in _selected.get() if other is not mesh))
+    for watcher in _watchers:
+        watcher.changed(mesh)
 
 
 def select(mesh: Mesh) -> None:
-    """Make a mesh the current one, until :func:`deselect`."""
-    _selected.append(mesh)
-    _notify()
+    """Make a mesh the current one of this thread, until :func:`deselect`.
+
+    Raises:
+        MeshError: another thread has selected another mesh, and a dialect answers for it.
+    """
+    thread = threading.get_ident()
+    if not _of_process or _of_process[-1][1] == thread:
+        _of_process.append((mesh, thread))
+        _tell_watchers()
+    elif _of_process[-1][0] is not mesh:
+        problems = [
+            f"another thread has selected the mesh over {watcher.shown.layout}, for which the variables of {watcher.dialect} "
+            f"answer in every thread; leave that 'with' block before the mesh over {mesh.layout} is selected here"
+            for watcher in _watchers
+            if watcher.shown is not None and watcher.is_bound(watcher.shown)
+        ]
+        if problems:
+            raise MeshError(*problems)
+    _selected.set((*_selected.get(), mesh))
 
 
 def deselect(mesh: Mesh) -> None:
     """Undo the last :func:`select` of this mesh."""
-    for i in reversed(range(len(_selected))):
-        if _selected[i] is mesh:
-            del _selected[i]
-            _notify()
+    selected = list(_selected.get())
+    for i in reversed(range(len(selected))):
+        if selected[i] is mesh:
+            del selected[i]
+            _selected.set(tuple(selected))
+            break
+    thread = threading.get_ident()
+    for i in reversed(range(len(_of_process))):
+        if _of_process[i] == (mesh, thread):
+            del _of_process[i]
+            _tell_watchers()
             return
 
 
-def _notify(closed: Mesh | None = None) -> None:
-    for changed in _watchers:
-        changed(closed)
+def _tell_watchers() -> None:
+    for watcher in _watchers:
+        watcher.changed()

@@ -37,11 +37,7 @@ _OBJECT_AND_NAME = 2
 PROVIDED = frozenset(
     (
         *("megatron", "megatron.core", *(module for module in MODULES if module.startswith("megatron."))),
-        *(
-            "megatron.core.process_groups_config",
-            "megatron.core.hyper_comm_grid",
-            "megatron.core.tensor_parallel",
-        ),
+        *("megatron.core.tensor_parallel",),
         *(
             f"megatron.core.tensor_parallel.{part}"
             for part in ("cross_entropy", "layers", "mappings", "utils")
