@@ -33,7 +33,8 @@ class LocalParameters(ParallelStyle):
 
     For a norm over each head's features (the heads are sharded, the weight is not), or for a bare parameter with
     one number a head. The parameters become DTensors. A replicated one takes part on every rank with other
-    data, so its gradient is summed over the ranks; a sharded one's gradient is this rank's own.
+    data, so each makes a part of its gradient: a DTensor that is ``Partial`` until :func:`reduce_gradients` or an
+    optimizer's step sums it. A sharded one's gradient is this rank's own.
 
     Args:
         placements: the layout of each parameter by name; by default all of the module's own are replicated.
@@ -103,10 +104,7 @@ def _plain(parameter: Tensor) -> Tensor:
 
 
 class KeepWhole(ActivationStyle):
-    """Keep a module as it is, because every rank computes the same with it.
-
-    For a module between sharded layers that works on what is not sharded: a plan that does not name such a
-    module is refused, because its gradients could be parts. Nothing is changed.
+    """Say in a plan that a module stays as it is, because every rank computes the same with it; nothing is changed.
 
     Example:
         >>> from namedmesh.tensor_parallel import KeepWhole
