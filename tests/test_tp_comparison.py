@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 from datetime import timedelta
 from functools import partial
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as torch_styles
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 from tp_checks import against_whole, largest_difference
 from tp_compare import hf_difference, tp_mesh, training_difference
@@ -585,6 +587,24 @@ def test_a_rank_that_begins_alone_to_train_a_parameter_does_not_hang() -> None:
     )
     assert (first[0], second[0]) == ("", text)
     assert first[1] == second[1] == 1
+
+
+def forgotten() -> int:
+    """A model goes away while another optimizer makes a step."""
+    kept = [wrong_model()]
+
+    def forget(*_: Any) -> None:
+        kept.clear()
+        gc.collect()
+
+    handle = register_optimizer_step_pre_hook(forget)
+    torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
+    handle.remove()
+    return len(kept)
+
+
+def test_a_model_may_go_away_during_a_step() -> None:
+    assert run_ranks(2, forgotten) == [0, 0]
 
 
 def hooks_left() -> tuple[int, int]:

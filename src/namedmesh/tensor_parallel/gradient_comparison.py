@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
+from functools import cache
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,6 +36,7 @@ from namedmesh.tensor_parallel.fingerprints import (
     part_of_sum,
     verdicts,
 )
+from namedmesh.tensor_parallel.gradient_sums import reduce_before_steps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,6 +51,19 @@ BEGINNING_LIMIT = timedelta(minutes=5)
 
 # The ranks watch the same models, in the same order.
 _numbers = count()
+_watched: weakref.WeakValueDictionary[int, GradientComparison] = weakref.WeakValueDictionary()
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Register one hook for all: torch walks through its hooks, and none may be removed while it does."""
+    reduce_before_steps()
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    for comparison in list(_watched.values()):
+        comparison.before_step(optimizer)
 
 
 def compare_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -143,14 +158,8 @@ class GradientComparison:
         if self._steps_of == id(self):  # a copy of the model has a copy of this, which is not registered
             return
         self._steps_of = id(self)
-        reference = weakref.ref(self)
-
-        def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-            comparison = reference()
-            if comparison is not None:
-                comparison.before_step(optimizer)
-
-        weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+        _watched[next(_numbers)] = self
+        _watch_optimizers()
 
     def _before_forward(self, _module: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
