@@ -284,6 +284,11 @@ def test_the_first_two_are_explained(capsys: pytest.CaptureFixture[str]) -> None
             "namedmesh diff: tp=2 (2 ranks) and tp=4 (4 ranks) are not over the same ranks; give sizes that fit one "
             "world_size\n",
         ),
+        (
+            "diff --a tp=2",
+            2,
+            'namedmesh diff: two layouts are compared; give both, as in: namedmesh diff --a "megatron tp=2,pp=4" ...',
+        ),
         ("partitions --world-size 8 --params 7X", 2, "namedmesh partitions: '7X' is not a number ..."),
         (
             "plan --world-size 1000000000000000000000000000",

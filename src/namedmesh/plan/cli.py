@@ -180,8 +180,8 @@ def _shard(arguments: Namespace) -> int:
 
 
 def _configure_diff(parser: ArgumentParser) -> None:
-    parser.add_argument("--a", required=True, metavar="SPEC", help='such as "megatron tp=2,pp=4"')
-    parser.add_argument("--b", required=True, metavar="SPEC", help='such as "fairscale tp=2,pp=4"')
+    parser.add_argument("--a", metavar="SPEC", help='one layout, such as "megatron tp=2,pp=4"')
+    parser.add_argument("--b", metavar="SPEC", help='the other, such as "fairscale tp=2,pp=4"')
     add_integer(parser, "--world-size", "how many ranks there are")
     add_format(parser)
 
@@ -189,6 +189,11 @@ def _configure_diff(parser: ArgumentParser) -> None:
 def _diff(arguments: Namespace) -> int:
     from namedmesh.plan.comparison import compare, diff_document
 
+    if arguments.a is None or arguments.b is None:
+        raise UsageError(
+            'two layouts are compared; give both, as in: namedmesh diff --a "megatron tp=2,pp=4" --b "fairscale tp=2,pp=4" '
+            "--world-size 16"
+        )
     comparison = compare(arguments.a, arguments.b, world_size=arguments.world_size)
     show(diff_document(comparison), arguments.format)
     return 0 if comparison.same else _DIFFERENT

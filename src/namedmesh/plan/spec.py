@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Literal
 
-from namedmesh.dialects import AXES, DIALECTS, EXPERT_AXES, Dialect, nearest
+from namedmesh.dialects import AXES, DIALECTS, EXPERT_AXES, Dialect
 from namedmesh.errors import LayoutError, did_you_mean
-from namedmesh.sizes import axis_name_problems
+from namedmesh.sizes import axis_name_problems, nearest_axis
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -175,7 +175,7 @@ def _name_problem(name: str, dialect: Dialect | None, sizes: dict[str, int]) -> 
         return wrong[0]
     allowed = tuple(dict.fromkeys((*dialect.axes, *dialect.expert))) if dialect is not None else (name,)
     if dialect is not None and name not in allowed:
-        return f"axis {name!r} is not one of {dialect.name}'s {allowed}{nearest(name, allowed)}"
+        return f"axis {name!r} is not one of {dialect.name}'s {allowed}{nearest_axis(name, allowed)}"
     return ""
 
 
