@@ -19,7 +19,8 @@ import namedmesh
 from namedmesh import GroupOptions, Layout, NamedMesh
 from namedmesh.compat import migration
 from namedmesh.compat.migration import TABLE, advise
-from namedmesh.migrate.table import SECTIONS, rows
+from namedmesh.migrate.page import page, rows
+from namedmesh.migrate.table import SECTIONS
 
 # Every public function and module-level name of Megatron's parallel_state, written out.
 _LISTED = """
@@ -567,7 +568,7 @@ def test_initialization_gives_the_groups_of_megatron(arguments: str) -> None:
 def test_the_page_has_every_entry_with_its_replacement() -> None:
     text = migration.__doc__
     assert text is not None
-    assert text.endswith(migration.page())
+    assert text.endswith(page())
     for section in SECTIONS:
         for legacy, advice in rows(section):
             assert f"    {legacy}" in text

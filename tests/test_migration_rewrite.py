@@ -14,7 +14,7 @@ from namedmesh.__main__ import main
 from namedmesh.compat import megatron
 from namedmesh.compat.cli import DIALECTS
 from namedmesh.compat.migration import scan
-from namedmesh.migrate.scan import PROVIDED
+from namedmesh.migrate.uses import PROVIDED
 
 SOURCE = str(Path(__file__).parents[1] / "src")
 SCRIPT = """\

@@ -13,7 +13,6 @@ import pytest
 
 from namedmesh.__main__ import COMMANDS, main
 from namedmesh.compat.migration import Finding, scan
-from namedmesh.migrate.initialize import _NO_CP
 from namedmesh.migrate.report import merge_setup
 from namedmesh.migrate.rules import _UNCHECKED
 
@@ -245,7 +244,6 @@ Once, on every rank, after init_mesh:
     mesh.add_view("expert", pp=4, edp=-1, ep=2, etp=2)
     mesh.flatten("dp", "cp")
 
-[1] {_NO_CP}
 [2] it overrides an answer and makes no group: make a second mesh of the sizes wanted (over part of the world with \
 part=True) and select it with 'with mesh:'
 [3] {_UNCHECKED}

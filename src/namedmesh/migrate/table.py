@@ -33,6 +33,8 @@ _BUFFER = f"torch.empty(shape, dtype=dtype, device=mesh.device) does the same: {
 _BUFFER_VARIABLE = f"torch.empty(...): {_FREED}"
 _SYMMETRIC = "it wraps torch's symmetric memory, over mesh.group('tp')"
 _NONE_ELSEWHERE = "Megatron has None on the other ranks"
+_OTHER_RANKS = "unless get_embedding_ranks, or a split of the pipeline in older releases, chooses other ranks"
+_OWN_PIPELINE = "for the pipeline of this rank"
 _GATHER_GROUP = "the view is the one that independent_all_gather=True goes with"
 _LEVELS = '[mesh.group("cp_inner"), mesh.group("cp_outer")]'
 _HYBRID = '{mesh.size("hybrid"): mesh.group("hybrid")}'
@@ -44,7 +46,6 @@ _CP_FLAG = "with_context_parallel=False"
 _DATA_FLAGS = f"{_CP_FLAG}, partial_data_parallel=False"
 _EXPERT_FLAG = "partial_expert_data_parallel=False"
 _CHECK = "check_initialized=True"
-_PARALLEL_GROUPS = 'names in place of the mask; like parallel_size, the order string has the fastest axis first'
 
 
 def _data(method: str) -> str:
@@ -183,11 +184,12 @@ SECTIONS: dict[str, list[Row]] = {
         Row(
             "is_rank_in_embedding_group(ignore_virtual=True, vp_stage=None)",
             f'mesh.is_first("pp") or mesh.is_last("pp") if ignore_virtual else ({_FIRST_STAGE}) or ({_LAST_STAGE})',
-            examples=_STAGES,
+            _OTHER_RANKS,
+            _STAGES,
         ),
-        Row("is_rank_in_position_embedding_group()", 'mesh.is_first("pp")'),
-        Row("default_embedding_ranks(pp_ranks)", _ENDS),
-        Row("default_position_embedding_ranks(pp_ranks)", '[mesh.ranks("pp")[0]]'),
+        Row("is_rank_in_position_embedding_group()", 'mesh.is_first("pp")', _OTHER_RANKS),
+        Row("default_embedding_ranks(pp_ranks)", _ENDS, _OWN_PIPELINE),
+        Row("default_position_embedding_ranks(pp_ranks)", '[mesh.ranks("pp")[0]]', _OWN_PIPELINE),
         Row("get_virtual_pipeline_model_parallel_rank()", note=_OWN_STAGE),
         Row("get_virtual_pipeline_model_parallel_world_size()", note=_OWN_STAGE),
     ],
@@ -215,7 +217,7 @@ SECTIONS: dict[str, list[Row]] = {
         Row(
             "generate_masked_orthogonal_rank_groups(world_size, parallel_size, mask)",
             'namedmesh.Layout.from_order("tp-dp-pp", tp=2, dp=3, pp=4).groups("dp")',
-            _PARALLEL_GROUPS,
+            "names in place of the mask; like parallel_size, the order string has the fastest axis first",
             ("24, [2, 3, 4], [False, True, False]",),
         ),
         Row(

@@ -31,6 +31,7 @@ _ASSIGNED = (
 )
 _REFERENCE = "passed on, not called: arguments that are given where it is called can ask for another group"
 _STAR = "it came with 'import *'"
+_BY_STRING = "passed on as a string: what is done with it is not known here"
 _COMPUTED = "which name it is, is known only when it runs"
 _IN_FSTRING = (
     "an f-string before Python 3.12 cannot hold these quotation marks: assign it to a variable first"
@@ -47,6 +48,7 @@ _VIRTUAL = (
 _USUAL_NAMES = ("parallel_state", "mpu")
 _EXPLICIT_SINCE = (0, 13)
 _OBJECT_AND_NAME = 2
+_SETTERS = ("setattr", "delattr", "object")  # the last one of mock.patch
 PROVIDED = frozenset(
     (
         *("megatron", "megatron.core", *(module for module in MEGATRON.modules if module.startswith("megatron."))),
@@ -284,7 +286,7 @@ class Uses(cst.CSTVisitor):
             if row:
                 self._add_change(node, legacy, repr(node.evaluated_value), doubt)
         elif node in self._changed:
-            if row or not legacy.name:
+            if row or (not legacy.name and doubt != _BY_NAME):
                 self._add_change(node, legacy, self._changed[node].format(legacy.name or legacy.api.name), doubt)
         elif not legacy.name or "." in legacy.name or legacy.name.startswith("__"):
             return
@@ -306,6 +308,8 @@ class Uses(cst.CSTVisitor):
             doubt = doubt or ("" if self._release >= _EXPLICIT_SINCE else _VIRTUAL)
         if row.name == INITIALIZE_NAME and own and not _fits(written, own, row.signature):
             doubt = doubt or _OWN_PARAMETERS
+        if doubt == _BY_NAME:
+            advice = replace(advice, notes=(*advice.notes, *_elsewhere(legacy, advice, written)))
         if "#" in self._module.code_for_node(call):
             advice = replace(advice, notes=(*advice.notes, _COMMENT))
         changes = row.name.startswith("set_") and given != "None"
@@ -337,7 +341,9 @@ class Uses(cst.CSTVisitor):
             return
         legacy = Legacy(legacy.api, row.name)
         if function != "getattr":
-            self._add_change(call, legacy, written, doubt)
+            setter = (function or "").rpartition(".")[2] in _SETTERS
+            note = _ASSIGNED if setter else _BY_STRING
+            self._add(call, legacy, written, Advice("", notes=(note,)), doubt, changes=True)
         elif call in self._calls:
             self._add_call(self._calls[call], legacy, row, doubt, quotes)
         else:
@@ -382,9 +388,21 @@ class Uses(cst.CSTVisitor):
 
 def _fits(call: ast.Call, own: Signature, ours: Signature) -> bool:
     """Return whether a call of a function with some parameters means the same to another one."""
+    if own.names == ours.names[: len(own.names)]:
+        return True
     positional = len(call.args)
     keywords = {keyword.arg or "**" for keyword in call.keywords}
-    return own.names[:positional] == ours.names[:positional] and keywords <= {*ours.names}
+    starred = any(isinstance(argument, ast.Starred) for argument in call.args)
+    return not starred and own.names[:positional] == ours.names[:positional] and keywords <= {*ours.names}
+
+
+def _elsewhere(legacy: Legacy, advice: Advice, call: ast.Call) -> Iterator[str]:
+    """Yield what a call is in the other APIs that have a function of this name, where that is something else."""
+    for api in APIS:
+        row = api.table.get(legacy.name)
+        other = row.advise(call).replacement if row else ""
+        if other and other != advice.replacement:
+            yield f"in {api.name} it is {other}"
 
 
 def _quoted(advice: Advice, quotes: tuple[str, ...]) -> tuple[Advice, tuple[str, ...]]:
