@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from namedmesh.compat.megatron import parallel_state, release
-from namedmesh.compat.megatron.state import VARIABLES
+from namedmesh.compat.megatron.variables import BINDING
+
+VARIABLES = BINDING.variables
 
 if TYPE_CHECKING:
     import random
@@ -117,8 +118,8 @@ NO_ANSWERS = {
 
 
 @cache
-def _flags(module: Any, _newest: bool) -> dict[str, list[tuple[str, tuple[Any, ...]]]]:
-    """The flags of every accessor, and the values to try; ours depend on the release that it answers as."""
+def _flags(module: Any) -> dict[str, list[tuple[str, tuple[Any, ...]]]]:
+    """The flags of every accessor, and the values to try."""
     found = {}
     for name in getters(module):
         known = signature(getattr(module, name)).parameters
@@ -130,7 +131,7 @@ def _flags(module: Any, _newest: bool) -> dict[str, list[tuple[str, tuple[Any, .
 def answers(module: Any, original: Any = None) -> dict[str, Any]:
     """What every accessor of an original says with every combination of its flags; comparable."""
     told: dict[str, Any] = {}
-    for name, flags in _flags(original or module, release.newest()).items():
+    for name, flags in _flags(original or module).items():
         function = getattr(module, name)
         for values in product(*(values for _, values in flags)):
             arguments = dict(zip((flag for flag, _ in flags), values, strict=True))
@@ -141,8 +142,6 @@ def answers(module: Any, original: Any = None) -> dict[str, Any]:
 def reset(module: Any) -> None:
     """Forget everything: the original's own destruction leaves some variables behind."""
     module.destroy_model_parallel()
-    if module is parallel_state:
-        return
     for name in filter(partial(hasattr, module), VARIABLES):
         setattr(module, name, {} if name == "_HYBRID_DP_CP_GROUPS" else None)
 

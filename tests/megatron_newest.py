@@ -77,7 +77,7 @@ def without_triton() -> Iterator[None]:
 
 @contextmanager
 def release(which: str) -> Iterator[Any]:
-    """One of the releases' parallel state; the dialect answers as it does."""
+    """One of the releases' parallel state."""
     put_first(which)
     try:
         with without_triton() if which == "newest" else nullcontext():
@@ -87,8 +87,7 @@ def release(which: str) -> Iterator[Any]:
         _imported[which] = {
             name: each for name, each in sys.modules.items() if name.partition(".")[0] == "megatron"
         }
-        megatron.select_release()
         yield module
     finally:
+        megatron.uninstall()
         put_first("installed")
-        megatron.select_release()

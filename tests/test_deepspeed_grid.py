@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import random
-import sys
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -539,22 +538,15 @@ from deepspeed.runtime.pipe import ProcessTopology, module
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, _prime_factors
 assert ProcessTopology is ours.ProcessTopology
 assert PipelineParallelGrid is module.PipelineParallelGrid is ours.PipelineParallelGrid
-import deepspeed.comm
-from deepspeed.moe import layer
-from deepspeed.utils import groups
-from namedmesh.compat.deepspeed import groups as our_groups
-assert groups is layer.groups is our_groups
-assert deepspeed.comm.initialize_mesh_device is our_groups.initialize_mesh_device
 ours.uninstall()
-assert not [name for name in sys.modules if name.startswith("deepspeed")]
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
+assert PipelineParallelGrid is module.PipelineParallelGrid is not ours.PipelineParallelGrid
 """
 ABSENT = f"""{INSTALL}
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 import deepspeed.runtime.pipe
-assert deepspeed.runtime.pipe.ProcessTopology is ours.ProcessTopology
+assert deepspeed.runtime.pipe.topology.ProcessTopology is ours.ProcessTopology
 assert PipeDataParallelTopology is ours.PipeDataParallelTopology
-from deepspeed.utils import groups
-assert groups.__name__ == "namedmesh.compat.deepspeed.groups"
 ours.uninstall()
 assert not [name for name in sys.modules if name.startswith("deepspeed")]
 """
@@ -566,15 +558,14 @@ def test_deepspeed_imports_ours_once_installed() -> None:
 
 
 @pytest.mark.oracle("deepspeed")
-def test_installing_late_warns_and_can_be_undone(theirs: Any) -> None:
-    importlib.import_module("deepspeed.runtime.pipe.module")
-    with pytest.warns(UserWarning, match=r"deepspeed\.runtime\.pipe\.module.* call install\(\) before"):
-        deepspeed.install()
+def test_installing_late_works_and_can_be_undone(theirs: Any) -> None:
+    module = importlib.import_module("deepspeed.runtime.pipe.module")
+    grid = theirs.PipelineParallelGrid
     deepspeed.install()
-    assert sys.modules["deepspeed.runtime.pipe.topology"] is topology
+    deepspeed.install()
+    assert theirs.PipelineParallelGrid is module.PipelineParallelGrid is deepspeed.PipelineParallelGrid
     deepspeed.uninstall()
-    assert sys.modules["deepspeed.runtime.pipe.topology"] is theirs
-    assert sys.modules["deepspeed.comm"].initialize_mesh_device.__module__ == "deepspeed.comm.comm"
+    assert theirs.PipelineParallelGrid is module.PipelineParallelGrid is grid
 
 
 def test_the_path_is_there_without_deepspeed_too() -> None:

@@ -1,33 +1,26 @@
-"""``deepspeed.utils.groups`` over one mesh: the original's answers, and what DeepSpeed trains on it."""
+"""DeepSpeed's own code on the groups of a mesh: what it answers once its variables are filled, and what it trains."""
 
 from __future__ import annotations
 
 import importlib
-import inspect
-import os
 import random
 import sys
 import warnings
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from installing import run_python, without
 from ranks import fake_world, live_groups, run_ranks
 from torch import nn
 
 import namedmesh
-from namedmesh import LayoutError
-from namedmesh.compat.deepspeed import mpu
-from namedmesh.compat.errors import ContractError
+from namedmesh.compat import deepspeed
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-ours: Any = importlib.import_module(
-    "namedmesh.compat.deepspeed.groups"
-)  # with variables that mypy does not see
 STEPS, WIDTH = 3, 8
 
 
@@ -53,77 +46,51 @@ def shown(value: Any) -> Any:
     return [shown(each) for each in value] if isinstance(value, (tuple, list, range)) else value
 
 
-def answer(module: Any, call: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    try:
-        return shown(getattr(module, call)(*arguments, **named))
-    except (AssertionError, KeyError, NotImplementedError, RuntimeError):
-        return "refused"
+def answers(groups: ModuleType) -> dict[str, Any]:
+    """What every getter without arguments says."""
+    told = {}
+    for name, getter in vars(groups).items():
+        if name.startswith(("get_", "_get_")) and not getter.__code__.co_argcount:
+            if name == "_get_local_all_to_all_group":  # it makes groups, by the number of devices
+                continue
+            try:
+                told[name] = shown(getter())
+            except (AssertionError, KeyError, NotImplementedError, TypeError):
+                told[name] = "refused"
+    return told
 
 
 @pytest.mark.oracle("deepspeed")
-def test_every_function_answers_as_deepspeed_s() -> None:
+def test_a_bound_mesh_is_answered_as_an_mpu_is() -> None:
+    """The getters answer as where the engine was given the mpu; the tensor-parallel ones, which it leaves out, too."""
     theirs = original()
-    functions = {
-        name: list(inspect.signature(function).parameters)
-        for name, function in vars(theirs).items()
-        if inspect.isfunction(function) and function.__module__ == theirs.__name__
-    }
-    assert {name: list(inspect.signature(getattr(ours, name)).parameters) for name in functions} == functions
     rng = random.Random(1)
-    created = {ours: 0, theirs: 0}
+    compared = 0
     for _ in range(25):
-        sizes = {
-            "pp": rng.choice([1, 2]),
-            "dp": rng.choice([2, 4, 6]),
-            "sp": rng.choice([1, 2]),
-            "tp": rng.choice([1, 2]),
-        }
-        sizes = {axis: size for axis, size in sizes.items() if size > 1}
-        layout = namedmesh.Layout(**sizes)
-        pp, tp, world = sizes.get("pp", 1), sizes.get("tp", 1), layout.world_size
+        sizes = {axis: rng.choice([1, 2, 3]) for axis in ("pp", "dp", "sp", "tp")}
+        layout = namedmesh.Layout(**{axis: size for axis, size in sizes.items() if size > 1 or axis == "dp"})
+        world = layout.world_size
         with fake_world(world, rng.randrange(world)):
             init_deepspeed()
             mesh = namedmesh.init_mesh(layout, device="cpu")
-            unit = mpu(mesh)
-            has_unit = rng.random() < 0.6
-            size, before = (
-                rng.choice([1, 2, 2, 3, 4]),
-                {"use_data_before_expert_parallel_": rng.random() < 0.4},
-            )
-            create = rng.choice(
-                [
-                    ("_create_expert_and_data_parallel", (size,), before),
-                    ("_create_expert_and_data_parallel", (size, tp, pp, rng.choice(["tp", "sp"])), {}),
-                    ("_create_expert_data_and_model_parallel", (size, unit), before),
-                    ("_init_tp_mesh_device", (tp,), {}),
-                ]
-            )
-            calls: list[Any] = [create, ("_create_zero_param_parallel_group", (rng.choice([1, 2, 3]),), {})]
-            calls.append(("_get_expert_parallel_ranks", (world, tp, size, pp, *before.values()), {}))
-            for name, parameters in functions.items():
-                if "get_" in name and "ranks" not in name and name != "_get_local_all_to_all_group":
-                    calls.append((name, (f"ep_size_{size}",) if parameters else (), {}))
-            answers = []
-            for module in (ours, theirs):
-                count = live_groups()
-                if has_unit:
-                    vars(theirs)["mpu"] = ours.mpu = unit
-                answers.append([answer(module, *call) for call in calls])
-                created[module] += live_groups() - count
-            for call, mine, right in zip(calls, *answers, strict=True):
-                assert mine == right, (sizes, has_unit, call)
-            for module in (ours, theirs):
-                module._release_process_group_references()
+            vars(theirs)["mpu"] = deepspeed.mpu(mesh)
+            expected = answers(theirs)
+            theirs._release_process_group_references()
+            before = live_groups()
+            deepspeed.bind(mesh)
+            told = answers(theirs)
+            assert live_groups() == before
+            tp = tuple(mesh.ranks("tp")) if "tp" in mesh else tuple(mesh.ranks("dp")[mesh.rank("dp") :][:1])
+            assert told["get_tensor_model_parallel_group"] == told["get_model_parallel_group"] == tp
+            assert told["get_data_parallel_world_size"] == mesh.size("dp")
+            for name, answer in expected.items():
+                if answer != "refused":
+                    assert told[name] == answer, (sizes, name)
+                    compared += 1
             mesh.close()
-    assert created[ours] * 3 < created[theirs]
-
-
-def use(module: ModuleType) -> None:
-    """Give DeepSpeed, which is imported, a module for its groups; ``install()`` does, for who calls it in time."""
-    for name, holder in list(sys.modules.items()):
-        if name.partition(".")[0] == "deepspeed" and inspect.ismodule(vars(holder).get("groups")):
-            vars(holder)["groups"] = module
-    vars(sys.modules["deepspeed.comm"])["initialize_mesh_device"] = ours.initialize_mesh_device
+            assert theirs.mpu is None
+            assert theirs._TENSOR_MODEL_PARALLEL_GROUP is None
+    assert compared > 300
 
 
 class Experts(nn.Module):
@@ -167,7 +134,7 @@ class Attention(nn.Module):
         return loss
 
 
-def trained(groups: Any, case: str, stage: int) -> list[float]:
+def trained(groups: Any, case: str, stage: int, unit: Any, *, bound: bool) -> list[float]:
     library: Any = importlib.import_module("deepspeed")
     torch.manual_seed(0)
     config: dict[str, Any] = {
@@ -177,13 +144,8 @@ def trained(groups: Any, case: str, stage: int) -> list[float]:
         "steps_per_print": 1000,
     }
     given: dict[str, Any] = {}
-    if case == "ulysses":
-        given["mesh_param"] = (2, 2)
-        groups.mesh_device = sys.modules[
-            "deepspeed.comm"
-        ].initialize_mesh_device(  # as the engine does, too late for a model
-            (2, 2), ("data_parallel", "sequence_parallel")
-        )
+    if case == "ulysses" and not bound:
+        given["mpu"] = groups.mpu = unit
     if case == "hpz":
         config["zero_optimization"]["zero_hpz_partition_size"] = 2
         with library.zero.Init(config_dict_or_path=config):
@@ -216,31 +178,30 @@ def trained(groups: Any, case: str, stage: int) -> list[float]:
 CASES = [("experts", 1), ("experts", 2), ("ulysses", 0), ("ulysses", 1), ("ulysses", 2), ("hpz", 3)]
 
 
-def _train_on_both() -> tuple[dict[Any, Any], list[Any], tuple[int, int]]:
+def _train_on_both() -> list[Any]:
     warnings.simplefilter("ignore")
     theirs = original()
     init_deepspeed()
-    start = live_groups()
-    expected = {case: trained(theirs, *case) for case in CASES}
-    many = live_groups() - start
-    mesh = namedmesh.init_mesh(dp=2, sp=2, device="cpu")
-    use(ours)
-    ours._release_process_group_references()
-    start = live_groups()
-    got = {case: trained(ours, *case) for case in CASES}
-    few = live_groups() - start
-    mesh.close()
-    return expected, [got], (few, many)
+    told = []
+    for case, stage in CASES:
+        mesh = namedmesh.init_mesh(**({"dp": 2, "sp": 2} if case == "ulysses" else {"dp": 4}), device="cpu")
+        if case == "experts":
+            mesh.add_view("expert", edp=2, ep=2)
+        expected = trained(theirs, case, stage, deepspeed.mpu(mesh), bound=False)
+        with deepspeed.bind(mesh):
+            got = trained(theirs, case, stage, None, bound=True)
+        mesh.close()
+        told.append((case, stage, got, expected))
+    return told
 
 
 @pytest.mark.oracle("deepspeed")
-def test_deepspeed_trains_on_ours_as_on_its_own() -> None:
+def test_deepspeed_trains_on_a_mesh_as_on_its_own_groups() -> None:
     original()
-    for expected, (got,), (few, many) in run_ranks(4, _train_on_both, timeout=120):
-        for case, losses in expected.items():
-            assert len(set(losses)) == STEPS
-            assert got[case] == pytest.approx(losses, abs=1e-6), case
-        assert few < many / 2
+    for told in run_ranks(4, _train_on_both, timeout=120):
+        for case, stage, got, expected in told:
+            assert len(set(expected)) == STEPS
+            assert got == pytest.approx(expected, abs=1e-6), (case, stage)
 
 
 # Hugging Face's models, that DeepSpeed shards itself.
@@ -256,26 +217,11 @@ SHARDED: dict[str, dict[str, Any]] = {
             "use_grouped_mm": False,
         },
     },
-    "stage 3": {"zero_optimization": {"stage": 3}},
-    "quantized gradients": {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
 }
 
 
-def play_what_a_cpu_lacks() -> None:
-    """The kernels of quantized gradients, of two nodes of two ranks, that quantize nothing."""
-    ranks, nodes = 2, 2
-    module: Any = importlib.import_module("deepspeed.runtime.comm.coalesced_collectives")
-    module.quantizer_module = SimpleNamespace(
-        Symmetric=None,
-        swizzle_quant=lambda whole, *_: (
-            whole.reshape(nodes, ranks, -1).transpose(0, 1).flatten(),
-            torch.zeros(4),
-        ),
-        quantized_reduction=lambda shards, *_: (shards.view(ranks, -1).mean(0), torch.zeros(2)),
-        dequantize=lambda shards, *_: shards,
-    )
-    os.environ["LOCAL_SIZE"] = str(ranks)
-    # DeepSpeed 0.19.8 asks with a default, which transformers 5.23 no longer takes.
+def play_an_older_transformers() -> None:
+    """DeepSpeed 0.19.8 asks with a default, which transformers 5.23 no longer takes."""
     registry: Any = importlib.import_module("transformers.utils.output_capturing")._CanRecordRegistry
     asked = registry.get
     registry.get = lambda self, model, _=None: asked(self, model)
@@ -321,70 +267,84 @@ def trained_by_itself(groups: Any, case: str) -> list[float]:
     return losses
 
 
-def _sharded_on_both() -> tuple[dict[str, list[float]], dict[str, list[float]], bool]:
+def _sharded_on_both() -> list[Any]:
     warnings.simplefilter("ignore")
-    theirs = original()
-    play_what_a_cpu_lacks()
+    theirs: Any = original()
+    play_an_older_transformers()
     init_deepspeed()
-    cases = [case for case in SHARDED if case != "stage 3"]
-    expected = {case: trained_by_itself(theirs, case) for case in cases}
-    use(ours)
-    ours._release_process_group_references()
-    got = {case: trained_by_itself(ours, case) for case in ("autoep", "quantized gradients", "stage 3")}
-    mesh = namedmesh.init_mesh(dp=2, tp=2, device="cpu")
-    ours.bind(mesh)
-    held = ours.get_tensor_model_parallel_group() is mesh.group("tp")
-    got["autotp"] = trained_by_itself(ours, "autotp")
-    mesh.close()
-    return expected, got, held
+    told = []
+    for case in SHARDED:
+        expected = trained_by_itself(theirs, case)
+        mesh = namedmesh.init_mesh(**({"dp": 2, "tp": 2} if case == "autotp" else {"dp": 4}), device="cpu")
+        if case == "autoep":
+            mesh.add_view("expert", edp=2, ep=2)
+        with deepspeed.bind(mesh):
+            axis, group = (
+                ("tp", theirs._TENSOR_MODEL_PARALLEL_GROUP)
+                if case == "autotp"
+                else (
+                    "ep",
+                    theirs._EXPERT_PARALLEL_GROUP["ep_size_2"],
+                )
+            )
+            held = group is mesh.group(axis)
+            told.append((case, held, trained_by_itself(theirs, case), expected))
+        mesh.close()
+    return told
 
 
 @pytest.mark.oracle("deepspeed", "transformers")
-def test_deepspeed_shards_models_on_ours_as_on_its_own() -> None:
+def test_deepspeed_shards_models_on_a_mesh_as_on_its_own_groups() -> None:
     original()
     for case in SHARDED:
         model_of(case)
     for name in ("auto_ep", "auto_ep_folding", "auto_ep_layer", "auto_tp", "layers"):
         importlib.import_module(f"deepspeed.module_inject.{name}")
-    for expected, got, held in run_ranks(4, _sharded_on_both, timeout=120):
-        assert held
-        for case, losses in expected.items():
-            assert len(set(losses)) == STEPS
-            assert got[case] == pytest.approx(losses, abs=1e-6), case
-        assert got["quantized gradients"] == pytest.approx(got["stage 3"], abs=1e-6)
+    for told in run_ranks(4, _sharded_on_both, timeout=120):
+        for case, held, got, expected in told:
+            assert held
+            assert len(set(expected)) == STEPS
+            assert got == pytest.approx(expected, abs=1e-6), case
 
 
-def test_a_bound_mesh_gives_its_groups_and_its_view_of_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_SIZE", "16")  # how many devices a node has, for DeepSpeed
+@pytest.mark.oracle("deepspeed")
+def test_a_bound_mesh_gives_its_groups_and_its_view_of_the_experts() -> None:
+    theirs: Any = original()
     with fake_world(16, rank=5):
+        init_deepspeed()
         mesh = namedmesh.init_mesh(pp=2, dp=4, tp=2, device="cpu")
         mesh.add_view("expert", pp=2, edp=2, ep=2, etp=2)
-        ours.bind(mesh)
-        assert ours._get_data_parallel_group() is ours.get_data_parallel_group() is mesh.group("dp")
-        assert ours.get_tensor_model_parallel_group() is mesh.group("tp")
-        assert ours._get_expert_parallel_group("ep_size_2") is mesh.group("ep")
-        assert ours._get_expert_data_parallel_group("ep_size_2") is mesh.group("edp")
-        assert {"ep_size_2": list(mesh.ranks("ep"))} == ours._EXPERT_PARALLEL_GROUP_RANKS
-        assert ours._get_expert_model_parallel_world_size() == ours.expert_tensor_parallel_world_size == 2
-        assert ours._get_max_expert_size_name() == "ep_size_2"
-        ours._create_zero_param_parallel_group(2)
-        assert ours._get_zero_param_intra_parallel_group() is mesh.group("tp")  # the same ranks
-        assert ours._get_local_all_to_all_group()["local_0"] is dist.group.WORLD
-        assert ours._init_tp_mesh_device(2) is None
-        torch_mesh = ours.initialize_mesh_device((8, 2), ("data_parallel", "sequence_parallel"))
-        assert torch_mesh.get_group("sequence_parallel") is mesh.group("tp")
-        with pytest.raises(
-            LayoutError, match="asks for tensor parallelism of 4, and the mesh that is bound has 2"
-        ):
-            ours._init_tp_mesh_device(4)
-        with pytest.raises(ContractError, match="the groups of hpZ exist already"):
-            ours._create_zero_param_parallel_group(2)
-        with pytest.raises(
-            ContractError, match="'ep_size_4' are not initialized, of ep_size_2; give the MoE"
-        ):
-            ours._get_expert_parallel_group("ep_size_4")
+        other = namedmesh.init_mesh(dp=8, tp=2, device="cpu")
+        deepspeed.bind(mesh)
+        assert theirs._get_data_parallel_group() is theirs.get_data_parallel_group() is mesh.group("dp")
+        assert theirs.get_tensor_model_parallel_group() is mesh.group("tp")
+        assert theirs._get_expert_parallel_group("ep_size_2") is mesh.group("ep")
+        assert theirs._get_expert_data_parallel_group("ep_size_2") is mesh.group("edp")
+        assert {"ep_size_2": list(mesh.ranks("ep"))} == theirs._EXPERT_PARALLEL_GROUP_RANKS
+        assert theirs._get_expert_model_parallel_world_size() == theirs.expert_tensor_parallel_world_size == 2
+        assert theirs._clone_world_group() is dist.group.WORLD
+        with deepspeed.bind(other):
+            assert theirs.get_tensor_model_parallel_group() is other.group("tp")
+            assert not theirs._EXPERT_PARALLEL_GROUP
+        assert theirs.get_tensor_model_parallel_group() is mesh.group("tp")
+        assert theirs._get_max_expert_size_name() == "ep_size_2"
+        other.close()
         mesh.close()
-    assert ours.mpu is None  # the state ends with the default group
-    assert not ours._EXPERT_PARALLEL_GROUP
-    with pytest.raises(ContractError, match=r"default group; .* deepspeed\.init_distributed\(\) first"):
-        ours._get_data_parallel_group()
+        assert theirs.mpu is None
+        assert not theirs._EXPERT_PARALLEL_GROUP
+
+
+def test_without_deepspeed_there_are_no_groups_to_fill() -> None:
+    code = (
+        without("deepspeed")
+        + """
+import namedmesh
+from namedmesh.compat import deepspeed
+mesh = namedmesh.init_mesh(dp=-1, device="cpu")
+try:
+    deepspeed.bind(mesh)
+except RuntimeError as error:
+    print(str(error).rpartition(";")[2])
+"""
+    )
+    assert run_python(code, fresh=True) == " install it, or give mpu(mesh) to what takes one\n"

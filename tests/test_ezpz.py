@@ -22,7 +22,6 @@ from tp_compare import apart, numbers
 import namedmesh
 from namedmesh.compat import ezpz, megatron
 from namedmesh.compat.ezpz import tp
-from namedmesh.compat.ezpz.dialect import VARIABLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -187,6 +186,9 @@ def test_bound_beside_megatron_it_hands_out_the_same_groups() -> None:
         mesh.close()
 
 
+VARIABLES = [name for name in ezpz.dialect.DIALECT.binding.variables if name != "_rank_group"]
+
+
 def test_variables_can_be_assigned() -> None:
     assert set(VARIABLES) <= set(dir(tp))
     with fake_world(8, 3):
@@ -199,13 +201,15 @@ def test_variables_can_be_assigned() -> None:
         tp._TENSOR_PARALLEL_GROUP = dist.group.WORLD
         assert (tp.get_tensor_parallel_world_size(), tp.get_tensor_parallel_rank()) == (8, 3)
         assert tp.get_tensor_parallel_src_rank() == 0
+        own = {variable: getattr(tp, variable) for variable in VARIABLES}
+        own["_TENSOR_PARALLEL_GROUP"] = mesh.group("tp")
         for variable in VARIABLES:
             setattr(tp, variable, "mine")
             assert getattr(tp, variable) == "mine"
         got: list[Any] = [tp.get_data_parallel_ranks(), tp.get_context_parallel_ranks()]
         assert got == ["mine", "mine"]
         for variable in VARIABLES:
-            delattr(tp, variable)
+            setattr(tp, variable, own[variable])
         assert answers() == ranks_by_hand(3, 2, 2, 1, 2)
         tp._CONTEXT_PARALLEL_GROUP = None
         assert not tp.tensor_parallel_is_initialized()
@@ -456,7 +460,7 @@ from ezpz.tp.utils import VocabUtility
 assert short is ezpz.tp is ours.tp and ezpz.tp.layers is ours.tp.layers and mappings is ours.tp.mappings
 ezpz.tp._TENSOR_PARALLEL_GROUP = "mine"
 assert ezpz.tp.get_tensor_parallel_group() == "mine"
-del ezpz.tp._TENSOR_PARALLEL_GROUP
+ezpz.tp._TENSOR_PARALLEL_GROUP = None
 """
 
 
@@ -518,7 +522,11 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (tp.get_tensor_parallel_group, AssertionError, "the tensor-parallel group" + NOT_INITIALIZED),
     (tp.get_data_parallel_ranks, AssertionError, "the list of data-parallel ranks" + NOT_INITIALIZED),
-    (ezpz.current_mesh, RuntimeError, "ezpz's ... initialize_tensor_parallel(...) or bind(mesh) first"),
+    (
+        ezpz.current_mesh,
+        RuntimeError,
+        "ezpz's ... initialize_tensor_parallel(...) or namedmesh.compat.ezpz.bind(mesh) first",
+    ),
     (started(lambda: tp.layers.ColumnParallelLinear(4, 6)), AssertionError, "out_features is 6, ..."),
     (
         started(lambda: tp.mappings.scatter_to_tensor_parallel_region(torch.zeros(6))),

@@ -84,7 +84,7 @@ def test_every_public_name_is_there_with_the_same_signature() -> None:
     exported = {name for name, value in vars(package).items() if callable(value) and name in seen}
     assert exported <= set(dir(fairscale))
     variables = {name for name in vars(oracle()) if name.isupper() and name.startswith("_")}
-    assert variables <= set(state.VARIABLES) <= set(dir(state))
+    assert variables <= set(state.DIALECT.binding.variables) <= set(dir(state))
 
 
 def test_every_name_that_is_exported_is_there() -> None:
@@ -340,14 +340,14 @@ def test_variables_can_be_assigned() -> None:
         assert fairscale.get_model_parallel_ranks() == [3, 7]
         assert fairscale.get_model_parallel_src_rank() == 3
         assert fairscale.ColumnParallelLinear(4, 6).weight.shape == (3, 4)
-        del state._MODEL_PARALLEL_GROUP
+        state._MODEL_PARALLEL_GROUP = mesh.group("tp")
         assert fairscale.get_model_parallel_world_size() == 4
         state._DATA_PARALLEL_GROUP = None
         assert not fairscale.model_parallel_is_initialized()
         with pytest.raises(AssertionError, match="the data-parallel group is not there: it was set"):
             fairscale.get_data_parallel_group()
         fairscale.destroy_model_parallel()
-        assert [getattr(state, name) for name in state.VARIABLES] == [None] * 6
+        assert [getattr(state, name) for name in state.DIALECT.binding.variables] == [None] * 7
         state._MODEL_PARALLEL_GROUP = dist.group.WORLD  # without any mesh
         assert fairscale.get_model_parallel_rank() == 3
         with pytest.raises(
@@ -355,16 +355,12 @@ def test_variables_can_be_assigned() -> None:
         ):
             fairscale.initialize_model_parallel(2)
         fairscale.destroy_model_parallel()
-    with pytest.raises(AttributeError, match="has no attribute '_TENSOR_PARALLEL_GROUP'"):
-        state._TENSOR_PARALLEL_GROUP  # noqa: B018
 
 
 def test_a_stand_in_that_cannot_say_much() -> None:
     with fake_world(8, 5):
         state._MODEL_PARALLEL_GROUP = "mine"
         assert fairscale.get_model_parallel_group() == "mine"  # type: ignore[comparison-overlap]
-        with pytest.raises(AssertionError, match="the size of the model-parallel group is not there"):
-            fairscale.get_model_parallel_world_size()
 
         class Four:
             def size(self) -> int:
@@ -687,7 +683,7 @@ def train_llama(ours: bool, present: bool) -> tuple[bool, list[float], dict[str,
         optimizer.step()
         losses.append(loss.item())
     weights = {name: (parameter.detach().tolist()) for name, parameter in model.named_parameters()}
-    used = llama.ColumnParallelLinear is fairscale.layers.ColumnParallelLinear
+    used = llama.fs_init.initialize_model_parallel is fairscale.initialize_model_parallel
     made = present or sys.modules["fairscale.nn.model_parallel"] is fairscale
     llama.fs_init.destroy_model_parallel()
     return used, losses, weights, made
@@ -746,49 +742,47 @@ def test_without_fairscale_the_import_paths_are_made_up() -> None:
 
 
 @pytest.mark.oracle("fairscale")
-def test_with_fairscale_its_own_modules_use_it() -> None:
-    code = """
-        import sys
+@pytest.mark.parametrize("late", [False, True])
+def test_with_fairscale_its_own_modules_answer_from_our_meshes(late: bool) -> None:
+    first = "from fairscale.nn.model_parallel import initialize_model_parallel\ntheirs = initialize_model_parallel\n"
+    code = "import sys\n" + first * late
+    code += textwrap.dedent("""
+        import namedmesh
         from namedmesh.compat import fairscale as ours
         ours.install()
-        import fairscale.nn.model_parallel.layers as layers
-        from fairscale.nn.model_parallel import get_model_parallel_group, random
-        from fairscale.nn.pipe import messages
-        assert layers is ours.layers and random.__file__.endswith("fairscale/nn/model_parallel/random.py")
-        assert get_model_parallel_group is ours.get_model_parallel_group
-        assert random.get_model_parallel_rank is ours.get_model_parallel_rank
-        assert messages.get_pipeline_parallel_group is ours.get_pipeline_parallel_group
+        from fairscale.nn.model_parallel import get_model_parallel_group, initialize, initialize_model_parallel, layers
+        assert layers is not ours.layers and initialize is not ours.initialize
+        assert initialize_model_parallel is ours.initialize_model_parallel
+        namedmesh.launch.init("cpu")
+        initialize_model_parallel(1)
+        mesh = ours.current_mesh()
+        assert get_model_parallel_group() is mesh.group("tp") is ours.get_model_parallel_group()
+        assert initialize._PIPELINE_PARALLEL_RANKS == [0]
+        initialize.destroy_model_parallel()
+        assert mesh.closed and not initialize.model_parallel_is_initialized()
         ours.uninstall()
-        assert not [name for name in sys.modules if name.partition(".")[0] == "fairscale"]
-        from fairscale.nn.model_parallel import initialize, layers
-        assert initialize is not ours.initialize and layers.get_model_parallel_rank is initialize.get_model_parallel_rank
-        ours.install()
-    """
-    assert run_python(code, action="ignore") == ""
+        from fairscale.nn.model_parallel import initialize_model_parallel
+        print(initialize_model_parallel.__module__)
+    """)
+    code += "assert initialize_model_parallel is theirs\n" * late
+    assert run_python(code, action="ignore") == "fairscale.nn.model_parallel.initialize\n"
+
+
+def axes_in_another_order() -> list[int]:
+    """What fairscale's first rank is where model-parallel ranks are no neighbors."""
+    fairscale.install()
+    from fairscale.nn.model_parallel import get_model_parallel_src_rank
+
+    mesh = namedmesh.init_mesh(tp=2, dp=-1)
+    with fairscale.bind(mesh):
+        told = [get_model_parallel_src_rank(), mesh.ranks("tp")[0]]
+    mesh.close()
+    return told
 
 
 @pytest.mark.oracle("fairscale")
-def test_installed_too_late_it_says_who_keeps_the_original() -> None:
-    code = """
-        import warnings
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import fairscale.nn.model_parallel
-        from namedmesh.compat import fairscale as ours
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            ours.install()
-        text = str(caught[-1].message)
-        assert text.startswith("fairscale.nn.model_parallel, fairscale.nn.model_parallel.random, fairscale.nn.pipe"), text
-        assert text.endswith(" import of fairscale.nn.model_parallel"), text
-        from fairscale.nn.model_parallel import initialize
-        assert initialize is ours.initialize
-        ours.uninstall()
-        from fairscale.nn.model_parallel import initialize
-        assert initialize is not ours.initialize
-        print("said")
-    """
-    assert run_python(code) == "said\n"
+def test_the_first_rank_is_right_in_another_order_of_the_axes() -> None:
+    assert run_ranks(4, axes_in_another_order) == [[rank % 2] * 2 for rank in range(4)]
 
 
 # --- mistakes -----------------------------------------------------------------------------------------------
@@ -855,7 +849,8 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         fairscale.current_mesh,
         RuntimeError,
-        "fairscale's model parallelism is not bound to a mesh; call initialize_model_parallel(...) or bind(mesh) first",
+        "fairscale's model parallelism is not bound to a mesh; call initialize_model_parallel(...) or "
+        "namedmesh.compat.fairscale.bind(mesh) first",
     ),
     (started(lambda: fairscale.ColumnParallelLinear(4, 10)), AssertionError, "out_features is 10, ..."),
     (

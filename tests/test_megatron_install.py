@@ -1,12 +1,10 @@
-"""Megatron's code on our groups: putting the dialect under its import path, and training its own layers."""
+"""Megatron's code on our groups: filling its variables, standing in for it, and training its own layers."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import textwrap
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from installing import run_python, without
-from megatron_cases import comparable, kind_of, reset
-from megatron_newest import NEWEST, RELEASES, forget, put_first, release, without_triton
-from ranks import fake_world, live_groups, run_ranks
+from megatron_newest import RELEASES, forget, put_first, release, without_triton
+from ranks import fake_world, run_ranks
 
 import namedmesh
-from namedmesh import LayoutError
 from namedmesh.compat import megatron
-from namedmesh.compat.megatron import process_groups_config
-from namedmesh.compat.megatron.process_groups_config import fields
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,8 +33,6 @@ def test_without_megatron_core_the_import_paths_are_made_up() -> None:
         from megatron.core import mpu, parallel_state, tensor_parallel
         from megatron.core.parallel_state import get_tensor_model_parallel_group
         from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-        from megatron.core.process_groups_config import ProcessGroupCollection
-        from megatron.core.hyper_comm_grid import HyperCommGrid
         from namedmesh.compat import megatron as ours
         assert ps is mpu is parallel_state is ours.parallel_state
         assert tensor_parallel is ours.tensor_parallel
@@ -57,59 +49,46 @@ def test_without_megatron_core_the_import_paths_are_made_up() -> None:
 
 
 @pytest.mark.oracle("megatron.core")
-def test_installed_before_the_first_import_every_module_of_megatron_core_uses_it() -> None:
-    code = """
-        import sys, types, warnings
-        warnings.simplefilter("ignore")
+@pytest.mark.parametrize("late", [False, True])
+def test_with_megatron_core_its_own_modules_answer_from_our_meshes(late: bool) -> None:
+    first = "import megatron.core.models.gpt.gpt_model\nfrom megatron.core import parallel_state as real\n"
+    first += "from megatron.core.parallel_state import initialize_model_parallel, get_tensor_model_parallel_group\n"
+    first += "theirs = initialize_model_parallel\n"
+    code = "import sys, types, warnings\nwarnings.simplefilter('ignore')\n" + first * late
+    code += textwrap.dedent("""
+        import namedmesh
         from namedmesh.compat import megatron as ours
         ours.install()
-        import megatron.core.parallel_state as by_its_full_name
-        assert by_its_full_name is ours.parallel_state
-        import megatron.core
+        ours.install()
         from megatron.core import mpu, parallel_state
-        import megatron.core.models.gpt.gpt_model
-        assert mpu is parallel_state is ours.parallel_state is megatron.core.mpu
-        held = [name for name, module in list(sys.modules.items()) if name.startswith("megatron")
-                and getattr(module, "parallel_state", None) is ours.parallel_state]
-        print(len(held) > 10)
+        from megatron.core.parallel_state import get_tensor_model_parallel_group, initialize_model_parallel
+        import megatron.core.tensor_parallel.layers as layers
+        assert mpu is parallel_state is not ours.parallel_state
+        assert layers.get_tensor_model_parallel_rank is parallel_state.get_tensor_model_parallel_rank
+        namedmesh.launch.init("cpu")
+        initialize_model_parallel(1)
+        mesh = ours.current_mesh()
+        group = get_tensor_model_parallel_group()
+        assert group is mesh.group("tp") is ours.parallel_state.get_tensor_model_parallel_group()
+        assert parallel_state._DATA_PARALLEL_GLOBAL_RANKS == [0]
+        parallel_state._MPU_TENSOR_MODEL_PARALLEL_RANK = 7
+        other = namedmesh.init_mesh(dp=1, cp=1, device="cpu")
+        with other:
+            assert not parallel_state.is_initialized()
+            assert parallel_state._MPU_TENSOR_MODEL_PARALLEL_RANK is None
+        assert parallel_state.get_tensor_model_parallel_rank() == 7
         ours.uninstall()
-        left = [name for name in sys.modules if name.partition(".")[0] == "megatron"]
-        assert not left, left
-        from megatron.core import parallel_state as real
-        assert real is not ours.parallel_state and real.__file__.endswith("core/parallel_state.py")
-        from megatron.core import mpu
-        assert mpu is real
-    """
-    assert run_python(code, action="ignore") == "True\n"
-
-
-@pytest.mark.oracle("megatron.core")
-def test_installed_too_late_it_says_who_keeps_the_original() -> None:
-    code = """
-        import warnings
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import megatron.core.tensor_parallel
-            real = megatron.core.parallel_state
-        from namedmesh.compat import megatron as ours
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            ours.install()
-        text = str(caught[0].message)
-        assert "megatron.core.tensor_parallel.layers" in text and caught[0].filename == "<string>"
-        assert text.endswith("keep the original of megatron.core.parallel_state, megatron.core.mpu; call install() before "
-                             "the first import of megatron.core"), text
-        import megatron.core.parallel_state as state
-        from megatron.core import mpu
-        assert state is mpu is ours.parallel_state
+        assert not parallel_state.is_initialized() and ours.parallel_state.is_initialized()
+        ours.install()
+        assert parallel_state.get_tensor_model_parallel_group() is group
+        parallel_state.destroy_model_parallel()
+        assert mesh.closed and not parallel_state.is_initialized()
         ours.uninstall()
-        import megatron.core
-        assert megatron.core.parallel_state is megatron.core.mpu is real
-        import sys
-        assert sys.modules["megatron.core.parallel_state"] is real and "megatron.core.mpu" not in sys.modules
-        print("said")
-    """
-    assert run_python(code) == "said\n"
+        from megatron.core.parallel_state import initialize_model_parallel
+        print(initialize_model_parallel.__module__, getattr(initialize_model_parallel, "__wrapped__", None))
+    """)
+    code += "assert initialize_model_parallel is theirs\n" * late
+    assert run_python(code, action="ignore") == "megatron.core.parallel_state None\n"
 
 
 # Training on our groups.
@@ -126,9 +105,10 @@ def _gpt_losses(handed_over: bool, sizes: dict[str, int], steps: int) -> tuple[l
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    mine = parallel_state is megatron.parallel_state
+    mine = megatron.original.ORIGINAL.installed
     # The dropout that it draws for is 0, and the tracker keeps states of CUDA devices.
     tensor_parallel.get_cuda_rng_tracker = lambda: SimpleNamespace(fork=nullcontext)
     parallel_state.initialize_model_parallel(**sizes)
@@ -154,7 +134,7 @@ def _gpt_losses(handed_over: bool, sizes: dict[str, int], steps: int) -> tuple[l
         max_sequence_length=8,
         parallel_output=True,
         # Handed over one by one, or asked for by the model itself.
-        pg_collection=megatron.process_groups(megatron.current_mesh()) if handed_over else None,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups() if handed_over else None,
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data_group = parallel_state.get_data_parallel_group()
@@ -190,7 +170,6 @@ def _gpt_on(which: str, *, mine: bool) -> Iterator[None]:
     try:
         with without_triton() if which == "newest" else nullcontext():
             if mine:
-                megatron.select_release()
                 megatron.install()
             importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
             importlib.import_module("megatron.core.models.gpt.gpt_model")
@@ -198,7 +177,6 @@ def _gpt_on(which: str, *, mine: bool) -> Iterator[None]:
     finally:
         megatron.uninstall()
         put_first("installed")
-        megatron.select_release()
 
 
 @pytest.mark.parametrize("which", RELEASES)
@@ -226,16 +204,19 @@ def test_a_gpt_model_trains_on_our_groups_as_on_megatron_s_own(which: str) -> No
 
 
 def _with_a_collection() -> list[Any]:
-    """megatron-core's layers on groups of a mesh that the accessors are not bound to."""
+    """megatron-core's layers on groups of a mesh that the accessors are bound to for a moment."""
     import warnings
 
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state as real
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     mesh = namedmesh.init_mesh(dp=2, tp=2)
-    groups = megatron.process_groups(mesh)
+    megatron.install()
+    with megatron.bind(mesh):
+        groups = ProcessGroupCollection.use_mpu_process_groups()
     config = TransformerConfig(
         num_layers=1, hidden_size=8, num_attention_heads=2, use_cpu_initialization=True
     )
@@ -262,7 +243,6 @@ def _with_a_collection() -> list[Any]:
         torch.allclose(row(column(value)[0])[0], expected, atol=1e-6),
         groups.tp is mesh.group("tp"),
         groups.dp_cp.size(),
-        repr(groups),
         real.is_initialized() or megatron.parallel_state.is_initialized(),
     ]
     mesh.close()
@@ -270,11 +250,8 @@ def _with_a_collection() -> list[Any]:
 
 
 @pytest.mark.oracle("megatron.core")
-def test_megatron_core_s_layers_take_a_collection_of_ours() -> None:
-    for told in run_ranks(4, _with_a_collection):
-        shown = told.pop(3)
-        assert told == [True, True, 2, False]
-        assert shown.startswith("ProcessGroupCollection(tp(2), pp(1), mp(2), embd(1), pos_embd(1), cp(1),")
+def test_megatron_core_s_layers_take_a_collection_of_our_groups() -> None:
+    assert run_ranks(4, _with_a_collection) == [[True, True, 2, False]] * 4
 
 
 def _pipelined() -> list[list[float]]:
@@ -289,8 +266,8 @@ def _pipelined() -> list[list[float]]:
     from megatron.core.pipeline_parallel import p2p_communication, schedules
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    assert parallel_state is megatron.parallel_state
     parallel_state.initialize_model_parallel(2, 2)
+    mesh = megatron.current_mesh()
     stage = parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(stage)
     model: Any = torch.nn.Linear(4, 4, bias=False)
@@ -320,17 +297,16 @@ def _pipelined() -> list[list[float]]:
         return [each["loss"] for each in told]
 
     told = [losses()]
-    grid = megatron.HyperCommGrid([2, 1, 2, 1], ["tp", "cp", "pp", "dp"])
+    grid = megatron.hyper_comm_grid(mesh)
+    assert grid.get_pg(["dp", "tp"]) is mesh.group("dp", "tp")
     groups: Any = ProcessGroupCollection()
-    groups.pp = grid.create_pg("pp")
+    groups.pp, groups.pos_embd = grid.get_pg("pp"), None
     # Of torch, and so made by everyone: ranks that each name their own stages meet under one name, and may hang.
     ends = [dist.new_group(ranks) for ranks in grid.get_rank_enum("pp")]
     groups.embd = next(group for group in ends if group != dist.GroupMember.NON_GROUP_MEMBER)
-    groups.pos_embd = None
-    groups.tp, groups.cp, groups.dp_cp = (grid.create_pg(dims) for dims in ("tp", "cp", ["dp", "cp"]))
+    groups.tp, groups.cp, groups.dp_cp = (grid.get_pg(dims) for dims in ("tp", "cp", ["dp", "cp"]))
     talks = p2p_communication.P2PCommunicator(pp_group=groups.pp, config=model.config)
     told.append(losses(p2p_communicator=talks, pg_collection=groups))
-    grid.close()
     parallel_state.destroy_model_parallel()
     return told
 
@@ -354,194 +330,33 @@ def test_megatron_core_s_pipeline_schedule_runs_on_our_groups() -> None:
 
 
 @pytest.mark.parametrize("which", RELEASES)
-def test_the_collection_is_the_original_s(which: str) -> None:
-    with release(which) as theirs, fake_world(16, 5):
-        original = importlib.import_module("megatron.core.process_groups_config")
-        assert [field.name for field in dataclasses.fields(original.ProcessGroupCollection)] == fields()
-        sizes = {"create_gloo_process_groups": False, "num_distributed_optimizer_instances": 2}
-        told = []
-        for state, module in ((theirs, original), (megatron.parallel_state, process_groups_config)):
-            state.initialize_model_parallel(2, 2, **sizes)
-            kind = module.ProcessGroupCollection
-            whole, some = kind.use_mpu_process_groups(), kind.use_mpu_process_groups(["tp", "dp"])
-            told.append([repr(whole), repr(some), hasattr(some, "pp"), comparable(dict(vars(whole)))])
-            for instances in (1, 2):
-                ddp = SimpleNamespace(
-                    num_distributed_optimizer_instances=instances, use_distributed_optimizer=True
-                )
-                chunk = SimpleNamespace(ddp_config=ddp, config=SimpleNamespace(context_parallel_size=1))
-                for given in (None, whole, some):
-                    for call in (
-                        partial(kind.setup_process_groups_for_optimizer, given, [chunk], False),
-                        partial(kind.setup_process_groups_for_ddp, given, chunk.config, ddp),
-                    ):
-                        told[-1].append(_setup(call))
-            reset(state)
-    assert len(told[0]) == 16
-    for mine, expected in zip(told[1], told[0], strict=True):
-        # Ours has what the newer release has, too.
-        assert ({name: mine[name] for name in expected} if isinstance(expected, dict) else mine) == expected
-
-
-def _setup(call: Any) -> Any:
-    try:
-        return {name: comparable(group) for name, group in call().items()}
-    except ValueError as error:
-        return kind_of(error)
-
-
-@pytest.mark.oracle(NEWEST)
-def test_collections_of_several_modules() -> None:
-    with release("newest"), fake_world(4):
-        original = importlib.import_module("megatron.core.process_groups_config")
-        told = []
-        for module in (original, process_groups_config):
-            some = module.ProcessGroupCollection(cp=dist.group.WORLD)
-            kind = module.MultiModuleProcessGroupCollection
-            both = kind({"vision": module.ProcessGroupCollection(), "text": some}, "text")
-            told.append([repr(both), len(both), list(both.keys()), both.get_language_model_cp_size()])
-            told[-1] += [both["text"] is some, list(both)[1] is some, [name for name, _ in both.items()]]
-            told[-1] += [both.get_module_collection("text") is some, len(list(both.values()))]
-            lone = kind({"vision": some})
-            told[-1] += [repr(lone), lone.has_language_model(), both.has_language_model()]
-            for call in (
-                partial(kind, {}),
-                partial(kind, {"vision": some}, "text"),
-                lone.get_language_model_collection,
-                partial(both.get_module_collection, "audio"),
-            ):
-                with pytest.raises(ValueError, match=r"."):
-                    call()
-    assert told[0] == told[1]
-
-
-def test_a_collection_of_some_groups() -> None:
-    with fake_world(8):
-        mesh = namedmesh.init_mesh(dp=-1, tp=2, device="cpu")
-        with megatron.bind(mesh):
-            some = megatron.ProcessGroupCollection.use_mpu_process_groups(["tp", "hcp"])
-        assert some.tp is mesh.group("tp")
-        with pytest.raises(LayoutError, match="'tq' is none of Megatron's groups, which are tp, pp"):
-            megatron.ProcessGroupCollection(tq=None)
-        with pytest.raises(ValueError, match="did you mean 'embd'"):
-            megatron.ProcessGroupCollection.use_mpu_process_groups(["embed"])
-        mesh.close()
-
-
-# The grid.
-
-
-@pytest.mark.parametrize("which", RELEASES)
-@pytest.mark.oracle("einops")
-def test_the_grid_enumerates_as_the_original(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "128")
-    with release(which):
-        original = importlib.import_module("megatron.core.hyper_comm_grid").HyperCommGrid
-        for offset in (0, 7):
-            grids = [
-                kind([2, 3, 4, 5], ["tp", "cp", "pp", "dp"], offset)
-                for kind in (original, megatron.HyperCommGrid)
-            ]
-            for dims in ("tp", ["tp", "pp"], ["pp", "tp"], ["dp", "cp", "tp"]):
-                assert grids[0].get_rank_enum(dims) == grids[1].get_rank_enum(dims)
-            told = [[grid.size, grid.shape, grid.dim_names] for grid in grids]
-            assert told[0] == told[1]
-
-
-@pytest.mark.oracle(NEWEST)
-def test_views_of_a_grid_as_in_the_original() -> None:
-    told = []
-    with release("newest"):
-        original = importlib.import_module("megatron.core.hyper_comm_grid").HyperCommGrid
-        for kind in (original, megatron.HyperCommGrid):
-            with fake_world(18, 5), pytest.MonkeyPatch.context() as patched:
-                patched.delenv("WORLD_SIZE", raising=False)
-                before = live_groups()
-                grid = kind([2, 2, 4], ["tp", "dp", "pp"], 1)
-                grid.register_view("expert", [1, 4, 4], ["etp", "ep", "pp"], shared_dims=["pp"])
-                own = [
-                    grid.create_pg("pp"),
-                    grid.create_pg("ep", view="expert"),
-                    grid.create_pg(["pp", "ep"], view="expert"),
-                ]
-                assert grid.get_pg("pp", view="expert") is own[0]
-                assert grid.get_pg(["ep", "pp"], view="expert") is own[2]
-                told.append([comparable(own), grid.is_current_rank_in_grid()])
-                told[-1].append(
-                    [grid.get_rank_enum(dims, view="expert") for dims in ("ep", "pp", ["pp", "ep"])]
-                )
-                for call in (
-                    partial(grid.register_view, "expert", [16], ["x"]),
-                    partial(grid.register_view, "odd", [8], ["x"]),
-                    partial(grid.register_view, "odd", [4, 4], ["pp", "x"], ["pp"]),
-                    partial(grid.register_view, "odd", [4, 4], ["x", "y"], ["pp"]),
-                    partial(grid.create_pg, "pp", view="expert"),
-                    partial(grid.get_pg, "dp"),
-                    partial(grid.get_pg, "dp", view="other"),
-                ):
-                    with pytest.raises((ValueError, KeyError)) as caught:
-                        call()
-                    told[-1].append(
-                        isinstance(
-                            caught.value, ValueError if "not in view" in str(caught.value) else Exception
-                        )
-                    )
-                with pytest.raises(ValueError, match="dp"):
-                    grid.get_pg("dp", view="expert")
-                grid.destroy()
-                assert live_groups() == before
-                assert grid.create_pg("tp") is not None
-                grid.destroy()
-    assert told[0] == told[1]
-
-
-def _grid() -> list[Any]:
-    grid = megatron.HyperCommGrid([2, 2], ["tp", "dp"], rank_offset=1)
-    inside = dist.get_rank() >= 1
-    group = grid.create_pg(["dp", "tp"], group_desc="all of them")
-    told: list[Any] = [group is None]
-    if inside:
-        assert group is grid.get_pg(["tp", "dp"])
-        one = grid.create_pg("tp")
-        tensor = torch.tensor([float(dist.get_rank())])
-        dist.all_reduce(tensor, group=one)
-        told.append(tensor.item())
-    for method, dims in ((grid.get_pg, "dp"), (grid.create_pg, "sp")):
-        try:
-            method(dims)
-        except KeyError as error:
-            told.append(str(error))
-    grid.close()
-    return told
-
-
-def test_a_grid_over_a_part_of_the_world() -> None:
-    outside, *inside = run_ranks(5, _grid)
-    messages = [
-        "there are no groups over 'dp'; call create_pg first, on every rank",
-        "['sp'] of 'sp' is not among the dims ['tp', 'dp']; name one or more of them",
-    ]
-    assert outside == [True, *messages]
-    for rank, told in enumerate(inside, start=1):
-        assert told == [False, 3 if rank in (1, 2) else 7, *messages]
-
-
-def test_a_grid_over_a_mesh_hands_out_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grid_of_megatron_core_has_the_groups_of_a_mesh(
+    which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(RuntimeError, match="the size of the world is not known"):
-        megatron.HyperCommGrid([2], ["tp"])
-    with fake_world(8, 3):
-        mesh = namedmesh.init_mesh(dp=-1, tp=2, device="cpu")
-        grid = megatron.HyperCommGrid.from_mesh(mesh)
+    with release(which), fake_world(9, 4):
+        mesh = namedmesh.init_mesh(namedmesh.Layout(dp=2, cp=2, tp=2, rank_offset=1), device="cpu", part=True)
+        mesh.flatten("dp", "cp")
+        grid = megatron.hyper_comm_grid(mesh)
+        assert grid.dim_names == ["tp", "cp", "dp"]
         assert grid.get_pg("tp") is mesh.group("tp")
-        assert grid.dim_names == ["tp", "dp"]
-        assert grid.create_pg(["tp", "dp"]) is mesh.group("dp", "tp")
-        with pytest.raises(KeyError, match="the groups over 'tp' exist"):
-            grid.create_pg("tp")
-        grid.close()
-        assert mesh.size("tp") == 2
+        assert grid.get_pg(["dp", "cp"]) is grid.get_pg(["cp", "dp"]) is mesh.group("dp", "cp")
+        for dims in ("tp", "cp", ["cp", "dp"]):
+            mine = dist.get_process_group_ranks(grid.get_pg(dims))
+            assert mine in grid.get_rank_enum(dims)
+        with pytest.raises(KeyError):
+            grid.get_pg(["tp", "cp"])
         mesh.close()
-        with pytest.raises(RuntimeError, match="needs 16 ranks, and the world has 8; change a size"):
-            megatron.HyperCommGrid([16], ["tp"])
-        with pytest.raises(LayoutError, match="pg_options is a dict"):
-            megatron.HyperCommGrid([8], ["tp"]).create_pg("tp", pg_options={})
+
+
+def test_without_megatron_core_there_is_no_grid_to_fill() -> None:
+    code = without("megatron") + textwrap.dedent("""
+        import namedmesh
+        from namedmesh.compat import megatron
+        mesh = namedmesh.init_mesh(dp=-1, device="cpu")
+        try:
+            megatron.hyper_comm_grid(mesh)
+        except RuntimeError as error:
+            print(str(error).rpartition(";")[2])
+    """)
+    assert run_python(code) == " install it\n"

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_cases import (
+    VARIABLES,
     answers,
     kind_of,
     last_only,
@@ -21,7 +22,7 @@ from megatron_cases import (
     variable_names,
     variables,
 )
-from megatron_newest import RELEASES, release
+from megatron_newest import NEWEST, RELEASES, release
 from messages import error_of, says
 from ranks import fake_world, live_groups, run_ranks
 
@@ -29,7 +30,6 @@ import namedmesh
 from namedmesh import NamedMeshError
 from namedmesh.compat import megatron
 from namedmesh.compat.megatron import parallel_state
-from namedmesh.compat.megatron.state import VARIABLES
 from namedmesh.dialects import MEGATRON_GROUPS
 
 if TYPE_CHECKING:
@@ -43,12 +43,11 @@ def _nothing_bound() -> Iterator[None]:
     yield
     parallel_state.destroy_model_parallel()
     assert not parallel_state.is_initialized()
-    megatron.select_release()
 
 
 @pytest.fixture(params=RELEASES)
 def theirs(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The original's parallel state, of one of two releases; ours answers as that release does."""
+    """The original's parallel state, of one of two releases."""
     with release(request.param) as module:
         yield module
 
@@ -60,33 +59,36 @@ def oracle() -> Any:
 # The names.
 
 
-def test_every_public_name_is_there_with_the_same_signature(theirs: Any) -> None:
-    functions = {
-        name: value
-        for name, value in vars(theirs).items()
-        if inspect.isfunction(value)
-        and value.__module__ == theirs.__name__
-        and name != "_inject_gtp_remat_axis"
-    }
-    assert len(functions) >= 88
-    for name, function in functions.items():
-        ours, original = (inspect.signature(each) for each in (getattr(parallel_state, name), function))
-        told = [
-            [(parameter.name, parameter.kind, parameter.default) for parameter in each.parameters.values()]
-            for each in (ours, original)
-        ]
-        # What another release has stands behind what this one has.
-        assert told[0][: len(told[1])] == told[1], name
-        assert all(default is not inspect.Parameter.empty for _, _, default in told[0][len(told[1]) :]), name
-    ours, original = (
-        inspect.signature(kind) for kind in (parallel_state.RankGenerator, theirs.RankGenerator)
-    )
-    assert list(ours.parameters)[: len(original.parameters)] == list(original.parameters)
+@pytest.mark.oracle(NEWEST)
+def test_every_public_name_is_there_with_the_same_signature() -> None:
+    with release("newest") as theirs:
+        functions = {
+            name: value
+            for name, value in vars(theirs).items()
+            if inspect.isfunction(value) and value.__module__ == theirs.__name__
+        }
+        del functions["_inject_gtp_remat_axis"]
+        assert len(functions) >= 88
+        for name, function in functions.items():
+            ours, original = (inspect.signature(each) for each in (getattr(parallel_state, name), function))
+            told = [
+                [
+                    (parameter.name, parameter.kind, parameter.default)
+                    for parameter in each.parameters.values()
+                ]
+                for each in (ours, original)
+            ]
+            # What release 0.16 has more stands behind, by name.
+            assert told[0][: len(told[1])] == told[1], name
+            assert all(kind == inspect.Parameter.KEYWORD_ONLY for _, kind, _ in told[0][len(told[1]) :]), name
+        ours, original = (
+            inspect.signature(kind) for kind in (parallel_state.RankGenerator, theirs.RankGenerator)
+        )
+        assert list(ours.parameters) == list(original.parameters)
 
 
 def test_each_row_of_the_table_is_what_its_accessor_answers() -> None:  # noqa: C901  one loop over the rows
     """The accessor that a row names answers with the row's variable, over the row's axes."""
-    megatron.select_release("0.19")
     with fake_world(64, 13):
         parallel_state.initialize_model_parallel(
             2,
@@ -124,7 +126,7 @@ def test_each_row_of_the_table_is_what_its_accessor_answers() -> None:  # noqa: 
             if name == "inter_distributed_optimizer_instance":  # there is one instance only
                 assert getattr(parallel_state, row.variable) is None
                 continue
-            if row.slot in {"embedding_group", "position_embedding_group"}:
+            if row.name in {"embedding", "position_embedding"}:
                 ranks = ranks[:1] if row.members == "first" else [ranks[0], ranks[-1]]
                 assert getattr(parallel_state, row.ranks) == (ranks if 13 in ranks else None)
                 if 13 not in ranks:
@@ -157,24 +159,32 @@ def test_every_module_level_variable_is_there(theirs: Any) -> None:
 
 @pytest.mark.timeout(600)
 def test_the_same_answers_in_random_configurations(theirs: Any) -> None:
+    """Of the original, of the original on our groups, and of the newest one of our own module."""
     source = random.Random(20)
     newest = hasattr(theirs, "get_gtp_weight_remat_group")
+    calls = [theirs.initialize_model_parallel]
+    megatron.install()
+    calls.append(theirs.initialize_model_parallel)
+    assert inspect.signature(calls[0]) == inspect.signature(calls[1])
     valid = refused = 0
     while valid < VALID_CASES:
         world, first, arguments = random_case(source, newest=newest)
         last = first + arguments.get("local_world_size", world) - 1
         for rank in {source.choice((first, last)), source.randrange(first, last + 1)}:
             with fake_world(world, rank):
-                told = [_outcome(module, arguments, theirs) for module in (theirs, parallel_state)]
-            assert told[1] == told[0], (world, rank, arguments)
+                told = [_outcome(call, theirs, arguments, theirs) for call in calls]
+                if newest:
+                    initialize = parallel_state.initialize_model_parallel
+                    told.append(_outcome(initialize, parallel_state, arguments, theirs))
+            assert told[1:] == told[:1] * (len(told) - 1), (world, rank, arguments)
         valid += isinstance(told[0], dict)
         refused += not isinstance(told[0], dict)
     assert refused > VALID_CASES // 20
 
 
-def _outcome(module: Any, arguments: dict[str, Any], original: Any) -> Any:
+def _outcome(initialize: Any, module: Any, arguments: dict[str, Any], original: Any) -> Any:
     try:
-        module.initialize_model_parallel(**arguments)
+        initialize(**arguments)
     except Exception as error:  # noqa: BLE001  which one is what is compared
         told: Any = kind_of(error)
     else:
@@ -208,7 +218,10 @@ CASES_ON_GLOO: tuple[dict[str, Any], ...] = (
 def _on_gloo(arguments: dict[str, Any]) -> Any:
     theirs = oracle()
     before = live_groups()
-    told = [_outcome(module, arguments, theirs) for module in (theirs, parallel_state)]
+    told = [_outcome(theirs.initialize_model_parallel, theirs, arguments, theirs)]
+    megatron.install()
+    told.append(_outcome(theirs.initialize_model_parallel, theirs, arguments, theirs))
+    megatron.uninstall()
     reset_groups = live_groups()
     parallel_state.initialize_model_parallel(**arguments)
     sums = {}
@@ -237,10 +250,14 @@ def test_the_same_answers_and_working_groups_on_gloo(arguments: dict[str, Any]) 
         assert left
 
 
-@pytest.mark.oracle("megatron.core")
+@pytest.mark.oracle(NEWEST)
 def test_rank_generator_as_the_original() -> None:
+    with release("newest") as theirs:
+        _compare_rank_generators(theirs)
+
+
+def _compare_rank_generators(theirs: Any) -> None:
     source = random.Random(3)
-    theirs = oracle()
     for _ in range(200):
         sizes = {name: source.choice((1, 2, 3)) for name in ("tp", "dp", "pp", "cp", "ep")}
         sizes["ep" if source.random() < 0.5 else "cp"] = 1
@@ -298,24 +315,22 @@ def test_the_worked_example_of_sixteen_ranks() -> None:
 # Releases, and parts of a world.
 
 
-def test_the_selected_release_decides_what_a_position_means() -> None:
-    first = ("with_gtp_remat", "partial_data_parallel")
-    with fake_world(8, 5):
-        for version, gtp, index in (("0.16.1", 2, 1), ("0.19", 2, 0), ("0.18", 1, 1)):
-            megatron.select_release(version)
-            assert (
-                list(inspect.signature(parallel_state.get_data_parallel_group).parameters)[1] == first[index]
-            )
-            parallel_state.initialize_model_parallel(2, gtp_remat_size=gtp, create_gloo_process_groups=False)
-            assert parallel_state.get_all_ranks() == ("1_0_2_0_0_0" if index == 0 else f"1_{3 - gtp}_0_0_0")
-            replicas = parallel_state.get_data_parallel_group(
-                **({"with_gtp_remat": False} if index == 0 else {})
-            )
-            assert dist.get_process_group_ranks(replicas) == ([1, 5] if gtp == 2 else [1, 3, 5, 7])
-            parallel_state.destroy_model_parallel()
-        with pytest.raises(AssertionError, match="'newest' is no version of megatron-core"):
-            megatron.install(version="newest")
-        megatron.select_release()
+@pytest.mark.oracle("megatron.core")
+def test_releases_that_were_not_compared_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = oracle()
+    core = importlib.import_module("megatron.core")
+    for version in ("0.12.3", "0.13.1", "0.20.0"):
+        with monkeypatch.context() as patched:
+            patched.setattr(core, "__version__", version)
+            with pytest.raises(
+                RuntimeError, match=rf"^megatron-core {version} is imported, .* releases 0\.14 to 0\.19"
+            ):
+                megatron.install()
+    with monkeypatch.context() as patched:
+        patched.setattr(theirs, "_SLICE_PARALLEL_GROUP", None, raising=False)
+        with pytest.raises(RuntimeError, match=r"has _SLICE_PARALLEL_GROUP, which namedmesh does not know"):
+            megatron.install()
+    assert theirs.initialize_model_parallel is not parallel_state.initialize_model_parallel
 
 
 def _two_worlds() -> list[Any]:
@@ -424,7 +439,6 @@ def test_a_bound_expert_view_is_the_original_s_expert_groups() -> None:
 
 
 def test_a_bound_mesh_shards_weights_that_are_gathered_for_each_use() -> None:
-    megatron.select_release("0.19")
     with fake_world(32, 13):
         mesh = namedmesh.init_mesh(pp=2, dp=-1, cp=2, gtp_remat=2, tp=2, device="cpu")
         mesh.add_view("expert", pp=2, edp=-1, egtp_remat=2, ep=2, etp=1)
@@ -506,18 +520,25 @@ SETTERS = (
 @pytest.mark.parametrize("initialized", [True, False])
 def test_what_is_set_takes_precedence_as_in_the_original(initialized: bool) -> None:
     told = []
-    for module in (oracle(), parallel_state):
+    theirs = oracle()
+    calls = [theirs.initialize_model_parallel]
+    megatron.install()
+    calls.append(theirs.initialize_model_parallel)
+    for module, initialize in (*((theirs, call) for call in calls), (parallel_state, calls[1])):
         with fake_world(16, 13):
             if initialized:
-                module.initialize_model_parallel(2, 4, create_gloo_process_groups=False)
+                initialize(2, 4, create_gloo_process_groups=False)
             seen = []
             for number, (setter, getter) in enumerate(SETTERS):
                 getattr(module, setter)(number % 3)
                 seen.append(getattr(module, getter)())
-            seen.append(answers(module, oracle()))
+            if module is theirs:
+                seen.append(answers(theirs))
             reset(module)
             told.append(seen)
+    megatron.uninstall()
     assert told[0] == told[1]
+    assert told[2] == told[0][:-1]
 
 
 def test_what_was_set_before_the_groups_are_made_still_wins() -> None:
@@ -552,8 +573,8 @@ def test_variables_can_be_assigned_and_given_back(monkeypatch: pytest.MonkeyPatc
         assert parallel_state.get_tensor_model_parallel_group(check_initialized=False) is None
         with pytest.raises(AssertionError, match=r"the tensor model parallel group .*: it was set to None"):
             parallel_state.get_tensor_model_parallel_group()
-        del parallel_state._TENSOR_MODEL_PARALLEL_GROUP
-        assert parallel_state.get_tensor_model_parallel_group() is own
+        parallel_state._TENSOR_MODEL_PARALLEL_GROUP = own
+        assert parallel_state.get_tensor_model_parallel_world_size() == 2
 
 
 def _create_and_destroy() -> list[int]:
@@ -761,7 +782,7 @@ def test_mistakes_are_explained_and_change_nothing(arguments: dict[str, Any], te
         with pytest.raises(NamedMeshError, match=says(text)):
             parallel_state.initialize_model_parallel(**arguments, create_gloo_process_groups=False)
         assert live_groups() == before
-        assert all(getattr(parallel_state, name) is None for name in VARIABLES)
+        assert all(getattr(parallel_state, name) in (None, {}) for name in VARIABLES)
         with pytest.raises(namedmesh.MeshError, match="no mesh is alive"):
             namedmesh.current_mesh()
 
@@ -778,7 +799,12 @@ def test_mistakes_are_explained_and_change_nothing(arguments: dict[str, Any], te
 def test_mistakes_have_the_original_s_type(arguments: dict[str, Any]) -> None:
     with fake_world(8):
         told = [
-            _outcome(module, arguments | {"create_gloo_process_groups": False}, oracle())
+            _outcome(
+                module.initialize_model_parallel,
+                module,
+                arguments | {"create_gloo_process_groups": False},
+                oracle(),
+            )
             for module in (oracle(), parallel_state)
         ]
     assert told[0] == told[1]
@@ -803,8 +829,8 @@ def test_use_before_and_twice() -> None:
         with pytest.raises(AssertionError) as caught:
             parallel_state.initialize_model_parallel(4, create_gloo_process_groups=False)
         assert str(caught.value) == (
-            "the parallel state is already initialized, for pp=1 x dp=4 x cp=1 x tp=2 (8 ranks); call "
-            "destroy_model_parallel() first, or bind another mesh beside it with namedmesh.compat.megatron.bind(mesh)"
+            "Megatron's parallel state is already initialized, for pp=1 x dp=4 x cp=1 x tp=2 (8 ranks); call the function "
+            "that destroys it first, or bind another mesh beside it with namedmesh.compat.megatron.bind(mesh)"
         )
         assert answers(parallel_state) == told
         # Sizes that do not fit come first, as in the original.

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import namedmesh
 from namedmesh import AxisError, GroupOptions, Layout, LayoutError, MeshError, NamedMesh
+from namedmesh.compat import ezpz
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -299,20 +300,56 @@ def test_adopting_makes_and_destroys_nothing() -> None:
     assert run_ranks(4, _adopted) == [[True] * 9] * 4
 
 
-def _threads_see_it() -> bool:
+class _Asking(torch.autograd.Function):
+    """Asks for the current mesh in its backward."""
+
+    @staticmethod
+    def forward(_: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        _asked.append(namedmesh.current_mesh())
+        return gradient
+
+
+_asked: list[Any] = []
+
+
+def _selections_of_threads() -> list[bool]:
     first, second = namedmesh.init_mesh(dp=2), namedmesh.init_mesh(tp=2)
-    seen = []
-    with second:
-        thread = threading.Thread(target=lambda: seen.append(namedmesh.current_mesh()))
+
+    def in_a_thread(call: Callable[[], Any]) -> Any:
+        told: list[Any] = []
+        thread = threading.Thread(target=lambda: told.append(call()))
         thread.start()
         thread.join()
-        with first:
-            inner = namedmesh.current_mesh()
-    return seen == [second] and inner is first
+        return told[0]
+
+    def select_second() -> Any:
+        with second:
+            return namedmesh.current_mesh()
+
+    def run_backward() -> None:
+        _Asking.apply(torch.ones(1, requires_grad=True)).backward()
+
+    with first:
+        told = [
+            "2 meshes are alive" in in_a_thread(lambda: error_of(namedmesh.current_mesh)),
+            in_a_thread(select_second) is second,
+            namedmesh.current_mesh() is first,
+        ]
+        in_a_thread(run_backward)  # autograd's own threads have selected nothing either
+        told.append(_asked == [first])
+        with ezpz.bind(first):
+            told.append("another thread has selected" in in_a_thread(lambda: error_of(select_second)))
+            told.append(ezpz.current_mesh() is first)
+    with second:
+        return [*told, namedmesh.current_mesh() is second]
 
 
-def test_a_selected_mesh_is_seen_by_threads() -> None:
-    assert run_ranks(2, _threads_see_it) == [True, True]
+def test_a_selection_is_that_of_its_thread() -> None:
+    assert run_ranks(2, _selections_of_threads) == [[True] * 7] * 2
 
 
 # Fake worlds: any size, any rank, in this process.

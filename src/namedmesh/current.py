@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
+from namedmesh._torch import backward_pass
 from namedmesh.errors import MeshError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    import torch
     import torch.distributed as dist
 
     from namedmesh.layout import Layout
@@ -30,13 +34,26 @@ class Mesh(Protocol):
         """Return the group over an axis or a product."""
 
 
+class Watcher(Protocol):
+    """A dialect, whose variables follow the selection: its accessors are too fast to ask here each time."""
+
+    dialect: str
+    shown: Any
+
+    def changed(self, closed: Any = None) -> None:
+        """Follow a mesh that was selected, deselected or closed."""
+
+    def is_bound(self, mesh: Any) -> bool:
+        """Return whether there are groups for a mesh."""
+
+
 # A mesh is alive until it is closed, as its groups are.
 _alive: list[Mesh] = []
-# Process-wide rather than per thread: autograd runs backward functions in threads of its own, and code in
-# them must see the mesh that was selected around the training step.
-_selected: list[Mesh] = []
-# The dialects: their accessors are too fast to ask here each time, so they are notified of every change.
-_watchers: list[Callable[[Any], None]] = []
+_selected: ContextVar[tuple[Mesh, ...]] = ContextVar("selected", default=())
+# The same of the thread that selected first, with its number: autograd runs backward functions in threads of its own,
+# which see this one, and the variables of a dialect are the process's.
+_of_process: list[tuple[Mesh, int]] = []
+_watchers: list[Watcher] = []
 
 
 def current() -> Mesh:
@@ -45,8 +62,8 @@ def current() -> Mesh:
     Raises:
         MeshError: there is no mesh, or there are several and none was selected, or the selected one is closed.
     """
-    if _selected:
-        mesh = _selected[-1]
+    mesh = selected_mesh()
+    if mesh is not None:
         if mesh.closed:
             raise MeshError(
                 f"the mesh over {mesh.layout}, selected with 'with mesh:', was closed; leave the block first"
@@ -63,8 +80,21 @@ def current() -> Mesh:
 
 
 def selected_mesh() -> Mesh | None:
-    """Return the innermost mesh entered with ``with mesh:``, if there is one."""
-    return _selected[-1] if _selected else None
+    """Return the innermost mesh that this thread entered with ``with mesh:``, if there is one.
+
+    In a backward pass it is the process's, and in compiled code, which cannot look into a context.
+    """
+    if torch.compiler.is_compiling():
+        return process_selection()
+    selected = _selected.get()
+    if selected:
+        return selected[-1]
+    return process_selection() if backward_pass() >= 0 else None
+
+
+def process_selection() -> Mesh | None:
+    """Return the mesh that the variables of the dialects show, if one is selected."""
+    return _of_process[-1][0] if _of_process else None
 
 
 def refuse_ambiguous_mesh(
@@ -106,9 +136,9 @@ def refuse_ambiguous_mesh(
         raise MeshError(*problems)
 
 
-def watch(changed: Callable[[Any], None]) -> None:
-    """Call ``changed`` whenever a mesh is selected, deselected or closed; with the mesh if it was closed."""
-    _watchers.append(changed)
+def watch(watcher: Watcher) -> None:
+    """Tell a dialect of every mesh that is selected, deselected or closed."""
+    _watchers.append(watcher)
 
 
 def register(mesh: Mesh) -> None:
@@ -120,25 +150,50 @@ def unregister(mesh: Mesh, *, deselect: bool = False) -> None:
     """Note that a mesh was closed; ``deselect`` it, too, where its default group is gone and every mesh with it."""
     _alive[:] = [other for other in _alive if other is not mesh]
     if deselect:
-        _selected[:] = [other for other in _selected if other is not mesh]
-    _notify(closed=mesh)
+        _of_process[:] = [(other, thread) for other, thread in _of_process if other is not mesh]
+        _selected.set(tuple(other for other in _selected.get() if other is not mesh))
+    for watcher in _watchers:
+        watcher.changed(mesh)
 
 
 def select(mesh: Mesh) -> None:
-    """Make a mesh the current one, until :func:`deselect`."""
-    _selected.append(mesh)
-    _notify()
+    """Make a mesh the current one of this thread, until :func:`deselect`.
+
+    Raises:
+        MeshError: another thread has selected another mesh, and a dialect answers for it.
+    """
+    thread = threading.get_ident()
+    if not _of_process or _of_process[-1][1] == thread:
+        _of_process.append((mesh, thread))
+        _tell_watchers()
+    elif _of_process[-1][0] is not mesh:
+        problems = [
+            f"another thread has selected the mesh over {watcher.shown.layout}, for which the variables of {watcher.dialect} "
+            f"answer in every thread; leave that 'with' block before the mesh over {mesh.layout} is selected here"
+            for watcher in _watchers
+            if watcher.shown is not None and watcher.is_bound(watcher.shown)
+        ]
+        if problems:
+            raise MeshError(*problems)
+    _selected.set((*_selected.get(), mesh))
 
 
 def deselect(mesh: Mesh) -> None:
     """Undo the last :func:`select` of this mesh."""
-    for i in reversed(range(len(_selected))):
-        if _selected[i] is mesh:
-            del _selected[i]
-            _notify()
+    selected = list(_selected.get())
+    for i in reversed(range(len(selected))):
+        if selected[i] is mesh:
+            del selected[i]
+            _selected.set(tuple(selected))
+            break
+    thread = threading.get_ident()
+    for i in reversed(range(len(_of_process))):
+        if _of_process[i] == (mesh, thread):
+            del _of_process[i]
+            _tell_watchers()
             return
 
 
-def _notify(closed: Mesh | None = None) -> None:
-    for changed in _watchers:
-        changed(closed)
+def _tell_watchers() -> None:
+    for watcher in _watchers:
+        watcher.changed()

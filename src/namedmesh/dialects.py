@@ -53,52 +53,35 @@ class Kind:
         view: the layout that has these axes, ``"dense"`` or ``"expert"``.
         members: all ranks over the axes, the two ends (one rank, if there is one only), the first, or a part of
             them that does not follow from whole axes.
-        slot: the attribute of the dialect's state that holds the group.
         key: the name of the group in the dialect's options, such as a file of NCCL settings.
         variable: the module-level variable of the original that holds the group.
         ranks: the variable that holds its ranks.
         gloo: the variable that holds the gloo group over the same ranks.
-        field: its name in a ``ProcessGroupCollection``.
     """
 
     name: str
     axes: tuple[str, ...]
     view: str = DENSE
     members: Literal["all", "ends", "first", "part"] = "all"
-    slot: str = ""
     key: str = ""
     variable: str = ""
     ranks: str = ""
     gloo: str = ""
-    field: str = ""
 
     @property
     def gloo_groups(self) -> int:
         """The number of gloo groups that the dialect makes beside each group."""
         return int(bool(self.gloo))
 
-    @property
-    def ranks_slot(self) -> str:
-        """The attribute of the state that holds the ranks: ``tp_ranks`` beside ``tp_group``."""
-        return self.slot.removesuffix("_group") + "_ranks"
 
-    @property
-    def gloo_slot(self) -> str:
-        """The attribute of the state that holds the gloo group: ``dp_gloo`` beside ``dp_group``."""
-        return self.slot.removesuffix("_group") + "_gloo"
-
-
-def variables_of(kinds: Iterable[Kind]) -> dict[str, str]:
-    """Return the module-level variables of a dialect's original, and the attribute of its state for each.
+def variables_of(kinds: Iterable[Kind]) -> list[str]:
+    """Return the module-level variables of a dialect's groups, of their ranks, and of the gloo groups beside them.
 
     Example:
         >>> variables_of(DIALECTS["ezpz"].kinds[:1])
-        {'_DATA_PARALLEL_GROUP': 'dp_group', '_DATA_PARALLEL_RANKS': 'dp_ranks'}
+        ['_DATA_PARALLEL_GROUP', '_DATA_PARALLEL_RANKS']
     """
-    slots: dict[str, str] = {}
-    for kind in kinds:
-        slots |= {kind.variable: kind.slot, kind.ranks: kind.ranks_slot, kind.gloo: kind.gloo_slot}
-    return {variable: slot for variable, slot in slots.items() if variable}
+    return [name for kind in kinds for name in (kind.variable, kind.ranks, kind.gloo) if name]
 
 
 @dataclass(frozen=True)
@@ -145,83 +128,75 @@ class Dialect:
 
 # fmt: off
 MEGATRON_GROUPS = (
-    Kind("data_parallel with_context_parallel", ("dp", "cp"), slot="dp_cp_group", key="dp_cp", field="dp_cp",
+    Kind("data_parallel with_context_parallel", ("dp", "cp"), key="dp_cp",
          variable="_DATA_PARALLEL_GROUP_WITH_CP", ranks="_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP",
          gloo="_DATA_PARALLEL_GROUP_WITH_CP_GLOO"),
-    Kind("data_parallel", ("dp",), slot="dp_group", key="dp", field="dp",
+    Kind("data_parallel", ("dp",), key="dp",
          variable="_DATA_PARALLEL_GROUP", ranks="_DATA_PARALLEL_GLOBAL_RANKS", gloo="_DATA_PARALLEL_GROUP_GLOO"),
-    Kind("context_parallel", ("cp",), slot="cp_group", key="cp", field="cp",
+    Kind("context_parallel", ("cp",), key="cp",
          variable="_CONTEXT_PARALLEL_GROUP", ranks="_CONTEXT_PARALLEL_GLOBAL_RANKS"),
-    Kind("model_parallel", ("pp", "gtp_remat", "tp"), slot="mp_group", key="mp", field="mp",
+    Kind("model_parallel", ("pp", "gtp_remat", "tp"), key="mp",
          variable="_MODEL_PARALLEL_GROUP", ranks="_MODEL_PARALLEL_GLOBAL_RANKS"),
-    Kind("tensor_model_parallel", ("tp",), slot="tp_group", key="tp", field="tp",
+    Kind("tensor_model_parallel", ("tp",), key="tp",
          variable="_TENSOR_MODEL_PARALLEL_GROUP", ranks="_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"),
-    Kind("pipeline_model_parallel", ("pp",), slot="pp_group", key="pp", field="pp",
+    Kind("pipeline_model_parallel", ("pp",), key="pp",
          variable="_PIPELINE_MODEL_PARALLEL_GROUP", ranks="_PIPELINE_GLOBAL_RANKS"),
-    Kind("embedding", ("pp",), members="ends", slot="embedding_group", key="embd", field="embd",
+    Kind("embedding", ("pp",), members="ends", key="embd",
          variable="_EMBEDDING_GROUP", ranks="_EMBEDDING_GLOBAL_RANKS"),
-    Kind("position_embedding", ("pp",), members="first", slot="position_embedding_group", key="pos_embd",
-         field="pos_embd", variable="_POSITION_EMBEDDING_GROUP", ranks="_POSITION_EMBEDDING_GLOBAL_RANKS"),
-    Kind("tensor_and_data_parallel with_context_parallel", ("dp", "cp", "gtp_remat", "tp"), slot="tp_dp_cp_group",
-         key="tp_dp_cp", field="tp_dp_cp", variable="_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP"),
-    Kind("tensor_and_data_parallel", ("dp", "gtp_remat", "tp"), slot="tp_dp_group", key="tp_dp",
+    Kind("position_embedding", ("pp",), members="first", key="pos_embd", variable="_POSITION_EMBEDDING_GROUP", ranks="_POSITION_EMBEDDING_GLOBAL_RANKS"),
+    Kind("tensor_and_data_parallel with_context_parallel", ("dp", "cp", "gtp_remat", "tp"),
+         key="tp_dp_cp", variable="_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP"),
+    Kind("tensor_and_data_parallel", ("dp", "gtp_remat", "tp"), key="tp_dp",
          variable="_TENSOR_AND_DATA_PARALLEL_GROUP"),
-    Kind("tensor_and_context_parallel", ("cp", "tp"), slot="tp_cp_group", key="tp_cp", field="tp_cp",
+    Kind("tensor_and_context_parallel", ("cp", "tp"), key="tp_cp",
          variable="_TENSOR_AND_CONTEXT_PARALLEL_GROUP"),
-    Kind("gtp_weight_remat", ("gtp_remat",), slot="gtp_group", key="gtp_remat", field="gtp_remat",
+    Kind("gtp_weight_remat", ("gtp_remat",), key="gtp_remat",
          variable="_GTP_WEIGHT_REMAT_GROUP", ranks="_GTP_WEIGHT_REMAT_GLOBAL_RANKS"),
-    Kind("data_parallel with_gtp_remat", ("dp", "gtp_remat"), slot="dp_gtp_group", key="gtp_remat_dp",
+    Kind("data_parallel with_gtp_remat", ("dp", "gtp_remat"), key="gtp_remat_dp",
          variable="_DATA_PARALLEL_GROUP_WITH_GTP_REMAT"),
-    Kind("data_parallel with_context_parallel with_gtp_remat", ("dp", "cp", "gtp_remat"), slot="dp_cp_gtp_group",
-         key="gtp_remat_dp_cp", field="dp_cp_gtp_remat", variable="_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT"),
-    Kind("expert_model_parallel", ("ep",), EXPERT, slot="ep_group", key="ep", field="ep",
+    Kind("data_parallel with_context_parallel with_gtp_remat", ("dp", "cp", "gtp_remat"),
+         key="gtp_remat_dp_cp", variable="_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT"),
+    Kind("expert_model_parallel", ("ep",), EXPERT, key="ep",
          variable="_EXPERT_MODEL_PARALLEL_GROUP", ranks="_EXPERT_MODEL_PARALLEL_RANKS"),
-    Kind("expert_tensor_parallel", ("etp",), EXPERT, slot="etp_group", key="ep_tp", field="expt_tp",
+    Kind("expert_tensor_parallel", ("etp",), EXPERT, key="ep_tp",
          variable="_EXPERT_TENSOR_PARALLEL_GROUP"),
-    Kind("expert_tensor_and_model_parallel", ("ep", "etp"), EXPERT, slot="etp_ep_group", key="tp_ep_mp",
-         field="tp_ep", variable="_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"),
-    Kind("expert_tensor_model_pipeline_parallel", ("pp", "ep", "etp"), EXPERT, slot="etp_ep_pp_group",
-         key="tp_ep_pp", field="tp_ep_pp", variable="_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"),
-    Kind("expert_data_parallel", ("edp",), EXPERT, slot="edp_group", key="ep_dp", field="expt_dp",
+    Kind("expert_tensor_and_model_parallel", ("ep", "etp"), EXPERT, key="tp_ep_mp", variable="_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"),
+    Kind("expert_tensor_model_pipeline_parallel", ("pp", "ep", "etp"), EXPERT,
+         key="tp_ep_pp", variable="_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"),
+    Kind("expert_data_parallel", ("edp",), EXPERT, key="ep_dp",
          variable="_EXPERT_DATA_PARALLEL_GROUP", gloo="_EXPERT_DATA_PARALLEL_GROUP_GLOO"),
-    Kind("expert_gtp_weight_remat", ("egtp_remat",), EXPERT, slot="egtp_group", key="expt_gtp_remat",
-         field="expt_gtp_remat", variable="_EXPERT_GTP_WEIGHT_REMAT_GROUP",
+    Kind("expert_gtp_weight_remat", ("egtp_remat",), EXPERT, key="expt_gtp_remat", variable="_EXPERT_GTP_WEIGHT_REMAT_GROUP",
          ranks="_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS"),
-    Kind("expert_tensor_model_pipeline_parallel with_egtp_remat", ("pp", "egtp_remat", "ep", "etp"), EXPERT,
-         slot="etp_ep_pp_gtp_group", key="tp_ep_gtp_remat_pp", field="tp_ep_pp_with_egtp_remat",
+    Kind("expert_tensor_model_pipeline_parallel with_egtp_remat", ("pp", "egtp_remat", "ep", "etp"), EXPERT, key="tp_ep_gtp_remat_pp",
          variable="_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP"),
-    Kind("expert_data_parallel with_gtp_remat", ("edp", "egtp_remat"), EXPERT, slot="edp_gtp_group",
-         key="ep_gtp_remat_dp", field="expt_dp_gtp_remat", variable="_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT"),
-    Kind("intra_distributed_optimizer_instance", ("pp", "edp", "egtp_remat", "ep", "etp"), EXPERT, slot="optimizer_group",
-         key="intra_dist_opt_instance", field="intra_dist_opt",
+    Kind("expert_data_parallel with_gtp_remat", ("edp", "egtp_remat"), EXPERT,
+         key="ep_gtp_remat_dp", variable="_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT"),
+    Kind("intra_distributed_optimizer_instance", ("pp", "edp", "egtp_remat", "ep", "etp"), EXPERT,
+         key="intra_dist_opt_instance",
          variable="_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP"),
-    Kind("data_parallel with_context_parallel independent_all_gather", ("dp", "cp"), members="part",
-         slot="dp_cp_gather_group", key="dp_cp", variable="_DATA_PARALLEL_GROUP_WITH_CP_AG"),
-    Kind("data_parallel with_context_parallel partial_data_parallel", ("dp", "cp"), members="part",
-         slot="intra_dp_cp_group", key="intra_dp_cp", field="intra_dp_cp",
+    Kind("data_parallel with_context_parallel independent_all_gather", ("dp", "cp"), members="part", key="dp_cp", variable="_DATA_PARALLEL_GROUP_WITH_CP_AG"),
+    Kind("data_parallel with_context_parallel partial_data_parallel", ("dp", "cp"), members="part", key="intra_dp_cp",
          variable="_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
          gloo="_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO"),
     Kind("data_parallel with_context_parallel partial_data_parallel with_gtp_remat", ("dp", "cp", "gtp_remat"),
-         members="part", slot="intra_dp_cp_gtp_group", key="gtp_remat_dp_cp",
+         members="part", key="gtp_remat_dp_cp",
          variable="_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT"),
-    Kind("hierarchical_context_parallel", ("cp",), members="part", slot="hierarchical_cp_groups", key="hcp",
-         field="hcp", variable="_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS"),
-    Kind("hybrid_data_context_parallel", ("dp", "cp"), members="part", slot="hybrid_groups", key="dp_cp",
+    Kind("hierarchical_context_parallel", ("cp",), members="part", key="hcp", variable="_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS"),
+    Kind("hybrid_data_context_parallel", ("dp", "cp"), members="part", key="dp_cp",
          variable="_HYBRID_DP_CP_GROUPS"),
-    Kind("expert_data_parallel partial_expert_data_parallel", ("edp",), EXPERT, "part", slot="intra_edp_group",
-         key="intra_ep_dp", field="intra_expt_dp", variable="_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
+    Kind("expert_data_parallel partial_expert_data_parallel", ("edp",), EXPERT, "part",
+         key="intra_ep_dp", variable="_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
          gloo="_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO"),
-    Kind("expert_data_parallel partial_expert_data_parallel with_gtp_remat", ("edp", "egtp_remat"), EXPERT, "part",
-         slot="intra_edp_gtp_group", key="ep_gtp_remat_dp",
+    Kind("expert_data_parallel partial_expert_data_parallel with_gtp_remat", ("edp", "egtp_remat"), EXPERT, "part", key="ep_gtp_remat_dp",
          variable="_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT"),
-    Kind("inter_distributed_optimizer_instance", ("edp",), EXPERT, "part", slot="inter_edp_group",
-         key="inter_ep_dp", field="inter_dist_opt", variable="_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"),
+    Kind("inter_distributed_optimizer_instance", ("edp",), EXPERT, "part",
+         key="inter_ep_dp", variable="_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"),
 )
 # fmt: on
 """Megatron's groups, in the order in which they are made; those with ``members="part"`` only on request.
 
 ``gtp_remat`` and ``egtp_remat`` are the axes over which weights are sharded that are gathered for each use. Where they
-have size 1, a group that spans one, whose slot has ``_gtp`` before ``_group``, is the group of the slot without it.
+have size 1, a group that spans one is the group without it.
 """
 
 _DEEPSPEED_KINDS = (
@@ -232,18 +207,18 @@ _DEEPSPEED_KINDS = (
 )
 # fmt: off
 _FAIRSCALE_KINDS = (
-    Kind("data", ("dp",), slot="dp_group", variable="_DATA_PARALLEL_GROUP"),
-    Kind("pipeline", ("pp",), slot="pp_group", variable="_PIPELINE_PARALLEL_GROUP", ranks="_PIPELINE_PARALLEL_RANKS"),
-    Kind("model", ("tp",), slot="tp_group", variable="_MODEL_PARALLEL_GROUP"),
-    Kind("context", ("cp",), slot="cp_group", variable="_CONTEXT_PARALLEL_GROUP",
+    Kind("data", ("dp",), variable="_DATA_PARALLEL_GROUP"),
+    Kind("pipeline", ("pp",), variable="_PIPELINE_PARALLEL_GROUP", ranks="_PIPELINE_PARALLEL_RANKS"),
+    Kind("model", ("tp",), variable="_MODEL_PARALLEL_GROUP"),
+    Kind("context", ("cp",), variable="_CONTEXT_PARALLEL_GROUP",
          ranks="_CONTEXT_PARALLEL_GROUP_RANKS"),
 )
 _EZPZ_KINDS = (
-    Kind("data", ("dp",), slot="dp_group", variable="_DATA_PARALLEL_GROUP", ranks="_DATA_PARALLEL_RANKS"),
-    Kind("pipeline", ("pp",), slot="pp_group", variable="_PIPELINE_PARALLEL_GROUP", ranks="_PIPELINE_PARALLEL_RANKS"),
-    Kind("context", ("cp",), slot="cp_group", variable="_CONTEXT_PARALLEL_GROUP",
+    Kind("data", ("dp",), variable="_DATA_PARALLEL_GROUP", ranks="_DATA_PARALLEL_RANKS"),
+    Kind("pipeline", ("pp",), variable="_PIPELINE_PARALLEL_GROUP", ranks="_PIPELINE_PARALLEL_RANKS"),
+    Kind("context", ("cp",), variable="_CONTEXT_PARALLEL_GROUP",
          ranks="_CONTEXT_PARALLEL_GROUP_RANKS"),
-    Kind("tensor", ("tp",), slot="tp_group", variable="_TENSOR_PARALLEL_GROUP", ranks="_TENSOR_PARALLEL_RANKS"),
+    Kind("tensor", ("tp",), variable="_TENSOR_PARALLEL_GROUP", ranks="_TENSOR_PARALLEL_RANKS"),
 )
 # fmt: on
 _TORCHTITAN_KINDS = (
@@ -268,7 +243,7 @@ DIALECTS: dict[str, Dialect] = {
             kinds=tuple(
                 replace(row, axes=tuple(axis for axis in row.axes if not axis.endswith("gtp_remat")))
                 for row in MEGATRON_GROUPS
-                if row.members != "part" and "gtp" not in row.slot
+                if row.members != "part" and "gtp" not in row.name
             ),
             orderable=True,
         ),

@@ -1,15 +1,13 @@
-"""What a dialect answers from: an object with a slot for each answer, filled from one mesh at a time.
+"""Which mesh a dialect answers from: the variables of its modules are filled from one mesh at a time.
 
-Legacy code asks several times in every layer of every step, so each answer is an attribute. It also reads and assigns
-the module-level variables in which the original keeps its answers; :func:`make_patchable` gives them to a module of
-namedmesh. :class:`Bindings` decides which mesh the answers are of.
+Megatron, fairscale, ezpz and DeepSpeed keep their groups in module-level variables, which legacy code reads and
+assigns. A dialect has the same variables: those of namedmesh's module, and once ``install()`` was called those of the
+original's, whose own code then answers.
 """
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -20,84 +18,10 @@ from namedmesh.errors import MeshError
 from namedmesh.mesh import NamedMesh
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from types import TracebackType
+    from collections.abc import Iterable, Mapping
+    from types import ModuleType, TracebackType
 
-__all__ = ["Bindings", "Bound", "LegacyState", "ask_group", "make_patchable", "require_default_group"]
-
-
-class LegacyState:
-    """The answers of a dialect for one mesh; all None where there is none.
-
-    A dialect names its slots, and computes in :meth:`update` those that follow from others.
-
-    Attributes:
-        slots: the names of the slots.
-        mesh: the mesh that the answers are of.
-        unpatched: the answers before any was assigned by hand.
-        owned: whether the dialect made the mesh, and therefore closes it.
-    """
-
-    __slots__ = ("mesh", "owned", "unpatched")
-
-    slots: ClassVar[tuple[str, ...]] = ()
-    unpatched: dict[str, Any]
-    mesh: NamedMesh | None
-    owned: bool
-
-    def __init__(self) -> None:
-        self.clear()
-
-    @property
-    def described(self) -> str:
-        """What the answers are of, for a message."""
-        return "groups that were assigned by hand" if self.mesh is None else str(self.mesh.layout)
-
-    def clear(self) -> None:
-        """Set every slot to None, and undo every assignment."""
-        for slot in self.slots:
-            setattr(self, slot, None)
-        self.unpatched, self.mesh, self.owned = {}, None, False
-        self.update()
-
-    def fill(self, mesh: NamedMesh, values: Mapping[str, Any], *, owned: bool) -> None:
-        """Take the answers of a mesh; other slots stay as they were set by hand."""
-        self.mesh, self.owned, self.unpatched = mesh, owned, dict(values)
-        for slot, value in values.items():
-            setattr(self, slot, value)
-        self.update()
-
-    def put(self, slot: str, value: Any) -> None:
-        """Assign a slot, and compute again those that follow from it."""
-        setattr(self, slot, value)
-        self.update()
-
-    def restore(self, slot: str) -> None:
-        """Undo an assignment."""
-        self.put(slot, self.unpatched.get(slot))
-
-    def saved(self) -> tuple[Any, ...]:
-        """Return everything, to be put back with :meth:`load`."""
-        return tuple(getattr(self, slot) for slot in (*LegacyState.__slots__, *self.slots))
-
-    def load(self, saved: tuple[Any, ...]) -> None:
-        """Put back what :meth:`saved` returned."""
-        for slot, value in zip((*LegacyState.__slots__, *self.slots), saved, strict=True):
-            setattr(self, slot, value)
-
-    def update(self) -> None:
-        """Compute the slots that follow from others."""
-
-
-def ask_group(group: Any, method: str) -> int | None:
-    """Return the ``"size"`` or ``"rank"`` of a group; None for a stand-in without such a method.
-
-    Example:
-        >>> ask_group("no group", "size") is None
-        True
-    """
-    ask = getattr(group, method, None)
-    return None if ask is None else ask()
+__all__ = ["Binding", "Bound", "require_default_group"]
 
 
 def require_default_group(or_call: str = "torch.distributed.init_process_group()") -> None:
@@ -112,57 +36,83 @@ def require_default_group(or_call: str = "torch.distributed.init_process_group()
         )
 
 
-def make_patchable(module: str, state: LegacyState, variables: Mapping[str, str]) -> None:
-    """Give a module the variables of the original, to be read, assigned, and deleted (which undoes an assignment).
+class Binding:
+    """The variables of a dialect, in each module that has them, and the mesh that they show.
+
+    They show the mesh that was selected with ``with mesh:``, or else the one that was bound last. What legacy code
+    assigns while they show a mesh comes back with it.
 
     Args:
-        module: the name of a module that is imported, or is being imported.
-        state: the state whose slots the variables are.
-        variables: the slot of each variable.
+        dialect: its name, for messages.
+        initialize: its function that makes a mesh.
+        bind: its function that binds one.
+        variables: the names of its variables.
     """
 
-    class Patchable(ModuleType):
-        """A module whose legacy variables are slots of a state."""
-
-        def __getattr__(self, name: str) -> Any:
-            if name in variables:
-                return getattr(state, variables[name])
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            if name in variables:
-                state.put(variables[name], value)
-            else:
-                super().__setattr__(name, value)
-
-        def __delattr__(self, name: str) -> None:
-            if name in variables:
-                state.restore(variables[name])
-            else:
-                super().__delattr__(name)
-
-        def __dir__(self) -> list[str]:
-            return sorted({*super().__dir__(), *variables})
-
-    sys.modules[module].__class__ = Patchable
-
-
-class Bindings:
-    """Which mesh a state shows: the one entered with ``with mesh:``, or else the one that was bound last.
-
-    The answers of the other meshes are kept aside, with what was assigned to them.
-
-    Args:
-        state: the state of the dialect.
-    """
-
-    def __init__(self, state: LegacyState) -> None:
-        self.state = state
+    def __init__(self, dialect: str, initialize: str, bind: str, variables: Iterable[str]) -> None:
+        self.dialect, self.initialize, self.bind = dialect, initialize, bind
+        self.variables = tuple(variables)
         self.base: NamedMesh | None = None
         self.shown: NamedMesh | None = None
-        self.configs: WeakKeyDictionary[NamedMesh, object] = WeakKeyDictionary()
-        self._aside: WeakKeyDictionary[NamedMesh, tuple[Any, ...]] = WeakKeyDictionary()
-        current.watch(self.changed)
+        self.owned: NamedMesh | None = None
+        # Of each mesh that is bound: what its groups were made with, and what they are.
+        self._configs: WeakKeyDictionary[NamedMesh, object] = WeakKeyDictionary()
+        self._groups: WeakKeyDictionary[NamedMesh, Mapping[str, Any]] = WeakKeyDictionary()
+        # Of each module: its variables without a mesh, and those of the meshes that are not shown.
+        self._modules: dict[ModuleType, dict[str, Any]] = {}
+        self._kept: dict[ModuleType, WeakKeyDictionary[NamedMesh, dict[str, Any]]] = {}
+        current.watch(self)
+
+    # The modules.
+
+    @property
+    def first_module(self) -> dict[str, Any]:
+        """The variables of namedmesh's own module."""
+        return vars(next(iter(self._modules)))
+
+    def assign(self, variable: str, value: Any) -> None:
+        """Assign a variable in every module."""
+        for module in self._modules:
+            vars(module)[variable] = value
+
+    def add_module(self, module: ModuleType) -> None:
+        """Fill the variables of a further module, as they are now without a mesh."""
+        self._modules[module] = {name: vars(module)[name] for name in self.variables if hasattr(module, name)}
+        self._kept[module] = WeakKeyDictionary()
+        if self.shown is not None:
+            self._fill(module, self.shown)
+
+    def remove_module(self, module: ModuleType) -> None:
+        """Give a module the values back that it had without a mesh."""
+        vars(module).update(_copied(self._modules.pop(module)))
+        del self._kept[module]
+
+    def _fill(self, module: ModuleType, mesh: NamedMesh | None) -> None:
+        """Write the variables of a module as they were left for a mesh, as its groups are, or as without one."""
+        empty = _copied(self._modules[module])
+        values = self._kept[module].pop(mesh, None) if mesh is not None else None
+        if values is None and mesh is not None:
+            groups = self._groups.get(mesh, {})
+            values = {name: groups[name] for name in empty if name in groups}
+        vars(module).update(empty | (values or {}))
+
+    # The meshes.
+
+    def is_bound(self, mesh: NamedMesh) -> bool:
+        """Return whether there are groups for a mesh."""
+        return mesh in self._groups
+
+    def current_mesh(self) -> NamedMesh:
+        """Return the mesh that the accessors answer from at this moment.
+
+        Raises:
+            MeshError: they answer from none.
+        """
+        if self.shown is None or not self.is_bound(self.shown):
+            raise MeshError(
+                f"{self.dialect} is not bound to a mesh; call {self.initialize}(...) or {self.bind}(mesh) first"
+            )
+        return self.shown
 
     def rebind(self, mesh: NamedMesh, config: object) -> Bound | None:
         """Bind a mesh that was bound before with the same configuration; None if the dialect has to make groups.
@@ -176,91 +126,136 @@ class Bindings:
             )
         if mesh.closed:
             raise MeshError(f"the mesh over {mesh.layout} was closed; bind another one")
-        if mesh not in self.configs or self.configs[mesh] != config:
+        if mesh not in self._configs or self._configs[mesh] != config:
             return None
         before, self.base = self.base, mesh
-        self.changed(None)
+        self.changed()
         return Bound(self, mesh, before)
 
-    def fill(self, mesh: NamedMesh, config: object, values: Mapping[str, Any], *, owned: bool) -> Bound:
-        """Bind a mesh, and take its answers."""
-        before = self.base
-        if self.shown is not None:  # what was assigned before any mesh stays
-            self.show(mesh)
-        self.shown = mesh
-        self.state.fill(mesh, values, owned=owned)
-        self.configs[mesh] = config
-        self.base = mesh
-        self.changed(None)
+    def take(
+        self, mesh: NamedMesh, config: object, groups: Mapping[str, Any], *, owned: bool = False
+    ) -> Bound:
+        """Bind a mesh to the groups that were made for it.
+
+        Args:
+            mesh: the mesh.
+            config: what the groups were made with.
+            groups: the value of each variable that a mesh determines; others stay as they were assigned.
+            owned: whether the dialect made the mesh, and closes it.
+        """
+        before, self.base = self.base, mesh
+        self._configs[mesh], self._groups[mesh] = config, dict(groups)
+        if owned:
+            self.owned = mesh
+        for module, empty in self._modules.items():
+            self._kept[module].pop(mesh, None)
+            if self.shown is None or self.shown is mesh:  # what was assigned before any mesh stays
+                vars(module).update({name: groups[name] for name in empty if name in groups})
+        self.shown = self.shown or mesh
+        self.changed()
         return Bound(self, mesh, before)
+
+    def refuse_second(self) -> None:
+        """Refuse to make a mesh for the dialect where it has one, or where it would not be seen.
+
+        Raises:
+            ContractError: it is initialized, or bound, or groups were assigned by hand.
+            MeshError: another mesh is selected.
+        """
+        assigned = any(
+            vars(module)[name] is not value and name.endswith(("_GROUP", "_RANKS"))
+            for module, empty in self._modules.items()
+            for name, value in empty.items()
+        )
+        mesh = self.owned or self.base or self.shown
+        if assigned or self.owned is not None or self.base is not None:
+            what = "groups that were assigned by hand" if mesh is None else str(mesh.layout)
+            raise ContractError(
+                f"{self.dialect} is already initialized, for {what}; call the function that destroys it first, or bind "
+                f"another mesh beside it with {self.bind}(mesh)"
+            )
+        if self.shown is not None:
+            raise MeshError(
+                f"the mesh over {self.shown.layout} is selected, and {self.dialect} would not answer for another one; "
+                f"bind it with {self.bind}(mesh), or call {self.initialize}(...) outside of the 'with' block"
+            )
 
     def unbind(self) -> None:
         """Forget the mesh that is bound; it stays as it is, with its groups."""
         if self.base is not None:
-            self.drop(self.base)
-            self.changed(None)
+            self._drop(self.base)
 
     def destroy(self) -> None:
-        """Forget every answer and assignment; a mesh that the dialect made is closed."""
-        mesh, owned = self.shown, self.state.owned
-        if mesh is not None and owned:
+        """Forget every group and assignment; a mesh that the dialect made is closed."""
+        mesh = self.owned or self.shown
+        if mesh is not None and mesh is self.owned:
             mesh.close()  # calls changed()
-        elif mesh is not None:
-            self.drop(mesh)
-            self.changed(None)
+        if mesh is not None:
+            self._drop(mesh)
         else:
-            self.state.clear()
+            self._show_nothing()
 
-    def changed(self, closed: NamedMesh | None) -> None:
+    # Called by whatever selects, deselects or closes a mesh.
+
+    def changed(self, closed: NamedMesh | None = None) -> None:
         """Follow a mesh that was selected, deselected or closed."""
         if closed is not None:
-            self.drop(closed)
-        self.show(cast("NamedMesh | None", current.selected_mesh()) or self.base)
-
-    def show(self, mesh: NamedMesh | None) -> None:
-        """Let the state answer for a mesh, which need not be bound."""
+            self._drop(closed)
+            return
+        mesh: Any = current.process_selection() or self.base
         if mesh is self.shown:
             return
-        if self.shown is not None:
-            self._aside[self.shown] = self.state.saved()
-        aside = None if mesh is None else self._aside.pop(mesh, None)
-        if aside is None:
-            self.state.clear()
-        else:
-            self.state.load(aside)
+        for module, empty in self._modules.items():
+            if self.shown is not None:
+                self._kept[module][self.shown] = {name: vars(module)[name] for name in empty}
+            self._fill(module, mesh)
         self.shown = mesh
 
-    def drop(self, mesh: NamedMesh) -> None:
+    def _show_nothing(self) -> None:
+        self.shown = None
+        for module in self._modules:
+            self._fill(module, None)
+
+    def _drop(self, mesh: NamedMesh) -> None:
         """Forget a mesh."""
-        self.configs.pop(mesh, None)
-        self._aside.pop(mesh, None)
+        for known in (self._configs, self._groups, *self._kept.values()):
+            known.pop(mesh, None)  # type: ignore[attr-defined]
         if self.base is mesh:
             self.base = None
+        if self.owned is mesh:
+            self.owned = None
         if self.shown is mesh:
-            self.state.clear()
-            self.shown = None
+            self._show_nothing()
+        self.changed()
 
 
 class Bound:
-    """A mesh that a dialect is bound to; leaving a ``with`` block goes back to the one before.
+    """A mesh that a dialect is bound to: until the next one, or with ``with``, in the block, which selects it.
 
     Args:
-        bindings: the bindings of the dialect.
+        binding: the binding of the dialect.
         mesh: the mesh.
         before: the mesh that the dialect was bound to before, if any.
     """
 
-    def __init__(self, bindings: Bindings, mesh: NamedMesh, before: NamedMesh | None) -> None:
+    def __init__(self, binding: Binding, mesh: NamedMesh, before: NamedMesh | None) -> None:
         self.mesh = mesh
-        self._bindings = bindings
+        self._binding = binding
         self._before = before
 
     def __enter__(self) -> NamedMesh:
-        return self.mesh
+        return self.mesh.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         before = self._before
-        self._bindings.base = None if before is not None and before.closed else before
-        self._bindings.changed(None)
+        self._binding.base = None if before is not None and before.closed else before
+        self.mesh.__exit__(kind, error, trace)
+
+
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values, with a fresh list or dictionary for each: the originals fill theirs in place."""
+    return {
+        name: value.copy() if isinstance(value, (list, dict)) else value for name, value in values.items()
+    }

@@ -1,164 +1,141 @@
-"""Putting a dialect under the import path of the original, and taking it away again.
-
-Code that says ``from megatron.core import parallel_state`` then gets the dialect, whether or not the original is
-installed.
-"""
+"""``install()`` of a dialect: the original answers from our meshes, or where it is not installed, ours in its place."""
 
 from __future__ import annotations
 
 import sys
-import warnings
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from namedmesh.compat.errors import ContractRuntimeError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-__all__ = ["Replacement"]
+    from namedmesh.compat.binding import Binding
+
+__all__ = ["Original"]
 
 _ABSENT = object()
 
 
-class Replacement:
-    """Modules that stand in for those of another package.
+class Original:
+    """The original of a dialect, which is installed on this machine or not.
 
     Args:
-        package: the package that the replaced modules are in, such as ``"megatron.core"``.
-        modules: what stands in for what: the replaced module's name, and ours.
-        without: further ones, for machines on which the package is not installed.
+        module: its module with the variables, such as ``"megatron.core.parallel_state"``.
+        binding: what fills them; None where the original keeps none.
+        replace: returns what takes the place of its functions and classes, by the module and the name. It is given
+            the imported module, and raises where that is not one that was compared. None where ours always stands in.
+        stand_ins: where it is not installed: the module of ours that is found under each of its names.
     """
 
     def __init__(
-        self, package: str, modules: Mapping[str, str], without: Mapping[str, str] | None = None
+        self,
+        module: str,
+        binding: Binding | None,
+        replace: Callable[[Any], Mapping[tuple[str, str], object]] | None,
+        stand_ins: Mapping[str, str],
     ) -> None:
-        self.package = package
-        self.modules = dict(modules)
-        self.without = dict(without or {})
+        self.module, self.binding, self.replace, self.stand_ins = module, binding, replace, dict(stand_ins)
         self.installed = False
-        self._before: dict[str, ModuleType] = {}
-        self._attributes: list[tuple[ModuleType, str, object]] = []
+        self._undo: list[Callable[[], object]] = []
 
     def install(self) -> None:
-        """Let imports of the replaced modules find ours; a second call does nothing.
+        """Let the original answer from our meshes; a second call does nothing.
 
-        Warns:
-            UserWarning: modules of the package were imported before, and keep what they imported.
+        Where it is installed it is imported, its variables are filled, and its functions that make groups are ours, also
+        in modules that imported them before. Where it is not, our modules are found under its names.
+
+        Raises:
+            ContractRuntimeError: a release that was not compared.
         """
         if self.installed:
             return
-        self._before = self._loaded()
-        late = self._holders()
-        stand_ins = {name: import_module(ours) for name, ours in self.modules.items()}
-        self.installed = True
-        sys.modules.update(stand_ins)
         try:
-            present = self._import_package()
+            if self.replace is not None and _is_installed(self.module):
+                module = import_module(self.module)
+                self._take_over(module, self.replace(module))
+            else:
+                self._stand_in()
         except BaseException:
             self.uninstall()
             raise
-        if not present:
-            self._make_packages()
-            stand_ins = {name: import_module(ours) for name, ours in self.without.items()} | stand_ins
-        for name, module in stand_ins.items():
-            sys.modules[name] = module
-            self._set_on_parent(name, module)
-        if late:
-            warnings.warn(
-                f"{', '.join(late)} {'was' if len(late) == 1 else 'were'} imported before install() and "
-                f"{'keeps' if len(late) == 1 else 'keep'} the original of {', '.join(self.modules)}; "
-                f"call install() before the first import of {self.package}",
-                stacklevel=3,
-            )
+        self.installed = True
 
     def uninstall(self) -> None:
-        """Put everything back: what was imported in between is forgotten, so that it is imported anew."""
-        if not self.installed:
-            return
-        for name, module in self._loaded().items():
-            if self._before.get(name) is not module:
-                del sys.modules[name]
-                parent, _, child = name.rpartition(".")
-                holder = sys.modules.get(parent)
-                if holder is not None and vars(holder).get(child) is module:
-                    delattr(holder, child)
-        sys.modules.update(self._before)
-        for holder, child, value in reversed(self._attributes):
-            if value is not _ABSENT:
-                setattr(holder, child, value)
-            elif child in vars(holder):
-                delattr(holder, child)
-        self._attributes.clear()
-        self._before = {}
+        """Put everything back."""
+        while self._undo:
+            self._undo.pop()()
         self.installed = False
 
-    def _loaded(self) -> dict[str, ModuleType]:
-        """Return what is imported of the package and of what it is in."""
-        top = self.package.partition(".")[0]
-        return {
-            name: module for name, module in sys.modules.items() if name == top or name.startswith(f"{top}.")
-        }
+    def _take_over(self, module: ModuleType, replaced: Mapping[tuple[str, str], object]) -> None:
+        for (place, name), ours in replaced.items():
+            original = getattr(import_module(place), name)
+            for holder in list(sys.modules.values()):
+                for known, value in list(getattr(holder, "__dict__", {}).items()):
+                    if value is original:
+                        self._set(holder, known, ours)
+        if self.binding is not None:
+            self.binding.add_module(module)
+            self._undo.append(partial(self.binding.remove_module, module))
 
-    def _holders(self) -> list[str]:
-        """Return the imported modules of the package that hold a replaced module, or something out of it."""
-        originals = [self._before[name] for name in self.modules if name in self._before]
-        names = {original.__name__ for original in originals}
-        return sorted(
-            name
-            for name, module in self._before.items()
-            if name not in self.modules
-            and any(
-                value in originals if isinstance(value, ModuleType) else _home(value) in names
-                for value in list(vars(module).values())
-            )
-        )
+    def _stand_in(self) -> None:
+        stand_ins = {name: import_module(ours) for name, ours in self.stand_ins.items()}
+        before = dict(sys.modules)
+        top = self.module.partition(".")[0]
+        self._undo.append(lambda: _forget_since(before, top))
+        sys.modules.update(stand_ins)  # the packages around them may import them
+        for name, module in stand_ins.items():
+            parts = name.split(".")
+            packages = [".".join(parts[:depth]) for depth in range(1, len(parts))]
+            for package in packages:
+                self._make_package(package)
+            self._set(sys.modules[packages[-1]], parts[-1], module)
 
-    def _import_package(self) -> bool:
-        """Import the package, which finds the stand-ins in its place; whether it is installed.
-
-        Now and not on demand: an import of a stand-in by its full name finds it at once, and then nobody
-        imports the packages that it is in.
-        """
-        try:
-            import_module(self.package)
-        except ModuleNotFoundError as error:
-            if error.name is not None and f"{self.package}.".startswith(f"{error.name}."):
-                return False
-            raise
-        return True
-
-    def _make_packages(self) -> None:
-        """Make empty packages on the way to the replaced modules."""
-        parts = self.package.split(".")
-        for depth in range(1, len(parts) + 1):
-            name = ".".join(parts[:depth])
-            if name not in sys.modules and _exists(name):
-                import_module(name)
-            if name in sys.modules:
-                continue
-            package = ModuleType(name, f"Stands in for {name}, which is not installed.")
-            package.__path__ = []
-            sys.modules[name] = package
-            self._set_on_parent(name, package)
-
-    def _set_on_parent(self, name: str, module: ModuleType) -> None:
+    def _make_package(self, name: str) -> None:
+        """Make an empty package, unless there is one."""
+        if name in sys.modules or _is_installed(name):
+            import_module(name)
+            return
+        package = ModuleType(name, f"Stands in for {name}, which is not installed.")
+        package.__path__ = []
+        sys.modules[name] = package
         parent, _, child = name.rpartition(".")
-        holder = sys.modules.get(parent)
-        if holder is not None:
-            self._attributes.append((holder, child, vars(holder).get(child, _ABSENT)))
-            setattr(holder, child, module)
+        if parent:
+            self._set(sys.modules[parent], child, package)
+
+    def _set(self, holder: ModuleType, name: str, value: object) -> None:
+        before = vars(holder).get(name, _ABSENT)
+        vars(holder)[name] = value
+        if before is _ABSENT:
+            self._undo.append(lambda: vars(holder).pop(name, None))
+        else:
+            self._undo.append(lambda: vars(holder).update({name: before}))
 
 
-def _exists(name: str) -> bool:
-    """Return whether a package can be imported; its parents are, to find out."""
-    if name in sys.modules:
-        return True
+def _forget_since(before: Mapping[str, ModuleType], top: str) -> None:
+    """Forget the modules of a package that were imported since, and find the former ones again."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == top]:
+        if name in before:
+            sys.modules[name] = before[name]
+        else:
+            del sys.modules[name]
+
+
+def refuse_release(package: str, found: str, compared: str) -> ContractRuntimeError:
+    """Return the error for a release of an original that was not compared with."""
+    return ContractRuntimeError(
+        f"{package} {found} is imported, and namedmesh was compared with {compared} only; install one of those, or "
+        f"import the dialect as namedmesh.compat... without install()"
+    )
+
+
+def _is_installed(name: str) -> bool:
+    """Return whether a module can be imported; the packages around it are, to find out."""
     try:
-        return find_spec(name) is not None
+        return name in sys.modules or find_spec(name) is not None
     except ModuleNotFoundError:  # the package around it is missing
         return False
-
-
-def _home(value: object) -> object:
-    return getattr(value, "__module__", None)

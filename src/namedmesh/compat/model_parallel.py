@@ -1,7 +1,7 @@
 """What the dialects with one group for each of tp, pp, cp and dp share: fairscale's and ezpz's.
 
-Their ranks are laid out as (dp, pp, cp, tp), tp fastest. A dialect is one :class:`ModelParallel`, and functions of
-its own names that read the slots of its state.
+Their ranks are laid out as (dp, pp, cp, tp), tp fastest. A dialect is a module with variables, whose accessors read
+them, and one :class:`ModelParallel`, which fills them.
 """
 
 from __future__ import annotations
@@ -9,18 +9,17 @@ from __future__ import annotations
 import warnings
 from contextlib import ExitStack
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
 from namedmesh._torch import backward_pass
-from namedmesh.compat.axis_map import DENSE_AXES, AxisMap, axis_groups
-from namedmesh.compat.binding import Bindings, Bound, LegacyState, ask_group, require_default_group
+from namedmesh.compat.axis_map import AxisMap, axis_groups
+from namedmesh.compat.binding import Binding, Bound, require_default_group
 from namedmesh.compat.errors import ContractError
-from namedmesh.dialects import DIALECTS
-from namedmesh.errors import MeshError
+from namedmesh.dialects import DIALECTS, variables_of
 from namedmesh.groups import GroupPool
 from namedmesh.init import create_root_mesh, version_fields
 from namedmesh.launch import default_group_device
@@ -31,81 +30,40 @@ from namedmesh.options import GroupOptions
 from namedmesh.tensor_parallel.collectives import RankGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from datetime import timedelta
+    from types import ModuleType
 
     from namedmesh.making import GroupMaker
 
-__all__ = ["AxisState", "ModelParallel"]
+__all__ = ["ModelParallel"]
 
 T = TypeVar("T")
 
-_ORDER = DIALECTS["fairscale"].axes
-_WORDS = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data"}
-_DESCRIBED = {
-    "group": "the {} group",
-    "ranks": "the list of {} ranks",
-    "size": "the size of the {} group",
-    "rank": "the rank in the {} group",
-}
-
-
-class AxisState(LegacyState):
-    """For each axis this rank's group, the ranks in it, their number, and the index of this rank.
-
-    Attributes:
-        peers: the tensor-parallel ranks, as the layers want them.
-    """
-
-    slots = (*(f"{axis}_{answer}" for axis in DENSE_AXES for answer in _DESCRIBED), "peers")
-    __slots__ = slots
-
-    tp_group: dist.ProcessGroup | None
-    pp_group: dist.ProcessGroup | None
-    cp_group: dist.ProcessGroup | None
-    dp_group: dist.ProcessGroup | None
-    tp_size: int | None
-    tp_rank: int | None
-    peers: RankGroup | None
-
-    def update(self) -> None:
-        """Compute sizes and ranks from the groups, also from groups that were assigned by hand."""
-        for axis in DENSE_AXES:
-            group = getattr(self, f"{axis}_group")
-            for answer in ("size", "rank"):
-                setattr(self, f"{axis}_{answer}", ask_group(group, answer))
-        # A stand-in that was assigned by hand may have neither.
-        known = self.tp_size is not None and self.tp_rank is not None
-        self.peers = RankGroup(self.tp_group) if known else None
-
-    def touched(self) -> bool:
-        """Return whether there is a group, or ranks, of a mesh or set by hand."""
-        filled = [slot for slot in self.slots if slot.endswith(("_group", "_ranks"))]
-        return any(getattr(self, slot) is not None for slot in filled)
-
 
 class ModelParallel:
-    """One dialect: its state, and the mesh behind it.
+    """One dialect: the variables of its module, and the mesh behind them.
 
     Args:
-        name: whose API it is, for messages.
-        module: the module of namedmesh that it is.
+        name: whose API it is.
         function: the name of its initialize function.
         sizes: the name of the argument for the size of tp, pp and cp.
-        tensor: what it calls tensor parallelism.
     """
 
-    def __init__(
-        self, name: str, module: str, function: str, sizes: Mapping[str, str], *, tensor: str = "tensor"
-    ) -> None:
-        self.name = name
-        self.module = module
-        self.function = function
-        self.sizes = dict(sizes)
-        self.words = {**_WORDS, "tp": tensor}
-        self.state = AxisState()
-        self.bindings = Bindings(self.state)
-        self._used: WeakSet[RankGroup] = WeakSet()  # the state keeps them, for as long as their mesh is open
+    def __init__(self, name: str, function: str, sizes: Mapping[str, str]) -> None:
+        self.name, self.function, self.sizes = name, function, dict(sizes)
+        self.place = f"namedmesh.compat.{name}"
+        self._rows = DIALECTS[name].kinds
+        self._of_tp = next(row.variable for row in self._rows if row.axes == ("tp",))
+        variables = [*variables_of(self._rows), "_rank_group"]
+        self.binding = Binding(f"{name}'s model parallelism", function, f"{self.place}.bind", variables)
+        self._module: Any = None
+        self._used: WeakSet[RankGroup] = WeakSet()  # the module keeps them, for as long as their mesh is open
+
+    def fill(self, module: ModuleType) -> None:
+        """Let a module of namedmesh have the variables; its name is that of the original's."""
+        self._module = module
+        self.binding.add_module(module)
 
     def bind(self, mesh: NamedMesh) -> Bound:
         """Answer from a mesh that exists; communicates the first time.
@@ -117,8 +75,8 @@ class ModelParallel:
                 order; one that it lacks is of size 1.
 
         Returns:
-            A handle: in ``with bind(mesh):`` the binding ends with the block. Otherwise it lasts until the next
-            one, :meth:`unbind`, or the mesh's end.
+            A handle: in ``with bind(mesh):`` the mesh is selected, and the binding ends with the block. Otherwise it
+            lasts until the next one, :meth:`unbind`, or the mesh's end.
 
         Raises:
             LayoutError: the mesh has axes that the dialect has no group for.
@@ -135,38 +93,29 @@ class ModelParallel:
             >>> mesh.close()
             >>> dist.destroy_process_group()
         """
-        bound = self.bindings.rebind(mesh, ())
+        bound = self.binding.rebind(mesh, ())
         if bound is not None:
             return bound
         with mesh.agreed(f"{self.name}.bind") as maker:
             AxisMap.from_layout(mesh.layout, self.name)
             maker.compare({"layout": repr(mesh.layout)})
             groups = self._groups(mesh, maker)
-        return self.bindings.fill(mesh, (), groups, owned=False)
+        return self.binding.take(mesh, (), groups)
 
     def unbind(self) -> None:
         """Forget the mesh that is bound; it stays as it is, with its groups."""
-        self.bindings.unbind()
+        self.binding.unbind()
 
     def current_mesh(self) -> NamedMesh:
-        """Return the mesh that the accessors answer from at this moment.
-
-        Raises:
-            MeshError: they answer from none.
-        """
-        mesh = self.state.mesh
-        if mesh is None:
-            raise MeshError(
-                f"{self.name}'s model parallelism is not bound to a mesh; call {self.function}(...) or bind(mesh) first"
-            )
-        return mesh
+        """Return the mesh that the accessors answer from at this moment; MeshError where there is none."""
+        return self.binding.current_mesh()
 
     def destroy(self) -> None:
-        """Forget every answer and whatever was assigned; groups that were made with them are destroyed.
+        """Forget every group and assignment; groups that were made with them are destroyed.
 
         A mesh that was bound with :meth:`bind` stays, with its groups.
         """
-        self.bindings.destroy()
+        self.binding.destroy()
 
     def initialize(
         self,
@@ -187,24 +136,20 @@ class ModelParallel:
         """
         require_default_group()
         world = dist.get_world_size()
-        call = f"{self.name}.{self.function}"
         arguments = {name: repr(sizes[axis]) for axis, name in self.sizes.items()}
         arguments |= {"backends": repr(dict(backends)), "timeout": repr(timeout)}
         pool = GroupPool(defaults=GroupOptions(timeout=timeout))
         with ExitStack() as on_error:
             on_error.callback(pool.close)
-            with agreed(pool, call, range(world)) as maker:
-                if self.state.touched():
-                    raise ContractError(
-                        f"{self.name}'s model parallelism is already initialized, for {self.state.described}; call the "
-                        f"function that destroys it first, or bind another mesh beside it with {self.module}.bind(mesh)"
-                    )
+            with agreed(pool, f"{self.name}.{self.function}", range(world)) as maker:
+                self.binding.refuse_second()
                 fitted = {**sizes, "tp": min(sizes["tp"], world)}
                 self._check(fitted, world)
                 options = {
                     axis: GroupOptions(backend=name) for axis, name in backends.items() if name is not None
                 }
-                layout = Layout(**{axis: fitted.get(axis, -1) for axis in _ORDER}, world_size=world)
+                axes = DIALECTS[self.name].axes
+                layout = Layout(**{axis: fitted.get(axis, -1) for axis in axes}, world_size=world)
                 maker.compare(
                     arguments | version_fields(),
                     [(layout, (axis,), options.get(axis, GroupOptions())) for axis in layout],
@@ -221,7 +166,7 @@ class ModelParallel:
                 on_error.callback(mesh.close)
                 groups = self._groups(mesh, maker)
             on_error.pop_all()
-        self.bindings.fill(mesh, (), groups, owned=True)
+        self.binding.take(mesh, (), groups, owned=True)
 
     def require(self, value: T | None, what: str) -> T:
         """Return a value that is not None.
@@ -229,54 +174,15 @@ class ModelParallel:
         Raises:
             ContractError: it is None; the message says why ``what`` is not there.
         """
-        if value is None:
-            if self.state.mesh is not None:
-                raise ContractError(f"{what} is not there: it was set to None")
-            raise ContractError(
-                f"{what} is not there: {self.name}'s model parallelism is not initialized; call {self.function}(...), or "
-                f"{self.module}.bind(mesh) with a mesh that exists (once, on every rank)"
-            )
-        return value
-
-    @overload
-    def accessor(self, axis: str, answer: Literal["group"]) -> Callable[[], dist.ProcessGroup]: ...
-    @overload
-    def accessor(self, axis: str, answer: Literal["ranks"]) -> Callable[[], list[int]]: ...
-    @overload
-    def accessor(self, axis: str, answer: Literal["rank", "size"]) -> Callable[[], int]: ...
-    def accessor(self, axis: str, answer: str) -> Callable[[], Any]:
-        """Make an accessor of the dialect.
-
-        Args:
-            axis: the axis of a group.
-            answer: the group of this rank, the global ranks in it, the index of this rank, or the number of ranks.
-
-        Returns:
-            A function without arguments, which raises a ContractError where there is no answer.
-        """
-        state, slot = self.state, f"{axis}_{answer}"
-        what = _DESCRIBED[answer].format(f"{self.words[axis]}-parallel")
-
-        def accessor() -> Any:
-            value = getattr(state, slot)
-            return self.require(value, what) if value is None else value
-
-        accessor.__name__ = f"get_{self.words[axis]}_parallel_{'world_size' if answer == 'size' else answer}"
-        accessor.__doc__ = f"Return {what}."
-        return accessor
-
-    def first_rank(self) -> int:
-        """Return the global rank of the first of the tensor-parallel ranks.
-
-        Raises:
-            ContractError: there are none.
-        """
-        group: object = self.require(self.state.tp_group, "the tensor-parallel group")
-        if isinstance(group, dist.ProcessGroup):
-            return dist.get_process_group_ranks(group)[0]
-        # A stand-in for neighboring ranks, as tensor-parallel ones are in this layout.
-        size = self.require(self.state.tp_size, "the size of the tensor-parallel group")
-        return dist.get_rank() // size * size
+        if value is not None:
+            return value
+        shown = self.binding.shown
+        if shown is not None and self.binding.is_bound(shown):
+            raise ContractError(f"{what} is not there: it was set to None")
+        raise ContractError(
+            f"{what} is not there: {self.name}'s model parallelism is not initialized; call {self.function}(...), or "
+            f"{self.place}.bind(mesh) with a mesh that exists (once, on every rank)"
+        )
 
     def peers(self) -> RankGroup:
         """Return the tensor-parallel ranks of this moment.
@@ -287,18 +193,25 @@ class ModelParallel:
         if backward_pass() >= 0 and len(self._used) == 1:
             (used,) = self._used
             return used
-        peers = self.require(self.state.peers, "the tensor-parallel group")
+        group = self.require(getattr(self._module, self._of_tp), "the tensor-parallel group")
+        peers: RankGroup | None = self._module._rank_group  # noqa: SLF001  a variable of the dialect
+        if peers is None or peers.group is not group:  # a group that was assigned by hand
+            peers = RankGroup(group)
+            self._module._rank_group = peers  # noqa: SLF001
         # Code that was compiled for a forward is what repeats it; and up to torch 2.9 the compiler cannot look into the set.
         if not torch.compiler.is_compiling() and peers not in self._used:
             self._used.add(peers)
         return peers
 
     def _groups(self, mesh: NamedMesh, maker: GroupMaker) -> dict[str, Any]:
-        """Return the groups of the mesh and their ranks, slot by slot."""
+        """Return the value of each variable: the groups of the mesh, and their ranks."""
         values: dict[str, Any] = {}
-        for axis, (group, ranks) in axis_groups(mesh, maker, self.name).items():
-            values |= {f"{axis}_group": group, f"{axis}_ranks": ranks}
-        return values
+        by_axis = axis_groups(mesh, maker, self.name)
+        for row in self._rows:
+            values[row.variable], ranks = by_axis[row.axes[0]]
+            if row.ranks:
+                values[row.ranks] = ranks
+        return values | {"_rank_group": RankGroup(values[self._of_tp])}
 
     def _check(self, sizes: Mapping[str, int], world: int) -> None:
         given = [f"{name}={sizes[axis]}" for axis, name in self.sizes.items()]

@@ -1,10 +1,9 @@
-"""The DeepSpeed dialect: topologies, the pipeline grid, the mpu and ``utils.groups``, over one NamedMesh.
+"""The DeepSpeed dialect: topologies, the pipeline grid, the mpu and DeepSpeed's groups, over one NamedMesh.
 
 Four ways in, for code at different stages of a move:
 
-- *Unchanged code*: :func:`install` puts the dialect under ``deepspeed.runtime.pipe.topology`` and
-  ``deepspeed.utils.groups``, so that DeepSpeed's own pipelines, experts, sequence parallelism and ZeRO++ work on it; call
-  it before the first import of ``deepspeed``. ``groups.bind(mesh)`` then says which mesh they work on.
+- *Unchanged code*: :func:`install` lets DeepSpeed's own pipelines make topologies and grids of ours; :func:`bind` lets
+  its engine, experts, sequence parallelism and ZeRO take their groups from a mesh.
 - *Code that builds topologies*: :class:`ProcessTopology` and its kin. They need no process group and no torch.
 - *Code that builds a grid*: :class:`PipelineParallelGrid`, with the arguments of DeepSpeed's. It makes a mesh, and
   ``grid.mesh`` leads to it; :meth:`PipelineParallelGrid.from_mesh` takes one that exists.
@@ -15,7 +14,6 @@ Importing the package does not import torch: what needs it is loaded when it is 
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +22,11 @@ from namedmesh.compat.deepspeed.process_topology import (
     PipeModelDataParallelTopology,
     ProcessTopology,
 )
-from namedmesh.compat.install import Replacement
+from namedmesh.compat.install import Original
 
 if TYPE_CHECKING:
     from namedmesh.compat.deepspeed.grid import PipelineParallelGrid
+    from namedmesh.compat.deepspeed.groups import bind, unbind
     from namedmesh.compat.deepspeed.model_parallel_unit import ModelParallelUnit, SequenceParallelUnit, mpu
     from namedmesh.compat.deepspeed.parameters import mark_parameters
 
@@ -38,9 +37,11 @@ __all__ = [
     "PipelineParallelGrid",
     "ProcessTopology",
     "SequenceParallelUnit",
+    "bind",
     "install",
     "mark_parameters",
     "mpu",
+    "unbind",
     "uninstall",
 ]
 
@@ -48,33 +49,36 @@ _LAZY = {
     "ModelParallelUnit": "model_parallel_unit",
     "PipelineParallelGrid": "grid",
     "SequenceParallelUnit": "model_parallel_unit",
+    "bind": "groups",
     "mark_parameters": "parameters",
     "mpu": "model_parallel_unit",
+    "unbind": "groups",
 }
 
-_REPLACEMENT = Replacement(
-    "deepspeed",
-    {
-        "deepspeed.runtime.pipe.topology": f"{__name__}.topology",
-        "deepspeed.utils.groups": f"{__name__}.groups",
-    },
-    without=dict.fromkeys(("deepspeed.runtime", "deepspeed.runtime.pipe", "deepspeed.utils"), __name__),
-)
-# What else is replaced: the maker of the mesh for mesh_param, and what it was.
-_MESH_MAKERS = ("deepspeed.comm", "deepspeed.comm.comm")
-_replaced: list[tuple[Any, Any]] = []
+_PLACE = "deepspeed.runtime.pipe.topology"
+
+
+def _replace(module: Any) -> dict[tuple[str, str], object]:
+    """Return our topologies and grid, which take the place of the original's."""
+    ours = import_module(f"{__name__}.topology")
+    names = (
+        "PipeDataParallelTopology",
+        "PipeModelDataParallelTopology",
+        "PipelineParallelGrid",
+        "ProcessTopology",
+    )
+    return {(module.__name__, name): getattr(ours, name) for name in names}
+
+
+_ORIGINAL = Original(_PLACE, None, _replace, {_PLACE: f"{__name__}.topology"})
 
 
 def install() -> None:
-    """Put the dialect under ``deepspeed.runtime.pipe.topology`` and ``deepspeed.utils.groups``.
+    """Let DeepSpeed's pipelines work on our topologies and grids; a second call does nothing.
 
-    DeepSpeed's ``PipelineModule`` then makes grids of ours, and takes topologies of ours; its engine, MoE layers and
-    ZeRO take their groups from a mesh, and ``deepspeed.initialize(mesh_param=...)`` makes its torch mesh on the same
-    groups. Where DeepSpeed is not installed, the packages around the two modules are empty ones. Call it
-    before the first import of ``deepspeed``; a second call does nothing.
-
-    Warns:
-        UserWarning: modules of DeepSpeed were imported before, and keep the original; it names them.
+    Where DeepSpeed is installed, the classes of ``deepspeed.runtime.pipe.topology`` are ours, also where they were
+    imported before: its ``PipelineModule`` makes grids of ours, and takes topologies of ours. Where it is not, the module
+    is this dialect's. Which mesh its engine works on is said by :func:`bind`.
 
     Example, as the first lines of a program::
 
@@ -82,21 +86,12 @@ def install() -> None:
         dialect.install()
         from deepspeed.pipe import PipelineModule      # on our topologies and grids
     """
-    _REPLACEMENT.install()
-    maker = import_module(f"{__name__}.groups").initialize_mesh_device
-    for module in [sys.modules[name] for name in _MESH_MAKERS if name in sys.modules]:
-        original = vars(module).get("initialize_mesh_device")
-        if original not in {None, maker}:
-            _replaced.append((module, original))
-            vars(module)["initialize_mesh_device"] = maker
+    _ORIGINAL.install()
 
 
 def uninstall() -> None:
-    """Undo :func:`install`; modules that were imported in between are forgotten, and imported anew on demand."""
-    while _replaced:
-        module, original = _replaced.pop()
-        vars(module)["initialize_mesh_device"] = original
-    _REPLACEMENT.uninstall()
+    """Undo :func:`install`."""
+    _ORIGINAL.uninstall()
 
 
 def __getattr__(name: str) -> Any:

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 from namedmesh.compat.ezpz import tp
 from namedmesh.compat.ezpz.dialect import DIALECT
-from namedmesh.compat.install import Replacement
+from namedmesh.compat.install import Original
 
 __all__ = ["bind", "current_mesh", "install", "tp", "unbind", "uninstall"]
 
-_REPLACEMENT = Replacement(
-    "ezpz",
+
+# The interface is not published as it is here, so there is no original to fill.
+_ORIGINAL = Original(
+    "ezpz.tp",
+    None,
+    None,
     {f"ezpz.{part}": f"{__name__}.{part}" for part in ("tp", "tp.layers", "tp.mappings", "tp.utils")},
 )
-
 
 bind = DIALECT.bind
 unbind = DIALECT.unbind
@@ -30,16 +33,13 @@ def install() -> None:
 
     Where it is not, the package ``ezpz`` is an empty one. Call it before the first import of ezpz.
 
-    Warns:
-        UserWarning: modules of ezpz were imported before, and keep the original; it names them.
-
     Example, as the first lines of a program::
 
         from namedmesh.compat import ezpz
         ezpz.install()
-        from ezpz.tp.layers import ColumnParallelLinear     # ours
+        from ezpz.tp.layers import ColumnParallelLinear
     """
-    _REPLACEMENT.install()
+    _ORIGINAL.install()
 
 
-uninstall = _REPLACEMENT.uninstall
+uninstall = _ORIGINAL.uninstall

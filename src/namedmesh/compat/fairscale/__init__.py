@@ -1,12 +1,15 @@
 """The fairscale dialect: ``fairscale.nn.model_parallel``, its accessors and its layers, over one NamedMesh.
 
-- *Unchanged code*: :func:`install` puts the dialect under ``fairscale.nn.model_parallel``.
+- *Unchanged code*: :func:`install` lets ``fairscale.nn.model_parallel`` answer from our meshes, or where fairscale is
+  not installed puts the dialect under its import path.
 - *Code that imports the dialect*: ``from namedmesh.compat.fairscale import initialize_model_parallel, layers``.
 - *Code with a mesh*: :func:`bind` lets accessors and layers answer from a mesh that exists, and
   :func:`current_mesh` leads from them back to the mesh; both have the same process groups.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from namedmesh.compat.fairscale import cross_entropy, initialize, layers, mappings, utils
 from namedmesh.compat.fairscale.cross_entropy import vocab_parallel_cross_entropy
@@ -16,7 +19,7 @@ from namedmesh.compat.fairscale.layers import *
 from namedmesh.compat.fairscale.layers import __all__ as _layers
 from namedmesh.compat.fairscale.mappings import *
 from namedmesh.compat.fairscale.mappings import __all__ as _mappings
-from namedmesh.compat.install import Replacement
+from namedmesh.compat.install import Original
 
 __all__ = [  # noqa: PLE0604  lists of names, which ruff does not look into
     *_initialize,
@@ -32,34 +35,47 @@ __all__ = [  # noqa: PLE0604  lists of names, which ruff does not look into
     "vocab_parallel_cross_entropy",
 ]
 
-_ORIGINAL = "fairscale.nn.model_parallel"
-_REPLACEMENT = Replacement(
-    _ORIGINAL,
+_PLACE = "fairscale.nn.model_parallel"
+
+
+def _replace(module: Any) -> dict[tuple[str, str], object]:
+    """Return what takes the place of the original's functions.
+
+    Its own first rank is right only where neighbors share a layer; a mesh that is bound may have another order.
+    """
+    names = ("initialize_model_parallel", "destroy_model_parallel", "get_model_parallel_src_rank")
+    return {(module.__name__, name): getattr(initialize, name) for name in names}
+
+
+_ORIGINAL = Original(
+    f"{_PLACE}.initialize",
+    initialize.DIALECT.binding,
+    _replace,
     {
-        f"{_ORIGINAL}.{part}": f"{__name__}.{part}"
-        for part in ("cross_entropy", "initialize", "layers", "mappings", "utils")
+        _PLACE: __name__,
+        **{
+            f"{_PLACE}.{part}": f"{__name__}.{part}"
+            for part in ("cross_entropy", "initialize", "layers", "mappings", "utils")
+        },
     },
-    without={_ORIGINAL: __name__},
 )
 
 
 def install() -> None:
-    """Put the dialect under ``fairscale.nn.model_parallel``, whether or not fairscale is installed.
+    """Let fairscale answer from our meshes; a second call does nothing.
 
-    Where it is, its modules ``cross_entropy``, ``initialize``, ``layers``, ``mappings`` and ``utils`` are replaced,
-    and the rest of fairscale works on our groups. Where it is not, the packages around them are empty ones. Call it
-    before the first import of fairscale; a second call does nothing.
-
-    Warns:
-        UserWarning: modules of fairscale were imported before, and keep the original; it names them.
+    Where fairscale is installed, the variables of ``fairscale.nn.model_parallel.initialize`` are filled from the mesh
+    that the dialect is bound to, and its own accessors and layers work on our groups; the functions that make and
+    destroy groups are ours, also where they were imported before. Where it is not, ``fairscale.nn.model_parallel`` and
+    its parts are this dialect's modules.
 
     Example, as the first lines of a program::
 
         from namedmesh.compat import fairscale
         fairscale.install()
-        from fairscale.nn.model_parallel.layers import ColumnParallelLinear     # ours
+        from fairscale.nn.model_parallel.layers import ColumnParallelLinear
     """
-    _REPLACEMENT.install()
+    _ORIGINAL.install()
 
 
-uninstall = _REPLACEMENT.uninstall
+uninstall = _ORIGINAL.uninstall

@@ -1,8 +1,8 @@
 """fairscale's ``model_parallel.initialize``: the same names and answers, over the groups of one NamedMesh.
 
 Ranks are laid out as (dp, pp, cp, tp), tp fastest: fairscale's *model* parallelism is tp. Also here are what later
-sources of fairscale have: the context-parallel accessors and the lists of ranks. The original's variables, such as
-``_MODEL_PARALLEL_GROUP``, can be read and assigned; an assignment takes precedence until it is deleted, or the groups are destroyed.
+sources of fairscale have: the context-parallel accessors and the lists of ranks. Like the original it is a module with
+variables, such as ``_MODEL_PARALLEL_GROUP``, which may be read and assigned.
 
 Example:
     >>> import namedmesh, torch.distributed as dist
@@ -18,13 +18,15 @@ Example:
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from namedmesh.compat.binding import make_patchable
 from namedmesh.compat.model_parallel import ModelParallel
-from namedmesh.dialects import DIALECTS, variables_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = [
     "bind",
@@ -50,35 +52,25 @@ __all__ = [
     "unbind",
 ]
 
+_DATA_PARALLEL_GROUP: Any = None
+_PIPELINE_PARALLEL_GROUP: Any = None
+_PIPELINE_PARALLEL_RANKS: Any = None
+_MODEL_PARALLEL_GROUP: Any = None
+_CONTEXT_PARALLEL_GROUP: Any = None
+_CONTEXT_PARALLEL_GROUP_RANKS: Any = None
+_rank_group: Any = None  # the model-parallel ranks, as the layers want them
+
 DIALECT = ModelParallel(
     "fairscale",
-    "namedmesh.compat.fairscale",
     "initialize_model_parallel",
     {"tp": "model_parallel_size_", "pp": "pipeline_length", "cp": "context_parallel_size"},
-    tensor="model",
 )
-_STATE = DIALECT.state
+DIALECT.fill(sys.modules[__name__])
 
 bind = DIALECT.bind
 unbind = DIALECT.unbind
 current_mesh = DIALECT.current_mesh
 destroy_model_parallel = DIALECT.destroy
-get_context_parallel_group = DIALECT.accessor("cp", "group")
-get_context_parallel_rank = DIALECT.accessor("cp", "rank")
-get_context_parallel_ranks = DIALECT.accessor("cp", "ranks")
-get_context_parallel_world_size = DIALECT.accessor("cp", "size")
-get_data_parallel_group = DIALECT.accessor("dp", "group")
-get_data_parallel_rank = DIALECT.accessor("dp", "rank")
-get_data_parallel_world_size = DIALECT.accessor("dp", "size")
-get_model_parallel_group = DIALECT.accessor("tp", "group")
-get_model_parallel_rank = DIALECT.accessor("tp", "rank")
-get_model_parallel_world_size = DIALECT.accessor("tp", "size")
-get_model_parallel_src_rank = DIALECT.first_rank
-get_pipeline_parallel_group = DIALECT.accessor("pp", "group")
-get_pipeline_parallel_ranks = DIALECT.accessor("pp", "ranks")
-
-VARIABLES = variables_of(DIALECTS["fairscale"].kinds)
-"""The original's variables, later sources' included, and the slot that each of them is."""
 
 
 def initialize_model_parallel(
@@ -122,8 +114,87 @@ def initialize_model_parallel(
 
 def model_parallel_is_initialized() -> bool:
     """Return whether there are model-, data- and pipeline-parallel groups."""
-    groups = _STATE.tp_group, _STATE.dp_group, _STATE.pp_group  # no set: torch 2.9's compiler hashes no group
-    return all(group is not None for group in groups)
+    return (
+        _MODEL_PARALLEL_GROUP is not None
+        and _DATA_PARALLEL_GROUP is not None
+        and _PIPELINE_PARALLEL_GROUP is not None
+    )
+
+
+def get_model_parallel_group() -> ProcessGroup:
+    """Return the model-parallel group."""
+    return _MODEL_PARALLEL_GROUP or DIALECT.require(_MODEL_PARALLEL_GROUP, "the model-parallel group")
+
+
+def get_model_parallel_world_size() -> int:
+    """Return the number of ranks in the model-parallel group."""
+    return get_model_parallel_group().size()
+
+
+def get_model_parallel_rank() -> int:
+    """Return the index of this rank in the model-parallel group."""
+    return get_model_parallel_group().rank()
+
+
+def get_data_parallel_group() -> ProcessGroup:
+    """Return the data-parallel group."""
+    return _DATA_PARALLEL_GROUP or DIALECT.require(_DATA_PARALLEL_GROUP, "the data-parallel group")
+
+
+def get_data_parallel_world_size() -> int:
+    """Return the number of ranks in the data-parallel group."""
+    return get_data_parallel_group().size()
+
+
+def get_data_parallel_rank() -> int:
+    """Return the index of this rank in the data-parallel group."""
+    return get_data_parallel_group().rank()
+
+
+def get_context_parallel_group() -> ProcessGroup:
+    """Return the context-parallel group."""
+    return _CONTEXT_PARALLEL_GROUP or DIALECT.require(_CONTEXT_PARALLEL_GROUP, "the context-parallel group")
+
+
+def get_context_parallel_world_size() -> int:
+    """Return the number of ranks in the context-parallel group."""
+    return get_context_parallel_group().size()
+
+
+def get_context_parallel_rank() -> int:
+    """Return the index of this rank in the context-parallel group."""
+    return get_context_parallel_group().rank()
+
+
+def get_context_parallel_ranks() -> list[int]:
+    """Return the list of context-parallel ranks."""
+    return _CONTEXT_PARALLEL_GROUP_RANKS or DIALECT.require(
+        _CONTEXT_PARALLEL_GROUP_RANKS, "the list of context-parallel ranks"
+    )
+
+
+def get_pipeline_parallel_group() -> ProcessGroup:
+    """Return the pipeline-parallel group."""
+    return _PIPELINE_PARALLEL_GROUP or DIALECT.require(
+        _PIPELINE_PARALLEL_GROUP, "the pipeline-parallel group"
+    )
+
+
+def get_pipeline_parallel_ranks() -> list[int]:
+    """Return the list of pipeline-parallel ranks."""
+    return _PIPELINE_PARALLEL_RANKS or DIALECT.require(
+        _PIPELINE_PARALLEL_RANKS, "the list of pipeline-parallel ranks"
+    )
+
+
+def get_model_parallel_src_rank() -> int:
+    """Return the global rank of the first of the model-parallel ranks."""
+    group: object = get_model_parallel_group()
+    if isinstance(group, dist.ProcessGroup):
+        return dist.get_process_group_ranks(group)[0]
+    # A stand-in for neighboring ranks, as model-parallel ones are in this layout.
+    size = get_model_parallel_world_size()
+    return dist.get_rank() // size * size
 
 
 def get_model_parallel_ranks() -> list[int]:
@@ -134,10 +205,3 @@ def get_model_parallel_ranks() -> list[int]:
 def get_data_parallel_ranks() -> list[int]:
     """Return the global ranks of the data-parallel group; the original has no variable for them."""
     return dist.get_process_group_ranks(get_data_parallel_group())
-
-
-make_patchable(__name__, _STATE, VARIABLES)
-
-if TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any: ...

@@ -2,8 +2,8 @@
 
 Three ways in, for code at different stages of a move:
 
-- *Unchanged code*: :func:`install` puts the dialect under ``megatron.core.parallel_state`` and
-  ``megatron.core.mpu``; call it before the first import of ``megatron.core``.
+- *Unchanged code*: :func:`install` lets megatron-core answer from our meshes, or where it is not installed puts the
+  dialect under its import path.
 - *Code that imports the dialect*: ``from namedmesh.compat.megatron import parallel_state``.
 - *Code with a mesh*: :func:`bind` lets the accessors answer from a mesh that exists, and :func:`current_mesh`
   leads from the accessors back to the mesh; both have the same process groups.
@@ -14,9 +14,7 @@ Three ways in, for code at different stages of a move:
 from __future__ import annotations
 
 from namedmesh.compat.binding import Bound
-from namedmesh.compat.install import Replacement
 from namedmesh.compat.megatron import parallel_state, tensor_parallel
-from namedmesh.compat.megatron.hyper_comm_grid import HyperCommGrid
 from namedmesh.compat.megatron.initialize import (
     bind,
     current_mesh,
@@ -24,26 +22,17 @@ from namedmesh.compat.megatron.initialize import (
     initialize_model_parallel,
     unbind,
 )
-from namedmesh.compat.megatron.process_groups_config import (
-    MultiModuleProcessGroupCollection,
-    ProcessGroupCollection,
-    process_groups,
-)
-from namedmesh.compat.megatron.release import select as select_release
+from namedmesh.compat.megatron.original import ORIGINAL, hyper_comm_grid
 
 __all__ = [
     "Bound",
-    "HyperCommGrid",
-    "MultiModuleProcessGroupCollection",
-    "ProcessGroupCollection",
     "bind",
     "current_mesh",
     "destroy_model_parallel",
+    "hyper_comm_grid",
     "initialize_model_parallel",
     "install",
     "parallel_state",
-    "process_groups",
-    "select_release",
     "tensor_parallel",
     "unbind",
     "uninstall",
@@ -52,48 +41,28 @@ __all__ = [
 mpu = parallel_state
 """The short name that much code imports it by."""
 
-_REPLACEMENT = Replacement(
-    "megatron.core",
-    dict.fromkeys(("megatron.core.parallel_state", "megatron.core.mpu"), parallel_state.__name__),
-    without={
-        "megatron.core.tensor_parallel": tensor_parallel.__name__,
-        **{
-            f"megatron.core.tensor_parallel.{part}": f"{tensor_parallel.__name__}.{part}"
-            for part in ("cross_entropy", "layers", "mappings", "utils")
-        },
-        "megatron.core.process_groups_config": f"{__name__}.process_groups_config",
-        "megatron.core.hyper_comm_grid": f"{__name__}.hyper_comm_grid",
-    },
-)
 
+def install() -> None:
+    """Let megatron-core answer from our meshes; a second call does nothing.
 
-def install(version: str | None = None) -> None:
-    """Put the dialect under ``megatron.core.parallel_state`` and ``megatron.core.mpu``.
-
-    Where megatron-core is installed, its own modules then work on our groups. Where it is not, the packages
-    ``megatron`` and ``megatron.core`` are made up, and also have ``tensor_parallel``, ``process_groups_config``
-    and ``hyper_comm_grid``. Call it before the first import of ``megatron.core``; a second call does nothing.
-
-    Args:
-        version: the release to answer as, as for :func:`select_release`; by default the one that is selected.
+    Where it is installed, the variables of ``megatron.core.parallel_state`` are filled from the mesh that the dialect is
+    bound to: its own accessors, layers and process group collections work on our groups, with the signatures of its
+    release. Only ``initialize_model_parallel`` and ``destroy_model_parallel`` are ours, also where they were imported before.
+    Where it is not, ``megatron.core.parallel_state``, ``megatron.core.mpu`` and ``megatron.core.tensor_parallel`` are
+    this dialect's modules.
 
     Raises:
-        ContractError: it is no version.
-
-    Warns:
-        UserWarning: modules of megatron-core were imported before, and keep the original; it names them.
+        ContractRuntimeError: the release of megatron-core is not one of 0.14 to 0.19, which were compared.
 
     Example, as the first lines of a program::
 
         from namedmesh.compat import megatron
         megatron.install()
-        from megatron.core import mpu      # ours
+        from megatron.core import mpu
     """
-    if version is not None:
-        select_release(version)
-    _REPLACEMENT.install()
+    ORIGINAL.install()
 
 
 def uninstall() -> None:
-    """Undo :func:`install`; modules that were imported in between are forgotten, and imported anew on demand."""
-    _REPLACEMENT.uninstall()
+    """Undo :func:`install`."""
+    ORIGINAL.uninstall()

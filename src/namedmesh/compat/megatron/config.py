@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
@@ -66,7 +66,7 @@ class ParallelConfig:
     sharp_enabled_group: str | None = None
     rank_offset: int = 0
     local_world_size: int | None = None
-    create_all_gather_group: bool | None = False
+    create_all_gather_group: bool | None = field(default=False, kw_only=True)
 
     # What follows from the arguments.
 
@@ -87,10 +87,10 @@ class ParallelConfig:
 
     @property
     def stages_with_embeddings(self) -> dict[str, Callable[[list[int]], list[int]]]:
-        """The callbacks that choose the stages that hold embeddings, by the slot of their group."""
+        """The callbacks that choose the stages that hold embeddings, by the name of their group."""
         return {
-            "embedding_group": self.get_embedding_ranks or default_embedding_ranks,
-            "position_embedding_group": self.get_position_embedding_ranks or default_position_embedding_ranks,
+            "embedding": self.get_embedding_ranks or default_embedding_ranks,
+            "position_embedding": self.get_position_embedding_ranks or default_position_embedding_ranks,
         }
 
     @property

@@ -6,21 +6,20 @@ import os
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import wraps
-from inspect import Signature, signature
+from inspect import signature
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch.distributed as dist
 
 from namedmesh.compat.axis_map import AxisMap
-from namedmesh.compat.binding import Bindings, Bound, require_default_group
-from namedmesh.compat.errors import ContractError, ContractTypeError
-from namedmesh.compat.megatron import release
+from namedmesh.compat.binding import Bound, require_default_group
+from namedmesh.compat.errors import ContractTypeError
 from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer
 from namedmesh.compat.megatron.config import BINDABLE, ParallelConfig
 from namedmesh.compat.megatron.groups import axis_options, build_groups, wanted_groups
-from namedmesh.compat.megatron.state import STATE
+from namedmesh.compat.megatron.variables import BINDING
 from namedmesh.dialects import DENSE, EXPERT
-from namedmesh.errors import MeshError, did_you_mean
+from namedmesh.errors import did_you_mean
 from namedmesh.groups import GroupPool
 from namedmesh.init import create_root_mesh, version_fields
 from namedmesh.launch import default_group_device
@@ -33,33 +32,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-_BINDINGS = Bindings(STATE)
 _P = ParamSpec("_P")
-_NEW = {"gtp_remat_size", "expert_gtp_remat_size", "rank_offset", "local_world_size"}
-"""The arguments that releases before 0.19 have at another position, or not at all."""
-
-
-def _signature() -> Signature:
-    """Return the arguments that the selected release has, followed by those of other releases, by name only."""
-    by_name = {"create_all_gather_group"} if release.newest() else _NEW
-    parameters = [
-        parameter.replace(kind=parameter.KEYWORD_ONLY) if parameter.name in by_name else parameter
-        for parameter in signature(ParallelConfig).parameters.values()
-    ]
-    return Signature(sorted(parameters, key=lambda parameter: parameter.kind))
 
 
 def _takes_fields_of(
     _: Callable[_P, ParallelConfig],
 ) -> Callable[[Callable[[ParallelConfig], None]], Callable[_P, None]]:
-    """Let a function of a :class:`ParallelConfig` take its fields as arguments, as the selected release does."""
+    """Let a function of a :class:`ParallelConfig` take its fields as arguments."""
 
     def decorate(function: Callable[[ParallelConfig], None]) -> Callable[_P, None]:
+        arguments = signature(ParallelConfig)
+
         @wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> None:
-            function(ParallelConfig(**signature(call).bind(*args, **kwargs).arguments))
+            function(ParallelConfig(**arguments.bind(*args, **kwargs).arguments))
 
-        release.on_change(lambda: vars(call).update(__signature__=_signature()))
+        vars(call)["__signature__"] = arguments.replace(return_annotation=None)
         return call
 
     return decorate
@@ -110,7 +98,7 @@ def bind(mesh: NamedMesh, **options: Any) -> Bound:
             )
         )
     config = ParallelConfig(**options)
-    bound = _BINDINGS.rebind(mesh, config.beside_sizes)
+    bound = BINDING.rebind(mesh, config.beside_sizes)
     if bound is not None:
         return bound
     with mesh.agreed("megatron.bind") as maker:
@@ -118,28 +106,19 @@ def bind(mesh: NamedMesh, **options: Any) -> Bound:
         config.validate_for_mesh(axis_map)
         maker.compare(config.fields_to_compare(axis_map) | {"views": repr(mesh.views)})
         groups = build_groups(mesh, maker, axis_map, config)
-    return _BINDINGS.fill(mesh, config.beside_sizes, groups, owned=False)
+    return BINDING.take(mesh, config.beside_sizes, groups)
 
 
-unbind = _BINDINGS.unbind
-
-
-def current_mesh() -> NamedMesh:
-    """Return the mesh that the accessors answer from at this moment; raise MeshError where there is none."""
-    mesh = STATE.mesh
-    if mesh is None:
-        raise MeshError(
-            "Megatron's parallel state is not bound to a mesh; call initialize_model_parallel(...) or bind(mesh) first"
-        )
-    return mesh
+unbind = BINDING.unbind
+current_mesh = BINDING.current_mesh
 
 
 @_takes_fields_of(ParallelConfig)
 def initialize_model_parallel(config: ParallelConfig) -> None:  # noqa: D417  the fields of the configuration
     """Make a mesh of Megatron's sizes, with a view of the experts', and bind the accessors to it; communicates.
 
-    Every rank of the world calls it with the same arguments. :func:`current_mesh` returns the mesh. The order
-    of arguments is that of the release that the dialect answers as (:func:`namedmesh.compat.megatron.select_release`).
+    Every rank of the world calls it with the same arguments. :func:`current_mesh` returns the mesh. The order of
+    arguments is that of release 0.19.
 
     Args:
         tensor_model_parallel_size: how many ranks share each layer (tp).
@@ -192,18 +171,14 @@ def initialize_model_parallel(config: ParallelConfig) -> None:  # noqa: D417  th
     ranks = config.ranks(world)
     if dist.get_rank() not in ranks:
         config.validate(world)
-        STATE.memory_buffer = GlobalMemoryBuffer(default_group_device())
+        BINDING.assign("_GLOBAL_MEMORY_BUFFER", GlobalMemoryBuffer(default_group_device()))
         return
     pool = GroupPool(defaults=GroupOptions(timeout=timedelta(minutes=config.distributed_timeout_minutes)))
     with ExitStack() as on_error:
         on_error.callback(pool.close)
         with agreed(pool, "megatron.initialize_model_parallel", ranks) as maker:
             dense, expert = config.validate(world)
-            if STATE.dp_group is not None:
-                raise ContractError(
-                    f"the parallel state is already initialized, for {STATE.described}; call destroy_model_parallel() first, "
-                    "or bind another mesh beside it with namedmesh.compat.megatron.bind(mesh)"
-                )
+            BINDING.refuse_second()
             axis_map = AxisMap.from_layout(dense, "Megatron", {EXPERT: expert})
             options = axis_options(axis_map, config)
             maker.compare(
@@ -219,7 +194,7 @@ def initialize_model_parallel(config: ParallelConfig) -> None:  # noqa: D417  th
             mesh.take_view(EXPERT, view, options[EXPERT])
             groups = build_groups(mesh, maker, axis_map, config)
         on_error.pop_all()
-    _BINDINGS.fill(mesh, config.beside_sizes, groups, owned=True)
+    BINDING.take(mesh, config.beside_sizes, groups, owned=True)
 
 
 def destroy_model_parallel() -> None:
@@ -227,7 +202,7 @@ def destroy_model_parallel() -> None:
 
     A mesh that was bound with :func:`bind` stays, with its groups. Without a state nothing happens.
     """
-    _BINDINGS.destroy()
+    BINDING.destroy()
 
 
 def _prepare_ucc() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from namedmesh.compat.errors import ContractError, ContractKeyError, ContractRuntimeError
-from namedmesh.compat.megatron import release
 from namedmesh.dialects import parse_order
 from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.layout import Layout
@@ -98,9 +97,7 @@ class RankGenerator:
             )
         self.tp, self.ep, self.dp, self.pp, self.cp = tp, ep, dp, pp, cp
         self.rank_offset, self.gtp_remat = rank_offset, gtp_remat
-        self.name_to_size = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp}
-        if release.newest() or gtp_remat != 1:
-            self.name_to_size["gtp_remat"] = gtp_remat
+        self.name_to_size = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "cp": cp, "gtp_remat": gtp_remat}
         tokens = ordered_tokens(order, self.name_to_size)
         self.order = "-".join(tokens)
         self.ordered_size = [self.name_to_size[token] for token in tokens]

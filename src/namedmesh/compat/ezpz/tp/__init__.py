@@ -1,7 +1,7 @@
 """``ezpz.tp``: tensor, pipeline, context and data parallelism by ezpz's names, over the groups of one NamedMesh.
 
-Ranks are laid out as (dp, pp, cp, tp), tp fastest. The variables that clients patch, such as
-``_TENSOR_PARALLEL_GROUP``, can be read and assigned; an assignment takes precedence until it is deleted, or the groups are destroyed.
+Ranks are laid out as (dp, pp, cp, tp), tp fastest. It is a module with variables, such as ``_TENSOR_PARALLEL_GROUP``,
+which clients read and assign.
 
 Example:
     >>> import namedmesh, torch.distributed as dist
@@ -15,10 +15,12 @@ Example:
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
-from namedmesh.compat.binding import make_patchable
-from namedmesh.compat.ezpz.dialect import DIALECT, VARIABLES
+import torch.distributed as dist
+
+from namedmesh.compat.ezpz.dialect import DIALECT
 from namedmesh.compat.ezpz.tp import layers, mappings, utils
 from namedmesh.compat.ezpz.tp.utils import (
     VocabUtility,
@@ -30,6 +32,7 @@ from namedmesh.compat.ezpz.tp.utils import (
 if TYPE_CHECKING:
     from datetime import timedelta
 
+    from torch.distributed import ProcessGroup
 
 __all__ = [
     "VocabUtility",
@@ -61,24 +64,19 @@ __all__ = [
     "utils",
 ]
 
-_STATE = DIALECT.state
+_DATA_PARALLEL_GROUP: Any = None
+_DATA_PARALLEL_RANKS: Any = None
+_PIPELINE_PARALLEL_GROUP: Any = None
+_PIPELINE_PARALLEL_RANKS: Any = None
+_CONTEXT_PARALLEL_GROUP: Any = None
+_CONTEXT_PARALLEL_GROUP_RANKS: Any = None
+_TENSOR_PARALLEL_GROUP: Any = None
+_TENSOR_PARALLEL_RANKS: Any = None
+_rank_group: Any = None  # the tensor-parallel ranks, as the layers want them
+
+DIALECT.fill(sys.modules[__name__])
 
 destroy_tensor_parallel = DIALECT.destroy
-get_context_parallel_group = DIALECT.accessor("cp", "group")
-get_context_parallel_rank = DIALECT.accessor("cp", "rank")
-get_context_parallel_ranks = DIALECT.accessor("cp", "ranks")
-get_context_parallel_world_size = DIALECT.accessor("cp", "size")
-get_data_parallel_group = DIALECT.accessor("dp", "group")
-get_data_parallel_rank = DIALECT.accessor("dp", "rank")
-get_data_parallel_ranks = DIALECT.accessor("dp", "ranks")
-get_data_parallel_world_size = DIALECT.accessor("dp", "size")
-get_pipeline_parallel_group = DIALECT.accessor("pp", "group")
-get_pipeline_parallel_rank = DIALECT.accessor("pp", "rank")
-get_pipeline_parallel_ranks = DIALECT.accessor("pp", "ranks")
-get_pipeline_parallel_world_size = DIALECT.accessor("pp", "size")
-get_tensor_parallel_group = DIALECT.accessor("tp", "group")
-get_tensor_parallel_ranks = DIALECT.accessor("tp", "ranks")
-get_tensor_parallel_src_rank = DIALECT.first_rank
 
 
 def initialize_tensor_parallel(  # noqa: PLR0917  the original's signature
@@ -130,23 +128,107 @@ def initialize_tensor_parallel(  # noqa: PLR0917  the original's signature
 
 def tensor_parallel_is_initialized() -> bool:
     """Return whether there are tensor-, pipeline-, context- and data-parallel groups."""
-    groups = _STATE.tp_group, _STATE.pp_group, _STATE.cp_group, _STATE.dp_group
-    return all(group is not None for group in groups)  # no set: torch 2.9's compiler hashes no group
+    return (
+        _TENSOR_PARALLEL_GROUP is not None
+        and _PIPELINE_PARALLEL_GROUP is not None
+        and _CONTEXT_PARALLEL_GROUP is not None
+        and _DATA_PARALLEL_GROUP is not None
+    )
+
+
+def get_tensor_parallel_group() -> ProcessGroup:
+    """Return the tensor-parallel group."""
+    return _TENSOR_PARALLEL_GROUP or DIALECT.require(_TENSOR_PARALLEL_GROUP, "the tensor-parallel group")
+
+
+def get_tensor_parallel_ranks() -> list[int]:
+    """Return the list of tensor-parallel ranks."""
+    return _TENSOR_PARALLEL_RANKS or DIALECT.require(
+        _TENSOR_PARALLEL_RANKS, "the list of tensor-parallel ranks"
+    )
+
+
+def get_pipeline_parallel_group() -> ProcessGroup:
+    """Return the pipeline-parallel group."""
+    return _PIPELINE_PARALLEL_GROUP or DIALECT.require(
+        _PIPELINE_PARALLEL_GROUP, "the pipeline-parallel group"
+    )
+
+
+def get_pipeline_parallel_ranks() -> list[int]:
+    """Return the list of pipeline-parallel ranks."""
+    return _PIPELINE_PARALLEL_RANKS or DIALECT.require(
+        _PIPELINE_PARALLEL_RANKS, "the list of pipeline-parallel ranks"
+    )
+
+
+def get_pipeline_parallel_world_size() -> int:
+    """Return the number of ranks in the pipeline-parallel group."""
+    return get_pipeline_parallel_group().size()
+
+
+def get_pipeline_parallel_rank() -> int:
+    """Return the index of this rank in the pipeline-parallel group."""
+    return get_pipeline_parallel_group().rank()
+
+
+def get_context_parallel_group() -> ProcessGroup:
+    """Return the context-parallel group."""
+    return _CONTEXT_PARALLEL_GROUP or DIALECT.require(_CONTEXT_PARALLEL_GROUP, "the context-parallel group")
+
+
+def get_context_parallel_ranks() -> list[int]:
+    """Return the list of context-parallel ranks."""
+    return _CONTEXT_PARALLEL_GROUP_RANKS or DIALECT.require(
+        _CONTEXT_PARALLEL_GROUP_RANKS, "the list of context-parallel ranks"
+    )
+
+
+def get_context_parallel_world_size() -> int:
+    """Return the number of ranks in the context-parallel group."""
+    return get_context_parallel_group().size()
+
+
+def get_context_parallel_rank() -> int:
+    """Return the index of this rank in the context-parallel group."""
+    return get_context_parallel_group().rank()
+
+
+def get_data_parallel_group() -> ProcessGroup:
+    """Return the data-parallel group."""
+    return _DATA_PARALLEL_GROUP or DIALECT.require(_DATA_PARALLEL_GROUP, "the data-parallel group")
+
+
+def get_data_parallel_ranks() -> list[int]:
+    """Return the list of data-parallel ranks."""
+    return _DATA_PARALLEL_RANKS or DIALECT.require(_DATA_PARALLEL_RANKS, "the list of data-parallel ranks")
+
+
+def get_data_parallel_world_size() -> int:
+    """Return the number of ranks in the data-parallel group."""
+    return get_data_parallel_group().size()
+
+
+def get_data_parallel_rank() -> int:
+    """Return the index of this rank in the data-parallel group."""
+    return get_data_parallel_group().rank()
 
 
 def get_tensor_parallel_rank() -> int:
-    """Return the index of this rank in the tensor group; 0 before there is one."""
-    return _STATE.tp_rank or 0
+    """Return the index of this rank in the tensor-parallel group; 0 before there is one."""
+    return 0 if _TENSOR_PARALLEL_GROUP is None else _TENSOR_PARALLEL_GROUP.rank()
 
 
 def get_tensor_parallel_world_size() -> int:
-    """Return the number of ranks in the tensor group; 1 before there is one."""
-    size = _STATE.tp_size
-    return 1 if size is None else size
+    """Return the number of ranks in the tensor-parallel group; 1 before there is one."""
+    return 1 if _TENSOR_PARALLEL_GROUP is None else _TENSOR_PARALLEL_GROUP.size()
 
 
-make_patchable(__name__, _STATE, VARIABLES)
-
-if TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any: ...
+def get_tensor_parallel_src_rank() -> int:
+    """Return the global rank of the first of the tensor-parallel ranks."""
+    group: object = get_tensor_parallel_group()
+    if isinstance(group, dist.ProcessGroup):
+        return dist.get_process_group_ranks(group)[0]
+    # A stand-in for neighboring ranks, as tensor-parallel ones are in this layout.
+    size = get_tensor_parallel_world_size()
+    return dist.get_rank() // size * size
