@@ -9,7 +9,7 @@ from pathlib import Path
 
 from namedmesh.errors import listing
 from namedmesh.migrate.report import as_json, as_text
-from namedmesh.migrate.scan import INITIALIZE_NAME, Scan, require_libcst, scan
+from namedmesh.migrate.scan import Scan, require_libcst, scan
 from namedmesh.plan.spec import UsageError
 
 
@@ -69,7 +69,7 @@ def _rewritten(result: Scan, *, write_them: bool) -> Scan:
         sys.stdout.write(f"{file.path}: rewritten; it was {backup}\n")
     if rewriting.files:
         sys.stdout.write("\n")
-    done = {finding for file in rewriting.files for finding in file.done if finding.name != INITIALIZE_NAME}
+    done = {finding for file in rewriting.files for finding in file.done}
     left = tuple(one for one in result.findings if one not in done)
     remarks = (*result.remarks, *rewriting.remarks)
     return replace(result, findings=left, problems=(*result.problems, *rewriting.problems), remarks=remarks)

@@ -33,7 +33,7 @@ _NOT_ADJOINING = f"{_INSTANCES} cuts dp and cp together, which this order keeps 
 
 def _layout_advice(arguments: Arguments) -> Advice:
     """Return the layout that replaces a ``RankGenerator``."""
-    names = sorted(arguments.named.keys() - {"order"}, key=lambda name: name == "rank_offset")
+    names = sorted((name for name in arguments.named if name != "order"), key=lambda name: name == "rank_offset")
     sizes = "".join(f", {name}={ast.unparse(arguments.named[name])}" for name in names)
     return Advice(
         f"namedmesh.Layout.from_order({arguments.source('order')}{sizes})",
@@ -182,6 +182,8 @@ INITIALIZE = Row(
 )
 """The row of ``initialize_model_parallel``."""
 _KNOWN = {*INITIALIZE.signature.names, "gtp_remat_size", "expert_gtp_remat_size"}
+NEWER_ARGUMENTS = frozenset(("gtp_remat_size", "expert_gtp_remat_size", "rank_offset", "local_world_size"))
+"""What newer releases take besides."""
 
 RANK_GENERATOR = Row(
     "RankGenerator(tp, ep, dp, pp, cp, order, rank_offset=0)",

@@ -8,7 +8,6 @@ import re
 import shutil
 import tempfile
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ import libcst as cst
 from libcst import matchers as m
 from libcst.metadata import MetadataWrapper, PositionProvider
 
-from namedmesh.errors import NamedMeshError
+from namedmesh.errors import NamedMeshError, count_of
 from namedmesh.migrate.files import UnreadableError, check_syntax
 from namedmesh.migrate.scan import API, INITIALIZE_NAME, Finding, Problem
 
@@ -67,7 +66,7 @@ class Rewriting:
     """What can be rewritten.
 
     Args:
-        files: the files that change, those that make the groups first.
+        files: the files that change; those that make the groups come first.
         problems: the files that cannot be rewritten.
         remarks: why calls stay that are certain by themselves.
     """
@@ -93,39 +92,42 @@ def is_certain(finding: Finding) -> bool:
 
 
 def rewrite(scan: Scan) -> Rewriting:
-    """Return the files with every certain use replaced, and with the groups made by our dialect instead.
+    """Return the files with every certain use replaced, and with our dialect installed where the groups are made.
 
-    The mesh that the replaced calls ask is the one of the dialect's own ``initialize_model_parallel``, which takes the
-    arguments as they stand and serves the calls that are left. Where a call that makes the groups cannot be replaced,
-    no call of that API is.
+    The mesh that the replaced calls ask is the one that ``initialize_model_parallel`` makes once the dialect is installed;
+    the calls that are left answer from it, too. Where the groups are made in a way that is not certain, no call of that
+    API is replaced.
     """
     remarks = []
     uses: list[Finding] = []
+    installs: dict[str, set[str]] = {}
     for origin, api in API.items():
         certain = [one for one in scan.findings if one.origin == origin and is_certain(one)]
         makers = [one for one in scan.findings if one.origin == origin and one.name == INITIALIZE_NAME]
         stuck = [one for one in makers if not (one.certain and one.end and api.dialect)]
-        if certain and stuck:
+        if not certain:
+            continue
+        if stuck:
             remarks.append(
-                f"{stuck[0].path}:{stuck[0].line} makes the groups of {origin}, and cannot be replaced: {len(certain)} "
-                f"calls that are certain by themselves stay"
+                f"{stuck[0].path}:{stuck[0].line} makes the groups of {origin} in a way that is not certain: "
+                f"{count_of(len(certain), 'call')} that would be replaced otherwise stay"
             )
-        elif certain:
-            uses += certain if api.is_ours else certain + makers
-            if not makers:
-                remarks.append(f"no call of {INITIALIZE_NAME} is here: what uses these files makes the mesh")
+            continue
+        uses += certain
+        for one in makers:
+            installs.setdefault(one.path, set()).add(api.dialect.rpartition(".")[0])
+        if not makers:
+            remarks.append(f"no call of {INITIALIZE_NAME} is here: what uses these files makes the mesh")
     files: list[Rewritten] = []
     problems = []
-    for path, own in groupby(sorted(uses), key=lambda one: one.path):
-        findings = list(own)
+    for path in sorted({one.path for one in uses} | {*installs}, key=lambda path: (path not in installs, path)):
         try:
-            files.append(_rewrite(path, findings))
+            files.append(_rewrite(path, [one for one in uses if one.path == path], installs.get(path, set())))
         except UnreadableError as error:
             problems.append(Problem(path, str(error)))
-            if any(_makes(one) for one in findings):
-                return Rewriting((), tuple(problems), ("nothing is replaced: this file makes the groups",))
-    files.sort(key=lambda file: not any(map(_makes, file.done)))
-    return Rewriting(tuple(files), tuple(problems), tuple(remarks))
+            if path in installs:
+                return Rewriting((), tuple(problems), (f"nothing is replaced: {path} makes the groups",))
+    return Rewriting(tuple(file for file in files if file.after != file.before), tuple(problems), tuple(remarks))
 
 
 def write(file: Rewritten) -> str:
@@ -167,12 +169,8 @@ def _copy_beside(file: Rewritten) -> str:
             return backup
 
 
-def _makes(finding: Finding) -> bool:
-    return finding.name == INITIALIZE_NAME
-
-
-def _rewrite(path: str, findings: Sequence[Finding]) -> Rewritten:
-    """Return one file with some uses replaced.
+def _rewrite(path: str, findings: Sequence[Finding], installs: set[str]) -> Rewritten:
+    """Return one file with some uses replaced, and some dialects installed.
 
     Raises:
         UnreadableError: the file is not what it was, or is no Python afterwards.
@@ -187,17 +185,18 @@ def _rewrite(path: str, findings: Sequence[Finding]) -> Rewritten:
     if m.findall(module, _BINDINGS):
         raise UnreadableError("binds the name 'namedmesh' to something of its own")
     replacer = _Replacer(findings)
-    module = MetadataWrapper(module).visit(replacer)
+    module = MetadataWrapper(module, unsafe_skip_copy=True).visit(replacer)
     if replacer.left:
         raise UnreadableError("was changed while it was read")
-    module = _with_imports(module, {_dialect_of(one) for one in findings if _makes(one)})
+    lines = []
+    for name in sorted(installs):
+        if f"{name}.install()" not in module.code:
+            lines += [f"import {name}", f"{name}.install()"]
+    if findings and not lines and not _imports_namedmesh(module):
+        lines = ["import namedmesh"]
+    module = _with_lines(module, lines)
     check_syntax(module.bytes)
     return Rewritten(path, before, module.bytes, module.encoding, tuple(findings))
-
-
-def _dialect_of(finding: Finding) -> str:
-    """Return our package for an API."""
-    return API[finding.origin].dialect.rpartition(".")[0]
 
 
 class _Replacer(cst.CSTTransformer):
@@ -215,9 +214,6 @@ class _Replacer(cst.CSTTransformer):
         finding = self.left.pop((start, end), None)
         if finding is None:
             return updated_node
-        if _makes(finding):
-            made_by = cst.parse_expression(f"{API[finding.origin].dialect}.{INITIALIZE_NAME}")
-            return updated_node.with_changes(func=made_by)
         new = cst.parse_expression(re.sub(r"\bmesh\.(?=\w)", f"{_MESH}.", finding.replacement))
         if not isinstance(new, (cst.Call, cst.Attribute, cst.Subscript, cst.List, cst.Dict)):
             new = new.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
@@ -226,11 +222,8 @@ class _Replacer(cst.CSTTransformer):
         )
 
 
-def _with_imports(module: cst.Module, dialects: set[str]) -> cst.Module:
-    """Import namedmesh, and install the dialects, before the first statement that may need them."""
-    lines = [statement for name in sorted(dialects) for statement in (f"import {name}", f"{name}.install()")]
-    if not dialects and not _imports_namedmesh(module):
-        lines = ["import namedmesh"]
+def _with_lines(module: cst.Module, lines: Sequence[str]) -> cst.Module:
+    """Insert lines before the first statement that may need what they import."""
     body = list(module.body)
     for number, statement in enumerate(body):
         parts = list(statement.body) if isinstance(statement, cst.SimpleStatementLine) else []

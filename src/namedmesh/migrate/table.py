@@ -73,7 +73,8 @@ def _variables(*, gathered: bool) -> list[Row]:
     """Return the module-level variables of Megatron's groups, with or without gathered weights."""
     rows = {}
     for group in MEGATRON_GROUPS:
-        axes = _PARTS.get(group.variable, ", ".join(f'"{axis}"' for axis in group.axes))
+        named = [f'"{axis}"' for axis in group.axes if gathered or "gtp" not in axis]
+        axes = _PARTS.get(group.variable, ", ".join(named))
         answers = {
             group.variable: f"mesh.group({axes})",
             group.gloo: f"mesh.gloo_group({axes})",

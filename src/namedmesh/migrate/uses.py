@@ -12,8 +12,9 @@ from libcst.metadata import ImportAssignment, MetadataWrapper, PositionProvider,
 
 from namedmesh.errors import did_you_mean
 from namedmesh.migrate.files import Source, key_of
+from namedmesh.migrate.initialize import NEWER_ARGUMENTS
 from namedmesh.migrate.names import Legacy, imported, is_dotted, is_none
-from namedmesh.migrate.rules import Advice, Row, Signature
+from namedmesh.migrate.rules import Advice, Row
 from namedmesh.migrate.scan import INITIALIZE_NAME, Finding, Missing
 from namedmesh.migrate.table import APIS, GPT_NEOX_MPU, MEGATRON
 
@@ -49,24 +50,15 @@ _USUAL_NAMES = ("parallel_state", "mpu")
 _EXPLICIT_SINCE = (0, 13)
 _OBJECT_AND_NAME = 2
 _SETTERS = ("setattr", "delattr", "object")  # the last one of mock.patch
+_LAYERS = "megatron.core.tensor_parallel"
 PROVIDED = frozenset(
     (
-        *("megatron", "megatron.core", *(module for module in MEGATRON.modules if module.startswith("megatron."))),
-        *(
-            "megatron.core.process_groups_config",
-            "megatron.core.hyper_comm_grid",
-            "megatron.core.tensor_parallel",
-        ),
-        *(
-            f"megatron.core.tensor_parallel.{part}"
-            for part in ("cross_entropy", "layers", "mappings", "utils")
-        ),
+        *("megatron", "megatron.core", *MEGATRON.modules, _LAYERS),
+        *(f"{_LAYERS}.{part}" for part in ("cross_entropy", "layers", "mappings", "utils")),
     )
 )
 """What can be imported after ``install()`` where megatron-core is not installed."""
-_ABSENT = frozenset(
-    f"megatron.core.tensor_parallel.{part}" for part in ("data", "random", "inference_layers")
-)
+_ABSENT = frozenset(f"{_LAYERS}.{part}" for part in ("data", "random", "inference_layers"))
 
 
 class Uses(cst.CSTVisitor):
@@ -127,7 +119,7 @@ class Uses(cst.CSTVisitor):
         if not node.relative and node.module:
             module = get_full_name_for_node(node.module) or ""
             named = [dotted for name, dotted in targets.items() if name != "*"]
-            if module == "megatron.core.tensor_parallel":  # its functions are there
+            if module == _LAYERS:  # its functions are there
                 self._check_imports(node, [name for name in named if name in _ABSENT])
             else:
                 self._check_imports(node, named if module in {"megatron", "megatron.core"} else [module])
@@ -306,7 +298,7 @@ class Uses(cst.CSTVisitor):
         given = ", ".join(ast.unparse(argument) for argument in (*written.args, *written.keywords))
         if "ignore_virtual" in row.legacy and legacy.api is MEGATRON and not (given or own):
             doubt = doubt or ("" if self._release >= _EXPLICIT_SINCE else _VIRTUAL)
-        if row.name == INITIALIZE_NAME and own and not _fits(written, own, row.signature):
+        if row.name == INITIALIZE_NAME and own and not {*own.names} <= {*row.signature.names, *NEWER_ARGUMENTS}:
             doubt = doubt or _OWN_PARAMETERS
         if doubt == _BY_NAME:
             advice = replace(advice, notes=(*advice.notes, *_elsewhere(legacy, advice, written)))
@@ -384,16 +376,6 @@ class Uses(cst.CSTVisitor):
                 changes,
             )
         )
-
-
-def _fits(call: ast.Call, own: Signature, ours: Signature) -> bool:
-    """Return whether a call of a function with some parameters means the same to another one."""
-    if own.names == ours.names[: len(own.names)]:
-        return True
-    positional = len(call.args)
-    keywords = {keyword.arg or "**" for keyword in call.keywords}
-    starred = any(isinstance(argument, ast.Starred) for argument in call.args)
-    return not starred and own.names[:positional] == ours.names[:positional] and keywords <= {*ours.names}
 
 
 def _elsewhere(legacy: Legacy, advice: Advice, call: ast.Call) -> Iterator[str]:
