@@ -114,7 +114,7 @@ def rewrite(scan: Scan) -> Rewriting:
             )
             continue
         uses += certain
-        for one in makers:
+        for one in () if api.is_ours else makers:
             installs.setdefault(one.path, set()).add(api.dialect.rpartition(".")[0])
         if not makers:
             remarks.append(f"no call of {INITIALIZE_NAME} is here: what uses these files makes the mesh")

@@ -31,7 +31,6 @@ _ASSIGNED = (
     "of its own, adopted with NamedMesh.from_groups({'tp': group, ...})"
 )
 _REFERENCE = "passed on, not called: arguments that are given where it is called can ask for another group"
-_STAR = "it came with 'import *'"
 _BY_STRING = "passed on as a string: what is done with it is not known here"
 _COMPUTED = "which name it is, is known only when it runs"
 _IN_FSTRING = (
@@ -258,8 +257,10 @@ class Uses(cst.CSTVisitor):
         """Return the dotted names that a name is bound to in its scope."""
         assignments = scope[name] if scope is not None else ()
         if not assignments:
-            found = (f"{star}.{name}" for star in self._stars if not name.startswith("_"))
-            return {one for one in found if self._names.meanings(one) - {None}} or {None}
+            if name.startswith("_"):
+                return {None}
+            found = [f"{star}.{name}" for star in self._stars]
+            return {one for one in found if any(map(_has_row, self._names.meanings(one)))} or {None}
         dotted: set[str | None] = set()
         for assignment in assignments:
             if isinstance(assignment, ImportAssignment):
@@ -376,6 +377,10 @@ class Uses(cst.CSTVisitor):
                 changes,
             )
         )
+
+
+def _has_row(legacy: Legacy | None) -> bool:
+    return legacy is not None and legacy.name in legacy.api.table
 
 
 def _elsewhere(legacy: Legacy, advice: Advice, call: ast.Call) -> Iterator[str]:
