@@ -25,7 +25,9 @@ from namedmesh.migrate.table import SECTIONS
 
 GATHERED = "Weights that are gathered for each use"  # of newer releases
 SEQUENCE = "Sequence parallelism of Megatron-DeepSpeed"
-NAMES = frozenset(row.name for section, rows_ in SECTIONS.items() if section not in {GATHERED, SEQUENCE} for row in rows_)
+NAMES = frozenset(
+    row.name for section, rows_ in SECTIONS.items() if section not in {GATHERED, SEQUENCE} for row in rows_
+)
 NEWER = frozenset(row.name for row in SECTIONS[GATHERED])
 
 EXAMPLES = [
@@ -115,7 +117,9 @@ def test_every_name_of_megatron_has_an_entry(which: str) -> None:
             and not name.startswith("HAVE_")
         }
         assert own - set(TABLE) == set()
-        assert NAMES - own <= ({"logger"} if which == "installed" else NAMES)  # it is no function of the module
+        assert NAMES - own <= (
+            {"logger"} if which == "installed" else NAMES
+        )  # it is no function of the module
         assert {"initialize_model_parallel", "_PIPELINE_GLOBAL_RANKS"} <= own
         assert bool(own & NEWER) == (which == "newest")
 
@@ -202,9 +206,7 @@ def test_arguments_choose_the_replacement(legacy: str, replacement: str) -> None
 def test_flags_that_are_passed_on_are_listed() -> None:
     advice = advise("get_data_parallel_rank(**more)")
     assert advice.replacement == 'mesh.rank("dp")'
-    assert advice.notes == (
-        f"the flags in **more decide: {TABLE['get_data_parallel_rank'].replacement}",
-    )
+    assert advice.notes == (f"the flags in **more decide: {TABLE['get_data_parallel_rank'].replacement}",)
 
 
 def test_an_unchecked_getter_is_distinguished() -> None:

@@ -19,7 +19,9 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--format", choices=("text", "json"), default="text", help="default: %(default)s")
     parser.add_argument(
-        "--megatron", metavar="RELEASE", help="the release of megatron-core that the code runs with, such as 0.13"
+        "--megatron",
+        metavar="RELEASE",
+        help="the release of megatron-core that the code runs with, such as 0.13",
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
@@ -63,7 +65,9 @@ def _rewritten(result: Scan, *, write_them: bool) -> Scan:
         try:
             backup = write(file)
         except RewriteError as error:
-            before = f"rewritten before it: {listing(written)}" if written else "no file was rewritten before it"
+            before = (
+                f"rewritten before it: {listing(written)}" if written else "no file was rewritten before it"
+            )
             raise RewriteError(f"{error}; {before}") from None
         written.append(file.path)
         sys.stdout.write(f"{file.path}: rewritten; it was {backup}\n")

@@ -111,7 +111,9 @@ def module_names(path: Path, roots: Iterable[str | os.PathLike[str]]) -> list[st
         if top.is_relative_to(root) and root.is_dir():
             folders |= {folder for folder in (top, *top.parents) if folder.is_relative_to(root)}
     folders |= {folder.parent for folder in path.parents if folder.name in _PACKAGES}
-    names = (".".join(path.relative_to(folder).with_suffix("").parts) for folder in sorted(folders, reverse=True))
+    names = (
+        ".".join(path.relative_to(folder).with_suffix("").parts) for folder in sorted(folders, reverse=True)
+    )
     return [name.removesuffix(".__init__") for name in names]
 
 

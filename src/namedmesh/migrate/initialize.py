@@ -33,7 +33,9 @@ _NOT_ADJOINING = f"{_INSTANCES} cuts dp and cp together, which this order keeps 
 
 def _layout_advice(arguments: Arguments) -> Advice:
     """Return the layout that replaces a ``RankGenerator``."""
-    names = sorted((name for name in arguments.named if name != "order"), key=lambda name: name == "rank_offset")
+    names = sorted(
+        (name for name in arguments.named if name != "order"), key=lambda name: name == "rank_offset"
+    )
     sizes = "".join(f", {name}={ast.unparse(arguments.named[name])}" for name in names)
     return Advice(
         f"namedmesh.Layout.from_order({arguments.source('order')}{sizes})",

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
 
+from namedmesh.migrate.apis import APIS, GPT_NEOX_MPU, MEGATRON, Api
 from namedmesh.migrate.files import UnreadableError, check_syntax, key_of, module_names, read
 from namedmesh.migrate.rules import Signature
-from namedmesh.migrate.table import APIS, GPT_NEOX_MPU, MEGATRON, Api
 
 if TYPE_CHECKING:
     import os
@@ -54,7 +54,9 @@ def imported(node: cst.Import | cst.ImportFrom, key: str, *, is_package: bool) -
     if isinstance(node, cst.Import):
         for alias in node.names:
             dotted = alias.evaluated_name
-            yield (alias.evaluated_alias, dotted) if alias.evaluated_alias else (dotted.partition(".")[0],) * 2
+            yield (
+                (alias.evaluated_alias, dotted) if alias.evaluated_alias else (dotted.partition(".")[0],) * 2
+            )
         return
     module = get_full_name_for_node(node.module) or "" if node.module else ""
     if node.relative:
@@ -77,37 +79,33 @@ class _ExportsVisitor(cst.CSTVisitor):
     def _bind(self, name: str, dotted: str | None) -> None:
         self.exports.names.setdefault(name, []).append(dotted)
 
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
-        self._bind(node.name.value, None)
-        parameters = self._module.code_for_node(node.params)  # may end in a comment
-        self.exports.functions[node.name.value] = f"{node.name.value}({parameters}\n)"
-        return False
-
-    def visit_ClassDef(self, node: cst.ClassDef) -> bool:
-        self._bind(node.name.value, None)
-        return False
-
-    def visit_Import(self, node: cst.Import) -> bool:
-        for name, dotted in imported(node, self._key, is_package=self._is_package):
-            self._bind(name, dotted)
-        return False
-
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
-        for name, dotted in imported(node, self._key, is_package=self._is_package):
-            if name == "*":
-                self.exports.stars.append(dotted)
-            else:
-                self._bind(name, dotted)
-        return False
-
-    def visit_Assign(self, node: cst.Assign) -> bool:
-        dotted = get_full_name_for_node(node.value) if is_dotted(node.value) else None
-        for target in node.targets:
-            name = target.target
-            if isinstance(name, cst.Name) and not is_none(node.value):
-                own = dotted and dotted != name.value
-                self._bind(name.value, f"{self._key}.{dotted}" if own else None)
-        return False
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        """Note what a statement binds; functions and classes have scopes of their own."""
+        match node:
+            case cst.FunctionDef():
+                parameters = self._module.code_for_node(node.params)  # may end in a comment
+                self.exports.functions[node.name.value] = f"{node.name.value}({parameters}\n)"
+                self._bind(node.name.value, None)
+                return False
+            case cst.ClassDef():
+                self._bind(node.name.value, None)
+                return False
+            case cst.Import() | cst.ImportFrom():
+                for name, dotted in imported(node, self._key, is_package=self._is_package):
+                    if name == "*":
+                        self.exports.stars.append(dotted)
+                    else:
+                        self._bind(name, dotted)
+                return False
+            case cst.Assign() if not is_none(node.value):
+                dotted_value = get_full_name_for_node(node.value) if is_dotted(node.value) else None
+                for target in node.targets:
+                    own = dotted_value and dotted_value != get_full_name_for_node(target.target)
+                    if isinstance(target.target, cst.Name):
+                        self._bind(target.target.value, f"{self._key}.{dotted_value}" if own else None)
+                return False
+            case _:
+                return True
 
 
 def is_dotted(node: cst.BaseExpression) -> bool:
@@ -175,11 +173,12 @@ class Names:
         return {None}
 
     def _direct(self, dotted: str) -> set[Legacy | None] | None:
-        """Return what a name is by the import path of an API; None if it is none of these."""
+        """Return what a name is by the import path of an API, or by a folder of that name; None if it is neither."""
         for api in APIS:
             for module in (*api.modules, *api.packages):
-                if f"{dotted}.".startswith(f"{module}."):
-                    name = dotted[len(module) + 1 :]
+                before, found, name = f".{dotted}.".partition(f".{module}.")
+                if found and (not before or before.startswith("./")):
+                    name = name.removesuffix(".")
                     if module in api.modules or name in api.table or not name:
                         return {Legacy(self._spoken(api), name)}
         return None
@@ -212,7 +211,11 @@ class Names:
 
     def definition(self, api: Api, name: str) -> Signature | None:
         """Return the parameters of a legacy function where the code base defines it itself, once."""
-        paths = [path for path, own in self._apis.items() if self._spoken(own) is api and name in self.exports(path).functions]
+        paths = [
+            path
+            for path, own in self._apis.items()
+            if self._spoken(own) is api and name in self.exports(path).functions
+        ]
         return Signature.read(self.exports(paths[0]).functions[name]) if len(paths) == 1 else None
 
     def defines(self, api: Api) -> bool:

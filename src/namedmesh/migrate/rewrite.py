@@ -29,7 +29,7 @@ _NAME = m.Name("namedmesh")
 _BINDINGS = m.AssignTarget(target=_NAME) | m.Param(name=_NAME) | m.AsName(name=_NAME)
 
 
-class RewriteError(NamedMeshError, OSError):
+class RewriteError(NamedMeshError, RuntimeError):
     """A file could not be written, or was changed by somebody else in between."""
 
 
@@ -53,9 +53,8 @@ class Rewritten:
 
     def diff(self) -> str:
         """Return the difference as ``patch`` takes it."""
-        before, after = (side.decode(self.encoding).split("\n") for side in (self.before, self.after))
-        ended = [[f"{line}\n" for line in side[:-1]] + side[-1:] for side in (before, after)]
-        lines = difflib.unified_diff(*([line for line in side if line] for side in ended), f"a/{self.path}", f"b/{self.path}")
+        before, after = (_lines(side.decode(self.encoding)) for side in (self.before, self.after))
+        lines = difflib.unified_diff(before, after, f"a/{self.path}", f"b/{self.path}")
         return "".join(
             line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
         )
@@ -74,6 +73,11 @@ class Rewriting:
     files: tuple[Rewritten, ...]
     problems: tuple[Problem, ...] = ()
     remarks: tuple[str, ...] = ()
+
+
+def _lines(text: str) -> list[str]:
+    """Return the lines with their ends, where Python and ``patch`` see them."""
+    return [f"{line}\n" for line in text.split("\n")[:-1]] + [line for line in text.split("\n")[-1:] if line]
 
 
 def is_certain(finding: Finding) -> bool:
@@ -120,14 +124,18 @@ def rewrite(scan: Scan) -> Rewriting:
             remarks.append(f"no call of {INITIALIZE_NAME} is here: what uses these files makes the mesh")
     files: list[Rewritten] = []
     problems = []
-    for path in sorted({one.path for one in uses} | {*installs}, key=lambda path: (path not in installs, path)):
+    for path in sorted(
+        {one.path for one in uses} | {*installs}, key=lambda path: (path not in installs, path)
+    ):
         try:
             files.append(_rewrite(path, [one for one in uses if one.path == path], installs.get(path, set())))
-        except UnreadableError as error:
+        except UnreadableError as error:  # noqa: PERF203  the other files are rewritten
             problems.append(Problem(path, str(error)))
             if path in installs:
                 return Rewriting((), tuple(problems), (f"nothing is replaced: {path} makes the groups",))
-    return Rewriting(tuple(file for file in files if file.after != file.before), tuple(problems), tuple(remarks))
+    return Rewriting(
+        tuple(file for file in files if file.after != file.before), tuple(problems), tuple(remarks)
+    )
 
 
 def write(file: Rewritten) -> str:
@@ -137,22 +145,21 @@ def write(file: Rewritten) -> str:
         RewriteError: one of them cannot be written, or the file is not what was read; it is as it was.
     """
     path = Path(os.path.realpath(file.path))
-    new = None
+    made: list[str] = []
     try:
         if path.read_bytes() != file.before:
             raise RewriteError(f"{file.path!r} was changed while it was read")
-        backup = _copy_beside(file)
+        made.append(_copy_beside(file))
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as new:
+            made.append(new.name)
             new.write(file.after)
         shutil.copymode(path, new.name)
         Path(new.name).replace(path)
     except OSError as error:
-        if new is not None:
-            Path(new.name).unlink(missing_ok=True)
-        if isinstance(error, RewriteError):
-            raise
+        for name in made:
+            Path(name).unlink(missing_ok=True)
         raise RewriteError(f"{file.path!r} cannot be rewritten: {error.strerror}") from None
-    return backup
+    return made[0]
 
 
 def _copy_beside(file: Rewritten) -> str:
@@ -181,7 +188,9 @@ def _rewrite(path: str, findings: Sequence[Finding], installs: set[str]) -> Rewr
     except cst.ParserSyntaxError:
         raise UnreadableError("was changed while it was read") from None
     if module.bytes != before:
-        raise UnreadableError("LibCST does not write it back unchanged, because of a form feed or its line ends")
+        raise UnreadableError(
+            "LibCST does not write it back unchanged, because of a form feed or its line ends"
+        )
     if m.findall(module, _BINDINGS):
         raise UnreadableError("binds the name 'namedmesh' to something of its own")
     replacer = _Replacer(findings)
@@ -208,7 +217,9 @@ class _Replacer(cst.CSTTransformer):
         super().__init__()
         self.left = {((one.line, one.column), one.end): one for one in findings}
 
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
+    def leave_Call(  # noqa: N802  the visitor's own spelling
+        self, original_node: cst.Call, updated_node: cst.Call
+    ) -> cst.BaseExpression:
         place = self.get_metadata(PositionProvider, original_node)
         start, end = ((one.line, one.column + 1) for one in (place.start, place.end))
         finding = self.left.pop((start, end), None)
@@ -217,9 +228,7 @@ class _Replacer(cst.CSTTransformer):
         new = cst.parse_expression(re.sub(r"\bmesh\.(?=\w)", f"{_MESH}.", finding.replacement))
         if not isinstance(new, (cst.Call, cst.Attribute, cst.Subscript, cst.List, cst.Dict)):
             new = new.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
-        return new.with_changes(
-            lpar=[*updated_node.lpar, *new.lpar], rpar=[*new.rpar, *updated_node.rpar]
-        )
+        return new.with_changes(lpar=[*updated_node.lpar, *new.lpar], rpar=[*new.rpar, *updated_node.rpar])
 
 
 def _with_lines(module: cst.Module, lines: Sequence[str]) -> cst.Module:
@@ -230,11 +239,12 @@ def _with_lines(module: cst.Module, lines: Sequence[str]) -> cst.Module:
         kept = sum(1 for _ in _leading(parts, is_first=number == 0))
         if parts and kept == len(parts):
             continue
+        new = cst.parse_module("".join(f"{line}\n" for line in lines)).body
         if kept:  # code on the line of the docstring
-            first = [cst.parse_statement(line).body[0] for line in lines]  # type: ignore[union-attr]
-            body[number] = statement.with_changes(body=[*parts[:kept], *first, *parts[kept:]])
+            inserted = [part for one in new if isinstance(one, cst.SimpleStatementLine) for part in one.body]
+            body[number] = statement.with_changes(body=[*parts[:kept], *inserted, *parts[kept:]])
         else:
-            body[number:number] = [cst.parse_statement(line) for line in lines]  # type: ignore[misc]
+            body[number:number] = new
         return module.with_changes(body=body)
     return module
 
@@ -242,7 +252,11 @@ def _with_lines(module: cst.Module, lines: Sequence[str]) -> cst.Module:
 def _leading(parts: Sequence[cst.BaseSmallStatement], *, is_first: bool) -> Iterator[cst.BaseSmallStatement]:
     """Yield the parts of a line that must stay first: a docstring and imports from ``__future__``."""
     for number, part in enumerate(parts):
-        docstring = is_first and number == 0 and m.matches(part, m.Expr(value=m.SimpleString() | m.ConcatenatedString()))
+        docstring = (
+            is_first
+            and number == 0
+            and m.matches(part, m.Expr(value=m.SimpleString() | m.ConcatenatedString()))
+        )
         if not docstring and not m.matches(part, m.ImportFrom(module=m.Name("__future__"))):
             return
         yield part
@@ -257,6 +271,8 @@ def _imports_namedmesh(module: cst.Module) -> bool:
         for part in statement.body:
             if m.matches(part, wanted):
                 return True
-            if not isinstance(part, (cst.Import, cst.ImportFrom)) and (number or not isinstance(part, cst.Expr)):
+            if not isinstance(part, (cst.Import, cst.ImportFrom)) and (
+                number or not isinstance(part, cst.Expr)
+            ):
                 return False
     return False

@@ -141,7 +141,11 @@ class Signature:
         positional = [*given.posonlyargs, *given.args]
         first = len(positional) - len(given.defaults)
         pairs = [*zip(positional[first:], given.defaults, strict=True)]
-        pairs += [(one, default) for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default]
+        pairs += [
+            (one, default)
+            for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+            if default
+        ]
         return cls(
             tuple(one.arg for one in (*positional, *given.kwonlyargs)),
             {one.arg: ast.unparse(default) for one, default in pairs},
@@ -275,7 +279,9 @@ class Row:
         required = [name for name in signature.names if name not in signature.defaults]
         flags = [", ".join(required)]
         if " if " in self.replacement:
-            flags = [", ".join(f"{name}=True" for name in names) for names in _outcomes(_parsed(self.replacement))]
+            flags = [
+                ", ".join(f"{name}=True" for name in names) for names in _outcomes(_parsed(self.replacement))
+            ]
         return [f"{self.name}({given})" for given in flags]
 
     def advise(self, call: ast.expr | None = None, signature: Signature | None = None) -> Advice:
@@ -298,7 +304,11 @@ class Row:
         if self.note:
             notes.append(self.note)
         open_ones = [name for leaf in leaves for name in _names_in(leaf) if name in self.signature.names]
-        notes += [f"the call gives no {name}: put in a value of your own" for name in open_ones if name not in values]
+        notes += [
+            f"the call gives no {name}: put in a value of your own"
+            for name in open_ones
+            if name not in values
+        ]
         if arguments.rest and " if " in self.replacement:
             notes.append(f"the flags in {arguments.rest} decide: {self.replacement}")
         notes += self._about(arguments)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from namedmesh.errors import NamedMeshError
+from namedmesh.migrate.apis import APIS, FAIRSCALE
 from namedmesh.migrate.files import UnreadableError, check_syntax, python_files, read
 from namedmesh.migrate.rules import axes_of
-from namedmesh.migrate.table import APIS, FAIRSCALE, TABLE
+from namedmesh.migrate.table import TABLE
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
     from namedmesh.migrate.names import Names
 
@@ -232,4 +233,6 @@ def _changed_axes(one: Finding) -> set[str] | None:
     if one.name in {"", INITIALIZE_NAME}:
         return None
     getter = one.name.lower().replace("_mpu_", "get_", 1) if one.name.startswith("_MPU_") else one.name
-    return axes_of(table[getter.replace("set_", "get_", 1) if getter.startswith("set_") else getter].replacement)
+    return axes_of(
+        table[getter.replace("set_", "get_", 1) if getter.startswith("set_") else getter].replacement
+    )

@@ -1,29 +1,29 @@
-"""The migration tables: every name of Megatron's ``parallel_state``, fairscale's and GPT-NeoX's, and the mesh call for it.
+"""The migration table of Megatron: every name of ``parallel_state``, and the mesh call for it.
 
 A row is Python on both sides: a function with its parameters and defaults, and an expression over these parameters.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from namedmesh.dialects import MEGATRON_GROUPS
 from namedmesh.migrate.initialize import INITIALIZE, RANK_GENERATOR
 from namedmesh.migrate.rules import Row
 
 _DEPRECATED = "deprecated in Megatron too"
-_SEVERAL_MESHES = (
+SEVERAL_MESHES = (
     "several meshes can be alive; code that was given none asks namedmesh.current_mesh(), which raises MeshError "
     "where there is none"
 )
 _CLOSES = "it destroys the groups that the mesh made, where Megatron only forgets them"
-_OWN_VARIABLE = "keep the number in a variable of your own"
-_OWN_STAGE = f"{_OWN_VARIABLE} and pass it to what needs it"
-_OVERRIDE = (
+OWN_VARIABLE = "keep the number in a variable of your own"
+_OWN_STAGE = f"{OWN_VARIABLE} and pass it to what needs it"
+OVERRIDE = (
     "it overrides an answer and makes no group: make a second mesh of the sizes wanted (over part of the world with "
     "part=True) and select it with 'with mesh:'"
 )
-_OVERRIDDEN = "an override that set_... assigns, None otherwise; what it overrides is mesh.rank(...) or mesh.size(...)"
+_OVERRIDDEN = (
+    "an override that set_... assigns, None otherwise; what it overrides is mesh.rank(...) or mesh.size(...)"
+)
 _OVERRIDABLE = (
     *("data_parallel", "tensor_model_parallel", "pipeline_model_parallel"),
     *("expert_model_parallel", "expert_tensor_parallel"),
@@ -60,7 +60,7 @@ def _expert_data(method: str) -> str:
     return f'mesh.{method}("edp_shard") if partial_expert_data_parallel else mesh.{method}("edp")'
 
 
-def _axis(name: str, axes: str, *, src: bool = False) -> list[Row]:
+def size_and_rank(name: str, axes: str, *, src: bool = False) -> list[Row]:
     """Return the rows of the size, the rank and, if asked for, the first rank of a group."""
     rows = [
         Row(f"get_{name}_world_size()", f"mesh.size({axes})"),
@@ -71,7 +71,7 @@ def _axis(name: str, axes: str, *, src: bool = False) -> list[Row]:
 
 def _variables(*, gathered: bool) -> list[Row]:
     """Return the module-level variables of Megatron's groups, with or without gathered weights."""
-    rows = {}
+    rows: dict[str, Row] = {}
     for group in MEGATRON_GROUPS:
         named = [f'"{axis}"' for axis in group.axes if gathered or "gtp" not in axis]
         axes = _PARTS.get(group.variable, ", ".join(named))
@@ -81,7 +81,9 @@ def _variables(*, gathered: bool) -> list[Row]:
             group.ranks: f"list(mesh.ranks({axes}))",
         }
         if ("gtp" in group.name) == gathered:
-            rows |= {name: _SPECIAL.get(name) or Row(name, answer) for name, answer in answers.items() if name}
+            rows |= {
+                name: _SPECIAL.get(name) or Row(name, answer) for name, answer in answers.items() if name
+            }
     return list(rows.values())
 
 
@@ -111,9 +113,9 @@ _SPECIAL = {
 SECTIONS: dict[str, list[Row]] = {
     "Making and closing": [
         INITIALIZE,
-        Row("is_initialized()", "not mesh.closed", _SEVERAL_MESHES),
+        Row("is_initialized()", "not mesh.closed", SEVERAL_MESHES),
         Row("is_unitialized()", "mesh.closed", _DEPRECATED),
-        Row("model_parallel_is_initialized()", "not mesh.closed", _SEVERAL_MESHES),
+        Row("model_parallel_is_initialized()", "not mesh.closed", SEVERAL_MESHES),
         Row("destroy_model_parallel()", "mesh.close()", _CLOSES),
     ],
     "Groups": [
@@ -149,12 +151,12 @@ SECTIONS: dict[str, list[Row]] = {
         Row(f"get_position_embedding_group({_CHECK})", "position_embedding_group"),
     ],
     "Sizes and ranks": [
-        *_axis("tensor_model_parallel", '"tp"', src=True),
-        *_axis("pipeline_model_parallel", '"pp"'),
-        *_axis("context_parallel", '"cp"'),
+        *size_and_rank("tensor_model_parallel", '"tp"', src=True),
+        *size_and_rank("pipeline_model_parallel", '"pp"'),
+        *size_and_rank("context_parallel", '"cp"'),
         Row(f"get_data_parallel_world_size({_DATA_FLAGS})", _data("size")),
         Row(f"get_data_parallel_rank({_DATA_FLAGS})", _data("rank")),
-        *_axis("tensor_and_context_parallel", '"cp", "tp"'),
+        *size_and_rank("tensor_and_context_parallel", '"cp", "tp"'),
         Row("get_model_parallel_src_rank()", 'mesh.ranks("pp", "tp")[0]'),
         Row(
             f"get_data_parallel_src_rank({_CP_FLAG})",
@@ -207,9 +209,9 @@ SECTIONS: dict[str, list[Row]] = {
             'mesh.group("pp", "edp_shard", "ep", "etp")',
         ),
         Row(f"get_inter_distributed_optimizer_instance_group({_CHECK})", 'mesh.group("edp_replicate")'),
-        *_axis("expert_model_parallel", '"ep"', src=True),
-        *_axis("expert_tensor_parallel", '"etp"'),
-        *_axis("expert_tensor_and_model_parallel", '"ep", "etp"'),
+        *size_and_rank("expert_model_parallel", '"ep"', src=True),
+        *size_and_rank("expert_tensor_parallel", '"etp"'),
+        *size_and_rank("expert_tensor_and_model_parallel", '"ep", "etp"'),
         Row(f"get_expert_data_parallel_world_size({_EXPERT_FLAG})", _expert_data("size")),
         Row(f"get_expert_data_parallel_rank({_EXPERT_FLAG})", _expert_data("rank")),
     ],
@@ -235,7 +237,11 @@ SECTIONS: dict[str, list[Row]] = {
             _LEVELS,
             "one axis of a view for each level, the first level innermost",
         ),
-        Row("create_hybrid_dp_cp_groups(rank, ranks, pg_options)", _HYBRID, "a view for each size that is used"),
+        Row(
+            "create_hybrid_dp_cp_groups(rank, ranks, pg_options)",
+            _HYBRID,
+            "a view for each size that is used",
+        ),
         Row(
             "get_nccl_options(pg_name, nccl_comm_cfgs)",
             "namedmesh.GroupOptions.from_yaml(nccl_communicator_config_path)",
@@ -258,10 +264,10 @@ SECTIONS: dict[str, list[Row]] = {
     ],
     "Weights that are gathered for each use": [
         Row(f"get_gtp_weight_remat_group({_CHECK})", 'mesh.group("gtp_remat")'),
-        *_axis("gtp_weight_remat", '"gtp_remat"'),
+        *size_and_rank("gtp_weight_remat", '"gtp_remat"'),
         Row(f"get_gtp_weight_remat_global_ranks({_CHECK})", 'list(mesh.ranks("gtp_remat"))'),
         Row(f"get_expert_gtp_weight_remat_group({_CHECK})", 'mesh.group("egtp_remat")'),
-        *_axis("expert_gtp_weight_remat", '"egtp_remat"'),
+        *size_and_rank("expert_gtp_weight_remat", '"egtp_remat"'),
         Row(f"get_expert_gtp_weight_remat_global_ranks({_CHECK})", 'list(mesh.ranks("egtp_remat"))'),
         *_variables(gathered=True),
         Row(
@@ -276,15 +282,15 @@ SECTIONS: dict[str, list[Row]] = {
     ],
     "Sequence parallelism of Megatron-DeepSpeed": [
         Row("get_sequence_parallel_group()", 'mesh.group("sp")'),
-        *_axis("sequence_parallel", '"sp"'),
+        *size_and_rank("sequence_parallel", '"sp"'),
         Row("get_sequence_data_parallel_group()", 'mesh.group("dp", "sp")'),
-        *_axis("sequence_data_parallel", '"dp", "sp"'),
+        *size_and_rank("sequence_data_parallel", '"dp", "sp"'),
         Row("sequence_parallel_is_initialized()", '"sp" in mesh.coords'),
         Row("sequence_data_parallel_is_initialized()", '"sp" in mesh.coords'),
     ],
     "What stays": [
-        *(Row(f"set_{axis}_rank(rank)", note=_OVERRIDE) for axis in _OVERRIDABLE),
-        *(Row(f"set_{axis}_world_size(world_size)", note=_OVERRIDE) for axis in _OVERRIDABLE[1:]),
+        *(Row(f"set_{axis}_rank(rank)", note=OVERRIDE) for axis in _OVERRIDABLE),
+        *(Row(f"set_{axis}_world_size(world_size)", note=OVERRIDE) for axis in _OVERRIDABLE[1:]),
         Row("set_virtual_pipeline_model_parallel_rank(rank)", note=_OWN_STAGE),
         Row("set_virtual_pipeline_model_parallel_world_size(world_size)", note=_OWN_STAGE),
         Row("get_global_memory_buffer()", note=_BUFFER),
@@ -297,8 +303,8 @@ SECTIONS: dict[str, list[Row]] = {
         Row("_global_process_group_list", "[held.group for held in mesh.communicators]"),
         *(Row(f"_MPU_{axis.upper()}_RANK", note=_OVERRIDDEN) for axis in _OVERRIDABLE),
         *(Row(f"_MPU_{axis.upper()}_WORLD_SIZE", note=_OVERRIDDEN) for axis in _OVERRIDABLE),
-        Row("_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK", note=_OWN_VARIABLE),
-        Row("_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", note=_OWN_VARIABLE),
+        Row("_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK", note=OWN_VARIABLE),
+        Row("_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", note=OWN_VARIABLE),
         Row("_GLOBAL_MEMORY_BUFFER", note=_BUFFER_VARIABLE),
         Row("_GLOBAL_SYMMETRIC_MEMORY_BUFFER", note=_BUFFER_VARIABLE),
         Row("_set_global_memory_buffer()", note=_BUFFER_VARIABLE),
@@ -309,105 +315,3 @@ SECTIONS: dict[str, list[Row]] = {
 
 TABLE: dict[str, Row] = {row.name: row for rows in SECTIONS.values() for row in rows}
 """The rows of Megatron, by legacy name."""
-
-# In fairscale and GPT-NeoX "model parallel" is tensor parallel.
-_MODEL_PARALLEL = [
-    Row("get_model_parallel_group()", 'mesh.group("tp")'),
-    *_axis("model_parallel", '"tp"', src=True),
-    Row("get_data_parallel_group()", 'mesh.group("dp")'),
-    *_axis("data_parallel", '"dp"'),
-    Row("get_context_parallel_group()", 'mesh.group("cp")'),
-    *_axis("context_parallel", '"cp"'),
-    Row("model_parallel_is_initialized()", "not mesh.closed", _SEVERAL_MESHES),
-    Row("destroy_model_parallel()", "mesh.close()", "it destroys the groups that the mesh made"),
-]
-FAIRSCALE: dict[str, Row] = {
-    row.name: row
-    for row in (
-        *_MODEL_PARALLEL,
-        Row(
-            "initialize_model_parallel(model_parallel_size_, pipeline_length=1, *, model_parallel_backend=None, "
-            "pipeline_backend=None, ddp_backend=None)",
-            "namedmesh.init_mesh(dp=-1, pp=pipeline_length, cp=1, tp=model_parallel_size_)",
-        ),
-        Row("get_pipeline_parallel_group()", 'mesh.group("pp")'),
-        Row("get_pipeline_parallel_ranks()", 'list(mesh.ranks("pp"))'),
-        Row("get_model_parallel_ranks()", 'list(mesh.ranks("tp"))'),
-        Row("get_data_parallel_ranks()", 'list(mesh.ranks("dp"))'),
-        Row("get_context_parallel_ranks()", 'list(mesh.ranks("cp"))'),
-    )
-}
-"""The rows of fairscale."""
-GPT_NEOX: dict[str, Row] = {
-    row.name: row
-    for row in (
-        *_MODEL_PARALLEL,
-        Row(
-            "initialize_model_parallel(model_parallel_size, topology=None, fp32_allreduce=False)",
-            "namedmesh.init_mesh(pp=1, dp=-1, cp=1, tp=model_parallel_size)",
-            "the sizes of a topology's axes pipe, data, context and model are those of pp, dp, cp and tp",
-        ),
-        Row("get_tensor_model_parallel_group()", 'mesh.group("tp")'),
-        *_axis("tensor_model_parallel", '"tp"', src=True),
-        Row("get_pipe_parallel_group()", 'mesh.group("pp")'),
-        *_axis("pipe_parallel", '"pp"'),
-        Row("get_data_parallel_src_rank()", 'mesh.ranks("dp")[0]'),
-        Row("get_context_parallel_src_rank()", 'mesh.ranks("cp")[0]'),
-        Row("get_io_parallel_group()", note="the first and the last stage of rank 0's pipelines, over dp: no axis"),
-        Row("get_topology()", note="namedmesh.compat.deepspeed has the topology of a mesh"),
-        *(Row(f"set_{axis}_rank(rank)", note=_OVERRIDE) for axis in ("model_parallel", "tensor_model_parallel")),
-        *(Row(f"set_{axis}_world_size(size)", note=_OVERRIDE) for axis in ("model_parallel", "tensor_model_parallel")),
-        Row("get_fp32_allreduce()", note=_OWN_VARIABLE),
-        Row("is_unitialized()", "mesh.closed", _SEVERAL_MESHES),
-    )
-}
-"""The rows of GPT-NeoX's own ``megatron.mpu``."""
-
-
-@dataclass(frozen=True, eq=False)
-class Api:
-    """One legacy API.
-
-    Args:
-        name: its module, as the report shows it.
-        table: its rows.
-        modules: where its names can be imported from.
-        packages: packages that have its names among others.
-        dialect: our module with the same names; empty if there is none.
-    """
-
-    name: str
-    table: dict[str, Row]
-    modules: tuple[str, ...]
-    packages: tuple[str, ...] = ()
-    dialect: str = ""
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether this is the dialect itself."""
-        return self.name == self.dialect
-
-
-_DIALECT = "namedmesh.compat.megatron"
-_STATE = f"{_DIALECT}.parallel_state"
-_FAIRSCALE = "fairscale.nn.model_parallel"
-MEGATRON = Api(
-    "megatron.core.parallel_state",
-    TABLE,
-    ("megatron.core.parallel_state", "megatron.core.mpu"),
-    dialect=_STATE,
-)
-GPT_NEOX_MPU = Api("megatron.mpu", GPT_NEOX, ("megatron.mpu.initialize",), ("megatron.mpu",))
-APIS = (
-    MEGATRON,
-    Api(_STATE, TABLE, (_STATE, f"{_DIALECT}.mpu"), (_DIALECT,), _STATE),
-    Api(
-        f"{_FAIRSCALE}.initialize",
-        FAIRSCALE,
-        (f"{_FAIRSCALE}.initialize",),
-        (_FAIRSCALE,),
-        "namedmesh.compat.fairscale.initialize",
-    ),
-    GPT_NEOX_MPU,
-)
-"""The legacy APIs, Megatron first."""

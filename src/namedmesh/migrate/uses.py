@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING
 
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
-from libcst.metadata import ImportAssignment, MetadataWrapper, PositionProvider, ScopeProvider
+from libcst.metadata import MetadataWrapper, PositionProvider, ScopeProvider
 
 from namedmesh.errors import did_you_mean
+from namedmesh.migrate.apis import APIS, GPT_NEOX_MPU, MEGATRON
 from namedmesh.migrate.files import Source, key_of
 from namedmesh.migrate.initialize import NEWER_ARGUMENTS
 from namedmesh.migrate.names import Legacy, imported, is_dotted, is_none
 from namedmesh.migrate.rules import Advice, Row
 from namedmesh.migrate.scan import INITIALIZE_NAME, Finding, Missing
-from namedmesh.migrate.table import APIS, GPT_NEOX_MPU, MEGATRON
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from libcst.metadata import BaseAssignment, CodeRange, Scope
+    from libcst.metadata import CodeRange, Scope
 
     from namedmesh.migrate.names import Names
 
@@ -48,6 +48,7 @@ _VIRTUAL = (
 _USUAL_NAMES = ("parallel_state", "mpu")
 _EXPLICIT_SINCE = (0, 13)
 _OBJECT_AND_NAME = 2
+_DOTTED_PATHS = ("megatron.", "fairscale.", "namedmesh.")
 _SETTERS = ("setattr", "delattr", "object")  # the last one of mock.patch
 _LAYERS = "megatron.core.tensor_parallel"
 PROVIDED = frozenset(
@@ -79,7 +80,9 @@ class Uses(cst.CSTVisitor):
         self._values: dict[cst.CSTNode, cst.BaseExpression] = {}  # by the name that is assigned
         self._calls: dict[cst.CSTNode, cst.Call] = {}  # by the called expression
         self._bound: set[cst.CSTNode] = set()  # names that are no uses
-        self._changed: dict[cst.CSTNode, str] = {}  # assigned and deleted attributes, as the report shows them
+        self._changed: dict[
+            cst.CSTNode, str
+        ] = {}  # assigned and deleted attributes, as the report shows them
         self._quotes: list[str] = []
         self._nodes: list[tuple[cst.BaseExpression, tuple[str, ...]]] = []
         self._imports: list[tuple[cst.CSTNode, list[str]]] = []
@@ -107,54 +110,65 @@ class Uses(cst.CSTVisitor):
 
     # What the module has.
 
-    def visit_Import(self, node: cst.Import) -> bool:
-        self._check_imports(node, [alias.evaluated_name for alias in node.names])
-        return False
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        """Note what a node imports, binds, changes, or may be."""
+        quotes = tuple(self._quotes)
+        self._note_binding(node)
+        match node:
+            case cst.Import() | cst.ImportFrom():
+                self._note_import(node)
+                return False
+            case cst.FormattedString():
+                self._quotes.append(node.quote)
+            case cst.Call():
+                self._calls[node.func] = node
+                if len(node.args) >= _OBJECT_AND_NAME:
+                    self._nodes.append((node, quotes))
+            case cst.Attribute():
+                self._nodes.append((node, quotes))
+                return not is_dotted(node)
+            case cst.Name() if node not in self._bound and self._scopes.get(node) is not None:
+                self._nodes.append((node, quotes))
+            case cst.SimpleString() if node.raw_value.startswith(_DOTTED_PATHS):  # as mock.patch takes them
+                self._nodes.append((node, ()))
+        return True
 
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
+    def _note_binding(self, node: cst.CSTNode) -> None:
+        match node:
+            case cst.FunctionDef() | cst.ClassDef() | cst.Param():
+                self._bound.add(node.name)
+            case cst.Assign():
+                for target in node.targets:
+                    self._bind(target.target, node.value)
+            case cst.AnnAssign() | cst.NamedExpr():
+                self._bind(node.target, node.value)
+            case cst.AugAssign():
+                self._bind(node.target, None)
+            case cst.Del(target=cst.Attribute()):
+                self._changed[node.target] = "del {}"
+
+    def on_leave(self, original_node: cst.CSTNode) -> None:
+        """Leave an f-string."""
+        if isinstance(original_node, cst.FormattedString):
+            self._quotes.pop()
+
+    def _note_import(self, node: cst.Import | cst.ImportFrom) -> None:
         targets = dict(imported(node, self._key, is_package=self._is_package))
+        modules = [dotted for name, dotted in targets.items() if name != "*"]
         if "*" in targets:
             self._stars.append(targets["*"])
-        if not node.relative and node.module:
-            module = get_full_name_for_node(node.module) or ""
-            named = [dotted for name, dotted in targets.items() if name != "*"]
+        if isinstance(node, cst.Import):
+            modules = [alias.evaluated_name for alias in node.names]
+        else:
+            module = "" if node.relative else get_full_name_for_node(node.module or "") or ""
             if module == _LAYERS:  # its functions are there
-                self._check_imports(node, [name for name in named if name in _ABSENT])
-            else:
-                self._check_imports(node, named if module in {"megatron", "megatron.core"} else [module])
-        return False
-
-    def _check_imports(self, node: cst.CSTNode, modules: list[str]) -> None:
+                modules = [name for name in modules if name in _ABSENT]
+            elif module not in {"megatron", "megatron.core"}:
+                modules = [module]
         absent = [name for name in modules if name.startswith("megatron.") and name not in PROVIDED]
         absent = [name for name in absent if not self._names.has_package(name)]
         if absent:
             self._imports.append((node, absent))
-
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
-        self._bound.add(node.name)
-
-    def visit_ClassDef(self, node: cst.ClassDef) -> None:
-        self._bound.add(node.name)
-
-    def visit_Param(self, node: cst.Param) -> None:
-        self._bound.add(node.name)
-
-    def visit_Assign(self, node: cst.Assign) -> None:
-        for target in node.targets:
-            self._bind(target.target, node.value)
-
-    def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
-        self._bind(node.target, node.value)
-
-    def visit_AugAssign(self, node: cst.AugAssign) -> None:
-        self._bind(node.target, None)
-
-    def visit_NamedExpr(self, node: cst.NamedExpr) -> None:
-        self._bind(node.target, node.value)
-
-    def visit_Del(self, node: cst.Del) -> None:
-        if isinstance(node.target, cst.Attribute):
-            self._changed[node.target] = "del {}"
 
     def _bind(self, target: cst.BaseExpression, value: cst.BaseExpression | None) -> None:
         if isinstance(target, (cst.Tuple, cst.List)):
@@ -166,32 +180,6 @@ class Uses(cst.CSTVisitor):
             self._bound.add(target)
             if value is not None:
                 self._values[target] = value
-
-    def visit_Call(self, node: cst.Call) -> None:
-        self._calls[node.func] = node
-        if len(node.args) >= _OBJECT_AND_NAME:
-            self._nodes.append((node, tuple(self._quotes)))
-
-    def visit_Attribute(self, node: cst.Attribute) -> bool:
-        if is_dotted(node) or _has_usual_name(node.value):
-            self._nodes.append((node, tuple(self._quotes)))
-        return not is_dotted(node)
-
-    def visit_Name(self, node: cst.Name) -> None:
-        if node not in self._bound and self._scopes.get(node) is not None:
-            self._nodes.append((node, tuple(self._quotes)))
-
-    def visit_SimpleString(self, node: cst.SimpleString) -> None:
-        """Note a dotted path, as ``mock.patch`` takes it."""
-        value = node.evaluated_value
-        if isinstance(value, str) and value.startswith(("megatron.", "fairscale.", "namedmesh.")):
-            self._nodes.append((node, ()))
-
-    def visit_FormattedString(self, node: cst.FormattedString) -> None:
-        self._quotes.append(node.quote)
-
-    def leave_FormattedString(self, original_node: cst.FormattedString) -> None:
-        self._quotes.pop()
 
     # What it means.
 
@@ -263,12 +251,12 @@ class Uses(cst.CSTVisitor):
             return {one for one in found if any(map(_has_row, self._names.meanings(one)))} or {None}
         dotted: set[str | None] = set()
         for assignment in assignments:
-            if isinstance(assignment, ImportAssignment):
-                pairs = imported(assignment.node, self._key, is_package=self._is_package)
+            node = getattr(assignment, "node", None)
+            if isinstance(node, (cst.Import, cst.ImportFrom)):
+                pairs = imported(node, self._key, is_package=self._is_package)
                 dotted |= {target for bound, target in pairs if bound == name}
             else:
-                value = self._values.get(getattr(assignment, "node", None))
-                dotted |= self._dotted_of(value) if value is not None else {None}
+                dotted |= self._dotted_of(self._values[node]) if node in self._values else {None}
         return dotted
 
     # Findings.
@@ -280,7 +268,9 @@ class Uses(cst.CSTVisitor):
                 self._add_change(node, legacy, repr(node.evaluated_value), doubt)
         elif node in self._changed:
             if row or (not legacy.name and doubt != _BY_NAME):
-                self._add_change(node, legacy, self._changed[node].format(legacy.name or legacy.api.name), doubt)
+                self._add_change(
+                    node, legacy, self._changed[node].format(legacy.name or legacy.api.name), doubt
+                )
         elif not legacy.name or "." in legacy.name or legacy.name.startswith("__"):
             return
         elif row is None:
@@ -291,7 +281,9 @@ class Uses(cst.CSTVisitor):
         else:
             self._add_reference(node, legacy, row, doubt, quotes)
 
-    def _add_call(self, call: cst.Call, legacy: Legacy, row: Row, doubt: str, quotes: tuple[str, ...]) -> None:
+    def _add_call(
+        self, call: cst.Call, legacy: Legacy, row: Row, doubt: str, quotes: tuple[str, ...]
+    ) -> None:
         written = ast.parse(f"({self._module.code_for_node(call)}\n)", mode="eval").body
         assert isinstance(written, ast.Call)  # noqa: S101  what was parsed is one
         own = self._names.definition(legacy.api, legacy.name)
@@ -299,14 +291,18 @@ class Uses(cst.CSTVisitor):
         given = ", ".join(ast.unparse(argument) for argument in (*written.args, *written.keywords))
         if "ignore_virtual" in row.legacy and legacy.api is MEGATRON and not (given or own):
             doubt = doubt or ("" if self._release >= _EXPLICIT_SINCE else _VIRTUAL)
-        if row.name == INITIALIZE_NAME and own and not {*own.names} <= {*row.signature.names, *NEWER_ARGUMENTS}:
+        if (
+            row.name == INITIALIZE_NAME
+            and own
+            and not {*own.names} <= {*row.signature.names, *NEWER_ARGUMENTS}
+        ):
             doubt = doubt or _OWN_PARAMETERS
         if doubt == _BY_NAME:
             advice = replace(advice, notes=(*advice.notes, *_elsewhere(legacy, advice, written)))
         if "#" in self._module.code_for_node(call):
             advice = replace(advice, notes=(*advice.notes, _COMMENT))
         changes = row.name.startswith("set_") and given != "None"
-        self._add(call, legacy, f"{row.name}({given})", advice, doubt, quotes, changes=changes)
+        self._add(call, legacy, f"{row.name}({given})", advice, doubt, quotes=quotes, changes=changes)
 
     def _add_reference(
         self, node: cst.BaseExpression, legacy: Legacy, row: Row, doubt: str, quotes: tuple[str, ...]
@@ -315,9 +311,11 @@ class Uses(cst.CSTVisitor):
         if row.is_function and advice.replacement:
             notes = advice.notes + ((_REFERENCE,) if " if " in row.replacement else ())
             advice = replace(advice, replacement=f"lambda: {advice.replacement}", notes=notes)
-        self._add(node, legacy, row.name, advice, doubt, quotes)
+        self._add(node, legacy, row.name, advice, doubt, quotes=quotes)
 
-    def _add_named_by_string(self, call: cst.Call, legacy: Legacy, doubt: str, quotes: tuple[str, ...]) -> None:
+    def _add_named_by_string(
+        self, call: cst.Call, legacy: Legacy, doubt: str, quotes: tuple[str, ...]
+    ) -> None:
         """Add the use in ``getattr(mpu, "get_x")`` and its like, ``setattr`` and the patches of tests among them."""
         if legacy.name:
             return
@@ -352,8 +350,8 @@ class Uses(cst.CSTVisitor):
         written: str,
         advice: Advice,
         doubt: str,
-        quotes: tuple[str, ...] = (),
         *,
+        quotes: tuple[str, ...] = (),
         changes: bool = False,
     ) -> None:
         place: CodeRange = self._positions[node]
@@ -372,7 +370,9 @@ class Uses(cst.CSTVisitor):
                 advice.once,
                 notes + ((doubt,) if doubt else ()),
                 not doubt,
-                (place.end.line, place.end.column + 1) if isinstance(node, cst.Call) and not self._source.cells else None,
+                (place.end.line, place.end.column + 1)
+                if isinstance(node, cst.Call) and not self._source.cells
+                else None,
                 legacy.api.name,
                 changes,
             )
@@ -404,5 +404,9 @@ def _quoted(advice: Advice, quotes: tuple[str, ...]) -> tuple[Advice, tuple[str,
 
 def _has_usual_name(node: cst.BaseExpression) -> bool:
     """Return whether an expression is named as the legacy module: ``mpu``, ``self.mpu``, ``cfg.parallel_state``."""
-    name = (get_full_name_for_node(node) or "").rpartition(".")[2] if isinstance(node, (cst.Name, cst.Attribute)) else ""
+    name = (
+        (get_full_name_for_node(node) or "").rpartition(".")[2]
+        if isinstance(node, (cst.Name, cst.Attribute))
+        else ""
+    )
     return any(name.strip("_") == usual or name.endswith(f"_{usual}") for usual in _USUAL_NAMES)
