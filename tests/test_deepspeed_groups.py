@@ -184,7 +184,7 @@ def _train_on_both() -> list[Any]:
     init_deepspeed()
     told = []
     for case, stage in CASES:
-        mesh = namedmesh.init_mesh(**({"dp": 2, "sp": 2} if case == "ulysses" else {"dp": 4}), device="cpu")
+        mesh = namedmesh.init_mesh({"dp": 2, "sp": 2} if case == "ulysses" else {"dp": 4}, device="cpu")
         if case == "experts":
             mesh.add_view("expert", edp=2, ep=2)
         expected = trained(theirs, case, stage, deepspeed.mpu(mesh), bound=False)
@@ -275,7 +275,7 @@ def _sharded_on_both() -> list[Any]:
     told = []
     for case in SHARDED:
         expected = trained_by_itself(theirs, case)
-        mesh = namedmesh.init_mesh(**({"dp": 2, "tp": 2} if case == "autotp" else {"dp": 4}), device="cpu")
+        mesh = namedmesh.init_mesh({"dp": 2, "tp": 2} if case == "autotp" else {"dp": 4}, device="cpu")
         if case == "autoep":
             mesh.add_view("expert", edp=2, ep=2)
         with deepspeed.bind(mesh):

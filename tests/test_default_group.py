@@ -176,3 +176,26 @@ def test_every_way_to_end_is_a_clean_exit() -> None:
     ends.pop("control")
     assert len(ends) == 7, done.stdout + done.stderr
     assert set(ends.values()) == {"0 of 1 failed"}, done.stdout + done.stderr
+
+
+def _fork_with_its_own_mesh() -> bool:
+    """What a fork says that ends the default group of its parent, and makes a mesh of its own over the same axes."""
+    mesh = namedmesh.init_mesh(dp=1, tp=1)
+    mesh.flatten("dp", "tp")
+    parent = os.getpid()
+    child = os.fork()
+    if not child:
+        dist.destroy_process_group()
+        own = namedmesh.init_mesh({"dp": 1, "tp": 1}, device="cpu")
+        alone = namedmesh.current_mesh() is own
+        os._exit(0 if alone else 1)
+    status = os.waitpid(child, 0)[1]
+    same = namedmesh.current_mesh() is mesh
+    mesh.close()
+    return status == 0 and same and os.getpid() == parent
+
+
+def test_a_fork_may_have_a_mesh_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert run_ranks(1, _fork_with_its_own_mesh) == [True]

@@ -376,6 +376,39 @@ def _all_gather_groups() -> list[Any]:
     return [told == expected, same, none]
 
 
+def test_a_second_group_for_all_gathers_where_groups_are_not_shared() -> None:
+    with fake_world(8, 5):
+        mesh = namedmesh.init_mesh(dp=2, cp=2, tp=2, share_groups=False, device="cpu")
+        megatron.bind(mesh, create_all_gather_group=True)
+        usual = parallel_state.get_data_parallel_group(True)
+        second = parallel_state.get_data_parallel_group(True, independent_all_gather=True)
+        assert second is not usual
+        assert dist.get_process_group_ranks(second) == dist.get_process_group_ranks(usual) == [1, 3, 5, 7]
+        assert len({parallel_state.get_data_parallel_group(), usual, second}) == 3
+        mesh.close()
+
+
+def test_initialization_inside_of_another_mesh_is_refused() -> None:
+    with fake_world(8, 5):
+        mesh = namedmesh.init_mesh(dp=4, tp=2, device="cpu")
+        before = live_groups()
+        with (
+            mesh,
+            pytest.raises(
+                namedmesh.MeshError, match=r"the mesh over dp=4 x tp=2 .* is selected, and Megatron"
+            ),
+        ):
+            parallel_state.initialize_model_parallel(2, create_gloo_process_groups=False)
+        assert live_groups() == before
+        parallel_state.initialize_model_parallel(2, create_gloo_process_groups=False)
+        own = megatron.current_mesh()
+        with mesh, pytest.raises(AssertionError, match="already initialized, for pp=1 x dp=4"):
+            parallel_state.initialize_model_parallel(2, create_gloo_process_groups=False)
+        parallel_state.destroy_model_parallel()
+        assert own.closed
+        mesh.close()
+
+
 def test_groups_for_all_gathers_are_second_ones_over_the_same_ranks() -> None:
     with pytest.raises(RuntimeError, match="call initialize_model_parallel"):
         parallel_state.create_all_gather_groups()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from datetime import timedelta
 from itertools import combinations
@@ -331,7 +332,7 @@ def _selections_of_threads() -> list[bool]:
             return namedmesh.current_mesh()
 
     def run_backward() -> None:
-        _Asking.apply(torch.ones(1, requires_grad=True)).backward()
+        _Asking.apply(torch.ones(1, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
 
     with first:
         told = [
@@ -365,6 +366,9 @@ def test_accessors_answer_for_this_rank() -> None:
                 assert mesh.size(*axes) == len(mesh.ranks(*axes))
                 assert mesh.ranks(*axes)[mesh.rank(*axes)] == rank
             assert (mesh.size(), mesh.rank(), mesh.ranks()) == (512, rank, tuple(range(512)))
+            ends = [mesh.prev("pp", wrap=False), mesh.next("pp", wrap=False)]
+            assert ends == [None if rank < 128 else rank - 128, None if rank >= 384 else rank + 128]
+            assert [mesh.prev("pp"), mesh.next("pp")] == [(rank - 128) % 512, (rank + 128) % 512]
             assert mesh.coords == layout.coords(rank)
             assert mesh.is_first("pp") == (rank < 128)
             assert mesh.is_last("pp") == (rank >= 384)
@@ -469,7 +473,7 @@ def test_meshes_of_any_number_can_live_at_once() -> None:
             namedmesh.current_mesh()
         assert str(caught.value) == (
             "2 meshes are alive in this process and none is selected: dp=2 x tp=4 (8 ranks), dp=8 (8 ranks); "
-            "select one with 'with mesh:'"
+            "select one with 'with mesh:', or make the last one with init_mesh(replace=True), which closes the others"
         )
         with first as entered:
             assert entered is first is namedmesh.current_mesh()
@@ -528,7 +532,7 @@ MESSAGES: list[tuple[Callable[[NamedMesh], object], type[Exception], str]] = [
         lambda mesh: mesh.add_view("expert", pp=4, ep=2),
         LayoutError,
         "2 problems:\n"
-        "  - axis 'pp' groups rank 0 with (0, 2, 4, 6) in view 'expert', but with (0, 4) in pp=2 x dp=2 x tp=2 (8 "
+        "  - axis 'pp' groups rank 0 with 0, 2, 4, 6 in view 'expert', but with 0, 4 in pp=2 x dp=2 x tp=2 (8 "
         "ranks); an axis that views share must be the same ranks in both: change sizes or order, or give it a name "
         "of its own\n"
         "  - the name 'expert' is taken by another view; choose another",
@@ -659,3 +663,60 @@ def test_explanations() -> None:
         with pytest.raises(MeshError, match=r"of ranks 4, 5 is not one of this mesh's"):
             mesh.explain(stranger)
         mesh.close()
+
+
+def test_mistakes_that_torch_would_report_in_its_own_words() -> None:
+    with fake_world(8, 5):
+        elsewhere = dist.new_group([0, 1])
+        part = DeviceMesh("cpu", torch.arange(4).reshape(2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = namedmesh.init_mesh(dp=4, tp=2, device="cpu")
+        lost = dist.new_group([5, 6])
+        dist.destroy_process_group(lost)
+        wrong: Any = GroupOptions()
+        calls: dict[str, Callable[[], object]] = {
+            "'tp' is one that rank 5 is not in": lambda: NamedMesh.from_groups(
+                {"tp": elsewhere}, device="cpu"
+            ),
+            "'tp' is a str, which is no": lambda: NamedMesh.from_groups({"tp": "x"}, device="cpu"),  # type: ignore[dict-item]
+            "rank 5 is not in the DeviceMesh over ranks 0, 1, 2, 3": lambda: NamedMesh.from_device_mesh(part),
+            "a group that was destroyed": lambda: mesh.explain(lost),
+            "a group that is a int": lambda: mesh.explain(elsewhere),
+            "options are a GroupOptions": lambda: namedmesh.init_mesh(a=8, options=wrong),
+            "share_groups is 'yes'": lambda: namedmesh.init_mesh(a=8, share_groups="yes"),  # type: ignore[arg-type]
+            "of at most a year": lambda: namedmesh.init_mesh(a=8, timeout=timedelta.max),
+            "name is 3": lambda: mesh.flatten("dp", "tp", name=3),  # type: ignore[arg-type]
+            "options are {}": lambda: mesh.flatten("dp", "tp", options={}),  # type: ignore[arg-type]
+        }
+        if not dist.is_mpi_available():
+            calls["built without mpi"] = lambda: namedmesh.init_mesh(a=8, backend="mpi", device="cpu")
+        for text, call in calls.items():
+            with pytest.raises((LayoutError, MeshError), match=re.escape(text)):
+                call()
+    with fake_world(2**16, 5):
+        mesh = namedmesh.init_mesh(dp=-1, tp=8, device="cpu")
+        with pytest.raises(LayoutError) as caught:
+            mesh.add_view("expert", dp=8, ep=-1)
+        assert len(str(caught.value)) < 500
+
+
+def _a_cell_that_is_run_again() -> list[bool]:
+    before = live_groups()
+    told = []
+    for _ in range(3):
+        mesh = namedmesh.init_mesh(dp=2, tp=-1, replace=True)
+        told.append(namedmesh.current_mesh() is mesh)
+        told.append(sum_of_ranks(mesh.group("tp")) == sum(mesh.ranks("tp")))
+    mesh.close()
+    return [*told, live_groups() == before]
+
+
+def test_a_mesh_may_replace_those_that_are_open() -> None:
+    assert run_ranks(4, _a_cell_that_is_run_again) == [[True] * 7] * 4
+
+
+def test_options_of_a_product_whose_axes_begin_alike() -> None:
+    with fake_world(8, 5):
+        prior = GroupOptions(high_priority=True)
+        mesh = namedmesh.init_mesh(dp=2, dp_shard=2, cp=2, options={"dp_shard_cp": prior}, device="cpu")
+        assert mesh.options_of(("dp_shard", "cp")) == prior
+        assert mesh.options_of(("dp", "cp")) == GroupOptions()

@@ -161,7 +161,7 @@ MESSAGES: list[tuple[dict[str, Any], str]] = [
         "collnet_enable, cta_policy, max_ctas, min_ctas, net_name, nvls_ctas, split_share, traffic_class; did you "
         "mean 'max_ctas'?",
     ),
-    ({"timeout": 30}, "timeout is 30; it is a datetime.timedelta longer than nothing"),
+    ({"timeout": 30}, "timeout is 30; it is a datetime.timedelta longer than nothing and of at most a year"),
     ({"timeout": timedelta(0)}, "timeout is datetime.timedelta(0); ..."),
 ]
 

@@ -98,7 +98,8 @@ def with_wrong_groups(*ranks: int) -> tuple[int, str, str]:
     def wrong(*arguments: Any, **keywords: Any) -> NamedMesh:
         mesh = real(*arguments, **keywords)
         if mesh.global_rank in ranks:
-            mesh._groups[mesh._version, ("tp",)] = mesh.group("pp")
+            key = mesh._version, ("tp",)
+            mesh._places[key] = mesh._places[key]._replace(group=mesh.group("pp"))
         return mesh
 
     with pytest.MonkeyPatch.context() as patch:

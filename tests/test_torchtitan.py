@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import namedmesh
 from namedmesh import LayoutError
 from namedmesh._torch import TORCH
+from namedmesh.compat import torchtitan
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.torchtitan import ParallelDims
 
@@ -217,8 +220,6 @@ def test_degrees_that_do_not_fit_are_refused_all_at_once() -> None:
             dims.spmd_dense_mesh()
         assert dims.mesh is not None
         dims.mesh.close()
-        with pytest.raises(LayoutError):
-            make(dp_shard=4, ep=3).build_mesh()
 
 
 class _Model(nn.Module):
@@ -266,3 +267,18 @@ def _train() -> float:
 )
 def test_training_on_them_is_training_in_one_process() -> None:
     assert max(run_ranks(8, _train)) < 1e-6
+
+
+def test_layouts_by_the_names_of_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = torchtitan.MeshAxisName
+    monkeypatch.setitem(sys.modules, "spmd_types", SimpleNamespace(S=lambda dim: f"S({dim})"))
+    layout = torchtitan.SpmdLayout({name.DP: "R", name.CP: "V", name.TP: "V"}, (None, (name.CP, name.TP)))
+    assert layout.axes() == ("dp", "cp", "tp")
+    assert layout.shard_types() == {name.DP: "R", name.CP: "S(1)", name.TP: "S(1)"}
+    with pytest.raises(TypeError, match="names 'tp' for dim 0; give a MeshAxisName"):
+        torchtitan.SpmdLayout({name.TP: "R"}, ("tp",)).shard_types()
+
+
+def test_an_ep_that_does_not_divide_is_refused_at_once() -> None:
+    with pytest.raises(AssertionError, match="ep=3 does not divide dp_shard x cp x tp = 4, the ranks"):
+        torchtitan.ParallelDims(2, 2, 1, 2, 1, 3, 8)

@@ -53,7 +53,7 @@ _set_timeout: Any = getattr(dist, "set_timeout", None) or getattr(c10d, "_set_pg
 
 
 # The types of the names of groups differ between versions.
-_untyped: Any = c10d
+_c10d: Any = c10d
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
@@ -96,7 +96,9 @@ _REMEDY = (
 
 
 class Ends(Protocol):
-    """State that belongs to one default group."""
+    """State that belongs to one default group; ``ended`` where that is gone."""
+
+    ended: bool
 
     def end(self) -> None:
         """Drop every reference to process groups: the default group is being destroyed."""
@@ -154,7 +156,11 @@ def before_default_group_ends(finish: Callable[[], None]) -> None:
 def _end_states(states: dict[type, Ends], process: int) -> None:
     """Run when the default group is destroyed, or at the interpreter's exit if it never was."""
     if os.getpid() != process:
-        return  # a fork has the objects, and not the threads behind them
+        for state in states.values():
+            state.ended = (
+                True  # a fork has the objects, and not the threads behind them: nothing is dropped there
+            )
+        return
     for state in reversed(states.values()):
         state.end()
     if _TAG in c10d._world.tags_to_pg and not _exits_with_error():
@@ -272,7 +278,7 @@ def new_group_among_members(
         _register(group, full, store, name)
     else:
         at_once = ",".join(f"{device}:{part}" for device, part in devices.items() if device not in late)
-        group, _ = _untyped._new_process_group_helper(
+        group, _ = _c10d._new_process_group_helper(
             len(members),
             rank,
             members,
@@ -343,14 +349,14 @@ def _add_gloo(  # noqa: PLR0917  one call
 @_needs(c10d, "_register_process_group", "_world")
 def _register(group: Any, backend: Any, store: dist.Store, name: str) -> None:
     """Enter a group into torch's tables, as torch's own functions do."""
-    world, tag = _untyped._world, f"ptd:{name}"
+    world, tag = _c10d._world, f"ptd:{name}"
     world.pg_map[group] = (backend, dist.PrefixStore(f"{name}/", store))
     world.pg_names[group] = name
     world.pg_backend_config[group] = str(c10d.BackendConfig(backend))
     world.tags_to_pg.setdefault("", []).append(group)
     world.tags_to_pg.setdefault(tag, []).append(group)
     world.pg_to_tag[group] = tag
-    _untyped._register_process_group(name, group)
+    _c10d._register_process_group(name, group)
 
 
 def connects_without_blocking(backend: str) -> bool:
@@ -416,7 +422,9 @@ _FIELDS_OF_MESHES = (
 )
 
 
-def flattened(root: DeviceMesh, axes: tuple[str, ...], name: str, group: dist.ProcessGroup) -> DeviceMesh:
+def make_flat_mesh(
+    root: DeviceMesh, axes: tuple[str, ...], name: str, group: dist.ProcessGroup
+) -> DeviceMesh:
     """Return a 1-D mesh over the product of some axes of ``root``, on a group that exists, and known to its root.
 
     ``DeviceMesh.from_group`` would make a mesh that FSDP2 refuses beside tensor parallelism on ``root``,

@@ -23,6 +23,11 @@ def layout_of_mesh(mesh: DeviceMesh) -> Layout:
     Raises:
         LayoutError: the mesh has no names, or its ranks follow no row-major order of its axes.
     """
+    if mesh.get_coordinate() is None:
+        raise LayoutError(
+            f"rank {dist.get_rank()} is not in the DeviceMesh over ranks {listing(mesh.mesh.flatten().tolist())}; adopt it "
+            "on those ranks only"
+        )
     names = mesh.mesh_dim_names
     if not names:
         raise LayoutError(
@@ -59,10 +64,16 @@ def layout_of_groups(groups: Mapping[str, dist.ProcessGroup], rank: int, rank_of
     Raises:
         LayoutError: the groups are not those of any layout with these axes in this order.
     """
+    problems = [
+        f"the group of axis {axis!r} is {describe_absent(group, rank)}; give this rank's own ProcessGroup on each axis"
+        for axis, group in groups.items()
+        if not isinstance(group, dist.ProcessGroup)
+    ]
+    if problems:
+        raise LayoutError(*problems)
     layout = Layout.from_shape(
         list(groups), [group.size() for group in groups.values()], rank_offset=rank_offset
     )
-    problems = []
     for axis, group in groups.items():
         try:
             got, expected = tuple(dist.get_process_group_ranks(group)), layout.group(rank, axis)
@@ -80,6 +91,13 @@ def layout_of_groups(groups: Mapping[str, dist.ProcessGroup], rank: int, rank_of
     if problems:
         raise LayoutError(*problems)
     return layout
+
+
+def describe_absent(group: object, rank: int) -> str:
+    """Return what stands in the place of a group: torch gives a number to ranks that are not in one."""
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        return f"one that rank {rank} is not in"
+    return f"a {type(group).__name__}, which is no process group"
 
 
 def meshes_of_transformers(model: Any) -> tuple[DeviceMesh, DeviceMesh]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
+    from namedmesh.groups import GroupPool
     from namedmesh.layout import Layout
 
 
@@ -25,7 +26,11 @@ class Mesh(Protocol):
     layout: Layout
     device: torch.device
     global_rank: int
+    pool: GroupPool
     closed: bool
+
+    def close(self) -> None:
+        """Release the groups of the mesh."""
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
         """Return the ranks over some axes."""
@@ -69,14 +74,27 @@ def current() -> Mesh:
                 f"the mesh over {mesh.layout}, selected with 'with mesh:', was closed; leave the block first"
             )
         return mesh
-    if len(_alive) == 1:
-        return _alive[0]
-    if not _alive:
+    alive = _living()
+    if len(alive) == 1:
+        return alive[0]
+    if not alive:
         raise MeshError("no mesh is alive in this process; call namedmesh.init_mesh(...) first")
-    shown = ", ".join(sorted(str(mesh.layout) for mesh in _alive))
+    shown = ", ".join(sorted(str(mesh.layout) for mesh in alive))
     raise MeshError(
-        f"{len(_alive)} meshes are alive in this process and none is selected: {shown}; select one with 'with mesh:'"
+        f"{len(alive)} meshes are alive in this process and none is selected: {shown}; select one with 'with mesh:', or "
+        "make the last one with init_mesh(replace=True), which closes the others"
     )
+
+
+def close_all() -> None:
+    """Close every mesh that is alive in this process, the newest first."""
+    for mesh in reversed(_living()):
+        mesh.close()
+
+
+def _living() -> list[Mesh]:
+    """Return the meshes that are alive: not closed, and in a fork, not the parent's after its default group ended."""
+    return [mesh for mesh in _alive if not mesh.pool.registry.ended]
 
 
 def selected_mesh() -> Mesh | None:
@@ -118,7 +136,7 @@ def refuse_ambiguous_mesh(
         MeshError: all problems at once.
     """
     problems = []
-    for other in _alive:
+    for other in _living():
         if other.device.type != device_type:
             continue
         for name, group in groups.items():

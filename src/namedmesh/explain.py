@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from namedmesh._torch import is_registered
 from namedmesh.errors import MeshError, count_of, listing
 
 if TYPE_CHECKING:
@@ -53,6 +54,9 @@ def explain_group(
     Raises:
         MeshError: the group is not one of this mesh.
     """
+    if not isinstance(group, dist.ProcessGroup) or not is_registered(group):
+        what = "was destroyed" if isinstance(group, dist.ProcessGroup) else f"is a {type(group).__name__}"
+        raise MeshError(f"explain() got a group that {what}; give a process group that this rank is in")
     made = [communicator for communicator in communicators if communicator.group is group]
     if not made:
         raise MeshError(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from namedmesh import launch
 from namedmesh._version import __version__
-from namedmesh.current import refuse_ambiguous_mesh
+from namedmesh.current import close_all, refuse_ambiguous_mesh
 from namedmesh.errors import AxisError, LayoutError, did_you_mean
 from namedmesh.groups import GroupPool
 from namedmesh.layout import Layout
@@ -48,6 +48,7 @@ def init_mesh(
     world_size: int | None = None,
     rank_offset: int = 0,
     part: bool = False,
+    replace: bool = False,
     **sizes: int,
 ) -> NamedMesh:
     """Return a mesh over this job's ranks; communicates.
@@ -67,6 +68,7 @@ def init_mesh(
         world_size: how many ranks the mesh covers; by default the whole world.
         rank_offset: the first rank of the mesh.
         part: whether the mesh covers a part of the world only. Then only its ranks call this.
+        replace: close every open mesh of this process first, such as that of a notebook cell that is run again.
         **sizes: one keyword for each axis, slowest first; one size may be -1, for whatever is left.
 
     Returns:
@@ -86,12 +88,15 @@ def init_mesh(
         >>> mesh.close()
         >>> dist.destroy_process_group()
     """
+    if replace:
+        close_all()
     launched = not dist.is_initialized()
     if launched:
         device = launch.init(device, backend=backend, timeout=timeout, call="init_mesh")
     if not sizes and isinstance(layout, Mapping) and all(isinstance(axis, str) for axis in layout):
         sizes, layout = dict(layout), None
     try:
+        _check_types(options, share_groups)
         return _init_mesh(
             _Request(layout, sizes, world_size, rank_offset, part),
             backend,
@@ -107,6 +112,18 @@ def init_mesh(
         if isinstance(error, LayoutError) and not launch.was_launched(os.environ):
             raise LayoutError(*(f"{problem}. {_NOT_LAUNCHED_HINT}" for problem in error.problems)) from None
         raise
+
+
+def _check_types(options: object, share_groups: object) -> None:
+    problems = []
+    if options is not None and not isinstance(options, Mapping):
+        problems.append(
+            f"options are a {type(options).__name__}; give a mapping of axes to GroupOptions, such as {{'tp': GroupOptions(...)}}"
+        )
+    if not isinstance(share_groups, bool):
+        problems.append(f"share_groups is {share_groups!r}; it is True or False")
+    if problems:
+        raise LayoutError(*problems)
 
 
 class _Request(NamedTuple):
@@ -238,7 +255,7 @@ def _check_options(options: Mapping[str, GroupOptions], layout: Layout) -> None:
     problems = [
         f"options are given for axis {name!r}, which is not one of {layout.axes}{did_you_mean(name, allowed)}"
         for name in options
-        if name not in allowed and not (isinstance(name, str) and product_axes(name, layout))
+        if name not in allowed and not (isinstance(name, str) and product_axes(name, layout.axes))
     ]
     problems += [
         f"options of {name!r} are a {type(option).__name__}; give GroupOptions(...)"

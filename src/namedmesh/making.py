@@ -23,7 +23,7 @@ from namedmesh._torch import (
     new_group_among_members,
 )
 from namedmesh.agreement import Agreement
-from namedmesh.errors import MeshError, listing, ranks_in_words
+from namedmesh.errors import LayoutError, MeshError, listing, ranks_in_words
 from namedmesh.groups import SharedGroup, by_device, label_of, member_of
 from namedmesh.launch import hosts_store
 from namedmesh.options import GroupOptions
@@ -70,6 +70,11 @@ class GroupMaker:
         wanted = list(groups)
         existing = [self._token_of(*group) for group in wanted]
         backends = {part for _, _, options in wanted for _, part in by_device(self.pool.resolved(options)[0])}
+        absent = sorted(name for name in backends if not dist.is_backend_available(name))
+        if absent:
+            raise LayoutError(
+                f"this torch was built without {', '.join(absent)}; choose a backend that it has, or another torch"
+            )
         connected = dict(by_device(self.pool.registry.default_backend)).values()
         self.agreement.compare(
             {"call": self.agreement.call, **request, _EXISTING: json.dumps(existing)},

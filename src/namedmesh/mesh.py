@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from itertools import count
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh import current
-from namedmesh._torch import constant_under_compile, flattened, forget
+from namedmesh._torch import constant_under_compile, forget, make_flat_mesh
 from namedmesh.adopt import layout_of_groups, layout_of_mesh, meshes_of_transformers
 from namedmesh.errors import AxisError, LayoutError, MeshError, did_you_mean
 from namedmesh.explain import explain_group, explain_mesh, explain_rank
@@ -19,7 +19,7 @@ from namedmesh.launch import default_group_device
 from namedmesh.layout import Layout
 from namedmesh.making import agreed
 from namedmesh.options import GroupOptions
-from namedmesh.views import DENSE, View, Views, named, product_axes, quoted
+from namedmesh.views import ROOT_VIEW, View, Views, join_names, product_axes, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +31,19 @@ if TYPE_CHECKING:
     from namedmesh.making import GroupMaker
 
 __all__ = ["NamedMesh", "current_mesh"]
+
+
+class Place(NamedTuple):
+    """This rank's place on an axis or a product: among how many ranks, the how manieth, on which mesh and group."""
+
+    size: int
+    rank: int
+    mesh: DeviceMesh | None
+    group: dist.ProcessGroup
+
+
+def _place_in(layout: Layout, axes: tuple[str, ...], rank: int, mesh: DeviceMesh) -> Place:
+    return Place(layout.size(*axes), layout.group_rank(rank, *axes), mesh, mesh.get_group())
 
 
 class NamedMesh:
@@ -69,11 +82,8 @@ class NamedMesh:
         self._options = {_option_axes(name, layout): option for name, option in (options or {}).items()}
         self._all_views = Views(View(layout, root))
         self._flat: dict[tuple[str, ...], tuple[str, GroupOptions, DeviceMesh]] = {}
-        # Answers by the names they are asked with, and those that nobody foresaw.
-        self._meshes: dict[str | tuple[str, ...], DeviceMesh] = {}
-        self._groups: dict[tuple[str, tuple[str, ...]], dist.ProcessGroup] = {}
-        self._sizes: dict[tuple[str, ...], int] = {}
-        self._ranks: dict[tuple[str, ...], int] = {}
+        # Of each axis and product, under the version and the names that it is asked with; and what nobody foresaw.
+        self._places: dict[tuple[str, tuple[str, ...]], Place] = {}
         self._answers: dict[tuple[object, ...], object] = {}
         self._before_close: list[Callable[[], None]] = []
         # Guards the constants of compiled code: no two meshes, and no two states of one, have the same.
@@ -187,14 +197,15 @@ class NamedMesh:
             LayoutError: axes out of order.
             MeshError: the mesh is closed.
         """
-        try:
-            return self._meshes[axes]
-        except (KeyError, TypeError):
-            return self._slice((axes,) if isinstance(axes, str) else tuple(axes), self._version)
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        place = self._places.get((self._version, names))
+        if place is None or place.mesh is None:
+            return self._slice(names, self._version)
+        return place.mesh
 
     def __contains__(self, axis: object) -> bool:
         """Return whether ``mesh[axis]`` answers: for axes, those of views included, and flattened products by name."""
-        return isinstance(axis, str) and axis in self._meshes
+        return isinstance(axis, str) and (self._version, (axis,)) in self._places
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names of the axes, slowest first; those of a view come after the mesh's own."""
@@ -212,21 +223,23 @@ class NamedMesh:
             MeshError: the mesh is closed, or there is no group over these axes yet.
         """
         try:
-            return self._groups[self._version, axes]  # compiled code guards the version, and not the group
+            return self._places[
+                self._version, axes
+            ].group  # compiled code guards the version, and not the group
         except KeyError:
             return self._find_group(axes, self._version)
 
     def size(self, *axes: str) -> int:
         """Return the number of ranks in this rank's group over ``axes``; without axes, in the whole mesh."""
         try:
-            return self._sizes[axes]
+            return self._places[self._version, axes].size
         except KeyError:
             return len(self._find_ranks(axes, self._version))
 
     def rank(self, *axes: str) -> int:
         """Return this rank's position in its group over ``axes``; without axes, in the whole mesh."""
         try:
-            return self._ranks[axes]
+            return self._places[self._version, axes].rank
         except KeyError:
             return self._find_ranks(axes, self._version).index(self.global_rank)
 
@@ -238,7 +251,7 @@ class NamedMesh:
     def coords(self) -> dict[str, int]:
         """This rank's coordinate on each axis; those of a view come after the mesh's own."""
         self._check_open()
-        return {axis: self._ranks[axis,] for axis in self._axes}
+        return {axis: self.rank(axis) for axis in self._axes}
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -249,7 +262,7 @@ class NamedMesh:
     @property
     def views(self) -> dict[str, Layout]:
         """The layouts of the views that were added, by name."""
-        return {name: layout for name, layout in self._views.layouts().items() if name != DENSE}
+        return {name: layout for name, layout in self._views.layouts().items() if name != ROOT_VIEW}
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
@@ -265,12 +278,30 @@ class NamedMesh:
         """Return whether this rank is the last on an axis, or on a flattened product."""
         return self.rank(axis) == self.size(axis) - 1
 
-    def next(self, axis: str) -> int:
-        """Return the global rank after this one on an axis or a flattened product; after the last comes the first."""
+    @overload
+    def next(self, axis: str) -> int: ...
+    @overload
+    def next(self, axis: str, *, wrap: bool) -> int | None: ...
+    def next(self, axis: str, *, wrap: bool = True) -> int | None:
+        """Return the global rank after this one on an axis or a flattened product.
+
+        After the last comes the first; with ``wrap=False`` nobody, and None is returned.
+        """
+        if not wrap and self.is_last(axis):
+            return None
         return self.ranks(axis)[(self.rank(axis) + 1) % self.size(axis)]
 
-    def prev(self, axis: str) -> int:
-        """Return the global rank before this one on an axis or a flattened product; before the first, the last."""
+    @overload
+    def prev(self, axis: str) -> int: ...
+    @overload
+    def prev(self, axis: str, *, wrap: bool) -> int | None: ...
+    def prev(self, axis: str, *, wrap: bool = True) -> int | None:
+        """Return the global rank before this one on an axis or a flattened product.
+
+        Before the first comes the last; with ``wrap=False`` nobody, and None is returned.
+        """
+        if not wrap and self.is_first(axis):
+            return None
         return self.ranks(axis)[self.rank(axis) - 1]
 
     def gloo_group(self, *axes: str) -> dist.ProcessGroup:
@@ -295,7 +326,7 @@ class NamedMesh:
             return together
         combined = GroupOptions()
         for axis in ordered:
-            combined = combined.combined(self._options.get((axis,), GroupOptions()), named(ordered))
+            combined = combined.combined(self._options.get((axis,), GroupOptions()), join_names(ordered))
         return combined
 
     def explain(self, group: dist.ProcessGroup | None = None, *, rank: int | None = None) -> str:
@@ -327,6 +358,8 @@ class NamedMesh:
             LayoutError: the name is taken, or the axes set options that contradict each other.
             AgreementError: the other ranks did not call this, or not with the same arguments.
         """
+        if options is not None and not isinstance(options, GroupOptions):
+            raise LayoutError(f"options are {options!r}; give GroupOptions(...)")
         with self._one_at_a_time():
             return self._flatten(axes, name, options)
 
@@ -418,7 +451,7 @@ class NamedMesh:
         for view in self._all_views:
             forget(view.root)
         self._all_views = Views(View(self.layout, None))
-        for answers in (self._meshes, self._groups, self._sizes, self._ranks, self._flat, self._answers):
+        for answers in (self._places, self._flat, self._answers):
             answers.clear()  # what a closed mesh is asked for, it has to look up, and finds that it is closed
         self.pool.registry.users.pop(id(self), None)
 
@@ -455,7 +488,8 @@ class NamedMesh:
 
     def group_named(self, name: str) -> dist.ProcessGroup | None:
         """Return the group of this rank over an axis or a flattened product of this name, if there is one."""
-        return self._groups.get((self._version, (name,)))
+        place = self._places.get((self._version, (name,)))
+        return None if place is None else place.group
 
     # For the dialects, which create groups of this mesh.
 
@@ -485,27 +519,23 @@ class NamedMesh:
 
     def _prepare_answers(self) -> None:
         """Work out the answers for each axis and product: under ``torch.compile`` an accessor must not learn."""
-        self._version = _next_version()
-        self._groups.clear()
-        rank = self.global_rank
+        version, rank, before = _next_version(), self.global_rank, dict(self._places)
+        self._places.clear()
         self._axes: dict[str, None] = {}
-        self._sizes[()] = self.layout.world_size
-        self._ranks[()] = rank - self.layout.rank_offset
         for view in self._all_views:
             for axis in view.layout:
                 if axis not in self._axes:
                     self._axes[axis] = None
-                    self._sizes[axis,] = view.layout[axis]
-                    self._ranks[axis,] = view.layout.group_rank(rank, axis)
-                    mesh = self._meshes.get(axis) or view.root[axis]
-                    self._meshes[axis] = self._meshes[axis,] = mesh
-                    self._groups[self._version, (axis,)] = mesh.get_group()
+                    known = before.get((self._version, (axis,)))
+                    mesh: Any = view.root[axis] if known is None else known.mesh
+                    self._places[version, (axis,)] = _place_in(view.layout, (axis,), rank, mesh)
         for ordered, (name, _, mesh) in self._flat.items():
-            layout = self._all_views.of(ordered).layout
-            for axes in ((name,), ordered):
-                self._sizes[axes] = layout.size(*ordered)
-                self._ranks[axes] = layout.group_rank(rank, *ordered)
-                self._groups[self._version, axes] = mesh.get_group()
+            place = _place_in(self._all_views.of(ordered).layout, ordered, rank, mesh)
+            self._places[version, (name,)] = place
+            self._places[version, ordered] = place._replace(
+                mesh=None
+            )  # a slice over several axes is another mesh
+        self._version = version
 
     def _place(self, axes: Sequence[str]) -> tuple[View, tuple[str, ...]]:
         """Return the view that has the axes, and the axes in its order; without axes, the whole mesh."""
@@ -550,11 +580,15 @@ class NamedMesh:
         if not axes:
             raise AxisError(f"no axis is named; name one or more of {self.layout.axes}")
         view, ordered = self._place(axes)
-        known = self._groups.get((self._version, ordered))
-        group = known or self.pool.find(view.layout, ordered, self.options_of(ordered))
+        known = self._places.get((self._version, ordered))
+        group = (
+            known.group
+            if known is not None
+            else self.pool.find(view.layout, ordered, self.options_of(ordered))
+        )
         if group is None:
             raise MeshError(
-                f"there is no group over {named(ordered)} yet; call mesh.flatten({quoted(ordered)}) once, on every "
+                f"there is no group over {join_names(ordered)} yet; call mesh.flatten({quoted(ordered)}) once, on every "
                 "rank, before it is asked for"
             )
         return group
@@ -565,7 +599,7 @@ class NamedMesh:
         group = self.pool.find(view.layout, ordered, self.pool.gloo_options(self.options_of(ordered)))
         if group is None:
             raise MeshError(
-                f"there is no gloo group over {named(ordered)}; ask for one when the group is made, with "
+                f"there is no gloo group over {join_names(ordered)}; ask for one when the group is made, with "
                 "options=GroupOptions(gloo_twin=True)"
             )
         return group
@@ -595,10 +629,9 @@ class NamedMesh:
             if options.gloo_twin:
                 maker.make(view.layout, ordered, self.pool.gloo_options(options))
         self._options[ordered] = options
-        mesh = flattened(view.root, ordered, name, group)
+        mesh = make_flat_mesh(view.root, ordered, name, group)
         self._flat[ordered] = name, options, mesh
         self._views.add_product(name, ordered)
-        self._meshes[name] = mesh
         self._prepare_answers()
         return mesh
 
@@ -611,13 +644,13 @@ class NamedMesh:
         else:
             known, group_options, mesh = self._flat[ordered]
         problems = []
-        if name not in {None, known}:
+        if name is not None and name != known:
             problems.append(
-                f"{named(ordered)} already have the name {known!r}, and name is {name!r}; leave name out"
+                f"{join_names(ordered)} already have the name {known!r}, and name is {name!r}; leave name out"
             )
-        if options not in {None, group_options}:
+        if options is not None and options != group_options:
             problems.append(
-                f"the group over {named(ordered)} exists with {group_options!r}, and options is {options!r}; leave "
+                f"the group over {join_names(ordered)} exists with {group_options!r}, and options is {options!r}; leave "
                 "options out, or give them where the group is made first"
             )
         if problems:
@@ -636,7 +669,7 @@ class NamedMesh:
         layout = Layout(**sizes, world_size=self.layout.world_size, rank_offset=self.layout.rank_offset)
         self._views.check(name, layout, self.global_rank)
         new = [axis for axis in layout if axis not in self._axes]
-        products = [key for key in options if key not in layout and product_axes(key, layout)]
+        products = [key for key in options if key not in layout and product_axes(key, layout.axes)]
         problems = [
             f"options are given for {axis!r}, an axis that the mesh has already, with its group; give them to init_mesh"
             if axis in self._axes
@@ -686,4 +719,4 @@ def _next_version() -> str:
 
 def _option_axes(name: str, layout: Layout) -> tuple[str, ...]:
     """Return the axes of an option: one of the layout, several joined by ``_``, or one of a later view."""
-    return (name,) if name in layout else product_axes(name, layout) or (name,)
+    return (name,) if name in layout else product_axes(name, layout.axes) or (name,)

@@ -31,6 +31,9 @@ _NCCL_FIELDS = (
 _HIGH_PRIORITY = "is_high_priority_stream"
 
 
+_LONGEST = timedelta(days=366)  # torch counts in nanoseconds, and overflows
+
+
 @dataclass(frozen=True, kw_only=True)
 class GroupOptions:
     """Options of the process groups over an axis, and of every group derived from that axis.
@@ -79,9 +82,11 @@ class GroupOptions:
         if backend is not None and not isinstance(backend, str):
             problems.append(f"backend is {backend!r}; it is a name such as 'gloo'")
         if self.timeout is not None and (
-            not isinstance(self.timeout, timedelta) or self.timeout <= timedelta(0)
+            not isinstance(self.timeout, timedelta) or not timedelta(0) < self.timeout <= _LONGEST
         ):
-            problems.append(f"timeout is {self.timeout!r}; it is a datetime.timedelta longer than nothing")
+            problems.append(
+                f"timeout is {self.timeout!r}; it is a datetime.timedelta longer than nothing and of at most a year"
+            )
         if problems:
             raise LayoutError(*problems)
         object.__setattr__(self, "nccl", tuple(sorted(settings.items())))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from namedmesh.errors import AxisError, LayoutError, did_you_mean
+from namedmesh.errors import AxisError, LayoutError, did_you_mean, listing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from namedmesh.layout import Layout
 
-DENSE = "mesh"
+ROOT_VIEW = "mesh"
 """The name of the view that the mesh was made with."""
 
 
@@ -40,7 +40,7 @@ class Views:
     """
 
     def __init__(self, first: View) -> None:
-        self._views = {DENSE: first}
+        self._views = {ROOT_VIEW: first}
         self._products: dict[str, tuple[str, ...]] = {}
 
     def __iter__(self) -> Iterator[View]:
@@ -49,7 +49,7 @@ class Views:
     @property
     def first(self) -> View:
         """The view that the mesh was made with."""
-        return self._views[DENSE]
+        return self._views[ROOT_VIEW]
 
     def layouts(self) -> dict[str, Layout]:
         """Return the layouts by the names of the views."""
@@ -81,11 +81,11 @@ class Views:
         if unknown:
             raise AxisError(*unknown)
         where = " and ".join(
-            f"{axis!r} {'in the mesh' if homes[axis] == DENSE else f'in view {homes[axis]!r}'}"
+            f"{axis!r} {'in the mesh' if homes[axis] == ROOT_VIEW else f'in view {homes[axis]!r}'}"
             for axis in axes
         )
         raise AxisError(
-            f"axes {named(axes)} are not together in one view ({where}); combine axes of one view only"
+            f"axes {join_names(axes)} are not together in one view ({where}); combine axes of one view only"
         )
 
     def expand(self, names: Sequence[str]) -> tuple[str, ...]:
@@ -111,8 +111,8 @@ class Views:
             other = self._views[home].layout
             if axis in layout and layout.partition(axis) != other.partition(axis):
                 problems.append(
-                    f"axis {axis!r} groups rank {rank} with {layout.group(rank, axis)} in view {name!r}, but with "
-                    f"{other.group(rank, axis)} in {other}; an axis that views share must be the same ranks in both: "
+                    f"axis {axis!r} groups rank {rank} with {listing(layout.group(rank, axis))} in view {name!r}, but with "
+                    f"{listing(other.group(rank, axis))} in {other}; an axis that views share must be the same ranks in both: "
                     "change sizes or order, or give it a name of its own"
                 )
         if name in self._views:
@@ -131,40 +131,45 @@ class Views:
         Raises:
             LayoutError: an axis or another product has the name.
         """
+        if not isinstance(name, str) or not name.isidentifier():
+            raise LayoutError(
+                f"name is {name!r}; the name of a product is a Python identifier, such as 'dp_cp'"
+            )
         if name in self.homes():
             raise LayoutError(f"the name {name!r} is taken by an axis; give the product another with name=")
         if self._products.get(name, axes) != axes:
             raise LayoutError(
-                f"the name {name!r} is taken by the product of {named(self._products[name])}; give this one another "
+                f"the name {name!r} is taken by the product of {join_names(self._products[name])}; give this one another "
                 "with name="
             )
 
 
-def named(axes: Sequence[str]) -> str:
+def join_names(axes: Sequence[str]) -> str:
     """Return axes in a sentence.
 
     Example:
-        >>> named(("dp", "tp"))
+        >>> join_names(("dp", "tp"))
         "'dp' and 'tp'"
     """
     return " and ".join(repr(axis) for axis in axes)
 
 
-def product_axes(name: str, layout: Layout) -> tuple[str, ...]:
-    """Return the axes of a layout that a name joins by ``_`` in its order; none if it does not.
+def product_axes(name: str, axes: Sequence[str]) -> tuple[str, ...]:
+    """Return those of some axes that a name joins by ``_`` in their order; none if it does not.
 
     Example:
-        >>> from namedmesh import Layout
-        >>> product_axes("dp_tp", Layout(dp=2, cp=1, tp=2)), product_axes("tp_dp", Layout(dp=2, tp=2))
+        >>> product_axes("dp_tp", ("dp", "cp", "tp")), product_axes("tp_dp", ("dp", "tp"))
         (('dp', 'tp'), ())
+        >>> product_axes("dp_shard_cp", ("dp", "dp_shard", "cp"))
+        ('dp_shard', 'cp')
     """
-    rest, axes = name, list[str]()
-    for axis in layout.axes:
-        if rest == axis:
-            return (*axes, axis)
-        if rest.startswith(f"{axis}_"):
-            rest = rest.removeprefix(f"{axis}_")
-            axes.append(axis)
+    for first, axis in enumerate(axes):
+        if name == axis:
+            return (axis,)
+        if name.startswith(f"{axis}_"):
+            rest = product_axes(name.removeprefix(f"{axis}_"), axes[first + 1 :])
+            if rest:
+                return (axis, *rest)
     return ()
 
 

@@ -14,14 +14,16 @@ of one mesh, so axes over the same ranks have one group::
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
+from importlib import import_module
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from namedmesh.compat.errors import ContractError
+from namedmesh.compat.errors import ContractError, ContractTypeError
 from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.init import init_mesh
 from namedmesh.layout import Layout
-from namedmesh.views import named
+from namedmesh.views import join_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
     from namedmesh.mesh import NamedMesh
 
-__all__ = ["ParallelDims"]
+__all__ = ["MeshAxisName", "ParallelDims", "SpmdLayout", "unfold_dp_axes"]
 
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _SPARSE = ("dp_replicate", "efsdp", "ep")
@@ -78,6 +80,73 @@ def _above_one(what: str, *axes: str) -> Callable[[ParallelDims], bool]:
 
     enabled.__doc__ = f"Whether {what}."
     return enabled
+
+
+class MeshAxisName(str, Enum):
+    """The names of the axes; each is equal to its text.
+
+    Example:
+        >>> MeshAxisName("tp") is MeshAxisName.TP, MeshAxisName.TP == "tp"
+        (True, True)
+    """
+
+    DP = "dp"
+    DP_REPLICATE = "dp_replicate"
+    DP_SHARD = "dp_shard"
+    FSDP = "fsdp"
+    TP = "tp"
+    CP = "cp"
+    PP = "pp"
+    EP = "ep"
+    EFSDP = "efsdp"
+
+
+def unfold_dp_axes(axes: Iterable[MeshAxisName | str]) -> list[str]:
+    """Return the names of axes, with ``dp_replicate`` and ``dp_shard`` in place of ``dp``.
+
+    Example:
+        >>> unfold_dp_axes(["pp", MeshAxisName.DP])
+        ['pp', 'dp_replicate', 'dp_shard']
+    """
+    names = [str(getattr(axis, "value", axis)) for axis in axes]
+    return [part for name in names for part in (_PRODUCTS["dp"] if name == "dp" else (name,))]
+
+
+@dataclass(frozen=True)
+class SpmdLayout:
+    """How a tensor is laid out, axis by axis.
+
+    Args:
+        axis_types: for each axis a type of ``spmd_types``.
+        partition_spec: for each dim of the tensor the axis or axes that shard it, or None.
+    """
+
+    axis_types: Mapping[MeshAxisName, Any]
+    partition_spec: Sequence[Any] | None = None
+
+    def axes(self) -> tuple[MeshAxisName, ...]:
+        """Return the axes."""
+        return tuple(self.axis_types)
+
+    def shard_types(self) -> dict[MeshAxisName, Any]:
+        """Return the type of each axis, that of one that shards a dim as ``spmd_types.S(dim)``.
+
+        Raises:
+            ContractTypeError: the partition names something else than a :class:`MeshAxisName`.
+            ModuleNotFoundError: the package ``spmd_types``, which torchtitan needs, is not installed.
+        """
+        types = dict(self.axis_types)
+        for dim, entry in enumerate(self.partition_spec or ()):
+            axes = entry if isinstance(entry, tuple) else (entry,)
+            for axis in axes:
+                if axis is None:
+                    continue
+                if not isinstance(axis, MeshAxisName):
+                    raise ContractTypeError(
+                        f"partition_spec names {axis!r} for dim {dim}; give a MeshAxisName, such as MeshAxisName.TP"
+                    )
+                types[axis] = import_module("spmd_types").S(dim)
+        return types
 
 
 @dataclass
@@ -163,6 +232,11 @@ class ParallelDims:
                 f"{degrees} = {rest * self.dp_shard} is not the world of {self.world_size} ranks; change a degree, or "
                 "give dp_shard=-1 for whatever is left"
             )
+        sharing = self.dp_shard * self.cp * self.tp
+        if sharing % self.ep:
+            raise ContractError(
+                f"ep={self.ep} does not divide dp_shard x cp x tp = {sharing}, the ranks that share the experts; change a degree"
+            )
 
     @classmethod
     def from_config(cls, parallelism_config: Any, world_size: int) -> Self:
@@ -207,7 +281,7 @@ class ParallelDims:
         known = tuple(axis for axis in allowed if axis in mesh.layout)
         if known != mesh.layout.axes:
             raise LayoutError(
-                f"{mesh.layout} is not over some of {named(allowed)} in this order, as torchtitan lays out ranks; "
+                f"{mesh.layout} is not over some of {join_names(allowed)} in this order, as torchtitan lays out ranks; "
                 "make the mesh with these axes"
             )
         sizes = {axis: mesh.size(axis) if axis in mesh.layout else 1 for axis in allowed}
@@ -292,7 +366,7 @@ class ParallelDims:
             names = [dims] if isinstance(dims, str) else dims
             unused = [name for name in names if not self._in_use(name)]
             raise LayoutError(
-                f"the mesh over {named(names)} is not available: {named(unused)} of size 1 or without experts is not in "
+                f"the mesh over {join_names(names)} is not available: {join_names(unused)} of size 1 or without experts is not in "
                 "use; ask get_optional_mesh, which returns None, or give the degree a size above 1"
             )
         return mesh
@@ -352,13 +426,12 @@ class ParallelDims:
         boundary = self._backend.boundary
         if boundary is not None:
             return self.get_activated_mesh([name for name in names if name in boundary])
-        parts = [part for name in names for part in (_PRODUCTS["dp"] if name == "dp" else (name,))]
-        mesh = self.get_activated_mesh(parts)
+        mesh = self.get_activated_mesh(unfold_dp_axes(names))
         if mesh is None or mesh in self.spmd_meshes():
             return mesh
         whole = [each.mesh_dim_names for each in self.spmd_meshes()]
         raise LayoutError(
-            f"axes {named(mesh.mesh_dim_names or ())} are not all of a mesh of parameters; name all those of one of {whole}"
+            f"axes {join_names(mesh.mesh_dim_names or ())} are not all of a mesh of parameters; name all those of one of {whole}"
         )
 
     def resolve_shared_mesh(self, placements: Iterable[Any]) -> DeviceMesh | None:
@@ -429,6 +502,6 @@ class ParallelDims:
                     f"the axes {names} are not each once and in the order of the ranks; ask for {in_order}"
                 )
         raise LayoutError(
-            f"axes {named(names)} are not together in one factoring of the ranks; the factorings are "
+            f"axes {join_names(names)} are not together in one factoring of the ranks; the factorings are "
             f"{', '.join(map(str, factorings.values()))}"
         )

@@ -23,7 +23,7 @@ from namedmesh.launch import default_group_device
 from namedmesh.making import agreed
 from namedmesh.mesh import NamedMesh
 from namedmesh.options import GroupOptions
-from namedmesh.views import named
+from namedmesh.views import join_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -66,7 +66,7 @@ def topology_of(layout: Layout) -> tuple[ProcessTopology, dict[str, tuple[str, .
         for axis, own in axes.items()
     ):
         raise LayoutError(
-            f"axes {named(kinds['data'])} do not adjoin in {layout}, and a topology of DeepSpeed's has one data axis; put "
+            f"axes {join_names(kinds['data'])} do not adjoin in {layout}, and a topology of DeepSpeed's has one data axis; put "
             "one right after the other"
         )
     return topology, axes

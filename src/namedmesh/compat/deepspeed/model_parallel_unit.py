@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 from namedmesh.compat.errors import ContractAttributeError
 from namedmesh.errors import LayoutError, MeshError, did_you_mean
 from namedmesh.mesh import NamedMesh
-from namedmesh.views import named
+from namedmesh.views import join_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +60,7 @@ def axis_map(layout: Layout) -> dict[str, tuple[str, ...]]:
     """
     axes = {kind: tuple(axis for axis in layout.axes if axis in names) for kind, names in _AXES.items()}
     problems = [
-        f"axes {named(own)} of {layout} both are what DeepSpeed calls {kind}; use one of them"
+        f"axes {join_names(own)} of {layout} both are what DeepSpeed calls {kind}; use one of them"
         for kind, own in axes.items()
         if len(own) > 1 and set(own) not in _TOGETHER
     ]

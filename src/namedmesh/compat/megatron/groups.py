@@ -102,10 +102,10 @@ class _Builder:
         with self.sharp("dp", whole):
             self.build(whole)
             if self.config.create_all_gather_group:
-                layout, axes = self.axis_map.locate(whole.axes)
-                options = replace(self.mesh.options_of(axes), share=False)
                 gather = ROWS["data_parallel with_context_parallel independent_all_gather"]
-                self.values[gather.variable] = self.maker.make(layout, axes, options)
+                options = replace(self.mesh.options_of(self.axis_map.locate(whole.axes)[1]), share=False)
+                sets = self.axis_map.groups(*whole.axes)
+                self.values[gather.variable] = self._make_set(sets, "dp_cp all-gather", options)
             self.build_part(ROWS["data_parallel with_context_parallel partial_data_parallel"], whole)
 
     def build_context_levels(self) -> None:

@@ -293,11 +293,11 @@ def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> ProcessGroup:
     """Return the group over tp and dp, and cp if ``with_context_parallel``: every rank of one pipeline stage."""
-    suffix = "_WITH_CP" if with_context_parallel else ""
-    group = (
-        _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP if with_context_parallel else _TENSOR_AND_DATA_PARALLEL_GROUP
-    )
-    return group or missing(f"_TENSOR_AND_DATA_PARALLEL_GROUP{suffix}", check_initialized)
+    if with_context_parallel:
+        group = _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP
+    else:
+        group = _TENSOR_AND_DATA_PARALLEL_GROUP
+    return group or missing("_TENSOR_AND_DATA_PARALLEL_GROUP", check_initialized)
 
 
 def get_amax_reduction_group(
@@ -309,13 +309,16 @@ def get_amax_reduction_group(
         with_context_parallel: include the ranks of cp.
         tp_only_amax_red: leave out the ranks of dp.
     """
-    if not tp_only_amax_red:
-        return get_tensor_and_data_parallel_group(with_context_parallel=with_context_parallel)
-    return (
-        get_tensor_and_context_parallel_group()
-        if with_context_parallel
-        else get_tensor_model_parallel_group()
-    )
+    if with_context_parallel:
+        if tp_only_amax_red:
+            group, name = _TENSOR_AND_CONTEXT_PARALLEL_GROUP, "_TENSOR_AND_CONTEXT_PARALLEL_GROUP"
+        else:
+            group, name = _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP, "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP"
+    elif tp_only_amax_red:
+        group, name = _TENSOR_MODEL_PARALLEL_GROUP, "_TENSOR_MODEL_PARALLEL_GROUP"
+    else:
+        group, name = _TENSOR_AND_DATA_PARALLEL_GROUP, "_TENSOR_AND_DATA_PARALLEL_GROUP"
+    return group or missing(name)
 
 
 # Data-parallel groups, with and without the context-parallel ranks, whole or in parts, on gloo too.
@@ -504,7 +507,7 @@ def get_pipeline_model_parallel_prev_rank() -> int:
 
 def get_pipeline_model_parallel_first_rank() -> int:
     """Return the global rank of the first stage."""
-    return _pipeline_ranks()[0]
+    return (_PIPELINE_GLOBAL_RANKS or missing("_PIPELINE_GLOBAL_RANKS"))[0]
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
