@@ -101,7 +101,7 @@ def test_there_are_two_commands() -> None:
 LEGACY = """
 mpu.initialize_model_parallel(2, 4, context_parallel_size=2)
 group = mpu.get_data_parallel_group(with_context_parallel=True)
-if mpu.is_pipeline_last_stage():
+if mpu.is_pipeline_last_stage(ignore_virtual=True):
     send_to = mpu.get_pipeline_model_parallel_next_rank()
 """
 
