@@ -310,7 +310,7 @@ def test_a_name_that_several_files_claim_is_uncertain(tmp_path: Path) -> None:
     _write(
         tmp_path,
         a__train_py="from megatron.core import mpu as state\nfrom train import other\n",
-        b__train_py="from train import state\nfrom a.train import state as other\n",
+        b__train_py="from megatron.core import mpu as state\nfrom train import other\n",
         job_py="from train import state\nfrom a.train import state as mine\nstate.get_data_parallel_rank()\n"
         "mine.get_data_parallel_rank()\n",
     )
