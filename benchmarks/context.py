@@ -3,8 +3,8 @@
     python benchmarks/context.py [--tokens N] [--cp N] [--rounds N]
 
 ``training.context_attention`` and its ``ulysses=True`` over forked gloo ranks, forward and backward of a causal sequence. The
-limit of the time is torch's own attention over the whole sequence in one process, divided by the ranks; that of the memory
-are a rank's queries, keys, values and outputs, and one number of each query.
+limit of the time is torch's own attention over the whole sequence, which every rank computes at the same time, divided by the
+ranks; that of the memory are a rank's queries, keys, values and outputs, and one number of each query.
 """
 
 from __future__ import annotations
@@ -32,24 +32,20 @@ if TYPE_CHECKING:
 HEADS, DIM = 4, 64
 
 
-def measured(tokens: int, rounds: int) -> dict[str, tuple[float, float]]:
-    """Return for each way the median of the seconds of CPU time of a round, and the MB that are kept, of this rank."""
+def measured(tokens: int, rounds: int) -> dict[str, tuple[list[float], float]]:
+    """Return for each way the seconds of CPU time of each round, and the MB that are kept, of this rank."""
     mesh = namedmesh.init_mesh(cp=dist.get_world_size(), device="cpu")["cp"]
     whole = [torch.randn(1, HEADS, tokens, DIM) for _ in range(3)]
     parts = [training.shard_sequence(each, mesh=mesh, dim=2)[0] for each in whole]
-    alone = [each.clone() for each in whole] if dist.get_rank() == 0 else []
     ways: dict[str, tuple[list[Tensor], Callable[..., Tensor]]] = {
         "gathered": (parts, partial(training.context_attention, mesh=mesh)),
         "ulysses": (parts, partial(training.context_attention, mesh=mesh, ulysses=True)),
-        "one process": (alone, partial(F.scaled_dot_product_attention, is_causal=True)),
+        "one process": (whole, partial(F.scaled_dot_product_attention, is_causal=True)),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     kept: dict[str, dict[int, int]] = {name: {} for name in ways}
     for _ in range(rounds + 1):
         for name, (inputs, attend) in ways.items():
-            dist.barrier()
-            if not inputs:
-                continue
             for each in inputs:
                 each.requires_grad_().grad = None
 
@@ -58,16 +54,14 @@ def measured(tokens: int, rounds: int) -> dict[str, tuple[float, float]]:
                 return tensor
 
             kept[name].clear()
+            dist.barrier()
             start = time.process_time()
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda each: each):
                 output = attend(*inputs)
             output.sum().backward()
             seconds[name].append(time.process_time() - start)
     dist.barrier()
-    return {
-        name: (statistics.median(each[1:]), sum(kept[name].values()) / 1e6) if each else (0.0, 0.0)
-        for name, each in seconds.items()
-    }
+    return {name: (each[1:], sum(kept[name].values()) / 1e6) for name, each in seconds.items()}
 
 
 def main() -> None:
@@ -78,19 +72,25 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     by_rank = run_ranks(arguments.cp, measured, arguments.tokens, arguments.rounds, timeout=900.0)
-    alone = by_rank[0]["one process"][0] / arguments.cp
     part = arguments.tokens // arguments.cp
     least = 4 * (4 * HEADS * part * DIM + HEADS * part) / 1e6
     print(
         f"{paired.machine()}; {arguments.tokens} tokens, cp {arguments.cp}, float32, {arguments.rounds} rounds"
     )
+    rounds = {
+        name: [statistics.mean(each) for each in zip(*(one[name][0] for one in by_rank), strict=True)]
+        for name in by_rank[0]
+    }
     for name in ("gathered", "ulysses"):
-        seconds = statistics.mean(each[name][0] for each in by_rank)
+        ratios = [
+            mine * arguments.cp / limit
+            for mine, limit in zip(rounds[name], rounds["one process"], strict=True)
+        ]
         memory = max(each[name][1] for each in by_rank)
         cells = [
             name,
-            f"{seconds:.2f} s",
-            f"{seconds / alone:.2f}",
+            f"{statistics.median(rounds[name]):.2f} s",
+            f"{statistics.median(ratios):.2f}",
             f"{memory:.1f} MB",
             f"{memory / least:.2f}",
         ]

@@ -14,7 +14,7 @@ from math import prod
 from statistics import median
 from typing import NamedTuple
 
-from published_runs import RUNS, Run
+from published_runs import GROUPS, RUNS, Run
 
 from namedmesh.plan import Job, Memory, best_partitions, estimate_memory, estimate_step, list_partitions
 from namedmesh.plan.job import axes_of, shares
@@ -45,15 +45,20 @@ def first_rank(run: Run) -> Memory:
     return memory_of_share(job, axes, shares(job, axes.pp)[0], job.micro_batches(axes.dp))
 
 
+def ranks_of(run: Run) -> int:
+    """Return how many GPUs it ran on."""
+    return prod(run.sizes.get(axis, 1) for axis in ("tp", "cp", "pp", "dp"))
+
+
 def tokens_per_gpu(run: Run) -> float:
     """Return the tokens a second and GPU."""
-    job, ranks = job_of(run), prod(run.sizes.get(axis, 1) for axis in ("tp", "cp", "pp", "dp"))
-    return (job.global_batch or 0) * (job.seq or 0) / estimate_step(job, run.sizes).total / ranks
+    job = job_of(run)
+    return (job.global_batch or 0) * (job.seq or 0) / estimate_step(job, run.sizes).total / ranks_of(run)
 
 
 def place(run: Run) -> tuple[str, str]:
     """Return the place of the published layout among all that fit, and why it is ruled out if it is."""
-    ranks = prod(run.sizes.get(axis, 1) for axis in ("tp", "cp", "pp", "dp"))
+    ranks = ranks_of(run)
     published = find_partition(list_partitions(ranks, job_of(run)), run.sizes)
     limit = None
     if published.reasons and published.memory is not None:
@@ -79,44 +84,54 @@ def compare(run: Run) -> Result:
     return Result(memory, activations, tokens, rank, reason)
 
 
+def within_the_best(result: Result) -> bool:
+    """Return whether the published layout is among the best that fit."""
+    place = result.rank.partition("/")[0]
+    return place.isdigit() and int(place) <= RANK_GOAL
+
+
 def _row(run: Run, result: Result) -> str:
-    memory, speed = "", ""
-    if run.memory is not None and result.memory is not None:
-        memory = f"{run.memory * (1 + result.memory):6.1f} {run.memory:6.1f} {result.memory:+5.0%}"
-    if run.activations is not None and result.activations is not None:
-        gib = run.activations / 2**30
-        memory = f"{gib * (1 + result.activations):6.1f} {gib:6.1f} {result.activations:+5.0%} (activations)"
-    if run.tokens is not None and result.tokens is not None:
-        speed = f"{run.tokens * (1 + result.tokens):8.1f} {run.tokens:8.1f} {result.tokens:+5.0%}"
-    return f"{run.name:42} {memory:34} {speed:24} {result.rank:>9}"
+    cells = [run.name]
+    pairs = [(run.memory, result.memory), (run.activations, result.activations), (run.tokens, result.tokens)]
+    for published, error in pairs:
+        if published is None or error is None:
+            cells.append("")
+            continue
+        if published > 2**30:  # bytes
+            published /= 2**30  # noqa: PLW2901  in GiB
+        digits = 0 if published >= 1000 else 1  # noqa: PLR2004  four digits say enough
+        cells.append(f"{published * (1 + error):,.{digits}f} for {published:,.{digits}f}: {error:+.0%}")
+    return f"| {' | '.join([*cells, result.rank])} |"
 
 
 def main() -> None:
-    """Print the table, and how many rows are within the goals."""
+    """Print the table, what differs row by row, and how many rows are within the goals."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="runs whose name or source has this text")
     only = parser.parse_args().only.lower()
-    runs = [run for run in RUNS if only in f"{run.name} {run.source}".lower()]
-    results = [compare(run) for run in runs]
-    print(f"{'predicted, published, error':42} {'GiB':34} {'tokens/s a GPU':24} {'rank':>9}")
+    rows = [(run, compare(run)) for run in RUNS if only in f"{run.name} {run.source}".lower()]
+    print(
+        "| predicted for published: error | GiB | GiB of activations | tokens/s a GPU | place |\n|---|---|---|---|---|"
+    )
     source = ""
-    for run, result in zip(runs, results, strict=True):
+    notes: dict[str, list[str]] = {}
+    for run, result in rows:
         if run.source != source:
             source = run.source
-            print(f"\n{source}")
+            print(f"| **{source}** | | | | |")
         print(_row(run, result))
-        for note in (run.assumed, result.reason and f"the planner: {result.reason}"):
+        for note in (run.assumed, result.reason):
             if note:
-                print(f"    {note}")
-    for title, afterwards in (
-        ("runs that the model was made with", False),
-        ("runs that it was tried on afterwards", True),
-    ):
-        chosen = [result for run, result in zip(runs, results, strict=True) if run.afterwards is afterwards]
+                notes.setdefault(note, []).append(run.name)
+    print()
+    for note, names in notes.items():
+        print(f"{', '.join(names)}: {note}")
+    for group in GROUPS:
+        chosen = [result for run, result in rows if run.group == group]
         if chosen:
-            print(f"\n{title}")
+            print(f"\n{group.capitalize()}")
             _summaries(chosen)
 
 
@@ -124,9 +139,8 @@ def _summaries(results: list[Result]) -> None:
     _summary("memory", [result.memory for result in results], MEMORY_GOAL)
     _summary("activations", [result.activations for result in results], MEMORY_GOAL)
     _summary("tokens a second", [result.tokens for result in results], SPEED_GOAL)
-    ranked = [result.rank for result in results if result.rank]
-    best = [rank for rank in ranked if "(" not in rank and int(rank.partition("/")[0]) <= RANK_GOAL]
-    print(f"  published layout among the best {RANK_GOAL} that fit: {len(best)} of {len(ranked)}")
+    ranked = [within_the_best(result) for result in results if result.rank]
+    print(f"  published layout among the best {RANK_GOAL} that fit: {sum(ranked)} of {len(ranked)}")
 
 
 def _summary(what: str, errors: list[float | None], goal: float) -> None:

@@ -30,6 +30,7 @@ LONGEST = (
     "test_tp_compile",
     "test_mesh_training",
     "test_training_experts",
+    "test_book",
     "test_training",
     "test_shared_groups",
     "test_training_compile",

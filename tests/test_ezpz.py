@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
 import textwrap
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -12,12 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from installing import run_python, without
 from messages import refuses
 from ranks import fake_world, live_groups, run_ranks
-from torch import Tensor, nn
-from tp_compare import apart, numbers
 
 import namedmesh
 from namedmesh.compat import ezpz, megatron
@@ -217,188 +213,6 @@ def test_variables_can_be_assigned() -> None:
         assert [getattr(tp, variable) for variable in VARIABLES] == [None] * 8
 
 
-# --- layers -------------------------------------------------------------------------------------------------
-
-V, H, OUT = 16, 8, 24
-
-
-def shard(whole: Tensor, dim: int) -> Tensor:
-    return whole.chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
-
-
-def linear_layers() -> dict[str, float]:
-    """Each linear layer beside a whole one of the same seed."""
-    torch.set_default_dtype(torch.float64)
-    tp.initialize_tensor_parallel(dist.get_world_size())
-    value, gradient = numbers(5, H, seed=1), numbers(5, OUT, seed=2)
-    found = {}
-    for name, kind, arguments in (
-        ("column", "Column", {}),
-        ("column, apart", "Column", {"gather_output": False, "bias": False}),
-        ("row", "Row", {}),
-        ("row, parallel", "Row", {"input_is_parallel": True, "bias": False}),
-    ):
-        dim = 0 if kind == "Column" else 1
-        torch.manual_seed(3)
-        layer = getattr(tp.layers, f"{kind}ParallelLinear")(
-            H, OUT, keep_master_weight_for_test=True, **arguments
-        )
-        torch.manual_seed(3)
-        whole = nn.Linear(H, OUT, bias="bias" not in arguments)
-        with torch.no_grad():
-            torch.manual_seed(3)
-            nn.init.xavier_normal_(whole.weight)
-            if whole.bias is not None:
-                whole.bias.copy_(numbers(OUT, seed=4))
-                layer.bias.copy_(whole.bias if dim else shard(whole.bias, 0))
-        inputs = [value.clone().requires_grad_() for _ in range(2)]
-        given = shard(inputs[1], 1) if "input_is_parallel" in arguments else inputs[1]
-        outputs = [whole(inputs[0]), layer(given)]
-        cut = "gather_output" in arguments
-        for output, one in zip(outputs, (gradient, shard(gradient, 1) if cut else gradient), strict=True):
-            output.backward(one)
-        expected = inputs[0].grad
-        assert expected is not None
-        if "input_is_parallel" in arguments:  # a rank gets the gradient of what it used
-            used = torch.zeros_like(expected)
-            width = H // dist.get_world_size()
-            used[:, dist.get_rank() * width :][:, :width] = shard(expected, 1)
-            expected = used
-        bias = whole.bias.grad if whole.bias is not None else None
-        found[name] = max(
-            apart(outputs[1], shard(outputs[0], 1) if cut else outputs[0]),
-            apart(inputs[1].grad, expected),
-            apart(layer.weight.grad, None if whole.weight.grad is None else shard(whole.weight.grad, dim)),
-            apart(
-                layer.bias.grad if layer.bias is not None else None,
-                bias if dim or bias is None else shard(bias, 0),
-            ),
-            apart(layer.get_master_weight(), whole.weight),
-            apart(layer.master_weight, whole.weight),
-        )
-    for kind, dim in (("Column", 0), ("Row", 1)):
-        torch.manual_seed(3)
-        layer = getattr(tp.layers, f"{kind}ParallelLinear")(
-            H, OUT, stride=2, keep_master_weight_for_test=True
-        )
-        halves = layer.master_weight.chunk(2, dim)
-        found[f"{kind}, stride"] = apart(layer.weight, torch.cat([shard(half, dim) for half in halves], dim))
-    tp.destroy_tensor_parallel()
-    return found
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_linear_layers_are_shards_of_whole_ones(world_size: int) -> None:
-    for found in run_ranks(world_size, linear_layers):
-        assert len(found) == 6
-        assert max(found.values()) < 1e-12, found
-
-
-EMBEDDINGS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "padding": {"padding_idx": 5},
-    "padding from the end": {"padding_idx": -2},
-    "norm": {"max_norm": 1.5},
-    "norm of another type": {"max_norm": 1.2, "norm_type": 3.0},
-    "norm, largest": {"max_norm": 0.5, "norm_type": math.inf},
-    "norm, count": {"max_norm": 3.0, "norm_type": 0.0},
-    "frequency": {"scale_grad_by_freq": True},
-    "sparse": {"sparse": True},
-    "much": {"padding_idx": 3, "max_norm": 1.0, "scale_grad_by_freq": True},
-    "much, sparse": {"padding_idx": 0, "max_norm": 2.0, "sparse": True},
-}
-
-
-def embeddings() -> dict[str, float]:
-    """Each embedding beside a whole one of the same weight: output, gradient, and the weight afterwards."""
-    torch.set_default_dtype(torch.float64)
-    tp.initialize_tensor_parallel(dist.get_world_size())
-    ids = torch.randint(
-        0, V - 4, (3, 7), generator=torch.Generator().manual_seed(1)
-    )  # some are never asked for
-    found = {}
-    for name, options in EMBEDDINGS.items():
-        for kind, dim in (("VocabParallelEmbedding", 0), ("ParallelEmbedding", 1)):
-            layer = getattr(tp.layers, kind)(V, H, init_method=nn.init.ones_, **options)
-            whole = nn.Embedding(V, H, **options)
-            with torch.no_grad():
-                whole.weight.copy_(numbers(V, H, seed=5))
-                layer.weight.copy_(shard(whole.weight, dim))
-            outputs = [whole(ids), layer(ids)]
-            for output in outputs:
-                output.backward(numbers(3, 7, H, seed=6))
-            assert layer.weight.grad.is_sparse == bool(options.get("sparse"))
-            assert whole.weight.grad is not None
-            expected = whole.weight.grad.to_dense()
-            found[f"{kind}, {name}"] = max(
-                apart(outputs[1], outputs[0]),
-                apart(layer.weight.grad.to_dense(), shard(expected, dim)),
-                apart(layer.weight, shard(whole.weight, dim)),
-            )
-    tp.destroy_tensor_parallel()
-    return found
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_embeddings_are_shards_of_whole_ones(world_size: int) -> None:
-    for found in run_ranks(world_size, embeddings):
-        assert len(found) == 2 * len(EMBEDDINGS)
-        assert max(found.values()) < 1e-12, found
-
-
-def regions() -> list[float]:
-    tp.initialize_tensor_parallel(dist.get_world_size())
-    size, rank = dist.get_world_size(), dist.get_rank()
-    wholes = [numbers(3, 8, seed=seed) for seed in range(size)]
-    found = []
-
-    def check(
-        function: Callable[[Tensor], Tensor],
-        value: Tensor,
-        output: Tensor,
-        gradient: Callable[[list[Tensor]], Tensor],
-    ) -> None:
-        value = value.clone().requires_grad_()
-        got = function(value)
-        gradients = [numbers(*got.shape, seed=20 + seed) for seed in range(size)]
-        got.backward(gradients[rank])
-        found.extend([apart(got, output), apart(value.grad, gradient(gradients))])
-
-    check(
-        tp.mappings.copy_to_tensor_parallel_region,
-        wholes[0],
-        wholes[0],
-        lambda all_: sum(all_, torch.zeros(())),
-    )
-    check(
-        tp.mappings.reduce_from_tensor_parallel_region,
-        wholes[rank],
-        sum(wholes, torch.zeros(())),
-        lambda all_: all_[rank],
-    )
-    check(
-        tp.mappings.scatter_to_tensor_parallel_region,
-        wholes[0],
-        shard(wholes[0], 1),
-        lambda all_: torch.cat(all_, 1),
-    )
-    check(
-        tp.mappings.gather_from_tensor_parallel_region,
-        wholes[rank],
-        torch.cat(wholes, 1),
-        lambda all_: shard(all_[rank], 1),
-    )
-    tp.destroy_tensor_parallel()
-    return found
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_mappings(world_size: int) -> None:
-    for found in run_ranks(world_size, regions):
-        assert len(found) == 8
-        assert max(found) < 1e-12
-
-
 def test_helpers() -> None:
     assert tp.divide_and_check_no_remainder(12, 4) == 3
     tp.ensure_divisibility(12, 4)
@@ -407,45 +221,6 @@ def test_helpers() -> None:
     assert all(part.is_contiguous() for part in parts)
     assert tp.VocabUtility.vocab_range_from_global_vocab_size(12, 1, 4) == (3, 6)
     assert tp.VocabUtility.vocab_range_from_per_partition_vocab_size(3, 2, 4) == (6, 9)
-
-
-def train() -> list[Any]:
-    """Two layers and an embedding learn what plain ones learn."""
-    torch.set_default_dtype(torch.float64)
-    tp.initialize_tensor_parallel(2)
-    torch.manual_seed(0)
-    embedding = tp.layers.VocabParallelEmbedding(V, H)
-    up = tp.layers.ColumnParallelLinear(H, OUT, gather_output=False)
-    down = tp.layers.RowParallelLinear(OUT, V, input_is_parallel=True)
-    mine = nn.Sequential(embedding, up, nn.GELU(), down)
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Embedding(V, H), nn.Linear(H, OUT), nn.GELU(), nn.Linear(OUT, V))
-    with torch.no_grad():
-        torch.manual_seed(0)
-        for one in plain:
-            if not isinstance(one, nn.GELU):
-                assert isinstance(one.weight, Tensor)
-                nn.init.xavier_normal_(one.weight)
-            if isinstance(one, nn.Linear):
-                one.bias.zero_()
-    ids = torch.randint(0, V, (4, 6), generator=torch.Generator().manual_seed(3))
-    losses: list[list[float]] = [[], []]
-    for model, seen in zip((mine, plain), losses, strict=True):
-        step = torch.optim.Adam(model.parameters(), lr=0.01)
-        for _ in range(4):
-            loss = F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-            step.zero_grad()
-            loss.backward()
-            step.step()
-            seen.append(loss.item())
-    tp.destroy_tensor_parallel()
-    return losses
-
-
-def test_layers_train_as_plain_ones_do() -> None:
-    for mine, plain in run_ranks(2, train):
-        assert mine == pytest.approx(plain, abs=1e-12)
-        assert mine[-1] < mine[0]
 
 
 # --- under the original's import path -----------------------------------------------------------------------
@@ -526,12 +301,6 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         ezpz.current_mesh,
         RuntimeError,
         "ezpz's ... initialize_tensor_parallel(...) or namedmesh.compat.ezpz.bind(mesh) first",
-    ),
-    (started(lambda: tp.layers.ColumnParallelLinear(4, 6)), AssertionError, "out_features is 6, ..."),
-    (
-        started(lambda: tp.mappings.scatter_to_tensor_parallel_region(torch.zeros(6))),
-        AssertionError,
-        "the length of dim -1 ... (6,) is 6, ...",
     ),
 ]
 

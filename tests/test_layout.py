@@ -216,7 +216,8 @@ MESSAGES: list[tuple[Any, type[Exception], str]] = [
         LayoutError,
         "axis name 'tensor-parallel' is not a Python identifier; use letters, digits and underscores, such as 'dp'",
     ),
-    (lambda: Layout(**{"class": 2}), LayoutError, "axis name 'class' is not a ..."),
+    (lambda: Layout(**{"class": 2}), LayoutError, "axis name 'class' is a keyword ..."),
+    (lambda: Layout(dp=2)["tp"], AxisError, "axis 'tp' is not one of ('dp',)"),
     (
         lambda: Layout(device=2),
         LayoutError,

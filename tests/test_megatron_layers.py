@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
+from legacy_layers import differences, facts, results, shard
 from messages import refuses
 from ranks import fake_world, run_ranks
 from torch import Tensor, nn
@@ -24,9 +25,9 @@ from namedmesh.compat.megatron import parallel_state, tensor_parallel
 from namedmesh.compat.megatron.tensor_parallel import layers as our_layers
 from namedmesh.compat.megatron.tensor_parallel import mappings as our_mappings
 from namedmesh.compat.megatron.tensor_parallel import utils as our_utils
+from namedmesh.compat.sharded_layer import block_shard, fill_shard
 from namedmesh.tensor_parallel.collectives import RankGroup
-from namedmesh.tensor_parallel.layers import Recipe, block_shard, check_blocks, fill_shard
-from namedmesh.tensor_parallel.regions import exchange, gather_uneven, sum_scatter_uneven
+from namedmesh.tensor_parallel.regions import exchange
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,66 +50,33 @@ def original(world_size: int) -> Any:
     return state.get_tensor_model_parallel_group()
 
 
-def results(function: Callable[[Tensor], Any], given: Tensor, others: Any = ()) -> list[Tensor | None]:
-    """The output, and the gradients of the input and of other tensors, for a gradient of this rank's own."""
-    value = given.clone().requires_grad_(given.is_floating_point())
-    output = function(value * 1 if given.is_floating_point() else value)
-    output, extra = output if isinstance(output, tuple) else (output, None)
-    loss = (output * numbers(*output.shape, seed=50 + dist.get_rank())).sum()
-    if extra is not None:
-        loss = loss + (extra * 3).sum()
-    for other in others:
-        other.grad = None
-    kept = output.detach().clone()  # megatron-core's backward may reuse the memory
-    loss.backward()
-    return [kept, value.grad, *(other.grad for other in others)]
-
-
 # --- layers -------------------------------------------------------------------------------------------------
 
-# (layer, its arguments, its configuration's, which dim of the input is cut)
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], int | None]] = {
-    "column": ("Column", {}, {}, None),
-    "column, gathered": ("Column", {"gather_output": True}, {}, None),
-    "column, no bias": ("Column", {"bias": False}, {}, None),
-    "column, bias apart": ("Column", {"skip_bias_add": True}, {}, None),
-    "column, stride": ("Column", {"stride": 2, "keep_master_weight_for_test": True}, {}, None),
-    "column, unreduced": ("Column", {"disable_grad_reduce": True}, {}, None),
-    "column, sequence": ("Column", {}, {"sequence_parallel": True}, 0),
-    "column, sequence, unreduced": ("Column", {"disable_grad_reduce": True}, {"sequence_parallel": True}, 0),
-    "column, expert": (
-        "Column",
-        {"is_expert": True},
-        {"expert_model_parallel_size": 2, "sequence_parallel": True},
-        None,
-    ),
-    "row": ("Row", {"input_is_parallel": True}, {}, -1),
-    "row, whole input": ("Row", {"input_is_parallel": False}, {}, None),
-    "row, no bias": ("Row", {"input_is_parallel": True, "bias": False}, {}, -1),
-    "row, bias apart": ("Row", {"input_is_parallel": True, "skip_bias_add": True}, {}, -1),
-    "row, stride": (
-        "Row",
-        {"input_is_parallel": True, "stride": 3, "keep_master_weight_for_test": True},
-        {},
-        -1,
-    ),
-    "row, sequence": ("Row", {"input_is_parallel": True}, {"sequence_parallel": True}, -1),
-    "row, sequence, bias apart": (
-        "Row",
-        {"input_is_parallel": True, "skip_bias_add": True},
-        {"sequence_parallel": True},
-        -1,
-    ),
-    "row, expert": (
-        "Row",
-        {"input_is_parallel": True, "skip_bias_add": True, "is_expert": True},
-        {"expert_model_parallel_size": 2, "sequence_parallel": True},
-        -1,
-    ),
-    "column, frozen": ("Column", {}, {}, None),
-    "column, sequence, frozen": ("Column", {}, {"sequence_parallel": True}, 0),
-    "row, frozen": ("Row", {"input_is_parallel": True}, {}, -1),
-    "row, bfloat16": ("Row", {"input_is_parallel": True}, {"params_dtype": torch.bfloat16}, -1),
+KEPT, APART = {"keep_master_weight_for_test": True}, {"skip_bias_add": True}
+SEQUENCE, EXPERTS = {"sequence_parallel": True}, {"expert_model_parallel_size": 2, "sequence_parallel": True}
+# A layer's arguments and its configuration's. The input of a row layer is sharded already, unless it is whole.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "column": ({}, {}),
+    "column, gathered": ({"gather_output": True}, {}),
+    "column, no bias": ({"bias": False}, {}),
+    "column, bias apart": (APART, {}),
+    "column, stride": ({"stride": 2, **KEPT}, {}),
+    "column, unreduced": ({"disable_grad_reduce": True}, {}),
+    "column, sequence": ({}, SEQUENCE),
+    "column, sequence, unreduced": ({"disable_grad_reduce": True}, SEQUENCE),
+    "column, expert": ({"is_expert": True}, EXPERTS),
+    "row": ({}, {}),
+    "row, whole input": ({}, {}),
+    "row, no bias": ({"bias": False}, {}),
+    "row, bias apart": (APART, {}),
+    "row, stride": ({"stride": 3, **KEPT}, {}),
+    "row, sequence": ({}, SEQUENCE),
+    "row, sequence, bias apart": (APART, SEQUENCE),
+    "row, expert": ({"is_expert": True, **APART}, EXPERTS),
+    "column, frozen": ({}, {}),
+    "column, sequence, frozen": ({}, SEQUENCE),
+    "row, frozen": ({}, {}),
+    "row, bfloat16": ({}, {"params_dtype": torch.bfloat16}),
 }
 MARKS = (
     "tensor_model_parallel",
@@ -126,7 +94,10 @@ def pair(name: str, group: Any) -> tuple[Any, Any]:
     from megatron.core import ModelParallelConfig
     from megatron.core.tensor_parallel import layers as theirs
 
-    kind, arguments, settings, _ = CASES[name]
+    arguments, settings = CASES[name]
+    kind = "Row" if name.startswith("row") else "Column"
+    if kind == "Row":
+        arguments = {"input_is_parallel": "whole" not in name, **arguments}
     config = ModelParallelConfig(
         **{
             "use_cpu_initialization": True,
@@ -142,42 +113,27 @@ def pair(name: str, group: Any) -> tuple[Any, Any]:
         layer = getattr(module, f"{kind}ParallelLinear")(
             H, OUT, init_method=nn.init.xavier_normal_, **{**defaults, **arguments}
         )
-        if layer.bias is not None:
-            layer.bias.data = numbers(*layer.bias.shape, seed=9).to(layer.bias.dtype)
         layer.requires_grad_("frozen" not in name)
         made.append(layer)
     return made[0], made[1]
 
 
-def shard(whole: Tensor, dim: int | None) -> Tensor:
-    return whole if dim is None else whole.chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
+def marks_of(module: nn.Module) -> list[list[Any]]:
+    return [[getattr(parameter, mark, "absent") for mark in MARKS] for parameter in module.parameters()]
 
 
-def compare_layers(names: list[str]) -> dict[str, dict[str, Any]]:
+def compare_layers() -> dict[str, dict[str, Any]]:
     group = original(dist.get_world_size())
     found = {}
-    for name in names:
+    for name, (_, settings) in CASES.items():
         theirs, ours = pair(name, group)
-        given = shard(
-            numbers(S, B, H, seed=1).to(CASES[name][2].get("params_dtype", torch.float64)), CASES[name][3]
-        )
-        wanted, got = (results(layer, given, list(layer.parameters())) for layer in (theirs, ours))
-        found[name] = {
-            "apart": max(apart(one, other) for one, other in zip(got, wanted, strict=True)),
-            "gradients": sum(one is not None for one in got[1:]),
-            "weights": all(
-                torch.equal(one, other)
-                for one, other in zip(theirs.parameters(), ours.parameters(), strict=True)
-            ),
-            "names": [key for key, _ in ours.named_parameters()]
-            == [key for key, _ in theirs.named_parameters()],
-            "marks": [
-                [getattr(parameter, mark, "absent") for mark in MARKS] for parameter in ours.parameters()
-            ]
-            == [[getattr(parameter, mark, "absent") for mark in MARKS] for parameter in theirs.parameters()],
-            "master": apart(ours.master_weight, theirs.master_weight),
-            "state": list(ours.state_dict()) == list(theirs.state_dict()),
-        }
+        dim = None
+        if name.startswith("column, sequence"):
+            dim = 0
+        elif getattr(ours, "input_is_parallel", False):
+            dim = -1
+        given = shard(numbers(S, B, H, seed=1).to(settings.get("params_dtype", torch.float64)), dim)
+        found[name] = {"marks": marks_of(theirs) == marks_of(ours)} | facts(theirs, ours, given)
     return found
 
 
@@ -185,7 +141,7 @@ def compare_layers(names: list[str]) -> dict[str, dict[str, Any]]:
 @pytest.mark.usefixtures("_megatron_core")
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_linear_layers_are_the_originals(world_size: int) -> None:
-    for rank, found in enumerate(run_ranks(world_size, compare_layers, list(CASES))):
+    for rank, found in enumerate(run_ranks(world_size, compare_layers)):
         assert list(found) == list(CASES)
         for name, one in found.items():
             bound = 5e-2 if "bfloat16" in name else 1e-13
@@ -210,7 +166,7 @@ def compare_shared_weight() -> list[float]:
     group = original(dist.get_world_size())
     config = ModelParallelConfig(use_cpu_initialization=True, params_dtype=torch.float64)
     weight = numbers(OUT // dist.get_world_size(), H, seed=dist.get_rank()).requires_grad_()
-    both = []
+    calls = []
     for module in (theirs, our_layers):
         layer = module.ColumnParallelLinear(
             H,
@@ -221,14 +177,9 @@ def compare_shared_weight() -> list[float]:
             tp_group=group,
         )
         assert layer.weight is None
-
-        def call(value: Tensor, layer: Any = layer) -> Any:
-            return layer(value, weight=weight, runtime_gather_output=True)
-
-        both.append(results(call, numbers(S, B, H, seed=1), [weight]))
-    assert both[1][0] is not None
-    assert both[1][0].shape == (S, B, OUT)
-    return [apart(*two) for two in zip(*both, strict=True)]
+        calls.append(partial(layer, weight=weight, runtime_gather_output=True))
+    assert calls[1](numbers(S, B, H, seed=1))[0].shape == (S, B, OUT)
+    return differences(calls, numbers(S, B, H, seed=1), [weight])
 
 
 @pytest.mark.oracle("megatron.core")
@@ -239,7 +190,10 @@ def test_a_weight_can_be_passed_to_the_forward() -> None:
         assert max(found) < 1e-13
 
 
-def compare_embeddings() -> dict[str, list[Any]]:
+RANGE = ("vocab_start_index", "vocab_end_index", "num_embeddings_per_partition")
+
+
+def compare_embeddings() -> dict[str, dict[str, Any]]:
     from megatron.core import ModelParallelConfig
     from megatron.core.tensor_parallel import layers as theirs
 
@@ -264,18 +218,10 @@ def compare_embeddings() -> dict[str, list[Any]]:
                     tp_group=group,
                 )
                 made.append(layer)
-            both = [results(layer, ids, [layer.weight]) for layer in made]
-            found[f"{deterministic} {scattered}"] = [
-                max(apart(*two) for two in zip(*both, strict=True)),
-                both[1][2] is not None,
-                torch.equal(made[0].weight, made[1].weight),
-                *(
-                    getattr(made[0], name) == getattr(made[1], name)
-                    for name in ("vocab_start_index", "vocab_end_index", "num_embeddings_per_partition")
-                ),
-                *(getattr(made[0].weight, m, None) == getattr(made[1].weight, m, None) for m in MARKS),
-                list(made[0].state_dict()) == list(made[1].state_dict()),
-            ]
+            found[f"{deterministic} {scattered}"] = facts(made[0], made[1], ids) | {
+                "marks": marks_of(made[0]) == marks_of(made[1]),
+                **{name: getattr(made[0], name) == getattr(made[1], name) for name in RANGE},
+            }
     return found
 
 
@@ -285,9 +231,10 @@ def compare_embeddings() -> dict[str, list[Any]]:
 def test_the_embedding_is_the_originals(world_size: int) -> None:
     for found in run_ranks(world_size, compare_embeddings):
         assert len(found) == 4
-        for name, (distance, *same) in found.items():
-            assert distance < 1e-13, name
-            assert all(same), (name, same)
+        for name, one in found.items():
+            assert one.pop("apart") < 1e-13, name
+            same = ("weights", "names", "state", "marks", *RANGE)
+            assert one == dict.fromkeys(same, True) | {"master": 0, "gradients": 1}, name
 
 
 def carry_states() -> list[Any]:
@@ -345,17 +292,11 @@ def compare_mappings() -> dict[str, float]:
     found = {}
     for name, (shape, arguments) in MAPPINGS.items():
         given = numbers(*shape, seed=20 + dist.get_rank())
-        both = []
-        for module in (theirs, our_mappings):
-            function = getattr(module, name.strip())
-
-            def call(value: Tensor, function: Any = function, arguments: Any = arguments) -> Any:
-                if function.__name__ == "all_to_all":
-                    return function(group, value)
-                return function(value, group=group, **arguments)
-
-            both.append(results(call, given))
-        found[name] = max(apart(*two) for two in zip(*both, strict=True))
+        functions = [getattr(module, name.strip()) for module in (theirs, our_mappings)]
+        calls = [partial(function, group=group, **arguments) for function in functions]
+        if name == "all_to_all":  # here the group comes first
+            calls = [partial(function, group) for function in functions]
+        found[name] = max(differences(calls, given))
     return found
 
 
@@ -442,11 +383,8 @@ def compare_losses() -> dict[str, Any]:
         for smoothing in (0.0, 0.2):
             logits = shard(whole, -1).to(dtype)
             ours = partial(tensor_parallel.vocab_parallel_cross_entropy, tp_group=group)
-            both = [
-                results(partial(loss, target=target, label_smoothing=smoothing), logits)
-                for loss in (theirs, ours)
-            ]
-            found[f"{dtype} {smoothing}"] = max(apart(*two) for two in zip(*both, strict=True))
+            calls = [partial(loss, target=target, label_smoothing=smoothing) for loss in (theirs, ours)]
+            found[f"{dtype} {smoothing}"] = max(differences(calls, logits))
     value = shard(whole, -1).float().requires_grad_()
     kept = value.detach().clone()
     loss = tensor_parallel.vocab_parallel_cross_entropy(value, target, tp_group=group)
@@ -714,203 +652,147 @@ def test_shards_drawn_on_their_device_differ_between_ranks_and_layers() -> None:
         after.append(torch.rand(3).tolist())
     assert len(set(drawn)) == 4
     assert after[0] == after[1]  # what comes later is still the same on all ranks
-    recipe = Recipe(nn.init.normal_, torch.float32, device=torch.device("cpu"))
-    shard, whole = recipe.weight(4, 6, 1, peers)
-    assert shard.shape == (4, 3)
-    assert whole is None
+
+
+def test_on_an_accelerator_no_whole_weight_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(our_layers, "accelerator", lambda: torch.device("cpu"))
+    with fake_world(2):
+        layer = our_layers.RowParallelLinear(
+            6, 4, init_method=Tensor.normal_, keep_master_weight_for_test=True, tp_group=dist.group.WORLD
+        )
+    assert layer.weight.shape == (4, 3)
+    assert layer.weight.std() > 0
+    assert layer.master_weight is None
 
 
 # --- errors -------------------------------------------------------------------------------------------------
 
-COLUMN, ROW = our_layers.ColumnParallelLinear, our_layers.RowParallelLinear
-FUSED = (
-    "{}: gradient_accumulation_fusion is set, but adding up gradients inside the matrix product needs APEX's CUDA "
-    "extension fused_weight_gradient_mlp_cuda, which namedmesh's layers do not call; set "
-    "gradient_accumulation_fusion=False"
+COLUMN, ROW, VOCABULARY = (
+    our_layers.ColumnParallelLinear,
+    our_layers.RowParallelLinear,
+    our_layers.VocabParallelEmbedding,
 )
+FUSED, IN_SEQUENCE = SimpleNamespace(gradient_accumulation_fusion=True), SimpleNamespace(**SEQUENCE)
+LOSS = tensor_parallel.vocab_parallel_cross_entropy
+GATHER = our_mappings.gather_from_sequence_parallel_region
+# What rank 0 of 4 says, and of which call with their group.
+ASSERTIONS: dict[str, Callable[[Any], Any]] = {
+    "output_size is 10, which ... 4 equal shards; use 8 or 12, ...": lambda group: COLUMN(
+        4, 10, tp_group=group
+    ),
+    "input_size is 3, ...; use 4, or ...": lambda group: ROW(3, 4, tp_group=group),
+    "output_size is 12, ... 4 equal shards for each of 2 blocks (the stride); use 8 or 16, or another multiple of 8": (
+        lambda group: COLUMN(4, 12, stride=2, tp_group=group)
+    ),
+    "the stride is 0; it is a number of blocks, 1 or more": lambda group: ROW(4, 4, stride=0, tp_group=group),
+    "num_embeddings is 65, ...; use 64 or 68, ...": lambda group: VOCABULARY(65, 4, tp_group=group),
+    "RowParallelLinear got is_expert with skip_bias_add=False; each rank's output is a part of a sum, in "
+    "which the bias would count several times: pass skip_bias_add=True": (
+        lambda group: ROW(4, 4, is_expert=True, tp_group=group)
+    ),
+    "the length of dim 0 of the output is 6, ...": (
+        lambda group: ROW(4, 4, config=IN_SEQUENCE, input_is_parallel=True, tp_group=group)(
+            torch.zeros(6, 2, 1)
+        )
+    ),
+    "the length of dim -1 of a tensor of shape (6, 2, 5) is 5, ...": (
+        lambda group: ROW(4, 4, tp_group=group)(torch.zeros(6, 2, 5))
+    ),
+    "the length of dim 1 of the ids is 5, ...": (
+        lambda group: VOCABULARY(8, 4, reduce_scatter_embeddings=True, tp_group=group)(
+            torch.zeros(2, 5, dtype=torch.int64)
+        )
+    ),
+    "the length ... 0 ... (6, 2) is 6, ...": (
+        lambda group: our_mappings.scatter_to_sequence_parallel_region(torch.zeros(6, 2), group)
+    ),
+    "the sizes are [1, 2], for 4 ranks; pass one length for each rank, none negative": (
+        lambda group: GATHER(torch.zeros(2), True, group, [1, 2])
+    ),
+    "rank 0 has a shard of length 2 (shape (2,)), but the sizes [1, 2, 3, 4] say 1; pass the length of every "
+    "rank's shard, in rank order": lambda group: GATHER(torch.zeros(2), True, group, [1, 2, 3, 4]),
+    "the lengths to send [1, 2, 3, 4] add up to 10, but dim 0 of shape (9,) has length 9; they must add up to it": (
+        lambda group: our_mappings.reduce_scatter_to_sequence_parallel_region(
+            torch.zeros(9), group, [1, 2, 3, 4]
+        )
+    ),
+    "dim 0 of shape (6,) has length 6, which cannot be split into 4 equal shards; pass the length of each shard": (
+        lambda group: our_mappings.all_to_all(group, torch.zeros(6))
+    ),
+    "all_to_all was called without a group; pass the process group of its ranks": (
+        lambda _: our_mappings.all_to_all(None, torch.zeros(6))
+    ),
+    "2 problems:\n"
+    "  - the target has shape (3,) and the logits (2, 4); pass one id for each row of logits: shape (2,)\n"
+    "  - label_smoothing is 1.0; it can be 0, or between 0 and 1": (
+        lambda group: LOSS(torch.zeros(2, 4), torch.zeros(3), 1.0, group)
+    ),
+    "label_smoothing is 0.5, but a rank's part of the vocabulary has one entry only, and nothing to spread it "
+    "over; cut the vocabulary over fewer ranks, or pass 0": (
+        lambda group: LOSS(torch.zeros(2, 1), torch.zeros(2), 0.5, group)
+    ),
+    "10 ... by 3; use 9 or 12, ...": lambda _: tensor_parallel.divide(10, 3),
+    "2 ... by 3; use 3, or ...": lambda _: tensor_parallel.split_tensor_along_last_dim(torch.zeros(2), 3),
+    "the number of elements ... (2, 3) is 6, ...": (
+        lambda group: tensor_parallel.split_tensor_into_1d_equal_chunks(torch.zeros(2, 3), tp_group=group)
+    ),
+    "the tensor of shape (2, 4) has tensor_model_parallel, partition_dim, partition_stride already; mark a tensor "
+    "once, or delete the attributes first": (
+        lambda group: our_layers.set_tensor_model_parallel_attributes(
+            COLUMN(4, 8, tp_group=group).weight, True, 0, 1
+        )
+    ),
+}
+RUNTIME_ERRORS: dict[str, Callable[[Any], Any]] = {
+    "ColumnParallelLinear: gradient_accumulation_fusion is set, but adding up gradients inside the matrix product "
+    "needs APEX's CUDA extension fused_weight_gradient_mlp_cuda, which namedmesh's layers do not call; set "
+    "gradient_accumulation_fusion=False": lambda group: COLUMN(4, 4, config=FUSED, tp_group=group),
+    "RowParallelLinear: gradient_accumulation_fusion is set, ...": (
+        lambda group: ROW(4, 4, config=FUSED, tp_group=group)
+    ),
+    "VocabParallelEmbedding: defer_embedding_wgrad_compute is set, ...": (
+        lambda group: VOCABULARY(
+            4, 4, config=SimpleNamespace(defer_embedding_wgrad_compute=True), tp_group=group
+        )
+    ),
+    "RowParallelLinear got sequence_parallel with input_is_parallel=False; its input features must be cut "
+    "already, as ColumnParallelLinear leaves them: pass input_is_parallel=True": (
+        lambda group: ROW(4, 4, config=IN_SEQUENCE, tp_group=group)
+    ),
+    "ColumnParallelLinear was made with skip_weight_param_allocation=True, and its forward got no weight; "
+    "pass weight=": (
+        lambda group: COLUMN(4, 8, skip_weight_param_allocation=True, tp_group=group)(torch.zeros(1, 4))
+    ),
+    "ColumnParallelLinear got a weight of shape (4, 6); pass this rank's shard, of shape (2, 4)": (
+        lambda group: COLUMN(4, 8, tp_group=group)(torch.zeros(1, 4), weight=torch.zeros(4, 6))
+    ),
+}
 
 
-def on_four(function: Callable[[Any], Any]) -> Callable[[], Any]:
-    def call() -> Any:
-        with fake_world(4):
-            return function(dist.group.WORLD)
-
-    return call
-
-
-# What is called, what is raised, and the whole text.
-MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (
-        on_four(lambda group: COLUMN(4, 10, tp_group=group)),
-        AssertionError,
-        "output_size is 10, which cannot be split into 4 equal shards; use 8 or 12, or another multiple of 4",
-    ),
-    (on_four(lambda group: ROW(3, 4, tp_group=group)), AssertionError, "input_size is 3, ...; use 4, or ..."),
-    (
-        on_four(lambda group: COLUMN(4, 12, stride=2, tp_group=group)),
-        AssertionError,
-        "output_size is 12, ... 4 equal shards for each of 2 blocks (the stride); use 8 or 16, or another multiple of 8",
-    ),
-    (
-        on_four(lambda group: our_layers.VocabParallelEmbedding(65, 4, tp_group=group)),
-        AssertionError,
-        "num_embeddings is 65, ...; use 64 or 68, ...",
-    ),
-    (
-        lambda: COLUMN(4, 4, config=SimpleNamespace(gradient_accumulation_fusion=True)),
-        RuntimeError,
-        FUSED.format("ColumnParallelLinear"),
-    ),
-    (
-        lambda: ROW(4, 4, config=SimpleNamespace(gradient_accumulation_fusion=True)),
-        RuntimeError,
-        FUSED.format("RowParallelLinear"),
-    ),
-    (
-        lambda: ROW(4, 4, config=SimpleNamespace(sequence_parallel=True)),
-        RuntimeError,
-        "RowParallelLinear got sequence_parallel with input_is_parallel=False; its input features must be cut "
-        "already, as ColumnParallelLinear leaves them: pass input_is_parallel=True",
-    ),
-    (
-        on_four(lambda group: ROW(4, 4, is_expert=True, tp_group=group)),
-        AssertionError,
-        "RowParallelLinear got is_expert with skip_bias_add=False; each rank's output is a part of a sum, in "
-        "which the bias would count several times: pass skip_bias_add=True",
-    ),
-    (
-        lambda: COLUMN(4, 6, skip_weight_param_allocation=True)(torch.zeros(1, 4)),
-        RuntimeError,
-        "ColumnParallelLinear was made with skip_weight_param_allocation=True, and its forward got no weight; "
-        "pass weight=",
-    ),
-    (
-        lambda: COLUMN(4, 6)(torch.zeros(1, 4), weight=torch.zeros(4, 6)),
-        RuntimeError,
-        "ColumnParallelLinear got a weight of shape (4, 6); pass this rank's shard, of shape (6, 4)",
-    ),
-    (
-        on_four(
-            lambda group: ROW(
-                4, 4, config=SimpleNamespace(sequence_parallel=True), input_is_parallel=True, tp_group=group
-            )(torch.zeros(6, 2, 1))
-        ),
-        AssertionError,
-        "the length of dim 0 of the output is 6, ...",
-    ),
-    (
-        on_four(lambda group: ROW(4, 4, tp_group=group)(torch.zeros(6, 2, 5))),
-        AssertionError,
-        "the length of the last dim of the input is 5, ...",
-    ),
-    (
-        on_four(
-            lambda group: our_layers.VocabParallelEmbedding(
-                8, 4, reduce_scatter_embeddings=True, tp_group=group
-            )(torch.zeros(2, 5, dtype=torch.int64))
-        ),
-        AssertionError,
-        "the length of dim 1 of the ids is 5, ...",
-    ),
-    (
-        on_four(lambda group: our_mappings.scatter_to_sequence_parallel_region(torch.zeros(6, 2), group)),
-        AssertionError,
-        "the length ... 0 ... (6, 2) is 6, ...",
-    ),
-    (
-        on_four(
-            lambda group: our_mappings.gather_from_sequence_parallel_region(
-                torch.zeros(2), True, group, [1, 2]
-            )
-        ),
-        AssertionError,
-        "the sizes are [1, 2], for 4 ranks; pass one length for each rank, none negative",
-    ),
-    (
-        on_four(
-            lambda group: our_mappings.gather_from_sequence_parallel_region(
-                torch.zeros(2), True, group, [1, 2, 3, 4]
-            )
-        ),
-        AssertionError,
-        "rank 0 has a shard of length 2 (shape (2,)), but the sizes [1, 2, 3, 4] say 1; pass the length of every "
-        "rank's shard, in rank order",
-    ),
-    (
-        on_four(
-            lambda group: our_mappings.reduce_scatter_to_sequence_parallel_region(
-                torch.zeros(9), group, [1, 2, 3, 4]
-            )
-        ),
-        AssertionError,
-        "the sizes [1, 2, 3, 4] add up to 10, but dim 0 of shape (9,) has length 9; they must add up to it",
-    ),
-    (
-        on_four(lambda group: our_mappings.all_to_all(group, torch.zeros(6))),
-        AssertionError,
-        "dim 0 of shape (6,) has length 6, which cannot be split into 4 equal shards; pass the length of each shard",
-    ),
-    (
-        lambda: our_mappings.all_to_all(None, torch.zeros(6)),
-        AssertionError,
-        "all_to_all was called without a group; pass the process group of its ranks",
-    ),
-    (
-        lambda: tensor_parallel.vocab_parallel_cross_entropy(torch.zeros(2, 4), torch.zeros(3), 1.0),
-        AssertionError,
-        "2 problems:\n"
-        "  - the target has shape (3,) and the logits (2, 4); pass one id for each row of logits: shape (2,)\n"
-        "  - label_smoothing is 1.0; it can be 0, or between 0 and 1",
-    ),
-    (
-        lambda: tensor_parallel.vocab_parallel_cross_entropy(torch.zeros(2, 1), torch.zeros(2), 0.5),
-        AssertionError,
-        "label_smoothing is 0.5, but a rank's part of the vocabulary has one entry only, and nothing to spread it "
-        "over; cut the vocabulary over fewer ranks, or pass 0",
-    ),
-    (
-        lambda: tensor_parallel.divide(10, 3),
-        AssertionError,
-        "10 ... by 3; use 9 or 12, ...",
-    ),
-    (
-        lambda: tensor_parallel.split_tensor_along_last_dim(torch.zeros(2), 3),
-        AssertionError,
-        "2 ... by 3; use 3, or ...",
-    ),
-    (
-        on_four(
-            lambda group: tensor_parallel.split_tensor_into_1d_equal_chunks(torch.zeros(2, 3), tp_group=group)
-        ),
-        AssertionError,
-        "the number of elements ... (2, 3) is 6, ...",
-    ),
-    (
-        lambda: tensor_parallel.set_tensor_model_parallel_attributes(COLUMN(4, 6).bias, True, 0, 1),  # type: ignore[arg-type]
-        AssertionError,
-        "the tensor of shape (6,) has tensor_model_parallel, partition_dim, partition_stride already; mark a tensor "
-        "once, or delete the attributes first",
-    ),
-]
+@pytest.mark.parametrize("text", [*ASSERTIONS, *RUNTIME_ERRORS])
+def test_mistakes_are_reported(text: str) -> None:
+    with fake_world(4):
+        group = dist.group.WORLD
+        if text in ASSERTIONS:
+            refuses(lambda: ASSERTIONS[text](group), AssertionError, text)
+        else:
+            refuses(lambda: RUNTIME_ERRORS[text](group), RuntimeError, text)
 
 
-@pytest.mark.parametrize(("call", "kind", "text"), MISTAKES)
-def test_mistakes_are_reported(call: Callable[[], Any], kind: type[Exception], text: str) -> None:
-    refuses(call, kind, text)
+def test_lengths_of_shards_are_checked_on_one_rank_too() -> None:
+    value = torch.zeros(2)
+    for function in (GATHER, our_mappings.reduce_scatter_to_sequence_parallel_region):
+        call: Any = partial(function, value)
+        sizes = "output_split_sizes" if function is GATHER else "input_split_sizes"
+        assert call(**{sizes: [2]}) is value
+        with pytest.raises(ContractError, match=r"\[3\]"):
+            call(**{sizes: [3]})
 
 
 def test_the_shared_code_raises_no_error_of_a_dialect() -> None:
-    peers = RankGroup(None)
-    for call in (
-        lambda: check_blocks(5, 2),
-        lambda: check_blocks(4, 2, 0),
-        lambda: gather_uneven(torch.zeros(2), peers, [3]),
-        lambda: sum_scatter_uneven(torch.zeros(2), peers, [3]),
-        lambda: exchange(torch.zeros(2), peers, [3]),
-    ):
-        with pytest.raises(ShapeError) as caught:
-            call()
-        assert not isinstance(caught.value, (ContractError, ContractRuntimeError))
+    with pytest.raises(ShapeError) as caught:
+        exchange(torch.zeros(2), RankGroup(None), [3])
+    assert not isinstance(caught.value, (ContractError, ContractRuntimeError))
 
 
 @pytest.mark.parametrize("name", ["", ".layers", ".mappings", ".cross_entropy", ".utils"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
 from datetime import timedelta
 from itertools import combinations
@@ -662,6 +663,14 @@ def test_explanations() -> None:
         stranger = dist.new_group([4, 5])
         with pytest.raises(MeshError, match=r"of ranks 4, 5 is not one of this mesh's"):
             mesh.explain(stranger)
+        mesh.close()
+
+
+def test_the_first_close_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_world(8):
+        mesh = namedmesh.init_mesh(dp=2, tp=4, device="cpu")
+        monkeypatch.delattr(torch.distributed.tensor, "debug", raising=False)
+        monkeypatch.setitem(sys.modules, "torch.distributed.tensor.debug", None)
         mesh.close()
 
 

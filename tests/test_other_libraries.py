@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import fake_world, run_ranks
+from ranks import fake_world, live_groups, run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import namedmesh
 from namedmesh import LayoutError, NamedMesh
 from namedmesh._torch import TORCH
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def _fabric() -> list[float]:
@@ -85,3 +90,45 @@ def test_a_group_that_torch_does_not_know_is_refused() -> None:
             "told; leave the axis out of the mesh"
         )
         mesh.close()
+
+
+# What the README's table says of others.
+
+
+def test_torch_makes_groups_again_and_takes_a_part_of_the_world() -> None:
+    def made_twice(make: Callable[[], object]) -> tuple[int, int]:
+        before = live_groups()
+        kept = [make()]
+        once = live_groups() - before
+        kept.append(make())
+        return once, live_groups() - before - once
+
+    with fake_world(16):
+        assert made_twice(lambda: init_device_mesh("cpu", (8, 2), mesh_dim_names=("dp", "tp"))) == (2, 2)
+        assert made_twice(lambda: namedmesh.init_mesh(dp=8, tp=2, device="cpu")) == (2, 0)
+        assert init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")).size() == 4
+        with pytest.raises(RuntimeError):
+            init_device_mesh("cpu", (-1, 2), mesh_dim_names=("dp", "tp"))
+    assert "may lead to hanging" in (init_device_mesh.__doc__ or "")
+
+
+def _groups_that_megatron_leaves() -> list[int]:
+    parallel_state: Any = importlib.import_module("megatron.core.parallel_state")
+    counts = [live_groups()]
+    for _ in range(2):
+        parallel_state.initialize_model_parallel(2, create_gloo_process_groups=False)
+        parallel_state.destroy_model_parallel()
+        counts.append(live_groups())
+    return counts
+
+
+@pytest.mark.oracle("megatron.core", "accelerate")
+def test_megatron_leaves_groups_and_accelerate_has_five_axes() -> None:
+    importlib.import_module("megatron.core.parallel_state")
+    for before, once, twice in run_ranks(4, _groups_that_megatron_leaves):
+        assert before < once < twice
+    configuration: Any = importlib.import_module("accelerate").ParallelismConfig
+    axes = {
+        field.name.removesuffix("_size") for field in fields(configuration) if field.name.endswith("_size")
+    }
+    assert axes == {"dp_replicate", "dp_shard", "cp", "sp", "tp"}

@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 import namedmesh
 from namedmesh import NamedMeshError, errors
+from namedmesh.sizes import RESERVED
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -178,3 +180,40 @@ def test_no_submodule_hides_a_name_of_its_package() -> None:
         }
         for exported in modules & set(getattr(package, "__all__", ())):
             assert inspect.ismodule(getattr(package, exported)), f"{name}.{exported}"
+
+
+REFERENCE = runpy.run_path(str(ROOT / ".ci" / "reference.py"))
+
+
+@pytest.mark.parametrize("module", REFERENCE["MODULES"])
+def test_public_names_have_a_signature_and_a_docstring(module: str) -> None:
+    for name, value in REFERENCE["public_names"](module).items():
+        if callable(value):
+            inspect.signature(value)
+            inherited = [base.__doc__ for base in getattr(value, "__mro__", ())[1:]]
+            assert value.__doc__, name
+            assert value.__doc__ not in inherited, name
+        elif inspect.ismodule(value):
+            assert value.__doc__, name
+
+
+def test_the_version_is_that_of_the_changelog() -> None:
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    sections = re.findall(r"^## \[(.+?)\](?: - \d{4}-\d\d-\d\d)?$", changes, flags=re.MULTILINE)
+    assert sections[:2] == ["Unreleased", namedmesh.__version__]
+    kinds = set(re.findall(r"^### (\w+)$", changes, flags=re.MULTILINE))
+    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
+def test_the_map_of_the_code_names_every_part() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))
+    named = re.findall(r"`(\w+)/?`", table)
+    aside = {"_version", "verify_cli"}
+    assert sorted(named) == sorted(set(ROOMS) - aside)
+    places = [ROOMS.index(name) for name in named]
+    assert places == sorted(places)
+
+
+def test_names_of_axes_leave_the_arguments_of_init_mesh_alone() -> None:
+    assert {*RESERVED, "sizes"} == set(inspect.signature(namedmesh.init_mesh).parameters)

@@ -208,6 +208,18 @@ def test_where_nothing_fits_the_status_and_the_text_say_so(capsys: pytest.Captur
     assert main(shlex.split(f"{command} --hardware mi300x --memory 100GB")) == 0
 
 
+def test_a_job_is_read_from_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    command = f"partitions --world-size 8 {LLAMA_8B} --global-batch 8 --best 1"
+    compiled, eager, unfused = (
+        as_json(capsys, f"{command} {flags}")["partitions"][0]["step"]["elementwise"]
+        for flags in ("", "--eager", "--eager --no-fused-norms")
+    )
+    assert compiled < eager < unfused
+    with pytest.raises(SystemExit):
+        main(shlex.split("partitions --world-size 8 --batch 4"))
+    assert "--batch: 4 is of one data-parallel rank; give --global-batch" in capsys.readouterr().err
+
+
 def test_the_first_two_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     command = f"partitions --world-size 16 {LLAMA_8B} --global-batch 64 --best 2"
     best = as_json(capsys, f"{command} --explain")
@@ -271,6 +283,11 @@ def test_the_first_two_are_explained(capsys: pytest.CaptureFixture[str]) -> None
             1,
             "namedmesh diff: tp=2 (2 ranks) and tp=4 (4 ranks) are not over the same ranks; give sizes that fit one "
             "world_size\n",
+        ),
+        (
+            "diff --a tp=2",
+            2,
+            'namedmesh diff: two layouts are compared; give both, as in: namedmesh diff --a "megatron tp=2,pp=4" ...',
         ),
         ("partitions --world-size 8 --params 7X", 2, "namedmesh partitions: '7X' is not a number ..."),
         (

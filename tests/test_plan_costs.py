@@ -28,7 +28,7 @@ from namedmesh.plan import (
     make_plan,
     nearest_misses,
 )
-from namedmesh.plan.spec import parse_bytes, parse_count
+from namedmesh.plan.spec import parse_amount
 from namedmesh.plan.why import explain, find_partition, misses_text, remedies
 
 LLAMA_8B = Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256)
@@ -217,8 +217,12 @@ def test_a_comparison_by_brute_force(a: str, b: str, tp: int, pp: int, data: int
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
-        (lambda: parse_count("many"), UsageError, "'many' is not a number of parameters, such as 7B or 350M"),
-        (lambda: parse_count("1e400"), UsageError, "'1e400' is not a number ..."),
+        (
+            lambda: parse_amount("many", "parameters"),
+            UsageError,
+            "'many' is not a number of parameters, such as 7B or 350M",
+        ),
+        (lambda: parse_amount("1e400", "parameters"), UsageError, "'1e400' is not a number ..."),
         (
             lambda: cut_weight(4, 4, tp=10**27, style="row"),
             LayoutError,
@@ -229,7 +233,11 @@ def test_a_comparison_by_brute_force(a: str, b: str, tp: int, pp: int, data: int
             LayoutError,
             f"the world has {10**27} ranks; it may have {2**63 - 1} at most",
         ),
-        (lambda: parse_bytes("0GB"), UsageError, "'0GB' is not an amount of memory, such as 80GB or 80GiB"),
+        (
+            lambda: parse_amount("0GB", "memory"),
+            UsageError,
+            "'0GB' is not an amount of memory, such as 80GB or 80GiB",
+        ),
         (
             lambda: list_partitions(0, Job(Model(heads=0), stage=4)),
             LayoutError,

@@ -20,9 +20,10 @@ from namedmesh.plan import (
     estimate_step,
     load_hardware,
 )
-from namedmesh.plan.communication import collective
+from namedmesh.plan.communication import collective, context_parallel
 from namedmesh.plan.hardware import hardware_names
 from namedmesh.plan.job import Axes, axes_of, bubble, in_flight, share_of
+from namedmesh.plan.kernels import layer_bytes
 from namedmesh.plan.memory import saved
 from namedmesh.sizes import stage_range
 
@@ -226,7 +227,7 @@ def test_the_bandwidth_of_a_group_follows_from_its_members_in_a_node() -> None:
     assert hardware.bandwidth(3, 1) == 1e8  # the second group has a rank in one node and two in the next
     assert hardware.bandwidth(6, 1) == 2e8
     nvl72 = load_hardware("gb200-nvl72").filled(1024)  # 64 of the 72
-    assert nvl72.bandwidth(64, 1) == nvl72.bandwidth(4, 1) == 0.82 * 900e9
+    assert nvl72.bandwidth(64, 1) == nvl72.bandwidth(4, 1) == 0.80 * 900e9
     assert nvl72.bandwidth(16, 32) == 2 * 45e9  # two members in a rack
 
 
@@ -244,12 +245,81 @@ def test_a_step_by_hand() -> None:
     sent = 4 * 4 * 2 * (tokens * 64 * 2 / 2)
     assert step.sent["tp"] == sent
     assert step.seconds["tp"] == pytest.approx(sent / 1e9 + 4 * 4 * 2 * 3.4e-6)
-    assert step.sent["pp"] == 4 * 2 * tokens * 64 * 2 / 2
+    # Each of the two ranks sends half to its peer in the next stage, and gathers the other half there.
+    assert step.sent["pp"] == 4 * 2 * 2 * (tokens * 64 * 2 / 2)
     one = sum(step.seconds[part] for part in ("matmul", "attention", "elementwise", "tp", "pp")) / 4
     assert step.seconds["bubble"] == pytest.approx(one)  # (p-1) micro-batches
     assert "dp" not in step.sent
     full = estimate_step(replace(job, checkpointing="full"), {"tp": 2, "pp": 2})
     assert full.sent["tp"] == sent * 3 / 2  # and once more, where the layer is computed again
+
+
+def more_bytes(job: Job, other: Job, axes: Axes) -> tuple[float, float]:
+    """What a layer of one job reads and writes beyond that of another, forward and backward."""
+    one, two = (layer_bytes(each, axes, experts=False) for each in (job, other))
+    return one.forward - two.forward, one.backward - two.backward
+
+
+def test_eager_kernels_write_what_compiled_ones_keep() -> None:
+    """By hand, in numbers of two bytes: h=16, q=16, k=8, f=24."""
+    llama = Job(Model(layers=1, heads=4, kv_heads=2, hidden=16, ffn=24, vocab=32), seq=8)
+    eager = replace(llama, compiled=False)
+    residuals, rotary, silu, norms = 2 * 2 * 16, 16 * (16 + 8), 4 * 24, 2 * 32 * 16
+    backward = 2 * 4 * 16 + 16 * (16 + 8) + 8 * 24 + 3 * 4 * 16
+    assert layer_bytes(llama, Axes(), experts=False).forward == 2 * saved(llama, Axes(), experts=False).all
+    assert more_bytes(eager, llama, Axes()) == (residuals + rotary + silu, backward)
+    plain, unfused = (replace(job, fused_norms=False, checkpointing="op") for job in (llama, eager))
+    forward = residuals + rotary + silu + norms
+    assert more_bytes(unfused, plain, Axes()) == (forward, backward + 2 * 66 * 16 + forward)
+    over_two = more_bytes(eager, llama, Axes(tp=2, etp=2))  # inputs of products are whole on each
+    assert over_two == ((residuals + rotary + silu) / 2, (backward + 3 * 4 * 16) / 2)
+    gpt = Job(GPT, seq=8)
+    assert more_bytes(replace(gpt, compiled=False), gpt, Axes()) == (2 * 2 * 16, 2 * 4 * 16)
+    megatron = replace(llama, trainer="megatron")
+    assert more_bytes(replace(megatron, compiled=False), megatron, Axes()) == (0, 0)
+
+
+@pytest.mark.parametrize(("trainer", "cast"), [("torch", 5), ("megatron", 3)])
+def test_operands_are_cast_to_fp8(trainer: str, cast: int) -> None:
+    model = Model(layers=1, heads=4, kv_heads=2, hidden=16, ffn=24, vocab=32)
+    job = Job(model, seq=8, trainer=trainer, checkpointing="none")
+    inputs, outputs = 16 + 16 + 16 + 24, (16 + 8 + 8) + 16 + 2 * 24 + 16
+    fp8 = more_bytes(replace(job, precision="fp8"), job, Axes())
+    assert fp8 == pytest.approx((cast * inputs, cast * (inputs + outputs)))
+    full = replace(job, checkpointing="full")
+    again = more_bytes(replace(full, precision="fp8"), full, Axes())
+    assert again == pytest.approx((cast * inputs, cast * (2 * inputs + outputs)))
+
+
+def test_keys_and_values_travel_over_cp() -> None:
+    model = Model(layers=3, hidden=64, heads=8, kv_heads=2, ffn=32)
+    job = Job(model, PLAIN, seq=32, global_batch=1, stage=1)
+    share, axes, tokens = share_of(job, 1, 0), Axes(cp=4), 8
+    # torch gathers the parts of three others, of as many heads as queries, forward and backward, and sends gradients of
+    # float32 four times round; Megatron sends the kv heads round, and their gradients.
+    part = tokens * 2 * 64 * 2
+    keys, gradients = context_parallel(job, axes, share, tokens)
+    assert (keys.sent, gradients.sent) == (2 * 3 * part * 3, 2 * part * 4 * 3)
+    megatron = context_parallel(replace(job, trainer="megatron"), axes, share, tokens)
+    assert [each.sent for each in megatron] == [2 * 3 * part / 4 * 3, 3 * part / 4 * 3]
+    # Links of 100 kB/s hide only what is beside attention: of one chunk for the gather, of all but a hop for gradients.
+    slow = replace(PLAIN, domain_bandwidth=1e5)
+    step = estimate_step(replace(job, hardware=slow), {"cp": 4})
+    keys, gradients = context_parallel(replace(job, hardware=slow), axes, share, tokens)
+    attention = step.seconds["attention"]
+    hidden = attention / 4 + attention
+    assert step.seconds["cp"] == pytest.approx(keys.seconds + gradients.seconds - 0.85 * hidden)
+    merged = 3 * (40 + 59) * 64 * 3 * tokens / 5e10
+    alone = estimate_step(replace(job, seq=8), {}).seconds["elementwise"]
+    assert step.seconds["elementwise"] - alone == pytest.approx(merged)
+
+
+def test_the_optimizer_reads_and_writes_its_state() -> None:
+    job = Job(Model(layers=2, hidden=64, heads=4), PLAIN, seq=4, global_batch=1)
+    state = 2 * job.model.layer[0]
+    assert estimate_step(job, {}).seconds["optimizer"] == pytest.approx((28 + 12 + 2) * state / 5e10)
+    eager = estimate_step(replace(job, compiled=False), {}).seconds["optimizer"]
+    assert eager == pytest.approx((84 + 12 + 2) * state / 5e10)
 
 
 def test_a_world_inside_a_node_does_not_leave_it() -> None:
@@ -269,6 +339,22 @@ def test_few_tokens_wait_for_the_weights_and_micro_batches_for_the_sums() -> Non
     assert one["matmul"] == pytest.approx(3 * 2 * layers / 5e10)
     many = estimate_step(replace(job, global_batch=3, stage=1), {}).seconds
     assert many["elementwise"] - 3 * one["elementwise"] == pytest.approx(3 * 10 * layers / 5e10)
+
+
+def test_fsdp_copies_what_it_gathers_and_reduces() -> None:
+    job = Job(Model(layers=2, hidden=64, heads=4), PLAIN, seq=4, global_batch=6)
+    copied = 2 * job.model.layer[0] / 5e10
+
+    def more(trainer: str, sizes: dict[str, int], count: int) -> float:
+        one = replace(job, trainer=trainer, global_batch=count)
+        many = replace(one, global_batch=2 * count)
+        both = estimate_step(many, sizes | {"dp": 2}).seconds, estimate_step(one, sizes).seconds
+        return both[0]["elementwise"] - both[1]["elementwise"]
+
+    # Two gathers of two bytes, and a gradient from two bytes to four, for each micro-batch; once in a pipeline.
+    assert more("torch", {}, 3) == pytest.approx(3 * (2 * (2 + 2) + 2 + 4) * copied)
+    assert more("torch", {"pp": 2}, 3) == pytest.approx((2 + 2 + 2 + 4) * copied / 2)
+    assert more("megatron", {}, 3) == pytest.approx(0)
 
 
 def test_data_parallel_traffic_hides_behind_the_computation() -> None:

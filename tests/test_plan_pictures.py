@@ -142,7 +142,7 @@ def test_neighboring_colors_differ_and_their_text_can_be_read(size: int) -> None
 
 
 def test_text_can_be_read_light_and_dark() -> None:
-    light, dark = html.STYLE.split("@media")
+    light, dark = draw_html(make_plan("tp=2")).split("@media")
     for text in (light, dark):
         colors = dict(re.findall(r"--(\w+): (#\w{6})", text))
         assert [pair for pair in html.PAIRS if contrast(*(colors[name] for name in pair)) < 4.5] == []

@@ -34,7 +34,7 @@ from namedmesh.tensor_parallel import (
     parallelize,
 )
 from namedmesh.tensor_parallel.collectives import RankGroup, all_gather, gather_parts
-from namedmesh.tensor_parallel.regions import exchange, gather_uneven, sum_scatter_uneven
+from namedmesh.tensor_parallel.regions import exchange
 from namedmesh.tensor_parallel.vocabulary import cross_entropy
 
 if TYPE_CHECKING:
@@ -339,6 +339,8 @@ def embedding() -> nn.Embedding:
 def parts(mesh: DeviceMesh) -> dict[str, tuple[Callable[[Tensor], Tensor], Tensor]]:
     """Single styles, layers and functions over the ranks, each with an input."""
     peers, mappings = RankGroup(mesh), fairscale.mappings
+    gathered = megatron_layers.gather_from_sequence_parallel_region
+    scattered = megatron_layers.reduce_scatter_to_sequence_parallel_region
     target = torch.tensor([[1, 3, 14], [0, 9, 2]])
     ids = torch.tensor([[1, 3, 14, 1], [0, 9, 2, 2]])
     x = torch.linspace(-1, 2, 64, dtype=torch.float64).view(2, 4, 8)
@@ -367,8 +369,9 @@ def parts(mesh: DeviceMesh) -> dict[str, tuple[Callable[[Tensor], Tensor], Tenso
         "loss": (lambda x: cross_entropy(x[:, :3], target, peers), x),
         "smoothed loss": (lambda x: cross_entropy(x[:, :3], target, peers, 0.1), x),
         "gathered parts": (lambda x: gather_parts(x, peers, 1), x),
-        "gathered, uneven": (lambda x: gather_uneven(x[: 1 + peers.rank], peers, [1, 2]), x),
-        "scattered, uneven": (lambda x: sum_scatter_uneven(x, peers, [0, 2]), x),
+        "gathered, uneven": (lambda x: gathered(x[: 1 + peers.rank], True, peers.group, [1, 2]), x),
+        "gathered alike, uneven": (lambda x: gathered(x[: 1 + peers.rank], False, peers.group, [1, 2]), x),
+        "scattered, uneven": (lambda x: scattered(x, peers.group, [0, 2]), x),
         "exchanged": (lambda x: exchange(x, peers), x),
         "exchanged, uneven": (lambda x: exchange(x, peers, [0, 2], [0, 0] if peers.rank == 0 else [2, 2]), x),
         "copied": (lambda x: mappings.copy_to_model_parallel_region(x * 2) * 3, x),
@@ -395,7 +398,7 @@ def part_differences() -> dict[str, float]:
 
 def test_every_style_layer_and_function_under_every_policy() -> None:
     for found in run_ranks(2, part_differences):
-        assert len(found) == (25 if TORCH.release >= (2, 9) else 23) * len(POLICIES)
+        assert len(found) == (26 if TORCH.release >= (2, 9) else 24) * len(POLICIES)
         assert max(found.values()) < 1e-12, {name: value for name, value in found.items() if value}
 
 

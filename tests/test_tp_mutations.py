@@ -26,6 +26,8 @@ from torch.distributed.tensor import DTensor
 from tp_checks import CHECKS, largest_difference
 
 import namedmesh.tensor_parallel as package
+from namedmesh.compat import parallel_layers, partition
+from namedmesh.compat.megatron.tensor_parallel import layers as megatron_layers
 from namedmesh.tensor_parallel import collectives
 from namedmesh.tensor_parallel.collectives import Pending, RankGroup, my_shard
 
@@ -102,10 +104,8 @@ DOUBLED: dict[str, Callable[..., Any]] = {
 
 
 def modules() -> list[ModuleType]:
-    return [
-        importlib.import_module(f"{package.__name__}.{found.name}")
-        for found in pkgutil.iter_modules(package.__path__)
-    ]
+    names = [f"{package.__name__}.{found.name}" for found in pkgutil.iter_modules(package.__path__)]
+    return [*map(importlib.import_module, names), partition, parallel_layers, megatron_layers]
 
 
 def sites_of(module: ModuleType) -> dict[Site, bool]:
@@ -193,7 +193,7 @@ def run_check(
         except AssertionError:
             worst = math.inf
     reached = set().union(*(switch.reached for switch in switches))
-    return worst, {found for found in reached if found.module.startswith(package.__name__)}
+    return worst, {found for found in reached if found.module.startswith("namedmesh.")}
 
 
 def survivors() -> tuple[set[Site], list[str], int]:

@@ -39,8 +39,6 @@ from namedmesh.tensor_parallel import (
     plan_from_hf,
     plan_report,
 )
-from namedmesh.tensor_parallel.collectives import RankGroup
-from namedmesh.tensor_parallel.layers import column_linear
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -361,16 +359,16 @@ def removed_entry() -> tuple[str, float]:
 
 
 def destroyed_group() -> tuple[str, float]:
-    x, weight = given(nn.Linear(1, 1)), torch.ones(16, 32, dtype=torch.float64)
-    group = dist.new_group()
-    peers = RankGroup(group)
-    dist.destroy_process_group(group)
-    del group
+    def make() -> layers.ColumnParallelLinear:
+        options: dict[str, Any] = {"bias": False, "init_method": nn.init.ones_, "tp_group": dist.new_group()}
+        return layers.ColumnParallelLinear(32, 8, **options).double()
+
+    x, layer = given(nn.Linear(1, 1)), make()
+    dist.destroy_process_group(layer.tp_group)
     with pytest.raises(NamedMeshError) as caught:
-        column_linear(x, weight, None, peers, gather_output=True)
-    again = RankGroup(dist.new_group())
-    output = column_linear(x, weight, None, again, gather_output=True)
-    return str(caught.value), float((output - F.linear(x, torch.cat([weight, weight]))).abs().max())
+        layer(x)
+    found = make()(x)[0].detach()
+    return str(caught.value), float((found - x.sum(-1, keepdim=True)).abs().max())
 
 
 def pickled_layer() -> tuple[str, float]:

@@ -11,10 +11,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from ranks import run_ranks
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import namedmesh
 from namedmesh import training
 from namedmesh.errors import ShapeError
+from namedmesh.training import context, context_pieces
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -71,7 +73,7 @@ def all_differences() -> dict[object, float]:
                 same_heads=same_heads,
             )
         if sizes == {"cp": 4}:  # as on devices whose kernels keep their sums to themselves
-            with mock.patch("namedmesh.training.context.has_attention_with_lse", return_value=False):
+            with mock.patch.object(context, "has_attention_with_lse", return_value=False):
                 for same_heads, length in product([True, False], (16, 13)):
                     how = {"is_causal": True, "ulysses": False, "same_heads": same_heads}
                     told["masks", same_heads, length] = difference(mesh["cp"], length, balanced=True, **how)
@@ -113,16 +115,36 @@ def kept_of(mesh: DeviceMesh) -> tuple[int, int]:
     return sum(kept.values()), sum(each.nbytes for each in (q, k, v, output))
 
 
-def memory() -> tuple[int, int]:
+def left_of_gathered(mesh: DeviceMesh) -> list[bool]:
+    """Whether gathered keys and values are gone before the backward, on devices whose kernels keep their sums to themselves."""
+    q, k, v, _ = (spread(each, mesh, balanced=True).requires_grad_() for each in whole_tensors(64, HEADS))
+    gathered: list[StorageWeakRef] = []
+    real = context_pieces.whole_order
+
+    def remember(*args: Any, **how: Any) -> Tensor:
+        whole = real(*args, **how)
+        gathered.append(StorageWeakRef(whole.untyped_storage()))
+        return whole
+
+    without = mock.patch.object(context, "has_attention_with_lse", return_value=False)
+    with without, mock.patch.object(context, "whole_order", remember):
+        output = training.context_attention(q, k, v, mesh)
+        gone = [each.expired() for each in gathered]
+        output.sum().backward()
+    return gone
+
+
+def memory() -> tuple[int, int, list[bool]]:
     mesh = namedmesh.init_mesh(cp=4, device="cpu")
-    told = kept_of(mesh["cp"])
+    told = (*kept_of(mesh["cp"]), left_of_gathered(mesh["cp"]))
     mesh.close()
     return told
 
 
 def test_each_rank_keeps_its_own_keys_and_values() -> None:
-    for kept, least in run_ranks(4, memory):
+    for kept, least, gone in run_ranks(4, memory):
         assert kept < 1.2 * least
+        assert gone == [True, True]
 
 
 def test_attention_is_that_of_one_process() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import random
 import shutil
 import subprocess
 import sys
+import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,8 +27,9 @@ from torch.distributed.fsdp import fully_shard
 
 import namedmesh
 from namedmesh import training
-from namedmesh._torch import TORCH
+from namedmesh._torch import tells_before_destruction
 from namedmesh.errors import CheckpointError
+from namedmesh.training import checkpoint_files, checkpoints
 
 REFUSED = mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=OSError(28, "No space left"))
 
@@ -77,6 +81,19 @@ def test_another_run_is_refused_and_nothing_of_it_removed(tmp_path: Path) -> Non
     )
 
 
+def test_options_of_other_calls_are_no_extra_values(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    assert error_of(lambda: training.save(tmp_path / "one", None, model, keep=3)) == (
+        "CheckpointError: 'keep' is no option of save(), and no name for an extra value; write Checkpoints(directory, mesh, "
+        "keep=...), or give the value another name"
+    )
+    run = training.Checkpoints(tmp_path, None)
+    for name in ("keep", "async_", "resume", "cast"):
+        option: Any = {name: True}
+        assert repr(name) in error_of(partial(run.save, 1, model, **option))
+    assert files_left(tmp_path) == []
+
+
 def test_what_interrupted_saves_leave_is_removed(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     run = training.Checkpoints(tmp_path, None, keep=2)
@@ -88,6 +105,8 @@ def test_what_interrupted_saves_leave_is_removed(tmp_path: Path) -> None:
     assert files_left(tmp_path) == [".step-000002.unfinished"]
     for step in (3, 4):
         run.save(step, model)
+    third, fourth = (checkpoint_files.read_about(tmp_path / f"step-00000{step}") for step in (3, 4))
+    assert (third["parent"], fourth["parent"]) == (None, third["id"])  # what failed is nobody's parent
     # A removal that is interrupted leaves nothing that looks like a checkpoint, or is in the way of one.
     with mock.patch.object(shutil, "rmtree", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         run.save(5, model)
@@ -98,6 +117,21 @@ def test_what_interrupted_saves_leave_is_removed(tmp_path: Path) -> None:
     (tmp_path / "step-000005").rename(tmp_path / ".step-000005.replaced")  # interrupted while it is replaced
     (tmp_path / "step-000003" / "namedmesh.pt").unlink()
     assert training.latest(tmp_path) == tmp_path / "step-000005"
+
+
+def test_a_file_that_was_written_elsewhere_is_missed(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    training.save(tmp_path / "one", None, model, step=1)
+    elsewhere = mock.patch.object(checkpoints, "measured", return_value={"of another host": (7, 0)})
+    soon = mock.patch.object(checkpoint_files, "_APPEARS_WITHIN", 0.0)
+    with (
+        elsewhere,
+        soon,
+        pytest.raises(CheckpointError, match=r"of another host of .* is not there on rank 0"),
+    ):
+        training.save(tmp_path / "one", None, model, step=2)
+    assert training.load(tmp_path / "one", None, model) == {"step": 1}
+    assert files_left(tmp_path) == ["one"]
 
 
 def test_directories_are_written_to_the_disk(tmp_path: Path) -> None:
@@ -164,13 +198,15 @@ def test_no_code_of_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     training.save(tmp_path / "one", None, model, things=[1, {"a": (2.0, None, "b")}, torch.ones(2)])
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "model.safetensors").touch()
+    written = io.BytesIO()
+    torch.save({"extra": Harm()}, written)
+    contents = written.getvalue()
     for place in (tmp_path / "theirs", tmp_path / "one"):
-        torch.save({"extra": Harm()}, place / "namedmesh.pt")
-        with pytest.raises(CheckpointError, match="damaged"):
-            training.load(place, None, model)
+        for head in (b"", b"namedmesh checkpoint 2 %08x\n" % zlib.crc32(contents)):
+            (place / "namedmesh.pt").write_bytes(head + contents)
+            with pytest.raises(CheckpointError, match="damaged"):
+                training.load(place, None, model)
     training.save(tmp_path / "two", None, model)
-    from namedmesh.training import checkpoint_files
-
     with (tmp_path / "two" / ".metadata").open("wb") as file:
         pickle.dump(Harm(), file)
     with pytest.raises(pickle.UnpicklingError, match="not a part of a checkpoint"):
@@ -237,20 +273,20 @@ def test_closing_waits_for_the_last_save(tmp_path: Path) -> None:
         assert told[1].startswith(
             f"CheckpointError: the checkpoint {tmp_path}/bad could not be written by rank 0 ("
         )
-        if TORCH.release >= (2, 13):  # before, torch has no place to wait at
-            assert told[2] == "True"
+        assert told[2] == str(tells_before_destruction())
 
 
 EXIT = """
-import sys, torch, namedmesh
+import atexit, sys
+atexit.register(lambda: print("the first handler", flush=True))  # which is called last
 from unittest import mock
-import torch.distributed as dist, torch.distributed.checkpoint as dcp
+import torch, namedmesh, torch.distributed as dist, torch.distributed.checkpoint as dcp
 from namedmesh import training
+path, kind = sys.argv[1:]
+if kind == "bad":
+    mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=OSError(28, "No space left")).start()
 mesh = namedmesh.init_mesh(dp=1, device="cpu")
-patch = mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=OSError(28, "No space left"))
-if sys.argv[2] == "bad":
-    patch.start()
-training.save(sys.argv[1], mesh, torch.nn.Linear(2, 2), async_=True)
+training.save(path, mesh, torch.nn.Linear(2, 2), async_=True)
 """
 
 
@@ -265,9 +301,8 @@ def test_the_end_of_the_interpreter_waits_and_tells(kind: str, tmp_path: Path) -
         check=False,
         timeout=90,
     )
-    assert (done.returncode, (tmp_path / "one").exists()) == ((0, True) if kind == "fine" else (1, False)), (
-        done.stderr
-    )
+    assert done.stdout == "the first handler\n"
+    assert (done.returncode == 0) == (tmp_path / "one").exists() == (kind == "fine"), done.stderr
     assert ("CheckpointError: the checkpoint" in done.stderr) == (kind == "bad")
 
 

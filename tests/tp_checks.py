@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -18,6 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tp_compare import tp_mesh
 from tp_models import Llama
 
+from namedmesh.compat import parallel_layers
+from namedmesh.compat.megatron.tensor_parallel import layers as megatron
 from namedmesh.errors import GradientError
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
@@ -33,17 +37,11 @@ from namedmesh.tensor_parallel import (
 )
 from namedmesh.tensor_parallel import cross_entropy as sharded_cross_entropy
 from namedmesh.tensor_parallel.collectives import RankGroup, gather_parts
-from namedmesh.tensor_parallel.layers import (
-    column_linear,
-    feature_embedding,
-    row_linear,
-    vocabulary_embedding,
-)
-from namedmesh.tensor_parallel.regions import exchange, gather_uneven, sum_scatter_uneven
-from namedmesh.tensor_parallel.vocabulary import Lookup, cross_entropy
+from namedmesh.tensor_parallel.regions import exchange
+from namedmesh.tensor_parallel.vocabulary import cross_entropy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     Pairs: TypeAlias = Iterator[tuple[Tensor, Tensor]]
 
@@ -303,66 +301,69 @@ def exchanged_tokens() -> Pairs:
 # --- layers of legacy code and their regions ----------------------------------------------------------------
 
 
+def legacy(layer: nn.Module) -> Callable[..., Tensor]:
+    """A layer as a function of its input and its shard of the weight; of Megatron's result only the output."""
+
+    def call(value: Tensor, weight: Tensor) -> Tensor:
+        output: Any = torch.func.functional_call(layer, {"weight": weight}, (value,))
+        found: Tensor = output[0] if isinstance(output, tuple) else output
+        return found
+
+    return call
+
+
+def fairscales(name: str, *arguments: Any, **options: Any) -> Any:
+    """A layer of fairscale's and ezpz's over all ranks."""
+    group = RankGroup(tp_mesh())
+    return type(name, (getattr(parallel_layers, name),), {"current_group": lambda _: group})(
+        *arguments, **options
+    )
+
+
 def legacy_linears() -> Pairs:
-    peers = RankGroup(tp_mesh())
-    x, up, down = (noise(4, 2, 8), None), (noise(12, 8), 0), (noise(8, 12), 1)
-    y = (noise(4, 2, 12), 2)
-
-    def plain(value: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(value, weight)
-
-    yield from against_function(
-        lambda value, weight: column_linear(value, weight, None, peers, gather_output=True),
-        plain,
-        [x, up],
-        None,
-    )
-    yield from against_function(
-        lambda value, weight: column_linear(value, weight, None, peers, gather_dim=0),
-        plain,
-        [(x[0], 0), up],
-        2,
-    )
-    yield from against_function(
-        lambda value, weight: row_linear(value, weight, peers, input_is_parallel=False),
-        plain,
-        [(y[0], None), down],
-        None,
-    )
-    yield from against_function(
-        lambda value, weight: row_linear(value, weight, peers, scatter_dim=0), plain, [y, down], 0
-    )
+    sequence = SimpleNamespace(sequence_parallel=True)
+    column = partial(megatron.ColumnParallelLinear, 8, 12, bias=False, tp_group=dist.group.WORLD)
+    row = partial(megatron.RowParallelLinear, 12, 8, bias=False, tp_group=dist.group.WORLD)
+    x, up, down = noise(4, 2, 8), (noise(12, 8), 0), (noise(8, 12), 1)
+    y = noise(4, 2, 12)
+    for layer, value, weight, cut_out in (
+        (column(gather_output=True), (x, None), up, None),
+        (fairscales("ColumnParallelLinear", 8, 12, bias=False), (x, None), up, None),
+        (column(config=sequence), (x, 0), up, 2),
+        (row(), (y, None), down, None),
+        (fairscales("RowParallelLinear", 12, 8, bias=False), (y, None), down, None),
+        (row(config=sequence, input_is_parallel=True), (y, 2), down, 0),
+    ):
+        yield from against_function(legacy(layer), F.linear, [value, weight], cut_out)
+    whole = fairscales("RowParallelLinear", 12, 8)
+    whole.weight.data = shard(down[0], 1)
+    yield whole.get_master_weight(), down[0]
 
 
 def legacy_embeddings() -> Pairs:
-    peers = RankGroup(tp_mesh())
     ids = torch.tensor([[1, 7, 3, 3], [0, 5, 6, 2]])
     weight = noise(8, 8)
+    scattered = megatron.VocabParallelEmbedding(
+        8, 8, reduce_scatter_embeddings=True, tp_group=dist.group.WORLD
+    )
+    for layer, dim, cut_out in (
+        (megatron.VocabParallelEmbedding(8, 8, tp_group=dist.group.WORLD), 0, None),
+        (fairscales("VocabParallelEmbedding", 8, 8), 0, None),
+        (scattered, 0, 0),
+        (fairscales("ParallelEmbedding", 8, 8), 1, None),
+    ):
 
-    def plain(weight: Tensor) -> Tensor:
-        return F.embedding(ids, weight)
+        def plain(weight: Tensor, cut_out: int | None = cut_out) -> Tensor:
+            vectors = F.embedding(ids, weight)
+            return vectors if cut_out is None else vectors.transpose(0, 1)
 
-    yield from against_function(
-        lambda weight: vocabulary_embedding(ids, weight, peers), plain, [(weight, 0)], None
-    )
-    yield from against_function(
-        lambda weight: vocabulary_embedding(ids, weight, peers, scatter_swapped=True),
-        lambda weight: plain(weight).transpose(0, 1),
-        [(weight, 0)],
-        0,
-    )
-    yield from against_function(
-        lambda weight: feature_embedding(ids, weight, peers), plain, [(weight, 1)], None
-    )
+        yield from against_function(partial(legacy(layer), ids), plain, [(weight, dim)], cut_out)
     for norm_type in (2.0, math.inf, 0.0):
         mine, whole = shard(weight, 1).clone(), weight.clone()
         if norm_type == 0.0:  # unequal numbers on the ranks
             mine, whole = mine * (mine > 0), whole * (whole > 0)
-        how = Lookup(max_norm=0.7, norm_type=norm_type)
-        yield (
-            feature_embedding(ids, mine, peers, how),
-            F.embedding(ids, whole, max_norm=0.7, norm_type=norm_type),
-        )
+        layer = fairscales("ParallelEmbedding", 8, 8, max_norm=0.7, norm_type=norm_type)
+        yield legacy(layer)(ids, mine), F.embedding(ids, whole, max_norm=0.7, norm_type=norm_type)
 
 
 def legacy_loss() -> Pairs:
@@ -390,14 +391,6 @@ def vocabulary_loss() -> Pairs:
 def regions() -> Pairs:
     mesh = tp_mesh()
     peers, size = RankGroup(mesh), mesh.size()
-    lengths = [3, *[1] * (size - 1)]
-    whole = noise(sum(lengths), 4)
-    weights = [noise(sum(lengths), 4) * (rank + 1) for rank in range(size)]
-    total = torch.stack(weights).sum(0)
-
-    def mine_of(tensor: Tensor) -> Tensor:
-        shards: Sequence[Tensor] = tensor.split(lengths)
-        return shards[peers.rank]
 
     # Every rank makes another part of the gradient.
     even = noise(2 * size, 4)
@@ -407,20 +400,6 @@ def regions() -> Pairs:
     assert start.grad is not None
     yield joined, even
     yield start.grad, shard(even * sum(range(1, size + 1)), 0)
-
-    start = mine_of(whole).clone().requires_grad_()
-    joined = gather_uneven(start, peers, lengths)
-    (joined * weights[peers.rank]).sum().backward()
-    assert start.grad is not None
-    yield joined, whole
-    yield start.grad, mine_of(total)
-
-    start = weights[peers.rank].clone().requires_grad_()
-    mine = sum_scatter_uneven(start, peers, lengths)
-    (mine * mine_of(whole)).sum().backward()
-    assert start.grad is not None
-    yield mine, mine_of(total)
-    yield start.grad, whole
 
     sent = [noise(size, 4) * (rank + 1) for rank in range(size)]
     start = sent[peers.rank].clone().requires_grad_()

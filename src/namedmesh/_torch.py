@@ -143,14 +143,20 @@ class _Finisher:
         self.finalize = finish
 
 
+def tells_before_destruction() -> bool:
+    """Return whether ``destroy_process_group`` begins with something of ours: torch's with torchcomms does."""
+    return "comms" in dist.destroy_process_group.__code__.co_names and isinstance(c10d._world.comms, list)
+
+
 def before_default_group_ends(finish: Callable[[], None]) -> None:
     """Call a function while the groups of the process still work, when torch is about to destroy the default group.
 
-    torch before 2.11 has no such place: there the function is not called.
+    Called where :func:`tells_before_destruction`, and once, however often it is given.
     """
-    communicators = getattr(getattr(c10d, "_world", None), "comms", None)
-    if isinstance(communicators, list):
-        communicators.append(_Finisher(finish))
+    if tells_before_destruction():
+        communicators = c10d._world.comms
+        if not any(isinstance(each, _Finisher) and each.finalize == finish for each in communicators):
+            communicators.append(_Finisher(finish))
 
 
 def _end_states(states: dict[type, Ends], process: int) -> None:
@@ -382,13 +388,15 @@ def forget_group_caches() -> None:
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
-    from torch.distributed.tensor import DTensor, debug
+    from torch.distributed.tensor import DTensor
 
-    if hasattr(debug, "_clear_python_sharding_prop_cache"):
-        debug._clear_python_sharding_prop_cache()
-        debug._clear_fast_path_sharding_prop_cache()
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    # As torch.distributed.tensor.debug does, which takes seconds to import on a busy machine.
+    clear_native = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if clear_native is not None:
+        propagator.propagate_op_sharding.cache_clear()
+        clear_native()
     else:  # up to torch 2.9 there is one cache, and no function that clears it
-        propagator: Any = DTensor._op_dispatcher.sharding_propagator
         cache = type(propagator.propagate_op_sharding)
         propagator.propagate_op_sharding = cache(propagator.propagate_op_sharding_non_cached)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from namedmesh.errors import AxisError, LayoutError, did_you_mean, listing
 from namedmesh.layout import Layout
+from namedmesh.sizes import nearest_axis
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +31,6 @@ __all__ = [
     "Order",
     "arrange",
     "kinds_of",
-    "nearest",
     "parse_order",
     "variables_of",
 ]
@@ -402,23 +402,13 @@ def kinds_of(arrangement: Arrangement) -> tuple[Kind, ...]:
     return tuple(kinds)
 
 
-def nearest(axis: str, allowed: Sequence[str]) -> str:
-    """Return what :func:`namedmesh.errors.did_you_mean` does, but nothing for a usual name, which is no slip of the pen.
-
-    Example:
-        >>> nearest("tq", ("pp", "tp")), nearest("ep", ("pp", "tp"))
-        ("; did you mean 'tp'?", '')
-    """
-    return "" if axis in {*AXES, *EXPERT_AXES} else did_you_mean(axis, allowed)
-
-
 def _check_axes(dialect: Dialect, sizes: Mapping[str, int]) -> None:
     allowed = tuple(dict.fromkeys((*dialect.axes, *dialect.expert)))
     unknown = [axis for axis in sizes if axis not in allowed]
     if unknown:
         raise AxisError(
             *(
-                f"axis {axis!r} is not one of {dialect.name}'s {allowed}{nearest(axis, allowed)}"
+                f"axis {axis!r} is not one of {dialect.name}'s {allowed}{nearest_axis(axis, allowed)}"
                 for axis in unknown
             )
         )

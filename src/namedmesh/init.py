@@ -19,6 +19,7 @@ from namedmesh.layout import Layout
 from namedmesh.making import agreed
 from namedmesh.mesh import NamedMesh
 from namedmesh.options import GroupOptions
+from namedmesh.sizes import USUAL_AXES
 from namedmesh.views import product_axes
 
 if TYPE_CHECKING:
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from namedmesh.making import GroupMaker
-
-# The names that the field uses. Any identifier will do; options may be given for these before they exist.
-CANONICAL_AXES = ("pp", "dp_replicate", "dp_shard", "dp", "cp", "tp", "ep", "etp", "edp")
 
 _NOT_LAUNCHED_HINT = (
     "No launcher has started this process, so it is a world of its own; start 8 of them with: "
@@ -251,7 +249,7 @@ def _resolve(request: _Request, world: int, rank: int) -> Layout:
 
 
 def _check_options(options: Mapping[str, GroupOptions], layout: Layout) -> None:
-    allowed = dict.fromkeys((*layout.axes, *CANONICAL_AXES))
+    allowed = dict.fromkeys((*layout.axes, *USUAL_AXES))
     problems = [
         f"options are given for axis {name!r}, which is not one of {layout.axes}{did_you_mean(name, allowed)}"
         for name in options

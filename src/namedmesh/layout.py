@@ -11,7 +11,15 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from namedmesh.errors import AxisError, LayoutError, count_of, did_you_mean, listing
-from namedmesh.sizes import as_int, axis_name_problems, checked_int, checked_size, fitted, product
+from namedmesh.sizes import (
+    as_int,
+    axis_name_problems,
+    checked_int,
+    checked_size,
+    fitted,
+    nearest_axis,
+    product,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -414,7 +422,7 @@ class Layout:
             raise AxisError(self._unknown(axis)) from None
 
     def _unknown(self, axis: object) -> str:
-        return f"axis {axis!r} is not one of {self.axes}{did_you_mean(axis, self.axes)}"
+        return f"axis {axis!r} is not one of {self.axes}{nearest_axis(axis, self.axes)}"
 
     def _chosen(self, axes: Sequence[str]) -> list[int]:
         """Return the places of the axes in layout order; every problem with them is in one error."""

@@ -8,8 +8,13 @@ from keyword import iskeyword
 from math import gcd, prod
 from typing import TYPE_CHECKING, SupportsIndex, cast
 
+from namedmesh.errors import did_you_mean
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+# The names that the field uses; any identifier will do.
+USUAL_AXES = ("pp", "dp_replicate", "dp_shard", "dp", "cp", "tp", "ep", "etp", "edp")
 
 # What `Layout` and `init_mesh` take by keyword beside the axes.
 RESERVED = (
@@ -19,6 +24,7 @@ RESERVED = (
     "options",
     "part",
     "rank_offset",
+    "replace",
     "share_groups",
     "timeout",
     "world_size",
@@ -34,7 +40,9 @@ def axis_name_problems(axes: Sequence[object]) -> list[str]:
     """
     problems = [] if axes else ["no axis is named; name at least one, such as dp=-1"]
     for name in dict.fromkeys(axes):
-        if not isinstance(name, str) or not name.isidentifier() or iskeyword(name):
+        if isinstance(name, str) and iskeyword(name):
+            problems.append(f"axis name {name!r} is a keyword of Python; choose another name")
+        elif not isinstance(name, str) or not name.isidentifier():
             problems.append(
                 f"axis name {name!r} is not a Python identifier; use letters, digits and underscores, such as 'dp'"
             )
@@ -45,6 +53,16 @@ def axis_name_problems(axes: Sequence[object]) -> list[str]:
                 f"axis {name!r} is named {axes.count(name)} times; each axis needs a name of its own"
             )
     return problems
+
+
+def nearest_axis(axis: object, allowed: Iterable[str]) -> str:
+    """Return what :func:`namedmesh.errors.did_you_mean` does, but nothing for a usual name, which is no typing mistake.
+
+    Example:
+        >>> nearest_axis("tq", ("pp", "tp")), nearest_axis("ep", ("pp", "tp"))
+        ("; did you mean 'tp'?", '')
+    """
+    return "" if axis in USUAL_AXES else did_you_mean(axis, allowed)
 
 
 def product(axes: Iterable[str], sizes: Iterable[int]) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from namedmesh.errors import AxisError, LayoutError, did_you_mean, listing
+from namedmesh.errors import AxisError, LayoutError, listing
+from namedmesh.sizes import nearest_axis
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -74,7 +75,7 @@ class Views:
                 return view
         homes = self.homes()
         unknown = [
-            f"axis {axis!r} is not one of {tuple(homes)}{did_you_mean(axis, homes)}"
+            f"axis {axis!r} is not one of {tuple(homes)}{nearest_axis(axis, homes)}"
             for axis in axes
             if axis not in homes
         ]

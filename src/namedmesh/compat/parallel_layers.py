@@ -1,123 +1,57 @@
 """The parallel layers of fairscale and of what follows it: they take features, and return a tensor.
 
-A dialect derives a class of each, and says in ``ask`` which ranks they work on. These are asked at every forward,
-as the originals do: a layer can be pickled, and follows ``with mesh:``. In the shapes below, t is their number.
-Parameters are plain tensors that hold this rank's shard.
+A dialect derives a class of each, and says in ``current_group`` over which group they are sharded. It is asked at every
+forward: a layer can be pickled, and follows ``with mesh:``; without a group it is a ContractError. In the shapes below, t is
+the number of its ranks. Arguments that are not explained at a layer mean the same for all of them:
 
 ``init_method`` fills a weight. Ranks must be seeded alike: each draws the whole weight and keeps its shard, and with
 ``keep_master_weight_for_test`` also the whole weight, in ``master_weight``. A linear layer with ``stride`` above 1 is
-made of that many blocks of features, each sharded on its own; its bias is of zeros at first. The options of the
-embeddings are those of ``torch.nn.Embedding``: ids, output and gradients are those of one whole embedding.
+made of that many blocks of features, each sharded on its own. A ``bias`` is of zeros at first, and added once. The
+options of the embeddings are those of ``torch.nn.Embedding``: ids, output and gradients are those of one whole embedding.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
+import torch.nn.functional as F  # noqa: N812  torch's own spelling
+from torch import Tensor, nn
 
 from namedmesh.compat.errors import ContractError
-from namedmesh.compat.partition import shapes_as_contract
-from namedmesh.tensor_parallel.collectives import RankGroup, all_gather
-from namedmesh.tensor_parallel.layers import (
-    Recipe,
-    check_blocks,
-    column_linear,
-    feature_embedding,
-    row_linear,
-    vocabulary_embedding,
-)
-from namedmesh.tensor_parallel.vocabulary import Lookup
+from namedmesh.compat.partition import scatter
+from namedmesh.compat.sharded_layer import ParallelLayer
+from namedmesh.tensor_parallel.collectives import all_gather, gather, sum_forward
+from namedmesh.tensor_parallel.linear import column, row
+from namedmesh.tensor_parallel.vocabulary import Lookup, lookup, shorten
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from namedmesh.tensor_parallel.layers import Initializer
+    from namedmesh.compat.sharded_layer import Initializer
 
 __all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
-
-
-class ParallelLayer(nn.Module):
-    """What the four layers share: a weight of which this rank has a shard, and whom it shares it with."""
-
-    weight: nn.Parameter
-    master_weight: Tensor | None
-
-    def __init__(self) -> None:
-        super().__init__()
-        peers = self.ask()
-        self._made_for = peers.size, peers.rank
-
-    @staticmethod
-    def ask() -> RankGroup:
-        """Return the ranks of this moment; a dialect has its own answer."""
-        return RankGroup(None)
-
-    @property
-    def peers(self) -> RankGroup:
-        """The ranks that share the layer.
-
-        Raises:
-            ContractError: they are not those that the weight was sharded for.
-        """
-        peers = self.ask()
-        if (peers.size, peers.rank) != self._made_for:
-            size, rank = self._made_for
-            raise ContractError(
-                f"{type(self).__name__} was made as rank {rank} of {size}, and is used as rank {peers.rank} of {peers.size}; "
-                "use it with the mesh that it was made with, or make it anew"
-            )
-        return peers
-
-    def make_weight(
-        self,
-        shape: tuple[int, int],
-        dim: int,
-        what: str,
-        initialize: Initializer,
-        stride: int = 1,
-        *,
-        keep: bool = False,
-    ) -> None:
-        """Make this rank's shard of a weight that is sharded along ``dim``, and keep the whole one if requested."""
-        peers = self.peers
-        stride = stride if peers.size > 1 else 1  # a whole weight has no blocks
-        with shapes_as_contract():
-            check_blocks(shape[dim], peers.size, stride, what=what)
-        recipe = Recipe(initialize, dtype=torch.get_default_dtype(), stride=stride)
-        self.weight, whole = recipe.weight(*shape, dim, peers)
-        self.master_weight = whole if keep else None
 
 
 class _Linear(ParallelLayer):
     """What the column and the row layer share: everything but the dim that is sharded, and the arithmetic."""
 
-    dim: ClassVar[int]
+    shape_names = "out_features", "in_features"
     bias: nn.Parameter | None
 
-    def __init__(  # noqa: PLR0917  passed on from signatures that are the originals'
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        initialize: Initializer,
-        stride: int,
-        keep: bool,
+    def __init__(
+        self, sizes: tuple[int, int], bias: bool, initialize: Initializer, stride: int, keep: bool
     ) -> None:
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        what = ("out_features", "in_features")[self.dim]
-        self.make_weight((out_features, in_features), self.dim, what, initialize, stride, keep=keep)
-        length = self.weight.shape[0]
-        self.register_parameter("bias", nn.Parameter(torch.zeros(length)) if bias else None)
+        super().__init__(self.current_group())
+        self.in_features, self.out_features = sizes
+        if self.group.size == 1:
+            stride = 1  # a whole weight has no blocks
+        self.make_weight(sizes[::-1], initialize, stride, keep=keep)
+        self.register_parameter("bias", self.make_bias(self.weight.shape[0]) if bias else None)
 
     def get_master_weight(self) -> Tensor:
         """Gather the shards of all ranks, ``(out_features, in_features)``, in rank order; communicates.
 
         With a stride above 1 that is not the order in which the whole weight was drawn, as in the original.
         """
-        return all_gather(self.weight.data, self.peers, self.dim)
+        return all_gather(self.weight.data, self.group, self.dim)
 
     def extra_repr(self) -> str:
         """Return the sizes of the whole layer, and over how many ranks it is sharded."""
@@ -132,15 +66,11 @@ class ColumnParallelLinear(_Linear):
     Args:
         in_features: input features.
         out_features: output features, of all ranks together.
-        bias: with a bias.
         gather_output: join the output features on every rank.
-        init_method, stride, keep_master_weight_for_test: see above, in the module.
 
     Raises:
-        ContractError: the ranks, times the stride, do not divide ``out_features``; or there are no ranks yet.
+        ContractError: the ranks, times the stride, do not divide ``out_features``.
     """
-
-    dim = 0
 
     def __init__(  # noqa: PLR0917  the original's signature
         self,
@@ -152,22 +82,19 @@ class ColumnParallelLinear(_Linear):
         stride: int = 1,
         keep_master_weight_for_test: bool = False,
     ) -> None:
-        super().__init__(in_features, out_features, bias, init_method, stride, keep_master_weight_for_test)
+        super().__init__((in_features, out_features), bias, init_method, stride, keep_master_weight_for_test)
         self.gather_output = gather_output
         self.output_size_per_partition = self.weight.shape[0]
 
-    @shapes_as_contract()
     def forward(self, input_: Tensor) -> Tensor:
-        """Return the output.
+        """Return ``(..., out_features)``, the same on every rank; without ``gather_output`` ``(..., out_features / t)``.
 
         Args:
             input_: ``(..., in_features)``, the same on every rank.
-
-        Returns:
-            ``(..., out_features)``, the same on every rank; without ``gather_output`` this rank's
-            ``(..., out_features / t)``.
         """
-        return column_linear(input_, self.weight, self.bias, self.peers, gather_output=self.gather_output)
+        group = self.group
+        output = column(input_, self.weight, self.bias, group)
+        return gather(output, group, -1) if self.gather_output else output
 
 
 class RowParallelLinear(_Linear):
@@ -178,12 +105,10 @@ class RowParallelLinear(_Linear):
     Args:
         in_features: input features, of all ranks together.
         out_features: output features.
-        bias: with a bias, which is added once.
         input_is_parallel: the input is this rank's shard already; otherwise each rank takes its own.
-        init_method, stride, keep_master_weight_for_test: see above, in the module.
 
     Raises:
-        ContractError: the ranks, times the stride, do not divide ``in_features``; or there are no ranks yet.
+        ContractError: the ranks, times the stride, do not divide ``in_features``.
     """
 
     dim = 1
@@ -198,39 +123,42 @@ class RowParallelLinear(_Linear):
         stride: int = 1,
         keep_master_weight_for_test: bool = False,
     ) -> None:
-        super().__init__(in_features, out_features, bias, init_method, stride, keep_master_weight_for_test)
+        super().__init__((in_features, out_features), bias, init_method, stride, keep_master_weight_for_test)
         self.input_is_parallel = input_is_parallel
         self.input_size_per_partition = self.weight.shape[1]
 
-    @shapes_as_contract()
     def forward(self, input_: Tensor) -> Tensor:
-        """Return the output.
+        """Return ``(..., out_features)``, the same on every rank.
 
         Args:
             input_: ``(..., in_features / t)``, this rank's features, where the input is parallel; otherwise
                 ``(..., in_features)``, the same on every rank.
-
-        Returns:
-            ``(..., out_features)``, the same on every rank.
         """
-        output = row_linear(input_, self.weight, self.peers, input_is_parallel=self.input_is_parallel)
+        group = self.group
+        if not self.input_is_parallel:
+            input_ = scatter(input_, group, -1)
+        output = row(input_, self.weight, None, group)
         return output if self.bias is None else output + self.bias
 
 
 class _Embedding(ParallelLayer):
     """What the two embeddings share: the options of ``torch.nn.Embedding``."""
 
-    def __init__(  # noqa: PLR0917  passed on from signatures that are the originals'
+    shape_names = "num_embeddings", "embedding_dim"
+
+    def __init__(  # noqa: PLR0917  the original's signature
         self,
         num_embeddings: int,
         embedding_dim: int,
-        padding_idx: int | None,
-        max_norm: float | None,
-        norm_type: float,
-        scale_grad_by_freq: bool,
-        sparse: bool,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        init_method: Initializer = nn.init.xavier_normal_,
+        keep_master_weight_for_test: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(self.current_group())
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx, self.max_norm, self.norm_type = padding_idx, max_norm, norm_type
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
@@ -239,17 +167,7 @@ class _Embedding(ParallelLayer):
             raise ContractError(
                 f"padding_idx is {padding_idx}, and the ids run from 0 to {num_embeddings - 1}; name one of them, or None"
             )
-
-    def how(self) -> Lookup:
-        """Return how vectors are looked up; read at every forward, because users set these attributes."""
-        padding = self.padding_idx
-        return Lookup(
-            padding_idx=padding if padding is None else padding % self.num_embeddings,
-            max_norm=self.max_norm,
-            norm_type=self.norm_type,
-            scale_grad_by_freq=self.scale_grad_by_freq,
-            sparse=self.sparse,
-        )
+        self.make_weight((num_embeddings, embedding_dim), init_method, keep=keep_master_weight_for_test)
 
     def extra_repr(self) -> str:
         """Return the sizes of the whole layer, and over how many ranks it is sharded."""
@@ -267,11 +185,9 @@ class VocabParallelEmbedding(_Embedding):
         embedding_dim: features of a vector.
         padding_idx: the id, in the whole vocabulary, whose vector gets no gradient.
         max_norm, norm_type, scale_grad_by_freq, sparse: as for ``torch.nn.Embedding``.
-        init_method: see above, in the module.
 
     Raises:
-        ContractError: the ranks do not divide ``num_embeddings`` (pad the vocabulary), ``padding_idx`` is outside
-            of it, or there are no ranks yet.
+        ContractError: the ranks do not divide ``num_embeddings`` (pad the vocabulary), or ``padding_idx`` is outside of it.
     """
 
     def __init__(  # noqa: PLR0917  the original's signature
@@ -285,24 +201,27 @@ class VocabParallelEmbedding(_Embedding):
         sparse: bool = False,
         init_method: Initializer = nn.init.xavier_normal_,
     ) -> None:
-        super().__init__(
-            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
-        )
-        self.make_weight((num_embeddings, embedding_dim), 0, "num_embeddings", init_method)
+        options = padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+        super().__init__(num_embeddings, embedding_dim, *options, init_method)
         rows = self.num_embeddings_per_partition = self.weight.shape[0]
-        self.vocab_start_index = self.peers.rank * rows
+        self.vocab_start_index = self.group.rank * rows
         self.vocab_end_index = self.vocab_start_index + rows
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Return the vectors of some ids.
+        """Return ``(..., embedding_dim)``, the same on every rank.
 
         Args:
-            input_: ``(...)``, the same on every rank. An id outside of the vocabulary gets zeros.
-
-        Returns:
-            ``(..., embedding_dim)``, the same on every rank.
+            input_: ids, ``(...)``, the same on every rank. One outside of the vocabulary gets zeros.
         """
-        return vocabulary_embedding(input_, self.weight, self.peers, self.how())
+        group, padding = self.group, self.padding_idx
+        options = Lookup(
+            padding_idx=padding if padding is None else padding % self.num_embeddings,
+            max_norm=self.max_norm,
+            norm_type=self.norm_type,
+            scale_grad_by_freq=self.scale_grad_by_freq,
+            sparse=self.sparse,
+        )
+        return sum_forward(lookup(input_, self.weight, self.vocab_start_index, options), group)
 
 
 class ParallelEmbedding(_Embedding):
@@ -316,39 +235,26 @@ class ParallelEmbedding(_Embedding):
         padding_idx: the id whose vector gets no gradient.
         max_norm: as for ``torch.nn.Embedding``: a limit for whole vectors, whose norm the ranks add up.
         norm_type, scale_grad_by_freq, sparse: as for ``torch.nn.Embedding``.
-        init_method, keep_master_weight_for_test: see above, in the module.
 
     Raises:
-        ContractError: the ranks do not divide ``embedding_dim``, ``padding_idx`` is no id, or there are no ranks
-            yet.
+        ContractError: the ranks do not divide ``embedding_dim``, or ``padding_idx`` is no id.
     """
 
-    def __init__(  # noqa: PLR0917  the original's signature
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        init_method: Initializer = nn.init.xavier_normal_,
-        keep_master_weight_for_test: bool = False,
-    ) -> None:
-        super().__init__(
-            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
-        )
-        shape = num_embeddings, embedding_dim
-        self.make_weight(shape, 1, "embedding_dim", init_method, keep=keep_master_weight_for_test)
-        self.embedding_dim_per_partition = self.weight.shape[1]
+    dim = 1
+
+    @property
+    def embedding_dim_per_partition(self) -> int:
+        """How many features of a vector this rank has."""
+        return self.weight.shape[1]
 
     def forward(self, input_: Tensor) -> Tensor:
-        """Return the vectors of some ids.
+        """Return ``(..., embedding_dim)``, the same on every rank.
 
         Args:
-            input_: ``(...)``, the same on every rank.
-
-        Returns:
-            ``(..., embedding_dim)``, the same on every rank.
+            input_: ids, ``(...)``, the same on every rank.
         """
-        return feature_embedding(input_, self.weight, self.peers, self.how())
+        group = self.group
+        if self.max_norm is not None:
+            shorten(self.weight, input_, self.max_norm, self.norm_type, group)
+        options = {"scale_grad_by_freq": self.scale_grad_by_freq, "sparse": self.sparse}
+        return gather(F.embedding(input_, self.weight, self.padding_idx, **options), group, -1)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from namedmesh.compat.errors import ContractError
 from namedmesh.errors import ShapeError
-from namedmesh.tensor_parallel.layers import check_blocks
+from namedmesh.tensor_parallel.collectives import split
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "VocabUtility",
+    "check_even",
+    "check_shards",
     "divide",
     "divide_and_check_no_remainder",
-    "divisible",
     "ensure_divisibility",
+    "scatter",
     "shapes_as_contract",
     "split_tensor_along_last_dim",
 ]
@@ -29,15 +31,7 @@ __all__ = [
 
 @contextmanager
 def shapes_as_contract() -> Iterator[None]:
-    """Raise a ShapeError from inside as the AssertionError that legacy callers catch. Also a decorator.
-
-    Example:
-        >>> with shapes_as_contract():
-        ...     raise ShapeError("9 features on 2 ranks")
-        Traceback (most recent call last):
-        ...
-        namedmesh.compat.errors.ContractError: 9 features on 2 ranks
-    """
+    """Raise a ShapeError from inside as the AssertionError that legacy callers catch. Also a decorator."""
     try:
         yield
     except ShapeError as error:
@@ -45,32 +39,22 @@ def shapes_as_contract() -> Iterator[None]:
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
-    """Refuse a division that leaves a remainder.
-
-    Raises:
-        ContractError: it does. It is an ``AssertionError`` too.
+    """Refuse a division that leaves a remainder, with a ContractError, which is an ``AssertionError`` too.
 
     Example:
-        >>> ensure_divisibility(12, 4)
         >>> ensure_divisibility(10, 4)
         Traceback (most recent call last):
         ...
         namedmesh.compat.errors.ContractError: 10 is not divisible by 4; use 8 or 12, or another multiple of 4
     """
     if numerator % denominator:
-        below = numerator // denominator * denominator
-        nearest = f"{below} or {below + denominator}" if below else f"{denominator}"
         raise ContractError(
-            f"{numerator} is not divisible by {denominator}; use {nearest}, or another multiple of {denominator}"
+            f"{numerator} is not divisible by {denominator}; {_use_multiples(numerator, denominator)}"
         )
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """Return the quotient of a division that leaves no remainder.
-
-    Raises:
-        ContractError: it leaves one.
-    """
+    """Return the quotient of a division that leaves no remainder; one that leaves one is a ContractError."""
     ensure_divisibility(numerator, denominator)
     return numerator // denominator
 
@@ -79,33 +63,51 @@ divide_and_check_no_remainder = divide
 """The same, by the name that some APIs have for it."""
 
 
-@shapes_as_contract()
-def divisible(tensor: Tensor, dim: int, peers: RankGroup) -> Tensor:
-    """Return the tensor, if a dim of it can be split into equal shards.
+def check_shards(length: int, ranks: int, stride: int = 1, *, what: str) -> None:
+    """Refuse a length that cannot be split into ``stride`` blocks of ``ranks`` equal shards, with a ContractError.
 
-    Raises:
-        ContractError: it cannot.
+    A collective of unequal shards ends the process from inside the backend.
     """
-    what = f"the length of dim {dim} of a tensor of shape {tuple(tensor.shape)}"
-    check_blocks(tensor.shape[dim], peers.size, what=what)
-    return tensor
+    if stride < 1:
+        raise ContractError(f"the stride is {stride}; it is a number of blocks, 1 or more")
+    shards = ranks * stride
+    if length % shards:
+        blocks = "" if stride == 1 else f" for each of {stride} blocks (the stride)"
+        raise ContractError(
+            f"{what} is {length}, which cannot be split into {ranks} equal shards{blocks}; "
+            f"{_use_multiples(length, shards)}"
+        )
+
+
+def check_even(tensor: Tensor, dim: int, ranks: int) -> None:
+    """Refuse a tensor of which a dim cannot be split into equal shards, with a ContractError."""
+    check_shards(
+        tensor.shape[dim], ranks, what=f"the length of dim {dim} of a tensor of shape {tuple(tensor.shape)}"
+    )
+
+
+def scatter(whole: Tensor, group: RankGroup, dim: int) -> Tensor:
+    """Return this rank's shard of a tensor that every rank has, if the dim can be split; the gradient is gathered."""
+    check_even(whole, dim, group.size)
+    return split(whole, group, dim)
+
+
+def _use_multiples(number: int, factor: int) -> str:
+    """Return the remedy for a number that should be a multiple of a factor."""
+    below = number // factor * factor
+    nearest = f"{below} or {below + factor}" if below else f"{factor}"
+    return f"use {nearest}, or another multiple of {factor}"
 
 
 def split_tensor_along_last_dim(
     tensor: Tensor, num_partitions: int, contiguous_split_chunks: bool = False
 ) -> tuple[Tensor, ...]:
-    """Split a tensor into equal parts along its last dim.
+    """Split a tensor ``(..., n)`` into equal parts, each ``(..., n / num_partitions)``.
 
     Args:
-        tensor: of shape ``(..., n)``.
-        num_partitions: how many parts; it divides n.
+        tensor: the tensor.
+        num_partitions: how many parts; a ContractError where it does not divide n.
         contiguous_split_chunks: hand out contiguous copies instead of views.
-
-    Returns:
-        The parts in order, each ``(..., n / num_partitions)``.
-
-    Raises:
-        ContractError: the number does not divide the last dim.
 
     Example:
         >>> import torch
@@ -120,8 +122,6 @@ class VocabUtility:
     """Which ids of a vocabulary a rank holds: from the first, up to and without the second number.
 
     Example:
-        A vocabulary of 12 over 4 ranks:
-
         >>> [VocabUtility.vocab_range_from_global_vocab_size(12, rank, 4) for rank in range(4)]
         [(0, 3), (3, 6), (6, 9), (9, 12)]
         >>> VocabUtility.vocab_range_from_per_partition_vocab_size(3, rank=2, world_size=4)
@@ -134,13 +134,7 @@ class VocabUtility:
         rank: int,
         world_size: int,  # noqa: ARG004  the legacy signature has it
     ) -> tuple[int, int]:
-        """Return the range of a rank, from the length of each part.
-
-        Args:
-            per_partition_vocab_size: how many ids a rank holds.
-            rank: the rank in the group.
-            world_size: how many ranks; it changes nothing.
-        """
+        """Return the range of a rank of the group, from the number of ids that each rank holds."""
         first = rank * per_partition_vocab_size
         return first, first + per_partition_vocab_size
 
@@ -148,15 +142,6 @@ class VocabUtility:
     def vocab_range_from_global_vocab_size(
         global_vocab_size: int, rank: int, world_size: int
     ) -> tuple[int, int]:
-        """Return the range of a rank, from the length of the whole vocabulary.
-
-        Args:
-            global_vocab_size: how many ids there are.
-            rank: the rank in the group.
-            world_size: how many ranks; it divides the vocabulary.
-
-        Raises:
-            ContractError: it does not.
-        """
+        """Return the range of a rank of the group, from the length of the whole vocabulary, which the ranks divide."""
         part = divide(global_vocab_size, world_size)
         return VocabUtility.vocab_range_from_per_partition_vocab_size(part, rank, world_size)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from namedmesh.plan.comparison import Comparison, Difference, compare
     from namedmesh.plan.config import read_config
-    from namedmesh.plan.core import Groups, Plan, RankPlan, make_plan, plan_rank
+    from namedmesh.plan.core import Groups, Plan, make_plan
     from namedmesh.plan.hardware import Hardware, load_hardware
     from namedmesh.plan.html import draw_html
     from namedmesh.plan.job import Job
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from namedmesh.plan.model import Model
     from namedmesh.plan.nodes import Placement
     from namedmesh.plan.partitions import Partition, best_partitions, list_partitions, nearest_misses
+    from namedmesh.plan.ranks import RankPlan, plan_rank
     from namedmesh.plan.shard import Cut, Piece, cut_weight
     from namedmesh.plan.spec import Spec, SpecError, UsageError, parse_spec
     from namedmesh.plan.step import Step, estimate_step
@@ -28,45 +29,17 @@ if TYPE_CHECKING:
     from namedmesh.plan.why import explain
 
 __all__ = [
-    "Comparison",
-    "Cut",
-    "Difference",
-    "Groups",
-    "Hardware",
-    "Job",
-    "Members",
-    "Memory",
-    "Model",
-    "Partition",
-    "Piece",
-    "Placement",
-    "Plan",
-    "RankPlan",
-    "Spec",
-    "SpecError",
-    "Step",
-    "UsageError",
-    "best_partitions",
-    "compare",
-    "cut_weight",
-    "draw_html",
-    "draw_svg",
-    "estimate_memory",
-    "estimate_step",
-    "explain",
-    "list_partitions",
-    "load_hardware",
-    "make_plan",
-    "nearest_misses",
-    "parse_spec",
-    "plan_rank",
-    "read_config",
-]
+    "Comparison", "Cut", "Difference", "Groups", "Hardware", "Job", "Members", "Memory", "Model",
+    "Partition", "Piece", "Placement", "Plan", "RankPlan", "Spec", "SpecError", "Step", "UsageError",
+    "best_partitions", "compare", "cut_weight", "draw_html", "draw_svg", "estimate_memory",
+    "estimate_step", "explain", "list_partitions", "load_hardware", "make_plan", "nearest_misses",
+    "parse_spec", "plan_rank", "read_config",
+]  # fmt: skip
 
 _HOMES = {
     "comparison": ("Comparison", "Difference", "compare"),
     "config": ("read_config",),
-    "core": ("Groups", "Plan", "RankPlan", "make_plan", "plan_rank"),
+    "core": ("Groups", "Plan", "make_plan"),
     "hardware": ("Hardware", "load_hardware"),
     "html": ("draw_html",),
     "job": ("Job",),
@@ -75,6 +48,7 @@ _HOMES = {
     "model": ("Model",),
     "nodes": ("Placement",),
     "partitions": ("Partition", "best_partitions", "list_partitions", "nearest_misses"),
+    "ranks": ("RankPlan", "plan_rank"),
     "shard": ("Cut", "Piece", "cut_weight"),
     "spec": ("Spec", "SpecError", "UsageError", "parse_spec"),
     "step": ("Step", "estimate_step"),

@@ -116,35 +116,40 @@ class Grid:
         boxes: the cells, in boxes.
     """
 
-    boxes: tuple[Box, ...]
-
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        world, domain = plan.world_size, plan.nvlink_domain
-        known = {"node": plan.gpus_per_node, "NVLink domain": domain}
-        blocks = {word: size for word, size in known.items() if size is not None}
-        node = next(iter(blocks.values()), min(_ROW, world))
-        self.block = 1 if world <= LARGEST else node * -(-world // (node * LARGEST))
-        around, size = "", node
-        if self.block > 1:
-            size = (
-                domain if domain is not None and domain > self.block and domain % self.block == 0 else world
+        world = plan.world_size
+        named = {"node": plan.gpus_per_node, "NVLink domain": plan.nvlink_domain}
+        sizes = {word: size for word, size in named.items() if size is not None}
+        node = next(iter(sizes.values()), min(_ROW, world))
+        self.block, box, around = 1, node, ""
+        if world > LARGEST:
+            self.block = node * -(-world // (node * LARGEST))
+            box = self._large_box()
+            sizes = {word: size for word, size in sizes.items() if size == box < world}
+        else:
+            small, large = min([*sizes.values(), node]), max([*sizes.values(), node])
+            if small < large and large % small == 0:  # the small ones stand in the large ones
+                box, around = small, max(sizes, key=sizes.__getitem__)
+        outer = sizes.pop(around, 0)
+        boxes = []
+        for first in range(0, world, box):
+            stop = min(first + box, world)
+            label = ", ".join(_numbered(word, first, stop, size) for word, size in sizes.items())
+            if not label and self.block == 1:
+                label = _numbered("rank", first, stop, 1)
+            cells = [Cell(at, min(self.block, stop - at)) for at in range(first, stop, self.block)]
+            boxes.append(
+                Box(label, self._rows(cells), _numbered(around, first, stop, outer) if outer else "")
             )
-            blocks = {word: own for word, own in blocks.items() if own == size < world}
-        elif min(sizes := [*blocks.values(), node]) < max(sizes) and max(sizes) % min(sizes) == 0:
-            around = max(blocks, key=blocks.__getitem__)
-            size = min(sizes)
-        outer = blocks.pop(around, 0)
-        self.boxes = tuple(
-            Box(
-                ", ".join(_numbered(word, first, stop, own) for word, own in blocks.items())
-                or ("" if self.block > 1 else _numbered("rank", first, stop, 1)),
-                self._rows([Cell(at, min(self.block, stop - at)) for at in range(first, stop, self.block)]),
-                _numbered(around, first, stop, outer) if outer else "",
-            )
-            for first in range(0, world, size)
-            for stop in [min(first + size, world)]
-        )
+        self.boxes = tuple(boxes)
+
+    def _large_box(self) -> int:
+        """Return how many ranks a box has where cells are many ranks: an NVLink domain's, if cells fill it; or all."""
+        domain = self.plan.nvlink_domain
+        if domain is not None and domain > self.block and domain % self.block == 0:
+            return domain
+        return self.plan.world_size
 
     def _rows(self, cells: list[Cell]) -> tuple[tuple[Cell, ...], ...]:
         # Labels of two numbers are wide.
@@ -173,7 +178,9 @@ class Grid:
         rows = [self.outlines(row) for box in self.boxes for row in box.rows]
         place = "a node" if self.plan.gpus_per_node else "an NVLink domain"
         crossing = any(outline.crosses for row in rows for outline in row)
-        return f"outlined: groups of {axis}" + f", dashed and open where they leave {place}" * crossing
+        return (
+            f"outlined: groups of {axis}{f', dashed and open where they leave {place}' if crossing else ''}"
+        )
 
     def color_axis(self, name: str | None = None) -> str:
         """Return the axis that gives the colors: the one with the name, or the slowest of size above 1.
@@ -215,7 +222,7 @@ class Grid:
             for axis in self.axes
             for at in [self.coordinate(cell, axis)]
         )
-        return f"rank{'s' * (cell.count > 1)} {cell.label}: {places}"
+        return f"{'rank' if cell.count == 1 else 'ranks'} {cell.label}: {places}"
 
     def outlined_axis(self) -> str | None:
         """Return the axis whose groups are neighbors in the picture: the fastest of size above 1."""

@@ -42,7 +42,7 @@ def _add_layout(parser: ArgumentParser) -> None:
         "sizes, such as: megatron tp=2,pp=4",
     )
     for axis in (*AXES, *EXPERT_AXES):
-        _add_integer(parser, f"--{axis.replace('_', '-')}", _AXIS_HELP[axis])
+        add_integer(parser, f"--{axis.replace('_', '-')}", _AXIS_HELP[axis])
     order = parser.add_mutually_exclusive_group()
     order.add_argument(
         "--order",
@@ -52,11 +52,13 @@ def _add_layout(parser: ArgumentParser) -> None:
     order.add_argument("--like", choices=tuple(DIALECTS), help="the order and the groups of a library")
 
 
-def _add_integer(parser: ArgumentParser, flag: str, text: str, **more: Any) -> None:
+def add_integer(parser: Any, flag: str, text: str, **more: Any) -> None:
+    """Add a flag that takes a number; a parser or a group of its arguments."""
     parser.add_argument(flag, type=int, metavar="N", help=text, **more)
 
 
-def _add_format(parser: ArgumentParser) -> None:
+def add_format(parser: Any) -> None:
+    """Add how the output is written."""
     parser.add_argument("--format", choices=FORMATS, default="text", help="default: %(default)s")
     parser.add_argument("--all", action="store_true", help="leave nothing out, however long it gets")
 
@@ -69,12 +71,12 @@ def _layout_arguments(arguments: Namespace) -> tuple[str, dict[str, Any]]:
 
 
 def _configure_plan(parser: ArgumentParser) -> None:
-    _add_integer(parser, "--world-size", "how many ranks there are")
+    add_integer(parser, "--world-size", "how many ranks there are")
     _add_layout(parser)
-    _add_integer(parser, "--gpus-per-node", "consecutive ranks on one node")
-    _add_integer(parser, "--nvlink-domain", "consecutive ranks that NVLink joins, if not a node")
+    add_integer(parser, "--gpus-per-node", "consecutive ranks on one node")
+    add_integer(parser, "--nvlink-domain", "consecutive ranks that NVLink joins, if not a node")
     parser.add_argument("--rank", type=int, metavar="R", help="explain one rank instead")
-    _add_format(parser)
+    add_format(parser)
     parser.add_argument("--svg", metavar="FILE", help="draw the ranks into this file")
     parser.add_argument("--html", metavar="FILE", help="write a page on which axis and rank can be picked")
     parser.add_argument(
@@ -83,7 +85,7 @@ def _configure_plan(parser: ArgumentParser) -> None:
 
 
 def _plan(arguments: Namespace) -> int:
-    from namedmesh.plan.core import make_plan, plan_rank
+    from namedmesh.plan.core import make_plan
     from namedmesh.plan.text import plan_document, rank_document
 
     _check_suffixes(arguments)
@@ -98,6 +100,8 @@ def _plan(arguments: Namespace) -> int:
     if arguments.rank is None:
         document = plan_document(plan, everything=arguments.all, color_by=arguments.color_by)
     else:
+        from namedmesh.plan.ranks import plan_rank
+
         document = rank_document(plan, plan_rank(plan, arguments.rank))
     show(document, arguments.format)
     _draw(plan, arguments)
@@ -151,13 +155,13 @@ def _partitions(arguments: Namespace) -> int:
 def _configure_shard(parser: ArgumentParser) -> None:
     from namedmesh.plan.shard import STYLES
 
-    _add_integer(parser, "--in", "input features", dest="inputs", required=True)
-    _add_integer(parser, "--out", "output features", dest="outputs", required=True)
-    _add_integer(parser, "--tp", "tensor-parallel ranks", required=True)
+    add_integer(parser, "--in", "input features", dest="inputs", required=True)
+    add_integer(parser, "--out", "output features", dest="outputs", required=True)
+    add_integer(parser, "--tp", "tensor-parallel ranks", required=True)
     parser.add_argument(
         "--style", choices=STYLES, required=True, help="column shards the outputs, row the inputs"
     )
-    _add_format(parser)
+    add_format(parser)
     parser.add_argument("--svg", metavar="FILE", help="draw the shards into this file")
     parser.add_argument("--html", metavar="FILE", help="write a page with the drawing")
 
@@ -176,15 +180,20 @@ def _shard(arguments: Namespace) -> int:
 
 
 def _configure_diff(parser: ArgumentParser) -> None:
-    parser.add_argument("--a", required=True, metavar="SPEC", help='such as "megatron tp=2,pp=4"')
-    parser.add_argument("--b", required=True, metavar="SPEC", help='such as "fairscale tp=2,pp=4"')
-    _add_integer(parser, "--world-size", "how many ranks there are")
-    _add_format(parser)
+    parser.add_argument("--a", metavar="SPEC", help='one layout, such as "megatron tp=2,pp=4"')
+    parser.add_argument("--b", metavar="SPEC", help='the other, such as "fairscale tp=2,pp=4"')
+    add_integer(parser, "--world-size", "how many ranks there are")
+    add_format(parser)
 
 
 def _diff(arguments: Namespace) -> int:
     from namedmesh.plan.comparison import compare, diff_document
 
+    if arguments.a is None or arguments.b is None:
+        raise UsageError(
+            'two layouts are compared; give both, as in: namedmesh diff --a "megatron tp=2,pp=4" --b "fairscale tp=2,pp=4" '
+            "--world-size 16"
+        )
     comparison = compare(arguments.a, arguments.b, world_size=arguments.world_size)
     show(diff_document(comparison), arguments.format)
     return 0 if comparison.same else _DIFFERENT
@@ -204,7 +213,7 @@ def _configure_doctor(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--megabytes", type=float, metavar="M", help="size of the large all-reduce (default: 4, on a GPU 64)"
     )
-    _add_format(parser)
+    add_format(parser)
 
 
 def _doctor(arguments: Namespace) -> int:

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from namedmesh.plan.hardware import Hardware
     from namedmesh.plan.memory import Parameters
 
-_REDUCED = 4  # bytes of a gradient on its way: torchtitan and Megatron reduce in float32
+REDUCED = 4
+"""Bytes of a gradient on its way: torchtitan and Megatron reduce in float32."""
 # Seconds of one hop of a ring, NVLink and network, and of a hop of a tree over the network: NCCL src/graph/tuning.cc.
 _HOP_INSIDE, _HOP_ACROSS = 3.4e-6, 9.6e-6
 
@@ -77,19 +78,24 @@ def tensor_parallel(job: Job, axes: Axes, share: Share, tokens: float) -> tuple[
     return tp, etp
 
 
-def context_parallel(job: Job, axes: Axes, share: Share, tokens: float) -> Traffic:
-    """Return the traffic of a micro-batch over cp: keys and values go round once forward, with their gradients backward.
+def context_parallel(job: Job, axes: Axes, share: Share, tokens: float) -> tuple[Traffic, Traffic]:
+    """Return the traffic of a micro-batch over cp: of keys and values, forward and backward, and of their gradients.
 
-    Source: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", 2023. Latent attention sends the latent
-    vectors' keys and values of all its heads.
+    Megatron sends them round a ring (Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", 2023). torch
+    gathers them all, and sends gradients of float32 round the ring, with a hop more; torchtitan's Llama repeats the heads
+    of keys and values for all its queries before (its ``repeat_kv``). Latent attention has as many heads as queries.
     """
     if axes.cp == 1:
-        return Traffic()
+        return Traffic(), Traffic()
     query, value, _ = job.model.features
-    heads = (job.model.heads or 1) / axes.tp if job.model.kv_rank else kv_heads_on_rank(job.model, axes.tp)
-    part = tokens * heads * (query + value) * job.number_bytes
-    passes = 4 if job.checkpointing == "full" else 3
-    return collective(job.hardware, part * axes.cp, axes.cp, axes.tp) * (passes * share.layers)
+    heads = float(kv_heads_on_rank(job.model, axes.tp))
+    if job.model.kv_rank or job.is_torch:
+        heads = (job.model.heads or 1) / axes.tp
+    whole = tokens * heads * (query + value) * job.number_bytes * axes.cp
+    once = collective(job.hardware, whole, axes.cp, axes.tp) * share.layers
+    passes = 3 if job.checkpointing == "full" else 2
+    gradients = once * (4 / job.number_bytes * axes.cp / (axes.cp - 1)) if job.is_torch else once
+    return once * passes, gradients
 
 
 def expert_parallel(job: Job, axes: Axes, share: Share, tokens: float) -> Traffic:
@@ -104,11 +110,8 @@ def expert_parallel(job: Job, axes: Axes, share: Share, tokens: float) -> Traffi
     members = hardware.members(axes.ep, axes.etp)
     one = tokens / axes.tp * (model.hidden or 0) * job.number_bytes
     outside = (axes.ep - members) / axes.ep * one * min(model.top_k, model.expert_groups or model.top_k)
-    inside = (
-        one * model.top_k - (one * model.top_k) * (axes.ep - members) / axes.ep - one * model.top_k / axes.ep
-    )
-    nic = hardware.nic_bandwidth * hardware.nic_fraction * hardware.nics_per_node / hardware.gpus_per_node
-    seconds = max(outside / nic, inside / (hardware.domain_bandwidth * hardware.domain_fraction))
+    inside = (members - 1) / axes.ep * one * model.top_k
+    seconds = max(outside / hardware.nic_rate, inside / hardware.domain_rate)
     passes = 3 if job.checkpointing == "full" else 2
     return Traffic(outside + inside, seconds) * (2 * passes * share.expert)
 
@@ -116,13 +119,17 @@ def expert_parallel(job: Job, axes: Axes, share: Share, tokens: float) -> Traffi
 def pipeline_parallel(job: Job, axes: Axes, tokens: float) -> Traffic:
     """Return the traffic of a micro-batch over pp: activations go to the next stage, and their gradients back.
 
-    The tensor-parallel ranks send a part each (Narayanan et al., SC 2021, section 4.1).
+    The tensor-parallel ranks send a part each, and gather the whole where it is not sharded over the sequence (Narayanan et
+    al., SC 2021, section 4.1).
     """
     if axes.pp == 1:
         return Traffic()
-    sent = tokens * (job.model.hidden or 0) * job.number_bytes / axes.tp * 2 * job.stages_per_rank
-    stride = axes.tp * axes.data
-    return Traffic(sent, sent / job.hardware.bandwidth(axes.pp, stride))
+    whole = tokens * (job.model.hidden or 0) * job.number_bytes
+    bandwidth = job.hardware.bandwidth(axes.pp, axes.tp * axes.data)
+    once = Traffic(whole / axes.tp, whole / axes.tp / bandwidth)
+    if not job.sequence_parallel:
+        once += collective(job.hardware, whole, axes.tp, 1)
+    return once * (2 * job.stages_per_rank)
 
 
 def data_parallel(job: Job, axes: Axes, held: Parameters) -> tuple[Traffic, Traffic]:
@@ -134,7 +141,7 @@ def data_parallel(job: Job, axes: Axes, held: Parameters) -> tuple[Traffic, Traf
     gather = reduce = Traffic()
     groups = ((held.shared, axes.data, axes.tp), (held.experts, axes.edp, axes.etp * axes.ep))
     for count, size, stride in groups:
-        reduced = collective(job.hardware, _REDUCED * count, size, stride)
+        reduced = collective(job.hardware, REDUCED * count, size, stride)
         reduce += reduced
         gather += collective(job.hardware, job.number_bytes * count, size, stride) if job.stage else reduced
     return gather, reduce

@@ -64,15 +64,8 @@ _SHAPE = re.compile(r"layer|expert|head|dim|rank|size|freq|step|period|interval"
 _HARMLESS = {
     *(key for keys in _KEYS.values() for key in keys),
     *("moe_layer_freq", "decoder_sparse_step"),  # unless experts are in some layers only: not 1
-    *(
-        "max_window_layers",
-        "attention_chunk_size",
-        "chunk_size_feed_forward",
-        "head_dim",
-        "qk_head_dim",
-        "n_head_kv",
-    ),
-    *("type_vocab_size", "ep_size", "router_aux_loss_coef", "num_return_sequences"),
+    *("max_window_layers", "attention_chunk_size", "chunk_size_feed_forward", "qk_head_dim", "n_head_kv"),
+    *("head_dim", "type_vocab_size", "ep_size", "router_aux_loss_coef", "num_return_sequences"),
 }
 
 

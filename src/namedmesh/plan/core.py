@@ -1,24 +1,20 @@
-"""Compute a plan: the layouts of a job, the groups of each kind, one rank of it, and warnings; numbers, no text."""
+"""Compute a plan: the layouts of a job, the groups of each kind, and warnings; numbers, no text."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
-from math import prod
 from typing import TYPE_CHECKING
 
-from namedmesh.dialects import DIALECTS, EXPERT, PLAIN, Arrangement, Kind, arrange, kinds_of
-from namedmesh.errors import AxisError, LayoutError, count_of, did_you_mean
+from namedmesh.dialects import DIALECTS, PLAIN, Arrangement, Kind, arrange, kinds_of
+from namedmesh.errors import AxisError, LayoutError, did_you_mean
 from namedmesh.layout import Layout
-from namedmesh.plan.members import Members, first_groups, group_of, group_of_kind
-from namedmesh.plan.nodes import Placement, bandwidth_bound, better_order, placements
+from namedmesh.plan.members import Members, first_groups, group_of_kind
+from namedmesh.plan.nodes import Placement, node_warnings, placements
 from namedmesh.plan.spec import Spec, UsageError, near_misses, parse_spec, size_problems
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-_EXPERT_SHARDS = ("pp", "ep", "etp")  # the axes that shard the experts; over the others they are replicated
-_DATA = ("dp", "dp_replicate", "dp_shard")
 
 
 @dataclass(frozen=True)
@@ -28,22 +24,34 @@ class Groups:
     Args:
         kind: the kind, with its axes.
         layout: the layout that the axes are of.
-        size: how many ranks a group has.
-        count: how many groups there are.
         communicator: what serves it if groups over the same ranks are shared: ``"own"``, ``"world"`` (the
             default group), ``"none"`` (a single rank), or the name of the kind that has the same ranks.
     """
 
     kind: Kind
     layout: Layout
-    size: int
-    count: int
-    communicator: str
+    communicator: str = ""
 
     @property
     def name(self) -> str:
         """The dialect's name of the kind."""
         return self.kind.name
+
+    @property
+    def size(self) -> int:
+        """How many ranks a group has."""
+        size = self.layout.size(*self.kind.axes) if self.kind.axes else 1
+        return {"all": size, "ends": min(size, 2), "first": 1}[self.kind.members]
+
+    @property
+    def count(self) -> int:
+        """How many groups there are."""
+        return self.layout.count(*self.kind.axes) if self.kind.axes else self.layout.world_size
+
+    @property
+    def process_groups(self) -> int:
+        """How many process groups a rank has of this kind, those of gloo included."""
+        return self.kind.gloo_groups + 1
 
     def first(self, limit: int) -> list[Members]:
         """Return the first groups, by their lowest rank; the cost is that of ``limit``.
@@ -54,6 +62,10 @@ class Groups:
         """
         return first_groups(self.layout, self.kind, limit)
 
+    def of_rank(self, rank: int) -> Members | None:
+        """Return the group that a rank is in, if it is in one."""
+        return group_of_kind(self.layout, rank, self.kind)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -62,10 +74,6 @@ class Plan:
     Args:
         arrangement: the layouts and whose rank table they are.
         kinds: the groups of each kind, in the order the dialect makes them.
-        replica_axes: the axes over which one full copy of the parameters is spread.
-        asked: how many process groups a rank asks for (rank 0, which is in one of every kind).
-        held: how many communicators it holds if groups over the same ranks are shared, beside the world's.
-        calls: how many groups the whole world is made of, if each is made.
         gpus_per_node: how many ranks a node has, if given.
         nvlink_domain: how many ranks are joined by NVLink, if given.
         placements: which axes stay inside a node; empty if no nodes are given.
@@ -74,10 +82,6 @@ class Plan:
 
     arrangement: Arrangement
     kinds: tuple[Groups, ...]
-    replica_axes: tuple[str, ...]
-    asked: int
-    held: int
-    calls: int
     gpus_per_node: int | None = None
     nvlink_domain: int | None = None
     placements: tuple[Placement, ...] = ()
@@ -96,12 +100,41 @@ class Plan:
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        return self.arrangement.dense.world_size
+        return self.layout.world_size
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The axes over which one full copy of the parameters is spread."""
+        return tuple(axis for axis in self.layout if axis in self.arrangement.dialect.shards)
 
     @property
     def replicas(self) -> Groups:
         """The full copies of the parameters: each group holds one."""
-        return _groups(self.arrangement, Kind("model replica", self.replica_axes), "")
+        kind = Kind("model replica", self.replica_axes)
+        return Groups(kind, self.arrangement.layout(kind.view))
+
+    @property
+    def asked(self) -> int:
+        """How many process groups a rank asks for (rank 0, which is in one of every kind)."""
+        return sum(groups.process_groups for groups in self.kinds)
+
+    @property
+    def communicators(self) -> int:
+        """How many communicators it holds if groups over the same ranks are shared, beside the world's."""
+        shared = set()
+        for groups in self.kinds:
+            ranks = groups.of_rank(0)
+            if ranks is None or len(ranks) == 1:
+                continue
+            # The default group is there already; a gloo group over the same ranks is not.
+            start = 1 if len(ranks) == self.world_size else 0
+            shared |= {(ranks, number) for number in range(start, groups.process_groups)}
+        return len(shared)
+
+    @property
+    def calls(self) -> int:
+        """How many groups the whole world is made of, if each is made."""
+        return sum(groups.count * groups.process_groups for groups in self.kinds)
 
     def groups(self, name: str) -> Groups:
         """Return the groups of one kind, by its name.
@@ -114,56 +147,6 @@ class Plan:
             return by_name[name]
         names = tuple(by_name)
         raise AxisError(f"{name!r} is not one of {names}{did_you_mean(name, names)}")
-
-
-@dataclass(frozen=True)
-class OnAxis:
-    """A rank on one axis: its coordinate, the size of the axis, and the ranks of its group over the axis."""
-
-    axis: str
-    at: int
-    size: int
-    peers: Members
-
-
-@dataclass(frozen=True)
-class RankPlan:
-    """The coordinates, groups and shards of one rank.
-
-    Args:
-        rank: the rank.
-        axes: its coordinate on each axis, slowest first, those of the experts' layout at the end.
-        node: the number of its node, if the plan has nodes.
-        previous: the rank of the pipeline stage before this one; None on the first stage, or without stages.
-        next: the rank of the stage after it; None on the last.
-        batch: the ranks that work on the same samples; itself included.
-        data_rank: which part of the global batch it works on.
-        data_size: how many parts there are.
-        slice: the axes that shard the parameters, with the shard of this rank and how many shards there are.
-        copies: the ranks that hold the same shard; itself included.
-        expert_slice: likewise the axes that shard the experts; empty without a layout of their own.
-        expert_copies: the ranks that hold the same experts; itself included.
-        groups: the group of each kind that it is in, by the name of the kind.
-    """
-
-    rank: int
-    axes: tuple[OnAxis, ...]
-    node: int | None
-    previous: int | None
-    next: int | None
-    batch: Members
-    data_rank: int
-    data_size: int
-    slice: tuple[OnAxis, ...]
-    copies: Members
-    expert_slice: tuple[OnAxis, ...]
-    expert_copies: Members
-    groups: dict[str, Members]
-
-    @property
-    def share(self) -> int:
-        """One over the fraction of the parameters that it holds, experts aside."""
-        return prod(axis.size for axis in self.slice)
 
 
 def make_plan(
@@ -211,70 +194,11 @@ def make_plan(
     problems = size_problems({"gpus_per_node": gpus_per_node, "nvlink_domain": nvlink_domain})
     if problems:
         raise LayoutError(*problems)
-    kinds = _shared(arrangement)
-    # Rank 0 is the first of every axis, so it is in a group of every kind.
-    members = [(kind.kind, group_of_kind(kind.layout, 0, kind.kind)) for kind in kinds]
-    communicators = {
-        (group, gloo)
-        for kind, group in members
-        if group is not None and len(group) > 1
-        for gloo in range(kind.gloo_groups + 1)
-        if gloo or len(group) < arrangement.dense.world_size
-    }
     node = gpus_per_node or nvlink_domain
     placed = placements(arrangement, node, nvlink_domain) if node is not None else ()
-    return Plan(
-        arrangement,
-        kinds,
-        tuple(axis for axis in arrangement.dense if axis in arrangement.dialect.shards),
-        asked=sum(groups.kind.gloo_groups + 1 for groups in kinds),
-        held=len(communicators),
-        calls=sum(groups.count * (groups.kind.gloo_groups + 1) for groups in kinds),
-        gpus_per_node=gpus_per_node,
-        nvlink_domain=nvlink_domain,
-        placements=placed,
-        warnings=_warnings(arrangement, placed, gpus_per_node, nvlink_domain),
-    )
-
-
-def plan_rank(plan: Plan, rank: int) -> RankPlan:
-    """Describe one rank of a plan.
-
-    Args:
-        plan: the plan.
-        rank: a rank of its world.
-
-    Raises:
-        LayoutError: the rank is not in the layout.
-
-    Example:
-        >>> five = plan_rank(make_plan(world_size=16, tp=2, pp=4), 5)
-        >>> five.previous, five.next, five.batch[:], five.copies[:], five.share
-        (1, 9, (0, 1, 4, 5, 8, 9, 12, 13), (5, 7), 8)
-    """
-    dense = plan.layout
-    axes = _on_axes(dense, rank)
-    data = tuple(axis for axis in dense if axis in _DATA)
-    previous, following = _stages(dense, rank)
-    expert_axes = () if plan.expert is None else _on_axes(plan.expert, rank)
-    groups = {kind.name: group_of_kind(kind.layout, rank, kind.kind) for kind in plan.kinds}
-    return RankPlan(
-        rank,
-        axes + tuple(own for own in expert_axes if own.axis not in dense),
-        rank // plan.gpus_per_node if plan.gpus_per_node else None,
-        previous,
-        following,
-        batch=group_of(dense, rank, *(axis for axis in dense if axis not in data)),
-        data_rank=dense.group_rank(rank, *data) if data else 0,
-        data_size=dense.size(*data) if data else 1,
-        slice=tuple(own for own in axes if own.axis in plan.replica_axes and own.size > 1),
-        copies=group_of(dense, rank, *(axis for axis in dense if axis not in plan.replica_axes)),
-        expert_slice=tuple(own for own in expert_axes if own.axis in _EXPERT_SHARDS and own.size > 1),
-        expert_copies=Members(rank, ())
-        if plan.expert is None
-        else group_of(plan.expert, rank, *(axis for axis in plan.expert if axis not in _EXPERT_SHARDS)),
-        groups={name: group for name, group in groups.items() if group is not None},
-    )
+    warnings = [*arrangement.notes, *near_misses(arrangement.dense)]
+    warnings += node_warnings(arrangement, placed, gpus_per_node, nvlink_domain)
+    return Plan(arrangement, _shared(arrangement), gpus_per_node, nvlink_domain, placed, tuple(warnings))
 
 
 def resolve(
@@ -341,77 +265,20 @@ def _check_arguments(
         raise UsageError(*problems)
 
 
-def _groups(arrangement: Arrangement, kind: Kind, communicator: str) -> Groups:
-    layout = arrangement.layout(kind.view)
-    axes = kind.axes
-    size = layout.size(*axes) if axes else 1
-    size = {"all": size, "ends": min(size, 2), "first": 1}[kind.members]
-    count = layout.count(*axes) if axes else layout.world_size
-    return Groups(kind, layout, size, count, communicator)
-
-
 def _shared(arrangement: Arrangement) -> tuple[Groups, ...]:
     """Return the groups of each kind, with the communicator that serves them."""
-    owners: dict[object, str] = {}
+    owners: dict[Members | None, str] = {}
     shared = []
     for kind in kinds_of(arrangement):
-        groups = _groups(arrangement, kind, "")
+        groups = Groups(kind, arrangement.layout(kind.view), "own")
         if groups.size == 1:
-            communicator = "none"
+            groups = replace(groups, communicator="none")
         elif groups.size == arrangement.dense.world_size:
-            communicator = "world"
+            groups = replace(groups, communicator="world")
         else:
-            # Two kinds that have the same ranks at one rank have the same ranks everywhere.
-            owner = owners.setdefault(group_of_kind(groups.layout, 0, kind), kind.name)
-            communicator = "own" if owner == kind.name else owner
-        shared.append(replace(groups, communicator=communicator))
+            # Rank 0 is in a group of every kind, and kinds that have the same ranks there have them everywhere.
+            owner = owners.setdefault(groups.of_rank(0), kind.name)
+            if owner != kind.name:
+                groups = replace(groups, communicator=owner)
+        shared.append(groups)
     return tuple(shared)
-
-
-def _warnings(
-    arrangement: Arrangement,
-    placed: tuple[Placement, ...],
-    gpus_per_node: int | None,
-    nvlink_domain: int | None,
-) -> tuple[str, ...]:
-    dense = arrangement.dense
-    warnings = [*arrangement.notes, *near_misses(dense)]
-    if gpus_per_node is not None and dense.world_size % gpus_per_node and dense.world_size > gpus_per_node:
-        warnings.append(
-            f"{dense.world_size} ranks do not fill nodes of {gpus_per_node}: the last has {dense.world_size % gpus_per_node}"
-        )
-    far = bandwidth_bound(placed)
-    block = nvlink_domain or gpus_per_node
-    if far and block is not None:
-        warnings.append(
-            _crossing_warning(arrangement, far, block, "node" if nvlink_domain is None else "domain")
-        )
-    return tuple(warnings)
-
-
-def _crossing_warning(arrangement: Arrangement, far: list[Placement], block: int, what: str) -> str:
-    where = f"{'a node' if what == 'node' else 'an NVLink domain'} of {count_of(block, 'GPU')}"
-    names = " and ".join(f"{place.axis}={place.size}" for place in far)
-    verb, them = ("leaves", "it") if len(far) == 1 else ("leave", "them")
-    order = better_order(arrangement, block)
-    if order is not None:
-        return f"{names} {verb} {where}; the order {order!r} (fastest first, as --order takes it) keeps {them} inside"
-    inner = "etp x ep" if any(place.view == EXPERT for place in far) else "tp"
-    dialect = arrangement.dialect
-    orders = "in any order" if dialect.orderable else f"in the order of {dialect.name}"
-    return f"{names} {verb} {where}, {orders}; choose {inner} so that it divides {block}"
-
-
-def _on_axes(layout: Layout, rank: int) -> tuple[OnAxis, ...]:
-    return tuple(
-        OnAxis(axis, at, layout[axis], group_of(layout, rank, axis))
-        for axis, at in layout.coords(rank).items()
-    )
-
-
-def _stages(layout: Layout, rank: int) -> tuple[int | None, int | None]:
-    if "pp" not in layout:
-        return None, None
-    at, last = layout.coords(rank)["pp"], layout["pp"] - 1
-    before = layout.neighbour(rank, "pp", -1) if at > 0 else None
-    return before, layout.neighbour(rank, "pp") if at < last else None

@@ -76,6 +76,16 @@ class Hardware:
         """The bytes that elementwise kernels read or write in a second."""
         return self.memory_bandwidth * self.memory_fraction
 
+    @property
+    def domain_rate(self) -> float:
+        """The bytes that collectives move over fast links in a second."""
+        return self.domain_bandwidth * self.domain_fraction
+
+    @property
+    def nic_rate(self) -> float:
+        """The bytes that a GPU's share of its node's NICs moves in a second."""
+        return self.nic_bandwidth * self.nic_fraction * self.nics_per_node / self.gpus_per_node
+
     def with_node(self, gpus: int) -> Hardware:
         """Return the same GPUs in nodes of another size, with as many NICs for each; fast links join a node at least.
 
@@ -119,11 +129,10 @@ class Hardware:
             >>> [round(h100.bandwidth(size, stride) / 1e9) for size, stride in ((8, 1), (64, 1), (64, 4), (8, 8))]
             [369, 360, 90, 45]
         """
-        inside, members = self.domain_bandwidth * self.domain_fraction, self.members(size, stride)
+        members = self.members(size, stride)
         if members == size:
-            return inside
-        nic = self.nic_bandwidth * self.nic_fraction * self.nics_per_node / self.gpus_per_node
-        return min(inside, members * nic)
+            return self.domain_rate
+        return min(self.domain_rate, members * self.nic_rate)
 
 
 def hardware_names() -> list[str]:

@@ -81,10 +81,11 @@ class Job:
         trainer: one of :data:`TRAINERS`.
         checkpointing: one of :data:`CHECKPOINTING`.
         sequence_parallel: whether the tensor-parallel ranks share the norms and the residual stream too.
+        compiled: whether ``torch.compile`` fuses elementwise operations, or each is a kernel (eager); Megatron's are fused.
         fused_attention: whether attention's scores stay on the chip (FlashAttention), or are written to memory.
         fused_loss: whether the loss is one compiled kernel, or torch's eager operations with their copies of the logits.
-        fused_norms: whether norms keep their input only, as on a GPU, or also its normalized values, as torch's RMSNorm
-            does on the CPU.
+        fused_norms: whether norms are one kernel and keep their input only, or also its normalized values, as torch's RMSNorm
+            does on the CPU, and before torch 2.9.
         dropout: whether the layers have dropout, whose masks are kept.
         schedule: the order of a pipeline's micro-batches, one of :data:`SCHEDULES`.
         stages_per_rank: stages of each pipeline rank; 2 or more is the interleaved schedule.
@@ -102,6 +103,7 @@ class Job:
     trainer: str = "torch"
     checkpointing: str = "selective"
     sequence_parallel: bool = True
+    compiled: bool = True
     fused_attention: bool = True
     fused_loss: bool = False
     fused_norms: bool = True

@@ -226,7 +226,7 @@ def _saved(job: Job, axes: Axes, experts: bool) -> Saved:
         keys_values = heads * (query + value) / tp
         latent = (model.q_rank or 0) + model.kv_rank + (model.rope_dim or 0)
     out = heads * output / tp
-    inner = _feed_forward(job, axes, experts=experts)
+    inner = feed_forward(job, axes, experts=experts)
     normed = 2.0 * hidden if job.is_torch else 2 * stream
     every = (
         2 * stream + normed + latent + queries + keys_values + (2 if job.is_torch else 1) * out + inner.all
@@ -245,32 +245,38 @@ def _saved(job: Job, axes: Axes, experts: bool) -> Saved:
     return Saved(whole, kept, number * (inner.gradients + hidden))
 
 
-def _feed_forward(job: Job, axes: Axes, *, experts: bool) -> _Inner:
-    model = job.model
-    hidden = model.hidden or 0
-    copies = (4 if job.is_torch else 3) if model.gated or experts else 2
-    gates = 2 if model.gated or experts else 1
-    if not experts:
-        inner = model.inner / axes.tp
-        return _Inner(copies * inner, inner + (hidden if gates == 2 else 0), gates * inner)  # noqa: PLR2004  gated
-    # A rank routes its part of the sequence, 1/tp of it, together with the other etp ranks of its experts.
-    routed = model.top_k * model.expert_inner / axes.tp
-    shared = (model.shared_experts or 0) * model.expert_inner / axes.tp
-    moved = (
-        2 * model.top_k * hidden * axes.etp / axes.tp
-    )  # the input of each expert of a token, and its output
-    router = 2 * (model.experts or 0)  # in float32
-    return _Inner(
-        copies * (routed + shared) + moved + router, routed + shared + moved, gates * (routed + shared)
-    )
+class Inner(NamedTuple):
+    """Numbers for each token of a feed-forward network.
 
-
-class _Inner(NamedTuple):
-    """Numbers for each token of a feed-forward network: all, those kept by "op", and gradients in flight."""
+    Args:
+        all: what its backward pass reads.
+        op: what of it the policy "op" keeps.
+        gradients: gradients in flight.
+        width: the inner width on the rank, of all experts of a token.
+    """
 
     all: float
     op: float
     gradients: float
+    width: float
+
+
+def feed_forward(job: Job, axes: Axes, *, experts: bool) -> Inner:
+    """Return the numbers for each token of the feed-forward network of a layer."""
+    model = job.model
+    hidden = model.hidden or 0
+    gated = model.gated or experts
+    copies, gates = (4 if job.is_torch else 3, 2) if gated else (2, 1)
+    if not experts:
+        width = model.inner / axes.tp
+        return Inner(copies * width, width + (hidden if gated else 0), gates * width, width)
+    # A rank routes its part of the sequence, 1/tp of it, together with the other etp ranks of its experts.
+    width = (model.top_k + (model.shared_experts or 0)) * model.expert_inner / axes.tp
+    moved = (
+        2 * model.top_k * hidden * axes.etp / axes.tp
+    )  # the input of each expert of a token, and its output
+    router = 2 * (model.experts or 0)  # in float32
+    return Inner(copies * width + moved + router, width + moved, gates * width, width)
 
 
 def loss_bytes(job: Job, tp: int) -> int:

@@ -5,13 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import permutations
 from math import gcd
-from typing import TYPE_CHECKING
 
 from namedmesh.dialects import DENSE, EXPERT, Arrangement, arrange
-from namedmesh.errors import LayoutError, NamedMeshError
-
-if TYPE_CHECKING:
-    from namedmesh.layout import Layout
+from namedmesh.errors import NamedMeshError, count_of
 
 _BANDWIDTH_BOUND = ("tp", "etp", "ep")
 # What an order string names: where tp and dp stand decides where etp and edp do.
@@ -62,34 +58,17 @@ def _crossed(crossed: int, groups: int, what: str) -> str:
     return f"crosses {what}" if crossed == groups else f"{crossed} of {groups} groups cross {what}"
 
 
-def crossing(layout: Layout, axis: str, block: int) -> int:
-    """Count the groups over an axis that have ranks in several blocks of consecutive ranks.
+def crossing_groups(size: int, stride: int, world_size: int, block: int) -> int:
+    """Count the groups of ``size`` ranks, ``stride`` apart, that have ranks in several blocks of consecutive ranks.
 
-    Args:
-        layout: the layout.
-        axis: the axis.
-        block: how many ranks a block has, such as the GPUs of a node.
-
-    Returns:
-        A count, by arithmetic: the cost is that of the block, not of the world.
-
-    Raises:
-        AxisError: the layout has no such axis.
-        LayoutError: a block of less than one rank.
+    By arithmetic: the cost is that of the block, such as the GPUs of a node, not of the world.
 
     Example:
         >>> from namedmesh import Layout
         >>> layout = Layout(pp=4, dp=2, tp=2)
-        >>> [crossing(layout, axis, 8) for axis in layout]
+        >>> [crossing_groups(layout[axis], stride, 16, 8) for axis, stride in zip(layout, layout.strides)]
         [4, 0, 0]
     """
-    if block < 1:
-        raise LayoutError(f"a node has {block} GPUs; it has at least 1")
-    return crossing_groups(layout[axis], layout.strides[layout.axes.index(axis)], layout.world_size, block)
-
-
-def crossing_groups(size: int, stride: int, world_size: int, block: int) -> int:
-    """Count the groups of ``size`` ranks, ``stride`` apart, that have ranks in several blocks; as :func:`crossing`."""
     span, period = (size - 1) * stride, size * stride
     if block % period == 0 or size == 1 or block >= world_size:
         return 0
@@ -131,19 +110,16 @@ def placements(
     """
     placed = []
     for view, layout in ((DENSE, arrangement.dense), (EXPERT, arrangement.expert)):
-        for axis in layout or ():
-            if layout is None or (view == EXPERT and axis in arrangement.dense):
+        if layout is None:
+            continue
+        for axis, stride in zip(layout, layout.strides, strict=True):
+            if view == EXPERT and axis in arrangement.dense:
                 continue
-            placed.append(
-                Placement(
-                    axis,
-                    view,
-                    layout[axis],
-                    layout.count(axis),
-                    crossing(layout, axis, gpus_per_node),
-                    None if nvlink_domain is None else crossing(layout, axis, nvlink_domain),
-                )
-            )
+            size, domains = layout[axis], None
+            nodes = crossing_groups(size, stride, layout.world_size, gpus_per_node)
+            if nvlink_domain is not None:
+                domains = crossing_groups(size, stride, layout.world_size, nvlink_domain)
+            placed.append(Placement(axis, view, size, layout.count(axis), nodes, domains))
     return tuple(placed)
 
 
@@ -199,3 +175,34 @@ def _moves(tokens: tuple[str, ...], now: list[str]) -> int:
     """Count the pairs of axes that are swapped."""
     positions = [now.index(token) for token in tokens]
     return sum(a > b for i, a in enumerate(positions) for b in positions[i + 1 :])
+
+
+def node_warnings(
+    arrangement: Arrangement,
+    placed: tuple[Placement, ...],
+    gpus_per_node: int | None,
+    nvlink_domain: int | None,
+) -> list[str]:
+    """Return a sentence for a last node that is not full, and one for the axes that should stay inside the fast links."""
+    warnings = []
+    world = arrangement.dense.world_size
+    if gpus_per_node is not None and world > gpus_per_node and world % gpus_per_node:
+        warnings.append(
+            f"{world} ranks do not fill nodes of {gpus_per_node}: the last has {world % gpus_per_node}"
+        )
+    far = bandwidth_bound(placed)
+    block = nvlink_domain or gpus_per_node
+    if not far or block is None:
+        return warnings
+    where = f"{'a node' if nvlink_domain is None else 'an NVLink domain'} of {count_of(block, 'GPU')}"
+    names = " and ".join(f"{place.axis}={place.size}" for place in far)
+    verb, them = ("leaves", "it") if len(far) == 1 else ("leave", "them")
+    order = better_order(arrangement, block)
+    if order is not None:
+        remedy = f"; the order {order!r} (fastest first, as --order takes it) keeps {them} inside"
+    else:
+        dialect = arrangement.dialect
+        orders = "in any order" if dialect.orderable else f"in the order of {dialect.name}"
+        inner = "etp x ep" if any(place.view == EXPERT for place in far) else "tp"
+        remedy = f", {orders}; choose {inner} so that it divides {block}"
+    return [*warnings, f"{names} {verb} {where}{remedy}"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import BooleanOptionalAction
+from argparse import SUPPRESS, ArgumentTypeError, BooleanOptionalAction
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from namedmesh.errors import count_of
+from namedmesh.plan.cli import add_format, add_integer
 from namedmesh.plan.hardware import Hardware, hardware_names, load_hardware
 from namedmesh.plan.job import (
     CHECKPOINTING,
@@ -19,8 +20,8 @@ from namedmesh.plan.job import (
     Job,
 )
 from namedmesh.plan.model import Model
-from namedmesh.plan.spec import UsageError, parse_bytes, parse_count, parse_spec
-from namedmesh.plan.tables import FORMATS, show
+from namedmesh.plan.spec import UsageError, parse_amount, parse_spec
+from namedmesh.plan.tables import show
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -52,7 +53,7 @@ _MODEL_HELP = {
 
 def configure(parser: ArgumentParser) -> None:
     """Declare the arguments."""
-    _integer(parser, "--world-size", "how many ranks there are", required=True)
+    add_integer(parser, "--world-size", "how many ranks there are", required=True)
     _configure_model(parser.add_argument_group("the model"))
     _configure_training(parser.add_argument_group("how it is trained"))
     group = parser.add_argument_group("on what")
@@ -61,10 +62,10 @@ def configure(parser: ArgumentParser) -> None:
         metavar="NAME",
         help=f"{', '.join(hardware_names())}, or a file like those of namedmesh/plan/gpus that ends in .json (default: {_DEFAULT})",
     )
-    _integer(group, "--gpus-per-node", "consecutive ranks on one node, if not the hardware's")
+    add_integer(group, "--gpus-per-node", "consecutive ranks on one node, if not the hardware's")
     group.add_argument("--memory", metavar="M", help="memory of a GPU, such as 80GB, if not the hardware's")
     group = parser.add_argument_group("what is shown")
-    _integer(group, "--best", "only the N that fit and have the most tokens a second, with the reason")
+    add_integer(group, "--best", "only the N that fit and have the most tokens a second, with the reason")
     group.add_argument(
         "--explain",
         nargs="*",
@@ -72,12 +73,7 @@ def configure(parser: ArgumentParser) -> None:
         help="why one of two, such as tp=8,dp=4, is faster: which seconds, which gigabytes (default: the first two)",
     )
     group.add_argument("--fitting", action="store_true", help="leave out what is ruled out")
-    group.add_argument("--format", choices=FORMATS, default="text", help="default: %(default)s")
-    group.add_argument("--all", action="store_true", help="leave nothing out, however long it gets")
-
-
-def _integer(parser: Any, flag: str, text: str, **more: Any) -> None:
-    parser.add_argument(flag, type=int, metavar="N", help=text, **more)
+    add_format(group)
 
 
 def _configure_model(parser: Any) -> None:
@@ -87,18 +83,19 @@ def _configure_model(parser: Any) -> None:
         help="Hugging Face's config.json of the model; flags override what it says",
     )
     for name, text in _MODEL_HELP.items():
-        _integer(parser, f"--{name.replace('_', '-')}", text)
+        add_integer(parser, f"--{name.replace('_', '-')}", text)
     parser.add_argument("--tied", action=BooleanOptionalAction, help="the head is the embedding, as in GPT-2")
     parser.add_argument("--params", metavar="P", help="parameters, such as 7B (default: from the sizes)")
     parser.add_argument("--expert-params", metavar="P", help="those of all experts (default: from the sizes)")
 
 
 def _configure_training(parser: Any) -> None:
-    _integer(parser, "--seq", "tokens of a sequence")
-    _integer(
+    add_integer(parser, "--seq", "tokens of a sequence")
+    add_integer(
         parser, "--global-batch", "sequences of a step, over all ranks; what does not divide it is struck"
     )
-    _integer(parser, "--micro-batch", "sequences that a rank works on at a time (default: 1)", default=1)
+    parser.add_argument("--batch", type=_batch_of_a_rank, help=SUPPRESS)
+    add_integer(parser, "--micro-batch", "sequences that a rank works on at a time (default: 1)", default=1)
     _choice(parser, "--precision", PRECISIONS, "bf16", "numbers of the matrix products")
     _choice(
         parser, "--trainer", TRAINERS, "torch", "whose layers and loss: torch's with FSDP2, or Megatron's"
@@ -120,14 +117,27 @@ def _configure_training(parser: Any) -> None:
         help="bytes of weight, gradient and Adam's state of a parameter (default: 16, Megatron's 18)",
     )
     _choice(parser, "--schedule", SCHEDULES, "1f1b", "order of a pipeline's micro-batches")
-    _integer(parser, "--stages-per-rank", "of a pipeline; 2 or more is interleaved (default: 1)", default=1)
+    add_integer(
+        parser, "--stages-per-rank", "of a pipeline; 2 or more is interleaved (default: 1)", default=1
+    )
     _switch(
         parser, "--sequence-parallel", "tp ranks share the norms and the residual stream too", default=True
     )
     _switch(parser, "--fused-attention", "attention's scores stay on the chip (FlashAttention)", default=True)
+    parser.add_argument(
+        "--eager",
+        dest="compiled",
+        action="store_false",
+        help="a kernel for each operation, without torch.compile (Megatron's are fused in any case)",
+    )
+    _switch(parser, "--fused-norms", "RMSNorm is one kernel in eager mode, from torch 2.9 on", default=True)
     _switch(parser, "--fused-loss", "the loss is compiled, without copies of the logits", default=False)
     _switch(parser, "--dropout", "the layers have dropout, whose masks are kept", default=False)
     _switch(parser, "--overlap", "weights and gradients travel beside the computation", default=True)
+
+
+def _batch_of_a_rank(text: str) -> None:
+    raise ArgumentTypeError(f"{text} is of one data-parallel rank; give --global-batch, over all ranks")
 
 
 def _choice(parser: Any, flag: str, values: tuple[str, ...], default: str, text: str) -> None:
@@ -148,7 +158,7 @@ def run(arguments: Namespace) -> int:
     from namedmesh.plan.why import misses_text
 
     job, notes = _job(arguments)
-    memory = None if arguments.memory is None else parse_bytes(arguments.memory)
+    memory = None if arguments.memory is None else parse_amount(arguments.memory, "memory")
     partitions = list_partitions(arguments.world_size, job, memory=memory)
     listed = partitions
     if arguments.best is not None:
@@ -200,7 +210,7 @@ def _job(arguments: Namespace) -> tuple[Job, list[str]]:
     sizes = {name: getattr(arguments, name) for name in (*_MODEL_HELP, "tied")}
     for name in ("params", "expert_params"):
         text = getattr(arguments, name)
-        sizes[name] = None if text is None else parse_count(text)
+        sizes[name] = None if text is None else parse_amount(text, "parameters")
     model = replace(model, **{name: size for name, size in sizes.items() if size is not None})
     names = {one.name for one in fields(Job)} & {*vars(arguments)} - {"model", "hardware"}
     policies = {name: getattr(arguments, name) for name in names}

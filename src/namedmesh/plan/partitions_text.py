@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from namedmesh.plan.job import STAGES
 from namedmesh.plan.partitions import AXES, Partition
-from namedmesh.plan.tables import Cell, Document, Table
+from namedmesh.plan.tables import Document, Table, Value
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,7 +67,7 @@ def _notes(partition: Partition, columns: Sequence[str]) -> list[str]:
     return notes
 
 
-def _cells(partition: Partition) -> dict[str, Cell]:
+def _cells(partition: Partition) -> dict[str, Value]:
     memory, step = partition.memory, partition.step
     sent = time = ""
     if step is not None:
@@ -114,7 +114,7 @@ def _data(partition: Partition) -> dict[str, Any]:
     }
 
 
-def _flat(partition: Partition) -> dict[str, Cell]:
+def _flat(partition: Partition) -> dict[str, Value]:
     """Return the columns that a spreadsheet wants."""
     sent = {} if partition.step is None else partition.step.sent
     memory, by_stage = partition.memory, partition.memory_by_stage

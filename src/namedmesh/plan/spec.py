@@ -5,20 +5,24 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from namedmesh.dialects import AXES, DIALECTS, EXPERT_AXES, Dialect, nearest
+from namedmesh.dialects import AXES, DIALECTS, EXPERT_AXES, Dialect
 from namedmesh.errors import LayoutError, did_you_mean
-from namedmesh.sizes import axis_name_problems
+from namedmesh.sizes import axis_name_problems, nearest_axis
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 _ITEM = re.compile(r"[^,\s]+")
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
+_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 _BYTES = {"b": 1}
 _BYTES |= {f"{letter}b": 10 ** (3 * (i + 1)) for i, letter in enumerate("kmgt")}
 _BYTES |= {f"{letter}ib": 2 ** (10 * (i + 1)) for i, letter in enumerate("kmgt")}
+_UNITS = {
+    "parameters": (_COUNTS, "a number of parameters, such as 7B or 350M"),
+    "memory": (_BYTES, "an amount of memory, such as 80GB or 80GiB"),
+}
 
 
 @dataclass(frozen=True)
@@ -171,38 +175,24 @@ def _name_problem(name: str, dialect: Dialect | None, sizes: dict[str, int]) -> 
         return wrong[0]
     allowed = tuple(dict.fromkeys((*dialect.axes, *dialect.expert))) if dialect is not None else (name,)
     if dialect is not None and name not in allowed:
-        return f"axis {name!r} is not one of {dialect.name}'s {allowed}{nearest(name, allowed)}"
+        return f"axis {name!r} is not one of {dialect.name}'s {allowed}{nearest_axis(name, allowed)}"
     return ""
 
 
-def parse_count(text: str) -> int:
-    """Parse a number of parameters: ``7B``, ``1.3e9``, ``350M``.
+def parse_amount(text: str, what: Literal["parameters", "memory"]) -> int:
+    """Parse a number of parameters, ``7B`` or ``350M``, or an amount of memory, ``80GB`` or ``80GiB``.
 
     Raises:
         UsageError: the text is none.
 
     Example:
-        >>> parse_count("7B"), parse_count("350_000_000")
+        >>> parse_amount("7B", "parameters"), parse_amount("350_000_000", "parameters")
         (7000000000, 350000000)
-    """
-    return _scaled(text, _UNITS, "a number of parameters, such as 7B or 350M")
-
-
-def parse_bytes(text: str) -> int:
-    """Parse an amount of memory: ``80GB``, ``80GiB``.
-
-    Raises:
-        UsageError: the text is none.
-
-    Example:
-        >>> parse_bytes("80GB"), parse_bytes("1 GiB")
+        >>> parse_amount("80GB", "memory"), parse_amount("1 GiB", "memory")
         (80000000000, 1073741824)
     """
-    return _scaled(text, _BYTES, "an amount of memory, such as 80GB or 80GiB")
-
-
-def _scaled(text: str, units: Mapping[str, int], what: str) -> int:
+    units, words = _UNITS[what]
     match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:e[0-9]+)?) *([a-z]*)", text.strip().lower(), re.ASCII)
     if match is None or match[2] not in units or not 0 < float(match[1]) < inf:
-        raise UsageError(f"{text!r} is not {what}")
+        raise UsageError(f"{text!r} is not {words}")
     return round(float(match[1]) * units[match[2]])

@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING
 
 from namedmesh.plan import communication as send
 from namedmesh.plan.job import Axes, Job, Share, axes_of, bubble, shares
-from namedmesh.plan.memory import Parameters, loss_bytes, parameters_of, saved
+from namedmesh.plan.kernels import layer_bytes
+from namedmesh.plan.memory import Parameters, loss_bytes, parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Each tensor that the backward pass reads is written and read forward; backward it is read, and its gradient is written
-# and read. What is computed again is written and read once more.
-_FORWARD, _BACKWARD, _AGAIN = 2, 3, 2
 # Operations of fused attention's backward pass, in those of its forward: five products for two (Dao, FlashAttention-2,
 # 2023, section 3.1). Otherwise two for one, as for any product.
 _FUSED_BACKWARD = 2.5
@@ -24,8 +22,10 @@ _ACCUMULATED = 2 + 4 + 4
 # While a collective runs beside the computation it takes its processors: 20 of 132 multiprocessors (DeepSeek-V3, 2024,
 # section 3.2.2); 0.15 in Calculon's systems/*.json (Isaev et al., SC 2023).
 _TAKEN = 0.15
-_ADAM = 28
-"""Bytes of a parameter that Adam reads (weight, gradient, mean, variance) and writes (without the gradient), in float32."""
+# Bytes of a parameter in float32: Adam reads weight, gradient, mean and variance, and writes all but the gradient; torch's
+# own in eager mode has a kernel for each of its eight operations (torch/optim/adam.py, foreach). Clipping reads the
+# gradient for its norm, and reads and writes it.
+_ADAM, _EAGER_ADAM, _CLIPPED = 28, 84, 12
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,12 @@ def estimate_step(job: Job, sizes: Mapping[str, int]) -> Step:
     - Matrix products: 2 operations for each parameter that a token meets, twice that backward, at the fraction of the peak
       that large products reach. Attention: 4 s q operations a token and layer for q features, of which causal fused
       attention computes half. (Narayanan et al., SC 2021, appendix.)
-    - Elementwise kernels, bound by memory (norms, gates, residuals, loss; scores of unfused attention): they write and read what
-      :func:`namedmesh.plan.memory.saved` lists, at the memory's bandwidth.
+    - Elementwise kernels, bound by memory (norms, gates, residuals, loss; scores of unfused attention; casts to fp8): they
+      write and read what :func:`namedmesh.plan.kernels.layer_bytes` counts, at the memory's bandwidth.
+      With FSDP2 each gathered weight is copied once more, and each gradient before it is reduced.
     - The bubble of the schedule, and the optimizer.
     - Each axis, at the bandwidth of its groups. tp and ep stop the computation (ep not with DualPipe), and so does pp
-      unless it is interleaved; cp hides behind attention; weights are gathered behind a forward pass and gradients reduced
+      unless it is interleaved; cp hides behind attention, in torch behind the rank's own chunk of it; weights are gathered behind a forward pass and gradients reduced
       behind a backward pass, but for those of one layer. With ZeRO 3 outside of a pipeline that is so for each micro-batch.
 
     Args:
@@ -81,7 +82,7 @@ def estimate_step(job: Job, sizes: Mapping[str, int]) -> Step:
         >>> job = Job(Model(layers=32, hidden=4096, heads=32), seq=4096, global_batch=64)
         >>> step = estimate_step(job, {"tp": 2, "dp": 4})
         >>> {part: round(seconds, 3) for part, seconds in step.seconds.items()}
-        {'matmul': 1.875, 'attention': 0.356, 'elementwise': 0.271, 'tp': 0.2, 'dp': 0.148, 'optimizer': 0.008}
+        {'matmul': 1.875, 'elementwise': 0.51, 'attention': 0.356, 'tp': 0.2, 'dp': 0.148, 'optimizer': 0.011}
     """
     axes = axes_of(sizes)
     hardware = job.hardware.filled(axes.tp * axes.data * axes.pp)
@@ -101,12 +102,20 @@ def _of_share(job: Job, axes: Axes, share: Share) -> Step:
         accumulated = _ACCUMULATED * (held.shared + held.experts) / job.hardware.memory_rate
         work = replace(work, memory=(work.memory[0], work.memory[1] + accumulated))
     traffic = dict(zip(("tp", "etp"), send.tensor_parallel(job, axes, share, tokens), strict=True))
-    traffic["cp"] = send.context_parallel(job, axes, share, tokens)
+    traffic["cp"], gradients = send.context_parallel(job, axes, share, tokens)
     traffic["ep"] = send.expert_parallel(job, axes, share, tokens)
     traffic["pp"] = send.pipeline_parallel(job, axes, tokens)
     waits = {axis: one.seconds for axis, one in traffic.items()}
     computing = work.total(0) + work.total(1)
-    waits["cp"] = _exposed(waits["cp"], sum(work.attention))
+    attention = sum(work.attention)
+    if (
+        job.is_torch
+    ):  # gathered at once, beside the rank's own chunk; the last chunk's gradients have nothing beside them
+        waits["cp"] = _exposed(waits["cp"], attention / axes.cp)
+        waits["cp"] += _exposed(gradients.seconds, attention, 1 / axes.cp)
+    else:
+        waits["cp"] = _exposed(waits["cp"] + gradients.seconds, attention)
+    traffic["cp"] += gradients
     if job.schedule == "dualpipe":
         waits["ep"] = _exposed(waits["ep"], computing)
     if job.stages_per_rank > 1 or job.schedule == "dualpipe":
@@ -120,7 +129,9 @@ def _of_share(job: Job, axes: Axes, share: Share) -> Step:
         **{axis: waited * count * part for axis, waited in waits.items()},
     }
     sent = {axis: one.sent * count * part for axis, one in traffic.items()}
-    seconds["dp"], sent["dp"] = _data_parallel(job, axes, share, held, work, count)
+    rounds, gathers = (count, 2) if _reduces_each(job, axes) else (1, 1)
+    seconds["elementwise"] += rounds * _copies(job, axes, held, gathers)
+    seconds["dp"], sent["dp"] = _data_parallel(job, axes, share, held, work, rounds)
     return Step(_nonzero(seconds), _nonzero(sent))
 
 
@@ -165,33 +176,44 @@ def _computation(job: Job, axes: Axes, share: Share, tokens: float, held: Parame
 
 
 def _memory_bound(job: Job, axes: Axes, share: Share, tokens: float) -> tuple[float, float]:
-    model, rate = job.model, job.hardware.memory_rate
-    written = again = 0.0
+    loss = (job.model.vocab or 0) / axes.tp * loss_bytes(job, axes.tp) if share.last else 0.0
+    forward = backward = loss
     for layers, experts in ((share.dense, False), (share.expert, True)):
         if layers:
-            one = saved(job, axes, experts=experts)
-            written += tokens * one.all * layers
-            again += tokens * (one.all - one.kept) * layers
-    loss = tokens * (model.vocab or 0) / axes.tp * loss_bytes(job, axes.tp) if share.last else 0.0
-    return (_FORWARD * written + loss) / rate, (_BACKWARD * written + _AGAIN * again + loss) / rate
+            one = layer_bytes(job, axes, experts=experts)
+            forward, backward = forward + one.forward * layers, backward + one.backward * layers
+    return tokens * forward / job.hardware.memory_rate, tokens * backward / job.hardware.memory_rate
 
 
 def _optimizer(job: Job, axes: Axes, held: Parameters) -> float:
-    """Return the seconds of Adam on the parameters whose state a rank has."""
+    """Return the seconds of clipping and Adam on the parameters whose state a rank has."""
     sharded = job.stage > 0
     own = held.shared / (axes.data if sharded else 1) + held.experts / (axes.edp if sharded else 1)
-    return (_ADAM + job.number_bytes) * own / job.hardware.memory_rate
+    adam = _EAGER_ADAM if job.is_torch and not job.compiled else _ADAM
+    return (adam + _CLIPPED + job.number_bytes) * own / job.hardware.memory_rate
+
+
+def _copies(job: Job, axes: Axes, held: Parameters, gathers: int) -> float:
+    """Return the seconds in which FSDP2 copies weights out of the tensor that it gathers, and gradients into one to reduce.
+
+    Nothing computes meanwhile (torch's ``_fsdp_collectives.py``: ``split_with_sizes_copy`` and ``chunk_cat``).
+    """
+    if not job.is_torch or not job.gathers:
+        return 0.0
+    sharded = held.shared if axes.data > 1 else 0.0
+    sharded += held.experts if axes.edp > 1 else 0.0
+    number = job.number_bytes
+    return (gathers * 2 * number + number + send.REDUCED) * sharded / job.hardware.memory_rate
 
 
 def _data_parallel(  # noqa: PLR0917  what it is computed from
-    job: Job, axes: Axes, share: Share, held: Parameters, work: _Pass, count: int
+    job: Job, axes: Axes, share: Share, held: Parameters, work: _Pass, rounds: int
 ) -> tuple[float, float]:
     """Return the seconds of gathers and reductions that do not hide, and the bytes sent."""
     gather, reduce = send.data_parallel(job, axes, held)
     each = gather + reduce
-    rounds = 1
     if _reduces_each(job, axes):
-        rounds, each = count, gather * 2 + reduce
+        each += gather
     forward, backward = work.total(0), work.total(1)
     if not job.overlap:
         exposed = each.seconds

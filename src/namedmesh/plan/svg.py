@@ -189,7 +189,9 @@ class _Picture:
         colors, step = shades(size), ceil(size / _TICKS)
         x, y = _MARGIN, y + 12
         for at in range(0, size, step):
-            name = f"{_short(self.axis, 24)} {at}" + f" ... {size - 1}" * (step > 1 and at + step >= size)
+            name = f"{_short(self.axis, 24)} {at}"
+            if step > 1 and at + step >= size:
+                name += f" ... {size - 1}"
             wide = 34 + 9 * len(name)
             if x + wide > self.width - _MARGIN:
                 x, y = _MARGIN, y + 24
@@ -218,7 +220,7 @@ class _Picture:
         end = x + (outline.last + 1) * step - self.size.gap + reach if outline.ends else right
         low, high = y - reach, y + self.size.height + reach
         if outline.starts:
-            line = f"M{end:g} {low:g}H{start:g}V{high:g}H{end:g}" + "Z" * outline.ends
+            line = f"M{end:g} {low:g}H{start:g}V{high:g}H{end:g}{'Z' if outline.ends else ''}"
         else:
             line = f"M{start:g} {low:g}H{end:g}{'V' if outline.ends else f'M{end:g} '}{high:g}H{start:g}"
         classes = "group crosses" if outline.crosses else "group"
@@ -263,9 +265,11 @@ class _Picture:
     def _rect(  # noqa: PLR0917  as SVG has them
         self, x: float, y: float, width: float, height: float, classes: str, round_: int, fill: str = ""
     ) -> None:
-        paint = f'class="{classes}"' * bool(classes) + f' fill="{fill}"' * bool(fill)
+        paint = f'class="{classes}" ' if classes else ""
+        if fill:
+            paint += f'fill="{fill}" '
         self.parts.append(
-            f'<rect {paint.strip()} x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{round_}"/>'
+            f'<rect {paint}x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{round_}"/>'
         )
 
     def _text(self, *arguments: Any, **keywords: Any) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 FORMATS = ("text", "json", "csv", "markdown")
-Cell = str | int | float | None
+Value = str | int | float | None
 _NARROWEST = 12
 """The width that a column of words keeps."""
 
@@ -30,7 +30,7 @@ class Table:
     """
 
     columns: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+    rows: tuple[tuple[Value, ...], ...]
     struck: frozenset[int] = frozenset()
     optional: tuple[str, ...] = ()
 
@@ -167,7 +167,7 @@ def _lines(row: Sequence[str], widths: Sequence[int]) -> list[list[str]]:
     return [[column[i] if i < len(column) else "" for column in columns] for i in range(height)]
 
 
-def _text(cell: Cell) -> str:
+def _text(cell: Value) -> str:
     if cell is None:
         return "-"
     if isinstance(cell, float):
@@ -195,7 +195,7 @@ def _as_markdown(table: str | Table) -> str:
     """Write a table, or a paragraph whose later lines are a list, because lines of Markdown run together."""
     if isinstance(table, str):
         first, *others = table.split("\n")
-        return first + "\n" * bool(others) + "".join(f"\n- {other.strip()}" for other in others)
+        return "\n- ".join([f"{first}\n" if others else first, *map(str.strip, others)])
 
     def line(cells: Sequence[str]) -> str:
         return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from namedmesh.errors import count_of
 from namedmesh.plan.cells import Grid
 from namedmesh.plan.members import Members, in_words
-from namedmesh.plan.tables import Cell, Document, Table
+from namedmesh.plan.tables import Document, Table, Value
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from namedmesh.plan.core import Groups, OnAxis, Plan, RankPlan
+    from namedmesh.plan.core import Groups, Plan
+    from namedmesh.plan.ranks import OnAxis, RankPlan
 
 _WIDTH = 100
 _LINES = 3
@@ -62,7 +63,7 @@ def rank_document(plan: Plan, one: RankPlan) -> Document:
 
 
 def _rank_table(one: RankPlan) -> Table:
-    rows: tuple[tuple[Cell, ...], ...] = tuple(
+    rows: tuple[tuple[Value, ...], ...] = tuple(
         (name, len(group), " ".join(map(str, group))) for name, group in one.groups.items()
     )
     return Table(("kind", "size", "ranks"), rows)
@@ -141,7 +142,7 @@ def _replicas_text(plan: Plan, everything: bool) -> str:
 def _communicators_text(plan: Plan) -> str:
     return (
         f"communicators: a rank asks for {count_of(plan.asked, 'group')} beside the world's and, with one for each "
-        f"set of ranks, holds {count_of(plan.held, 'communicator')}\n"
+        f"set of ranks, holds {count_of(plan.communicators, 'communicator')}\n"
         f"{count_of(plan.calls, 'group')} in the whole world"
     )
 
@@ -151,7 +152,7 @@ def _placements_table(plan: Plan) -> Table:
     columns += ("across NVLink domains",) if plan.nvlink_domain is not None else ()
     rows = []
     for placement in plan.placements:
-        row: tuple[Cell, ...] = (placement.axis, placement.size, placement.groups, placement.across_nodes)
+        row: tuple[Value, ...] = (placement.axis, placement.size, placement.groups, placement.across_nodes)
         row += (placement.across_domains,) if plan.nvlink_domain is not None else ()
         rows.append((*row, placement.words))
     return Table((*columns, "where"), tuple(rows))
@@ -190,7 +191,7 @@ def _plan_data(plan: Plan, everything: bool) -> dict[str, Any]:
         "expert_axes": None if plan.expert is None else dict(plan.expert.items()),
         "kinds": [_groups_data(groups, everything) for groups in plan.kinds],
         "replicas": _groups_data(plan.replicas, everything),
-        "communicators": {"asked": plan.asked, "held": plan.held, "groups_in_world": plan.calls},
+        "communicators": {"asked": plan.asked, "held": plan.communicators, "groups_in_world": plan.calls},
         "gpus_per_node": plan.gpus_per_node,
         "nvlink_domain": plan.nvlink_domain,
         "placements": [
@@ -220,7 +221,7 @@ def _groups_table(plan: Plan, everything: bool) -> Table:
         *("kind", "axes", "layout", "size", "count", "group", "ranks"),
         *("crosses_nodes", "crosses_domains", "warning"),
     )
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[tuple[Value, ...]] = []
     for groups in plan.kinds:
         start = (groups.name, " ".join(groups.kind.axes), groups.kind.view, groups.size, groups.count)
         listed = _listed(groups, everything)

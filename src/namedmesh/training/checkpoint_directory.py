@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from namedmesh.errors import CheckpointError
 from namedmesh.training.checkpoint_files import (
-    beside,
     clear,
+    find,
     in_order,
-    is_whole,
     latest,
     names_in,
-    read_about,
     remove,
 )
 from namedmesh.training.checkpoint_load import load_into, verify
@@ -112,22 +110,16 @@ class Checkpoints:
         """
         ranks = CheckpointGroup.of(self.mesh)
         state = collect_together(ranks, partial(State, self.mesh, model, optimizer, data))
-        if resume is False:
+        path = None
+        if resume is True:
+            path = self._last_sound(ranks)
+        elif resume is not False:
+            path = Path(resume)
+        about = None if path is None else load_into(state, path, ranks, cast=cast)
+        self._lineage = Lineage() if about is None else Lineage(about["run"], about["id"])
+        if resume is not True:
             ranks.run_on_first_rank(lambda _: self._refuse_other_run())
-            self._lineage = Lineage()
-            return {"step": 0}
-        path = self._last_sound(ranks) if resume is True else Path(resume)
-        if path is None:
-            self._lineage = Lineage()
-            return {"step": 0}
-        about = load_into(state, path, ranks, cast=cast)
-        if about is None:
-            self._lineage = Lineage()
-            return {"step": 0}
-        self._lineage = Lineage(about["run"], about["id"])
-        ranks.run_on_first_rank(lambda _: self._refuse_other_run())
-        extra: dict[str, Any] = about["extra"]
-        return extra
+        return {"step": 0} if about is None else dict(about["extra"])
 
     def save(
         self, step: int, model: Model, optimizer: Optimizers = None, *, data: object = None, **extra: Any
@@ -162,20 +154,15 @@ class Checkpoints:
         )
 
     def close(self) -> None:
-        """Wait for what is written, and raise its error if nobody was told of it."""
+        """Wait for what is written, and raise its error if it was not reported."""
         CheckpointGroup.of(self.mesh).background.finish()
 
     def _refuse_other_run(self) -> None:
         """Refuse to save in a directory of which this run has loaded nothing."""
-        found = [each for each in in_order(self.directory) if not isinstance(each[2], CheckpointError)]
-        others = [
-            path for _, path, about in found if isinstance(about, dict) and about["run"] != self._lineage.run
-        ]
-        if others and not any(
-            isinstance(about, dict) and about["run"] == self._lineage.run for *_, about in found
-        ):
+        runs = [(about["run"], path.name) for _, path, about in in_order(self.directory) if "run" in about]
+        if runs and self._lineage.run not in dict(runs):
             raise CheckpointError(
-                f"{self.directory} holds another run, up to {others[-1].name}; go on with it by "
+                f"{self.directory} holds another run, up to {runs[-1][1]}; go on with it by "
                 "resume_or_start(..., resume=True), or give this run a directory of its own"
             )
 
@@ -187,42 +174,24 @@ class Checkpoints:
 
     def _last_sound(self, ranks: CheckpointGroup) -> Path | None:
         """Return the checkpoint that was finished last and is as it was written."""
-        left_out: list[str] = []
-        while True:
-            path = ranks.run_on_first_rank(lambda _: self._last_but(left_out))
-            if path is None:
-                return None
-            try:
-                place = path if is_whole(path) else beside(path, "replaced")
-                verify(place, ranks.run_on_first_rank(partial(_about, path)), ranks)
-            except CheckpointError as error:
-                left_out.append(path.name)
-                if ranks.rank == 0:
-                    warnings.warn(f"left out: {error}", stacklevel=3)
-            else:
-                return path
-
-    def _last_but(self, left_out: list[str]) -> Path | None:
-        path: Path
-        for _, path, about in reversed(in_order(self.directory)):
-            if path.name not in left_out:
-                if isinstance(about, CheckpointError):
-                    warnings.warn(f"left out: {about}", stacklevel=4)
-                else:
-                    return path
-        return None
+        paths = ranks.run_on_first_rank(lambda _: [path for _, path, _ in in_order(self.directory)])
+        return next((path for path in reversed(paths) if _is_sound(path, ranks)), None)
 
     def _remove_older(self, about: dict[str, Any]) -> None:
         if self.keep is None:
             return
-        mine = [
-            path
-            for _, path, other in in_order(self.directory)
-            if isinstance(other, dict) and other["run"] == about["run"]
-        ]
+        mine = [path for _, path, other in in_order(self.directory) if other.get("run") == about["run"]]
         for path in mine[: -self.keep]:
             remove(path)
 
 
-def _about(path: Path, _: object) -> dict[str, Any]:
-    return read_about(path)
+def _is_sound(path: Path, ranks: CheckpointGroup) -> bool:
+    """Return whether a checkpoint is as it was written, and warn of one that is not."""
+    try:
+        place, about = ranks.run_on_first_rank(lambda _: find(path))
+        verify(place, about, ranks)
+    except CheckpointError as error:
+        if ranks.rank == 0:
+            warnings.warn(f"left out: {error}", stacklevel=5)
+        return False
+    return True

@@ -169,28 +169,14 @@ def _measure(path: Path) -> tuple[int, int]:
     return size, checksum
 
 
-def missing(directory: Path, files: Files, *, wait: bool = False) -> list[str]:
-    """Return the files that are not there, or have another size."""
-
-    def is_there(name: str, size: int) -> bool:
-        with suppress(OSError):
-            return (directory / name).stat().st_size == size
-        return False
-
-    absent = []
-    for name, (size, _) in files.items():
-        if not is_there(name, size) and not (wait and _waited_for(lambda: is_there(name, size))):  # noqa: B023
-            absent.append(name)
-            wait = False  # one that does not appear is enough
-    return absent
-
-
-def damaged(directory: Path, files: Files) -> list[str]:
-    """Return the files that are not there, or not as they were written."""
+def damaged(directory: Path, files: Files, *, contents: bool = True) -> list[str]:
+    """Return the files that are not there, or not as they were written; without ``contents`` by their sizes."""
 
     def is_as_written(name: str) -> bool:
         with suppress(OSError):
-            return _measure(directory / name) == tuple(files[name])
+            if contents:
+                return _measure(directory / name) == tuple(files[name])
+            return (directory / name).stat().st_size == files[name][0]
         return False
 
     return [name for name in files if not is_as_written(name)]
@@ -209,9 +195,10 @@ def move(path: Path, about: dict[str, Any], files: Files) -> None:
     """
     unfinished, replaced = beside(path, "unfinished"), beside(path, "replaced")
     files |= measured(unfinished, [_METADATA])
-    if absent := missing(unfinished, files, wait=True):
+    if not _waited_for(lambda: not damaged(unfinished, files, contents=False)):
+        absent = damaged(unfinished, files, contents=False)
         raise CheckpointError(
-            f"{', '.join(absent[:4])} of {path} was written, and is not there on rank 0; give a path on a file system that all "
+            f"{listing(absent, 4)} of {path} was written, and is not there on rank 0; give a path on a file system that all "
             "hosts share, such as NFS or Lustre"
         )
     (unfinished / _PROBE).unlink()
@@ -257,11 +244,14 @@ def read_about(path: Path) -> dict[str, Any]:
     for place in (path, beside(path, "replaced")):
         if is_whole(place):
             head, _, contents = (place / ABOUT).read_bytes().partition(b"\n")
-            if head + b"\n" != _HEAD % zlib.crc32(contents):
+            about: dict[str, Any] | None = None
+            if head + b"\n" == _HEAD % zlib.crc32(contents):
+                with suppress(pickle.UnpicklingError):
+                    about = torch.load(io.BytesIO(contents), weights_only=True, map_location="cpu")
+            if about is None:
                 raise CheckpointError(
                     f"{place / ABOUT} is damaged, or of another version; load an older checkpoint"
                 )
-            about: dict[str, Any] = torch.load(io.BytesIO(contents), weights_only=True, map_location="cpu")
             return about | {"place": str(place)}
     raise CheckpointError(f"there is no finished checkpoint at {path}; name the path that it was saved to")
 
@@ -314,19 +304,18 @@ def layout_of(about: dict[str, Any]) -> Layout | None:
     return Layout(rank_offset=offset, **sizes)
 
 
-def in_order(directory: Path) -> list[tuple[int, Path, dict[str, Any] | CheckpointError]]:
-    """Return the finished checkpoints in a directory as they were finished, and damaged ones behind them."""
-    found: list[tuple[int, Path, dict[str, Any] | CheckpointError]] = []
-    for name in names_in(directory):
+def in_order(directory: Path) -> list[tuple[int, Path, dict[str, Any]]]:
+    """Return the finished checkpoints in a directory as they were finished, and damaged ones, with the ``error``, behind them."""
+    found: list[tuple[int, Path, dict[str, Any]]] = []
+    for name in sorted(names_in(directory)):
         path = directory / name
         if is_whole(path) or is_whole(beside(path, "replaced")):
             try:
                 about = read_about(path)
             except CheckpointError as error:
-                found.append((sys.maxsize, path, error))
-                continue
+                about = {"order": sys.maxsize, "error": error}
             found.append((about["order"], path, about))
-    return sorted(found, key=lambda each: (each[0], each[1].name))
+    return sorted(found, key=lambda each: each[0])
 
 
 def latest(path: str | os.PathLike[str]) -> Path | None:
@@ -353,14 +342,12 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
         return path
     each: Path
     for _, each, about in reversed(in_order(path)):
-        if isinstance(about, CheckpointError):
-            warnings.warn(f"left out: {about}", stacklevel=2)
-        elif absent := missing(Path(about["place"]), about["files"]):
-            warnings.warn(
-                f"left out {each}: {', '.join(absent[:4])} is missing or has another size", stacklevel=2
-            )
-        else:
+        problem = about.get("error")
+        if problem is None and (absent := damaged(Path(about["place"]), about["files"], contents=False)):
+            problem = f"{each}, of which {listing(absent, 4)} is missing or has another size"
+        if problem is None:
             return each
+        warnings.warn(f"left out: {problem}", stacklevel=2)
     return None
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
-import logging
+import io
 import os
 import sys
 from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,64 +29,93 @@ T = TypeVar("T")
 
 
 class Saving(Future[Path]):
-    """A save in the background; whoever asks for its result was told of its failure."""
-
-    told = False
+    """A save in the background; whoever asks for its result gets its failure, which is reported then."""
 
     def result(self, timeout: float | None = None) -> Path:
         """Return the path of the checkpoint, once it is in its place."""
         try:
             return super().result(timeout)
         finally:
-            self.told = self.done()
+            if self.done():
+                _unreported.discard(self)
+
+
+_unreported: set[Saving] = set()
+"""The saves that are under way, and those whose failure was not raised anywhere."""
+os.register_at_fork(after_in_child=_unreported.clear)
 
 
 class Background:
-    """The save in the background of some ranks, and its failure until somebody was told of it."""
+    """The save in the background of some ranks, and its failure until it is reported."""
 
     def __init__(self) -> None:
-        self._under_way: Saving | None = None
-        # The thread is no daemon: the interpreter waits for it, and runs this afterwards.
-        atexit.register(self._fail_at_exit, os.getpid())
+        self._last: Saving | None = None
 
     def begin(self, work: Callable[[], Path]) -> Saving:
         """Call a function in the background."""
-        saving = self._under_way = Saving()
+        saving = self._last = Saving()
+        _unreported.add(saving)
 
         def run() -> None:
             try:
                 saving.set_result(work())
+                _unreported.discard(saving)
             except BaseException as error:  # noqa: BLE001  whoever asks for the result gets it
                 saving.set_exception(error)
 
+        # No daemon: the interpreter waits for it.
         Thread(target=run, name="namedmesh checkpoint", daemon=False).start()
         return saving
 
     def wait(self) -> None:
         """Wait for the end of the save."""
-        if self._under_way is not None:
-            wait([self._under_way])
+        if self._last is not None:
+            wait([self._last])
 
     def failure(self) -> BaseException | None:
-        """Wait for the end of the save; returns its error, if nobody was told of it."""
+        """Wait for the end of the save; returns its error, if it was not reported."""
         self.wait()
-        saving, self._under_way = self._under_way, None
-        return None if saving is None or saving.told else saving.exception()
+        saving = self._last
+        if saving is None or saving not in _unreported:
+            return None
+        _unreported.remove(saving)
+        return saving.exception()
 
     def finish(self) -> None:
-        """Wait for the end of the save, and raise its error if nobody was told of it."""
+        """Wait for the end of the save, and raise its error if it was not reported."""
         if error := self.failure():
             raise error
 
-    def _fail_at_exit(self, process: int) -> None:
-        if os.getpid() != process:
-            return  # a fork
-        if error := self.failure():
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201  nobody is left to catch it
-            logging.shutdown()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)  # torchrun, and whoever starts the job again, see that it failed
+
+def _wait_for_all() -> None:
+    wait(list(_unreported))
+
+
+class _FailsAtExit(io.TextIOBase):
+    """Standard output of an interpreter that ends: its last flush fails, so that the exit status is 120.
+
+    The interpreter has no other way to a status from here that lets the other exit handlers run.
+    """
+
+    def __init__(self, stream: TextIO, error: BaseException) -> None:
+        self._stream, self._error = stream, error
+
+    def write(self, text: str) -> int:
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+        if sys.is_finalizing():
+            raise self._error
+
+
+@atexit.register
+def _fail_at_exit() -> None:
+    """Let torchrun, and whoever starts the job again, see that a save failed."""
+    _wait_for_all()
+    errors = [error for each in _unreported if (error := each.exception()) is not None]
+    if errors:
+        sys.stdout = _FailsAtExit(sys.stdout, errors[0])
 
 
 class CheckpointGroup:
@@ -108,20 +138,18 @@ class CheckpointGroup:
         """Return those of a mesh; the first time every rank calls this, as the group is made then."""
         if mesh is None:
             return cls(None)
-        if mesh not in cls._of:
+        if mesh not in cls._of or mesh.closed:
             with mesh.agreed("training, for its checkpoints") as maker:
                 maker.compare({})
                 alone = GroupOptions(backend="gloo", share=False)
                 cls._of[mesh] = cls(maker.make(mesh.layout, mesh.layout.axes, alone))
-            mesh.before_close(lambda: cls._leave(mesh).finish())
-            before_default_group_ends(lambda: cls._leave(mesh).wait())
+            mesh.before_close(partial(cls._leave, mesh))
+            before_default_group_ends(_wait_for_all)
         return cls._of[mesh]
 
     @classmethod
-    def _leave(cls, mesh: NamedMesh) -> Background:
-        """Let go of the group of a mesh; returns what may still use it."""
-        ranks = cls._of.pop(mesh, None)
-        return _of_process if ranks is None else ranks.background
+    def _leave(cls, mesh: NamedMesh) -> None:
+        cls._of.pop(mesh).background.finish()
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import warnings
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from namedmesh.mesh import NamedMesh
+    from namedmesh.training.checkpoint_compare import Compared
     from namedmesh.training.checkpoint_state import Model, Optimizers
 
 
@@ -142,48 +143,86 @@ def save_as(
     ranks = CheckpointGroup.of(mesh)
     state = collect_together(ranks, collect)
     compared = state.compared()
-    unlike = differing(mesh, compared)
-    wrong = {
-        name: compared[name] for name in unlike if state.entries[name].is_parameter or compared[name].shard
-    }
-    per_rank = sorted(unlike - wrong.keys())
-
-    def mine() -> dict[str, Any]:
-        return {
-            "tensors": {
-                f"rank.{ranks.rank}.{name}" if name in unlike else name: state.tensor(name)
-                for name in state.entries
-            },
-            "extra": {key: encoded(value, f"the extra value {key}") for key, value in extra.items()},
-            "known": {
-                "contradictions": details({name.partition(".")[2]: each for name, each in wrong.items()}),
-                "extra": digest(extra),
-                "per_rank": {name: digest(state.entries[name].value) for name in per_rank},
-            },
-        }
-
-    own = attempted(mine)
-    room = partial(_checked, path, ranks, extra)
+    unlike = {name: compared[name] for name in sorted(differing(mesh, compared))}
+    part = attempted(partial(_part_of, state, extra, ranks, unlike))
     with refuse_io(path):
-        known = own if isinstance(own, Exception) else own["known"]
-        nonce, copies = ranks.run_on_first_rank(room, known)
-    own = cast("dict[str, Any]", own)  # an error was raised on every rank
+        checked = part if isinstance(part, Exception) else part.checked
+        nonce, per_rank = ranks.run_on_first_rank(partial(_checked, path, ranks, extra), checked)
+    part = cast("_Part", part)  # an error was raised on every rank
     about = {
         "run": lineage.run,
         "id": nonce,
         "parent": lineage.parent,
         "layout": None if mesh is None else [dict(mesh.layout.items()), mesh.layout.rank_offset],
-        # As they are now: what is written in the background may change meanwhile.
-        "extra": {key: decoded(value) for key, value in own["extra"].items()},
-        "per_rank": copies,
+        "extra": part.extra,
+        "per_rank": per_rank,
     }
-    lineage.parent = nonce
+
+    def write(tensors: dict[str, Tensor]) -> Path:
+        written = _write(path, ranks, tensors, about, after)
+        lineage.parent = nonce
+        return written
+
     if async_ and mesh is not None:
-        copied = _copied(own["tensors"])
-        return ranks.background.begin(lambda: _write(path, ranks, copied(), about, after))
+        copied = _copied(part.tensors)
+        return ranks.background.begin(lambda: write(copied()))
     done = Saving()
-    done.set_result(_write(path, ranks, own["tensors"], about, after))
+    done.set_result(write(part.tensors))
     return done
+
+
+class _Part(NamedTuple):
+    """What a rank has to save.
+
+    Attributes:
+        tensors: by their names in the checkpoint.
+        extra: copies of the extra values, which may change while a checkpoint is written in the background.
+        checked: what the first rank compares.
+    """
+
+    tensors: dict[str, Tensor]
+    extra: dict[str, Any]
+    checked: dict[str, Any]
+
+
+def _part_of(
+    state: State, extra: Mapping[str, Any], ranks: CheckpointGroup, unlike: Mapping[str, Compared]
+) -> _Part:
+    """Return what this rank has to save, where some entries are unlike those of other ranks.
+
+    Raises:
+        CheckpointError: something is no plain data, or has the name of an option.
+    """
+    _refuse_options(extra)
+    wrong, per_rank = {}, {}
+    for name, compared in unlike.items():
+        if state.entries[name].is_parameter or compared.shard:
+            wrong[name.partition(".")[2]] = compared
+        else:
+            per_rank[name] = digest(state.entries[name].value)
+    tensors = {}
+    for name in state.entries:
+        tensors[f"rank.{ranks.rank}.{name}" if name in unlike else name] = state.tensor(name)
+    copies = {key: decoded(encoded(value, f"the extra value {key}")) for key, value in extra.items()}
+    checked = {"contradictions": details(wrong), "extra": digest(extra), "per_rank": per_rank}
+    return _Part(tensors, copies, checked)
+
+
+def _refuse_options(extra: Mapping[str, Any]) -> None:
+    """Refuse extra values with the name of an option that belongs to another call."""
+    owners = {
+        "keep": "Checkpoints(directory, mesh, keep=...)",
+        "async_": "Checkpoints(directory, mesh, async_=...)",
+        "resume": "Checkpoints.resume_or_start(resume=...)",
+        "cast": "load(..., cast=...)",
+    }
+    problems = [
+        f"{name!r} is no option of save(), and no name for an extra value; write {owner}, or give the value another name"
+        for name, owner in owners.items()
+        if name in extra
+    ]
+    if problems:
+        raise CheckpointError(*problems)
 
 
 def collect_together(ranks: CheckpointGroup, collect: Callable[[], State]) -> State:
@@ -251,10 +290,11 @@ def _write(
     """Write the tensors and put the checkpoint in its place; what cannot be finished is removed."""
     unfinished = beside(path, "unfinished")
     writer = Writer(unfinished)
+    # Without torch's caching of plans: it has one cache for all that a process saves, which a save that fails leaves wrong.
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def finish(by_rank: Sequence[dict[str, tuple[int, int]]]) -> None:
-        order = max((each for each, _, other in in_order(path.parent) if isinstance(other, dict)), default=0)
+        order = max((each for each, _, other in in_order(path.parent) if "run" in other), default=0)
         files = {name: each for one in by_rank for name, each in one.items()}
         move(path, about | {"order": order + 1}, files)
         after(about)

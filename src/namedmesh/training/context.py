@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from namedmesh._torch import has_attention_with_lse
 from namedmesh.errors import ShapeError
@@ -106,11 +108,11 @@ def context_attention(
 ) -> Tensor:
     """Compute attention over whole sequences of which each rank has a part, as :func:`shard_sequence` gives it.
 
-    Keys and values are gathered over ``mesh``, and on the CPU once more in the backward, so that a rank keeps its own only;
-    each rank keeps its queries. With ``ulysses`` an all-to-all gives
-    each rank whole sequences of some heads instead, and another one takes the result back. Both are exact, have
-    exact gradients, and go together with tensor parallelism: the heads are then those of this ``tp`` rank. Where
-    the device has it, torch's ring attention can do instead:
+    Keys and values are gathered over ``mesh``, and once more in the backward, so that a rank keeps its own only (in compiled
+    code the compiler decides, but on the CPU); each rank keeps its queries. With ``ulysses`` an all-to-all gives each rank whole
+    sequences of some heads instead, and another one takes the result back. Both are exact, have exact gradients, and go together
+    with tensor parallelism: the heads are then those of this ``tp`` rank. Where the device has it, torch's ring attention can do
+    instead:
     ``with torch.distributed.tensor.experimental.context_parallel(mesh["cp"], buffers=..., buffer_seq_dims=...)``.
 
     The silent mistakes it prevents: attention within each rank's part only, which trains without complaint; and
@@ -158,60 +160,63 @@ def context_attention(
     if special and (not ulysses or (attn_mask is not None and is_causal)):
         raise ShapeError(f"{' and '.join(special)}: give ulysses=True, and with attn_mask is_causal=False")
     _check(query, key, value, ranks, balanced=balanced, ulysses=ulysses)
-    gqa = query.shape[1] != key.shape[1]
     if ulysses:
-        whole = [
+        gqa = query.shape[1] != key.shape[1]
+        query, key, value = (
             whole_order(_to_heads(each, ranks), ranks.size, balanced=balanced) for each in (query, key, value)
-        ]
-        query, key, value = whole[0], *(each[:, :, :length] for each in whole[1:])
+        )
+        if not is_causal:
+            key, value = key[:, :, :length], value[:, :, :length]
         if attn_mask is not None and attn_mask.shape[-2] < query.shape[2]:
             attn_mask = F.pad(attn_mask, (0, 0, 0, query.shape[2] - attn_mask.shape[-2]), value=1)
-        if special:
-            mixed = F.scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=gqa, scale=scale
-            )
-        else:
-            mixed = _attend(query, key, value, 0, is_causal=is_causal, gqa=gqa, scale=scale)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=gqa, scale=scale
+        )
         return _to_sequence(rank_order(mixed, ranks.size, balanced=balanced), ranks)
+    how = How(is_causal, balanced, length, scale)
     if has_attention_with_lse(query, value):
-        return attend_in_pieces(query, key, value, ranks, How(is_causal, balanced, length, scale))
-    key, value = (
-        whole_order(gather_parts(each, ranks, 2), ranks.size, balanced=balanced)[:, :, :length]
-        for each in (key, value)
+        return attend_in_pieces(query, key, value, ranks, how)
+    size = query.shape[2] // (2 if balanced else 1)
+    masks = [
+        causal_lower_right(size, (part + 1) * size)  # which kernels take, and no matrix
+        for part in chunks_of(ranks.rank, ranks.size, balanced=balanced)
+    ]
+    attend = partial(_attend_to_gathered, ranks=ranks, how=how, masks=masks)
+    if torch.compiler.is_compiling():  # whose partitioner decides what is kept
+        return attend(query, key, value)
+    result: Tensor = checkpoint(
+        attend,
+        *(query, key, value),
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=partial(create_selective_checkpoint_contexts, _keep_attention),
     )
-    if not is_causal:
-        return _attend(query, key, value, 0, is_causal=False, gqa=gqa, scale=scale)
-    mine = chunks_of(ranks.rank, ranks.size, balanced=balanced)
-    chunks = query.chunk(len(mine), dim=2)
-    return torch.cat(
-        [
-            _attend(chunk, key, value, part * chunk.shape[2], is_causal=True, gqa=gqa, scale=scale)
-            for part, chunk in zip(mine, chunks, strict=True)
-        ],
-        dim=2,
-    )
+    return result
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, first: int, *, is_causal: bool, gqa: bool, scale: float | None
+def _keep_attention(_: object, operation: Any, *__: object, **___: object) -> CheckpointPolicy:
+    """Keep what the kernels of attention return; the gathered keys and values are gathered again."""
+    is_attention = "scaled_dot_product" in str(operation)
+    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _attend_to_gathered(
+    query: Tensor, key: Tensor, value: Tensor, *, ranks: RankGroup, how: How, masks: list[Any]
 ) -> Tensor:
-    """Compute attention of consecutive queries, the first of them at position ``first``, over keys from position 0 on."""
-    mask: Any = None
-    if is_causal:
-        end = first + query.shape[2]
-        key, value = key[:, :, :end], value[:, :, :end]
-        if first or key.shape[2] < end:
-            # Beyond the end of a sequence that was padded, a query sees what the last one sees.
-            rows = min(query.shape[2], key.shape[2] - first)
-            if rows == query.shape[2]:
-                mask = causal_lower_right(rows, key.shape[2])  # which kernels take, and no matrix
-            else:
-                mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(
-                    first
-                )
-    return F.scaled_dot_product_attention(
-        query, key, value, mask, is_causal=is_causal and mask is None, enable_gqa=gqa, scale=scale
+    """Return the attention of this rank's queries to the keys and values of all ranks, with any kernel."""
+    key, value = (
+        whole_order(gather_parts(each, ranks, 2), ranks.size, balanced=how.balanced) for each in (key, value)
     )
+    attend = partial(
+        F.scaled_dot_product_attention, enable_gqa=query.shape[1] != key.shape[1], scale=how.scale
+    )
+    if not how.is_causal:
+        return attend(query, key[:, :, : how.length], value[:, :, : how.length])
+    results = []
+    for chunk, mask in zip(query.chunk(len(masks), dim=2), masks, strict=True):
+        end = mask.seq_len_kv
+        results.append(attend(chunk, key[:, :, :end], value[:, :, :end], mask))
+    return torch.cat(results, dim=2)
 
 
 def _check(

@@ -1,7 +1,7 @@
 """Attention of a part of a sequence to all of it, in pieces that need no mask: what is before a chunk, and the chunk itself.
 
-Each piece is one call of the kernel, which does no more than it has to; two of them are merged by their log-sum-exp. Kept for
-the backward are this rank's own keys and values, which are gathered again then.
+Each piece is one call of the kernel, which does no more than it has to; they are merged by their log-sum-exp. Kept for the
+backward are this rank's own keys and values, which are gathered again then.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from namedmesh._torch import attention_backward, attention_with_lse
-from namedmesh.tensor_parallel.collectives import RankGroup, all_gather, reduce_scatter
+from namedmesh.tensor_parallel.collectives import RankGroup, all_gather, all_to_all
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Sequence
 
 
 class How(NamedTuple):
@@ -53,18 +53,33 @@ def _ordered(tensor: Tensor, order: list[int]) -> Tensor:
     return torch.cat([chunks[number] for number in order], dim=2)
 
 
-def _pieces(query: Tensor, ranks: RankGroup, how: How) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:
-    """Yield for each chunk of this rank's queries: where it is, and where the keys are that it sees, causally or all."""
-    mine = chunks_of(ranks.rank, ranks.size, balanced=how.balanced)
-    size = query.shape[2] // len(mine)
-    for place, part in enumerate(mine):
-        here, first = slice(place * size, (place + 1) * size), part * size
-        if not how.is_causal:
-            yield here, [(slice(0, how.length), False)]
-        elif first == 0:
-            yield here, [(slice(0, size), True)]
-        else:
-            yield here, [(slice(0, first), False), (slice(first, first + size), True)]
+class _Piece(NamedTuple):
+    """Consecutive keys that a chunk of queries sees: from where to where, all of them or causally."""
+
+    start: int
+    stop: int
+    causal: bool
+
+
+def _pieces(turn: int, part: int, size: int, ranks: RankGroup, how: How) -> list[_Piece]:
+    """Return what a chunk of queries sees of the keys that are gathered in one turn, in as few pieces as they lie in."""
+    found: list[_Piece] = []
+    for rank in range(ranks.size):
+        chunk = chunks_of(rank, ranks.size, balanced=how.balanced)[turn]
+        count = _seen(chunk, part, size, how)
+        piece = _Piece(rank * size, rank * size + count, how.is_causal and chunk == part)
+        if found and found[-1].stop == piece.start and not (found[-1].causal or piece.causal):
+            found[-1] = found[-1]._replace(stop=piece.stop)
+        elif count:
+            found.append(piece)
+    return found
+
+
+def _seen(chunk: int, part: int, size: int, how: How) -> int:
+    """Return how many of the keys in a chunk some query of another chunk sees."""
+    if how.is_causal:
+        return size if chunk <= part else 0
+    return size if how.length is None else min(max(how.length - chunk * size, 0), size)
 
 
 class _InPieces(torch.autograd.Function):
@@ -72,24 +87,18 @@ class _InPieces(torch.autograd.Function):
     def forward(  # noqa: PLR0917  torch passes them by position
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, ranks: RankGroup, how: How
     ) -> Tensor:
-        keys, values = _gathered(torch.stack((key, value)), ranks, how)
-        results, sums = [], []
-        for here, pieces in _pieces(query, ranks, how):
-            chunk = query[:, :, here]
-            found = [
-                _attend(chunk, keys[:, :, seen], values[:, :, seen], causal, how.scale)
-                for seen, causal in pieces
-            ]
-            result, total = found[0]
-            for other, more in found[1:]:
-                both = torch.logaddexp(total, more)
-                weights = ((each - both).exp()[..., None].to(query.dtype) for each in (total, more))
-                result = result * next(weights) + other * next(weights)
-                total = both
-            results.append(result)
-            sums.append(total)
-        output, sums_of_exponentials = torch.cat(results, 2), torch.cat(sums, 2)
-        ctx.save_for_backward(query, key, value, output, sums_of_exponentials)
+        parts = chunks_of(ranks.rank, ranks.size, balanced=how.balanced)
+        chunks = query.chunk(len(parts), 2)
+        found: list[tuple[Tensor, Tensor] | None] = [None] * len(parts)
+        for turn, own in enumerate(_chunks_of_both(key, value, len(parts))):
+            both = all_gather(own, ranks, 0)
+            for place, (part, chunk) in enumerate(zip(parts, chunks, strict=True)):
+                for piece in _pieces(turn, part, chunk.shape[2], ranks, how):
+                    more = _attend(chunk, *_keys_and_values(both, piece), piece.causal, how.scale)
+                    found[place] = _merged(found[place], more)
+        merged, sums = (torch.cat(each, 2) for each in zip(*filter(None, found), strict=True))
+        output = merged.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, sums)
         ctx.ranks, ctx.how = ranks, how
         return output
 
@@ -97,41 +106,52 @@ class _InPieces(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, sums = ctx.saved_tensors
         ranks, how = ctx.ranks, ctx.how
-        both = _gathered(torch.stack((key, value)), ranks, how)
-        of_query, of_both = torch.zeros_like(query), torch.zeros_like(both)
-        for here, pieces in _pieces(query, ranks, how):
-            known = (gradient[:, :, here], query[:, :, here], output[:, :, here], sums[:, :, here])
-            for seen, causal in pieces:
-                found = _attend_backward(known, both[0, :, :, seen], both[1, :, :, seen], causal, how.scale)
-                of_query[:, :, here] += found[0]
-                of_both[0, :, :, seen] += found[1]
-                of_both[1, :, :, seen] += found[2]
-        of_key, of_value = _scattered(of_both, ranks, how)
+        parts = chunks_of(ranks.rank, ranks.size, balanced=how.balanced)
+        known = [each.chunk(len(parts), 2) for each in (gradient, query, output, sums)]
+        of_query = torch.zeros_like(query)
+        of_own = []
+        for turn, own in enumerate(_chunks_of_both(key, value, len(parts))):
+            both = all_gather(own, ranks, 0)
+            of_both = torch.zeros_like(both)
+            for part, to_query, *chunk in zip(parts, of_query.chunk(len(parts), 2), *known, strict=True):
+                for piece in _pieces(turn, part, to_query.shape[2], ranks, how):
+                    found = _attend_backward(chunk, *_keys_and_values(both, piece), piece.causal, how.scale)
+                    for whole, some in zip((to_query, *_keys_and_values(of_both, piece)), found, strict=True):
+                        whole.add_(some)
+            # gloo's reduce-scatter is an all-reduce of everything.
+            of_own.append(all_to_all(of_both, ranks).unflatten(0, (ranks.size, -1)).sum(0))
+        of_key, of_value = torch.cat(of_own).permute(1, 2, 3, 0, 4)
         return of_query, of_key, of_value, None, None
+
+
+def _chunks_of_both(key: Tensor, value: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Return this rank's chunks of keys and values: the sequence, which of the two, batch, heads, width.
+
+    Gathered, each chunk with those in its place on the other ranks, they are in an order in which nearly all that some queries
+    see lies together; what is before their own chunk they may see in any order.
+    """
+    return torch.stack([each.permute(2, 0, 1, 3) for each in (key, value)], 1).chunk(count)
+
+
+def _keys_and_values(both: Tensor, piece: _Piece) -> tuple[Tensor, Tensor]:
+    """Return views of some keys and values in the form that attention takes."""
+    key, value = both[piece.start : piece.stop].permute(1, 2, 3, 0, 4)
+    return key, value
+
+
+def _merged(one: tuple[Tensor, Tensor] | None, other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return attention to the keys of two pieces, of which each has its result and its log-sum-exp; in the type of the latter."""
+    if one is None:
+        return other
+    both = torch.logaddexp(one[1], other[1])
+    results = [result * (sums - both).exp()[..., None] for result, sums in (one, other)]
+    return results[0] + results[1], both
 
 
 def attend_in_pieces(query: Tensor, key: Tensor, value: Tensor, ranks: RankGroup, how: How) -> Tensor:
     """Return the attention of this rank's queries to the keys and values of all ranks."""
     result: Tensor = _InPieces.apply(query, key, value, ranks, how)  # type: ignore[no-untyped-call]
     return result
-
-
-def _gathered(both: Tensor, ranks: RankGroup, how: How) -> Tensor:
-    """Return keys and values of the whole sequence in its own order, from those of each rank, in one collective."""
-    parts = all_gather(both[None], ranks, 0)
-    places: dict[int, Tensor] = {}
-    for rank in range(ranks.size):
-        mine = chunks_of(rank, ranks.size, balanced=how.balanced)
-        places |= dict(zip(mine, parts[rank].chunk(len(mine), 3), strict=True))
-    return torch.cat([places[part] for part in range(len(places))], 3)
-
-
-def _scattered(both: Tensor, ranks: RankGroup, how: How) -> Tensor:
-    """Return the sums over the ranks of the gradients for this rank's part: the inverse of :func:`_gathered`."""
-    mine = [chunks_of(rank, ranks.size, balanced=how.balanced) for rank in range(ranks.size)]
-    chunks = both.chunk(len(mine) * len(mine[0]), 3)
-    parts = torch.stack([torch.cat([chunks[part] for part in parts], 3) for parts in mine])
-    return reduce_scatter(parts, ranks, 0)[0]
 
 
 def _grouped(tensor: Tensor, groups: int) -> Tensor:
@@ -155,7 +175,7 @@ def _attend(
 
 
 def _attend_backward(
-    known: tuple[Tensor, Tensor, Tensor, Tensor],
+    known: Sequence[Tensor],
     key: Tensor,
     value: Tensor,
     causal: bool,

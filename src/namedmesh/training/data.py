@@ -10,7 +10,7 @@ from namedmesh._torch import constant_of_mesh, joined
 from namedmesh.errors import AgreementError, AxisError, listing
 from namedmesh.training.contents import digest
 from namedmesh.training.reduction import all_reduced
-from namedmesh.training.seeds import derived_seed, seed_defaults, streams
+from namedmesh.training.seeds import derived_seed, streams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -213,11 +213,9 @@ def loader_kwargs(mesh: NamedMesh) -> LoaderKwargs:
 
 
 def _seed_worker(_: int) -> None:
-    """Seed all generators of a worker by what torch gave it, which comes from the loader's generator."""
-    seed = torch.initial_seed()
-    seed_defaults(seed)
+    """Make the stream of a worker, where torch has seeded all other generators by that of the loader."""
     streams.reset()
-    streams.add("data", derived_seed(seed, "data"))
+    streams.add("data", derived_seed(torch.initial_seed(), "data"))
 
 
 def fsdp_mesh(mesh: NamedMesh) -> DeviceMesh:

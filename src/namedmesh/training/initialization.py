@@ -48,8 +48,10 @@ def init_parameters(
     Prevents: weights that depend on the layout, so that runs cannot be compared; and, on a sharded model, the same
     numbers in every shard, which is what ``nn.init`` draws on ranks with one seed.
 
-    Call it where the model is parallelized and sharded: each rank draws the rows that its shards lie in,
-    about a million numbers at a time, on the CPU in float32, whatever the device and the precision. The
+    Call it where the model is parallelized and sharded: each rank draws the rows that its shards lie in, about a million numbers
+    at a time, on the CPU in float32, whatever the device and the precision. Of a shard that is cut along its columns these are
+    all numbers, as a generator cannot leave some out: 160 ms for a weight of 4096 x 11008 over tp=8, and 24 ms cut along its
+    rows. The
     parameters may be DTensors, plain tensors, and Megatron's marked shards over the tp of the current mesh. What a
     model has besides, such as buffers after ``to_empty``, is left alone.
 

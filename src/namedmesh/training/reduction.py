@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from namedmesh._torch import constant_of_mesh, functional_collective, wait_tensor
+import torch.distributed as dist
+
+from namedmesh._torch import (
+    constant_of_mesh,
+    functional_collective,
+    needs_functional_collectives,
+    wait_tensor,
+)
 from namedmesh.errors import MeshError
 
 if TYPE_CHECKING:
@@ -13,6 +20,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from namedmesh.mesh import NamedMesh
+
+
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def all_reduced(tensor: Tensor, mesh: NamedMesh, axes: Sequence[str], operation: str = "sum") -> Tensor:
@@ -27,19 +37,30 @@ def all_reduced(tensor: Tensor, mesh: NamedMesh, axes: Sequence[str], operation:
         tensor([1., 1.])
         >>> mesh.close(); dist.destroy_process_group()
     """
-    for name in group_names(mesh, tuple(axes)):
-        tensor = wait_tensor(functional_collective("all_reduce", tensor, operation, group=name))
+    for span in _spans(mesh, tuple(axes)):
+        if needs_functional_collectives(tensor):
+            name = _group_name(mesh, span)
+            tensor = wait_tensor(functional_collective("all_reduce", tensor, operation, group=name))
+        else:
+            tensor = tensor.clone()
+            dist.all_reduce(tensor, _OPERATIONS[operation], group=mesh.group(*span))
     return tensor
 
 
 @constant_of_mesh
-def group_names(mesh: NamedMesh, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the groups that together span the axes; none where they have one rank."""
+def _spans(mesh: NamedMesh, axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """Return the axes of the groups that together span some axes; none where they have one rank."""
     large = tuple(axis for axis in axes if mesh.size(axis) > 1)
     if not large:
         return ()
     try:
-        return (mesh.group(*large).group_name,)
+        mesh.group(*large)
     except MeshError:
         mesh.group(large[0])  # raises where the mesh is closed
-        return tuple(mesh.group(axis).group_name for axis in large)
+        return tuple((axis,) for axis in large)
+    return (large,)
+
+
+@constant_of_mesh
+def _group_name(mesh: NamedMesh, axes: tuple[str, ...]) -> str:
+    return mesh.group(*axes).group_name

@@ -286,11 +286,7 @@ def seed_all(seed: int, mesh: NamedMesh, differ_over: Iterable[str] | None = Non
         streams.add(name, derived_seed(seed, name, place | further))
     samples = {axis: mesh.rank(axis) for axis in mesh.layout if axis not in {"pp", "cp", "tp"}}
     streams.add("data", derived_seed(seed, "data", samples))
-    seed_defaults(derived_seed(seed, "default", place))
-
-
-def seed_defaults(seed: int) -> None:
-    """Seed Python's and torch's default generators, and NumPy's where it is imported."""
+    seed = derived_seed(seed, "default", place)
     random.seed(seed)
     torch.manual_seed(seed)
     if "numpy" in sys.modules:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from namedmesh.compat.fairscale.initialize import DIALECT
+from namedmesh.compat.fairscale.mappings import current_group
 from namedmesh.compat.partition import shapes_as_contract
 from namedmesh.tensor_parallel.vocabulary import cross_entropy
 
@@ -16,14 +16,11 @@ __all__ = ["vocab_parallel_cross_entropy"]
 
 @shapes_as_contract()
 def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor) -> Tensor:
-    """Return the cross entropy of each token, from logits of which each rank has its part of the vocabulary.
+    """Return the cross entropy of each token, ``(...)``, in the type of the logits and the same on every rank.
 
     Args:
-        vocab_parallel_logits: ``(..., v / t)``, this rank's part; left as it is (the original overwrites it).
+        vocab_parallel_logits: ``(..., v / t)``, this rank's part of the vocabulary; left as it is (the original overwrites it).
         target: ``(...)``, ids in the whole vocabulary, the same on every rank.
-
-    Returns:
-        ``(...)``, in the type of the logits, the same on every rank.
 
     Raises:
         ContractError: the shapes do not go together; or there are no ranks yet.
@@ -39,4 +36,4 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor) 
         >>> fairscale.destroy_model_parallel()
         >>> dist.destroy_process_group()
     """
-    return cross_entropy(vocab_parallel_logits, target, DIALECT.peers(), dtype=None)
+    return cross_entropy(vocab_parallel_logits, target, current_group(), dtype=None)

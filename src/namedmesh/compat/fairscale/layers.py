@@ -10,26 +10,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from namedmesh.compat import parallel_layers
-from namedmesh.compat.fairscale.initialize import DIALECT
-from namedmesh.compat.partition import divide_and_check_no_remainder
+from namedmesh.compat.fairscale import mappings
+from namedmesh.compat.partition import divide
+from namedmesh.compat.sharded_layer import draw_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from torch import Tensor
 
+    from namedmesh.compat.sharded_layer import Initializer
     from namedmesh.tensor_parallel.collectives import RankGroup
 
 __all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
 
 
 class _ModelParallel:
-    """The ranks of a layer are fairscale's model-parallel ones."""
-
-    @staticmethod
-    def ask() -> RankGroup:
-        return DIALECT.peers()
+    def current_group(self) -> RankGroup:
+        return mappings.current_group()
 
 
 class ColumnParallelLinear(_ModelParallel, parallel_layers.ColumnParallelLinear):
@@ -64,38 +61,24 @@ class ParallelEmbedding(_ModelParallel, parallel_layers.ParallelEmbedding):
 
 
 def _initialize_affine_weight(  # noqa: PLR0917  the original's signature
-    weight: torch.Tensor,
+    weight: Tensor,
     out_features: int,
     in_features: int,
     per_partition_size: int,
     partition_dim: int,
-    init_method: Callable[[torch.Tensor], object],
+    init_method: Initializer,
     stride: int = 1,
     return_master_weight: bool = False,
-) -> torch.Tensor | None:
-    """Draw a whole weight, and copy this rank's shard of it into ``weight``; ranks must be seeded alike.
+) -> Tensor | None:
+    """Draw a whole weight, ``(out_features, in_features)``, and copy this rank's shard of it into ``weight``.
 
-    Args:
-        weight: the shard.
-        out_features: the first length of the whole weight.
-        in_features: its second length.
-        per_partition_size: the length of the shard along the dim that is sharded.
-        partition_dim: that dim.
-        init_method: fills the whole weight.
-        stride: the number of blocks that the dim is made of, each sharded on its own.
-        return_master_weight: return the whole weight.
-
-    Raises:
-        ContractError: the stride does not divide the length of the shard, or there are no ranks yet.
+    Ranks must be seeded alike. The dim that is sharded is made of ``stride`` blocks; a ContractError where they do not
+    divide the length of the shard.
     """
-    peers = DIALECT.peers()
-    whole = weight
-    if peers.size > 1:
-        whole = torch.empty(out_features, in_features, dtype=weight.dtype, device=weight.device)
-    init_method(whole)
-    if peers.size > 1:
-        block = divide_and_check_no_remainder(per_partition_size, stride)
-        blocks = whole.split(block, dim=partition_dim)[peers.rank :: peers.size]
-        with torch.no_grad():
-            weight.copy_(torch.cat(blocks, dim=partition_dim))
+    group = mappings.current_group()
+    if group.size == 1:
+        init_method(weight)
+        return weight if return_master_weight else None
+    divide(per_partition_size, stride)
+    whole = draw_whole(weight, (out_features, in_features), partition_dim, group, init_method, stride)
     return whole if return_master_weight else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from namedmesh.compat import parallel_layers
-from namedmesh.compat.ezpz.dialect import DIALECT
+from namedmesh.compat.ezpz.tp import mappings
 
 if TYPE_CHECKING:
     from namedmesh.tensor_parallel.collectives import RankGroup
@@ -17,11 +17,8 @@ __all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "Vo
 
 
 class _TensorParallel:
-    """The ranks of a layer are ezpz's tensor-parallel ones."""
-
-    @staticmethod
-    def ask() -> RankGroup:
-        return DIALECT.peers()
+    def current_group(self) -> RankGroup:
+        return mappings.current_group()
 
 
 class ColumnParallelLinear(_TensorParallel, parallel_layers.ColumnParallelLinear):

@@ -10,13 +10,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "copy_tensor_model_parallel_attributes",
-    "param_is_not_tensor_parallel_duplicate",
-    "set_defaults_if_not_set_tensor_model_parallel_attributes",
-    "set_tensor_model_parallel_attributes",
-]
-
 _DEFAULTS: dict[str, Any] = {
     "expert_tp": False,
     "is_qkv": False,
@@ -27,23 +20,26 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim: int, stride: int) -> None:
-    """Mark a tensor as a shard of a larger one.
+    """Mark a tensor as a shard of a larger one, or as a whole one.
 
     Args:
-        tensor: a parameter that is not marked yet.
+        tensor: a parameter; a ContractError where it is marked already.
         is_parallel: whether it is a shard: each rank has another one.
         dim: the dim along which the whole was sharded.
         stride: the number of blocks, each of which was sharded on its own.
 
-    Raises:
-        ContractError: the tensor is marked already.
-
     Example:
         >>> import torch
-        >>> weight = torch.zeros(2, 3)
+        >>> weight, master, norm = torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2)
         >>> set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
-        >>> weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride
+        >>> copy_tensor_model_parallel_attributes(master, weight)
+        >>> master.tensor_model_parallel, master.partition_dim, master.partition_stride
         (True, 0, 1)
+        >>> set_defaults_if_not_set_tensor_model_parallel_attributes(norm)
+        >>> norm.tensor_model_parallel, norm.partition_dim
+        (False, -1)
+        >>> param_is_not_tensor_parallel_duplicate(weight)
+        True
     """
     present = [name for name in _DEFAULTS if hasattr(tensor, name)]
     if present:
@@ -57,50 +53,23 @@ def set_tensor_model_parallel_attributes(tensor: Tensor, is_parallel: bool, dim:
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: Tensor) -> None:
-    """Mark a tensor as whole on every rank, as far as it is not marked as something else.
-
-    Example:
-        >>> import torch
-        >>> norm = torch.ones(2)
-        >>> set_defaults_if_not_set_tensor_model_parallel_attributes(norm)
-        >>> norm.tensor_model_parallel, norm.partition_dim
-        (False, -1)
-    """
+    """Mark a tensor as whole on every rank, as far as it is not marked as something else."""
     for name, value in _DEFAULTS.items():
         if not hasattr(tensor, name):
             setattr(tensor, name, value)
 
 
 def copy_tensor_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
-    """Mark a tensor as another one is marked, such as a master copy of a parameter.
-
-    Example:
-        >>> import torch
-        >>> weight = torch.zeros(2, 3)
-        >>> set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=1, stride=1)
-        >>> master = weight.double()
-        >>> copy_tensor_model_parallel_attributes(master, weight)
-        >>> master.partition_dim
-        1
-    """
+    """Mark a tensor as another one is marked, such as a master copy of a parameter."""
     for name in _DEFAULTS:
         if hasattr(source_tensor, name):
             setattr(destination_tensor, name, getattr(source_tensor, name))
 
 
 def param_is_not_tensor_parallel_duplicate(param: Tensor, tp_group: ProcessGroup | None = None) -> bool:
-    """Return whether this rank is the one that counts a parameter, in a norm over all ranks for example.
+    """Return whether this rank counts a parameter, in a norm over all ranks for example.
 
-    Args:
-        param: a shard counts on every rank, a copy on the first only.
-        tp_group: the ranks; left out, the tensor-model-parallel group.
-
-    Example:
-        >>> import torch
-        >>> weight = torch.zeros(2, 3)
-        >>> set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
-        >>> param_is_not_tensor_parallel_duplicate(weight)
-        True
+    A shard counts on every rank; a copy on the first of ``tp_group``, or of the tensor-model-parallel group.
     """
     if getattr(param, "tensor_model_parallel", False):
         return True

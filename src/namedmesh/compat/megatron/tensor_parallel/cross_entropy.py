@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from namedmesh.compat.megatron.tensor_parallel.peers import peers_of
+from namedmesh.compat.megatron.tensor_parallel.utils import current_group
 from namedmesh.compat.partition import shapes_as_contract
 from namedmesh.tensor_parallel.vocabulary import cross_entropy
 
@@ -22,18 +22,15 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     tp_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Return the cross entropy of each token, from logits of which each rank has its part of the vocabulary.
+    """Return the cross entropy of each token, ``(s, b)``, in float32 whatever the logits are.
 
     Args:
-        vocab_parallel_logits: ``(s, b, v / t)``, this rank's part; left as it is.
+        vocab_parallel_logits: ``(s, b, v / t)``, this rank's part of the vocabulary; left as it is.
         target: ``(s, b)``, ids in the whole vocabulary, the same on every rank. The loss of an id outside of
             it means nothing, and the loss mask has to leave it out.
         label_smoothing: from 0 up to, and without, 1. What is taken off the target is spread over **this
             rank's part** of the vocabulary, as Megatron has it: with smoothing, ranks get different losses.
         tp_group: the ranks; left out, the tensor-model-parallel group.
-
-    Returns:
-        ``(s, b)``, in float32 whatever the logits are.
 
     Raises:
         ContractError: the shapes do not go together, or the smoothing is out of range.
@@ -45,4 +42,4 @@ def vocab_parallel_cross_entropy(
         tensor([[1.3863],
                 [1.3863]])
     """
-    return cross_entropy(vocab_parallel_logits, target, peers_of(tp_group), label_smoothing)
+    return cross_entropy(vocab_parallel_logits, target, current_group(tp_group), label_smoothing)

@@ -1,19 +1,47 @@
 """Megatron's parallel layers: their names, arguments, attributes and results, on namedmesh's arithmetic.
 
 Both generations of the interface work: older code passes no ``config``, newer code passes one (any object with
-megatron-core's attributes; those that it lacks have their defaults). Parameters are plain tensors that hold
-this rank's shard, marked with the attributes that Megatron's optimizers look for.
+megatron-core's attributes; those that it lacks have their defaults). Parameters are plain tensors that hold this rank's
+shard, marked with the attributes that Megatron's optimizers look for.
 
 In the shapes below, t is the number of tensor-parallel ranks, s and b are the length of the sequence and the
-batch size. With sequence parallelism, activations outside of the layers are ``(s / t, b, ...)``.
+batch size. What is said here of an argument holds for every layer that has it:
+
+- ``config``: its ``params_dtype`` is that of the parameters. With ``sequence_parallel``, activations outside of the layers
+  are ``(s / t, b, ...)``. An ``expert_model_parallel_size`` above 1 marks the parameters of experts as not to be all-reduced
+  over the data-parallel ranks. ``deterministic_mode`` looks embeddings up in a way whose gradient adds up in the same order
+  each time. Fused accumulation of gradients is a ContractRuntimeError.
+- ``init_method``: fills a weight, unless ``config.perform_initialization`` is off. Ranks must be seeded alike: each draws the
+  whole weight and keeps its shard, and with ``keep_master_weight_for_test`` also the whole weight, in ``master_weight``. On
+  an accelerator, unless ``config.use_cpu_initialization`` is on, each draws its own shard only.
+- ``bias``: with a bias, of zeros at first; ``skip_bias_add`` hands it out instead of adding it, to be fused with what follows.
+- ``stride``: the number of blocks that the sharded features are made of, each sharded on its own.
+- ``is_expert``: the layer belongs to an expert: its ranks are those of the expert layout, and whoever dispatches the tokens
+  communicates.
+- ``tp_comm_buffer_name``: taken, and not used.
+- ``tp_group``: the ranks; left out, the tensor-model-parallel group.
+
+Example:
+    >>> import torch
+    >>> from namedmesh import launch
+    >>> _ = launch.init("cpu")
+    >>> world = torch.distributed.group.WORLD
+    >>> embedding = VocabParallelEmbedding(16, 6, tp_group=world)
+    >>> up = ColumnParallelLinear(6, 8, gather_output=False, tp_group=world)
+    >>> down = RowParallelLinear(8, 6, input_is_parallel=True, tp_group=world)
+    >>> hidden, bias = up(embedding(torch.tensor([[0, 15, 3]])))
+    >>> hidden.shape, bias, up.weight.partition_dim, down(hidden)[0].shape
+    (torch.Size([1, 3, 8]), None, 0, torch.Size([1, 3, 6]))
+    >>> torch.distributed.destroy_process_group()
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from namedmesh.compat.errors import ContractError, ContractRuntimeError
 from namedmesh.compat.megatron.tensor_parallel.attributes import (
@@ -22,18 +50,17 @@ from namedmesh.compat.megatron.tensor_parallel.attributes import (
     set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
 )
-from namedmesh.compat.megatron.tensor_parallel.base import ParallelLayer, ParallelLinear
-from namedmesh.compat.megatron.tensor_parallel.peers import peers_of
-from namedmesh.compat.megatron.tensor_parallel.settings import Settings
-from namedmesh.compat.partition import shapes_as_contract
-from namedmesh.tensor_parallel.layers import check_blocks, column_linear, row_linear, vocabulary_embedding
-from namedmesh.tensor_parallel.vocabulary import Lookup
+from namedmesh.compat.megatron.tensor_parallel.utils import accelerator, current_group
+from namedmesh.compat.partition import check_shards, scatter
+from namedmesh.compat.sharded_layer import ParallelLayer
+from namedmesh.tensor_parallel.collectives import ALONE, RankGroup, gather, sum_forward, sum_scatter
+from namedmesh.tensor_parallel.linear import column, row
+from namedmesh.tensor_parallel.vocabulary import Lookup, lookup
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from namedmesh.tensor_parallel.layers import Initializer
+    from namedmesh.compat.sharded_layer import Initializer
 
 __all__ = [
     "ColumnParallelLinear",
@@ -48,7 +75,95 @@ __all__ = [
 Result: TypeAlias = "tuple[Tensor, nn.Parameter | None]"
 
 
-class ColumnParallelLinear(ParallelLinear):
+class _Layer(ParallelLayer):
+    """What the three layers share: what they read of the configuration, and the group that they were made with."""
+
+    def __init__(self, config: object, tp_group: ProcessGroup | None, *, is_expert: bool = False) -> None:
+        group = current_group(tp_group, is_expert=is_expert)
+        super().__init__(group)
+        self._group = group
+        self.params_dtype = getattr(config, "params_dtype", None)
+        self.params_device = None if getattr(config, "use_cpu_initialization", False) else accelerator()
+        self.init_dtype = torch.float32  # whatever the dtype is: the same numbers, rounded
+        self.perform_initialization = getattr(config, "perform_initialization", True)
+        for name in ("gradient_accumulation_fusion", "defer_embedding_wgrad_compute"):
+            if getattr(config, name, False):
+                raise ContractRuntimeError(
+                    f"{type(self).__name__}: {name} is set, but adding up gradients inside the matrix product needs APEX's CUDA "
+                    f"extension fused_weight_gradient_mlp_cuda, which namedmesh's layers do not call; set {name}=False"
+                )
+
+    def current_group(self) -> RankGroup:
+        return self._group
+
+    @property
+    def tp_group(self) -> ProcessGroup | None:
+        """The ranks that share the layer; None where ``torch.distributed`` has not been initialized."""
+        return self._group.group
+
+
+class _Linear(_Layer):
+    """What the column and the row layer share: making the parameters, and an extra state that is empty."""
+
+    shape_names = "output_size", "input_size"
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, sizes: tuple[int, int], config: object, tp_group: ProcessGroup | None, is_expert: bool
+    ) -> None:
+        super().__init__(config, tp_group, is_expert=is_expert)
+        self.input_size, self.output_size = sizes
+        self.config, self.is_expert = config, is_expert
+        self.expert_parallel = getattr(config, "expert_model_parallel_size", 1) > 1
+        self.sequence_parallel = getattr(config, "sequence_parallel", False)
+        self.gradient_accumulation_fusion = False
+        # The experts' tokens are gathered and summed by who dispatches them.
+        self.explicit_expert_comm = is_expert and (self._group.size > 1 or self.expert_parallel)
+        # A state from before there was an extra one, or from a plain linear layer, loads all the same.
+        self.register_load_state_dict_pre_hook(_allow_no_extra_state)  # type: ignore[no-untyped-call]
+
+    def make_parameters(
+        self, initialize: Initializer, stride: int, *, bias: bool, keep: bool, weight: bool = True
+    ) -> None:
+        """Make this rank's shard of the weight, and its bias: sharded too, if the rows are."""
+        shape = self.output_size, self.input_size
+        if weight:
+            self.make_weight(shape, initialize, stride, keep=keep)
+            set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=self.dim, stride=stride)
+        else:
+            check_shards(shape[self.dim], self._group.size, stride, what=self.shape_names[self.dim])
+            self.register_parameter("weight", None)
+            self.master_weight = None
+        self.register_parameter("bias", None)
+        if bias:
+            sharded = self.dim == 0
+            length = self.output_size // self._group.size if sharded else self.output_size
+            self.bias = self.make_bias(length)
+            if sharded:
+                set_tensor_model_parallel_attributes(self.bias, is_parallel=True, dim=0, stride=stride)
+        for parameter in self.parameters(recurse=False):
+            # Experts differ between data-parallel ranks, so their gradients are not summed over these.
+            parameter.allreduce = not (self.is_expert and self.expert_parallel)  # type: ignore[attr-defined]
+
+    def get_extra_state(self) -> None:
+        """Return None: the entry ``_extra_state`` is in the state because Transformer Engine's layers have one."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Ignore the state: what another implementation keeps there means nothing here."""
+
+    def extra_repr(self) -> str:
+        """Return the sizes of the whole layer, and over how many ranks it is sharded."""
+        return (
+            f"in_features={self.input_size}, out_features={self.output_size}, bias={self.bias is not None}, "
+            f"TP={self._group.size}"
+        )
+
+
+def _allow_no_extra_state(_module: nn.Module, state: dict[str, Any], prefix: str, *_args: Any) -> None:
+    state.setdefault(f"{prefix}_extra_state", None)
+
+
+class ColumnParallelLinear(_Linear):
     """A linear layer whose output features are sharded over the tensor-parallel ranks.
 
     The weight is this rank's ``(output_size / t, input_size)``, the bias its ``(output_size / t,)``.
@@ -56,40 +171,15 @@ class ColumnParallelLinear(ParallelLinear):
     Args:
         input_size: input features.
         output_size: output features, of all ranks together.
-        config: megatron-core's configuration, or any object with some of its attributes. See :class:`Settings`.
-        init_method: fills a weight. Ranks must be seeded alike: each draws the whole weight and keeps its
-            shard.
-        bias: with a bias, of zeros at first.
         gather_output: join the output features on every rank. Left out, it is False where a ``config`` is
             given and True where none is: each as its generation of the interface has it.
-        stride: the number of blocks that the output features are made of, each sharded on its own.
-        keep_master_weight_for_test: keep the whole weight as first drawn, in ``master_weight``.
-        skip_bias_add: hand the bias out instead of adding it, for the caller to fuse with what follows.
         skip_weight_param_allocation: make no weight; one is passed to every forward.
-        embedding_activation_buffer: kept, and not used.
-        grad_output_buffer: kept, and not used.
-        is_expert: the layer belongs to an expert: its ranks are those of the expert layout, and whoever
-            dispatches the tokens communicates.
-        tp_comm_buffer_name: taken, and not used.
+        embedding_activation_buffer, grad_output_buffer: kept, and not used.
         disable_grad_reduce: leave the input's gradient this rank's part, to be summed later.
-        tp_group: the ranks; left out, the tensor-model-parallel group.
 
     Raises:
         ContractError: the ranks, times the stride, do not divide ``output_size``.
-        ContractRuntimeError: the configuration asks for fused accumulation of gradients.
-
-    Example:
-        >>> import torch
-        >>> from namedmesh import launch
-        >>> _ = launch.init("cpu")
-        >>> layer = ColumnParallelLinear(6, 8, tp_group=torch.distributed.group.WORLD)
-        >>> output, bias = layer(torch.zeros(5, 2, 6))
-        >>> output.shape, bias, layer.weight.partition_dim
-        (torch.Size([5, 2, 8]), None, 0)
-        >>> torch.distributed.destroy_process_group()
     """
-
-    weight: nn.Parameter | None
 
     def __init__(
         self,
@@ -111,12 +201,11 @@ class ColumnParallelLinear(ParallelLinear):
         disable_grad_reduce: bool = False,
         tp_group: ProcessGroup | None = None,
     ) -> None:
-        super().__init__(input_size, output_size, config, is_expert=is_expert, tp_group=tp_group)
-        ranks = self._peers.size
+        super().__init__((input_size, output_size), config, tp_group, is_expert)
+        ranks = self._group.size
         self.output_size_per_partition = output_size // ranks
         self.gather_output = config is None if gather_output is None else gather_output
-        self.skip_bias_add = skip_bias_add
-        self.disable_grad_reduce = disable_grad_reduce
+        self.skip_bias_add, self.disable_grad_reduce = skip_bias_add, disable_grad_reduce
         self.embedding_activation_buffer = embedding_activation_buffer
         self.grad_output_buffer = grad_output_buffer
         if self.sequence_parallel and ranks == 1:
@@ -128,101 +217,63 @@ class ColumnParallelLinear(ParallelLinear):
             self.sequence_parallel = False
         self.allreduce_dgrad = ranks > 1 and not self.sequence_parallel and not disable_grad_reduce
         weight = not skip_weight_param_allocation
-        self.make_parameters(init_method, 0, stride, weight=weight, bias=bias)
-        if not keep_master_weight_for_test:
-            self.master_weight = None
+        self.make_parameters(init_method, stride, bias=bias, keep=keep_master_weight_for_test, weight=weight)
 
-    @shapes_as_contract()
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> Result:
-        """Return the output, and the bias if it is still to be added.
+        """Return ``(s, b, output_size / t)``, gathered ``(s, b, output_size)``; and with ``skip_bias_add`` the bias, else None.
 
         Args:
-            input_: ``(s, b, input_size)``, the same on every rank; with sequence parallelism
-                ``(s / t, b, input_size)``, this rank's shard.
-            weight: the shard of the weight to use instead of the layer's own.
+            input_: ``(s, b, input_size)``, the same on every rank; with sequence parallelism this rank's
+                ``(s / t, b, input_size)``.
+            weight: the shard to use instead of the layer's own; a ContractRuntimeError if it has another shape.
             runtime_gather_output: join the output features or not, whatever the layer was made with.
-
-        Returns:
-            The output, ``(s, b, output_size / t)``, or ``(s, b, output_size)`` where it is gathered; and the
-            bias with ``skip_bias_add``, else None.
-
-        Raises:
-            ContractRuntimeError: there is no weight, or it has another shape.
         """
-        sequence = self.sequence_parallel and not self.explicit_expert_comm
-        output = column_linear(
-            input_,
-            self._weight_for(weight),
-            None if self.skip_bias_add else self.bias,
-            self._peers,
-            gather_dim=0 if sequence else None,
-            gather_output=self.gather_output if runtime_gather_output is None else runtime_gather_output,
-            sum_gradient=not (self.disable_grad_reduce or self.explicit_expert_comm),
-        )
-        return output, self.bias if self.skip_bias_add else None
-
-    def _weight_for(self, weight: Tensor | None) -> Tensor:
-        if weight is None:
-            if self.weight is None:
-                raise ContractRuntimeError(
-                    "ColumnParallelLinear was made with skip_weight_param_allocation=True, and its forward got "
-                    "no weight; pass weight="
-                )
-            return self.weight
+        group, bias = self._group, None if self.skip_bias_add else self.bias
+        weight = self.weight if weight is None else weight
         expected = (self.output_size_per_partition, self.input_size)
+        if weight is None:
+            raise ContractRuntimeError(
+                "ColumnParallelLinear was made with skip_weight_param_allocation=True, and its forward got "
+                "no weight; pass weight="
+            )
         if weight.shape != expected:
             raise ContractRuntimeError(
                 f"ColumnParallelLinear got a weight of shape {tuple(weight.shape)}; pass this rank's shard, of "
                 f"shape {expected}"
             )
-        return weight
+        if self.sequence_parallel and not self.explicit_expert_comm:
+            output = column(input_, weight, bias, group, 0, gather_again=True)
+        else:
+            summed = not (self.disable_grad_reduce or self.explicit_expert_comm)
+            output = column(input_, weight, bias, group if summed else ALONE)
+        if self.gather_output if runtime_gather_output is None else runtime_gather_output:
+            output = gather(output, group, -1)
+        return output, self.bias if self.skip_bias_add else None
 
     def backward_dw(self) -> None:
         """Do nothing: the weight's gradient is never put off."""
 
 
-class RowParallelLinear(ParallelLinear):
+class RowParallelLinear(_Linear):
     """A linear layer whose input features are sharded over the tensor-parallel ranks.
 
-    The weight is this rank's ``(output_size, input_size / t)``; every rank has the whole bias.
+    The weight is this rank's ``(output_size, input_size / t)``; every rank has the whole bias. With sequence parallelism
+    it is marked ``sequence_parallel``, and its gradient is that of this rank's shard of the sequence, to be summed over
+    the ranks later. An expert's layer leaves its output this rank's part of the sum.
 
     Args:
         input_size: input features, of all ranks together.
         output_size: output features.
-        config: megatron-core's configuration, or any object with some of its attributes. See :class:`Settings`.
-        init_method: fills a weight. Ranks must be seeded alike: each draws the whole weight and keeps its
-            shard.
-        bias: with a bias, of zeros at first. With sequence parallelism it is marked ``sequence_parallel``,
-            and its gradient is that of this rank's shard of the sequence, to be summed over the ranks later.
         input_is_parallel: the input is this rank's shard already; otherwise each rank takes its own.
-        skip_bias_add: hand the bias out instead of adding it, for the caller to fuse with what follows.
-        stride: the number of blocks that the input features are made of, each sharded on its own.
-        keep_master_weight_for_test: keep the whole weight as first drawn, in ``master_weight``.
-        is_expert: the layer belongs to an expert: its ranks are those of the expert layout, and the output is
-            left this rank's part of the sum, for whoever dispatches the tokens.
-        tp_comm_buffer_name: taken, and not used.
-        tp_group: the ranks; left out, the tensor-model-parallel group.
 
     Raises:
-        ContractError: the ranks, times the stride, do not divide ``input_size``; or an expert's layer on
-            several ranks is to add its bias, which would then count several times.
-        ContractRuntimeError: sequence parallelism with an input that is not sharded yet, or the configuration asks
-            for fused accumulation of gradients.
-
-    Example:
-        >>> import torch
-        >>> from namedmesh import launch
-        >>> _ = launch.init("cpu")
-        >>> layer = RowParallelLinear(8, 6, input_is_parallel=True, tp_group=torch.distributed.group.WORLD)
-        >>> output, bias = layer(torch.zeros(5, 2, 8))
-        >>> output.shape, bias, layer.weight.partition_dim
-        (torch.Size([5, 2, 6]), None, 1)
-        >>> torch.distributed.destroy_process_group()
+        ContractError: the ranks, times the stride, do not divide ``input_size``; or an expert's layer is to add its bias.
+        ContractRuntimeError: sequence parallelism with an input that is not sharded yet.
     """
 
-    weight: nn.Parameter
+    dim = 1
 
     def __init__(
         self,
@@ -240,7 +291,7 @@ class RowParallelLinear(ParallelLinear):
         tp_comm_buffer_name: str | None = None,  # noqa: ARG002  the legacy signature has it
         tp_group: ProcessGroup | None = None,
     ) -> None:
-        super().__init__(input_size, output_size, config, is_expert=is_expert, tp_group=tp_group)
+        super().__init__((input_size, output_size), config, tp_group, is_expert)
         if self.sequence_parallel and not input_is_parallel:
             raise ContractRuntimeError(
                 "RowParallelLinear got sequence_parallel with input_is_parallel=False; its input features must "
@@ -251,45 +302,39 @@ class RowParallelLinear(ParallelLinear):
                 "RowParallelLinear got is_expert with skip_bias_add=False; each rank's output is a part of a sum, "
                 "in which the bias would count several times: pass skip_bias_add=True"
             )
-        self.input_size_per_partition = input_size // self._peers.size
-        self.input_is_parallel = input_is_parallel
-        self.skip_bias_add = skip_bias_add
-        self.make_parameters(init_method, 1, stride, weight=True, bias=bias)
+        self.input_size_per_partition = input_size // self._group.size
+        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
+        self.make_parameters(init_method, stride, bias=bias, keep=keep_master_weight_for_test)
         if self.bias is not None:
             self.bias.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
         if self.master_weight is not None:
-            keep = self.master_weight.to(self.settings.params_dtype)
-            self.master_weight = keep if keep_master_weight_for_test else None
+            self.master_weight = self.master_weight.to(self.weight.dtype)
 
-    @shapes_as_contract()
     def forward(self, input_: Tensor) -> Result:
-        """Return the output, and the bias if it is still to be added.
+        """Return ``(s, b, output_size)``, the same on every rank; and with ``skip_bias_add`` the bias, else None.
+
+        With sequence parallelism the output is this rank's ``(s / t, b, output_size)``; a ContractError if t does not divide s.
 
         Args:
             input_: ``(s, b, input_size / t)``, this rank's features, where the input is parallel; otherwise
                 ``(s, b, input_size)``, the same on every rank.
-
-        Returns:
-            The output, ``(s, b, output_size)``, the same on every rank; with sequence parallelism
-            ``(s / t, b, output_size)``, this rank's shard. And the bias with ``skip_bias_add``, else None.
-
-        Raises:
-            ContractError: the input features or, with sequence parallelism, s cannot be split into equal shards.
         """
-        output = row_linear(
-            input_,
-            self.weight,
-            self._peers,
-            input_is_parallel=self.input_is_parallel,
-            scatter_dim=0 if self.sequence_parallel else None,
-            sum_output=not self.explicit_expert_comm,
-        )
+        group = self._group
+        if not self.input_is_parallel:
+            input_ = scatter(input_, group, -1)
+        if self.explicit_expert_comm:
+            output = row(input_, self.weight, None, ALONE)
+        elif self.sequence_parallel:
+            check_shards(input_.shape[0], group.size, what="the length of dim 0 of the output")
+            output = row(input_, self.weight, None, group, 0)
+        else:
+            output = row(input_, self.weight, None, group)
         if self.skip_bias_add:
             return output, self.bias
         return output if self.bias is None else output + self.bias, None
 
 
-class VocabParallelEmbedding(ParallelLayer):
+class VocabParallelEmbedding(_Layer):
     """An embedding whose vocabulary is sharded over the tensor-parallel ranks.
 
     The weight is this rank's ``(num_embeddings / t, embedding_dim)``: the ids from ``vocab_start_index`` up to,
@@ -298,27 +343,14 @@ class VocabParallelEmbedding(ParallelLayer):
     Args:
         num_embeddings: the number of ids, of all ranks together.
         embedding_dim: features of a vector.
-        init_method: fills a weight. Ranks must be seeded alike: each draws the whole weight and keeps its
-            shard.
         reduce_scatter_embeddings: swap the first two dims of the output and leave each rank its shard of the
             sequence, as sequence parallelism wants it.
-        config: megatron-core's configuration, or any object with some of its attributes. See :class:`Settings`.
-        tp_group: the ranks; left out, the tensor-model-parallel group.
 
     Raises:
         ContractError: the ranks do not divide ``num_embeddings``; pad the vocabulary.
-
-    Example:
-        >>> import torch
-        >>> from namedmesh import launch
-        >>> _ = launch.init("cpu")
-        >>> embedding = VocabParallelEmbedding(16, 6, tp_group=torch.distributed.group.WORLD)
-        >>> embedding(torch.tensor([[0, 15, 3]])).shape
-        torch.Size([1, 3, 6])
-        >>> torch.distributed.destroy_process_group()
     """
 
-    weight: nn.Parameter
+    shape_names = "num_embeddings", "embedding_dim"
 
     def __init__(
         self,
@@ -330,44 +362,31 @@ class VocabParallelEmbedding(ParallelLayer):
         config: object = None,
         tp_group: ProcessGroup | None = None,
     ) -> None:
-        super().__init__()
-        settings = Settings.of(config, type(self).__name__)
-        self._peers = peers_of(tp_group)
-        with shapes_as_contract():
-            check_blocks(num_embeddings, self._peers.size, what="num_embeddings")
+        super().__init__(config, tp_group)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
-        self.deterministic_mode = settings.deterministic_mode
-        recipe = settings.recipe(init_method)
-        self.weight, _ = recipe.weight(num_embeddings, embedding_dim, 0, self._peers)
+        self.deterministic_mode = getattr(config, "deterministic_mode", False)
+        self.make_weight((num_embeddings, embedding_dim), init_method)
         rows = self.num_embeddings_per_partition = self.weight.shape[0]
-        self.vocab_start_index = self._peers.rank * rows
+        self.vocab_start_index = self._group.rank * rows
         self.vocab_end_index = self.vocab_start_index + rows
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
-    @shapes_as_contract()
     def forward(self, input_: Tensor) -> Tensor:
-        """Return the vectors of some ids.
+        """Return ``(b, s, embedding_dim)``, the same on every rank; scattered this rank's ``(s / t, b, embedding_dim)``.
 
         Args:
-            input_: ``(b, s)``, the same on every rank. On several ranks an id outside of the vocabulary
-                gets zeros.
-
-        Returns:
-            ``(b, s, embedding_dim)``, the same on every rank; with ``reduce_scatter_embeddings`` this rank's
-            ``(s / t, b, embedding_dim)``.
-
-        Raises:
-            ContractError: with ``reduce_scatter_embeddings``, t does not divide s.
+            input_: ids, ``(b, s)``, the same on every rank. On several ranks one outside of the vocabulary gets zeros.
         """
-        return vocabulary_embedding(
-            input_,
-            self.weight,
-            self._peers,
-            Lookup(by_index=self.deterministic_mode),
-            scatter_swapped=self.reduce_scatter_embeddings,
+        group = self._group
+        vectors = lookup(
+            input_, self.weight, self.vocab_start_index, Lookup(by_index=self.deterministic_mode)
         )
+        if not self.reduce_scatter_embeddings:
+            return sum_forward(vectors, group)
+        check_shards(vectors.shape[1], group.size, what="the length of dim 1 of the ids")
+        return sum_scatter(vectors.transpose(0, 1), group, 0)
 
     def extra_repr(self) -> str:
         """Return the sizes of the whole layer, and over how many ranks it is sharded."""
-        return f"{self.num_embeddings}, {self.embedding_dim}, TP={self._peers.size}"
+        return f"{self.num_embeddings}, {self.embedding_dim}, TP={self._group.size}"

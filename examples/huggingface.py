@@ -1,0 +1,49 @@
+"""Fine-tune a model of Hugging Face with FSDP and tensor parallelism: ``torchrun --nproc-per-node 4 examples/huggingface.py``."""
+
+import tempfile
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import namedmesh
+from namedmesh import training
+from namedmesh.tensor_parallel import plan_from_hf
+
+mesh = namedmesh.init_mesh(dp=-1, tp=2)
+training.seed_all(0, mesh)
+torch.manual_seed(0)  # the same first weights on every rank; from_pretrained(...) needs no seed
+sizes = LlamaConfig(
+    hidden_size=32, intermediate_size=64, vocab_size=64, num_hidden_layers=2, num_attention_heads=4
+)
+model = LlamaForCausalLM(sizes).to(mesh.device)
+namedmesh.parallelize(model, mesh["tp"], plan_from_hf(model))  # the plan that the model brings
+for layer in model.model.layers:
+    fully_shard(layer, mesh=mesh["dp"])
+fully_shard(model, mesh=mesh["dp"])
+
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+words = ((torch.arange(32) + 32 * mesh.rank("dp")) % 64)[None].to(
+    mesh.device
+)  # each is one more than the last
+for step in range(21):
+    loss = model(words, labels=words).loss
+    loss.backward()
+    training.clip_grad_norm_(model.parameters(), 1.0, mesh)
+    optimizer.step()
+    optimizer.zero_grad()
+    dist.all_reduce(mean := loss.detach() / mesh.size("dp"), group=mesh.group("dp"))
+    if mesh.global_rank == 0 and step % 10 == 0:
+        print(f"step {step}: loss {mean.item():.3f}")
+
+found = model.generate(words[:, :4], max_new_tokens=4, do_sample=False)  # on every rank
+with tempfile.TemporaryDirectory() as folder:
+    model.save_pretrained(folder)  # on every rank; whole tensors, as from_pretrained reads them
+    if mesh.global_rank == 0:
+        again = LlamaForCausalLM.from_pretrained(folder)
+        print("generated:", *found[0].tolist())
+        print("saved parameters:", sum(each.numel() for each in again.parameters()))
+    dist.barrier()
+mesh.close()
+dist.destroy_process_group()

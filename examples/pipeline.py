@@ -1,0 +1,69 @@
+"""Train a language model in two pipeline stages, show its loss, and generate: ``torchrun --nproc-per-node 4 examples/pipeline.py``."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import namedmesh
+from namedmesh import training
+
+WORDS, WIDTH, LAYERS = 16, 32, 4
+
+
+class Stage(nn.Module):
+    """Some of the layers, with the embedding in front, or the output behind, which is the same weight."""
+
+    def __init__(self, mesh: namedmesh.NamedMesh) -> None:
+        super().__init__()
+        first, last = mesh.is_first("pp"), mesh.is_last("pp")
+        self.embed = nn.Embedding(WORDS, WIDTH) if first else None
+        layers = [
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)
+        ]
+        self.layers = training.stage_layers(layers, mesh)  # named as in the whole model
+        self.head = nn.Linear(WIDTH, WORDS, bias=False) if last else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform tokens, or what the stage before made of them."""
+        x = x if self.embed is None else self.embed(x)
+        for layer in self.layers.values():
+            x = x + layer(x)
+        return x if self.head is None else self.head(x)
+
+
+mesh = namedmesh.init_mesh(pp=2, dp=-1)
+stage = Stage(mesh).to(mesh.device)
+fully_shard(stage, mesh=mesh["dp"])
+training.init_parameters(stage, seed=0)
+ends = stage.embed or stage.head  # with more than two stages, those between have neither
+sum_tied = training.tie_stages(mesh, ends.weight if ends is not None else None)
+optimizer = torch.optim.AdamW(stage.parameters(), lr=0.01)
+pipe = training.pipeline(
+    mesh, stage, "1F1B", microbatches=4, loss=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten())
+)
+counting = (torch.arange(8)[:, None] + torch.arange(9) + 8 * mesh.rank("dp")) % WORDS  # each word is one more
+inputs, targets = (part.contiguous().to(mesh.device) for part in (counting[:, :-1], counting[:, 1:]))
+for step in range(21):
+    losses: list[Tensor] = []  # filled on the last stage: what the microbatches add to the loss
+    pipe.step(inputs, target=targets, losses=losses)  # the same batch on every rank of pp
+    sum_tied()
+    training.clip_grad_norm_(stage.parameters(), 1.0, mesh)
+    optimizer.step()
+    optimizer.zero_grad()
+    loss = sum((each.detach() for each in losses), torch.zeros((), device=mesh.device)) / mesh.size("dp")
+    dist.all_reduce(loss)  # over all ranks: the stages before the last add zero
+    if mesh.global_rank == 0 and step % 10 == 0:
+        print(f"step {step}: loss {loss.item():.3f}")
+words = torch.zeros(1, 8, dtype=torch.int64, device=mesh.device)
+words[0, 0] = 5
+for place in range(1, 8):  # of one shape each time, so that the pipeline is built once
+    logits = pipe.eval(words)  # None, but on the last stage
+    if logits is not None:
+        words[0, place] = logits[0, place - 1].argmax()
+    dist.broadcast(words, group=mesh.group("pp"), group_src=mesh.size("pp") - 1)
+if mesh.global_rank == 0:
+    print("generated:", *words[0].tolist())
+mesh.close()
+dist.destroy_process_group()
