@@ -2,7 +2,7 @@
 
 This page lists every name of ``megatron.core.parallel_state`` beside the expression on a
 :class:`namedmesh.NamedMesh` that gives the same answer. ``python -m namedmesh migrate PATH`` finds the calls in a
-code base and prints the line of the page for each. It reads the code and changes nothing.
+code base and prints the line of the page for each; with ``--write`` it replaces those that are certain.
 
 Step by step
 ------------
