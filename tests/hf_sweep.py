@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import hf_models
 import torch
-import torch.distributed as dist
 from threads import run_threads
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from tp_compare import tp_mesh
 
 from namedmesh.errors import PlanError
-from namedmesh.tensor_parallel import parallelize, plan_from_hf, plan_report
+from namedmesh.tensor_parallel import parallelize, plan_from_hf, plan_report, reduce_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,6 +49,7 @@ def differences(reference: Any, plan: dict[str, Any], wanted: torch.Tensor, name
     mesh = tp_mesh()
     model = parallelize(copy.deepcopy(reference), mesh, plan, src_data_rank=None)
     found = {"output": _difference(step(model, name), wanted)}
+    reduce_gradients(model)
     for (fqn, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         found[fqn] = _difference(mine.grad, theirs.grad)
     return found
@@ -60,9 +60,7 @@ def _difference(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> float
         one = mine if theirs is None else theirs
         return 0.0 if one is None else float(one.detach().abs().max())
     if isinstance(mine, DTensor):  # this rank's shard, and that of the whole model's
-        (placement,) = mine.placements
-        if isinstance(placement, Shard):
-            theirs = theirs.chunk(dist.get_world_size(), placement.dim)[dist.get_rank()]
+        theirs = distribute_tensor(theirs, mine.device_mesh, mine.placements, src_data_rank=None).to_local()
         mine = mine.to_local()
     if mine.shape != theirs.shape or not torch.isfinite(mine).all():
         return float("inf")

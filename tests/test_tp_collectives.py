@@ -247,7 +247,7 @@ def test_the_weights_gradient_is_computed_while_the_inputs_is_summed() -> None:
     for found in run_ranks(TP, orders):
         assert found["each"] == [*row, *["mm", "all_reduce", "mm", "wait_tensor"] * 2]
         # One for both, once both have made their parts.
-        shared = [*row, *["mm"] * 4, "all_reduce", "wait_tensor"]
+        shared = [*row, *["addmm", "mm"] * 2, "all_reduce", "wait_tensor"]
         assert found["shared"] == shared
         shared[shared.index("all_reduce")] = "reduce_scatter_tensor"
         assert found["shared, sequence"] == ["all_gather_into_tensor", "wait_tensor", *shared]

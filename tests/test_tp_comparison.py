@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as torch_styles
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 from tp_checks import against_whole, largest_difference
 from tp_compare import hf_difference, tp_mesh, training_difference
@@ -32,10 +36,12 @@ from namedmesh.tensor_parallel import (
     SharedInput,
     SumTailGradient,
     compare_gradients,
+    gradient_comparison,
     llama_plan,
     parallelize,
     plan_report,
 )
+from namedmesh.tensor_parallel.collectives import all_gather
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -555,6 +561,51 @@ def stopped_when() -> dict[str, bool]:  # noqa: C901, PLR0915  one function for 
 def test_every_way_by_which_a_gradient_comes_is_compared() -> None:
     for found in run_ranks(2, stopped_when):
         assert all(found.values()), found
+
+
+def begun_alone() -> tuple[str, int]:
+    """A parameter that one rank only begins to train; and how often the ranks compare before, in six passes."""
+    gradient_comparison.BEGINNING_LIMIT = timedelta(seconds=1)
+    rank, model = torch.distributed.get_rank(), wrong_model()
+    model.gain.requires_grad_(False)
+    with mock.patch.object(gradient_comparison, "all_gather", wraps=all_gather) as compared:
+        for _ in range(6):
+            model(numbers(2, 8)).square().sum().backward()
+    model.gain.requires_grad_(rank == 1)
+    try:
+        model(numbers(2, 8)).square().sum().backward()
+    except GradientError as error:
+        return str(error), compared.call_count
+    return "", compared.call_count
+
+
+def test_a_rank_that_begins_alone_to_train_a_parameter_does_not_hang() -> None:
+    first, second = run_ranks(2, begun_alone)
+    text = (
+        "gain.weight begins to need a gradient on rank 1, but within 0:00:01 not on rank 0; call requires_grad_ for the "
+        "same parameters on every rank of tp"
+    )
+    assert (first[0], second[0]) == ("", text)
+    assert first[1] == second[1] == 1
+
+
+def forgotten() -> int:
+    """A model goes away while another optimizer makes a step."""
+    kept = [wrong_model()]
+
+    def forget(*_: Any) -> None:
+        kept.clear()
+        gc.collect()
+
+    handles = [register_optimizer_step_pre_hook(hook) for hook in (forget, lambda *_: None)]
+    torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
+    for handle in handles:
+        handle.remove()
+    return len(kept)
+
+
+def test_a_model_may_go_away_during_a_step() -> None:
+    assert run_ranks(2, forgotten) == [0, 0]
 
 
 def hooks_left() -> tuple[int, int]:

@@ -84,6 +84,18 @@ class GateUp(nn.Module):
         return out
 
 
+class Maxout(nn.Module):
+    """The larger one of two features that lie next to each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 48), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.up(x).unflatten(-1, (-1, 2)).amax(-1))
+        return out
+
+
 CASES: dict[str, tuple[nn.Module, dict[str, Any]]] = {
     "q|k|v by chunk": (Chunked(), {"qkv": FusedColwiseParallel(blocks=3), "out": RowwiseParallel()}),
     "q|k|v": (FusedAttention(), {"qkv": FusedColwiseParallel(blocks=3), "out": RowwiseParallel()}),
@@ -100,6 +112,7 @@ CASES: dict[str, tuple[nn.Module, dict[str, Any]]] = {
         {"qkv": FusedColwiseParallel(interleaved=4), "out": RowwiseParallel()},
     ),
     "gate|up": (GateUp(), {"gate_up": FusedColwiseParallel(blocks=2), "down": RowwiseParallel()}),
+    "maxout": (Maxout(), {"up": FusedColwiseParallel(blocks=1), "down": RowwiseParallel()}),
     "gate|up, sharded sequence": (
         GateUp(),
         {
@@ -219,7 +232,8 @@ def test_a_plain_column_style_does_not_say_how_the_features_lie(case: str, name:
     assert problem_of(model, plan | {name: ColwiseParallel()}) == (
         f"{name}: {features} output features, of which {row} takes {model.get_submodule(row).in_features}: several "
         "layers in one, whose features may lie in blocks (q|k|v, gate|up) or head by head; say which, with "
-        "FusedColwiseParallel(blocks=...) or FusedColwiseParallel(interleaved=...)"
+        "FusedColwiseParallel(blocks=...) or FusedColwiseParallel(interleaved=...); blocks=1 where rank after rank is "
+        "right"
     )
     assert plan_report(model, 2, plan).rows
 

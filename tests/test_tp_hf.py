@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from messages import says
 from ranks import run_ranks
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    set_model_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
-from tp_compare import hf_difference, tp_mesh, training_difference, whole
+from tp_compare import hf_difference, tp_mesh, training_difference
 from tp_models import hf_model
 
 from namedmesh.errors import PlanError
-from namedmesh.tensor_parallel import LocalParameters, parallelize, plan_from_hf, plan_report
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from namedmesh.tensor_parallel import LocalParameters, parallelize, plan_from_hf
 
 WHOLE, LAST = "Replicate(),", "Shard(dim=-1),"
 
@@ -212,110 +202,6 @@ def parts_difference() -> float:
 
 def test_an_output_of_parts_is_summed() -> None:
     assert max(run_ranks(2, parts_difference)) < 1e-12
-
-
-class Experts(nn.Module):
-    """Three experts, stacked, with gate and up fused as transformers does."""
-
-    def __init__(self, *, is_concatenated: bool = True) -> None:
-        super().__init__()
-        self.is_concatenated = is_concatenated
-        self.gate_up_proj = nn.Parameter(torch.randn(3, 16, 4))
-        self.down_proj = nn.Parameter(torch.randn(3, 4, 8))
-
-    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        fused = torch.einsum("ti,koi->tko", x, self.gate_up_proj)
-        gate, up = fused.chunk(2, -1) if self.is_concatenated else (fused[..., ::2], fused[..., 1::2])
-        out = torch.einsum("tko,kio->tki", torch.tanh(gate) * up, self.down_proj)
-        picked = out.gather(1, chosen.unsqueeze(-1).expand(-1, -1, 4))
-        summed: torch.Tensor = (picked * weights.unsqueeze(-1)).sum(1)
-        return summed
-
-
-class Mixture(nn.Module):
-    """A router and experts, which state their plan."""
-
-    def __init__(self, style: str, *, is_concatenated: bool = True) -> None:
-        super().__init__()
-        self.router, self.experts = nn.Linear(4, 3), Experts(is_concatenated=is_concatenated)
-        self._tp_plan = {
-            "experts.gate_up_proj": style,
-            "experts.down_proj": "rowwise",
-            "experts": "moe_tp_experts",
-        }
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, chosen = self.router(x).softmax(-1).topk(2)
-        out: torch.Tensor = self.experts(x, chosen, weights)
-        return out
-
-
-def mixture_difference(style: str, is_concatenated: bool) -> float:
-    mesh = tp_mesh()
-    torch.manual_seed(0)
-    reference = Mixture(style, is_concatenated=is_concatenated).double()
-    model = parallelize(copy.deepcopy(reference), mesh, plan_from_hf(reference))
-    # What a checkpoint gets is the whole weight, its parts in their order.
-    stored = model.state_dict()["experts.gate_up_proj"].full_tensor()
-    assert torch.equal(stored, reference.experts.gate_up_proj)
-    return training_difference(model, reference, torch.randn(6, 4, dtype=torch.float64))
-
-
-@pytest.mark.parametrize(
-    ("style", "is_concatenated"), [("packed_colwise", True), ("colwise", True), ("colwise", False)]
-)
-def test_experts_are_sharded_inside_whatever_their_plan_says_of_gate_and_up(
-    style: str, is_concatenated: bool
-) -> None:
-    assert max(run_ranks(2, mixture_difference, style, is_concatenated)) < 1e-12
-
-
-def fused_round_trip(path: str) -> float:
-    """Shards are saved as those of the whole weight, from one layout to another, with FSDP2 over TP."""
-    meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(0)
-    reference = Mixture("packed_colwise")
-    model = parallelize(copy.deepcopy(reference), meshes["tp"], plan_from_hf(reference))
-    fully_shard(model, mesh=meshes["dp"])
-    dcp.save(get_model_state_dict(model), checkpoint_id=path)
-    plain = Mixture("packed_colwise")
-    state = get_model_state_dict(plain)
-    dcp.load(state, checkpoint_id=path)
-    differences = [(state[name] - value).abs().max() for name, value in reference.state_dict().items()]
-    tensor = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    again = parallelize(Mixture("packed_colwise"), tensor["tp"], plan_from_hf(reference))
-    state = get_model_state_dict(again)
-    dcp.load(state, checkpoint_id=path)
-    set_model_state_dict(again, state)
-    pairs = zip(again.parameters(), reference.parameters(), strict=True)
-    differences += [(whole(mine) - theirs).abs().max() for mine, theirs in pairs]
-    return float(max(differences))
-
-
-def test_a_checkpoint_of_fused_experts_is_that_of_the_whole_model(tmp_path: Path) -> None:
-    assert run_ranks(4, fused_round_trip, str(tmp_path)) == [0.0] * 4
-
-
-def test_fused_halves_that_do_not_divide() -> None:
-    model = Mixture("packed_colwise")
-    text = (
-        "2 problems:\n  - experts: dim 1 of gate_up_proj 16 is not divisible by 2 times the tp size 3; pad it to 18, ...\n"
-        "  - experts: dim 2 of down_proj 8 ... the tp size 3; pad it to 9, ..."
-    )
-    with pytest.raises(PlanError, match=says(text)):
-        plan_report(model, 3, plan_from_hf(model))
-    model._tp_plan.pop("experts.down_proj")
-    with pytest.raises(PlanError) as caught:
-        plan_report(model, 2, plan_from_hf(model))
-    assert str(caught.value) == (
-        "experts: ShardedExperts sums the output over the ranks, but 'down_proj' of Experts is whole on every rank "
-        "and would count once for each; name a layout that shards it"
-    )
-    report = plan_report(Mixture("packed_colwise"), 2, plan_from_hf(Mixture("packed_colwise")))
-    assert [(row.placement, row.local_shape) for row in report.rows] == [
-        ("Shard(1)", (3, 8, 4)),
-        ("Shard(2)", (3, 4, 4)),
-    ]
 
 
 class Layer(nn.Module):

@@ -28,6 +28,7 @@ from namedmesh.tensor_parallel import (
     SequenceParallel,
     llama_plan,
     parallelize,
+    reduce_gradients,
 )
 
 if TYPE_CHECKING:
@@ -99,12 +100,14 @@ def largest(one: Tensor, other: Tensor) -> float:
 
 
 def gradient_difference(mine: Tensor, reference: Tensor, *, locally: bool) -> float:
-    """How far a gradient is from the reference's: as a whole, and as the shard that this rank holds."""
-    grad, wanted = mine.grad, reference.grad
-    assert grad is not None
-    assert wanted is not None
-    difference = largest(grad, wanted)
+    """How far a gradient is from the reference's: as a whole, and once it is summed, as what this rank holds."""
+    assert mine.grad is not None
+    assert reference.grad is not None
+    wanted = reference.grad
+    difference = largest(mine.grad, wanted)
     if isinstance(mine, DTensor) and locally:
+        reduce_gradients([mine])
+        grad = mine.grad
         assert isinstance(grad, DTensor)
         # On one rank every placement is the same, and torch is free to name another.
         assert grad.placements == mine.placements or mine.device_mesh.size() == 1

@@ -34,6 +34,7 @@ from namedmesh.tensor_parallel import (
     SumTailGradient,
     llama_plan,
     parallelize,
+    reduce_gradients,
 )
 from namedmesh.tensor_parallel import cross_entropy as sharded_cross_entropy
 from namedmesh.tensor_parallel.collectives import RankGroup, gather_parts
@@ -93,6 +94,7 @@ def against_whole(
         assert other.grad is not None, name
         if isinstance(parameter.grad, DTensor):
             yield parameter.grad.full_tensor(), other.grad
+            reduce_gradients([parameter])
             assert isinstance(parameter, DTensor)
             cut = distribute_tensor(
                 other.grad, parameter.device_mesh, parameter.placements, src_data_rank=None

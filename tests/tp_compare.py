@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from namedmesh.errors import PlanError
-from namedmesh.tensor_parallel import parallelize, plan_from_hf, plan_report
+from namedmesh.tensor_parallel import parallelize, plan_from_hf, plan_report, reduce_gradients
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -94,6 +94,7 @@ def hf_difference(reference: Any, *, steps: int = 3) -> float:
 def _gradient_differences(mine: Tensor, wanted: Tensor) -> list[float]:
     differences = [(whole(gradient_of(mine)) - wanted).abs().max().item()]
     if isinstance(mine, DTensor):
+        reduce_gradients([mine])
         assert isinstance(mine.grad, DTensor)
         assert mine.grad.placements == mine.placements
         shard = distribute_tensor(wanted, mine.device_mesh, mine.placements, src_data_rank=None)

@@ -12,7 +12,9 @@ import sys
 import warnings
 import weakref
 from contextlib import contextmanager, suppress
-from functools import wraps
+from dataclasses import replace
+from functools import cache, wraps
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -734,16 +736,93 @@ def gradient_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
         )
     # A copy, because torch may write into the specification of a tensor that it dispatches on.
     spec = copy.copy(parameter._spec)
-    # The parameter's class is DTensor; importing that here would cost whoever only wants a mesh.
-    return type(parameter)(local, spec, requires_grad=False)
+    # The parameter's class is DTensor; importing that here would cost whoever only wants a mesh. Its __init__ does nothing
+    # but to turn the compiler off for that, which takes most of the time.
+    kind: Any = type(parameter)
+    gradient: DTensor = kind.__new__(kind, local, spec, requires_grad=False)
+    return gradient
 
 
-def global_offset(tensor: DTensor) -> tuple[int, ...]:
-    """Return where this rank's shard of a tensor begins in the whole, for each dim; what checkpoints go by."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+def distribute_blocks(
+    tensor: torch.Tensor, mesh: DeviceMesh, dim: int, count: int, src_data_rank: int | None
+) -> DTensor:
+    """Return a tensor as a DTensor of which each rank has its part of every one of ``count`` equal blocks along a dim.
 
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(offset)
+    The placement that says so is private: FSDP2 uses it for what is sharded already. torch writes and reads checkpoints
+    of such a tensor only where the parts that a rank has are next to each other.
+    """
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    _let_checkpoints_have_parts(DTensor)
+    apart = tensor.detach().unflatten(dim, (count, -1))
+    local = distribute_tensor(apart, mesh, [Shard(dim + 1)], src_data_rank=src_data_rank).to_local()
+    strides = torch.empty(tensor.shape, device="meta").stride()
+    placements = [_StridedShard(dim, split_factor=count)]
+    return DTensor.from_local(
+        local.flatten(dim, dim + 1), mesh, placements, run_check=False, shape=tensor.shape, stride=strides
+    )
+
+
+def parts_of_shard(tensor: DTensor) -> list[list[tuple[int, int]]]:
+    """Return where this rank's shard lies in the whole tensor: for each dim, the start and length of each part of it."""
+    where: Sequence[int] = tensor.device_mesh.get_coordinate() or []
+    found = []
+    for dim, size in enumerate(tensor.shape):
+        index = torch.arange(size)
+        for placement, ranks, rank in zip(tensor.placements, tensor.device_mesh.shape, where, strict=False):
+            if getattr(placement, "dim", None) == dim:
+                blocks = index.chunk(getattr(placement, "split_factor", 1))
+                parts = [part for block in blocks for part in block.chunk(ranks)[rank : rank + 1]]
+                index = torch.cat([index[:0], *parts])
+        starts = [0, *(index.diff() != 1).nonzero().flatten().add(1).tolist(), len(index)]
+        found.append([(int(index[i]), j - i) for i, j in pairwise(starts) if j > i])
+    return found
+
+
+@cache
+def _let_checkpoints_have_parts(kind: Any) -> None:
+    """Let DCP write and read a DTensor whose shard is several parts of the whole, each of them for itself.
+
+    It takes the shard for one part, which would lie over those of other ranks.
+    """
+    items, chunks, shard = kind.__create_write_items__, kind.__create_chunk_list__, kind.__get_tensor_shard__
+
+    def parts(tensor: DTensor) -> list[tuple[torch.Size, torch.Size]]:
+        if not any(getattr(placement, "split_factor", 1) > 1 for placement in tensor.placements):
+            return []
+        found = list(product(*parts_of_shard(tensor)))
+        if len(found) == 1:
+            return []
+        return [(torch.Size(run[0] for run in part), torch.Size(run[1] for run in part)) for part in found]
+
+    def create_write_items(tensor: Any, name: str, value: Any) -> list[Any]:
+        (item,) = items(tensor, name, value)
+        found = []
+        for offsets, sizes in parts(tensor):
+            chunk = replace(item.tensor_data.chunk, offsets=offsets, sizes=sizes)
+            data = replace(item.tensor_data, chunk=chunk)
+            found.append(replace(item, index=replace(item.index, offset=offsets), tensor_data=data))
+        return found or [item]
+
+    def create_chunk_list(tensor: Any) -> list[Any]:
+        (whole,) = chunks(tensor)
+        return [replace(whole, offsets=offsets, sizes=sizes) for offsets, sizes in parts(tensor)] or [whole]
+
+    def get_tensor_shard(tensor: Any, index: Any) -> torch.Tensor:
+        local: torch.Tensor = shard(tensor, index)
+        found = parts(tensor)
+        if not found:
+            return local
+        (sizes,) = (sizes for offsets, sizes in found if offsets == index.offset)
+        for dim, runs in enumerate(parts_of_shard(tensor)):
+            before = sum(length for start, length in runs if start < index.offset[dim])
+            local = local.narrow(dim, before, sizes[dim])
+        return local
+
+    kind.__create_write_items__ = create_write_items
+    kind.__create_chunk_list__ = create_chunk_list
+    kind.__get_tensor_shard__ = get_tensor_shard
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from namedmesh.tensor_parallel.expert_parallel import ExpertParallel
 from namedmesh.tensor_parallel.experts import IdentityExpert, ShardedExperts
 from namedmesh.tensor_parallel.fused import FusedColwiseParallel
 from namedmesh.tensor_parallel.gradient_comparison import compare_gradients
+from namedmesh.tensor_parallel.gradient_sums import reduce_gradients
 from namedmesh.tensor_parallel.hf import plan_from_hf
 from namedmesh.tensor_parallel.kv_heads import KeyValueParallel
 from namedmesh.tensor_parallel.local import KeepWhole, LocalParameters, SumOutput, SumTailGradient
@@ -47,5 +48,6 @@ __all__ = [
     "parallelize",
     "plan_from_hf",
     "plan_report",
+    "reduce_gradients",
     "verify",
 ]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 
 from namedmesh._torch import apply_style
 from namedmesh.tensor_parallel.gradient_comparison import GradientComparison, Whole
-from namedmesh.tensor_parallel.gradient_layout import align_gradients
+from namedmesh.tensor_parallel.gradient_sums import reduce_before_steps
 from namedmesh.tensor_parallel.guards import avoid_native_path, install_guards, restored_on_error
 from namedmesh.tensor_parallel.module_setup import NAME
 from namedmesh.tensor_parallel.placements import accepts_sharded_module, whole_sides
@@ -67,7 +67,8 @@ def parallelize(
             match one module, a style does not fit a module, features, vocabulary or heads do not divide, a column
             layer is several layers in one and the plan does not say how they lie, a tie would break, or the model
             is already parallelized.
-        GradientError: in the first backward, on every rank: something that is whole on every rank differs, by name.
+        GradientError: in the first backward, on every rank: something that is whole on every rank differs, by name. Under
+            ``torch.compile``, and in the two passes of zero-bubble schedules, at the optimizer's first step.
 
     Example:
         Under plain python, a world of one, rank 0 has all 16 rows of ``w1``; on 2 ranks each has 8 of them:
@@ -90,6 +91,7 @@ def parallelize(
                 model = applied
         for tie in resolved.ties:
             tie.restore()
+    reduce_before_steps()
     if check and mesh.size() > 1 and not any(_has_own_data(entry.style) for entry in resolved.entries):
         GradientComparison(model, mesh, _whole_activations(resolved.entries))
     avoid_native_path(model)
@@ -118,6 +120,4 @@ def _apply_entry(entry: Entry, mesh: DeviceMesh, src_data_rank: int | None) -> n
     applied = apply(entry.module, mesh, entry.style, src_data_rank=src_data_rank)
     for name, parameter in applied.named_parameters():
         parameter.requires_grad_(trainable.get(name, parameter.requires_grad))
-    if isinstance(entry.style, SequenceParallel):
-        align_gradients(applied)
     return applied

@@ -13,7 +13,6 @@ from namedmesh.tensor_parallel.regions import exchange
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed.device_mesh import DeviceMesh
 
     from namedmesh.tensor_parallel.collectives import RankGroup
 
@@ -38,11 +37,6 @@ class Blocks:
 
     sizes: tuple[int, ...]
     size: int
-
-    @classmethod
-    def equal(cls, rows: int, count: int, mesh: DeviceMesh) -> Blocks:
-        """Make blocks of equal length of some rows, over the ranks of a mesh."""
-        return cls((rows // count,) * count, mesh.size())
 
     def moved(self, holder: int, worker: int) -> list[tuple[int, int]]:
         """Return the rows, from and to, that one rank holds and another one works on."""
@@ -70,12 +64,12 @@ class Blocks:
         outgoing = torch.cat([shard[low - first : high - first] for ranges in sent for low, high in ranges])
         return exchange(outgoing, peers, _lengths(sent), _lengths(received))
 
-    def of(self, parameter: Tensor, peers: RankGroup, dim: int = 0) -> Tensor:
-        """Return the plain rows that this rank works on, of a parameter that is sharded along ``dim``."""
+    def of(self, parameter: Tensor, peers: RankGroup) -> Tensor:
+        """Return the plain rows that this rank works on, of a parameter whose rows are sharded."""
         if torch.compiler.is_compiling() and isinstance(parameter, DTensor):
             # What the compiler knows to trace: all rows are gathered, and the parts of their gradients summed.
-            return self.select(whole_parameter(parameter).movedim(dim, 0), peers.rank).movedim(0, dim)
-        return self.collect(local_shard(parameter).movedim(dim, 0), peers).movedim(0, dim)
+            return self.select(whole_parameter(parameter), peers.rank)
+        return self.collect(local_shard(parameter), peers)
 
 
 def _lengths(moves: list[list[tuple[int, int]]]) -> list[int]:

@@ -238,11 +238,16 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def whole_parameter(parameter: Tensor) -> Tensor:
-    """Return all of a parameter as a plain tensor, of whose gradient each peer makes a part: the parts are summed."""
+    """Return all of a parameter as a plain tensor, of whose gradient each peer makes a part.
+
+    The gradient of a sharded parameter is summed in the backward, and that of a replicated one left as a part: see
+    :func:`namedmesh.tensor_parallel.gradient_sums.reduce_gradients`.
+    """
     if not isinstance(parameter, DTensor):
         return parameter
-    # The move sums the parts on the way back.
-    whole: Tensor = parameter.redistribute(placements=(Replicate(),)).to_local(grad_placements=(Partial(),))
+    if parameter.placements != (Replicate(),):
+        parameter = parameter.redistribute(placements=(Replicate(),))
+    whole: Tensor = parameter.to_local(grad_placements=(Partial(),))
     return whole
 
 

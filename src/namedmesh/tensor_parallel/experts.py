@@ -27,9 +27,9 @@ class ShardedExperts(LocalParameters):
     (hidden states, routing weights) are the same on every rank; the gradient of each, of which a rank computes
     a part, is summed.
 
-    Where gate and up are fused into one weight, the parameter is sharded like any other, rank after rank, so that
-    checkpoints, FSDP2 and optimizers see the weight of the whole model; the ranks exchange rows in every forward,
-    and their gradients in every backward: as many numbers as a rank holds.
+    Where gate and up are fused into one weight, each rank has its part of both, and the parameter is a DTensor that says
+    so: ``full_tensor()``, checkpoints and optimizers see the weight of the whole model. ``fully_shard`` afterwards
+    has to cut it along another dim than the fused one, as it does by itself.
 
     Args:
         placements: the layout of each sharded parameter, by name.
@@ -65,11 +65,21 @@ class ShardedExperts(LocalParameters):
             for name, _ in module.named_parameters(recurse=False)
             if isinstance(placements.get(name, Replicate()), Replicate)
         ]
-        return super().incompatibilities(module) + [
-            f"ShardedExperts sums the output over the ranks, but {name!r} of {type(module).__name__} is whole on "
-            f"every rank and would count once for each; name a layout that shards it"
-            for name in whole
+        first = [
+            f"ShardedExperts finds {name!r} of {type(module).__name__} fused along its first dim, which fully_shard cuts; "
+            f"name a later dim of stacked experts"
+            for name in self.fused
+            if getattr(placements.get(name), "dim", None) == 0
         ]
+        return (
+            super().incompatibilities(module)
+            + first
+            + [
+                f"ShardedExperts sums the output over the ranks, but {name!r} of {type(module).__name__} is whole on "
+                f"every rank and would count once for each; name a layout that shards it"
+                for name in whole
+            ]
+        )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)

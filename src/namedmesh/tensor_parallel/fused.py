@@ -39,7 +39,8 @@ class FusedColwiseParallel(ColwiseParallel):
     gradients in every backward: as many numbers as a rank holds.
 
     Args:
-        blocks: the number of equal blocks, or the output features of each.
+        blocks: the number of equal blocks, or the output features of each; 1 where the model's features may be shared
+            out rank after rank.
         interleaved: instead, the number of heads (or of groups of heads) that lie one after the other.
         input_layouts: how a plain input is laid out: ``Replicate()`` (the default), or ``Shard(dim)`` to
             gather it first.
@@ -118,7 +119,7 @@ class FusedColwiseParallel(ColwiseParallel):
             problems = problems or self.size_incompatibilities(module, device_mesh.size())
         if problems or not isinstance(module, nn.Linear):
             raise PlanError(*(f"{type(module).__name__}: {problem}" for problem in problems))
-        if self.interleaved is not None:
+        if self.interleaved is not None or len(self.sizes(module)) == 1:
             return super()._apply(module, device_mesh)
         blocks = Blocks(self.sizes(module), device_mesh.size())
         return with_forward(self, module, device_mesh, FusedLinear, _blocks=blocks)
@@ -172,6 +173,6 @@ def _unsaid(entries: list[Entry]) -> Iterator[tuple[str, str]]:
             reason = (
                 f"{features} output features, of which {names} takes {taken}: several layers in one, whose features may "
                 f"lie in blocks (q|k|v, gate|up) or head by head; say which, with FusedColwiseParallel(blocks=...) or "
-                f"FusedColwiseParallel(interleaved=...)"
+                f"FusedColwiseParallel(interleaved=...); blocks=1 where rank after rank is right"
             )
             yield column.fqn, reason

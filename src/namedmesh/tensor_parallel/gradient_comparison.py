@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from datetime import timedelta
+from functools import cache
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,11 +22,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from namedmesh._torch import at_end_of_backward, backward_pass, communicates
-from namedmesh.errors import GradientError
+from namedmesh._torch import at_end_of_backward, backward_pass, communicates, default_store
+from namedmesh.errors import GradientError, listing, ranks_in_words
 from namedmesh.tensor_parallel.collectives import RankGroup, all_gather, local_shard
 from namedmesh.tensor_parallel.comparison_errors import problems_of
-from namedmesh.tensor_parallel.fingerprints import COLUMNS, SETTLED, absent, fingerprint, verdicts
+from namedmesh.tensor_parallel.fingerprints import (
+    COLUMNS,
+    FROZEN,
+    SETTLED,
+    absent,
+    fingerprint,
+    frozen,
+    part_of_sum,
+    verdicts,
+)
+from namedmesh.tensor_parallel.gradient_sums import reduce_before_steps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,6 +46,25 @@ if TYPE_CHECKING:
 
 _EVERY_PASS = 16
 
+BEGINNING_LIMIT = timedelta(minutes=5)
+"""How long a rank waits for the others, where parameters begin to need a gradient."""
+
+# The ranks watch the same models, in the same order.
+_numbers = count()
+_watched: weakref.WeakValueDictionary[int, GradientComparison] = weakref.WeakValueDictionary()
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Register one hook for all: torch walks through its hooks, and none may be removed while it does."""
+    reduce_before_steps()
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    for comparison in list(_watched.values()):
+        comparison.before_step(optimizer)
+
 
 def compare_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     """Let the ranks of an axis compare, at the model's next backward, the gradients of what is whole on each of them.
@@ -40,15 +73,18 @@ def compare_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     ``parallelize_module``, by hand. Compared is every trainable parameter that the axis does not shard: a plain
     tensor, or a DTensor that is replicated along it. (A gradient that is ``Partial`` is summed by whoever uses it. A
     plain tensor that is marked as a shard, with ``tensor_model_parallel``, is left out.) The ranks send five numbers
-    for each, at the end of one backward, or before an optimizer's step if the gradients come later. A parameter
-    that has no gradient then, a zero one, or is frozen, is compared when it has one.
+    for each, at the end of one backward. Where the gradients come later, as in the two passes of zero-bubble schedules,
+    or a compiled forward has no hooks, they compare before the optimizer's step, and the error comes from there. A
+    parameter that has no gradient then, a zero one, or is frozen, is compared when it has one; parameters that
+    begin to need a gradient have to do so on every rank.
 
     Args:
         model: the model; all ranks of the axis call this, and run its forward and backward, on the same data.
         mesh: the one-dimensional mesh of the axis.
 
     Raises:
-        GradientError: in the backward, on every rank: the gradients of some parameters differ, by name.
+        GradientError: in the backward, or before the optimizer's step, on every rank: the gradients of some parameters
+            differ, by name; or a parameter begins to need a gradient on some ranks only.
 
     Example:
         >>> import namedmesh, torch, torch.distributed as dist
@@ -95,8 +131,10 @@ class GradientComparison:
         self.parameters: dict[str, tuple[nn.Module, str]] | None = None
         self.rows: dict[tuple[str, str], list[float]] = {}
         self.dtypes: set[torch.dtype] = set()
-        self.passes, self._pass, self._steps_of = 0, -1, 0
-        self._seen: set[str] = set()
+        self.passes, self._pass, self._steps_of, self._agreements = 0, -1, 0, 0
+        self.place = f"namedmesh/begun/{mesh.get_group().group_name}/{next(_numbers)}"
+        # Those that needed no gradient on any rank when the ranks last compared.
+        self.frozen: set[str] = set()
         self.handles: list[RemovableHandle] = []
         self.activations: list[tuple[str, str]] = []
         for name, (module, whole_input, whole_output) in activations.items():
@@ -120,14 +158,8 @@ class GradientComparison:
         if self._steps_of == id(self):  # a copy of the model has a copy of this, which is not registered
             return
         self._steps_of = id(self)
-        reference = weakref.ref(self)
-
-        def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-            comparison = reference()
-            if comparison is not None:
-                comparison.before_step(optimizer)
-
-        weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+        _watched[next(_numbers)] = self
+        _watch_optimizers()
 
     def _before_forward(self, _module: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -142,7 +174,7 @@ class GradientComparison:
         found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if not all(communicates(tensor, self.peers.group) for tensor in found):
             return
-        if found and (self.activations or self._open()):
+        if found and self._pending():
             for tensor in found:
                 self.dtypes.add(tensor.dtype)
                 tensor.register_hook(self._arrived)
@@ -153,18 +185,46 @@ class GradientComparison:
             self._pass = backward_pass()
             at_end_of_backward(self.after_backward)
 
+    def _pending(self) -> bool:
+        """Return whether something is still to be compared; the same on every rank, but for what has begun to be trained."""
+        begun = self._open()
+        return bool(begun or self.activations or {*(self.parameters or ())} - self.frozen)
+
     def after_backward(self) -> None:
         """Compare what a pass has left, unless some of it never comes: then in fewer and fewer passes."""
-        names = {*self._open()}
-        if names - self._seen:  # one begins to need a gradient
-            self.passes, self._seen = 0, self._seen | names
-        self.passes += 1
-        if self.passes <= _EVERY_PASS or self.passes & (self.passes - 1) == 0:
-            self._compare()
+        begun = self.frozen & {*self._open()}
+        if begun:
+            self._agree_on(begun)
+            self.passes, self.frozen = 0, self.frozen - begun
+        if self._pending():
+            self.passes += 1
+            if self.passes <= _EVERY_PASS or self.passes & (self.passes - 1) == 0:
+                self._compare()
+
+    def _agree_on(self, begun: set[str]) -> None:
+        """Wait until every rank has the same parameters begin to need a gradient; those that have not would not compare.
+
+        Raises:
+            GradientError: after a time: some ranks have not.
+        """
+        self._agreements += 1
+        names = listing(sorted(begun), 4)
+        place = f"{self.place}/{self._agreements}/{names}"
+        store, others = default_store(), [rank for rank in self.ranks if rank != dist.get_rank()]
+        store.set(f"{place}/{dist.get_rank()}", "")
+        with suppress(dist.DistStoreError):
+            store.wait([f"{place}/{rank}" for rank in others], BEGINNING_LIMIT)
+            return
+        absent_ranks = [rank for rank in others if not store.check([f"{place}/{rank}"])]
+        raise GradientError(
+            f"{names} begins to need a gradient on rank {dist.get_rank()}, but within {BEGINNING_LIMIT} not on "
+            f"{ranks_in_words(absent_ranks)}; call requires_grad_ for the same parameters on every rank of {self.axis}"
+        )
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Compare what an optimizer is about to use, if it is this model's and no backward has compared it."""
-        found = {id(parameter) for parameter in self._open().values()}
+        open_names = {*(self.parameters or ())} - self.frozen | {*self._open()}
+        found = {id(self._parameter(name)) for name in open_names}
         if any(id(parameter) in found for group in optimizer.param_groups for parameter in group["params"]):
             self.after_backward()
 
@@ -179,8 +239,13 @@ class GradientComparison:
                 owner, _, own_name = name.rpartition(".")
                 if self._is_whole(parameter):
                     self.parameters[name] = modules[owner], own_name
-        found = {name: getattr(module, own_name) for name, (module, own_name) in self.parameters.items()}
+        found = {name: self._parameter(name) for name in self.parameters}
         return {name: parameter for name, parameter in found.items() if parameter.requires_grad}
+
+    def _parameter(self, name: str) -> Tensor:
+        module, own_name = (self.parameters or {})[name]
+        parameter: Tensor = getattr(module, own_name)
+        return parameter
 
     def _is_whole(self, parameter: Tensor) -> bool:
         if isinstance(parameter, DTensor):
@@ -199,8 +264,8 @@ class GradientComparison:
     def _across(self) -> list[dist.ProcessGroup]:
         """Return the groups over which parameters are sharded besides, as by FSDP2, whose ranks see other parts of them."""
         found: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for module, own_name in (self.parameters or {}).values():
-            parameter = getattr(module, own_name)
+        for name in self.parameters or ():
+            parameter = self._parameter(name)
             if not isinstance(parameter, DTensor):
                 continue
             mesh = parameter.device_mesh
@@ -219,11 +284,13 @@ class GradientComparison:
         kind, name = key
         if kind != "parameter":
             return self.rows.get(key, absent())
-        gradient = found[name].grad if name in found else None
+        if name not in found:
+            return frozen()
+        gradient = found[name].grad
         if gradient is None:
             return absent()
         if isinstance(gradient, DTensor) and self._differs_along_axis(gradient):
-            return absent()  # the sum over the ranks is still to be taken
+            return part_of_sum()
         return fingerprint(local_shard(gradient), self.dtypes)
 
     def _compare(self) -> None:
@@ -234,7 +301,7 @@ class GradientComparison:
         """
         found = self._open()
         some = next(self.model.parameters(), None)
-        if some is None or not (found or self.activations) or not communicates(some, self.peers.group):
+        if some is None or not communicates(some, self.peers.group):
             return
         every = [("parameter", name) for name in self.parameters or ()] + self.activations
         rows = [self._row_of(key, found) for key in every]
@@ -253,6 +320,7 @@ class GradientComparison:
         different = {key: value - SETTLED for key, value in outcomes.items() if value > SETTLED}
         if different:
             raise GradientError(*problems_of(self.model, different, self.axis, self.peers.size))
+        self.frozen = {name for (_, name), value in outcomes.items() if value == FROZEN}
         self._close([key for key, value in outcomes.items() if value == SETTLED])
 
     def _close(self, settled: Sequence[tuple[str, str]]) -> None:

@@ -228,9 +228,14 @@ def _conjugate(tensor: Tensor) -> Tensor:
     return tensor.conj() if tensor.is_complex() else tensor
 
 
-def _input_part(gradient: Tensor, mine: Tensor) -> Tensor:
-    """Return this rank's part of the gradient of a layer's input, from its shard of the weight, in a new tensor."""
-    return (_rows(gradient) @ _conjugate(mine)).view(*gradient.shape[:-1], mine.shape[1])
+def _input_part(gradient: Tensor, mine: Tensor, factor: int = 1) -> Tensor:
+    """Return a multiple of this rank's part of the gradient of a layer's input, from its shard of the weight, in a new tensor."""
+    rows, weight = _rows(gradient), _conjugate(mine)
+    if factor == 1:
+        product = rows @ weight
+    else:
+        product = torch.addmm(rows.new_zeros(()), rows, weight, beta=0, alpha=factor)
+    return product.view(*gradient.shape[:-1], mine.shape[1])
 
 
 def _parameter_gradients(
@@ -287,9 +292,7 @@ class _Column(torch.autograd.Function):
         if now[1] and value is not None and ctx.gather_again:
             gathering = start_all_gather(value, ctx.peers, ctx.gather_dim)
         if now[0]:
-            part = _input_part(gradient, mine)
-            if ctx.factor != 1:
-                part = part.mul_(ctx.factor)
+            part = _input_part(gradient, mine, ctx.factor)
             if ctx.gather_dim is None:
                 pending = start_all_reduce(part, ctx.peers, mine=True)
             else:

@@ -6,15 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from namedmesh._torch import gradient_like, replaced_parameters
+from namedmesh._torch import replaced_parameters
 from namedmesh.errors import PlanError
-from namedmesh.tensor_parallel.blocks import Blocks
 from namedmesh.tensor_parallel.collectives import (
     RankGroup,
-    all_reduce,
     local_shard,
     sum_backward,
     sum_forward,
@@ -35,7 +33,8 @@ class LocalParameters(ParallelStyle):
 
     For a norm over each head's features (the heads are sharded, the weight is not), or for a bare parameter with
     one number a head. The parameters become DTensors. A replicated one takes part on every rank with other
-    data, so its gradient is summed over the ranks; a sharded one's gradient is this rank's own.
+    data, so each makes a part of its gradient: a DTensor that is ``Partial`` until :func:`reduce_gradients` or an
+    optimizer's step sums it. A sharded one's gradient is this rank's own.
 
     Args:
         placements: the layout of each parameter by name; by default all of the module's own are replicated.
@@ -55,7 +54,6 @@ class LocalParameters(ParallelStyle):
     def __init__(self, placements: Mapping[str, Placement] | None = None) -> None:
         super().__init__()
         self.placements = None if placements is None else dict(placements)
-        self.fused: dict[str, int] = {}
 
     def __repr__(self) -> str:
         return f"LocalParameters({self.placements or ''})"
@@ -80,83 +78,33 @@ class LocalParameters(ParallelStyle):
         if problems:
             raise PlanError(*problems)
         shard_parameters(self)("", module, device_mesh)
-        placements = self.parameter_placements(module)
-        blocks = {
-            name: (
-                placement.dim,
-                Blocks.equal(module.get_parameter(name).shape[placement.dim], count, device_mesh),
-            )
-            for name, count in self.fused.items()
-            if isinstance(placement := placements[name], Shard)
-        }
         # Inside all hooks, where FSDP2 has put the whole parameters already. An object, and no closure,
         # because a deep copy of the module must not call the forward of the original.
-        module.forward = _LocalForward(
-            module, module.forward, tuple(placements), blocks, RankGroup(device_mesh)
-        )
+        module.forward = _LocalForward(module, module.forward, tuple(self.parameter_placements(module)))
         return module
 
 
 class _LocalForward:
     """A module's own forward, with plain tensors where its parameters are."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        original: Callable[..., Any],
-        names: tuple[str, ...],
-        blocks: Mapping[str, tuple[int, Blocks]],
-        peers: RankGroup,
-    ) -> None:
-        self.module, self.original, self.names, self.peers = module, original, names, peers
-        self.blocks = blocks
+    def __init__(self, module: nn.Module, original: Callable[..., Any], names: tuple[str, ...]) -> None:
+        self.module, self.original, self.names = module, original, names
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        values = {name: self._value(name) for name in self.names}
+        values = {name: _plain(getattr(self.module, name)) for name in self.names}
         with replaced_parameters(self.module, values):
             return self.original(*args, **kwargs)
 
-    def _value(self, name: str) -> Tensor:
-        parameter = getattr(self.module, name)
-        if name in self.blocks:
-            dim, blocks = self.blocks[name]
-            return blocks.of(parameter, self.peers, dim)
-        return self._shard_of(parameter)
 
-    def _shard_of(self, parameter: Tensor) -> Tensor:
-        if not isinstance(parameter, DTensor):
-            return parameter
-        if parameter.placements == (Replicate(),):
-            if torch.compiler.is_compiling():
-                return whole_parameter(parameter)
-            return _shared_parameter(parameter, self.peers)
-        return local_shard(parameter)
-
-
-class _SharedParameter(torch.autograd.Function):
-    """A replicated parameter as a plain tensor, whose gradient is summed over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: DTensor, peers: RankGroup) -> Tensor:
-        ctx.save_for_backward(parameter)
-        ctx.peers = peers
-        local = parameter.to_local()
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[DTensor, None]:
-        (parameter,) = ctx.saved_tensors
-        return gradient_like(parameter, all_reduce(gradient, ctx.peers)), None
-
-
-_shared_parameter: Callable[[DTensor, RankGroup], Tensor] = _SharedParameter.apply
+def _plain(parameter: Tensor) -> Tensor:
+    """Return this rank's shard of a parameter, or all of it, of whose gradient each rank then makes a part."""
+    if isinstance(parameter, DTensor) and parameter.placements == (Replicate(),):
+        return whole_parameter(parameter)
+    return local_shard(parameter)
 
 
 class KeepWhole(ActivationStyle):
-    """Keep a module as it is, because every rank computes the same with it.
-
-    For a module between sharded layers that works on what is not sharded: a plan that does not name such a
-    module is refused, because its gradients could be parts. Nothing is changed.
+    """Say in a plan that a module stays as it is, because every rank computes the same with it; nothing is changed.
 
     Example:
         >>> from namedmesh.tensor_parallel import KeepWhole

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate
 
-from namedmesh._torch import needs_functional_collectives
 from namedmesh.errors import ShapeError
-from namedmesh.tensor_parallel.collectives import RankGroup, all_reduce
+from namedmesh.tensor_parallel.collectives import RankGroup
 from namedmesh.tensor_parallel.module_setup import sharded_dim
-from namedmesh.tensor_parallel.vocabulary import in_part
+from namedmesh.tensor_parallel.vocabulary import Rows, rows_cross_entropy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.distributed.device_mesh import DeviceMesh
 
 _REDUCTIONS = ("mean", "sum", "none")
@@ -36,7 +32,7 @@ def cross_entropy(
     """Return the cross entropy of logits of which each rank has its part of the vocabulary.
 
     What ``torch.nn.functional.cross_entropy`` makes of the whole logits, in float32 at least, with three small sums over
-    the ranks. Of the logits it keeps one copy for the backward.
+    the ranks. For the backward it keeps the logits themselves: nothing may write into them before.
 
     Args:
         logits: ``(..., vocabulary)``, a DTensor that is sharded along its last dim, as a column style with
@@ -67,7 +63,7 @@ def cross_entropy(
     _refuse_strangers(target, local.shape[-1] * peers.size, ignore_index)
     dtype = torch.promote_types(local.dtype, torch.float32)
     counts = target != ignore_index
-    losses = _cross_entropy(local, target, counts, peers, (label_smoothing, z_loss, dtype))
+    losses = rows_cross_entropy(local, target, counts, peers, Rows(dtype, label_smoothing, z_loss))
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -117,55 +113,3 @@ def _refuse_strangers(target: Tensor, vocabulary: int, ignore_index: int) -> Non
             f"target {int(strange[0])} is out of bounds: the vocabulary runs from 0 to {vocabulary - 1}, and "
             f"ignore_index is {ignore_index}"
         )
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """``lse - (1 - s) x[target] - s mean(x) + z lse ** 2``, for each row x, where lse is ``log(sum(exp(x)))``."""
-
-    @staticmethod
-    def forward(  # noqa: PLR0917  autograd passes them by position
-        ctx: Any,
-        logits: Tensor,
-        target: Tensor,
-        counts: Tensor,
-        peers: RankGroup,
-        options: tuple[float, float, torch.dtype],
-    ) -> Tensor:
-        smoothing, z_loss, dtype = options
-        part = logits.shape[-1]
-        elsewhere, mine = in_part(target, peers.rank * part, part)
-        highest = all_reduce(logits.amax(-1).to(dtype), peers, "max", mine=True)
-        shifted = logits.to(dtype) - highest.unsqueeze(-1)
-        of_target = shifted.gather(-1, mine.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
-        mean = shifted.sum(-1) / (part * peers.size) if smoothing else torch.zeros_like(of_target)
-        # Into the memory of the difference, unless somebody may have kept that.
-        into = None if needs_functional_collectives(shifted) else shifted
-        probabilities = torch.exp(shifted, out=into)
-        sums = all_reduce(torch.stack([of_target, probabilities.sum(-1), mean]), peers, mine=True)
-        of_target, total, mean = sums.unbind()
-        probabilities = torch.div(probabilities, total.unsqueeze(-1), out=into)
-        normalizer = total.log()
-        loss = normalizer - (1 - smoothing) * of_target - smoothing * mean
-        lse = normalizer + highest
-        if z_loss:
-            loss += z_loss * lse.square()
-        ctx.save_for_backward(probabilities, elsewhere, mine, counts, lse if z_loss else None)
-        ctx.options, ctx.vocabulary, ctx.dtype = options, part * peers.size, logits.dtype
-        return loss.masked_fill(~counts, 0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        probabilities, elsewhere, mine, counts, lse = ctx.saved_tensors
-        smoothing, z_loss, _ = ctx.options
-        gradient = gradient.masked_fill(~counts, 0).unsqueeze(-1)
-        scale = gradient if lse is None else gradient * (1 + 2 * z_loss * lse.unsqueeze(-1))
-        result = probabilities * scale
-        on_target = gradient.masked_fill(elsewhere.unsqueeze(-1), 0) * (smoothing - 1)
-        result.scatter_add_(-1, mine.unsqueeze(-1), on_target)
-        if smoothing:
-            result.sub_(gradient * (smoothing / ctx.vocabulary))
-        return result.to(ctx.dtype), None, None, None, None
-
-
-_cross_entropy: Callable[..., Tensor] = _CrossEntropy.apply

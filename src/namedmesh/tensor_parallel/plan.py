@@ -24,7 +24,6 @@ from namedmesh.errors import PlanError, did_you_mean, listing
 from namedmesh.tensor_parallel.adapters import with_adapters
 from namedmesh.tensor_parallel.attention_heads import head_problems, with_counts
 from namedmesh.tensor_parallel.fused import fused_problems
-from namedmesh.tensor_parallel.local import LocalParameters
 from namedmesh.tensor_parallel.module_setup import NAME
 from namedmesh.tensor_parallel.placements import (
     accepts_sharded_module,
@@ -206,7 +205,7 @@ def _size_problems(entries: list[Entry], tp_size: int) -> list[str]:
             if not isinstance(placement, Shard) or (name == "bias" and hasattr(entry.module, "out_features")):
                 continue  # a bias is sharded as the output features are: say it once
             dim = placement.dim
-            parts = entry.style.fused.get(name, 1) if isinstance(entry.style, LocalParameters) else 1
+            parts = getattr(entry.style, "fused", {}).get(name, 1)
             size = entry.module.get_parameter(name).shape[dim]
             if size % (tp_size * parts):
                 places[entry.key, _size_name(entry.module, name, dim), size, parts].append(entry.fqn)

@@ -162,11 +162,11 @@ def shared_by(module: nn.Module, peers: RankGroup, value: Tensor) -> Shared | No
 
 
 def _mean(gradient: Tensor, peers: RankGroup) -> Tensor:
-    return all_reduce(gradient, peers) / peers.size
+    return all_reduce(gradient, peers).div_(peers.size)
 
 
 def _mean_of_shard(gradient: Tensor, peers: RankGroup, dim: int) -> Tensor:
-    return reduce_scatter(gradient, peers, dim) / peers.size
+    return reduce_scatter(gradient, peers, dim).div_(peers.size)
 
 
 _mean_backward = with_backward(passed, _mean)

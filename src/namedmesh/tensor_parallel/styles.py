@@ -10,9 +10,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_module, distri
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwiseParallel
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
 
+from namedmesh._torch import distribute_blocks
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel.embedding import ColwiseEmbedding, RowwiseEmbedding
-from namedmesh.tensor_parallel.gradient_layout import align_gradients
 from namedmesh.tensor_parallel.linear import ColwiseLinear, RowwiseLinear
 from namedmesh.tensor_parallel.module_setup import StyleContext
 from namedmesh.tensor_parallel.placements import incompatibilities, parameter_placements
@@ -145,8 +145,6 @@ def _shard(
             lambda _module, inputs, _mesh: (setup.redistribute_input(inputs[0], desired), *inputs[1:]),  # type: ignore[arg-type]
             lambda module, output, _mesh: setup.redistribute_output(module, output),  # type: ignore[arg-type]
         )
-        if norm is None:
-            align_gradients(module)
         return module
     distribute_module(module, mesh, partition)
     if norm is not None:
@@ -164,13 +162,17 @@ def _on_sharded_base(kind: Any, ours: Any) -> type[nn.Module]:
 
 def shard_parameters(style: ParallelStyle) -> Callable[[str, nn.Module, DeviceMesh], None]:
     """Replace the module's own parameters with DTensors, frozen ones included; for ``distribute_module``."""
+    fused: dict[str, int] = getattr(style, "fused", {})
 
     def partition(fqn: str, module: nn.Module, mesh: DeviceMesh) -> None:
         if fqn:  # a child of a subclass; torch replicates what it owns
             return
         for name, placement in (parameter_placements(style, module) or {}).items():
             parameter = getattr(module, name)
-            shard = distribute_tensor(parameter, mesh, [placement], src_data_rank=style.src_data_rank)
+            if name in fused and isinstance(placement, Shard):
+                shard = distribute_blocks(parameter, mesh, placement.dim, fused[name], style.src_data_rank)
+            else:
+                shard = distribute_tensor(parameter, mesh, [placement], src_data_rank=style.src_data_rank)
             module.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
 
     return partition

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
@@ -168,48 +168,73 @@ def cross_entropy(
         )
     if problems:
         raise ShapeError(*problems)
-    return _cross_entropy(logits.to(dtype or logits.dtype), target, peers, label_smoothing)
+    # Spread over the other entries of the part, as the dialects have it.
+    spread = label_smoothing * part / (part - 1) if label_smoothing else 0.0
+    dtype = dtype or logits.dtype
+    if torch.promote_types(logits.dtype, dtype) is not dtype:
+        logits = logits.to(dtype)
+    return rows_cross_entropy(logits, target, None, peers, Rows(dtype, spread, over_part=True))
+
+
+class Rows(NamedTuple):
+    """What the cross entropy of each row is computed with.
+
+    Args:
+        dtype: the type.
+        spread: what is taken off the target and spread evenly over all entries.
+        z_loss: what the square of the logarithm of the softmax's denominator is multiplied by and added.
+        over_part: spread over the entries of this rank only, which then has another loss than its peers.
+    """
+
+    dtype: torch.dtype
+    spread: float = 0.0
+    z_loss: float = 0.0
+    over_part: bool = False
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """``log(sum(exp(x))) - x[target]``, from three sums over the peers, of which two travel together."""
+    """``log(sum(exp(x))) - (1 - s) x[target] - s mean(x) + z log(sum(exp(x))) ** 2``, for each row x."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, peers: RankGroup, label_smoothing: float) -> Tensor:
+    def forward(  # noqa: PLR0917  autograd passes them by position
+        ctx: Any, logits: Tensor, target: Tensor, counts: Tensor | None, peers: RankGroup, rows: Rows
+    ) -> Tensor:
         part = logits.shape[-1]
         elsewhere, mine = in_part(target, peers.rank * part, part)
-        highest = all_reduce(logits.amax(-1), peers, "max", mine=True)
-        shifted = logits - highest.unsqueeze(-1)
+        highest = all_reduce(logits.amax(-1).to(rows.dtype), peers, "max", mine=True)
+        shifted = logits - highest.unsqueeze(
+            -1
+        )  # in the larger of the two types, with no copy of the logits in it
         of_target = shifted.gather(-1, mine.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
-        mean = shifted.mean(-1) if label_smoothing else None
+        mean = shifted.mean(-1) if rows.spread else torch.zeros_like(of_target)
         # Into the memory of the difference, unless somebody may have kept that.
-        into = None if needs_functional_collectives(shifted) else shifted
-        probabilities = torch.exp(shifted, out=into)
-        sums = all_reduce(torch.stack([of_target, probabilities.sum(-1)]), peers, mine=True)
-        of_target, total = sums[0], sums[1]
+        total = torch.exp(shifted, out=None if needs_functional_collectives(shifted) else shifted).sum(-1)
+        sums = [of_target, total] if rows.over_part else [of_target, total, mean / peers.size]
+        of_target, total, *means = all_reduce(torch.stack(sums), peers, mine=True).unbind()
+        mean = means[0] if means else mean
         normalizer = total.log()
-        loss = normalizer - of_target
-        probabilities = torch.div(probabilities, total.unsqueeze(-1), out=into)
-        spread = label_smoothing * part / (part - 1) if label_smoothing else 0.0
-        if mean is not None:
-            # The logarithm of a probability is the shifted logit less the normalizer; of a probability that
-            # is too small for its type it would be minus infinity.
-            loss = (1 - spread) * loss - spread * (mean - normalizer)
-        ctx.save_for_backward(probabilities, elsewhere, mine)
-        ctx.spread = spread
-        return loss
+        loss = normalizer - (1 - rows.spread) * of_target - rows.spread * mean
+        lse = normalizer + highest
+        if rows.z_loss:
+            loss = loss + rows.z_loss * lse.square()
+        ctx.save_for_backward(logits, lse, elsewhere, mine, counts)
+        ctx.rows, ctx.entries = rows, part if rows.over_part else part * peers.size
+        return loss if counts is None else loss.masked_fill(~counts, 0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities, elsewhere, mine = ctx.saved_tensors
-        gradient = gradient.unsqueeze(-1)
-        result = probabilities * gradient
-        on_target = gradient.masked_fill(elsewhere.unsqueeze(-1), 0) * (ctx.spread - 1)
-        result.scatter_add_(-1, mine.unsqueeze(-1), on_target)
-        if ctx.spread:
-            result.sub_(gradient * (ctx.spread / probabilities.shape[-1]))
-        return result, None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        logits, lse, elsewhere, mine, counts = ctx.saved_tensors
+        rows: Rows = ctx.rows
+        gradient = gradient if counts is None else gradient.masked_fill(~counts, 0)
+        scale = gradient * (1 + 2 * rows.z_loss * lse) if rows.z_loss else gradient
+        result = (logits - lse.unsqueeze(-1)).exp_().mul_(scale.unsqueeze(-1))
+        on_target = gradient.masked_fill(elsewhere, 0) * (rows.spread - 1)
+        result.scatter_add_(-1, mine.unsqueeze(-1), on_target.unsqueeze(-1))
+        if rows.spread:
+            result.sub_(gradient.unsqueeze(-1) * (rows.spread / ctx.entries))
+        return result.to(logits.dtype), None, None, None, None
 
 
-_cross_entropy: Callable[[Tensor, Tensor, RankGroup, float], Tensor] = _CrossEntropy.apply
+rows_cross_entropy: Callable[[Tensor, Tensor, Tensor | None, RankGroup, Rows], Tensor] = _CrossEntropy.apply
+"""The cross entropy of each row of logits, with its target, whether it counts (None: all do), the peers, and how."""

@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from namedmesh._torch import constant_of_mesh, synchronous
 from namedmesh.errors import TrainingError
+from namedmesh.tensor_parallel.gradient_sums import reduce_gradients
 from namedmesh.training.reduction import all_reduced
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise TrainingError(f"norm_type is {norm_type}; it must be greater than 0, or math.inf")
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if not torch.compiler.is_compiling():
+        reduce_gradients(parameters)  # all at once, and not one after the other
     held = [(_holders(each, each.grad), each.grad) for each in parameters if each.grad is not None]
     counts = {holders: _counts_here(mesh, *holders) for holders in dict(held)}
     shards = [_shard(_summed(grad)) for _, grad in held]  # on every rank, as it may communicate

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor
 
-from namedmesh._torch import global_offset
+from namedmesh._torch import parts_of_shard
 from namedmesh.errors import TrainingError, listing
 from namedmesh.mesh import current_mesh
 from namedmesh.tensor_parallel.collectives import local_shard
@@ -120,8 +120,7 @@ def _fill(
 def _place(parameter: Tensor) -> tuple[tuple[int, ...], list[Runs]]:
     """Return the shape of the whole parameter, and where this rank's shard lies in it."""
     if isinstance(parameter, DTensor):
-        local = parameter.to_local().shape
-        return tuple(parameter.shape), [[run] for run in zip(global_offset(parameter), local, strict=True)]
+        return tuple(parameter.shape), parts_of_shard(parameter)
     shape = list(parameter.shape)
     runs: list[Runs] = [[(0, length)] for length in shape]
     if getattr(parameter, "tensor_model_parallel", False):

@@ -1,0 +1,128 @@
+"""Gradients that are parts of a sum: they add up on each rank, and are summed over the ranks once a step.
+
+A norm that each rank applies to its own heads, or to its part of the sequence, gets a part of its gradient on every
+rank: a DTensor that is ``Partial``. The parts of several micro-batches add up without communication. DTensor arithmetic
+is right with such a gradient, but sums it anew in each operation that needs the sum.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from namedmesh._torch import synchronous
+from namedmesh.tensor_parallel.collectives import RankGroup, all_reduce
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def reduce_gradients(parameters: nn.Module | Iterable[Tensor]) -> None:
+    """Sum the gradients that are parts over their ranks: one collective for all that have the same ranks and type.
+
+    Every step of a ``torch.optim.Optimizer`` does this first, and so does :func:`namedmesh.training.clip_grad_norm_`. Call
+    it yourself, after the last micro-batch, before code that takes ``grad.to_local()`` for the gradient, such as an
+    optimizer of your own, or that writes into gradients what is no multiple of them, as
+    ``torch.nn.utils.clip_grad_value_`` does. ``grad.full_tensor()`` is the whole gradient before and afterwards.
+
+    Args:
+        parameters: a model, or parameters; on all ranks the same ones, in the same order.
+
+    Example:
+        >>> import namedmesh, torch, torch.distributed as dist
+        >>> from namedmesh.tensor_parallel import LocalParameters, parallelize, reduce_gradients
+        >>> mesh = namedmesh.init_mesh(tp=-1, device="cpu")
+        >>> norm = parallelize(torch.nn.LayerNorm(4), mesh["tp"], LocalParameters())
+        >>> norm(torch.ones(2, 4)).sum().backward()
+        >>> norm.bias.grad.placements
+        (Partial(sum),)
+        >>> reduce_gradients(norm)
+        >>> norm.bias.grad.placements
+        (Replicate(),)
+        >>> mesh.close()
+        >>> dist.destroy_process_group()
+    """
+    together: dict[tuple[DeviceMesh, int, torch.dtype], list[Tensor]] = {}
+    for parameter in parameters.parameters() if isinstance(parameters, nn.Module) else parameters:
+        gradient = parameter.grad
+        if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+            continue
+        if gradient.placements == parameter.placements or gradient.device_mesh != parameter.device_mesh:
+            continue
+        dim = _summed_dim(gradient, parameter)
+        if dim is None:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+        else:
+            together.setdefault((gradient.device_mesh, dim, gradient.dtype), []).append(parameter)
+    for (mesh, dim, _), some in together.items():
+        _reduce_together(some, RankGroup(mesh.get_group(dim)))
+
+
+def _summed_dim(gradient: DTensor, parameter: DTensor) -> int | None:
+    """Return the dim of the mesh over which a gradient is still to be summed, if it is otherwise laid out as its parameter."""
+    different = [
+        dim
+        for dim, (one, other) in enumerate(zip(gradient.placements, parameter.placements, strict=True))
+        if one != other
+    ]
+    if len(different) != 1:
+        return None
+    (dim,) = different
+    is_sum = gradient.placements[dim] == Partial() and isinstance(parameter.placements[dim], Replicate)
+    return dim if is_sum else None
+
+
+@torch.no_grad()
+def _reduce_together(parameters: list[Any], group: RankGroup) -> None:
+    parts = [synchronous(parameter.grad.to_local()) for parameter in parameters]
+    total = all_reduce(torch.cat([part.flatten() for part in parts]), group, mine=True)
+    for parameter, part, whole in zip(
+        parameters, parts, total.split([p.numel() for p in parts]), strict=True
+    ):
+        gradient = parameter.grad
+        parameter.grad = DTensor.from_local(
+            whole.view_as(part),
+            gradient.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=gradient.shape,
+            stride=gradient.stride(),
+        )
+
+
+@cache
+def reduce_before_steps() -> None:
+    """Let every optimizer of this process sum such gradients before its step; torch's optimizers are not right with all of them.
+
+    In torch 2.8 SGD with momentum drops the update. An optimizer that works on shards would take a part for the gradient.
+    """
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    reduce_gradients(parameters)
+    # A closure runs the backward inside the step.
+    if len(args) > 1 and args[1] is not None:
+        return (args[0], _reducing(args[1], parameters), *args[2:]), kwargs
+    if kwargs.get("closure") is not None:
+        return args, kwargs | {"closure": _reducing(kwargs["closure"], parameters)}
+    return None
+
+
+def _reducing(closure: Callable[[], Any], parameters: list[Tensor]) -> Callable[[], Any]:
+    def call() -> Any:
+        loss = closure()
+        reduce_gradients(parameters)
+        return loss
+
+    return call
