@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+USUAL_NAMES = ("parallel_state", "mpu")
+"""What code calls the legacy module."""
 _NOT_NEOX = "get_pipe_parallel_group"
 
 
@@ -118,6 +120,14 @@ def is_dotted(node: cst.BaseExpression) -> bool:
 def is_none(node: cst.BaseExpression) -> bool:
     """Return whether an expression is the literal None."""
     return isinstance(node, cst.Name) and node.value == "None"
+
+
+def has_usual_name(node: cst.BaseExpression) -> bool:
+    """Return whether an expression is named as the legacy module: ``mpu``, ``self.mpu``, ``cfg.parallel_state``."""
+    if not isinstance(node, (cst.Name, cst.Attribute)):
+        return False
+    name = (get_full_name_for_node(node) or "").rpartition(".")[2]
+    return any(name.strip("_") == usual or name.endswith(f"_{usual}") for usual in USUAL_NAMES)
 
 
 def exports_of(module: cst.Module, path: Path) -> Exports:

@@ -14,7 +14,7 @@ from namedmesh.errors import did_you_mean
 from namedmesh.migrate.apis import APIS, GPT_NEOX_MPU, MEGATRON
 from namedmesh.migrate.files import Source, key_of
 from namedmesh.migrate.initialize import NEWER_ARGUMENTS
-from namedmesh.migrate.names import Legacy, imported, is_dotted, is_none
+from namedmesh.migrate.names import USUAL_NAMES, Legacy, has_usual_name, imported, is_dotted, is_none
 from namedmesh.migrate.rules import Advice, Row
 from namedmesh.migrate.scan import INITIALIZE_NAME, Finding, Missing
 
@@ -45,7 +45,6 @@ _VIRTUAL = (
     "up to megatron-core 0.12 ignore_virtual is False unless it is given; say so in the call, or give migrate the release "
     "with --megatron 0.13"
 )
-_USUAL_NAMES = ("parallel_state", "mpu")
 _EXPLICIT_SINCE = (0, 13)
 _OBJECT_AND_NAME = 2
 _DOTTED_PATHS = ("megatron.", "fairscale.", "namedmesh.")
@@ -215,11 +214,11 @@ class Uses(cst.CSTVisitor):
             if one and one not in self._names and not one.startswith("/"):
                 return None
             *_, module, last = ["", "", *(one or "").split(".")]
-            if module in _USUAL_NAMES:
+            if module in USUAL_NAMES:
                 found = last
-        if isinstance(node, cst.Attribute) and _has_usual_name(node.value):
+        if isinstance(node, cst.Attribute) and has_usual_name(node.value):
             found = node.attr.value
-        return "" if found is None and _has_usual_name(node) else found
+        return "" if found is None and has_usual_name(node) else found
 
     def _dotted_of(self, node: cst.BaseExpression) -> set[str | None]:
         """Return the dotted names that an expression can be; None stands for anything else but the literal None."""
@@ -356,9 +355,8 @@ class Uses(cst.CSTVisitor):
     ) -> None:
         place: CodeRange = self._positions[node]
         path, line = self._source.locate(place.start.line)
-        notes = advice.notes
         if quotes and advice.replacement:
-            advice, notes = _quoted(advice, quotes)
+            advice = _quoted(advice, quotes)
         self.findings.append(
             Finding(
                 path,
@@ -368,7 +366,7 @@ class Uses(cst.CSTVisitor):
                 written,
                 advice.replacement,
                 advice.once,
-                notes + ((doubt,) if doubt else ()),
+                advice.notes + ((doubt,) if doubt else ()),
                 not doubt,
                 (place.end.line, place.end.column + 1)
                 if isinstance(node, cst.Call) and not self._source.cells
@@ -392,21 +390,10 @@ def _elsewhere(legacy: Legacy, advice: Advice, call: ast.Call) -> Iterator[str]:
             yield f"in {api.name} it is {other}"
 
 
-def _quoted(advice: Advice, quotes: tuple[str, ...]) -> tuple[Advice, tuple[str, ...]]:
+def _quoted(advice: Advice, quotes: tuple[str, ...]) -> Advice:
     """Write the quotation marks that the f-strings around an expression allow before Python 3.12."""
-    used = {quote[0] for quote in quotes}
-    if len(quotes) == 1 and '"' not in used:
-        return advice, advice.notes
+    if len(quotes) == 1 and quotes[0][0] == "'":
+        return advice
     if len(quotes) == 1 and "'" not in advice.replacement:
-        return replace(advice, replacement=advice.replacement.replace('"', "'")), advice.notes
-    return advice, (*advice.notes, _IN_FSTRING)
-
-
-def _has_usual_name(node: cst.BaseExpression) -> bool:
-    """Return whether an expression is named as the legacy module: ``mpu``, ``self.mpu``, ``cfg.parallel_state``."""
-    name = (
-        (get_full_name_for_node(node) or "").rpartition(".")[2]
-        if isinstance(node, (cst.Name, cst.Attribute))
-        else ""
-    )
-    return any(name.strip("_") == usual or name.endswith(f"_{usual}") for usual in _USUAL_NAMES)
+        return replace(advice, replacement=advice.replacement.replace('"', "'"))
+    return replace(advice, notes=(*advice.notes, _IN_FSTRING))
