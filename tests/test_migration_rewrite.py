@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ranks import fake_world, run_ranks
 
 from namedmesh.__main__ import main
-from namedmesh.compat import megatron
 from namedmesh.compat.cli import DIALECTS
+from namedmesh.compat.megatron.original import ORIGINAL
 from namedmesh.compat.migration import scan
-from namedmesh.migrate.scan import PROVIDED
+from namedmesh.migrate.scan import MissingExtraError
+from namedmesh.migrate.uses import PROVIDED
 
 SOURCE = str(Path(__file__).parents[1] / "src")
 SCRIPT = """\
@@ -92,16 +95,146 @@ def test_a_diff_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "mpu.get_expert_model_parallel_rank()",
         "self.mpu.get_data_parallel_rank()",
         "mpu.get_data_parallel_rank(  # why\n)",
-        "mpu.initialize_model_parallel(2)",
+        "use(mpu.initialize_model_parallel)\nmpu.get_data_parallel_rank()",
+        "def make(mpu):\n    mpu.initialize_model_parallel(2)\nmpu.get_data_parallel_rank()",
+        "mpu.get_data_parallel_rank()\ndef f(namedmesh): ...",
+        "mpu.is_rank_in_embedding_group(ignore_virtual=True)",
     ],
 )
 def test_what_is_not_certain_stays(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.py"
     text = f"from megatron.core import mpu\n{line}\n"
     path.write_text(text, encoding="utf-8")
-    assert main(["migrate", "--write", str(path)]) == 0
+    assert main(["migrate", "--write", str(path)]) == ("namedmesh" in line)
     assert path.read_text(encoding="utf-8") == text
-    assert f"{path}:2: " in capsys.readouterr().out
+    assert f"{path}:" in capsys.readouterr().out
+
+
+IMPORT = "import namedmesh\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", IMPORT),
+        ('"""Doc."""\n', f'"""Doc."""\n{IMPORT}'),
+        ('"""Doc."""; x = 1\n', '"""Doc."""; import namedmesh; x = 1\n'),
+        (
+            '"""Doc."""; from __future__ import annotations; x = 1\n',
+            '"""Doc."""; from __future__ import annotations; import namedmesh; x = 1\n',
+        ),
+        ("#!/bin/python\n# Note.\n", f"#!/bin/python\n# Note.\n{IMPORT}"),
+        (
+            "'a' 'b'\nfrom __future__ import annotations\n\n",
+            f"'a' 'b'\nfrom __future__ import annotations\n{IMPORT}\n",
+        ),
+        ("import sys, namedmesh\n", "import sys, namedmesh\n"),
+        ("import sys\nsys.exit\nimport namedmesh\n", f"{IMPORT}import sys\nsys.exit\nimport namedmesh\n"),
+        ("import namedmesh as nm\n", f"{IMPORT}import namedmesh as nm\n"),
+        ("\ufeffx = 1\n", f"\ufeff{IMPORT}x = 1\n"),
+    ],
+)
+def test_the_import_comes_before_its_first_use(before: str, after: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    use = "from megatron.core import mpu\nmpu.get_data_parallel_rank()\n"
+    path.write_bytes((before + use).encode())
+    assert main(["migrate", "--write", str(path)]) == 0
+    replaced = use.replace("mpu.get_data_parallel_rank()", 'namedmesh.current_mesh().rank("dp")')
+    assert path.read_bytes().decode() == after + replaced
+
+
+PROGRAM = """\
+from megatron.core import mpu, parallel_state as ps
+import torch.distributed as dist
+def answers():
+    ps.initialize_model_parallel(2, context_parallel_size=2, create_gloo_process_groups=False)
+    groups = [mpu.get_tensor_model_parallel_group(), ps.get_context_parallel_group(), mpu.get_model_parallel_group()]
+    numbers = [mpu.get_tensor_model_parallel_rank(), mpu.get_data_parallel_world_size(with_context_parallel=True)]
+    found = numbers + [dist.get_process_group_ranks(group) for group in groups]
+    mpu.destroy_model_parallel()
+    return found
+"""
+
+
+def _answers(program: str) -> list[object]:
+    names: dict[str, Any] = {}
+    exec(compile(program, "program.py", "exec", dont_inherit=True), names)  # noqa: S102  what is tested
+    return list(names["answers"]())
+
+
+@pytest.mark.oracle("megatron.core")
+def test_a_rewritten_program_runs_alone(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM, encoding="utf-8")
+    assert main(["migrate", "--write", str(path)]) == 0
+    after = path.read_text(encoding="utf-8")
+    assert after.startswith("import namedmesh.compat.megatron\nnamedmesh.compat.megatron.install()\n")
+    assert after.count("namedmesh.current_mesh()") == 4
+    assert "mpu.get_model_parallel_group()" in after  # needs a statement of its own, and answers all the same
+    assert run_ranks(4, _answers, after) == run_ranks(4, _answers, PROGRAM)
+    assert main(["migrate", "--write", str(path)]) == 0
+    assert path.read_text(encoding="utf-8") == after
+
+
+def test_a_write_that_fails_says_what_was_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use = "from megatron.core import mpu\nmpu.get_data_parallel_rank()\n"
+    paths = [tmp_path / name for name in ("a.py", "b.py", "c.py")]
+    for path in paths:
+        path.write_text(use, encoding="utf-8")
+    paths[0].chmod(0o750)
+    link = tmp_path / "a_link.py"
+    link.symlink_to(paths[0])
+    replace = Path.replace
+
+    def fails_on_b(self: Path, target: Path) -> Path:
+        if target.name == "b.py":
+            raise OSError(28, "No space left on device")
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", fails_on_b)
+    assert main(["migrate", "--write", str(link), *map(str, paths[1:])]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == (
+        f"namedmesh migrate: {str(paths[1])!r} cannot be rewritten: No space left on device; rewritten before it: {link}\n"
+    )
+    assert f"{link}: rewritten; it was {link}.orig\n" in captured.out
+    assert link.is_symlink()
+    assert paths[0].stat().st_mode & 0o777 == 0o750
+    assert "namedmesh" in paths[0].read_text(encoding="utf-8")
+    assert [path.read_text(encoding="utf-8") for path in paths[1:]] == [use, use]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "a.py",
+        "a_link.py",
+        "a_link.py.orig",
+        "b.py",
+        "c.py",
+    ]
+
+
+def test_a_file_that_cannot_be_written_back_is_a_line_of_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use = "from megatron.core import mpu\nif x:\n    y = 1\n{}    mpu.get_data_parallel_rank()\n"
+    for name, indent in (("a.py", "\x0c"), ("b.py", "")):
+        (tmp_path / name).write_text(use.format(indent), encoding="utf-8")
+    assert main(["migrate", "--write", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.count(f"{tmp_path / 'a.py'}: LibCST does not write it back unchanged") == 1
+    assert (tmp_path / "a.py").read_text(encoding="utf-8") == use.format("\x0c")
+    assert "namedmesh" in (tmp_path / "b.py").read_text(encoding="utf-8")
+
+
+def test_without_libcst_the_extra_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "libcst", None)
+    assert main(["migrate", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == (
+        "namedmesh migrate: this needs LibCST, which is not installed; install it with: pip install 'namedmesh[migrate]'\n"
+    )
+    with pytest.raises(MissingExtraError):
+        scan([tmp_path])
 
 
 def test_the_modules_of_the_code_base_are_followed(tmp_path: Path) -> None:
@@ -137,12 +270,14 @@ def test_imports_without_a_replacement_are_named(tmp_path: Path, capsys: pytest.
     main(["migrate", str(path)])
     assert capsys.readouterr().out.rpartition("\n\n")[0] == (
         "These imports need megatron-core, and have no replacement without it:\n"
-        f"    {path}:2: megatron.core.model_parallel_config\n"
-        f"    {path}:3: megatron.core.tensor_parallel.random\n"
-        f"    {path}:4: megatron.core.tensor_parallel.random\n"
-        f"    {path}:5: megatron.core.ModelParallelConfig"
+        f"    megatron.core.ModelParallelConfig: {path}:5\n"
+        f"    megatron.core.model_parallel_config: {path}:2\n"
+        f"    megatron.core.tensor_parallel.random: {path}:3 and 1 other place"
     )
-    assert {"megatron", "megatron.core", *megatron.original.ORIGINAL.stand_ins} == PROVIDED
+    assert {"megatron", "megatron.core", *ORIGINAL.stand_ins} == PROVIDED
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    (tmp_path / "megatron" / "core" / "__init__.py").touch()
+    assert scan([tmp_path]).missing == ()
 
 
 def test_a_script_runs_unchanged(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 This page lists every name of ``megatron.core.parallel_state`` beside the expression on a
 :class:`namedmesh.NamedMesh` that gives the same answer. ``python -m namedmesh migrate PATH`` finds the calls in a
-code base and prints the line of the page for each. It reads the code and changes nothing.
+code base and prints the line of the page for each; with ``--write`` it replaces those that are certain.
 
 Step by step
 ------------
@@ -28,17 +28,18 @@ assignment to a private name, which patches that module. The *once* statements a
 
 from __future__ import annotations
 
+from namedmesh.migrate.page import advise, page
 from namedmesh.migrate.report import as_json, as_text
-from namedmesh.migrate.rules import Advice, Entry
+from namedmesh.migrate.rules import Advice, Row
 from namedmesh.migrate.scan import Finding, Problem, Scan, scan
-from namedmesh.migrate.table import TABLE, advise, page
+from namedmesh.migrate.table import TABLE
 
 __all__ = [
     "TABLE",
     "Advice",
-    "Entry",
     "Finding",
     "Problem",
+    "Row",
     "Scan",
     "advise",
     "as_json",

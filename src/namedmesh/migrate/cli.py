@@ -7,9 +7,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from namedmesh.errors import listing
 from namedmesh.migrate.report import as_json, as_text
-from namedmesh.migrate.rewrite import Rewritten, is_certain, rewrite, write
-from namedmesh.migrate.scan import scan
+from namedmesh.migrate.scan import Scan, require_libcst, scan
 from namedmesh.plan.spec import UsageError
 
 
@@ -18,6 +18,11 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         "paths", nargs="+", metavar="PATH", type=_existing, help="a module, a notebook, or a folder of them"
     )
     parser.add_argument("--format", choices=("text", "json"), default="text", help="default: %(default)s")
+    parser.add_argument(
+        "--megatron",
+        metavar="RELEASE",
+        help="the release of megatron-core that the code runs with, such as 0.13",
+    )
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
         "--diff", action="store_true", help="show what --write would change, and report the rest"
@@ -36,34 +41,47 @@ def _existing(path: str) -> str:
 
 
 def _migrate(arguments: argparse.Namespace) -> int:
-    """Scan, and print the report; 1 if a file could not be read."""
-    result = scan(arguments.paths)
+    """Scan, and print the report; 1 if a file could not be read or rewritten."""
+    if (arguments.diff or arguments.write) and arguments.format != "text":
+        raise UsageError("--diff and --write report as text; leave --format out")
+    require_libcst()
+    result = scan(arguments.paths, megatron=arguments.megatron)
     if arguments.diff or arguments.write:
-        if arguments.format != "text":
-            raise UsageError("--diff and --write report as text; leave --format out")
-        files = rewrite(result)
-        done = {file.path for file in files}
-        if arguments.diff:
-            sys.stdout.write("".join(file.diff() for file in files))
-        else:
-            sys.stdout.write("".join(f"{file.path}: rewritten; it was {_written(file)}\n" for file in files))
-        left = (one for one in result.findings if one.path not in done or not is_certain(one))
-        result = replace(result, findings=tuple(left))
-        sys.stdout.write("\n" * bool(files))
+        result = _rewritten(result, write_them=arguments.write)
     sys.stdout.write(as_json(result) if arguments.format == "json" else as_text(result))
     return 1 if result.problems else 0
 
 
-def _written(file: Rewritten) -> str:
-    try:
-        return write(file)
-    except OSError as error:
-        raise UsageError(f"{file.path!r} cannot be rewritten: {error.strerror}") from None
+def _rewritten(result: Scan, *, write_them: bool) -> Scan:
+    """Show or write what is certain, and return the rest."""
+    from namedmesh.migrate.rewrite import RewriteError, rewrite, write
+
+    rewriting = rewrite(result)
+    written: list[str] = []
+    for file in rewriting.files:
+        if not write_them:
+            sys.stdout.write(file.diff())
+            continue
+        try:
+            backup = write(file)
+        except RewriteError as error:
+            before = (
+                f"rewritten before it: {listing(written)}" if written else "no file was rewritten before it"
+            )
+            raise RewriteError(f"{error}; {before}") from None
+        written.append(file.path)
+        sys.stdout.write(f"{file.path}: rewritten; it was {backup}\n")
+    if rewriting.files:
+        sys.stdout.write("\n")
+    done = {finding for file in rewriting.files for finding in file.done}
+    left = tuple(one for one in result.findings if one not in done)
+    remarks = (*result.remarks, *rewriting.remarks)
+    return replace(result, findings=left, problems=(*result.problems, *rewriting.problems), remarks=remarks)
 
 
 COMMANDS = {
     "migrate": (
-        "list every use of megatron.core.parallel_state in some code, and the mesh call that replaces it",
+        "list every use of Megatron's, fairscale's and GPT-NeoX's groups in some code, and the mesh call for each",
         _configure,
         _migrate,
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 
 from namedmesh.dialects import DIALECTS, Arrangement, arrange
-from namedmesh.errors import NamedMeshError
-from namedmesh.migrate.rules import Advice, Arguments, Entry, view_statement
+from namedmesh.errors import NamedMeshError, listing
+from namedmesh.migrate.rules import Advice, Arguments, Row, view_statement
 
 _DENSE_SIZES = {
     "tp": "tensor_model_parallel_size",
@@ -27,15 +27,15 @@ _NOTES = {
     "from mesh.layout.groups('pp')",
     "high_priority_stream_groups": "pass options={axis: GroupOptions(high_priority=True)} for each of the groups",
 }
-_NO_CP = "where anything asks for 'cp', name that axis too: cp=1"
 _ORDER_UNKNOWN = "the order is not a literal: layouts of the mesh have no 'ep', so leave it out of the string; views follow the order"
 _NOT_ADJOINING = f"{_INSTANCES} cuts dp and cp together, which this order keeps apart; its groups are no view"
 
 
 def _layout_advice(arguments: Arguments) -> Advice:
     """Return the layout that replaces a ``RankGenerator``."""
-    names = [name for name in arguments.named if name not in {"order", "rank_offset"}]
-    names += ["rank_offset"] * ("rank_offset" in arguments.named)
+    names = sorted(
+        (name for name in arguments.named if name != "order"), key=lambda name: name == "rank_offset"
+    )
     sizes = "".join(f", {name}={ast.unparse(arguments.named[name])}" for name in names)
     return Advice(
         f"namedmesh.Layout.from_order({arguments.source('order')}{sizes})",
@@ -52,18 +52,18 @@ def _mesh_advice(arguments: Arguments) -> Advice:
     if not arguments.is_one("gtp_remat_size"):
         sizes["gtp_remat"] = arguments.size("gtp_remat_size")
         axes.insert(axes.index("tp"), "gtp_remat")
-    if "context_parallel_size" not in arguments.named:
-        del sizes["cp"]
     notes = [note for name, note in _NOTES.items() if not arguments.is_off(name)]
-    notes += [_NO_CP] * ("cp" not in sizes)
+    unknown = [name for name in arguments.named if name not in _KNOWN]
+    if unknown:
+        notes.append(f"what the arguments {listing(unknown)} ask for is missing here")
     if order is None:
-        named = ", ".join(f"{axis}={sizes[axis]}" for axis in ("tp", "cp", "pp") if axis in sizes)
+        named = ", ".join(f"{axis}={sizes[axis]}" for axis in ("tp", "cp", "pp"))
         order_source = arguments.source("order")
         world = "world_size=torch.distributed.get_world_size()"
         given = [f"namedmesh.Layout.from_order({order_source}, {named}, {world})"]
         notes.append(_ORDER_UNKNOWN)
     else:
-        given = [f"{axis}={sizes[axis]}" for axis in axes if axis in sizes]
+        given = [f"{axis}={sizes[axis]}" for axis in axes]
     if arguments.rest:
         notes.append(f"what {arguments.rest} holds is not known here; sizes given there are missing")
     views, view_notes = _views(arguments, arrangement, sizes)
@@ -80,8 +80,8 @@ def _settings(arguments: Arguments) -> list[str]:
     from_file = f"namedmesh.GroupOptions.from_yaml({arguments.source(_NCCL)})"
     backend = f'"pp": namedmesh.GroupOptions(backend={arguments.source(_BACKEND)})'
     if not arguments.is_off(_BACKEND):
-        unpacked = f"**{from_file}, " * (not arguments.is_off(_NCCL))
-        settings.append(f"options={{{unpacked}{backend}}}")
+        pairs = backend if arguments.is_off(_NCCL) else f"**{from_file}, {backend}"
+        settings.append(f"options={{{pairs}}}")
     elif not arguments.is_off(_NCCL):
         settings.append(f"options={from_file}")
     return settings
@@ -102,10 +102,10 @@ def _views(
         views += _expert_views(arguments, arrangement, dense, several=several)
     if several:
         axes = arrangement.dense.axes
-        if "cp" in dense and abs(axes.index("dp") - axes.index("cp")) > 1:
+        if not arguments.is_one(_DENSE_SIZES["cp"]) and abs(axes.index("dp") - axes.index("cp")) > 1:
             notes.append(_NOT_ADJOINING)
         else:
-            sizes = [(axis, dense[axis]) for axis in axes if axis in dense and axis != "cp"]
+            sizes = [(axis, dense[axis]) for axis in axes if axis != "cp"]
             views.append(_sized_view("optimizer", _split(sizes, "dp", arguments)))
     if not arguments.is_off("create_all_gather_group"):
         views.append(view_statement("gather"))
@@ -165,37 +165,31 @@ def _arrangement(order: str | None) -> Arrangement:
         return arrange(_MEGATRON, {})
 
 
-INITIALIZE = Entry(
-    "initialize_model_parallel",
-    (
-        *(
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "virtual_pipeline_model_parallel_size",
-        ),
-        *(_BACKEND, "use_sharp", "context_parallel_size", _LEVELS, "hybrid_context_parallel"),
-        *("expert_model_parallel_size", _INSTANCES, "expert_tensor_parallel_size", _NCCL),
-        *("distributed_timeout_minutes", "order", "get_embedding_ranks", "get_position_embedding_ranks"),
-        *("create_gloo_process_groups", "high_priority_stream_groups", "sharp_enabled_group"),
-        "create_all_gather_group",
+INITIALIZE = Row(
+    "initialize_model_parallel(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, "
+    "virtual_pipeline_model_parallel_size=None, pipeline_model_parallel_comm_backend=None, use_sharp=False, "
+    "context_parallel_size=1, hierarchical_context_parallel_sizes=None, hybrid_context_parallel=False, "
+    "expert_model_parallel_size=1, num_distributed_optimizer_instances=1, expert_tensor_parallel_size=None, "
+    "nccl_communicator_config_path=None, distributed_timeout_minutes=30, order='tp-cp-ep-dp-pp', "
+    "get_embedding_ranks=None, get_position_embedding_ranks=None, create_gloo_process_groups=True, "
+    "high_priority_stream_groups=None, sharp_enabled_group=None, create_all_gather_group=False)",
+    examples=(
+        "tensor_model_parallel_size=2, pipeline_model_parallel_size=4",
+        "tensor_model_parallel_size=2, context_parallel_size=2",
+        "tensor_model_parallel_size=2, expert_model_parallel_size=4, expert_tensor_parallel_size=1",
+        "tensor_model_parallel_size=2, pipeline_model_parallel_size=4, order='tp-pp-dp'",
+        "distributed_timeout_minutes=10",
     ),
-    (),
-    (
-        "initialize_model_parallel(tensor_model_parallel_size=2, pipeline_model_parallel_size=4)",
-        "initialize_model_parallel(tensor_model_parallel_size=2, context_parallel_size=2)",
-        "initialize_model_parallel(tensor_model_parallel_size=2, expert_model_parallel_size=4, expert_tensor_parallel_size=1)",
-        "initialize_model_parallel(tensor_model_parallel_size=2, pipeline_model_parallel_size=4, order='tp-pp-dp')",
-        "initialize_model_parallel(distributed_timeout_minutes=10)",
-    ),
-    _mesh_advice,
+    advice=_mesh_advice,
 )
-"""The entry of ``initialize_model_parallel``."""
+"""The row of ``initialize_model_parallel``."""
+_KNOWN = {*INITIALIZE.signature.names, "gtp_remat_size", "expert_gtp_remat_size"}
+NEWER_ARGUMENTS = frozenset(("gtp_remat_size", "expert_gtp_remat_size", "rank_offset", "local_world_size"))
+"""What newer releases take besides."""
 
-RANK_GENERATOR = Entry(
-    "RankGenerator",
-    ("tp", "ep", "dp", "pp", "cp", "order", "rank_offset"),
-    (),
-    ("RankGenerator(tp=2, ep=1, dp=3, pp=4, cp=1, order='tp-dp-pp')",),
-    _layout_advice,
+RANK_GENERATOR = Row(
+    "RankGenerator(tp, ep, dp, pp, cp, order, rank_offset=0)",
+    examples=("tp=2, ep=1, dp=3, pp=4, cp=1, order='tp-dp-pp'",),
+    advice=_layout_advice,
 )
-"""The entry of ``RankGenerator``."""
+"""The row of ``RankGenerator``."""

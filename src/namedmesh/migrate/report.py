@@ -9,14 +9,15 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from namedmesh.errors import count_of
-from namedmesh.migrate.rules import DIALECT
+from namedmesh.migrate.scan import API, INITIALIZE_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
-    from namedmesh.migrate.scan import Finding, Scan
+    from namedmesh.migrate.scan import Finding, Missing, Scan
 
 _INSTALL = "import namedmesh.compat.megatron; namedmesh.compat.megatron.install()"
+_MISSING = "These imports need megatron-core, and have no replacement without it:"
 _VIEW = re.compile(r'mesh\.add_view\("(\w+)"')
 
 
@@ -28,13 +29,12 @@ def as_text(scan: Scan) -> str:
         >>> print(as_text(scan([])), end="")
         No use of megatron.core.parallel_state in 0 files.
     """
-    problems = "\n".join(f"{problem.path}: {problem.message}" for problem in scan.problems)
-    blocks = [problems] * bool(problems)
+    blocks = []
+    if scan.problems:
+        blocks.append("\n".join(f"{problem.path}: {problem.message}" for problem in scan.problems))
     if scan.missing:
-        lines = [f"{one.path}:{one.line}: {one.module}" for one in scan.missing]
-        blocks.append(
-            "\n    ".join(["These imports need megatron-core, and have no replacement without it:", *lines])
-        )
+        blocks.append("\n    ".join([_MISSING, *_missing(scan.missing)]))
+    blocks += scan.remarks
     if not scan.findings:
         blocks.append(f"No use of megatron.core.parallel_state in {count_of(scan.files, 'file')}.")
         return "\n\n".join(blocks) + "\n"
@@ -47,6 +47,16 @@ def as_text(scan: Scan) -> str:
     if remarks:
         blocks.append("\n".join(f"[{number}] {remark}" for remark, number in remarks.items()))
     return "\n\n".join([*blocks, _summary(scan)]) + "\n"
+
+
+def _missing(imports: Iterable[Missing]) -> Iterator[str]:
+    """Yield a line for each module: where it is imported first, and how often else."""
+    places: dict[str, list[Missing]] = {}
+    for one in imports:
+        places.setdefault(one.module, []).append(one)
+    for module, found in sorted(places.items()):
+        more = f" and {count_of(len(found) - 1, 'other place')}" if len(found) > 1 else ""
+        yield f"{module}: {found[0].path}:{found[0].line}{more}"
 
 
 def as_json(scan: Scan) -> str:
@@ -63,6 +73,7 @@ def as_json(scan: Scan) -> str:
         "once": merge_setup(scan.findings),
         "problems": data["problems"],
         "missing": data["missing"],
+        "remarks": data["remarks"],
         "summary": _counts(scan),
         "meanwhile": _INSTALL,
     }
@@ -84,7 +95,7 @@ def merge_setup(findings: Iterable[Finding]) -> list[str]:
             if view is None:
                 products[statement] = None
                 continue
-            priority = 2 if "options=" in statement else int(finding.name == "initialize_model_parallel")
+            priority = 2 if "options=" in statement else int(finding.name == INITIALIZE_NAME)
             if priority > priorities.get(view[1], -1):
                 views[view[1]], priorities[view[1]] = statement, priority
     return [*(views[name] for name in sorted(views)), *sorted(products)]
@@ -92,8 +103,10 @@ def merge_setup(findings: Iterable[Finding]) -> list[str]:
 
 def _line(finding: Finding, remarks: dict[str, int]) -> str:
     marks = "".join(f" [{remarks.setdefault(note, len(remarks) + 1)}]" for note in finding.notes)
-    otherwise = f"stays in {DIALECT}" if finding.known else "not in the table"
-    doubt = "" if finding.certain else " (by name only)"
+    dialect = API[finding.origin].dialect
+    stays = f"stays in {dialect}" if dialect else "has no replacement"
+    otherwise = stays if finding.known else "not in the table"
+    doubt = "" if finding.certain else " (not certain)"
     return (
         f"{finding.path}:{finding.line}: {finding.legacy}{doubt} -> {finding.replacement or otherwise}{marks}"
     )
@@ -109,23 +122,22 @@ def _counts(scan: Scan) -> dict[str, Any]:
         "mesh": sum(bool(finding.replacement) for finding in findings),
         "dialect": sum(not finding.replacement and finding.known for finding in findings),
         "unknown": sum(not finding.known for finding in findings),
-        "by_name_only": sum(not finding.certain for finding in findings),
+        "not_certain": sum(not finding.certain for finding in findings),
         "unreadable": len(scan.problems),
     }
 
 
 def _summary(scan: Scan) -> str:
     counts = _counts(scan)
-    parts = [f"{counts['mesh']} with a replacement", f"{counts['dialect']} to stay in {DIALECT}"]
-    parts += [f"{counts['unknown']} not in the table"] * bool(counts["unknown"])
+    parts = [f"{counts['mesh']} with a replacement", f"{counts['dialect']} without one"]
+    if counts["unknown"]:
+        parts.append(f"{counts['unknown']} not in the table")
     uses = f"{count_of(counts['uses'], 'use')} of {count_of(counts['names'], 'name')}"
     files = f"{count_of(counts['files_with_uses'], 'file')} (of {counts['files']})"
     lines = [f"{uses} in {files}: {', '.join(parts)}."]
-    if counts["by_name_only"]:
-        lines.append(
-            f"{counts['by_name_only']} by name only: no import says where the name comes from; check them."
-        )
+    if counts["not_certain"]:
+        lines.append(f"{counts['not_certain']} not certain: their remarks say why; check them.")
     if counts["unreadable"]:
-        lines.append(f"{count_of(counts['unreadable'], 'file')} could not be read; see the top.")
+        lines.append(f"{count_of(counts['unreadable'], 'file')} could not be read or rewritten; see the top.")
     lines.append(f"Until all have moved, the code runs unchanged on a mesh with: {_INSTALL}")
     return "\n".join(lines)

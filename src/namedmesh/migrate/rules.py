@@ -8,12 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-DIALECT = "namedmesh.compat.megatron.parallel_state"
-"""The module that has every legacy name, whether or not a mesh call replaces it."""
-
-_TRUE_BY_DEFAULT = ("check_initialized", "ignore_virtual")
 _UNCHECKED = (
     "check_initialized=False answered None before initialization; a mesh that exists always has its axes, "
     "and an unknown axis is an AxisError"
@@ -22,6 +18,7 @@ _GATHERED = (
     "newer releases count the ranks of gtp_remat, and of egtp_remat for the experts, unless with_gtp_remat=False; name that "
     'axis, too, where the mesh has it, such as mesh.group("dp", "gtp_remat")'
 )
+_GLOO = "namedmesh.GroupOptions(gloo_twin=True)"
 # For each view: the axes that need it, and its sizes in Megatron's default order, in which pp is the slowest axis and
 # tp the fastest. The variables have the names of Megatron's arguments.
 _VIEWS = {
@@ -38,7 +35,7 @@ _VIEWS = {
         'dp_replicate=num_distributed_optimizer_instances, dp_shard=-1, tp=mesh.size("tp")',
     ),
     "gather": (("dp_cp_gather",), 'dp_cp_gather=-1, tp=mesh.size("tp")'),
-    "hybrid": (("hybrid",), 'hybrid_outer=-1, hybrid={group_size}, tp=mesh.size("tp")'),
+    "hybrid": (("hybrid",), 'hybrid_outer=-1, hybrid=group_size, tp=mesh.size("tp")'),
     "levels": (
         ("cp_outer", "cp_inner"),
         'dp=mesh.size("dp"), cp_outer=-1, cp_inner=hierarchical_context_parallel_sizes[0], tp=mesh.size("tp")',
@@ -49,7 +46,17 @@ _IRREGULAR = {
     "embedding_group": '[sorted({pipe[0], pipe[-1]}) for pipe in mesh.layout.groups("pp")]',
     "position_embedding_group": '[[pipe[0]] for pipe in mesh.layout.groups("pp")]',
 }
-_GLOO = "namedmesh.GroupOptions(gloo_twin=True)"
+# Remarks about what stands in an expression.
+_NOTES = {
+    "virtual_stages": "virtual_stages is a number of your own: how many virtual stages a rank has; torch's schedules "
+    "count stages, not a rank in a virtual pipeline",
+    '"gtp_remat"': "an axis of the mesh where gtp_remat_size is above 1, of newer releases: init_mesh(pp=..., dp=..., cp=..., "
+    "gtp_remat=..., tp=...); without it leave the name out",
+    "egtp_remat": "an axis of the experts' view where expert_gtp_remat_size is above 1; without it leave the name out",
+    "dp_cp_gather": "a second communicator over the ranks of dp and cp, because of share=False",
+    '"sp"': "an axis of the mesh where sequence_parallel_size is above 1, of Megatron-DeepSpeed: init_mesh(pp=..., dp=..., "
+    "sp=...)",
+}
 
 
 def view_statement(name: str, expression: str = "") -> str:
@@ -70,7 +77,17 @@ def view_statement(name: str, expression: str = "") -> str:
     return f'mesh.add_view("{name}", {options}pp=mesh.size("pp"), {sizes})'
 
 
-def setup_statements(expression: str) -> tuple[str, ...]:
+def axes_of(expression: str) -> set[str]:
+    """Return the words in quotation marks in an expression of the table: the axes that it names.
+
+    Example:
+        >>> sorted(axes_of('mesh.group("dp", "cp")'))
+        ['cp', 'dp']
+    """
+    return set(re.findall(r'"(\w+)"', expression))
+
+
+def setup_statements(expression: str) -> list[str]:
     """Return the statements that every rank runs once, after the mesh is made, before it evaluates an expression.
 
     Returns:
@@ -78,40 +95,61 @@ def setup_statements(expression: str) -> tuple[str, ...]:
 
     Example:
         >>> setup_statements('mesh.group("cp", "tp")'), setup_statements('mesh.size("cp", "tp")')
-        (('mesh.flatten("cp", "tp")',), ())
+        (['mesh.flatten("cp", "tp")'], [])
     """
-    names = set(re.findall(r"\w+", expression))
-    views = [
-        view_statement(view, expression) for view, (axes, _) in _VIEWS.items() if names.intersection(axes)
-    ]
-    irregular = [
-        f"{name} = torch.distributed.new_subgroups_by_enumeration({ranks})[0]"
-        for name, ranks in _IRREGULAR.items()
-        if name in names
-    ]
+    axes = axes_of(expression)
+    statements = [view_statement(view, expression) for view, (own, _) in _VIEWS.items() if axes & {*own}]
+    for name, ranks in _IRREGULAR.items():
+        if re.search(rf"\b{name}\b", expression):
+            statements.append(f"{name} = torch.distributed.new_subgroups_by_enumeration({ranks})[0]")
     products = re.findall(r'mesh\.(?:gloo_)?group\(("\w+"(?:, "\w+")+)\)', expression)
-    return (*views, *irregular, *(f"mesh.flatten({axes})" for axes in products))
-
-
-# Remarks about what stands in an expression.
-_NOTES = {
-    "virtual_stages": "virtual_stages is a number of your own: how many virtual stages a rank has; torch's schedules "
-    "count stages, not a rank in a virtual pipeline",
-    '"gtp_remat"': "an axis of the mesh where gtp_remat_size is above 1, of newer releases: init_mesh(pp=..., dp=..., cp=..., "
-    "gtp_remat=..., tp=...); without it leave the name out",
-    "egtp_remat": "an axis of the experts' view where expert_gtp_remat_size is above 1; without it leave the name out",
-    "dp_cp_gather": "a second communicator over the ranks of dp and cp, because of share=False",
-}
+    return [*statements, *(f"mesh.flatten({axes})" for axes in products)]
 
 
 def _notes(expression: str) -> list[str]:
     """Return the remarks about an expression, and where its gloo group comes from, unless its view asks for it."""
-    gloo = re.search(r'mesh\.gloo_group\("(?!edp_shard")(\w+)"', expression)
     notes = [note for name, note in _NOTES.items() if name in expression]
+    gloo = re.search(r'mesh\.gloo_group\("(?!edp_shard")(\w+)"', expression)
     if gloo is not None:
         options = f'options={{"{gloo[1]}": {_GLOO}}}'
         notes.append(f"a gloo group is made where it is asked for: namedmesh.init_mesh(..., {options})")
     return notes
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The parameters of a function.
+
+    Args:
+        names: their names, in order.
+        defaults: the source of the default of each that has one.
+
+    Example:
+        >>> Signature.read("get_x(a, b: int = 1, *, c=None)")
+        Signature(names=('a', 'b', 'c'), defaults={'b': '1', 'c': 'None'})
+    """
+
+    names: tuple[str, ...]
+    defaults: Mapping[str, str]
+
+    @classmethod
+    def read(cls, source: str) -> Signature:
+        """Read a function's name with its parameters in brackets."""
+        function = ast.parse(f"def {source}: ...").body[0]
+        assert isinstance(function, ast.FunctionDef)  # noqa: S101  what was parsed is one
+        given = function.args
+        positional = [*given.posonlyargs, *given.args]
+        first = len(positional) - len(given.defaults)
+        pairs = [*zip(positional[first:], given.defaults, strict=True)]
+        pairs += [
+            (one, default)
+            for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+            if default
+        ]
+        return cls(
+            tuple(one.arg for one in (*positional, *given.kwonlyargs)),
+            {one.arg: ast.unparse(default) for one, default in pairs},
+        )
 
 
 @dataclass(frozen=True)
@@ -125,8 +163,8 @@ class Arguments:
     Example:
         >>> call = ast.parse("get_data_parallel_rank(True, **more)", mode="eval").body
         >>> arguments = Arguments.of(call, ("with_context_parallel", "partial_data_parallel"))
-        >>> arguments.flag("with_context_parallel"), arguments.rest
-        (True, '**more')
+        >>> arguments.source("with_context_parallel"), arguments.rest
+        ('True', '**more')
     """
 
     named: Mapping[str, ast.expr] = field(default_factory=dict)
@@ -148,13 +186,6 @@ class Arguments:
             else:
                 named[keyword.arg] = keyword.value
         return cls(named, ", ".join(rest))
-
-    def flag(self, name: str) -> bool | str:
-        """Return whether a flag is set; the source of the expression where that is known at run time only."""
-        if name not in self.named:
-            return name in _TRUE_BY_DEFAULT
-        value = self.named[name]
-        return bool(value.value) if isinstance(value, ast.Constant) else self.source(name)
 
     def source(self, name: str) -> str:
         """Return the source of an argument, to be put into another expression; its name if it is not given."""
@@ -197,102 +228,152 @@ class Advice:
 
 
 @dataclass(frozen=True)
-class Variant:
-    """One replacement of a name, and the flags that it goes with.
+class Row:
+    """One legacy name, and what replaces it; both are Python.
 
     Args:
-        replacement: as in :class:`Advice`, with ``{parameter}`` where the source of an argument goes.
+        legacy: a function with its parameters and their defaults, or a variable.
+        replacement: an expression over the parameters; empty where nothing on a mesh replaces the name. An argument
+            of the call takes the place of its parameter, and decides the conditions that it is in.
         note: a remark.
-        when: the flags that must have these values; without any, the replacement goes with every call.
-    """
-
-    replacement: str
-    note: str = ""
-    when: tuple[tuple[str, bool], ...] = ()
-
-    def advice(self, arguments: Arguments) -> Advice:
-        """Return the replacement, its setup and its remarks, with the arguments of a call filled in."""
-
-        def fill(template: str) -> str:
-            return re.sub(r"\{(\w+)\}", lambda match: arguments.source(match[1]), template)
-
-        return Advice(
-            fill(self.replacement),
-            tuple(map(fill, setup_statements(self.replacement))),
-            (*_notes(self.replacement), *(self.note,) * bool(self.note)),
-        )
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One legacy name.
-
-    Args:
-        name: the name.
-        parameters: the parameters of a function, in order; None for a name that is no function.
-        variants: the replacements, those with more flags first, the one for every other call last.
-        examples: calls for the page; by default one for each variant.
-        render: makes the advice where the arguments decide more than flags do.
+        examples: calls for the page; by default one for each outcome of the conditions.
+        advice: makes the advice where an expression does not say enough.
 
     Example:
-        >>> with_cp = Variant('mesh.group("dp", "cp")', when=(("with_cp", True),))
-        >>> entry = Entry("get_x", ("with_cp",), (with_cp, Variant('mesh.group("dp")')))
-        >>> entry.legacy
-        ('get_x(with_cp=True)', 'get_x()')
+        >>> row = Row("get_x(with_cp=False)", 'mesh.group("dp", "cp") if with_cp else mesh.group("dp")')
+        >>> row.calls()
+        ['get_x(with_cp=True)', 'get_x()']
         >>> call = ast.parse("get_x(with_cp=args.cp > 1)", mode="eval").body
-        >>> entry.advise(Arguments.of(call, entry.parameters)).replacement
+        >>> row.advise(call).replacement
         'mesh.group("dp", "cp") if (args.cp > 1) else mesh.group("dp")'
     """
 
-    name: str
-    parameters: tuple[str, ...] | None
-    variants: tuple[Variant, ...]
+    legacy: str
+    replacement: str = ""
+    note: str = ""
     examples: tuple[str, ...] = ()
-    render: Callable[[Arguments], Advice] | None = None
+    advice: Callable[[Arguments], Advice] | None = None
 
     @property
-    def legacy(self) -> tuple[str, ...]:
-        """The calls that the page shows, as source text."""
-        if self.parameters is None:
-            return (self.name,)
-        return self.examples or tuple(
-            f"{self.name}({', '.join(f'{flag}={value}' for flag, value in variant.when)})"
-            for variant in self.variants
-        )
+    def name(self) -> str:
+        """The name, without parameters."""
+        return self.legacy.partition("(")[0]
 
-    def advise(self, arguments: Arguments) -> Advice:
-        """Return the replacement of one call; both of two, joined by the flag, where that is known at run time only."""
-        if self.render is not None:
-            return self.render(arguments)
-        advice = self._select(self.variants, arguments)
-        notes = advice.notes
-        if arguments.rest and len(self.variants) > 1:
-            others = " or ".join(dict.fromkeys(variant.replacement for variant in self.variants))
-            notes += (f"the flags in {arguments.rest} decide: {others}",)
-        if arguments.flag("check_initialized") is not True:
-            notes += (_UNCHECKED,)
-        if arguments.flag("with_gtp_remat") is not False:
-            notes += (_GATHERED,)
-        return Advice(advice.replacement, advice.once, notes)
+    @property
+    def is_function(self) -> bool:
+        """Whether the name is a function's."""
+        return "(" in self.legacy
 
-    def _select(self, variants: Sequence[Variant], arguments: Arguments) -> Advice:
-        first, *others = variants
-        conditions = []
-        for name, expected in first.when:
-            value = arguments.flag(name)
-            if isinstance(value, str):
-                conditions.append(value if expected else f"not {value}")
-            elif value != expected:
-                return self._select(others, arguments)
-        yes = first.advice(arguments)
-        if not conditions:
-            return yes
-        no = self._select(others, arguments)
-        if yes.replacement == no.replacement:
+    @property
+    def signature(self) -> Signature:
+        """The parameters of a function; none of a variable."""
+        return Signature.read(self.legacy) if self.is_function else Signature((), {})
+
+    def calls(self) -> list[str]:
+        """Return the calls that the page shows, as source text."""
+        if not self.is_function:
+            return [self.name]
+        if self.examples:
+            return [f"{self.name}({given})" for given in self.examples]
+        signature = self.signature
+        required = [name for name in signature.names if name not in signature.defaults]
+        flags = [", ".join(required)]
+        if " if " in self.replacement:
+            flags = [
+                ", ".join(f"{name}=True" for name in names) for names in _outcomes(_parsed(self.replacement))
+            ]
+        return [f"{self.name}({given})" for given in flags]
+
+    def advise(self, call: ast.expr | None = None, signature: Signature | None = None) -> Advice:
+        """Return the replacement of one call, or of the name by itself.
+
+        Args:
+            call: the call.
+            signature: the parameters that the function has where the code defines it itself.
+        """
+        signature = signature or self.signature
+        arguments = Arguments.of(call, signature.names) if isinstance(call, ast.Call) else Arguments()
+        if self.advice is not None:
+            return self.advice(arguments)
+        values = {name: default for name, default in signature.defaults.items() if default != "None"}
+        values |= {name: arguments.source(name) for name in arguments.named}
+        leaves: list[str] = []
+        replacement = _filled(self.replacement, _parsed(self.replacement), values, leaves)
+        once = [_filled(one, _parsed(one), values, []) for leaf in leaves for one in setup_statements(leaf)]
+        notes = [note for leaf in leaves for note in _notes(leaf)]
+        if self.note:
+            notes.append(self.note)
+        open_ones = [name for leaf in leaves for name in _names_in(leaf) if name in self.signature.names]
+        notes += [
+            f"the call gives no {name}: put in a value of your own"
+            for name in open_ones
+            if name not in values
+        ]
+        if arguments.rest and " if " in self.replacement:
+            notes.append(f"the flags in {arguments.rest} decide: {self.replacement}")
+        notes += self._about(arguments)
+        return Advice(replacement, tuple(dict.fromkeys(once)), tuple(dict.fromkeys(notes)))
+
+    def _about(self, arguments: Arguments) -> Iterator[str]:
+        """Yield the remarks about arguments that the expression does not take up."""
+        if arguments.named.get("check_initialized") and arguments.source("check_initialized") != "True":
+            yield _UNCHECKED
+        for name in arguments.named:
+            if name == "with_gtp_remat":
+                if arguments.source(name) != "False":
+                    yield _GATHERED
+            elif name not in self.signature.names:
+                yield f"the table knows no argument {name!r} of {self.name}"
+
+
+def _names_in(source: str) -> list[str]:
+    return [node.id for node in ast.walk(_parsed(source)) if isinstance(node, ast.Name)]
+
+
+def _parsed(source: str) -> ast.AST:
+    statement = ast.parse(source or "None").body[0]
+    return statement.value if isinstance(statement, ast.Expr) else statement
+
+
+def _outcomes(node: ast.AST) -> Iterator[list[str]]:
+    """Yield for each outcome of a conditional expression the flags that are set; none for the last one."""
+    if isinstance(node, ast.IfExp):
+        yield [name.id for name in ast.walk(node.test) if isinstance(name, ast.Name)]
+        yield from _outcomes(node.orelse)
+    else:
+        yield []
+
+
+def _filled(source: str, node: ast.AST, values: Mapping[str, str], leaves: list[str]) -> str:
+    """Put arguments in the place of parameters, and decide the conditions; collect the outcomes that remain."""
+    if isinstance(node, ast.IfExp):
+        test = _decided(node.test, values)
+        if isinstance(test, bool):
+            return _filled(source, node.body if test else node.orelse, values, leaves)
+        yes = _filled(source, node.body, values, leaves)
+        no = _filled(source, node.orelse, values, leaves)
+        if yes == no:
             return no
-        otherwise = f"({no.replacement})" if " if " in no.replacement else no.replacement
-        return Advice(
-            f"{yes.replacement} if {' and '.join(conditions)} else {otherwise}",
-            tuple(dict.fromkeys(yes.once + no.once)),
-            tuple(dict.fromkeys(yes.notes + no.notes)),
-        )
+        otherwise = f"({no})" if " if " in no else no
+        return f"{yes} if {test} else {otherwise}"
+    start, end = getattr(node, "col_offset", 0), getattr(node, "end_col_offset", 0)
+    text = source[start:end] if source else ""
+    leaves.append(text)
+    names = [one for one in ast.walk(node) if isinstance(one, ast.Name) and one.id in values]
+    for name in sorted(names, key=lambda one: one.col_offset, reverse=True):
+        place = name.col_offset - start
+        text = text[:place] + values[name.id] + text[place + len(name.id) :]
+    return text
+
+
+def _decided(test: ast.expr, values: Mapping[str, str]) -> bool | str:
+    """Return whether a condition holds; its source where that is known at run time only."""
+    if isinstance(test, ast.BoolOp):
+        parts = [_decided(part, values) for part in test.values]
+        if False in parts:
+            return False
+        unknown = [part for part in parts if isinstance(part, str)]
+        return " and ".join(unknown) if unknown else True
+    source = values.get(ast.unparse(test), "False")
+    value = ast.parse(source, mode="eval").body
+    return bool(value.value) if isinstance(value, ast.Constant) else source

@@ -1,53 +1,34 @@
-"""Find every use of a name of the table in a code base, and what replaces it; the code is neither changed nor run."""
+"""Find every use of a name of the tables in a code base, and what replaces it; the code is neither changed nor run."""
 
 from __future__ import annotations
 
-import ast
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from namedmesh.errors import did_you_mean
-from namedmesh.migrate.rules import Advice, Arguments
-from namedmesh.migrate.scopes import MODULES, USUAL_NAMES, Exports, Origin, Scopes, exported, has_usual_name
-from namedmesh.migrate.sources import (
-    Source,
-    UnreadableError,
-    fstring_quotes,
-    module_names,
-    python_files,
-    read,
-)
+from namedmesh.errors import NamedMeshError
+from namedmesh.migrate.apis import APIS, FAIRSCALE
+from namedmesh.migrate.files import UnreadableError, check_syntax, python_files, read
+from namedmesh.migrate.rules import axes_of
 from namedmesh.migrate.table import TABLE
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
-_ASSIGNED = (
-    "an assignment patches what the legacy calls answer and no mesh; where a test stands in for groups, give it a mesh "
-    "of its own, adopted with NamedMesh.from_groups({'tp': group, ...})"
-)
-_REFERENCE = "passed on, not called: arguments that are given where it is called can ask for another group"
-_STAR = "it came with 'import *'"
-_COMPUTED = "which name it is, is known only when it runs"
-_IN_FSTRING = (
-    "an f-string before Python 3.12 cannot hold these quotation marks: assign it to a variable first"
-)
-_OBJECT_AND_NAME = 2
-PROVIDED = frozenset(
-    (
-        *("megatron", "megatron.core", *(module for module in MODULES if module.startswith("megatron."))),
-        *("megatron.core.tensor_parallel",),
-        *(
-            f"megatron.core.tensor_parallel.{part}"
-            for part in ("cross_entropy", "layers", "mappings", "utils")
-        ),
-    )
-)
-"""What can be imported after ``install()`` where megatron-core is not installed."""
-_ABSENT = frozenset(
-    f"megatron.core.tensor_parallel.{part}" for part in ("data", "random", "inference_layers")
-)
+    from namedmesh.migrate.names import Names
+
+_WORD = re.compile(rb"[A-Za-z_]\w+")
+_COMMON = {"logger", "is_initialized", "create_group"}  # names that do not suggest a legacy API by themselves
+_LEGACY_WORDS = frozenset(word.encode() for word in {"mpu", "parallel_state", *TABLE, *FAIRSCALE} - _COMMON)
+_IMPORT = re.compile(rb"^\s*(?:from|import)\s+megatron\b", re.MULTILINE)
+INITIALIZE_NAME = "initialize_model_parallel"
+"""The name of the function that makes the groups, in each of the APIs."""
+
+
+class MissingExtraError(NamedMeshError, ImportError):
+    """A package that a command needs is not installed."""
 
 
 @dataclass(frozen=True, order=True)
@@ -58,13 +39,15 @@ class Finding:
         path: the file; for a notebook, with the cell.
         line: the line, from 1.
         column: the column, from 1.
-        name: the legacy name.
+        name: the legacy name; empty for one that is known at run time only.
         legacy: the call, or the name, as it is written.
         replacement: the expression that replaces it; empty where it stays in the dialect, or is not known.
         once: statements that every rank runs once before.
         notes: remarks.
-        certain: whether imports determine what the name is; otherwise it only looks like a legacy one.
+        certain: whether it is certain what the name is and that nothing changes its answer; a remark says why not.
         end: the line and the column after the last character of a call; None for what is no call.
+        origin: the module of the API, such as ``megatron.core.parallel_state``.
+        changes: whether it changes what the legacy calls answer.
     """
 
     path: str
@@ -77,16 +60,22 @@ class Finding:
     notes: tuple[str, ...]
     certain: bool
     end: tuple[int, int] | None = None
+    origin: str = APIS[0].name
+    changes: bool = False
 
     @property
     def known(self) -> bool:
         """Whether the table has the name."""
-        return self.name in TABLE
+        return self.name in API[self.origin].table
+
+
+API = {api.name: api for api in APIS}
+"""The legacy APIs by name."""
 
 
 @dataclass(frozen=True, order=True)
 class Problem:
-    """A file that could not be read, and why."""
+    """A file that could not be read or rewritten, and why."""
 
     path: str
     message: str
@@ -110,263 +99,140 @@ class Scan:
         findings: the uses, by file and line.
         problems: the files that could not be read.
         missing: imports of Megatron that have no replacement.
+        remarks: what else is to be said about them.
     """
 
     files: int
     findings: tuple[Finding, ...]
     problems: tuple[Problem, ...]
     missing: tuple[Missing, ...] = ()
+    remarks: tuple[str, ...] = ()
 
 
-def scan(paths: Sequence[str | os.PathLike[str]]) -> Scan:
-    """Find every use of Megatron's ``parallel_state`` in files and folders, also by way of the code's own modules.
+def require_libcst() -> None:
+    """Check that the extra is installed.
+
+    Raises:
+        MissingExtraError: it is not.
+    """
+    try:
+        import libcst  # noqa: F401
+    except ImportError:
+        raise MissingExtraError(
+            "this needs LibCST, which is not installed; install it with: pip install 'namedmesh[migrate]'"
+        ) from None
+
+
+def scan(paths: Sequence[str | os.PathLike[str]], *, megatron: str | None = None) -> Scan:
+    """Find every use of Megatron's, fairscale's or GPT-NeoX's groups, also by way of the code's own modules.
 
     Args:
         paths: modules, notebooks, and folders of them.
+        megatron: the release of megatron-core that the code runs with, such as ``"0.13"``, if that is known.
+
+    Raises:
+        MissingExtraError: LibCST is not installed.
 
     Example:
         >>> scan([]).findings
         ()
     """
-    sources: list[tuple[tuple[str, ...], Source]] = []
-    problems = []
-    files = 0
-    for path in python_files(paths):
-        files += 1
-        try:
-            sources.append((module_names(path, paths), read(path)))
-        except UnreadableError as error:
-            problems.append(Problem(str(path), str(error)))
-    # A module that names neither Megatron nor the usual names may still have them from another one.
-    exports = (
-        exported([(names, source.tree) for names, source in sources]) if any(map(_is_legacy, sources)) else {}
+    require_libcst()
+    from namedmesh.migrate.names import Names
+
+    files = list(python_files(paths))
+    scanner = _Scanner(Names(files, paths), tuple(map(int, re.findall(r"\d+", megatron or ""))))
+    words = _LEGACY_WORDS
+    seen: set[bytes] = set()
+    while words:  # further names under which the code's own modules hand out legacy ones
+        seen |= words
+        words = scanner.scan(files, words) - seen
+    return Scan(
+        len(files),
+        tuple(sorted(_doubted(scanner.findings))),
+        tuple(sorted(scanner.problems)),
+        tuple(sorted(scanner.missing)),
     )
-    visitors = [_visited(source, exports, names[0]) for names, source in sources]
-    findings = [finding for visitor in visitors for finding in visitor.findings]
-    missing = [one for visitor in visitors for one in visitor.missing]
-    return Scan(files, tuple(sorted(findings)), tuple(sorted(problems)), tuple(sorted(missing)))
 
 
-def scan_source(source: Source) -> list[Finding]:
-    """Find every use in one file.
+class _Scanner:
+    """The findings so far; no tree is kept."""
 
-    Example:
-        >>> text = "from megatron.core import mpu; rank = mpu.get_data_parallel_rank()"
-        >>> (use,) = scan_source(Source("a.py", ast.parse(text), text))
-        >>> use.line, use.column, use.legacy, use.replacement
-        (1, 39, 'get_data_parallel_rank()', 'mesh.rank("dp")')
-    """
-    return _visited(source, {}, "").findings
-
-
-def _is_legacy(source: tuple[tuple[str, ...], Source]) -> bool:
-    return any(name in source[1].text for name in USUAL_NAMES)
-
-
-def _visited(source: Source, exports: Exports, module: str) -> _Visitor:
-    visitor = _Visitor(source, exports, module)
-    if exports or any(name in source.text for name in ("megatron", *USUAL_NAMES)):
-        visitor.visit(source.tree)
-    return visitor
-
-
-class _Visitor(ast.NodeVisitor):
-    """Visit one tree, and resolve the names at each node by the scopes around it."""
-
-    def __init__(self, source: Source, exports: Exports, module: str) -> None:
+    def __init__(self, names: Names, release: tuple[int, ...]) -> None:
         self.findings: list[Finding] = []
-        self.missing: list[Missing] = []
-        self._source = source
-        self._scopes = Scopes(exports, module)
-        self._fstrings = 0
+        self.problems: list[Problem] = []
+        self.missing: set[Missing] = set()
+        self._names, self._release = names, release
+        self._done: set[Path] = set()
+        self._aliases: set[bytes] = set()
 
-    # Imports.
+    def scan(self, files: Iterable[Path], words: frozenset[bytes]) -> frozenset[bytes]:
+        """Scan the files that have one of some words, and were not scanned; return the words that now matter."""
+        for path in files:
+            if path in self._done:
+                continue
+            try:
+                self._scan(path, words)
+            except UnreadableError as error:
+                self._done.add(path)
+                self.problems.append(Problem(str(path), str(error)))
+        return frozenset(self._aliases)
 
-    def visit_Import(self, node: ast.Import) -> None:
-        self._check_imports(node, [alias.name for alias in node.names])
+    def _scan(self, path: Path, words: frozenset[bytes]) -> None:
+        import libcst as cst
 
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        if node.level == 0 and node.module in {"megatron", "megatron.core", "megatron.core.tensor_parallel"}:
-            named = [f"{node.module}.{alias.name}" for alias in node.names if alias.name != "*"]
-            inside = node.module == "megatron.core.tensor_parallel"  # its functions are there
-            self._check_imports(node, [name for name in named if not inside or name in _ABSENT])
-        elif node.level == 0:
-            self._check_imports(node, [node.module or ""])
+        from namedmesh.migrate.names import exports_of
+        from namedmesh.migrate.uses import Uses
 
-    def _check_imports(self, node: ast.stmt, modules: list[str]) -> None:
-        for module in modules:
-            if module.partition(".")[0] == "megatron" and module not in PROVIDED:
-                self.missing.append(Missing(*self._source.locate(node.lineno), module))
-
-    # Scopes.
-
-    def visit_Module(self, node: ast.Module) -> None:
-        self._visit_body(node.body)
-
-    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        outside = [*node.decorator_list, node.args, *([node.returns] if node.returns else [])]
-        for part in outside:  # defaults and annotations belong to the scope around the function
-            self.visit(part)
-        self._visit_body(node.body, _parameters(node.args))
-
-    visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815  the visitor's own spelling
-
-    def visit_Lambda(self, node: ast.Lambda) -> None:
-        self.visit(node.args)
-        self._visit_body([node.body], _parameters(node.args))
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        for part in (*node.decorator_list, *node.bases, *node.keywords):
-            self.visit(part)
-        self._visit_body(node.body, is_class=True)
-
-    def _visit_body(
-        self, body: Sequence[ast.AST], parameters: Sequence[str] = (), *, is_class: bool = False
-    ) -> None:
-        self._scopes.enter(body, parameters, is_class=is_class)
-        for statement in body:
-            self.visit(statement)
-        self._scopes.leave()
-
-    # Uses.
-
-    def visit_Call(self, node: ast.Call) -> None:
-        function = self._named_by_string(node.func) or self._legacy_origin(node.func)
-        if function is not None and function.legacy:
-            self._add_call(node, function)
-        elif (named := self._named_by_string(node)) is not None:
-            self._add_named_by_string(node, named)
-        else:
-            self.visit(node.func)
-        for argument in (*node.args, *node.keywords):
-            self.visit(argument)
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        origin = self._legacy_origin(node)
-        if origin is None:
-            self.visit(node.value)
-        elif isinstance(node.ctx, ast.Load):
-            self._add_reference(node, origin)
-        else:
-            written = f"del {origin.legacy}" if isinstance(node.ctx, ast.Del) else f"{origin.legacy} = ..."
-            self._add(node, origin, written, Advice("", notes=(_ASSIGNED,)))
-
-    def visit_Name(self, node: ast.Name) -> None:
-        origin = self._legacy_origin(node)
-        if origin is not None and isinstance(node.ctx, ast.Load):
-            self._add_reference(node, origin)
-
-    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        self._fstrings += 1
-        self.generic_visit(node)
-        self._fstrings -= 1
-
-    def visit_Constant(self, node: ast.Constant) -> None:
-        """Visit a dotted path, as ``mock.patch`` takes it."""
-        if isinstance(node.value, str) and "." in node.value:
-            origin = Origin(node.value)
-            if origin.legacy in TABLE:
-                self._add(node, origin, repr(node.value), Advice("", notes=(_ASSIGNED,)))
-
-    def _legacy_origin(self, node: ast.expr) -> Origin | None:
-        """Return the legacy name that an expression is, if it is one."""
-        origin = self._scopes.origin(node)
-        if origin is None:
-            return self._from_star_import(node)
-        name = origin.legacy
-        if not name or "." in name or name.startswith("__"):
-            return None
-        return origin if origin.certain or name in TABLE else None
-
-    def _from_star_import(self, node: ast.expr) -> Origin | None:
-        if not isinstance(node, ast.Name) or node.id not in TABLE or node.id.startswith("_"):
-            return None
-        return Origin(f"{MODULES[0]}.{node.id}") if self._scopes.from_star_import(node.id) else None
-
-    def _named_by_string(self, node: ast.expr) -> Origin | None:
-        """Return the legacy name in ``getattr(mpu, "get_x")`` and its like; the module itself for a computed name."""
-        if not isinstance(node, ast.Call) or len(node.args) < _OBJECT_AND_NAME:
-            return None
-        module, name = node.args[:_OBJECT_AND_NAME]
-        origin = self._scopes.origin(module)
-        if origin is None and has_usual_name(module):
-            origin = Origin(MODULES[0], certain=False)
-        if origin is None or origin.legacy != "":
-            return None
-        if isinstance(name, ast.Constant):
-            return origin.attribute(name.value) if name.value in TABLE else None
-        return origin if origin.certain and _is_call_of(node, "getattr") else None
-
-    # Findings.
-
-    def _add_call(self, node: ast.Call, origin: Origin) -> None:
-        entry = TABLE.get(origin.legacy or "")
-        if entry is None:
-            self._add_unknown(node, origin)
+        source = read(path)
+        has_uses = not words.isdisjoint(_WORD.findall(source.code))
+        if not has_uses and (words is not _LEGACY_WORDS or not _IMPORT.search(source.code)):
             return
-        arguments = ", ".join(ast.unparse(argument) for argument in (*node.args, *node.keywords))
-        advice = entry.advise(Arguments.of(node, entry.parameters or ()))
-        self._add(node, origin, f"{entry.name}({arguments})", advice)
+        if has_uses:
+            self._done.add(path)
+        check_syntax(source.code)
+        try:
+            module = cst.parse_module(source.code)
+            exports = exports_of(module, path)
+            self._names.add(path, exports)
+            uses = Uses(source, path, self._names, self._release).run(module, imports_only=not has_uses)
+        except (cst.ParserSyntaxError, RecursionError) as error:
+            reason = str(error).partition("\n")[0]
+            raise UnreadableError(f"cannot be parsed by LibCST: {reason or type(error).__name__}") from None
+        self.findings += uses.findings
+        self.missing |= uses.missing
+        for name, targets in exports.names.items():
+            if any(self._names.meanings(target) - {None} for target in targets if target):
+                self._aliases.add(name.encode())
 
-    def _add_reference(self, node: ast.expr, origin: Origin) -> None:
-        entry = TABLE.get(origin.legacy or "")
-        if entry is None:
-            self._add_unknown(node, origin)
-            return
-        advice = entry.advise(Arguments())
-        notes = advice.notes
-        if entry.parameters is not None and advice.replacement:
-            notes += (_REFERENCE,) * (len(entry.variants) > 1)
-            advice = replace(advice, replacement=f"lambda: {advice.replacement}")
-        if isinstance(node, ast.Name) and self._scopes.from_star_import(node.id):
-            notes += (_STAR,)
-        self._add(node, origin, entry.name, replace(advice, notes=notes))
 
-    def _add_named_by_string(self, node: ast.Call, origin: Origin) -> None:
-        if _is_call_of(node, "hasattr"):
-            return
-        if origin.legacy and _is_call_of(node, "getattr"):
-            self._add_reference(node, origin)
+def _doubted(findings: list[Finding]) -> list[Finding]:
+    """Mark the uses whose answers the code changes elsewhere, by ``set_...`` or by an assignment."""
+    changes = [(one, _changed_axes(one)) for one in findings if one.changes]
+    result = []
+    for one in findings:
+        by = next((change for change, axes in changes if one.certain and _touches(change, axes, one)), None)
+        if by is None:
+            result.append(one)
         else:
-            note = _ASSIGNED if origin.legacy else _COMPUTED
-            self._add(node, origin, ast.unparse(node), Advice("", notes=(note,)))
-
-    def _add_unknown(self, node: ast.expr, origin: Origin) -> None:
-        note = f"the table has no such name{did_you_mean(origin.legacy, TABLE)}"
-        self._add(node, origin, origin.legacy or "", Advice("", notes=(note,)))
-
-    def _add(self, node: ast.expr, origin: Origin, legacy: str, advice: Advice) -> None:
-        path, line = self._source.locate(node.lineno)
-        if self._fstrings and advice.replacement:
-            advice = self._quoted(node, advice)
-        is_call = isinstance(node, ast.Call) and node.end_lineno is not None and not self._source.cells
-        self.findings.append(
-            Finding(
-                path,
-                line,
-                node.col_offset + 1,
-                origin.legacy or "",
-                legacy,
-                advice.replacement,
-                advice.once,
-                advice.notes,
-                origin.certain,
-                (node.end_lineno or 0, (node.end_col_offset or 0) + 1) if is_call else None,
-            )
-        )
-
-    def _quoted(self, node: ast.expr, advice: Advice) -> Advice:
-        """Write the quotation marks that the f-string around an expression allows before Python 3.12."""
-        around = fstring_quotes(self._source.text, node.lineno, node.col_offset)
-        free = [quote for quote in "\"'" if quote not in around and self._fstrings == 1]
-        if free and not (free == ["'"] and "'" in advice.replacement):
-            return replace(advice, replacement=advice.replacement.replace('"', free[0]))
-        return replace(advice, notes=(*advice.notes, _IN_FSTRING))
+            note = f"{by.legacy} in {by.path}:{by.line} can change the answer"
+            result.append(replace(one, certain=False, notes=(*one.notes, note)))
+    return result
 
 
-def _parameters(arguments: ast.arguments) -> list[str]:
-    return [child.arg for child in ast.iter_child_nodes(arguments) if isinstance(child, ast.arg)]
+def _touches(change: Finding, axes: set[str] | None, one: Finding) -> bool:
+    """Return whether a change of the answers over some axes concerns a use; None stands for all axes."""
+    if API[change.origin].table is not API[one.origin].table or one.name == INITIALIZE_NAME or one.changes:
+        return False
+    return axes is None or bool(axes & axes_of(one.replacement))
 
 
-def _is_call_of(node: ast.Call, name: str) -> bool:
-    return isinstance(node.func, ast.Name) and node.func.id == name
+def _changed_axes(one: Finding) -> set[str] | None:
+    """Return the axes about which a change makes the legacy calls answer differently; None if it is not known."""
+    table = API[one.origin].table
+    if one.name in {"", INITIALIZE_NAME}:
+        return None
+    getter = one.name.lower().replace("_mpu_", "get_", 1) if one.name.startswith("_MPU_") else one.name
+    return axes_of(
+        table[getter.replace("set_", "get_", 1) if getter.startswith("set_") else getter].replacement
+    )

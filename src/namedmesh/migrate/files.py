@@ -1,4 +1,4 @@
-"""Read Python modules, and the code cells of notebooks."""
+"""Find and read Python modules, and the code cells of notebooks."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _SKIPPED = frozenset({"__pycache__", "build", "node_modules", "site-packages"})
 _NOTEBOOK = ".ipynb"
+_PACKAGES = ("megatron", "fairscale")
 
 
 class UnreadableError(ValueError):
@@ -27,25 +28,23 @@ class UnreadableError(ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """The syntax tree of a file.
+    """The code of a file.
 
     Args:
         path: the path of the file, as it is shown.
-        tree: its tree; of a notebook, that of all code cells one after the other.
-        text: its text.
-        cells: the first line of each code cell in the tree, and its number in the notebook.
+        code: its bytes; of a notebook, those of all code cells one after the other.
+        cells: the first line of each code cell in the code, and its number in the notebook.
     """
 
     path: str
-    tree: ast.Module
-    text: str
+    code: bytes
     cells: tuple[tuple[int, int], ...] = ()
 
     def locate(self, line: int) -> tuple[str, int]:
-        """Return the path, with the cell of a notebook, and the line there of a line of the tree.
+        """Return the path, with the cell of a notebook, and the line there of a line of the code.
 
         Example:
-            >>> Source("a.ipynb", ast.parse(""), "", ((1, 0), (4, 2))).locate(5)
+            >>> Source("a.ipynb", b"", ((1, 0), (4, 2))).locate(5)
             ('a.ipynb[cell 2]', 2)
         """
         if not self.cells:
@@ -61,8 +60,8 @@ def python_files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
     environments, unless they are given themselves.
 
     Example:
-        >>> [path.name for path in python_files([Path(__file__).parent]) if path.name.startswith("so")]
-        ['sources.py']
+        >>> [path.name for path in python_files([Path(__file__).parent]) if path.name.startswith("fi")]
+        ['files.py']
     """
     seen: set[Path] = set()
     for given in map(Path, paths):
@@ -85,74 +84,68 @@ def _walk(folder: Path) -> Iterator[Path]:
         yield from (Path(here, name) for name in sorted(files) if name.endswith((".py", _NOTEBOOK)))
 
 
-def module_names(path: Path, roots: Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
-    """Return the names that a file can be imported by: inside its package, and from each root that it is in.
-
-    A package's module ends in ``.__init__``.
+def key_of(path: Path) -> str:
+    """Return a dotted name that only this file has: its absolute path.
 
     Example:
-        >>> module_names(Path(__file__), [Path(__file__).parent])
-        ('namedmesh.migrate.sources', 'sources')
+        >>> key_of(Path("/a/b/__init__.py")), key_of(Path("/a/b/c.py"))
+        ('/.a.b', '/.a.b.c')
     """
+    parts = [part.replace(".", "_") for part in path.absolute().with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def module_names(path: Path, roots: Iterable[str | os.PathLike[str]]) -> list[str]:
+    """Return the names that a file may be imported by: from its package's folder, and from each folder up to a root.
+
+    Example:
+        >>> module_names(Path(__file__), [Path(__file__).parents[2]])
+        ['namedmesh.migrate.files']
+    """
+    path = path.absolute()
     top = path.parent
     while (top / "__init__.py").exists() and top != top.parent:
         top = top.parent
-    folders = [top, *(Path(root) for root in roots if Path(root).is_dir() and path.is_relative_to(root))]
-    return tuple(
-        dict.fromkeys(".".join(path.relative_to(folder).with_suffix("").parts) for folder in folders)
+    folders = {top}
+    for root in (Path(root).absolute() for root in roots):
+        if top.is_relative_to(root) and root.is_dir():
+            folders |= {folder for folder in (top, *top.parents) if folder.is_relative_to(root)}
+    folders |= {folder.parent for folder in path.parents if folder.name in _PACKAGES}
+    names = (
+        ".".join(path.relative_to(folder).with_suffix("").parts) for folder in sorted(folders, reverse=True)
     )
-
-
-def fstring_quotes(text: str, line: int, column: int) -> set[str]:
-    """Return the quotation marks of the f-strings around a place, given by its line and its column in bytes.
-
-    Example:
-        >>> fstring_quotes("print(f'{rank}')", 1, 9)
-        {"'"}
-    """
-    lines = text.splitlines()
-    place = (line, len(lines[line - 1].encode()[:column].decode(errors="ignore")))
-    quotes: set[str] = set()
-    open_strings: list[tuple[tuple[int, int], str]] = []
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        kind = tokenize.tok_name[token.type]
-        if kind == "FSTRING_START":  # from Python 3.12 on
-            open_strings.append((token.start, token.string[-1]))
-        elif kind == "FSTRING_END" or (
-            kind == "STRING" and "f" in token.string.partition(token.string[-1])[0].lower()
-        ):
-            start, quote = open_strings.pop() if kind == "FSTRING_END" else (token.start, token.string[-1])
-            if start <= place < token.end:
-                quotes.add(quote)
-    return quotes
+    return [name.removesuffix(".__init__") for name in names]
 
 
 def read(path: Path) -> Source:
-    """Read and parse a file.
+    """Read a file; of a notebook its code cells.
 
     Raises:
-        UnreadableError: it cannot be opened, decoded or parsed.
-
-    Example:
-        >>> read(Path(__file__)).tree.body[0].lineno
-        1
+        UnreadableError: it cannot be opened, or is no notebook.
     """
-    cells: tuple[tuple[int, int], ...] = ()
     try:
         content = path.read_bytes()
     except OSError as error:
         raise UnreadableError(f"cannot be read: {error.strerror}") from None
     if path.suffix == _NOTEBOOK:
-        text, cells = _code_of(content)
-    else:
-        try:
-            text = content.decode(tokenize.detect_encoding(io.BytesIO(content).readline)[0])
-        except (SyntaxError, UnicodeDecodeError) as error:
-            raise UnreadableError(f"cannot be decoded: {error}") from None
+        return Source(str(path), *_code_of(content))
+    return Source(str(path), content)
+
+
+def check_syntax(code: bytes) -> None:
+    """Compile, but do not run, some code.
+
+    Raises:
+        UnreadableError: it cannot be decoded, or is not Python.
+    """
+    try:
+        code.decode(tokenize.detect_encoding(io.BytesIO(code).readline)[0])
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise UnreadableError(f"cannot be decoded: {error}") from None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about escape sequences of the code that is read
-            return Source(str(path), ast.parse(text), text, cells)
+            ast.parse(code)
     except SyntaxError as error:
         line = f"line {error.lineno}: " if error.lineno else ""
         raise UnreadableError(f"is not Python: {line}{error.msg}") from None
@@ -164,7 +157,7 @@ def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _code_of(content: bytes) -> tuple[str, tuple[tuple[int, int], ...]]:
+def _code_of(content: bytes) -> tuple[bytes, tuple[tuple[int, int], ...]]:
     """Join the code of a notebook's cells, because a name is bound in one cell and used in the next."""
     try:
         sources = [
@@ -179,7 +172,7 @@ def _code_of(content: bytes) -> tuple[str, tuple[tuple[int, int], ...]]:
     for number, source in sources:
         starts.append((len(lines) + 1, number))
         lines += _without_magic(source) or [""]
-    return "\n".join(lines), tuple(starts)
+    return "\n".join(lines).encode(), tuple(starts)
 
 
 def _without_magic(source: str) -> list[str]:

@@ -1,0 +1,119 @@
+"""The legacy APIs: where the names of each are imported from, and its table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from namedmesh.migrate.rules import Row
+from namedmesh.migrate.table import OVERRIDE, OWN_VARIABLE, SEVERAL_MESHES, TABLE, size_and_rank
+
+# In fairscale and GPT-NeoX "model parallel" is tensor parallel.
+_MODEL_PARALLEL = [
+    Row("get_model_parallel_group()", 'mesh.group("tp")'),
+    *size_and_rank("model_parallel", '"tp"', src=True),
+    Row("get_data_parallel_group()", 'mesh.group("dp")'),
+    *size_and_rank("data_parallel", '"dp"'),
+    Row("get_context_parallel_group()", 'mesh.group("cp")'),
+    *size_and_rank("context_parallel", '"cp"'),
+    Row("model_parallel_is_initialized()", "not mesh.closed", SEVERAL_MESHES),
+    Row("destroy_model_parallel()", "mesh.close()", "it destroys the groups that the mesh made"),
+]
+FAIRSCALE: dict[str, Row] = {
+    row.name: row
+    for row in (
+        *_MODEL_PARALLEL,
+        Row(
+            "initialize_model_parallel(model_parallel_size_, pipeline_length=1, *, model_parallel_backend=None, "
+            "pipeline_backend=None, ddp_backend=None)",
+            "namedmesh.init_mesh(dp=-1, pp=pipeline_length, cp=1, tp=model_parallel_size_)",
+        ),
+        Row("get_pipeline_parallel_group()", 'mesh.group("pp")'),
+        Row("get_pipeline_parallel_ranks()", 'list(mesh.ranks("pp"))'),
+        Row("get_model_parallel_ranks()", 'list(mesh.ranks("tp"))'),
+        Row("get_data_parallel_ranks()", 'list(mesh.ranks("dp"))'),
+        Row("get_context_parallel_ranks()", 'list(mesh.ranks("cp"))'),
+    )
+}
+"""The rows of fairscale."""
+GPT_NEOX: dict[str, Row] = {
+    row.name: row
+    for row in (
+        *_MODEL_PARALLEL,
+        Row(
+            "initialize_model_parallel(model_parallel_size, topology=None, fp32_allreduce=False)",
+            "namedmesh.init_mesh(pp=1, dp=-1, cp=1, tp=model_parallel_size)",
+            "the sizes of a topology's axes pipe, data, context and model are those of pp, dp, cp and tp",
+        ),
+        Row("get_tensor_model_parallel_group()", 'mesh.group("tp")'),
+        *size_and_rank("tensor_model_parallel", '"tp"', src=True),
+        Row("get_pipe_parallel_group()", 'mesh.group("pp")'),
+        *size_and_rank("pipe_parallel", '"pp"'),
+        Row("get_data_parallel_src_rank()", 'mesh.ranks("dp")[0]'),
+        Row("get_context_parallel_src_rank()", 'mesh.ranks("cp")[0]'),
+        Row(
+            "get_io_parallel_group()",
+            note="the first and the last stage of rank 0's pipelines, over dp: no axis",
+        ),
+        Row("get_topology()", note="namedmesh.compat.deepspeed has the topology of a mesh"),
+        *(
+            Row(f"set_{axis}_rank(rank)", note=OVERRIDE)
+            for axis in ("model_parallel", "tensor_model_parallel")
+        ),
+        *(
+            Row(f"set_{axis}_world_size(size)", note=OVERRIDE)
+            for axis in ("model_parallel", "tensor_model_parallel")
+        ),
+        Row("get_fp32_allreduce()", note=OWN_VARIABLE),
+        Row("is_unitialized()", "mesh.closed", SEVERAL_MESHES),
+    )
+}
+"""The rows of GPT-NeoX's own ``megatron.mpu``."""
+
+
+@dataclass(frozen=True, eq=False)
+class Api:
+    """One legacy API.
+
+    Args:
+        name: its module, as the report shows it.
+        table: its rows.
+        modules: where its names can be imported from.
+        packages: packages that have its names among others.
+        dialect: our module with the same names; empty if there is none.
+    """
+
+    name: str
+    table: dict[str, Row]
+    modules: tuple[str, ...]
+    packages: tuple[str, ...] = ()
+    dialect: str = ""
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this is the dialect itself."""
+        return self.name == self.dialect
+
+
+_DIALECT = "namedmesh.compat.megatron"
+_STATE = f"{_DIALECT}.parallel_state"
+_FAIRSCALE = "fairscale.nn.model_parallel"
+MEGATRON = Api(
+    "megatron.core.parallel_state",
+    TABLE,
+    ("megatron.core.parallel_state", "megatron.core.mpu"),
+    dialect=_STATE,
+)
+GPT_NEOX_MPU = Api("megatron.mpu", GPT_NEOX, ("megatron.mpu.initialize",), ("megatron.mpu",))
+APIS = (
+    MEGATRON,
+    Api(_STATE, TABLE, (_STATE, f"{_DIALECT}.mpu"), (_DIALECT,), _STATE),
+    Api(
+        f"{_FAIRSCALE}.initialize",
+        FAIRSCALE,
+        (f"{_FAIRSCALE}.initialize",),
+        (_FAIRSCALE,),
+        "namedmesh.compat.fairscale.initialize",
+    ),
+    GPT_NEOX_MPU,
+)
+"""The legacy APIs, Megatron first."""
