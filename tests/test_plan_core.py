@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from messages import says
 
 from namedmesh import Layout, LayoutError
-from namedmesh.dialects import DIALECTS, Kind
+from namedmesh.dialects import DIALECTS, GroupSpec
 from namedmesh.plan import Members, Plan, make_plan, plan_rank
 from namedmesh.plan.members import first_groups, group_of, group_of_kind, nth_group
 from namedmesh.plan.nodes import bandwidth_bound, better_order, crossing_groups, placements
@@ -151,7 +151,10 @@ def test_a_better_order_is_better(plan: Plan, block: int) -> None:
 
 def test_embedding_groups_are_the_ends_of_a_pipeline() -> None:
     layout = Layout(pp=4, dp=2)
-    ends, first = Kind("embedding", ("pp",), members="ends"), Kind("position", ("pp",), members="first")
+    ends, first = (
+        GroupSpec("embedding", ("pp",), members="ends"),
+        GroupSpec("position", ("pp",), members="first"),
+    )
     assert [group[:] for group in first_groups(layout, ends, 9)] == [(0, 6), (1, 7)]
     assert [group[:] for group in first_groups(layout, first, 9)] == [(0,), (1,)]
     assert group_of_kind(layout, 2, ends) is None

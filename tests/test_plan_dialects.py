@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from namedmesh import AxisError, Layout, LayoutError
-from namedmesh.dialects import DENSE, DIALECTS, EXPERT, PLAIN, arrange, kinds_of
+from namedmesh.dialects import DENSE, DIALECTS, EXPERT, PLAIN, groups_of, layouts_for
 
 TENSOR = [(i, i + 1) for i in range(0, 16, 2)]
 DATA = [(0, 2), (1, 3), (4, 6), (5, 7), (8, 10), (9, 11), (12, 14), (13, 15)]
@@ -19,7 +19,7 @@ PIPELINE = [(0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14), (3, 7, 11, 15)]
 
 @pytest.mark.parametrize("dialect", [DIALECTS["megatron"], DIALECTS["deepspeed"], PLAIN])
 def test_the_worked_example_of_sixteen_ranks(dialect: Any) -> None:
-    dense = arrange(dialect, {"tp": 2, "pp": 4}, world_size=16).dense
+    dense = layouts_for(dialect, {"tp": 2, "pp": 4}, world_size=16).dense
     assert list(dense.groups("tp")) == TENSOR
     assert list(dense.groups("dp")) == DATA
     assert list(dense.groups("pp")) == PIPELINE
@@ -28,7 +28,7 @@ def test_the_worked_example_of_sixteen_ranks(dialect: Any) -> None:
 
 @pytest.mark.parametrize("name", ["fairscale", "ezpz"])
 def test_the_worked_example_with_data_outside(name: str) -> None:
-    dense = arrange(DIALECTS[name], {"tp": 2, "pp": 2, "cp": 2}, world_size=16).dense
+    dense = layouts_for(DIALECTS[name], {"tp": 2, "pp": 2, "cp": 2}, world_size=16).dense
     assert dense.groups("tp")[:2] == ((0, 1), (2, 3))
     assert dense.groups("cp")[:3] == ((0, 2), (1, 3), (4, 6))
     assert dense.groups("pp")[:5] == ((0, 4), (1, 5), (2, 6), (3, 7), (8, 12))
@@ -36,25 +36,27 @@ def test_the_worked_example_with_data_outside(name: str) -> None:
 
 
 def test_the_worked_example_of_three_overlapping_groups() -> None:
-    dense = arrange(DIALECTS["process_groups"], {"tp": 2, "pp": 2}, world_size=8).dense
+    dense = layouts_for(DIALECTS["process_groups"], {"tp": 2, "pp": 2}, world_size=8).dense
     assert dense.groups("tp") == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert dense.groups("pp") == ((0, 2), (1, 3), (4, 6), (5, 7))
     assert dense.groups("dp") == ((0, 4), (1, 5), (2, 6), (3, 7))
 
 
 def test_torchtitan_puts_the_pipeline_outside_and_leaves_the_rest_to_dp_shard() -> None:
-    made = arrange(DIALECTS["torchtitan"], {"pp": 2, "tp": 2, "dp_replicate": 2, "ep": 4}, world_size=32)
+    made = layouts_for(DIALECTS["torchtitan"], {"pp": 2, "tp": 2, "dp_replicate": 2, "ep": 4}, world_size=32)
     assert made.dense == Layout(pp=2, dp_replicate=2, dp_shard=4, cp=1, tp=2)
     assert made.expert == Layout(pp=2, dp_replicate=2, edp=2, ep=4, etp=1)
 
 
 def test_experts_follow_the_tensor_parallel_size_of_megatron() -> None:
-    made = arrange(DIALECTS["megatron"], {"tp": 2, "pp": 2, "ep": 2, "cp": 2}, world_size=32)
+    made = layouts_for(DIALECTS["megatron"], {"tp": 2, "pp": 2, "ep": 2, "cp": 2}, world_size=32)
     assert made.dense == Layout(pp=2, dp=4, cp=2, tp=2)
     assert made.expert == Layout(pp=2, edp=4, ep=2, etp=2)
-    other = arrange(DIALECTS["megatron"], {"tp": 2, "ep": 4, "etp": 1}, world_size=8, order="tp-ep-dp-pp-cp")
+    other = layouts_for(
+        DIALECTS["megatron"], {"tp": 2, "ep": 4, "etp": 1}, world_size=8, order="tp-ep-dp-pp-cp"
+    )
     assert other.expert == Layout(pp=1, edp=2, ep=4, etp=1)
-    last = arrange(PLAIN, {"tp": 2, "ep": -1, "edp": 2, "etp": 1}, world_size=16)
+    last = layouts_for(PLAIN, {"tp": 2, "ep": -1, "edp": 2, "etp": 1}, world_size=16)
     assert last.expert == Layout(pp=1, edp=2, ep=8, etp=1)
 
 
@@ -73,7 +75,9 @@ def test_megatron_groups_are_megatrons(tp: int, cp: int, pp: int, dp: int, order
     theirs = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=order_string)
     sizes = {"tp": tp, "cp": cp, "pp": pp}
     try:
-        ours = arrange(DIALECTS["megatron"], sizes, world_size=tp * cp * pp * dp, order=order_string).dense
+        ours = layouts_for(
+            DIALECTS["megatron"], sizes, world_size=tp * cp * pp * dp, order=order_string
+        ).dense
     except LayoutError:  # Megatron refuses it too: the experts, who know no cp, would have other pipelines
         assert order[-1] != "pp"
         assert cp > 1
@@ -110,9 +114,9 @@ def test_kinds_and_counts_are_what_megatron_makes(
     with fake_world(world):
         theirs.initialize_model_parallel(**{names[axis]: size for axis, size in sizes.items()})
         theirs.destroy_model_parallel()
-    made = arrange(DIALECTS["megatron"], sizes, world_size=world)
+    made = layouts_for(DIALECTS["megatron"], sizes, world_size=world)
     ours: Counter[str] = Counter()
-    for kind in kinds_of(made):
+    for kind in groups_of(made):
         name = kind.name.replace(" with_context_parallel", " cp")
         ours[name] += made.layout(kind.view).count(*kind.axes) * (1 + kind.gloo_groups)
     assert ours == calls
@@ -124,7 +128,7 @@ def test_deepspeed_groups_are_deepspeeds(pp: int, dp: int, tp: int) -> None:
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
     theirs = PipeModelDataParallelTopology(num_pp=pp, num_mp=tp, num_dp=dp)
-    made = arrange(DIALECTS["deepspeed"], {"pp": pp, "tp": tp}, world_size=pp * dp * tp)
+    made = layouts_for(DIALECTS["deepspeed"], {"pp": pp, "tp": tp}, world_size=pp * dp * tp)
     for axis, word in made.dialect.words.items():
         found = [tuple(group) for group in theirs.get_axis_comm_lists(word)]
         if made.dense[axis] > 1:
@@ -133,7 +137,7 @@ def test_deepspeed_groups_are_deepspeeds(pp: int, dp: int, tp: int) -> None:
 
 
 def test_a_size_larger_than_the_world_is_cut_down_where_the_library_does() -> None:
-    made = arrange(DIALECTS["fairscale"], {"tp": 8}, world_size=4)
+    made = layouts_for(DIALECTS["fairscale"], {"tp": 8}, world_size=4)
     assert made.dense["tp"] == 4
     assert made.notes == ("fairscale reduces tp=8 to the world of 4 ranks without an error",)
 
@@ -142,17 +146,17 @@ def test_a_size_larger_than_the_world_is_cut_down_where_the_library_does() -> No
     ("call", "kind", "message"),
     [
         (
-            lambda: arrange(DIALECTS["fairscale"], {"tp": 2, "ep": 2}, world_size=8),
+            lambda: layouts_for(DIALECTS["fairscale"], {"tp": 2, "ep": 2}, world_size=8),
             AxisError,
             "axis 'ep' is not one of fairscale's ('dp', 'pp', 'cp', 'tp')",
         ),
         (
-            lambda: arrange(DIALECTS["ezpz"], {"tp": 2}, world_size=8, order="tp-dp"),
+            lambda: layouts_for(DIALECTS["ezpz"], {"tp": 2}, world_size=8, order="tp-dp"),
             LayoutError,
             "ezpz has one order, 'tp-cp-pp-dp', not 'tp-dp'; leave the order out, or the dialect",
         ),
         (
-            lambda: arrange(PLAIN, {"tp": 2, "cp": 2}, world_size=8, order="tpp-tp-tp"),
+            lambda: layouts_for(PLAIN, {"tp": 2, "cp": 2}, world_size=8, order="tpp-tp-tp"),
             AxisError,
             "3 problems:\n"
             "  - 'tpp' in the order 'tpp-tp-tp' is not one of tp, cp, ep, dp, dp_shard, dp_replicate, pp; did you mean 'tp'?\n"
@@ -160,12 +164,12 @@ def test_a_size_larger_than_the_world_is_cut_down_where_the_library_does() -> No
             "  - axis 'cp' has size 2 but no place in the order 'tpp-tp-tp'; add it",
         ),
         (
-            lambda: arrange(PLAIN, {"dp": 2, "dp_shard": 2}),
+            lambda: layouts_for(PLAIN, {"dp": 2, "dp_shard": 2}),
             AxisError,
             "both 'dp' and 'dp_shard' have a size; use one or the other",
         ),
         (
-            lambda: arrange(
+            lambda: layouts_for(
                 PLAIN, {"tp": 2, "pp": 2, "cp": 2, "ep": 2}, world_size=32, order="tp-cp-pp-ep-dp"
             ),
             LayoutError,
@@ -174,7 +178,7 @@ def test_a_size_larger_than_the_world_is_cut_down_where_the_library_does() -> No
             "'tp-cp-pp-ep-dp-dp_shard-dp_replicate'",
         ),
         (
-            lambda: arrange(PLAIN, {"tp": 2}, world_size=8).layout(EXPERT),
+            lambda: layouts_for(PLAIN, {"tp": 2}, world_size=8).layout(EXPERT),
             LayoutError,
             "view 'expert' is not there; give a size for ep, edp or etp",
         ),
@@ -188,7 +192,7 @@ def test_mistakes_are_named(call: Any, kind: type[Exception], message: str) -> N
 
 def test_every_kind_names_axes_of_its_layout() -> None:
     for dialect in DIALECTS.values():
-        made = arrange(dialect, {"tp": 2}, world_size=4)
+        made = layouts_for(dialect, {"tp": 2}, world_size=4)
         assert made.layout(DENSE) is made.dense
-        for kind in kinds_of(made):
+        for kind in groups_of(made):
             assert set(kind.axes) <= set(made.layout(kind.view).axes)

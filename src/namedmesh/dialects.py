@@ -25,12 +25,12 @@ __all__ = [
     "EXPERT_AXES",
     "MEGATRON_GROUPS",
     "PLAIN",
-    "Arrangement",
     "Dialect",
-    "Kind",
+    "DialectLayout",
+    "GroupSpec",
     "Order",
-    "arrange",
-    "kinds_of",
+    "groups_of",
+    "layouts_for",
     "parse_order",
     "variables_of",
 ]
@@ -44,7 +44,7 @@ _DATA = ("dp_replicate", "dp_shard", "dp")
 
 
 @dataclass(frozen=True)
-class Kind:
+class GroupSpec:
     """One kind of process group: a row of a dialect's table.
 
     Args:
@@ -74,7 +74,7 @@ class Kind:
         return int(bool(self.gloo))
 
 
-def variables_of(kinds: Iterable[Kind]) -> list[str]:
+def variables_of(kinds: Iterable[GroupSpec]) -> list[str]:
     """Return the module-level variables of a dialect's groups, of their ranks, and of the gloo groups beside them.
 
     Example:
@@ -107,7 +107,7 @@ class Dialect:
     words: Mapping[str, str] = field(default_factory=dict)
     inferred: str = "dp"
     shards: tuple[str, ...] = ("pp", "dp_shard", "tp")
-    kinds: tuple[Kind, ...] = ()
+    kinds: tuple[GroupSpec, ...] = ()
     orderable: bool = False
     etp_follows_tp: bool = True
     shrinks_tp: bool = False
@@ -128,68 +128,73 @@ class Dialect:
 
 # fmt: off
 MEGATRON_GROUPS = (
-    Kind("data_parallel with_context_parallel", ("dp", "cp"), key="dp_cp",
+    GroupSpec("data_parallel with_context_parallel", ("dp", "cp"), key="dp_cp",
          variable="_DATA_PARALLEL_GROUP_WITH_CP", ranks="_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP",
          gloo="_DATA_PARALLEL_GROUP_WITH_CP_GLOO"),
-    Kind("data_parallel", ("dp",), key="dp",
+    GroupSpec("data_parallel", ("dp",), key="dp",
          variable="_DATA_PARALLEL_GROUP", ranks="_DATA_PARALLEL_GLOBAL_RANKS", gloo="_DATA_PARALLEL_GROUP_GLOO"),
-    Kind("context_parallel", ("cp",), key="cp",
+    GroupSpec("context_parallel", ("cp",), key="cp",
          variable="_CONTEXT_PARALLEL_GROUP", ranks="_CONTEXT_PARALLEL_GLOBAL_RANKS"),
-    Kind("model_parallel", ("pp", "gtp_remat", "tp"), key="mp",
+    GroupSpec("model_parallel", ("pp", "gtp_remat", "tp"), key="mp",
          variable="_MODEL_PARALLEL_GROUP", ranks="_MODEL_PARALLEL_GLOBAL_RANKS"),
-    Kind("tensor_model_parallel", ("tp",), key="tp",
+    GroupSpec("tensor_model_parallel", ("tp",), key="tp",
          variable="_TENSOR_MODEL_PARALLEL_GROUP", ranks="_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"),
-    Kind("pipeline_model_parallel", ("pp",), key="pp",
+    GroupSpec("pipeline_model_parallel", ("pp",), key="pp",
          variable="_PIPELINE_MODEL_PARALLEL_GROUP", ranks="_PIPELINE_GLOBAL_RANKS"),
-    Kind("embedding", ("pp",), members="ends", key="embd",
+    GroupSpec("embedding", ("pp",), members="ends", key="embd",
          variable="_EMBEDDING_GROUP", ranks="_EMBEDDING_GLOBAL_RANKS"),
-    Kind("position_embedding", ("pp",), members="first", key="pos_embd", variable="_POSITION_EMBEDDING_GROUP", ranks="_POSITION_EMBEDDING_GLOBAL_RANKS"),
-    Kind("tensor_and_data_parallel with_context_parallel", ("dp", "cp", "gtp_remat", "tp"),
+    GroupSpec("position_embedding", ("pp",), members="first", key="pos_embd",
+         variable="_POSITION_EMBEDDING_GROUP", ranks="_POSITION_EMBEDDING_GLOBAL_RANKS"),
+    GroupSpec("tensor_and_data_parallel with_context_parallel", ("dp", "cp", "gtp_remat", "tp"),
          key="tp_dp_cp", variable="_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP"),
-    Kind("tensor_and_data_parallel", ("dp", "gtp_remat", "tp"), key="tp_dp",
+    GroupSpec("tensor_and_data_parallel", ("dp", "gtp_remat", "tp"), key="tp_dp",
          variable="_TENSOR_AND_DATA_PARALLEL_GROUP"),
-    Kind("tensor_and_context_parallel", ("cp", "tp"), key="tp_cp",
+    GroupSpec("tensor_and_context_parallel", ("cp", "tp"), key="tp_cp",
          variable="_TENSOR_AND_CONTEXT_PARALLEL_GROUP"),
-    Kind("gtp_weight_remat", ("gtp_remat",), key="gtp_remat",
+    GroupSpec("gtp_weight_remat", ("gtp_remat",), key="gtp_remat",
          variable="_GTP_WEIGHT_REMAT_GROUP", ranks="_GTP_WEIGHT_REMAT_GLOBAL_RANKS"),
-    Kind("data_parallel with_gtp_remat", ("dp", "gtp_remat"), key="gtp_remat_dp",
+    GroupSpec("data_parallel with_gtp_remat", ("dp", "gtp_remat"), key="gtp_remat_dp",
          variable="_DATA_PARALLEL_GROUP_WITH_GTP_REMAT"),
-    Kind("data_parallel with_context_parallel with_gtp_remat", ("dp", "cp", "gtp_remat"),
+    GroupSpec("data_parallel with_context_parallel with_gtp_remat", ("dp", "cp", "gtp_remat"),
          key="gtp_remat_dp_cp", variable="_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT"),
-    Kind("expert_model_parallel", ("ep",), EXPERT, key="ep",
+    GroupSpec("expert_model_parallel", ("ep",), EXPERT, key="ep",
          variable="_EXPERT_MODEL_PARALLEL_GROUP", ranks="_EXPERT_MODEL_PARALLEL_RANKS"),
-    Kind("expert_tensor_parallel", ("etp",), EXPERT, key="ep_tp",
+    GroupSpec("expert_tensor_parallel", ("etp",), EXPERT, key="ep_tp",
          variable="_EXPERT_TENSOR_PARALLEL_GROUP"),
-    Kind("expert_tensor_and_model_parallel", ("ep", "etp"), EXPERT, key="tp_ep_mp", variable="_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"),
-    Kind("expert_tensor_model_pipeline_parallel", ("pp", "ep", "etp"), EXPERT,
+    GroupSpec("expert_tensor_and_model_parallel", ("ep", "etp"), EXPERT, key="tp_ep_mp",
+         variable="_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"),
+    GroupSpec("expert_tensor_model_pipeline_parallel", ("pp", "ep", "etp"), EXPERT,
          key="tp_ep_pp", variable="_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"),
-    Kind("expert_data_parallel", ("edp",), EXPERT, key="ep_dp",
+    GroupSpec("expert_data_parallel", ("edp",), EXPERT, key="ep_dp",
          variable="_EXPERT_DATA_PARALLEL_GROUP", gloo="_EXPERT_DATA_PARALLEL_GROUP_GLOO"),
-    Kind("expert_gtp_weight_remat", ("egtp_remat",), EXPERT, key="expt_gtp_remat", variable="_EXPERT_GTP_WEIGHT_REMAT_GROUP",
+    GroupSpec("expert_gtp_weight_remat", ("egtp_remat",), EXPERT, key="expt_gtp_remat",
+         variable="_EXPERT_GTP_WEIGHT_REMAT_GROUP",
          ranks="_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS"),
-    Kind("expert_tensor_model_pipeline_parallel with_egtp_remat", ("pp", "egtp_remat", "ep", "etp"), EXPERT, key="tp_ep_gtp_remat_pp",
+    GroupSpec("expert_tensor_model_pipeline_parallel with_egtp_remat", ("pp", "egtp_remat", "ep", "etp"), EXPERT, key="tp_ep_gtp_remat_pp",
          variable="_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP"),
-    Kind("expert_data_parallel with_gtp_remat", ("edp", "egtp_remat"), EXPERT,
+    GroupSpec("expert_data_parallel with_gtp_remat", ("edp", "egtp_remat"), EXPERT,
          key="ep_gtp_remat_dp", variable="_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT"),
-    Kind("intra_distributed_optimizer_instance", ("pp", "edp", "egtp_remat", "ep", "etp"), EXPERT,
+    GroupSpec("intra_distributed_optimizer_instance", ("pp", "edp", "egtp_remat", "ep", "etp"), EXPERT,
          key="intra_dist_opt_instance",
          variable="_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP"),
-    Kind("data_parallel with_context_parallel independent_all_gather", ("dp", "cp"), members="part", key="dp_cp", variable="_DATA_PARALLEL_GROUP_WITH_CP_AG"),
-    Kind("data_parallel with_context_parallel partial_data_parallel", ("dp", "cp"), members="part", key="intra_dp_cp",
+    GroupSpec("data_parallel with_context_parallel independent_all_gather", ("dp", "cp"), members="part", key="dp_cp",
+         variable="_DATA_PARALLEL_GROUP_WITH_CP_AG"),
+    GroupSpec("data_parallel with_context_parallel partial_data_parallel", ("dp", "cp"), members="part", key="intra_dp_cp",
          variable="_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
          gloo="_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO"),
-    Kind("data_parallel with_context_parallel partial_data_parallel with_gtp_remat", ("dp", "cp", "gtp_remat"),
+    GroupSpec("data_parallel with_context_parallel partial_data_parallel with_gtp_remat", ("dp", "cp", "gtp_remat"),
          members="part", key="gtp_remat_dp_cp",
          variable="_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT"),
-    Kind("hierarchical_context_parallel", ("cp",), members="part", key="hcp", variable="_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS"),
-    Kind("hybrid_data_context_parallel", ("dp", "cp"), members="part", key="dp_cp",
+    GroupSpec("hierarchical_context_parallel", ("cp",), members="part", key="hcp",
+         variable="_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS"),
+    GroupSpec("hybrid_data_context_parallel", ("dp", "cp"), members="part", key="dp_cp",
          variable="_HYBRID_DP_CP_GROUPS"),
-    Kind("expert_data_parallel partial_expert_data_parallel", ("edp",), EXPERT, "part",
+    GroupSpec("expert_data_parallel partial_expert_data_parallel", ("edp",), EXPERT, "part",
          key="intra_ep_dp", variable="_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
          gloo="_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO"),
-    Kind("expert_data_parallel partial_expert_data_parallel with_gtp_remat", ("edp", "egtp_remat"), EXPERT, "part", key="ep_gtp_remat_dp",
+    GroupSpec("expert_data_parallel partial_expert_data_parallel with_gtp_remat", ("edp", "egtp_remat"), EXPERT, "part", key="ep_gtp_remat_dp",
          variable="_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT"),
-    Kind("inter_distributed_optimizer_instance", ("edp",), EXPERT, "part",
+    GroupSpec("inter_distributed_optimizer_instance", ("edp",), EXPERT, "part",
          key="inter_ep_dp", variable="_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"),
 )
 # fmt: on
@@ -200,35 +205,35 @@ have size 1, a group that spans one is the group without it.
 """
 
 _DEEPSPEED_KINDS = (
-    Kind("ds_model", ("pp", "tp")),
-    Kind("data", ("dp",)),
-    Kind("pipe", ("pp",)),
-    Kind("slice", ("tp",)),
+    GroupSpec("ds_model", ("pp", "tp")),
+    GroupSpec("data", ("dp",)),
+    GroupSpec("pipe", ("pp",)),
+    GroupSpec("slice", ("tp",)),
 )
 # fmt: off
 _FAIRSCALE_KINDS = (
-    Kind("data", ("dp",), variable="_DATA_PARALLEL_GROUP"),
-    Kind("pipeline", ("pp",), variable="_PIPELINE_PARALLEL_GROUP", ranks="_PIPELINE_PARALLEL_RANKS"),
-    Kind("model", ("tp",), variable="_MODEL_PARALLEL_GROUP"),
-    Kind("context", ("cp",), variable="_CONTEXT_PARALLEL_GROUP",
+    GroupSpec("data", ("dp",), variable="_DATA_PARALLEL_GROUP"),
+    GroupSpec("pipeline", ("pp",), variable="_PIPELINE_PARALLEL_GROUP", ranks="_PIPELINE_PARALLEL_RANKS"),
+    GroupSpec("model", ("tp",), variable="_MODEL_PARALLEL_GROUP"),
+    GroupSpec("context", ("cp",), variable="_CONTEXT_PARALLEL_GROUP",
          ranks="_CONTEXT_PARALLEL_GROUP_RANKS"),
 )
 _EZPZ_KINDS = (
-    Kind("data", ("dp",), variable="_DATA_PARALLEL_GROUP", ranks="_DATA_PARALLEL_RANKS"),
-    Kind("pipeline", ("pp",), variable="_PIPELINE_PARALLEL_GROUP", ranks="_PIPELINE_PARALLEL_RANKS"),
-    Kind("context", ("cp",), variable="_CONTEXT_PARALLEL_GROUP",
+    GroupSpec("data", ("dp",), variable="_DATA_PARALLEL_GROUP", ranks="_DATA_PARALLEL_RANKS"),
+    GroupSpec("pipeline", ("pp",), variable="_PIPELINE_PARALLEL_GROUP", ranks="_PIPELINE_PARALLEL_RANKS"),
+    GroupSpec("context", ("cp",), variable="_CONTEXT_PARALLEL_GROUP",
          ranks="_CONTEXT_PARALLEL_GROUP_RANKS"),
-    Kind("tensor", ("tp",), variable="_TENSOR_PARALLEL_GROUP", ranks="_TENSOR_PARALLEL_RANKS"),
+    GroupSpec("tensor", ("tp",), variable="_TENSOR_PARALLEL_GROUP", ranks="_TENSOR_PARALLEL_RANKS"),
 )
 # fmt: on
 _TORCHTITAN_KINDS = (
-    *(Kind(axis, (axis,)) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")),
-    Kind("batch", ("dp_replicate", "dp_shard")),
-    Kind("fsdp", ("dp_shard", "cp")),
-    Kind("loss", ("dp_replicate", "dp_shard", "cp")),
-    *(Kind(axis, (axis,), EXPERT) for axis in EXPERT_AXES),
+    *(GroupSpec(axis, (axis,)) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")),
+    GroupSpec("batch", ("dp_replicate", "dp_shard")),
+    GroupSpec("fsdp", ("dp_shard", "cp")),
+    GroupSpec("loss", ("dp_replicate", "dp_shard", "cp")),
+    *(GroupSpec(axis, (axis,), EXPERT) for axis in EXPERT_AXES),
 )
-_LAB = ("dp", "pp", "tp")
+_PROCESS_GROUPS_AXES = ("dp", "pp", "tp")
 
 PLAIN = Dialect("mesh", AXES, ("pp", *EXPERT_AXES), orderable=True)
 """A mesh of namedmesh with the usual names: only the axes that are named exist."""
@@ -264,14 +269,18 @@ DIALECTS: dict[str, Dialect] = {
             kinds=_TORCHTITAN_KINDS,
             etp_follows_tp=False,
         ),
-        Dialect("process_groups", _LAB, kinds=tuple(Kind(axis, (axis,)) for axis in _LAB)),
+        Dialect(
+            "process_groups",
+            _PROCESS_GROUPS_AXES,
+            kinds=tuple(GroupSpec(axis, (axis,)) for axis in _PROCESS_GROUPS_AXES),
+        ),
     )
 }
 """The dialects by name. Ranks are row-major in the axes of each, the last one fastest."""
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class DialectLayout:
     """The ranks of a job: one layout, or two over the same ranks.
 
     Args:
@@ -332,14 +341,14 @@ def parse_order(order: str, allowed: Sequence[str]) -> Order:
     return Order(tokens + omitted, omitted, unknown, [name for name in allowed if tokens.count(name) > 1])
 
 
-def arrange(
+def layouts_for(
     dialect: Dialect,
     sizes: Mapping[str, int],
     *,
     world_size: int | None = None,
     order: str | None = None,
     check_pipelines: bool = True,
-) -> Arrangement:
+) -> DialectLayout:
     """Return the layouts of a dialect for some sizes.
 
     Args:
@@ -355,7 +364,7 @@ def arrange(
         LayoutError: sizes that do not fit, or an order under which the experts' pipelines are other ranks.
 
     Example:
-        >>> made = arrange(DIALECTS["megatron"], {"tp": 2, "pp": 4, "ep": 2}, world_size=16)
+        >>> made = layouts_for(DIALECTS["megatron"], {"tp": 2, "pp": 4, "ep": 2}, world_size=16)
         >>> made.dense, made.expert
         (Layout(pp=4, dp=2, cp=1, tp=2), Layout(pp=4, edp=1, ep=2, etp=2))
     """
@@ -375,30 +384,30 @@ def arrange(
             f"the pipelines of {dense} and of the experts' {expert} are not the same ranks; put pp first or last in the "
             f"order {'-'.join(tokens)!r}"
         )
-    return Arrangement(dialect, dense, expert, notes)
+    return DialectLayout(dialect, dense, expert, notes)
 
 
-def kinds_of(arrangement: Arrangement) -> tuple[Kind, ...]:
+def groups_of(of_dialect: DialectLayout) -> tuple[GroupSpec, ...]:
     """Return the groups that a dialect makes; for a plain mesh one kind for each axis, and the usual products.
 
     Example:
-        >>> [kind.name for kind in kinds_of(arrange(PLAIN, {"pp": 2, "tp": 2}, world_size=8))]
+        >>> [kind.name for kind in groups_of(layouts_for(PLAIN, {"pp": 2, "tp": 2}, world_size=8))]
         ['pp', 'dp', 'tp', 'model']
     """
-    dense, expert = arrangement.dense, arrangement.expert
-    if arrangement.dialect.kinds:
-        kinds = [kind for kind in arrangement.dialect.kinds if kind.view == DENSE or expert is not None]
-        if arrangement.dialect.name == "fairscale" and dense["cp"] == 1:  # only later sources have cp
+    dense, expert = of_dialect.dense, of_dialect.expert
+    if of_dialect.dialect.kinds:
+        kinds = [kind for kind in of_dialect.dialect.kinds if kind.view == DENSE or expert is not None]
+        if of_dialect.dialect.name == "fairscale" and dense["cp"] == 1:  # only later sources have cp
             kinds = [kind for kind in kinds if kind.axes != ("cp",)]
         return tuple(kinds)
-    kinds = [Kind(axis, (axis,)) for axis in dense]
+    kinds = [GroupSpec(axis, (axis,)) for axis in dense]
     if expert is not None:
-        kinds += [Kind(axis, (axis,), EXPERT) for axis in expert if axis not in dense]
+        kinds += [GroupSpec(axis, (axis,), EXPERT) for axis in expert if axis not in dense]
     data = tuple(axis for axis in (*_DATA, "cp") if axis in dense)
     if len(data) > 1:
-        kinds.append(Kind("batch and context" if "cp" in data else "batch", data))
+        kinds.append(GroupSpec("batch and context" if "cp" in data else "batch", data))
     if "pp" in dense and "tp" in dense:
-        kinds.append(Kind("model", ("pp", "tp")))
+        kinds.append(GroupSpec("model", ("pp", "tp")))
     return tuple(kinds)
 
 

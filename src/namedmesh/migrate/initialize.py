@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from namedmesh.dialects import DIALECTS, Arrangement, arrange
+from namedmesh.dialects import DIALECTS, DialectLayout, layouts_for
 from namedmesh.errors import NamedMeshError, listing
 from namedmesh.migrate.rules import Advice, Arguments, Row, view_statement
 
@@ -88,7 +88,7 @@ def _settings(arguments: Arguments) -> list[str]:
 
 
 def _views(
-    arguments: Arguments, arrangement: Arrangement, dense: dict[str, str]
+    arguments: Arguments, arrangement: DialectLayout, dense: dict[str, str]
 ) -> tuple[list[str], list[str]]:
     """Return the views that the arguments ask for, and remarks about groups that no view has."""
     views: list[str] = []
@@ -118,7 +118,7 @@ def _views(
 
 
 def _expert_views(
-    arguments: Arguments, arrangement: Arrangement, dense: dict[str, str], *, several: bool
+    arguments: Arguments, arrangement: DialectLayout, dense: dict[str, str], *, several: bool
 ) -> list[str]:
     as_dense = arguments.is_off("expert_tensor_parallel_size")
     sizes = {
@@ -157,12 +157,12 @@ def _literal_order(arguments: Arguments) -> str | None:
     return value.value.lower() if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
 
 
-def _arrangement(order: str | None) -> Arrangement:
+def _arrangement(order: str | None) -> DialectLayout:
     """Return the axes, slowest first; in Megatron's default order if this one is unknown or invalid."""
     try:
-        return arrange(_MEGATRON, {}, order=order)
+        return layouts_for(_MEGATRON, {}, order=order)
     except NamedMeshError:
-        return arrange(_MEGATRON, {})
+        return layouts_for(_MEGATRON, {})
 
 
 INITIALIZE = Row(

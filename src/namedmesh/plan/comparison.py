@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from namedmesh.dialects import Arrangement, Kind
+from namedmesh.dialects import DialectLayout, GroupSpec
 from namedmesh.errors import LayoutError
 from namedmesh.plan.core import resolve
 from namedmesh.plan.members import Members, first_groups, in_words
@@ -42,8 +42,8 @@ class Difference:
 class Comparison:
     """Two arrangements of one world, and their differences by kind of group."""
 
-    first: Arrangement
-    second: Arrangement
+    first: DialectLayout
+    second: DialectLayout
     kinds: tuple[Difference, ...]
 
     @property
@@ -101,7 +101,9 @@ def _difference(first: Layout, second: Layout, axes: tuple[str, ...]) -> Differe
     partitions = [layout.partition(*own)[2] if own else () for layout, own in both]
     sizes = [layout.size(*own) if own else None for layout, own in both]
     counts = [layout.count(*own) if own else None for layout, own in both]
-    examples = [tuple(first_groups(layout, Kind("", own), _EXAMPLES)) if own else () for layout, own in both]
+    examples = [
+        tuple(first_groups(layout, GroupSpec("", own), _EXAMPLES)) if own else () for layout, own in both
+    ]
     return Difference(
         axes,
         partitions[0] == partitions[1],

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from namedmesh.dialects import DIALECTS, PLAIN, Arrangement, Kind, arrange, kinds_of
+from namedmesh.dialects import DIALECTS, PLAIN, DialectLayout, GroupSpec, groups_of, layouts_for
 from namedmesh.errors import AxisError, LayoutError, did_you_mean
 from namedmesh.layout import Layout
 from namedmesh.plan.members import Members, first_groups, group_of_kind
@@ -28,7 +28,7 @@ class Groups:
             default group), ``"none"`` (a single rank), or the name of the kind that has the same ranks.
     """
 
-    kind: Kind
+    kind: GroupSpec
     layout: Layout
     communicator: str = ""
 
@@ -80,7 +80,7 @@ class Plan:
         warnings: a sentence for each thing that may be a mistake.
     """
 
-    arrangement: Arrangement
+    arrangement: DialectLayout
     kinds: tuple[Groups, ...]
     gpus_per_node: int | None = None
     nvlink_domain: int | None = None
@@ -110,7 +110,7 @@ class Plan:
     @property
     def replicas(self) -> Groups:
         """The full copies of the parameters: each group holds one."""
-        kind = Kind("model replica", self.replica_axes)
+        kind = GroupSpec("model replica", self.replica_axes)
         return Groups(kind, self.arrangement.layout(kind.view))
 
     @property
@@ -209,7 +209,7 @@ def resolve(
     like: str | None = None,
     order: str | None = None,
     **sizes: int,
-) -> Arrangement:
+) -> DialectLayout:
     """Resolve a spec, or sizes, to layouts; arguments and errors are those of :func:`make_plan`.
 
     Example:
@@ -220,14 +220,16 @@ def resolve(
         spec = parse_spec(spec)
     _check_arguments(spec, world_size, like, order, sizes)
     if isinstance(spec, Layout):
-        return Arrangement(PLAIN, spec)
+        return DialectLayout(PLAIN, spec)
     name = like
     if isinstance(spec, Spec):
         sizes, name = spec.sizes, spec.dialect or like
     if name is None and isinstance(spec, Spec):
-        arrangement = Arrangement(PLAIN, Layout.from_shape(sizes, sizes.values(), world_size=world_size))
+        arrangement = DialectLayout(PLAIN, Layout.from_shape(sizes, sizes.values(), world_size=world_size))
     else:
-        arrangement = arrange(DIALECTS[name] if name else PLAIN, sizes, world_size=world_size, order=order)
+        arrangement = layouts_for(
+            DIALECTS[name] if name else PLAIN, sizes, world_size=world_size, order=order
+        )
     if arrangement.dense.world_size > sys.maxsize:
         raise LayoutError(
             f"the world has {arrangement.dense.world_size} ranks; it may have {sys.maxsize} at most"
@@ -265,11 +267,11 @@ def _check_arguments(
         raise UsageError(*problems)
 
 
-def _shared(arrangement: Arrangement) -> tuple[Groups, ...]:
+def _shared(arrangement: DialectLayout) -> tuple[Groups, ...]:
     """Return the groups of each kind, with the communicator that serves them."""
     owners: dict[Members | None, str] = {}
     shared = []
-    for kind in kinds_of(arrangement):
+    for kind in groups_of(arrangement):
         groups = Groups(kind, arrangement.layout(kind.view), "own")
         if groups.size == 1:
             groups = replace(groups, communicator="none")

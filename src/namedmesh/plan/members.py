@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast, overload
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from namedmesh.dialects import Kind
+    from namedmesh.dialects import GroupSpec
     from namedmesh.layout import Layout
 
 Runs = tuple[tuple[int, int], ...]
@@ -111,19 +111,19 @@ def nth_group(layout: Layout, index: int, *axes: str) -> Members:
     return Members(firsts[index], _runs(layout, axes))
 
 
-def first_groups(layout: Layout, kind: Kind, limit: int) -> list[Members]:
+def first_groups(layout: Layout, kind: GroupSpec, limit: int) -> list[Members]:
     """Return the first groups of a kind, in the order of the partition; over no axis, each rank is a group."""
     count = min(limit, layout.count(*kind.axes) if kind.axes else layout.world_size)
     return [_part(nth_group(layout, index, *kind.axes), kind) for index in range(count)]
 
 
-def group_of_kind(layout: Layout, rank: int, kind: Kind) -> Members | None:
+def group_of_kind(layout: Layout, rank: int, kind: GroupSpec) -> Members | None:
     """Return the group of a kind that a rank is in, if it is in one."""
     group = _part(group_of(layout, rank, *kind.axes), kind)
     return group if rank in group else None
 
 
-def _part(ranks: Members, kind: Kind) -> Members:
+def _part(ranks: Members, kind: GroupSpec) -> Members:
     if kind.members == "first" or (kind.members == "ends" and len(ranks) == 1):
         return Members(ranks.first, ())
     if kind.members == "ends":

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import permutations
 from math import gcd
 
-from namedmesh.dialects import DENSE, EXPERT, Arrangement, arrange
+from namedmesh.dialects import DENSE, EXPERT, DialectLayout, layouts_for
 from namedmesh.errors import NamedMeshError, count_of
 
 _BANDWIDTH_BOUND = ("tp", "etp", "ep")
@@ -94,7 +94,7 @@ def _late(below: int, block: int, t: int) -> int:
 
 
 def placements(
-    arrangement: Arrangement, gpus_per_node: int, nvlink_domain: int | None = None
+    arrangement: DialectLayout, gpus_per_node: int, nvlink_domain: int | None = None
 ) -> tuple[Placement, ...]:
     """Place the groups over each axis on nodes, slowest axis first, the experts' own axes at the end.
 
@@ -105,7 +105,7 @@ def placements(
 
     Example:
         >>> from namedmesh.dialects import PLAIN
-        >>> [placement.words for placement in placements(arrange(PLAIN, {"pp": 4, "tp": 2}, world_size=16), 8)]
+        >>> [placement.words for placement in placements(layouts_for(PLAIN, {"pp": 4, "tp": 2}, world_size=16), 8)]
         ['crosses nodes', 'inside a node', 'inside a node']
     """
     placed = []
@@ -136,7 +136,7 @@ def bandwidth_bound(placed: tuple[Placement, ...]) -> list[Placement]:
     ]
 
 
-def better_order(arrangement: Arrangement, block: int) -> str | None:
+def better_order(arrangement: DialectLayout, block: int) -> str | None:
     """Find an order of the axes, fastest first, under which tp and ep stay inside a block, close to the given one.
 
     Args:
@@ -148,7 +148,7 @@ def better_order(arrangement: Arrangement, block: int) -> str | None:
 
     Example:
         >>> from namedmesh.dialects import PLAIN
-        >>> better_order(arrange(PLAIN, {"pp": 4, "tp": 4}, world_size=32, order="pp-tp-dp"), 8)
+        >>> better_order(layouts_for(PLAIN, {"pp": 4, "tp": 4}, world_size=32, order="pp-tp-dp"), 8)
         'tp-pp-dp'
     """
     dialect, sizes = arrangement.dialect, dict(arrangement.dense.items())
@@ -163,7 +163,9 @@ def better_order(arrangement: Arrangement, block: int) -> str | None:
     candidates = sorted(permutations(now), key=lambda tokens: _moves(tokens, now))
     for tokens in candidates:
         try:
-            made = arrange(dialect, sizes, world_size=arrangement.dense.world_size, order="-".join(tokens))
+            made = layouts_for(
+                dialect, sizes, world_size=arrangement.dense.world_size, order="-".join(tokens)
+            )
         except NamedMeshError:  # the experts' pipelines would be other ranks
             continue
         if not bandwidth_bound(placements(made, block)):
@@ -178,7 +180,7 @@ def _moves(tokens: tuple[str, ...], now: list[str]) -> int:
 
 
 def node_warnings(
-    arrangement: Arrangement,
+    arrangement: DialectLayout,
     placed: tuple[Placement, ...],
     gpus_per_node: int | None,
     nvlink_domain: int | None,

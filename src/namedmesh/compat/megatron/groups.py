@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from namedmesh.compat.axis_map import AxisMap
     from namedmesh.compat.megatron.config import ParallelConfig
-    from namedmesh.dialects import Kind
+    from namedmesh.dialects import GroupSpec
     from namedmesh.layout import Layout
     from namedmesh.making import GroupMaker
     from namedmesh.mesh import NamedMesh
@@ -149,7 +149,7 @@ class _Builder:
             target = ROWS[f"{name} {part_of} with_gtp_remat"].variable
             self.values[target] = self.values[ROWS[without].variable]
 
-    def build(self, row: Kind, sets: Sequence[Sequence[int]] | None = None) -> None:
+    def build(self, row: GroupSpec, sets: Sequence[Sequence[int]] | None = None) -> None:
         """Build a group, and its gloo group, over whole axes, with its ranks; or the one of some sets of ranks."""
         layout, axes = self.axis_map.locate(row.axes)
         make: Callable[[GroupOptions], Any]
@@ -171,19 +171,19 @@ class _Builder:
             with_gloo = self.config.create_gloo_process_groups and not gathered
             self.values[row.gloo] = make(self.mesh.pool.gloo_options(options)) if with_gloo else None
 
-    def split(self, row: Kind, size: int, stride: int = 1) -> list[list[int]]:
+    def split(self, row: GroupSpec, size: int, stride: int = 1) -> list[list[int]]:
         """Return the sets of ranks that :func:`split_ranks` makes of every group over the axes of a row."""
         return [
             part for ranks in self.axis_map.groups(*row.axes) for part in split_ranks(ranks, size, stride)
         ]
 
-    def build_split(self, row: Kind, size: int, stride: int = 1) -> dist.ProcessGroup | None:
+    def build_split(self, row: GroupSpec, size: int, stride: int = 1) -> dist.ProcessGroup | None:
         """Build the groups that :meth:`split` returns the ranks of, and return this rank's."""
         self.build(row, self.split(row, size, stride))
         group: dist.ProcessGroup | None = self.values[row.variable]
         return group
 
-    def build_part(self, row: Kind, whole: Kind) -> None:
+    def build_part(self, row: GroupSpec, whole: GroupSpec) -> None:
         """Build the part of a group that is inside one optimizer instance; the group itself where there is one."""
         if self.instances > 1:
             self.build(row, self.split(row, self.axis_map.size(*row.axes) // self.instances))
@@ -199,7 +199,7 @@ class _Builder:
         return next(iter(made.values()), None)
 
     @contextmanager
-    def sharp(self, name: str, row: Kind) -> Iterator[None]:
+    def sharp(self, name: str, row: GroupSpec) -> Iterator[None]:
         """Let the groups that are created inside use SHARP, if those of this name do.
 
         NCCL reads the environment when it creates a communicator, which a first collective makes sure of.

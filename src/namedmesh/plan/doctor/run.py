@@ -31,7 +31,7 @@ from namedmesh.store import LimitedStore, StoreLostError, ask
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from namedmesh.dialects import Arrangement
+    from namedmesh.dialects import DialectLayout
 
 T = TypeVar("T")
 
@@ -155,7 +155,7 @@ class _Board:
             raise AgreementError(f"the store of the job is lost during namedmesh doctor: {error}") from None
 
 
-def _check(board: _Board, arrangement: Arrangement, device: torch.device, settings: Settings) -> None:
+def _check(board: _Board, arrangement: DialectLayout, device: torch.device, settings: Settings) -> None:
     """Check the groups, show the report on rank 0, and raise the problems on every rank."""
     rank = dist.get_rank()
     mesh = init_mesh(arrangement.dense, device=device.type)
