@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -202,12 +203,25 @@ def test_agreement_errors_are_runtime_errors() -> None:
 # A rank that is interrupted while it waits, and one that fails after all agreed.
 
 
+def _send_once_it_waits(process: int, number: int) -> None:
+    """Send a signal as soon as the main thread waits for the answers of the store."""
+    main = threading.main_thread().ident
+    assert main is not None
+    names: set[str] = set()
+    while "in_thread" not in names:
+        frame = sys._current_frames().get(main)
+        while frame is not None:
+            names.add(frame.f_code.co_name)
+            frame = frame.f_back
+        threading.Event().wait(0.02)
+    os.kill(process, number)
+
+
 def _interrupted(number: int) -> tuple[str, str]:
     """Ranks 0 and 1 wait for rank 2; a signal ends the wait of rank 1."""
     rank = dist.get_rank()
     if rank == 1:
-        pid = os.getpid()
-        threading.Timer(0.7, lambda: os.kill(pid, number)).start()
+        threading.Thread(target=_send_once_it_waits, args=(os.getpid(), number)).start()
     if rank == WRONG:
         return "", ""
     try:

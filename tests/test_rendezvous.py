@@ -265,3 +265,21 @@ def _launched() -> dict[int, float]:
 
 def test_torchrun_restarts_a_job_in_which_one_rank_never_came() -> None:
     assert run_ranks(1, _launched, init=False) == [{0: 3.0, 1: 3.0}]
+
+
+def _after_one_that_ended_too_early() -> list[float]:
+    """Ranks that come to a store in which a rank began to list them, and ended."""
+    from namedmesh.launch import open_store
+
+    rank = int(os.environ["RANK"])
+    store = open_store(os.environ, rank, timedelta(seconds=30))
+    if rank == 0:
+        dist.PrefixStore("namedmesh/agreements", store).add("0-2/listed/count", 1)
+        store.set("begun", "")
+    store.get("begun")
+    launch.init("cpu", timeout=timedelta(seconds=60))
+    return [reduced()]
+
+
+def test_a_rank_that_ended_while_it_listed_its_scope_keeps_nobody() -> None:
+    assert run_ranks(2, _after_one_that_ended_too_early, init=False) == [[3.0]] * 2

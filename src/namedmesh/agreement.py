@@ -262,7 +262,9 @@ class Agreement:
         """
         if self._opened is None:
             given, within = self._given, limit or self._participant.timeout
-            overdue = time.monotonic() + within.total_seconds() + self._limit
+            # torch tries again after a pause, which may be as long as its limit.
+            pause = min(within.total_seconds(), ANSWER_LIMIT)
+            overdue = time.monotonic() + within.total_seconds() + pause + self._limit
 
             def look() -> None:
                 if time.monotonic() > overdue:

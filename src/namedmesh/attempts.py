@@ -37,6 +37,7 @@ ARRIVED, ALIVE, MADE = "arrived", "alive", "made"
 """The stages. Where processes may be restarted, each confirms, after all have arrived, that it is still alive."""
 
 # How long a rank waits for the one that words a failure, and the host of the store for those that are there to read it.
+_LISTING_LIMIT = timedelta(seconds=5)
 _READING_LIMIT = timedelta(seconds=10)
 # How long the host waits for all ranks of a job, some of which may not have started.
 _COMING_LIMIT = timedelta(seconds=60)
@@ -306,10 +307,10 @@ class Participant:
         """
         scopes, listed = self.known.scopes, f"{self.attempt.scope}/listed"
         if self.ranks not in scopes:
-            if store.add(f"{listed}/count") == 1:
+            first = store.add(f"{listed}/count") == 1
+            if first or not store.appears(listed, _LISTING_LIMIT):  # the first one may have ended in between
                 self._append_to(store, "scopes", self.attempt.scope)
                 store.set(listed, "")
-            store.get(listed)
         for place in range(len(scopes), store.add("scopes", 0)):
             start, _, stop = store.get(f"scopes/{place + 1}").partition("-")
             scopes.append(range(int(start), int(stop)))
