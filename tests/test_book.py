@@ -116,8 +116,8 @@ def test_pages_show_what_is_printed(
 
 
 def test_a_job_that_goes_on_in_other_layouts_has_the_losses_of_one_that_stays() -> None:
-    (session,) = (block for block in blocks("console") if "checkpoints.py" in block)
-    moved = re.findall(r"step (\d+) in .* loss (\S+)", session)
+    (shown,) = (block for block in blocks("console") if "checkpoints.py" in block)
+    moved = re.findall(r"step (\d+) in .* loss (\S+)", shown)
     with tempfile.TemporaryDirectory() as folder:
         stayed = "".join(printed(f"python examples/checkpoints.py 1 {folder}") for _ in range(3))
     assert re.findall(r"step (\d+) in .* loss (\S+)", stayed) == moved
