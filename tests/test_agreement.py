@@ -221,7 +221,8 @@ def _interrupted(number: int) -> tuple[str, str]:
     """Ranks 0 and 1 wait for rank 2; a signal ends the wait of rank 1."""
     rank = dist.get_rank()
     if rank == 1:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in the background
+        # A shell has it ignored in what it runs in the background.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         threading.Thread(target=_send_once_it_waits, args=(os.getpid(), number)).start()
     if rank == WRONG:
         return "", ""
