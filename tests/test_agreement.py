@@ -71,7 +71,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),
 }
 ABSENT = (
-    "AgreementError: rank 2 of 0 to 3 did not call init_mesh within 1 s; every rank of the mesh must call it, so look at what those "
+    "AgreementError: rank 2 of 0 to 3 did not call init_mesh within 3 s; every rank of the mesh must call it, so look at what those "
     "ranks did instead"
 )
 
@@ -111,7 +111,7 @@ def _absent(call: Callable[[], object]) -> tuple[str, int] | None:
 
 def test_a_rank_that_does_not_come_is_named_within_the_timeout() -> None:
     def call() -> object:
-        return namedmesh.init_mesh(dp=2, tp=2, timeout=timedelta(seconds=1))
+        return namedmesh.init_mesh(dp=2, tp=2, timeout=timedelta(seconds=3))
 
     expected = (ABSENT, 0)
     assert run_ranks(4, _absent, call) == [expected, expected, None, expected]
@@ -121,11 +121,11 @@ def _in_file(path: str) -> list[object]:
     """The ranks meet in a file; one comes too late, one asks for something else, then all ask for the same."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", store=dist.FileStore(path, 4), rank=rank, world_size=4)
-    second = timedelta(seconds=1)
-    told: list[object] = [_absent(lambda: namedmesh.init_mesh(dp=2, tp=2, timeout=second))]
+    limit = timedelta(seconds=3)
+    told: list[object] = [_absent(lambda: namedmesh.init_mesh(dp=2, tp=2, timeout=limit))]
     summed(None)
     if rank == WRONG:
-        told.append(_told(lambda: namedmesh.init_mesh(dp=2, tp=2, timeout=second)))
+        told.append(_told(lambda: namedmesh.init_mesh(dp=2, tp=2, timeout=limit)))
     summed(None)
     told.append(_one_is_wrong(_right, lambda: namedmesh.init_mesh(dp=4, tp=1)))
     mesh = namedmesh.init_mesh(dp=2, tp=2)
@@ -287,9 +287,9 @@ def _fails_on_one() -> list[object]:
 def test_a_group_that_cannot_be_created_on_one_rank_fails_on_all() -> None:
     told = run_ranks(4, _fails_on_one)
     assert all("Unable to find address for: " in str(said) for said in told.pop(WRONG)[:2])
-    for first, second, left, total in told:
+    for first, limit, left, total in told:
         assert str(first).startswith("AgreementError: rank 2 gave up on mesh.flatten: RuntimeError: ")
-        assert str(second).startswith("AgreementError: rank 2 gave up on init_mesh: RuntimeError: ")
+        assert str(limit).startswith("AgreementError: rank 2 gave up on init_mesh: RuntimeError: ")
         assert (left, total) == (0, 4.0)
 
 
