@@ -164,10 +164,9 @@ def before_default_group_ends(finish: Callable[[], None]) -> None:
 def _end_states(states: dict[type, Ends], process: int) -> None:
     """Run when the default group is destroyed, or at the interpreter's exit if it never was."""
     if os.getpid() != process:
+        # A fork has the objects, and not the threads behind them: nothing is dropped there.
         for state in states.values():
-            state.ended = (
-                True  # a fork has the objects, and not the threads behind them: nothing is dropped there
-            )
+            state.ended = True
         return
     for state in reversed(states.values()):
         state.end()

@@ -537,7 +537,7 @@ class NamedMesh:
             )  # a slice over several axes is another mesh
         self._version = version
 
-    def _place(self, axes: Sequence[str]) -> tuple[View, tuple[str, ...]]:
+    def _in_view(self, axes: Sequence[str]) -> tuple[View, tuple[str, ...]]:
         """Return the view that has the axes, and the axes in its order; without axes, the whole mesh."""
         expanded = self._views.expand(axes) or self.layout.axes
         view = self._views.of(expanded)
@@ -553,7 +553,7 @@ class NamedMesh:
     @constant_under_compile
     def _find_ranks(self, axes: tuple[str, ...], version: str) -> tuple[int, ...]:
         """Return the ranks over axes that no answer stands ready for."""
-        view, ordered = self._place(axes)
+        view, ordered = self._in_view(axes)
         key = ("ranks", ordered, version)
         if key not in self._answers:
             self._answers[key] = view.layout.group(self.global_rank, *ordered)
@@ -579,7 +579,7 @@ class NamedMesh:
     def _find_group(self, axes: tuple[str, ...], _version: str) -> dist.ProcessGroup:
         if not axes:
             raise AxisError(f"no axis is named; name one or more of {self.layout.axes}")
-        view, ordered = self._place(axes)
+        view, ordered = self._in_view(axes)
         known = self._places.get((self._version, ordered))
         group = (
             known.group
@@ -595,7 +595,7 @@ class NamedMesh:
 
     @constant_under_compile
     def _find_gloo_group(self, axes: tuple[str, ...], _version: str) -> dist.ProcessGroup:
-        view, ordered = self._place(axes)
+        view, ordered = self._in_view(axes)
         group = self.pool.find(view.layout, ordered, self.pool.gloo_options(self.options_of(ordered)))
         if group is None:
             raise MeshError(

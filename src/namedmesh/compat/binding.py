@@ -187,11 +187,10 @@ class Binding:
 
     def destroy(self) -> None:
         """Forget every group and assignment; a mesh that the dialect made is closed."""
-        mesh = self.owned or self.shown
-        if mesh is not None and mesh is self.owned:
-            mesh.close()  # calls changed()
-        if mesh is not None:
-            self._drop(mesh)
+        if self.owned is not None:
+            self.owned.close()  # calls changed()
+        elif self.shown is not None:
+            self._drop(self.shown)
         else:
             self._show_nothing()
 

@@ -9,8 +9,6 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from namedmesh.compat.errors import ContractRuntimeError
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -72,12 +70,11 @@ class Original:
         self.installed = False
 
     def _take_over(self, module: ModuleType, replaced: Mapping[tuple[str, str], object]) -> None:
-        for (place, name), ours in replaced.items():
-            original = getattr(import_module(place), name)
-            for holder in list(sys.modules.values()):
-                for known, value in list(getattr(holder, "__dict__", {}).items()):
-                    if value is original:
-                        self._set(holder, known, ours)
+        ours = {id(getattr(import_module(place), name)): value for (place, name), value in replaced.items()}
+        for holder in list(sys.modules.values()):
+            for known, value in list(getattr(holder, "__dict__", {}).items()):
+                if id(value) in ours:
+                    self._set(holder, known, ours[id(value)])
         if self.binding is not None:
             self.binding.add_module(module)
             self._undo.append(partial(self.binding.remove_module, module))
@@ -123,14 +120,6 @@ def _forget_since(before: Mapping[str, ModuleType], top: str) -> None:
             sys.modules[name] = before[name]
         else:
             del sys.modules[name]
-
-
-def refuse_release(package: str, found: str, compared: str) -> ContractRuntimeError:
-    """Return the error for a release of an original that was not compared with."""
-    return ContractRuntimeError(
-        f"{package} {found} is imported, and namedmesh was compared with {compared} only; install one of those, or "
-        f"import the dialect as namedmesh.compat... without install()"
-    )
 
 
 def _is_installed(name: str) -> bool:

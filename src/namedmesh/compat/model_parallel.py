@@ -36,9 +36,21 @@ if TYPE_CHECKING:
 
     from namedmesh.making import GroupMaker
 
-__all__ = ["ModelParallel"]
+__all__ = ["ModelParallel", "first_rank"]
 
 T = TypeVar("T")
+
+
+def first_rank(group: Any) -> int:
+    """Return the global rank of the first of the tensor-parallel ranks.
+
+    Args:
+        group: their group, or a stand-in for neighboring ranks, as they are in this layout.
+    """
+    if isinstance(group, dist.ProcessGroup):
+        return dist.get_process_group_ranks(group)[0]
+    size: int = group.size()
+    return dist.get_rank() // size * size
 
 
 class ModelParallel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,6 @@ from namedmesh.compat.errors import ContractRuntimeError
 from namedmesh.making import group_of_one
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from namedmesh.mesh import NamedMesh
 
 __all__ = ["bind", "unbind"]
@@ -41,7 +40,6 @@ _BINDING = Binding(
         "mpu",
     ],
 )
-_modules: list[ModuleType] = []
 
 
 def bind(mesh: NamedMesh) -> Bound:
@@ -75,9 +73,8 @@ def bind(mesh: NamedMesh) -> Bound:
 unbind = _BINDING.unbind
 
 
+@cache
 def _add_original() -> None:
-    if _modules:
-        return
     try:
         module = import_module("deepspeed.utils.groups")
     except ModuleNotFoundError as error:
@@ -92,7 +89,6 @@ def _add_original() -> None:
             "a release of it"
         )
     _BINDING.add_module(module)
-    _modules.append(module)
 
 
 def _values(mesh: NamedMesh) -> dict[str, Any]:

@@ -320,7 +320,8 @@ def _layout_of(axes: Sequence[str], dims: Sequence[int]) -> Layout:
                 f"axis {name!r} is named {names.count(name)} times; each axis needs a name of its own"
             )
     mismatch = f"{len(names)} axes {names} but {len(sizes)} dims {sizes}; give one size for each axis"
-    problems += [mismatch] * (len(sizes) > len(names))
+    if len(sizes) > len(names):
+        problems.append(mismatch)
     if problems:
         raise LayoutError(*problems)
     if len(sizes) < len(names):

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from namedmesh.compat.model_parallel import ModelParallel
+from namedmesh.compat.model_parallel import ModelParallel, first_rank
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -189,12 +189,7 @@ def get_pipeline_parallel_ranks() -> list[int]:
 
 def get_model_parallel_src_rank() -> int:
     """Return the global rank of the first of the model-parallel ranks."""
-    group: object = get_model_parallel_group()
-    if isinstance(group, dist.ProcessGroup):
-        return dist.get_process_group_ranks(group)[0]
-    # A stand-in for neighboring ranks, as model-parallel ones are in this layout.
-    size = get_model_parallel_world_size()
-    return dist.get_rank() // size * size
+    return first_rank(get_model_parallel_group())
 
 
 def get_model_parallel_ranks() -> list[int]:

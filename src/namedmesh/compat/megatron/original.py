@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from namedmesh.compat.errors import ContractRuntimeError
-from namedmesh.compat.install import Original, refuse_release
+from namedmesh.compat.install import Original
 from namedmesh.compat.megatron.config import ParallelConfig
 from namedmesh.compat.megatron.initialize import destroy_model_parallel, initialize_model_parallel
 from namedmesh.compat.megatron.variables import BINDING
@@ -42,7 +42,10 @@ def _replace(module: ModuleType) -> dict[tuple[str, str], object]:
     """
     found = sys.modules["megatron.core"].__version__
     if not _FIRST <= Version(found) < _AFTER_LAST:
-        raise refuse_release("megatron-core", found, _COMPARED)
+        raise ContractRuntimeError(
+            f"megatron-core {found} is imported, and namedmesh was compared with {_COMPARED} only; install one of those, or "
+            "import the dialect as namedmesh.compat... without install()"
+        )
     groups = [name for name in vars(module) if _GROUP.fullmatch(name) and name not in BINDING.variables]
     accepted = signature(module.initialize_model_parallel)
     arguments = [name for name in accepted.parameters if name not in signature(ParallelConfig).parameters]

@@ -18,8 +18,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from namedmesh.compat.ezpz.dialect import DIALECT
 from namedmesh.compat.ezpz.tp import layers, mappings, utils
 from namedmesh.compat.ezpz.tp.utils import (
@@ -28,6 +26,7 @@ from namedmesh.compat.ezpz.tp.utils import (
     ensure_divisibility,
     split_tensor_along_last_dim,
 )
+from namedmesh.compat.model_parallel import first_rank
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -226,9 +225,4 @@ def get_tensor_parallel_world_size() -> int:
 
 def get_tensor_parallel_src_rank() -> int:
     """Return the global rank of the first of the tensor-parallel ranks."""
-    group: object = get_tensor_parallel_group()
-    if isinstance(group, dist.ProcessGroup):
-        return dist.get_process_group_ranks(group)[0]
-    # A stand-in for neighboring ranks, as tensor-parallel ones are in this layout.
-    size = get_tensor_parallel_world_size()
-    return dist.get_rank() // size * size
+    return first_rank(get_tensor_parallel_group())
