@@ -49,6 +49,7 @@ LONGEST = (
 
 
 def pytest_collection() -> None:
+    gc.disable()  # nothing that is imported is garbage
     import torch
     from hypothesis import HealthCheck, settings
 
@@ -59,6 +60,11 @@ def pytest_collection() -> None:
         "namedmesh", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.load_profile("namedmesh")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:

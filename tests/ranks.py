@@ -147,7 +147,9 @@ def _rank_main(  # noqa: PLR0917  multiprocessing passes them by position
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    gc.freeze()  # to look for garbage among the parent's objects would copy all of them
+    # To look for garbage among the parent's objects would copy all of them; no rank lives long enough to need it.
+    gc.disable()
+    gc.freeze()
     faulthandler.dump_traceback_later(max(1.0, timeout - 2), file=2)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has it ignored in what it runs in the background
     torch.set_num_threads(1)
