@@ -22,29 +22,35 @@ if TYPE_CHECKING:
 # A program as its users write it: it imports a package that only some tests put in place.
 collect_ignore = ["old_llama.py"]
 
-# The files that take longest come first, so that no worker is left with one of them while the others have ended.
+# The files that take longest, some of which wait most of the time, come first: no worker is left with one of them in the
+# end, while the others have none.
 LONGEST = (
     "test_example",
-    "test_training_layouts",
-    "test_tp_checkpointing",
-    "test_tp_compile",
-    "test_mesh_training",
-    "test_training_experts",
+    "test_tp_sweep",
+    "test_two_hosts",
+    "test_tp_wirings",
     "test_book",
-    "test_training",
+    "test_tp_accumulation",
     "test_shared_groups",
-    "test_training_compile",
-    "test_tp_training",
-    "test_rendezvous",
-    "test_tp_parity",
-    "test_accessors_compiled",
+    "test_training_layouts",
     "test_tp_kv_heads",
-    "test_training_checkpoints",
-    "test_default_group",
-    "test_tp_mutations",
-    "test_tp_collectives",
+    "test_tp_parity",
+    "test_tp_compile",
+    "test_training_compile",
+    "test_rendezvous",
     "test_megatron_state",
-    "test_deepspeed_training",
+    "test_default_group",
+    "test_tp_checkpointing",
+    "test_training_experts",
+    "test_mesh_training",
+    "test_training",
+    "test_tp_training",
+    "test_deepspeed_groups",
+    "test_training_lost_ranks",
+    "test_tp_fused_experts",
+    "test_tp_comparison",
+    "test_accessors_compiled",
+    "test_training_saving",
 )
 
 

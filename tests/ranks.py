@@ -151,7 +151,9 @@ def _rank_main(  # noqa: PLR0917  multiprocessing passes them by position
     gc.disable()
     gc.freeze()
     faulthandler.dump_traceback_later(max(1.0, timeout - 2), file=2)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has it ignored in what it runs in the background
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell has it ignored in what it runs in the background
     torch.set_num_threads(1)
     port = channel.recv()
     os.environ.update(
@@ -232,7 +234,10 @@ def limits_begin_with(count: int) -> Iterator[None]:
     wait, open_store = Participant._wait, launch.open_store
 
     def wait_from_then(self: Participant, store: LimitedStore, stage: str) -> str:
-        while not store.has(self.attempt.key(stage)) and store.add(self.attempt.key(f"{stage}/count"), 0) < count:
+        while (
+            not store.has(self.attempt.key(stage))
+            and store.add(self.attempt.key(f"{stage}/count"), 0) < count
+        ):
             time.sleep(0.01)
         return wait(self, store, stage)
 

@@ -569,4 +569,4 @@ def test_installing_late_works_and_can_be_undone(theirs: Any) -> None:
 
 
 def test_the_path_is_there_without_deepspeed_too() -> None:
-    run_python(without("deepspeed") + ABSENT, fresh=True)
+    run_python(without("deepspeed") + ABSENT)

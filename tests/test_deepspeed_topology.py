@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import random
-import subprocess
-import sys
 from itertools import product
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
+from installing import interpreter
 from megatron_cases import kind_of
 from messages import refuses, says
 
@@ -308,8 +305,4 @@ def test_topologies_do_not_import_torch() -> None:
         "from namedmesh.compat.deepspeed.topology import _prime_factors; "
         "ProcessTopology(['x'], [2]).get_coord(1); sys.exit('torch' in sys.modules)"
     )
-    source = str(Path(__file__).parents[1] / "src")
-    finished = subprocess.run(
-        [sys.executable, "-c", code], check=False, env={**os.environ, "PYTHONPATH": source}
-    )
-    assert finished.returncode == 0
+    assert interpreter("-c", code).returncode == 0

@@ -7,8 +7,6 @@ import math
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import warnings
 from contextlib import nullcontext, redirect_stderr
 from datetime import timedelta
@@ -21,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import train
+from installing import interpreter
 from llama import Llama, ModelSizes, first_weights, rotate
 from parallel import Step, loss_sum, make_model, whole_model
 from plain import reference_losses
@@ -282,13 +281,10 @@ def test_a_layout_that_does_not_fit_is_told_with_the_rest() -> None:
 
 
 def test_the_script_refuses_on_one_screen(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "train.py"), "--device", "cpu", "--seq", "0"]
+    words = [str(EXAMPLES / "train.py"), "--device", "cpu", "--seq", "0"]
     (tmp_path / "file").touch()
-    command += ["--lr", "nan", "--data", str(tmp_path / "none"), "--resume", str(tmp_path)]
-    command += ["--checkpoint", str(tmp_path / "file")]
-    paths = [str(Path(namedmesh.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60)
+    words += ["--lr", "nan", "--data", str(tmp_path / "none"), "--resume", str(tmp_path)]
+    done = interpreter(*words, "--checkpoint", str(tmp_path / "file"))
     assert done.returncode == 2
     # Up to torch 2.8 gloo itself talks about the world of one.
     told = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("[Gloo]")]

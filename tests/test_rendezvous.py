@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from agents import end_at_first, run_agent
 from messages import error_of
 from ranks import free_port, limits_begin_with, run_ranks
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from namedmesh import AgreementError, attempts, launch
 from namedmesh.agreement import Agreement
@@ -240,31 +239,21 @@ def test_two_processes_that_say_they_are_the_same_rank() -> None:
 
 
 def _absent_at_first() -> float:
-    """A worker of torchrun's agent; rank 1 ends before the others meet it, and comes after the restart."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as in a process of its own, not the agent's handler
-    if (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]) == ("0", "1"):
-        sys.exit(3)
+    end_at_first("RANK")
     launch.init("cpu")
     return reduced()
 
 
 def _launched() -> dict[int, float]:
-    """As torchrun starts a job of two ranks, which may be restarted once; with forked workers."""
-    for name in [name for name in os.environ if name.startswith(("TORCHELASTIC_", "MASTER_"))]:
-        del os.environ[name]
-    config = LaunchConfig(
+    return run_agent(
+        _absent_at_first,
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=2,
         run_id="restarted",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        max_restarts=1,
-        monitor_interval=0.1,
-        start_method="fork",
     )
-    results: dict[int, float] = elastic_launch(config, _absent_at_first)()
-    return results
 
 
 def test_torchrun_restarts_a_job_in_which_one_rank_never_came() -> None:

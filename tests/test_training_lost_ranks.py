@@ -34,7 +34,9 @@ class Clock:
 
     def __init__(self, mesh: namedmesh.NamedMesh) -> None:
         self.sleep, self.store = time.sleep, lost_ranks._connection(mesh)
-        self.awaited = [f"answer/{rank}" for rank in mesh.layout.ranks if rank not in {LOST, mesh.global_rank}]
+        self.awaited = [
+            f"answer/{rank}" for rank in mesh.layout.ranks if rank not in {LOST, mesh.global_rank}
+        ]
         self.now = 0.0
 
     def monotonic(self) -> float:

@@ -7,8 +7,6 @@ import os
 import pickle
 import random
 import shutil
-import subprocess
-import sys
 import threading
 import zlib
 from functools import partial
@@ -21,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from installing import interpreter
 from messages import error_of
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -297,15 +296,7 @@ training.save(path, mesh, torch.nn.Linear(2, 2), async_=True)
 
 @pytest.mark.parametrize("kind", ["fine", "bad"])
 def test_the_end_of_the_interpreter_waits_and_tells(kind: str, tmp_path: Path) -> None:
-    paths = [str(Path(namedmesh.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", EXIT, str(tmp_path / "one"), kind],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=90,
-    )
+    done = interpreter("-W", "ignore", "-c", EXIT, str(tmp_path / "one"), kind)
     assert done.stdout == "the first handler\n"
     assert (done.returncode == 0) == (tmp_path / "one").exists() == (kind == "fine"), done.stderr
     assert ("CheckpointError: the checkpoint" in done.stderr) == (kind == "bad")

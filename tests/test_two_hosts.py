@@ -6,8 +6,6 @@ import contextlib
 import io
 import json
 import os
-import signal
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,10 +18,10 @@ import pytest
 import tiny
 import torch.distributed as dist
 import two_hosts
+from agents import end_at_first, run_agent
 from messages import error_of
 from ranks import limits_begin_with, summed
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import namedmesh
 from namedmesh import launch, training
@@ -305,10 +303,7 @@ def test_what_launchers_set_is_understood_on_two_hosts(hosts: Hosts, tmp_path: P
 
 
 def _worker() -> float:
-    """A worker of torchrun's agent; that of the second host ends before the others meet it, and comes after a restart."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as in a process of its own, not the agent's handler
-    if (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["GROUP_RANK"]) == ("0", "1"):
-        sys.exit(3)
+    end_at_first("GROUP_RANK")
     return _reduced()
 
 
@@ -316,9 +311,8 @@ def _agent(rendezvous: str, port: int) -> dict[int, float]:
     """What torchrun does on one host of two, with a forked worker."""
     node = int(os.environ["RANK"])
     address = os.environ["MASTER_ADDR"]
-    for name in [name for name in os.environ if name.startswith(("TORCHELASTIC_", "MASTER_"))]:
-        del os.environ[name]
-    config = LaunchConfig(
+    return run_agent(
+        _worker,
         min_nodes=2,
         max_nodes=2,
         nproc_per_node=1,
@@ -326,12 +320,7 @@ def _agent(rendezvous: str, port: int) -> dict[int, float]:
         rdzv_backend=rendezvous,
         rdzv_endpoint=f"{address}:{port}",
         rdzv_configs={"rank": node, "timeout": 60} if rendezvous == "static" else {},
-        max_restarts=1,
-        monitor_interval=0.1,
-        start_method="fork",
     )
-    results: dict[int, float] = elastic_launch(config, _worker)()
-    return results
 
 
 def test_torchrun_restarts_a_job_over_two_hosts(hosts: Hosts) -> None:
