@@ -81,20 +81,22 @@ def tensor_parallel(job: Job, axes: Axes, share: Share, tokens: float) -> tuple[
 def context_parallel(job: Job, axes: Axes, share: Share, tokens: float) -> tuple[Traffic, Traffic]:
     """Return the traffic of a micro-batch over cp: of keys and values, forward and backward, and of their gradients.
 
-    Megatron sends them round a ring (Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", 2023). torch
-    gathers them all, and sends gradients of float32 round the ring, with a hop more; torchtitan's Llama repeats the heads
-    of keys and values for all its queries before (its ``repeat_kv``). Latent attention has as many heads as queries.
+    They are gathered, and gradients exchanged, or both go round a ring (Liu, Zaharia and Abbeel, "Ring Attention with Blockwise
+    Transformers", 2023). torch's ``context_parallel`` gathers them all, and sends gradients of float32 round a ring, with a hop
+    more; torchtitan's Llama repeats the heads of keys and values for all its queries before (its ``repeat_kv``). Latent
+    attention has as many heads as queries.
     """
     if axes.cp == 1:
         return Traffic(), Traffic()
     query, value, _ = job.model.features
     heads = float(kv_heads_on_rank(job.model, axes.tp))
-    if job.model.kv_rank or job.is_torch:
+    is_torchs = job.keys_over_cp == "torch"
+    if job.model.kv_rank or is_torchs:
         heads = (job.model.heads or 1) / axes.tp
     whole = tokens * heads * (query + value) * job.number_bytes * axes.cp
     once = collective(job.hardware, whole, axes.cp, axes.tp) * share.layers
     passes = 3 if job.checkpointing == "full" else 2
-    gradients = once * (4 / job.number_bytes * axes.cp / (axes.cp - 1)) if job.is_torch else once
+    gradients = once * (4 / job.number_bytes * axes.cp / (axes.cp - 1)) if is_torchs else once
     return once * passes, gradients
 
 

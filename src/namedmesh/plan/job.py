@@ -29,6 +29,14 @@ PRECISIONS = ("bf16", "fp8", "fp32")
 SCHEDULES = ("1f1b", "gpipe", "zero-bubble", "dualpipe")
 STATE_BYTES = (16, 18)
 """Bytes of weight, gradient and Adam's state of a parameter: with gradients of 2 bytes, or of 4 as Megatron keeps them."""
+OPTIMIZER_BYTES = (12, 8)
+"""Those of Adam's state among them: the weight and two moments in float32, or the moments in bf16 (DeepSeek-V3, 3.3.3)."""
+RECOMPUTED = ("layernorm", "mla_up_proj", "moe_act")
+"""Parts that "selective" computes again if asked to, by Megatron's names (``--recompute-modules``): norms; queries, keys and
+values of latent attention; the gates of experts."""
+CONTEXT_ATTENTION = ("gathered", "torch", "ring")
+"""How attention over cp gets keys and values: gathered, by ``namedmesh.training.context_attention``; gathered with the heads
+repeated for all queries, by torch's ``context_parallel`` as torchtitan's models use it; or round a ring, as Megatron does."""
 WHOLE_WEIGHTS = 3  # the stage of ZeRO that shards them
 
 
@@ -90,6 +98,11 @@ class Job:
         schedule: the order of a pipeline's micro-batches, one of :data:`SCHEDULES`.
         stages_per_rank: stages of each pipeline rank; 2 or more is the interleaved schedule.
         state_bytes: one of :data:`STATE_BYTES`; by default 18 for Megatron, 16 for torch.
+        optimizer_bytes: one of :data:`OPTIMIZER_BYTES`; 8 are 4 less than ``state_bytes`` says.
+        recompute: which of :data:`RECOMPUTED` are computed again too.
+        fp8_inputs: whether products and gates keep their inputs for the backward pass in fp8, and attention's output in 12
+            bits (DeepSeek-V3, 2024, section 3.3.3), instead of in bf16.
+        context_attention: one of :data:`CONTEXT_ATTENTION`; by default "ring" for Megatron, "gathered" for torch.
         overlap: whether gathers of weights and reductions of gradients run beside the computation.
     """
 
@@ -111,6 +124,10 @@ class Job:
     schedule: str = "1f1b"
     stages_per_rank: int = 1
     state_bytes: int | None = None
+    optimizer_bytes: int = 12
+    recompute: tuple[str, ...] = ()
+    fp8_inputs: bool = False
+    context_attention: str | None = None
     overlap: bool = True
 
     @property
@@ -127,6 +144,11 @@ class Job:
     def gradient_bytes(self) -> int:
         """Bytes of the gradient of a parameter."""
         return (self.state_bytes or (18 if self.trainer == "megatron" else 16)) - 14
+
+    @property
+    def keys_over_cp(self) -> str:
+        """How attention over cp gets keys and values."""
+        return self.context_attention or ("gathered" if self.is_torch else "ring")
 
     @property
     def is_torch(self) -> bool:
@@ -149,12 +171,21 @@ class Job:
             "schedule": SCHEDULES,
             "stage": STAGES,
             "state_bytes": (None, *STATE_BYTES),
+            "optimizer_bytes": OPTIMIZER_BYTES,
+            "context_attention": (None, *CONTEXT_ATTENTION),
         }
         for name, values in allowed.items():
             value = getattr(self, name)
             if value not in values:
-                near = did_you_mean(value, values) if isinstance(value, str) else ""  # type: ignore[arg-type]
+                near = did_you_mean(value, filter(None, values)) if isinstance(value, str) else ""  # type: ignore[arg-type]
                 problems.append(f"{name} {value!r} is not one of {values}{near}")
+        unknown = [part for part in self.recompute if part not in RECOMPUTED]
+        if unknown:
+            problems.append(f"recompute has {', '.join(unknown)}; it may have {', '.join(RECOMPUTED)}")
+        if self.recompute and self.checkpointing != "selective":
+            problems.append(
+                f"recompute goes with selective checkpointing, not with {self.checkpointing}; leave one out"
+            )
         if self.precision in PRECISIONS and self.precision not in self.hardware.peak:
             problems.append(
                 f"{self.hardware.name} has no {self.precision}; it has {', '.join(self.hardware.peak)}"

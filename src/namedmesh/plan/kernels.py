@@ -21,10 +21,12 @@ _GATE = (4, 8)  # silu's result; and its gradient
 # Bytes to cast a number of a product's operand to fp8: torchao finds the largest number first, and reads it twice;
 # Transformer Engine scales by the largest of earlier steps.
 _CAST = {"torch": 5, "megatron": 3}
-# Attention over cp in torch (distributed/tensor/experimental/_attention.py): bytes for each feature of the queries and each
-# chunk but the first. Keys and values are copied (8), and the chunk's output is merged in float32 (32 on average); backward
-# they are copied (8), gradients of queries (12), keys and values (23) are summed in float32, and the latter copied (16).
-_MERGE = (40, 59)
+# Attention over cp, bytes for each feature of the queries. By torch (distributed/tensor/experimental/_attention.py), for each
+# chunk but the first: keys and values are copied (8), and the chunk's output is merged in float32 (32 on average); backward
+# they are copied (8), gradients of queries (12), keys and values (23) are summed in float32, and the latter copied (16). By
+# namedmesh.training.context_attention, however many chunks: one or two merges in float32, and the cast (43 on average);
+# backward two or three gradients of the queries are summed (17).
+_MERGE, _MERGE_PIECES = (40, 59), (43, 17)
 
 
 class Passes(NamedTuple):
@@ -52,10 +54,13 @@ def _layer_bytes(job: Job, axes: Axes, experts: bool) -> Passes:
         inputs, outputs = _operands(job, axes, experts)
         forward += _CAST[job.trainer] * inputs
         backward += _CAST[job.trainer] * ((1 + again) * inputs + outputs)
-    if job.is_torch:
-        features = (axes.cp - 1) * (job.model.heads or 1) * job.model.features[0] / axes.tp
-        forward += _MERGE[0] * features
-        backward += (_MERGE[1] + (_MERGE[0] if again == 1 else 0)) * features
+    if axes.cp > 1 and job.keys_over_cp != "ring":
+        features = (job.model.heads or 1) * job.model.features[0] / axes.tp
+        merged, summed = _MERGE_PIECES
+        if job.keys_over_cp == "torch":
+            merged, summed = ((axes.cp - 1) * each for each in _MERGE)
+        forward += merged * features
+        backward += (summed + (merged if again == 1 else 0)) * features
     return Passes(forward, backward)
 
 

@@ -11,7 +11,10 @@ from namedmesh.plan.cli import add_format, add_integer
 from namedmesh.plan.hardware import Hardware, hardware_names, load_hardware
 from namedmesh.plan.job import (
     CHECKPOINTING,
+    CONTEXT_ATTENTION,
+    OPTIMIZER_BYTES,
     PRECISIONS,
+    RECOMPUTED,
     SCHEDULES,
     STAGE_WORDS,
     STAGES,
@@ -108,6 +111,9 @@ def _configure_training(parser: Any) -> None:
         "what is computed again: nothing; attention's scores; all but attention and every second product; whole layers",
     )
     parser.add_argument(
+        "--recompute", nargs="+", choices=RECOMPUTED, default=(), help="what selective computes again too"
+    )
+    parser.add_argument(
         "--stage", type=int, choices=STAGES, help=f"ZeRO stage: {STAGE_WORDS} (default: 3, Megatron's 1)"
     )
     parser.add_argument(
@@ -115,6 +121,18 @@ def _configure_training(parser: Any) -> None:
         type=int,
         choices=STATE_BYTES,
         help="bytes of weight, gradient and Adam's state of a parameter (default: 16, Megatron's 18)",
+    )
+    parser.add_argument(
+        "--optimizer-bytes",
+        type=int,
+        choices=OPTIMIZER_BYTES,
+        default=OPTIMIZER_BYTES[0],
+        help="those of Adam's state among them; 8 with moments in bf16 (default: 12)",
+    )
+    parser.add_argument(
+        "--context-attention",
+        choices=CONTEXT_ATTENTION,
+        help="how attention over cp gets keys and values (default: gathered, Megatron's ring); torch repeats the heads",
     )
     _choice(parser, "--schedule", SCHEDULES, "1f1b", "order of a pipeline's micro-batches")
     add_integer(
@@ -132,6 +150,7 @@ def _configure_training(parser: Any) -> None:
     )
     _switch(parser, "--fused-norms", "RMSNorm is one kernel in eager mode, from torch 2.9 on", default=True)
     _switch(parser, "--fused-loss", "the loss is compiled, without copies of the logits", default=False)
+    _switch(parser, "--fp8-inputs", "products and gates keep their inputs in fp8", default=False)
     _switch(parser, "--dropout", "the layers have dropout, whose masks are kept", default=False)
     _switch(parser, "--overlap", "weights and gradients travel beside the computation", default=True)
 
@@ -214,6 +233,7 @@ def _job(arguments: Namespace) -> tuple[Job, list[str]]:
     model = replace(model, **{name: size for name, size in sizes.items() if size is not None})
     names = {one.name for one in fields(Job)} & {*vars(arguments)} - {"model", "hardware"}
     policies = {name: getattr(arguments, name) for name in names}
+    policies["recompute"] = tuple(policies["recompute"])
     if policies["stage"] is None:
         policies["stage"] = 1 if policies["trainer"] == "megatron" else 3
     return Job(model, _hardware(arguments), **policies), notes

@@ -70,8 +70,10 @@ def estimate_step(job: Job, sizes: Mapping[str, int]) -> Step:
       With FSDP2 each gathered weight is copied once more, and each gradient before it is reduced.
     - The bubble of the schedule, and the optimizer.
     - Each axis, at the bandwidth of its groups. tp and ep stop the computation (ep not with DualPipe), and so does pp
-      unless it is interleaved; cp hides behind attention, in torch behind the rank's own chunk of it; weights are gathered behind a forward pass and gradients reduced
-      behind a backward pass, but for those of one layer. With ZeRO 3 outside of a pipeline that is so for each micro-batch.
+      unless it is interleaved; cp hides behind attention in a ring, and behind the rank's own chunk of it in eager torch (compiled
+      code waits where it gathers: torch's ``_functional_collectives.py``, ``_maybe_wrap_tensor``); weights are gathered behind a
+      forward pass and gradients reduced behind a backward pass, but for those of one layer. With ZeRO 3 outside of a pipeline
+      that is so for each micro-batch.
 
     Args:
         job: what is trained, and how; the sizes of the model, ``seq`` and ``global_batch`` are known.
@@ -108,13 +110,13 @@ def _of_share(job: Job, axes: Axes, share: Share) -> Step:
     waits = {axis: one.seconds for axis, one in traffic.items()}
     computing = work.total(0) + work.total(1)
     attention = sum(work.attention)
-    if (
-        job.is_torch
-    ):  # gathered at once, beside the rank's own chunk; the last chunk's gradients have nothing beside them
+    if job.keys_over_cp == "ring":
+        waits["cp"] = _exposed(waits["cp"] + gradients.seconds, attention)
+    elif job.keys_over_cp == "gathered" or job.compiled:
+        waits["cp"] += gradients.seconds
+    else:  # gathered at once, beside the rank's own chunk; the last chunk's gradients have nothing beside them
         waits["cp"] = _exposed(waits["cp"], attention / axes.cp)
         waits["cp"] += _exposed(gradients.seconds, attention, 1 / axes.cp)
-    else:
-        waits["cp"] = _exposed(waits["cp"] + gradients.seconds, attention)
     traffic["cp"] += gradients
     if job.schedule == "dualpipe":
         waits["ep"] = _exposed(waits["ep"], computing)
@@ -160,8 +162,10 @@ def _computation(job: Job, axes: Axes, share: Share, tokens: float, held: Parame
     met = dense * share.dense + (expert + routed * model.top_k / (model.experts or 1)) * share.expert
     products = 2 * tokens * met / axes.tp / hardware.matmul_rate(job.precision)
     products = max(products, job.number_bytes * (held.shared + held.experts) / hardware.memory_rate)
-    again = {"full": 1.0, "op": 0.5}.get(job.checkpointing, 0.0)  # "op": every second product
-    matmul = products, products * (2 + again)
+    again = {"full": 1.0, "op": 0.5}.get(job.checkpointing, 0.0) * products  # "op": every second product
+    if "mla_up_proj" in job.recompute:
+        again += 2 * tokens * model.from_latent * share.layers / axes.tp / hardware.matmul_rate(job.precision)
+    matmul = products, products * 2 + again
     head = 2 * tokens * model.embedding / axes.tp / hardware.matmul_rate("bf16") if share.last else 0.0
     query, value, _ = model.features
     scores = 2 * tokens * (job.seq or 0) * (model.heads or 1) * (query + value) / axes.tp * share.layers
@@ -190,6 +194,7 @@ def _optimizer(job: Job, axes: Axes, held: Parameters) -> float:
     sharded = job.stage > 0
     own = held.shared / (axes.data if sharded else 1) + held.experts / (axes.edp if sharded else 1)
     adam = _EAGER_ADAM if job.is_torch and not job.compiled else _ADAM
+    adam -= 2 * (12 - job.optimizer_bytes)  # moments are read and written
     return (adam + _CLIPPED + job.number_bytes) * own / job.hardware.memory_rate
 
 
