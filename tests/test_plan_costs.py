@@ -260,6 +260,16 @@ def test_a_comparison_by_brute_force(a: str, b: str, tp: int, pp: int, data: int
             "NVIDIA A100 SXM 80 GB has no fp8; it has bf16",
         ),
         (
+            lambda: list_partitions(
+                8, Job(recompute=("mla", "moe_act"), checkpointing="full", context_attention="tourch")
+            ),
+            LayoutError,
+            "3 problems:\n"
+            "  - context_attention 'tourch' is not one of (None, 'gathered', 'torch', 'ring'); did you mean 'torch'?\n"
+            "  - recompute has mla; it may have layernorm, mla_up_proj, moe_act\n"
+            "  - recompute goes with selective checkpointing, not with full; leave one out",
+        ),
+        (
             lambda: list_partitions(8, Job(schedule="gpipe", stages_per_rank=2)),
             LayoutError,
             "2 stages a rank are interleaved by 1f1b, not by gpipe; leave one out",

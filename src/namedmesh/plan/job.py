@@ -177,7 +177,7 @@ class Job:
         for name, values in allowed.items():
             value = getattr(self, name)
             if value not in values:
-                near = did_you_mean(value, filter(None, values)) if isinstance(value, str) else ""  # type: ignore[arg-type]
+                near = did_you_mean(str(value), [each for each in values if isinstance(each, str)])
                 problems.append(f"{name} {value!r} is not one of {values}{near}")
         unknown = [part for part in self.recompute if part not in RECOMPUTED]
         if unknown:
