@@ -217,13 +217,18 @@ def _configure_doctor(parser: ArgumentParser) -> None:
 
 
 def _doctor(arguments: Namespace) -> int:
-    from namedmesh.plan.doctor.run import Settings, run_doctor
+    from namedmesh.plan.doctor.run import run_doctor
 
     spec, keywords = _layout_arguments(arguments)
-    settings = Settings(
-        arguments.timeout, arguments.device, arguments.backend, arguments.megabytes, arguments.format
+    return run_doctor(
+        spec,
+        keywords,
+        seconds=arguments.timeout,
+        device=arguments.device,
+        backend=arguments.backend,
+        megabytes=arguments.megabytes,
+        form=arguments.format,
     )
-    return run_doctor(spec, keywords, settings)
 
 
 COMMANDS = {

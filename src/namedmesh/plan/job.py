@@ -15,28 +15,18 @@ from namedmesh.sizes import SharedHeads, stage_range
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-STAGES = (0, 1, 2, 3)
-"""The stages of ZeRO; FSDP that shards everything is stage 3."""
-STAGE_WORDS = "1 shards the optimizer's state, 2 the gradients too, 3 (FSDP) the weights too"
-CHECKPOINTING = ("none", "selective", "op", "full")
-"""What is computed again for the backward pass: nothing; attention's scores (Megatron's "selective"); all but
-attention and every second matrix product (torchtitan's "selective op"); whole layers."""
-TRAINERS = ("torch", "megatron")
-"""Whose layers, loss and optimizer are counted: torch's with FSDP2, as torchtitan and the training example have them;
-or Megatron's."""
-PRECISIONS = ("bf16", "fp8", "fp32")
-"""The numbers of matrix products, as far as the hardware has them; activations are in bf16 with fp8 as well."""
-SCHEDULES = ("1f1b", "gpipe", "zero-bubble", "dualpipe")
-STATE_BYTES = (16, 18)
-"""Bytes of weight, gradient and Adam's state of a parameter: with gradients of 2 bytes, or of 4 as Megatron keeps them."""
-OPTIMIZER_BYTES = (12, 8)
-"""Those of Adam's state among them: the weight and two moments in float32, or the moments in bf16 (DeepSeek-V3, 3.3.3)."""
-RECOMPUTED = ("layernorm", "mla_up_proj", "moe_act")
-"""Parts that "selective" computes again if asked to, by Megatron's names (``--recompute-modules``): norms; queries, keys and
-values of latent attention; the gates of experts."""
-CONTEXT_ATTENTION = ("gathered", "torch", "ring")
-"""How attention over cp gets keys and values: gathered, by ``namedmesh.training.context_attention``; gathered with the heads
-repeated for all queries, by torch's ``context_parallel`` as torchtitan's models use it; or round a ring, as Megatron does."""
+CHOICES: dict[str, tuple[str, ...] | tuple[int, ...]] = {
+    "stage": (0, 1, 2, 3),
+    "precision": ("bf16", "fp8", "fp32"),
+    "trainer": ("torch", "megatron"),
+    "checkpointing": ("none", "selective", "op", "full"),
+    "recompute": ("layernorm", "mla_up_proj", "moe_act"),
+    "context_attention": ("gathered", "torch", "ring"),
+    "schedule": ("1f1b", "gpipe", "zero-bubble", "dualpipe"),
+    "state_bytes": (16, 18),
+    "optimizer_bytes": (12, 8),
+}
+"""The values of the fields of :class:`Job` that have few."""
 WHOLE_WEIGHTS = 3  # the stage of ZeRO that shards them
 
 
@@ -82,27 +72,34 @@ class Job:
         model: the model.
         hardware: the GPUs and their links.
         seq: tokens of a sequence.
-        global_batch: sequences of a step, over all ranks.
+        global_batch: sequences of a step, over all ranks; what does not divide it is ruled out.
         micro_batch: sequences that a data-parallel rank works on at a time.
-        stage: the stage of ZeRO.
-        precision: of the matrix products, one of :data:`PRECISIONS`.
-        trainer: one of :data:`TRAINERS`.
-        checkpointing: one of :data:`CHECKPOINTING`.
+        stage: of ZeRO: 1 shards the optimizer's state, 2 the gradients too, 3 (FSDP) the weights too.
+        precision: numbers of the matrix products, as far as the hardware has them; activations are in bf16 with fp8 as well.
+        trainer: whose layers, loss and optimizer are counted: torch's with FSDP2, as torchtitan and the training example have
+            them, or Megatron's.
+        checkpointing: what is computed again for the backward pass: nothing; attention's scores (Megatron's "selective"); all
+            but attention and every second matrix product (torchtitan's "selective op"); whole layers.
+        recompute: what "selective" computes again too, by Megatron's names: norms; queries, keys and values of latent
+            attention; gates of experts.
         sequence_parallel: whether the tensor-parallel ranks share the norms and the residual stream too.
-        compiled: whether ``torch.compile`` fuses elementwise operations, or each is a kernel (eager); Megatron's are fused.
+        compiled: whether ``torch.compile`` fuses elementwise operations, or each is a kernel; Megatron's are fused in any case.
         fused_attention: whether attention's scores stay on the chip (FlashAttention), or are written to memory.
         fused_loss: whether the loss is one compiled kernel, or torch's eager operations with their copies of the logits.
         fused_norms: whether norms are one kernel and keep their input only, or also its normalized values, as torch's RMSNorm
             does on the CPU, and before torch 2.9.
         dropout: whether the layers have dropout, whose masks are kept.
-        schedule: the order of a pipeline's micro-batches, one of :data:`SCHEDULES`.
+        context_attention: how attention over cp gets keys and values: gathered, by ``namedmesh.training.context_attention``;
+            gathered with the heads repeated for all queries, by torch's ``context_parallel`` in torchtitan's models; round a
+            ring, as Megatron does, which is its default.
+        schedule: the order of a pipeline's micro-batches.
         stages_per_rank: stages of each pipeline rank; 2 or more is the interleaved schedule.
-        state_bytes: one of :data:`STATE_BYTES`; by default 18 for Megatron, 16 for torch.
-        optimizer_bytes: one of :data:`OPTIMIZER_BYTES`; 8 are 4 less than ``state_bytes`` says.
-        recompute: which of :data:`RECOMPUTED` are computed again too.
+        state_bytes: bytes of weight, gradient and Adam's state of a parameter: with gradients of 2 bytes, or of 4, as Megatron
+            keeps them by default.
+        optimizer_bytes: those of Adam's state among them: the weight and two moments in float32, or the moments in bf16
+            (DeepSeek-V3, 2024, section 3.3.3), which are 4 fewer than ``state_bytes`` says.
         fp8_inputs: whether products and gates keep their inputs for the backward pass in fp8, and attention's output in 12
-            bits (DeepSeek-V3, 2024, section 3.3.3), instead of in bf16.
-        context_attention: one of :data:`CONTEXT_ATTENTION`; by default "ring" for Megatron, "gathered" for torch.
+            bits (the same section), instead of in bf16.
         overlap: whether gathers of weights and reductions of gradients run beside the computation.
     """
 
@@ -164,29 +161,20 @@ class Job:
         """Return a sentence for each thing that does not go with another."""
         sizes = ("seq", "global_batch", "micro_batch", "stages_per_rank")
         problems = size_problems({name: getattr(self, name) for name in sizes}) + self.model.problems()
-        allowed: dict[str, tuple[object, ...]] = {
-            "precision": PRECISIONS,
-            "trainer": TRAINERS,
-            "checkpointing": CHECKPOINTING,
-            "schedule": SCHEDULES,
-            "stage": STAGES,
-            "state_bytes": (None, *STATE_BYTES),
-            "optimizer_bytes": OPTIMIZER_BYTES,
-            "context_attention": (None, *CONTEXT_ATTENTION),
-        }
-        for name, values in allowed.items():
+        for name, allowed in CHOICES.items():
             value = getattr(self, name)
-            if value not in values:
-                near = did_you_mean(str(value), [each for each in values if isinstance(each, str)])
-                problems.append(f"{name} {value!r} is not one of {values}{near}")
-        unknown = [part for part in self.recompute if part not in RECOMPUTED]
-        if unknown:
-            problems.append(f"recompute has {', '.join(unknown)}; it may have {', '.join(RECOMPUTED)}")
+            given = value if name == "recompute" else [value]
+            for one in given:
+                if one not in allowed and not (
+                    one is None and Job.__dataclass_fields__[name].default is None
+                ):
+                    near = did_you_mean(one, map(str, allowed))
+                    problems.append(f"{name} {one!r} is not one of {allowed}{near}")
         if self.recompute and self.checkpointing != "selective":
             problems.append(
                 f"recompute goes with selective checkpointing, not with {self.checkpointing}; leave one out"
             )
-        if self.precision in PRECISIONS and self.precision not in self.hardware.peak:
+        if self.precision in CHOICES["precision"] and self.precision not in self.hardware.peak:
             problems.append(
                 f"{self.hardware.name} has no {self.precision}; it has {', '.join(self.hardware.peak)}"
             )

@@ -8,7 +8,7 @@ from math import isqrt
 from typing import TYPE_CHECKING
 
 from namedmesh.errors import LayoutError
-from namedmesh.plan.job import STAGES, Axes, Job
+from namedmesh.plan.job import Axes, Job
 from namedmesh.plan.memory import Memory, estimate_memory
 from namedmesh.plan.nodes import crossing_groups
 from namedmesh.plan.spec import size_problems
@@ -35,11 +35,6 @@ class Rules:
 
     job: Job = field(default_factory=Job)
     memory: float | None = None
-
-    @cached_property
-    def by_stage(self) -> tuple[Job, ...]:
-        """The job at each stage of ZeRO."""
-        return tuple(replace(self.job, stage=stage) for stage in STAGES)
 
     @cached_property
     def incompatible(self) -> Callable[[str, int], tuple[str, ...]]:
@@ -132,13 +127,6 @@ class Partition:
         if self.mismatches or not self.rules.job.model.total:
             return None
         return estimate_memory(self.rules.job, self.sizes)
-
-    @property
-    def memory_by_stage(self) -> tuple[Memory, ...]:
-        """The same for each stage of ZeRO; empty where :attr:`memory` is None."""
-        if self.memory is None:
-            return ()
-        return tuple(estimate_memory(job, self.sizes) for job in self.rules.by_stage)
 
     @cached_property
     def step(self) -> Step | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from namedmesh.plan.job import STAGES
 from namedmesh.plan.partitions import AXES, Partition
 from namedmesh.plan.tables import Document, Table, Value
 
@@ -107,7 +106,6 @@ def _data(partition: Partition) -> dict[str, Any]:
         "memory": None
         if partition.memory is None
         else asdict(partition.memory) | {"total": partition.memory.total},
-        "total_by_stage": [memory.total for memory in partition.memory_by_stage],
         "sent": {} if step is None else step.sent,
         "step": {} if step is None else step.seconds,
         "tokens_per_second": partition.tokens_per_second,
@@ -117,7 +115,7 @@ def _data(partition: Partition) -> dict[str, Any]:
 def _flat(partition: Partition) -> dict[str, Value]:
     """Return the columns that a spreadsheet wants."""
     sent = {} if partition.step is None else partition.step.sent
-    memory, by_stage = partition.memory, partition.memory_by_stage
+    memory = partition.memory
     return {
         **partition.sizes,
         "fits": int(partition.fits),
@@ -125,7 +123,6 @@ def _flat(partition: Partition) -> dict[str, Value]:
         "crossing": " ".join(partition.crossing),
         "micro_batches": partition.micro_batches,
         "bytes": None if memory is None else memory.total,
-        **{f"bytes_stage_{stage}": by_stage[stage].total if by_stage else None for stage in STAGES},
         "bytes_activations": None if memory is None else memory.activations,
         **{f"sent_{axis}": sent.get(axis) for axis in AXES},
         "tokens_per_second": partition.tokens_per_second or None,

@@ -6,7 +6,7 @@ import socket
 import statistics
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from namedmesh.errors import listing
 from namedmesh.hosts import gloo_address, host_identity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from datetime import timedelta
 
     from namedmesh.mesh import NamedMesh
@@ -24,8 +24,7 @@ WORLD = "world"
 _WARM, _LATENCY_ROUNDS, _BANDWIDTH_ROUNDS, _LOCAL_ROUNDS = 3, 20, 5, 9
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """A group to check: its axis, the ranks that should be in it, and the group itself."""
 
     axis: str
@@ -78,13 +77,7 @@ def groups_to_check(mesh: NamedMesh) -> list[Group]:
 
 
 def check_groups(
-    groups: list[Group],
-    rank: int,
-    device: torch.device,
-    *,
-    timeout: timedelta,
-    megabytes: float,
-    step: Callable[[str], None],
+    groups: list[Group], rank: int, device: torch.device, *, timeout: timedelta, megabytes: float
 ) -> RankReport:
     """Check and measure each group in turn; every rank of the mesh calls this, and it communicates.
 
@@ -96,21 +89,17 @@ def check_groups(
         device: where the tensors are.
         timeout: how long a collective may take.
         megabytes: the size of the large all-reduce.
-        step: called with a word before each thing that takes time.
     """
     report = RankReport(rank, socket.gethostname(), host_identity(), gloo_address())
     for group in groups:
-        step(f"checking {group.axis}")
         report.axes.append(AxisReport(group.axis, group.ranks, _problem(group, rank, device, timeout)))
         if report.axes[-1].problem:
             return report
-    step("timing this rank alone")
     report.local = statistics.median(_local_times(device))
     for group, axis in zip(groups, report.axes, strict=True):
-        step(f"timing {group.axis}")
         try:
             axis.latency, axis.bandwidth = _measure(group, device, megabytes)
-        except (RuntimeError, TimeoutError) as error:
+        except (RuntimeError, TimeoutError) as error:  # noqa: PERF203  what fails ends it
             axis.problem = first_line(error)
             return report
     return report
