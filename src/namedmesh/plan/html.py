@@ -17,15 +17,6 @@ if TYPE_CHECKING:
     from namedmesh.plan.cells import Box
     from namedmesh.plan.core import Plan
 
-PAIRS = (
-    ("ink", "paper"),
-    ("soft", "paper"),
-    ("ink", "node"),
-    ("soft", "node"),
-    ("alarm", "paper"),
-    ("paper", "ring"),
-)
-"""Which text is drawn on which ground; each pair has a contrast of 4.5 or more, light and dark."""
 _MANY = 128  # cells that leave no room beside them
 
 

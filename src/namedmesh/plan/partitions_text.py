@@ -96,16 +96,14 @@ def _gigabytes(amount: float) -> str:
 
 
 def _data(partition: Partition) -> dict[str, Any]:
-    step = partition.step
+    step, memory = partition.step, partition.memory
     return {
         **partition.sizes,
         "fits": partition.fits,
         "reasons": partition.reasons,
         "crossing": partition.crossing,
         "micro_batches": partition.micro_batches,
-        "memory": None
-        if partition.memory is None
-        else asdict(partition.memory) | {"total": partition.memory.total},
+        "memory": memory and asdict(memory) | {"total": memory.total},
         "sent": {} if step is None else step.sent,
         "step": {} if step is None else step.seconds,
         "tokens_per_second": partition.tokens_per_second,
@@ -114,8 +112,7 @@ def _data(partition: Partition) -> dict[str, Any]:
 
 def _flat(partition: Partition) -> dict[str, Value]:
     """Return the columns that a spreadsheet wants."""
-    sent = {} if partition.step is None else partition.step.sent
-    memory = partition.memory
+    data, memory = _data(partition), partition.memory
     return {
         **partition.sizes,
         "fits": int(partition.fits),
@@ -124,6 +121,6 @@ def _flat(partition: Partition) -> dict[str, Value]:
         "micro_batches": partition.micro_batches,
         "bytes": None if memory is None else memory.total,
         "bytes_activations": None if memory is None else memory.activations,
-        **{f"sent_{axis}": sent.get(axis) for axis in AXES},
+        **{f"sent_{axis}": data["sent"].get(axis) for axis in AXES},
         "tokens_per_second": partition.tokens_per_second or None,
     }

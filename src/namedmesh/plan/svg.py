@@ -40,11 +40,6 @@ _PAINT = {
     "rim": ("stroke", "#9a3412", "#f0a65a"),
     "line": ("stroke", "#1d4ed8", "#8fb4ff"),
 }
-PAIRS = (
-    *(("ink", "paper"), ("soft", "paper"), ("ink", "node"), ("soft", "node"), ("slow", "paper")),
-    *(("middle", "outer"), ("middle", "paper"), ("fast", "paper")),
-)
-"""Which text is drawn on which ground; each pair has a contrast of 4.5 or more, light and dark."""
 
 
 def draw_svg(plan: Plan, *, color_by: str | None = None) -> str:
