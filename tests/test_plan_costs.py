@@ -265,8 +265,8 @@ def test_a_comparison_by_brute_force(a: str, b: str, tp: int, pp: int, data: int
             ),
             LayoutError,
             "3 problems:\n"
-            "  - context_attention 'tourch' is not one of (None, 'gathered', 'torch', 'ring'); did you mean 'torch'?\n"
-            "  - recompute has mla; it may have layernorm, mla_up_proj, moe_act\n"
+            "  - recompute 'mla' is not one of ('layernorm', 'mla_up_proj', 'moe_act')\n"
+            "  - context_attention 'tourch' is not one of ('gathered', 'torch', 'ring'); did you mean 'torch'?\n"
             "  - recompute goes with selective checkpointing, not with full; leave one out",
         ),
         (

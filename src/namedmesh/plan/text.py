@@ -142,14 +142,14 @@ def _replicas_text(plan: Plan, everything: bool) -> str:
 
 
 def _placements_table(plan: Plan) -> Table:
-    columns = ["axis", "size", "groups", "across nodes", "across NVLink domains", "where"]
-    rows: list[list[Value]] = []
-    for one in plan.placements:
-        rows.append([one.axis, one.size, one.groups, one.across_nodes, one.across_domains, one.words])
+    columns: tuple[str, ...] = ("axis", "size", "groups", "across nodes", "across NVLink domains", "where")
+    rows: list[tuple[Value, ...]] = [
+        (one.axis, one.size, one.groups, one.across_nodes, one.across_domains, one.words)
+        for one in plan.placements
+    ]
     if plan.nvlink_domain is None:
-        for row in (columns, *rows):
-            del row[4]
-    return Table(tuple(columns), tuple(map(tuple, rows)))
+        columns, rows = (*columns[:4], columns[5]), [(*row[:4], row[5]) for row in rows]
+    return Table(columns, tuple(rows))
 
 
 def _slice_words(slices: Sequence[OnAxis], copies: Members) -> str:
