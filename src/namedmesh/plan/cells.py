@@ -79,28 +79,23 @@ def shades(size: int) -> tuple[Shade, ...]:
         (Shade(fill='#56b4e9', text='#000000'), 64)
     """
     if size <= len(_DISTINCT):
-        return tuple(Shade(fill, _text_on(_channels(fill))) for fill in _DISTINCT[:size])
+        return tuple(Shade(fill, _text_on(fill)) for fill in _DISTINCT[:size])
     count = min(size, _MOST_SHADES)
     # Every other one is paler, so that neighbors differ however many there are.
     return tuple(_ramped(number / (count - 1), 0.3 * (number % 2)) for number in range(count))
 
 
-def _channels(fill: str) -> tuple[int, int, int]:
-    return int(fill[1:3], 16), int(fill[3:5], 16), int(fill[5:7], 16)
-
-
 def _ramped(at: float, paler: float) -> Shade:
     position = at * (len(_RAMP) - 1)
     low = min(int(position), len(_RAMP) - 2)
-    mixed = [round(a + (b - a) * (position - low)) for a, b in zip(_RAMP[low], _RAMP[low + 1], strict=True)]
-    mixed = [round(channel + (255 - channel) * paler) for channel in mixed]
-    channels = mixed[0], mixed[1], mixed[2]
-    return Shade(f"#{channels[0]:02x}{channels[1]:02x}{channels[2]:02x}", _text_on(channels))
+    mixed = [a + (b - a) * (position - low) for a, b in zip(_RAMP[low], _RAMP[low + 1], strict=True)]
+    fill = f"#{bytes(round(channel + (255 - channel) * paler) for channel in mixed).hex()}"
+    return Shade(fill, _text_on(fill))
 
 
-def _text_on(channels: tuple[int, int, int]) -> str:
+def _text_on(fill: str) -> str:
     """Return black or white, whichever contrasts more (relative luminance, with the usual gamma of 2.2)."""
-    linear = [(channel / 255) ** 2.2 for channel in channels]
+    linear = [(channel / 255) ** 2.2 for channel in bytes.fromhex(fill[1:])]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return "#000000" if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) else "#ffffff"
 

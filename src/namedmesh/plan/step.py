@@ -47,18 +47,6 @@ class Step:
         return sum(self.seconds.values())
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """Seconds of a micro-batch on one pipeline rank: forward and backward, by part."""
-
-    matmul: tuple[float, float]
-    attention: tuple[float, float]
-    memory: tuple[float, float]
-
-    def total(self, direction: int) -> float:
-        return self.matmul[direction] + self.attention[direction] + self.memory[direction]
-
-
 def estimate_step(job: Job, sizes: Mapping[str, int]) -> Step:
     """Estimate the seconds of a step on the pipeline rank that takes longest.
 
@@ -97,19 +85,16 @@ def _of_share(job: Job, axes: Axes, share: Share) -> Step:
     count = job.micro_batches(axes.dp) or 1
     tokens = job.micro_batch * (job.seq or 0) / axes.cp
     held = parameters_of(job, axes, share)
-    # DualPipe: each of the rank's two stages works on half of the micro-batches.
-    part = 0.5 if job.schedule == "dualpipe" and axes.pp > 1 else 1.0
     work = _computation(job, axes, share, tokens, held)
     if count > 1 and not _reduces_each(job, axes):
-        accumulated = _ACCUMULATED * (held.shared + held.experts) / job.hardware.memory_rate
-        work = replace(work, memory=(work.memory[0], work.memory[1] + accumulated))
+        work["elementwise"][1] += _ACCUMULATED * (held.shared + held.experts) / job.hardware.memory_rate
     traffic = dict(zip(("tp", "etp"), send.tensor_parallel(job, axes, share, tokens), strict=True))
     traffic["cp"], gradients = send.context_parallel(job, axes, share, tokens)
     traffic["ep"] = send.expert_parallel(job, axes, share, tokens)
     traffic["pp"] = send.pipeline_parallel(job, axes, tokens)
+    seconds = {part: sum(both) for part, both in work.items()}
+    computing, attention = sum(seconds.values()), seconds["attention"]
     waits = {axis: one.seconds for axis, one in traffic.items()}
-    computing = work.total(0) + work.total(1)
-    attention = sum(work.attention)
     if job.keys_over_cp == "ring":
         waits["cp"] = _exposed(waits["cp"] + gradients.seconds, attention)
     elif job.keys_over_cp == "gathered" or job.compiled:
@@ -122,17 +107,15 @@ def _of_share(job: Job, axes: Axes, share: Share) -> Step:
         waits["ep"] = _exposed(waits["ep"], computing)
     if job.stages_per_rank > 1 or job.schedule == "dualpipe":
         waits["pp"] = _exposed(waits["pp"], computing)
-    seconds = {
-        "matmul": sum(work.matmul) * count * part,
-        "attention": sum(work.attention) * count * part,
-        "elementwise": sum(work.memory) * count * part,
-        "bubble": bubble(job, axes.pp) * (computing + sum(waits.values())) * part,
-        "optimizer": _optimizer(job, axes, held),
-        **{axis: waited * count * part for axis, waited in waits.items()},
-    }
+    # DualPipe: each of the rank's two stages works on half of the micro-batches.
+    part = 0.5 if job.schedule == "dualpipe" and axes.pp > 1 else 1.0
+    seconds |= waits
+    idle = bubble(job, axes.pp) * sum(seconds.values()) * part
+    seconds = {what: one * count * part for what, one in seconds.items()}
     sent = {axis: one.sent * count * part for axis, one in traffic.items()}
     rounds, gathers = (count, 2) if _reduces_each(job, axes) else (1, 1)
     seconds["elementwise"] += rounds * _copies(job, axes, held, gathers)
+    seconds |= {"bubble": idle, "optimizer": _optimizer(job, axes, held)}
     seconds["dp"], sent["dp"] = _data_parallel(job, axes, share, held, work, rounds)
     return Step(_nonzero(seconds), _nonzero(sent))
 
@@ -152,8 +135,10 @@ def _nonzero(parts: dict[str, float]) -> dict[str, float]:
     return {part: parts[part] for part in sorted(parts, key=lambda part: -parts[part]) if parts[part]}
 
 
-def _computation(job: Job, axes: Axes, share: Share, tokens: float, held: Parameters) -> _Pass:
-    """Return the seconds of one micro-batch through the layers of a rank, and through the head.
+def _computation(
+    job: Job, axes: Axes, share: Share, tokens: float, held: Parameters
+) -> dict[str, list[float]]:
+    """Return the seconds of one micro-batch through the layers of a rank and the head, forward and backward, by part.
 
     Products of few tokens take as long as their weights take to read, or gradients of weights to write.
     """
@@ -165,28 +150,25 @@ def _computation(job: Job, axes: Axes, share: Share, tokens: float, held: Parame
     again = {"full": 1.0, "op": 0.5}.get(job.checkpointing, 0.0) * products  # "op": every second product
     if "mla_up_proj" in job.recompute:
         again += 2 * tokens * model.from_latent * share.layers / axes.tp / hardware.matmul_rate(job.precision)
-    matmul = products, products * 2 + again
     head = 2 * tokens * model.embedding / axes.tp / hardware.matmul_rate("bf16") if share.last else 0.0
     query, value, _ = model.features
     scores = 2 * tokens * (job.seq or 0) * (model.heads or 1) * (query + value) / axes.tp * share.layers
     attended_again = job.checkpointing == "full" or (job.checkpointing == "selective" and not job.is_torch)
     if job.fused_attention:
-        forward = scores / 2 / hardware.attention_rate
-        attention = forward, forward * (_FUSED_BACKWARD + attended_again)
+        attended, backward = scores / 2 / hardware.attention_rate, _FUSED_BACKWARD
     else:
-        forward = scores / hardware.matmul_rate("bf16")
-        attention = forward, forward * (2 + attended_again)
-    return _Pass((matmul[0] + head, matmul[1] + 2 * head), attention, _memory_bound(job, axes, share, tokens))
-
-
-def _memory_bound(job: Job, axes: Axes, share: Share, tokens: float) -> tuple[float, float]:
-    loss = (job.model.vocab or 0) / axes.tp * loss_bytes(job, axes.tp) if share.last else 0.0
-    forward = backward = loss
+        attended, backward = scores / hardware.matmul_rate("bf16"), 2.0
+    loss = (model.vocab or 0) / axes.tp * loss_bytes(job, axes.tp) if share.last else 0.0
+    moved = [loss, loss]
     for layers, experts in ((share.dense, False), (share.expert, True)):
         if layers:
             one = layer_bytes(job, axes, experts=experts)
-            forward, backward = forward + one.forward * layers, backward + one.backward * layers
-    return tokens * forward / job.hardware.memory_rate, tokens * backward / job.hardware.memory_rate
+            moved = [moved[0] + one.forward * layers, moved[1] + one.backward * layers]
+    return {
+        "matmul": [products + head, products * 2 + again + 2 * head],
+        "attention": [attended, attended * (backward + attended_again)],
+        "elementwise": [tokens * each / hardware.memory_rate for each in moved],
+    }
 
 
 def _optimizer(job: Job, axes: Axes, held: Parameters) -> float:
@@ -212,14 +194,14 @@ def _copies(job: Job, axes: Axes, held: Parameters, gathers: int) -> float:
 
 
 def _data_parallel(  # noqa: PLR0917  what it is computed from
-    job: Job, axes: Axes, share: Share, held: Parameters, work: _Pass, rounds: int
+    job: Job, axes: Axes, share: Share, held: Parameters, work: dict[str, list[float]], rounds: int
 ) -> tuple[float, float]:
     """Return the seconds of gathers and reductions that do not hide, and the bytes sent."""
     gather, reduce = send.data_parallel(job, axes, held)
     each = gather + reduce
     if _reduces_each(job, axes):
         each += gather
-    forward, backward = work.total(0), work.total(1)
+    forward, backward = map(sum, zip(*work.values(), strict=True))
     if not job.overlap:
         exposed = each.seconds
     else:
