@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_told_what_it_lacks() -> None:
     assert f"{misses[0].words} lacks {needs[0] / 1e9 - 24:.3g} GB" in lines[1]
     assert "--checkpointing full" in lines[1]
     for one in misses:
-        job, sizes = one.rules.job, one.sizes
+        job, sizes = one.job, one.sizes
         fitting = [
             policy
             for policy in ("op", "full")

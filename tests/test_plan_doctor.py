@@ -17,7 +17,7 @@ from ranks import free_port, run_ranks
 
 from namedmesh.__main__ import main
 from namedmesh.init import init_mesh
-from namedmesh.plan.doctor import checks, links, report, run
+from namedmesh.plan.doctor import checks, report, run
 from namedmesh.plan.tables import show
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ def test_a_sum_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("count", range(2, 9))
 def test_every_pair_of_hosts_meets_once_and_no_rank_twice_in_a_round(count: int) -> None:
     hosts = {rank: f"host-{rank // 2}" for rank in range(2 * count)}
-    inside, *rounds = links.pairs_to_measure(hosts)
+    inside, *rounds = checks.pairs_to_measure(hosts)
     assert inside == [(2 * host, 2 * host + 1) for host in range(count)]
     met = [frozenset(hosts[rank] for rank in pair) for pairs in rounds for pair in pairs]
     assert len(met) == len(set(met)) == count * (count - 1) // 2
@@ -271,7 +271,7 @@ def test_every_pair_of_hosts_meets_once_and_no_rank_twice_in_a_round(count: int)
 
 def test_a_slow_pair_of_hosts_is_named() -> None:
     speeds = {("a", "b"): 10e9, ("a", "c"): 1e9, ("b", "c"): 12e9, ("a", "a"): 50e9}
-    found = [links.LinkReport(pair, 1e-5, speed) for pair, speed in speeds.items()]
+    found = [checks.LinkReport(pair, 1e-5, speed) for pair, speed in speeds.items()]
     one = checks.RankReport(0, "a", "place", "eth0", axes=[seen("tp", (0, 1), 1.0)])
     text = io.StringIO()
     with contextlib.redirect_stdout(text):

@@ -26,7 +26,7 @@ def partitions_document(
     cells = [_cells(partition) for partition in shown]
     columns = tuple(cells[0]) if cells else ()
     columns = tuple(column for column in columns if column in _DENSE or any(row[column] for row in cells))
-    if not (shown and shown[0].rules.job.model.experts):
+    if not (shown and shown[0].job.model.experts):
         columns = tuple(column for column in columns if column not in {"ep", "etp"})
     rows = tuple(tuple(row[column] for column in columns) for row in cells)
     struck = frozenset(i for i, partition in enumerate(shown) if not partition.fits)
@@ -43,7 +43,7 @@ def partitions_document(
 
 
 def _notes(partition: Partition, columns: Sequence[str]) -> list[str]:
-    job, limit = partition.rules.job, partition.rules.memory
+    job, limit = partition.job, partition.limit
     notes = []
     if "GB" in columns and limit is not None:
         parts = (

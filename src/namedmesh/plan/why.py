@@ -62,7 +62,7 @@ def explain(first: Partition, second: Partition) -> str:
 def _step(partition: Partition) -> Step:
     if partition.step is not None:
         return partition.step
-    missing = missing_for_steps(partition.rules.job)
+    missing = missing_for_steps(partition.job)
     why = f"the seconds of a step need {', '.join(missing)}" if missing else "; ".join(partition.reasons)
     raise LayoutError(f"{partition.words} has no step to explain: {why}")
 
@@ -87,7 +87,7 @@ def _differences(
 
 def remedies(partition: Partition) -> list[str]:
     """Return the changes of a job, one or else two, under which a partition needs no more memory than there is."""
-    job, limit = partition.rules.job, partition.rules.memory
+    job, limit = partition.job, partition.limit
     if limit is None or partition.memory is None:
         return []
     found = []
@@ -124,7 +124,7 @@ def misses_text(misses: Sequence[Partition]) -> str:
         return "nothing fits: the sizes of the model, or the batch, rule out every partition; without --best and --fitting the reasons are listed"
     lines = ["nothing fits; the nearest:"]
     for one in misses:
-        lacking = ((one.memory.total if one.memory else 0.0) - (one.rules.memory or 0.0)) / 1e9
+        lacking = ((one.memory.total if one.memory else 0.0) - (one.limit or 0.0)) / 1e9
         changes = remedies(one)
         if changes:
             lines.append(f"  {one.words} lacks {lacking:.3g} GB; fits with {' or '.join(changes)}")

@@ -11,8 +11,7 @@ from namedmesh.plan.tables import Document, Table, Value
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from namedmesh.plan.doctor.checks import AxisReport, RankReport
-    from namedmesh.plan.doctor.links import LinkReport
+    from namedmesh.plan.doctor.checks import AxisReport, LinkReport, RankReport
 
 # A median of fewer pairs says nothing about one of them.
 _FEWEST_TO_COMPARE = 3

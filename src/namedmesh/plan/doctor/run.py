@@ -21,8 +21,15 @@ from namedmesh.init import init_mesh
 from namedmesh.launch import hosts_store
 from namedmesh.options import normalized_backend
 from namedmesh.plan.core import resolve
-from namedmesh.plan.doctor.checks import RankReport, check_groups, first_line, groups_to_check
-from namedmesh.plan.doctor.links import LinkReport, hosts_to_measure, measure_links
+from namedmesh.plan.doctor.checks import (
+    LinkReport,
+    RankReport,
+    check_groups,
+    first_line,
+    groups_to_check,
+    hosts_to_measure,
+    measure_links,
+)
 from namedmesh.plan.doctor.report import doctor_document, problems_of
 from namedmesh.plan.spec import UsageError
 from namedmesh.plan.tables import show
