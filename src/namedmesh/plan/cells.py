@@ -54,15 +54,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Outline:
-    """The part of a group that is in a row: its first and last column, and whether the group starts and ends there.
-
-    Args:
-        first: the first column.
-        last: the last column.
-        starts: whether the group starts at the first column.
-        ends: whether it ends at the last.
-        crosses: whether it has ranks on several nodes.
-    """
+    """The part of a group that is in a row: its first and last column, whether it starts and ends there, and leaves its node."""
 
     first: int
     last: int
@@ -72,12 +64,7 @@ class Outline:
 
 
 def shades(size: int) -> tuple[Shade, ...]:
-    """Return a color for each coordinate of an axis: hues up to eight, a ramp above, shared shades beyond 64.
-
-    Example:
-        >>> shades(2)[0], len(shades(1000))
-        (Shade(fill='#56b4e9', text='#000000'), 64)
-    """
+    """Return a color for each coordinate of an axis: hues up to eight, a ramp above, shared shades beyond 64."""
     if size <= len(_DISTINCT):
         return tuple(Shade(fill, _text_on(fill)) for fill in _DISTINCT[:size])
     count = min(size, _MOST_SHADES)
@@ -101,15 +88,7 @@ def _text_on(fill: str) -> str:
 
 
 class Grid:
-    """The cells of a plan.
-
-    Args:
-        plan: the plan.
-
-    Attributes:
-        block: how many ranks a cell stands for.
-        boxes: the cells, in boxes.
-    """
+    """The cells of a plan, in ``boxes``; each stands for ``block`` ranks."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan

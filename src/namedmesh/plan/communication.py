@@ -19,12 +19,7 @@ _HOP_INSIDE, _HOP_ACROSS = 3.4e-6, 9.6e-6
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends over an axis for one micro-batch, or for a step.
-
-    Args:
-        sent: bytes.
-        seconds: how long it takes alone.
-    """
+    """The bytes that one rank sends over an axis for one micro-batch, or for a step, and the seconds it takes alone."""
 
     sent: float = 0.0
     seconds: float = 0.0
@@ -37,22 +32,7 @@ class Traffic:
 
 
 def collective(hardware: Hardware, whole: float, size: int, stride: int) -> Traffic:
-    """Return an all-gather or a reduce-scatter over a ring; an all-reduce is both.
-
-    Args:
-        hardware: the links.
-        whole: bytes of the whole tensor.
-        size: ranks of the group.
-        stride: how far apart they are.
-
-    Example:
-        A gigabyte over the 8 GPUs of a node of H100, at 369 GB/s:
-
-        >>> from namedmesh.plan.hardware import load_hardware
-        >>> one = collective(load_hardware("h100"), 1e9, 8, 1)
-        >>> one.sent / 1e9, round(one.seconds * 1e3, 1)
-        (0.875, 2.4)
-    """
+    """Return an all-gather or a reduce-scatter of ``whole`` bytes round a ring of ``size`` ranks, ``stride`` apart."""
     if size == 1:
         return Traffic()
     sent = whole * (size - 1) / size

@@ -52,12 +52,7 @@ class Axes(NamedTuple):
 
 
 def axes_of(sizes: Mapping[str, int]) -> Axes:
-    """Return the sizes of the axes; without an ``ep`` of its own, an expert is divided over tp as the rest is.
-
-    Example:
-        >>> axes_of({"dp": 4, "tp": 2})
-        Axes(tp=2, cp=1, pp=1, dp=4, ep=1, etp=2)
-    """
+    """Return the sizes of the axes; without an ``ep`` of its own, an expert is divided over tp as the rest is."""
     known = {axis: size for axis, size in sizes.items() if axis in Axes._fields}
     if "etp" not in known and known.get("ep", 1) == 1:
         known["etp"] = known.get("tp", 1)
@@ -225,13 +220,7 @@ def stages_of(job: Job, pp: int, rank: int) -> tuple[list[int], int]:
 
 
 def share_of(job: Job, pp: int, rank: int) -> Share:
-    """Return what a pipeline rank has, by the stages that ``namedmesh.training.stage_layers`` makes.
-
-    Example:
-        >>> job = Job(Model(layers=126, hidden=16384, heads=128))
-        >>> share_of(job, 16, 0).layers, share_of(job, 16, 1).layers
-        (7, 8)
-    """
+    """Return what a pipeline rank has, by the stages that ``namedmesh.training.stage_layers`` makes."""
     indices, stages = stages_of(job, pp, rank)
     first, last = 0 in indices, stages - 1 in indices
     if not job.model.layers:

@@ -22,11 +22,7 @@ _NARROWEST = 12
 class Table:
     """Rows under named columns.
 
-    Args:
-        columns: the names.
-        rows: the cells of each row.
-        struck: the rows, by number, that are ruled out.
-        optional: the columns that a narrow terminal does without, the first to go first.
+    Those in ``struck``, by number, are ruled out; a narrow terminal does without the ``optional`` columns, the first to go first.
     """
 
     columns: tuple[str, ...]
@@ -78,13 +74,7 @@ def _painted(text: str, fill: str, ink: str) -> str:
 
 
 def rendered(document: Document, how: str, width: int | None = None) -> str:
-    """Render a document in one of :data:`FORMATS`; text in lines of a width, if there is one to fit.
-
-    Example:
-        >>> print(rendered(Document((), dict, lambda: Table(("axis", "size"), (("tp", 2),))), "csv"), end="")
-        axis,size
-        tp,2
-    """
+    """Render a document in one of :data:`FORMATS`; text in lines of a width, if there is one to fit."""
     if how == "json":
         import json
 
@@ -99,14 +89,7 @@ def rendered(document: Document, how: str, width: int | None = None) -> str:
 
 
 def as_text(table: Table, width: int | None = None) -> str:
-    """Render a table with aligned columns, numbers to the right; words that do not fit a width go on below.
-
-    Example:
-        >>> print(as_text(Table(("axis", "size"), (("tp", 2), ("dp_shard", 64)))))
-        axis      size
-        tp           2
-        dp_shard    64
-    """
+    """Render a table with aligned columns, numbers to the right; words that do not fit a width go on below."""
     margin = 2 if table.struck else 0
     if width is not None:
         width -= margin

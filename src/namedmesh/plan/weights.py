@@ -25,14 +25,7 @@ _NUMBERED = 16  # shards that have room for the number of their rank
 
 
 class Weight(NamedTuple):
-    """A weight, and how it is sharded.
-
-    Args:
-        name: its name; of equal layers, that of all of them.
-        shape: its shape.
-        dim: the dim that is sharded; None if every rank has all of it.
-        sizes: how much of that dim each rank has.
-    """
+    """A weight: of equal layers the name of all, its shape, the dim that is sharded if one is, and how much of it each rank has."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,17 +34,7 @@ class Weight(NamedTuple):
 
 
 def fold(rows: Iterable[tuple[str, _Details]]) -> list[tuple[str, _Details]]:
-    """Fold rows whose names differ in one number, and in nothing else, where the numbers follow each other.
-
-    Args:
-        rows: a dotted name each, and what has to be equal.
-
-    Example:
-        >>> fold([(f"layers.{i}.{name}", name) for i in range(3) for name in ("up", "down")] + [("head", "h")])
-        [('layers.0-2.up', 'up'), ('layers.0-2.down', 'down'), ('head', 'h')]
-        >>> fold([("layers.0.w", (8, 8)), ("layers.1.w", (8, 4)), ("layers.2.w", (8, 4))])
-        [('layers.0.w', (8, 8)), ('layers.1-2.w', (8, 4))]
-    """
+    """Fold rows whose names differ in one number, and in nothing else, where the numbers follow each other."""
     folded = list(rows)
     depth = max((name.count(".") for name, _ in folded), default=0)
     for place in range(depth, -1, -1):
@@ -81,12 +64,7 @@ def fold(rows: Iterable[tuple[str, _Details]]) -> list[tuple[str, _Details]]:
 
 
 def draw_weights_svg(title: str, weights: Sequence[Weight]) -> str:
-    """Draw each weight to scale, with the shard of each rank in the color of the rank.
-
-    Example:
-        >>> draw_weights_svg("one", [Weight("up", (8, 4), 0, (4, 4))]).count('class="shard"')
-        2
-    """
+    """Draw each weight to scale, with the shard of each rank in the color of the rank."""
     parts: list[str] = []
     longest = max((side for weight in weights for side in weight.shape), default=1)
     texts = [text for weight in weights for text in (weight.name, _description(weight))]

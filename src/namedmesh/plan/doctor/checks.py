@@ -81,14 +81,8 @@ def check_groups(
 ) -> RankReport:
     """Check and measure each group in turn; every rank of the mesh calls this, and it communicates.
 
-    The first group that gives a wrong result, or none in time, ends it: later results would mean nothing.
-
-    Args:
-        groups: the groups.
-        rank: this rank.
-        device: where the tensors are.
-        timeout: how long a collective may take.
-        megabytes: the size of the large all-reduce.
+    The first group that gives a wrong result, or none within ``timeout``, ends it: later results would mean nothing. The large
+    all-reduce has ``megabytes``.
     """
     report = RankReport(rank, socket.gethostname(), host_identity(), gloo_address())
     for group in groups:
@@ -202,13 +196,6 @@ def pairs_to_measure(hosts: Mapping[int, str]) -> list[list[tuple[int, int]]]:
 
     The first round has two ranks of each host. In the others the first ranks of all hosts meet each other once, as in a
     tournament, so that there are as many rounds as hosts.
-
-    Args:
-        hosts: the host of each rank.
-
-    Example:
-        >>> pairs_to_measure({0: "a", 1: "a", 2: "b", 3: "c"})
-        [[(0, 1)], [(2, 3)], [(0, 3)], [(0, 2)]]
     """
     by_host: dict[str, list[int]] = {}
     for rank, host in hosts.items():
@@ -244,16 +231,9 @@ def hosts_to_measure(reports: Mapping[int, RankReport | None]) -> list[str]:
 def measure_links(
     hosts: Mapping[int, str], rank: int, device: torch.device, megabytes: float
 ) -> list[LinkReport]:
-    """Measure pairs of ranks over the default group; every rank calls this, and it communicates.
+    """Measure pairs of ranks over the default group, and return the links whose first rank this is.
 
-    Args:
-        hosts: the host of each rank.
-        rank: this one.
-        device: where the messages are.
-        megabytes: the size of a large one.
-
-    Returns:
-        The links whose first rank this is.
+    Every rank calls this with the host of each, and it communicates; a large message has ``megabytes``.
     """
     found = []
     small = torch.ones(1, device=device)
