@@ -261,12 +261,19 @@ def test_a_comparison_by_brute_force(a: str, b: str, tp: int, pp: int, data: int
         ),
         (
             lambda: list_partitions(
-                8, Job(recompute=("mla", "moe_act"), checkpointing="full", context_attention="tourch")
+                8,
+                Job(
+                    recompute=("mla", "mla_up_proj", "moe_act"),
+                    checkpointing="full",
+                    context_attention="tourch",
+                ),
             ),
             LayoutError,
-            "3 problems:\n"
+            "5 problems:\n"
             "  - recompute 'mla' is not one of ('layernorm', 'mla_up_proj', 'moe_act')\n"
             "  - context_attention 'tourch' is not one of ('gathered', 'torch', 'ring'); did you mean 'torch'?\n"
+            "  - recompute has mla_up_proj, but attention is not latent; ...\n"
+            "  - recompute has moe_act, but there are no experts; ...\n"
             "  - recompute goes with selective checkpointing, not with full; leave one out",
         ),
         (

@@ -99,13 +99,17 @@ class Grid:
         self.block, box, around = 1, node, ""
         if world > LARGEST:
             self.block = node * -(-world // (node * LARGEST))
-            box = self._large_box()
+            domain = plan.nvlink_domain or 0
+            box = domain if domain > self.block and domain % self.block == 0 else world
             sizes = {word: size for word, size in sizes.items() if size == box < world}
         else:
             small, large = min([*sizes.values(), node]), max([*sizes.values(), node])
             if small < large and large % small == 0:  # the small ones stand in the large ones
                 box, around = small, max(sizes, key=sizes.__getitem__)
         outer = sizes.pop(around, 0)
+        columns = _ROW
+        if self.block > 1:
+            columns = 16 if world < 10**4 else 10  # labels of two numbers are wide
         boxes = []
         for first in range(0, world, box):
             stop = min(first + box, world)
@@ -113,22 +117,9 @@ class Grid:
             if not label and self.block == 1:
                 label = _numbered("rank", first, stop, 1)
             cells = [Cell(at, min(self.block, stop - at)) for at in range(first, stop, self.block)]
-            boxes.append(
-                Box(label, self._rows(cells), _numbered(around, first, stop, outer) if outer else "")
-            )
+            rows = tuple(tuple(cells[i : i + columns]) for i in range(0, len(cells), columns))
+            boxes.append(Box(label, rows, _numbered(around, first, stop, outer) if outer else ""))
         self.boxes = tuple(boxes)
-
-    def _large_box(self) -> int:
-        """Return how many ranks a box has where cells are many ranks: an NVLink domain's, if cells fill it; or all."""
-        domain = self.plan.nvlink_domain
-        if domain is not None and domain > self.block and domain % self.block == 0:
-            return domain
-        return self.plan.world_size
-
-    def _rows(self, cells: list[Cell]) -> tuple[tuple[Cell, ...], ...]:
-        # Labels of two numbers are wide.
-        columns = _ROW if self.block == 1 else 16 if self.plan.world_size < 10**4 else 10
-        return tuple(tuple(cells[i : i + columns]) for i in range(0, len(cells), columns))
 
     @property
     def axes(self) -> dict[str, Layout]:

@@ -165,6 +165,12 @@ class Job:
                 ):
                     near = did_you_mean(one, map(str, allowed))
                     problems.append(f"{name} {one!r} is not one of {allowed}{near}")
+        if "mla_up_proj" in self.recompute and self.model.kv_rank is None:
+            problems.append(
+                "recompute has mla_up_proj, but attention is not latent; give kv_rank, or leave it out"
+            )
+        if "moe_act" in self.recompute and not self.model.experts:
+            problems.append("recompute has moe_act, but there are no experts; give experts, or leave it out")
         if self.recompute and self.checkpointing != "selective":
             problems.append(
                 f"recompute goes with selective checkpointing, not with {self.checkpointing}; leave one out"
@@ -187,15 +193,7 @@ class Job:
 
 
 class Share(NamedTuple):
-    """What one pipeline rank has of a model.
-
-    Args:
-        rank: its place in the pipeline.
-        dense: how many layers without experts.
-        expert: how many layers with experts.
-        first: whether it has the embedding.
-        last: whether it has the head.
-    """
+    """What a pipeline rank has of a model: layers without and with experts, and perhaps the embedding and the head."""
 
     rank: int
     dense: int

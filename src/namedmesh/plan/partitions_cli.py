@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from namedmesh.errors import count_of
 from namedmesh.plan.cli import add_format, add_integer
-from namedmesh.plan.hardware import Hardware, hardware_names, load_hardware
+from namedmesh.plan.hardware import hardware_names, load_hardware
 from namedmesh.plan.job import CHOICES, Job
 from namedmesh.plan.model import Model
 from namedmesh.plan.spec import UsageError, parse_amount, parse_spec
@@ -166,9 +166,7 @@ def _job(arguments: Namespace) -> tuple[Job, list[str]]:
     policies["recompute"] = tuple(policies["recompute"])
     if policies["stage"] is None:
         policies["stage"] = 1 if policies["trainer"] == "megatron" else 3
-    return Job(model, _hardware(arguments), **policies), notes
-
-
-def _hardware(arguments: Namespace) -> Hardware:
-    hardware, node = load_hardware(arguments.hardware or _DEFAULT), arguments.gpus_per_node
-    return hardware if node is None else hardware.with_node(node)
+    hardware = load_hardware(arguments.hardware or _DEFAULT)
+    if arguments.gpus_per_node is not None:
+        hardware = hardware.with_node(arguments.gpus_per_node)
+    return Job(model, hardware, **policies), notes

@@ -70,7 +70,7 @@ def _cells(partition: Partition) -> dict[str, Value]:
     memory, step = partition.memory, partition.step
     sent = time = ""
     if step is not None:
-        sent = _largest(step.sent, " > ", _gigabytes)
+        sent = _largest(step.sent, " > ", lambda amount: f"{amount / 1e9:.3g}")
         time = _largest(step.seconds, ", ", lambda seconds: f"{seconds / step.total:.0%}")
     return {
         **partition.sizes,
@@ -89,10 +89,6 @@ def _largest(parts: dict[str, float], between: str, write: Any) -> str:
     large = [part for part, amount in parts.items() if amount >= _LEAST * whole]
     largest = sorted(large, key=lambda part: -parts[part])[:_PARTS]
     return between.join(f"{part} {write(parts[part])}" for part in largest)
-
-
-def _gigabytes(amount: float) -> str:
-    return f"{amount / 1e9:.3g}"
 
 
 def _data(partition: Partition) -> dict[str, Any]:

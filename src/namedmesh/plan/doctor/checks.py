@@ -6,6 +6,7 @@ import socket
 import statistics
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from namedmesh.errors import listing
 from namedmesh.hosts import gloo_address, host_identity
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from datetime import timedelta
 
     from namedmesh.mesh import NamedMesh
@@ -89,7 +90,9 @@ def check_groups(
         report.axes.append(AxisReport(group.axis, group.ranks, _problem(group, rank, device, timeout)))
         if report.axes[-1].problem:
             return report
-    report.local = statistics.median(_local_times(device))
+    # A matrix product needs no other rank: it distinguishes a slow rank from a slow link.
+    matrix = torch.ones((256, 256) if device.type == "cpu" else (4096, 4096), device=device)
+    report.local = _timed(lambda: torch.mm(matrix, matrix), device, _LOCAL_ROUNDS)
     for group, axis in zip(groups, report.axes, strict=True):
         try:
             axis.latency, axis.bandwidth = _measure(group, device, megabytes)
@@ -140,36 +143,28 @@ def _measure(group: Group, device: torch.device, megabytes: float) -> tuple[floa
 
     A ring sends 2 (n-1)/n of the bytes over each link; that is what counts, whatever the algorithm.
     """
-    small = torch.ones(1, device=device)
-    large = torch.ones(max(1, int(megabytes * 2**20 / 4)), device=device)
-    latency = statistics.median(_rounds(small, group, device, _LATENCY_ROUNDS))
-    seconds = statistics.median(_rounds(large, group, device, _BANDWIDTH_ROUNDS))
+    small, large = _small_and_large(device, megabytes)
+    latency = _timed(lambda: dist.all_reduce(small, group=group.group), device, _LATENCY_ROUNDS)
+    seconds = _timed(lambda: dist.all_reduce(large, group=group.group), device, _BANDWIDTH_ROUNDS)
     size = len(group.ranks)
     return latency, 2 * (size - 1) / size * large.numel() * 4 / seconds
 
 
-def _rounds(tensor: torch.Tensor, group: Group, device: torch.device, count: int) -> Iterator[float]:
-    for number in range(_WARM + count):
-        tensor.fill_(1)
-        _synchronize(device)
-        start = time.perf_counter()
-        dist.all_reduce(tensor, group=group.group)
-        _synchronize(device)
-        if number >= _WARM:
-            yield time.perf_counter() - start
+def _small_and_large(device: torch.device, megabytes: float) -> tuple[torch.Tensor, torch.Tensor]:
+    large = torch.zeros(max(1, int(megabytes * 2**20 / 4)), device=device)  # zero, however often it is summed
+    return torch.zeros(1, device=device), large
 
 
-def _local_times(device: torch.device) -> Iterator[float]:
-    """Time a matrix product that needs no other rank: it distinguishes a slow rank from a slow link."""
-    size = 256 if device.type == "cpu" else 4096
-    matrix = torch.full((size, size), 1 / size, device=device)
-    for number in range(_WARM + _LOCAL_ROUNDS):
+def _timed(action: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """Return the seconds that something takes on the device, the median of some rounds after the first ones."""
+    times = []
+    for _ in range(_WARM + rounds):
         _synchronize(device)
         start = time.perf_counter()
-        torch.mm(matrix, matrix)
+        action()
         _synchronize(device)
-        if number >= _WARM:
-            yield time.perf_counter() - start
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[_WARM:])
 
 
 def _synchronize(device: torch.device) -> None:
@@ -236,35 +231,27 @@ def measure_links(
     Every rank calls this with the host of each, and it communicates; a large message has ``megabytes``.
     """
     found = []
-    small = torch.ones(1, device=device)
-    large = torch.ones(max(1, int(megabytes * 2**20 / 4)), device=device)
+    small, large = _small_and_large(device, megabytes)
     for pairs in pairs_to_measure(hosts):
         dist.barrier()
         for first, second in pairs:
             if rank == first:
-                latency, seconds = _round_trip(small, small, second), _round_trip(large, small, second)
+                latency = _timed(partial(_ask, small, small, second), device, _LINK_ROUNDS)
+                seconds = _timed(partial(_ask, large, small, second), device, _LINK_ROUNDS)
                 # The answer to the large message is a small one.
                 bandwidth = large.numel() * 4 / max(seconds - latency / 2, 1e-9)
                 found.append(LinkReport((hosts[first], hosts[second]), latency / 2, bandwidth))
             elif rank == second:
-                _answer(small, small, first)
-                _answer(large, small, first)
+                for message in (small, large):
+                    _timed(partial(_answer, message, small, first), device, _LINK_ROUNDS)
     return found
 
 
-def _round_trip(message: torch.Tensor, answer: torch.Tensor, other: int) -> float:
-    """Return the seconds, the median of some rounds, until a message to another rank is answered."""
-    times = []
-    for _ in range(_LINK_ROUNDS):
-        start = time.perf_counter()
-        dist.send(message, other)
-        dist.recv(answer, other)
-        answer.item()  # on an accelerator the answer is awaited here
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+def _ask(message: torch.Tensor, answer: torch.Tensor, other: int) -> None:
+    dist.send(message, other)
+    dist.recv(answer, other)
 
 
 def _answer(message: torch.Tensor, answer: torch.Tensor, other: int) -> None:
-    for _ in range(_LINK_ROUNDS):
-        dist.recv(message, other)
-        dist.send(answer, other)
+    dist.recv(message, other)
+    dist.send(answer, other)
