@@ -9,7 +9,7 @@ from namedmesh.dialects import DialectLayout, GroupSpec
 from namedmesh.errors import LayoutError
 from namedmesh.plan.core import resolve
 from namedmesh.plan.members import Members, first_groups, in_words
-from namedmesh.plan.tables import Document, Table, rendered
+from namedmesh.plan.tables import Document, Table
 
 if TYPE_CHECKING:
     from namedmesh.layout import Layout
@@ -50,10 +50,6 @@ class Comparison:
     def same(self) -> bool:
         """Whether all groups are the same."""
         return all(kind.same for kind in self.kinds)
-
-    def __str__(self) -> str:
-        """Return the tables that ``namedmesh diff`` prints."""
-        return rendered(diff_document(self), "text").rstrip()
 
 
 def compare(first: str, second: str, *, world_size: int | None = None) -> Comparison:

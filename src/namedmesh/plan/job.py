@@ -158,11 +158,8 @@ class Job:
         problems = size_problems({name: getattr(self, name) for name in sizes}) + self.model.problems()
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
-            given = value if name == "recompute" else [value]
-            for one in given:
-                if one not in allowed and not (
-                    one is None and Job.__dataclass_fields__[name].default is None
-                ):
+            for one in value if isinstance(value, tuple) else (value,):
+                if one not in allowed and one != getattr(Job, name):  # None, where that is the default
                     near = did_you_mean(one, map(str, allowed))
                     problems.append(f"{name} {one!r} is not one of {allowed}{near}")
         if "mla_up_proj" in self.recompute and self.model.kv_rank is None:
