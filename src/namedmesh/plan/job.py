@@ -123,9 +123,16 @@ class Job:
     overlap: bool = True
 
     @property
+    def missing(self) -> list[str]:
+        """The names of the sizes that the seconds of a step follow from, and that are not known."""
+        sizes = {name: getattr(self.model, name) for name in ("layers", "hidden", "heads")}
+        sizes |= {"seq": self.seq, "global_batch": self.global_batch}
+        return [name for name, size in sizes.items() if size is None]
+
+    @property
     def sized(self) -> bool:
-        """Whether the sizes that activations follow from are known."""
-        return self.model.shaped and self.seq is not None
+        """Whether the sizes that activations follow from are known: all but the global batch."""
+        return self.missing in ([], ["global_batch"])
 
     @property
     def number_bytes(self) -> int:

@@ -94,11 +94,6 @@ class Model:
         return problems
 
     @property
-    def shaped(self) -> bool:
-        """Whether layers, width and heads are known, from which parameters, activations and operations follow."""
-        return None not in {self.layers, self.hidden, self.heads}
-
-    @property
     def gated(self) -> bool:
         """Whether the feed-forward network is gated."""
         return self.ffn is not None

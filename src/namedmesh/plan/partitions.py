@@ -109,7 +109,7 @@ class Partition:
     @cached_property
     def step(self) -> Step | None:
         """The seconds of a step, and what a rank sends in it; None if a size is missing, or sizes rule it out."""
-        if self.mismatches or missing_for_steps(self.job):
+        if self.mismatches or self.job.missing:
             return None
         return estimate_step(self.job, self.sizes)
 
@@ -119,13 +119,6 @@ class Partition:
         if self.step is None:
             return 0.0
         return (self.job.global_batch or 0) * (self.job.seq or 0) / self.step.total
-
-
-def missing_for_steps(job: Job) -> list[str]:
-    """Return the names of the sizes that the seconds of a step need, and that are not known."""
-    sizes = {"layers": job.model.layers, "hidden": job.model.hidden, "heads": job.model.heads}
-    sizes |= {"seq": job.seq, "global_batch": job.global_batch}
-    return [name for name, size in sizes.items() if size is None]
 
 
 def list_partitions(
@@ -185,7 +178,7 @@ def best_partitions(partitions: Iterable[Partition], count: int) -> tuple[Partit
     """
     listed = list(partitions)
     problems = size_problems({"the number of partitions": count})
-    missing = missing_for_steps(listed[0].job) if listed else []
+    missing = listed[0].job.missing if listed else []
     if missing:
         problems.append(f"a ranking needs {', '.join(missing)}; give {'them' if missing[1:] else 'it'} too")
     if problems:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from namedmesh.errors import LayoutError
 from namedmesh.plan.memory import Memory, estimate_memory
-from namedmesh.plan.partitions import AXES, Partition, missing_for_steps
+from namedmesh.plan.partitions import AXES, Partition
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -62,7 +62,7 @@ def explain(first: Partition, second: Partition) -> str:
 def _step(partition: Partition) -> Step:
     if partition.step is not None:
         return partition.step
-    missing = missing_for_steps(partition.job)
+    missing = partition.job.missing
     why = f"the seconds of a step need {', '.join(missing)}" if missing else "; ".join(partition.reasons)
     raise LayoutError(f"{partition.words} has no step to explain: {why}")
 
