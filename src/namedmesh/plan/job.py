@@ -165,7 +165,8 @@ class Job:
         problems = size_problems({name: getattr(self, name) for name in sizes}) + self.model.problems()
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
-            for one in value if isinstance(value, tuple) else (value,):
+            values = value if isinstance(value, tuple) else (value,)
+            for one in values:
                 if one not in allowed and one != getattr(Job, name):  # None, where that is the default
                     near = did_you_mean(one, map(str, allowed))
                     problems.append(f"{name} {one!r} is not one of {allowed}{near}")

@@ -23,6 +23,9 @@ NOTHING_FITS = 3
 _DEFAULT = "h100"
 _MISSES = 3  # are named where nothing fits
 _AMOUNTS = ("params", "expert_params")
+_ARGUMENT = re.compile(
+    r"^( *)(\w+): (.*(?:\n\1 {4}.*)*)", re.MULTILINE
+)  # of a docstring, however it is indented
 _OF_THE_TRAINER = {
     "stage": "3, Megatron's 1",
     "state_bytes": "16, Megatron's 18",
@@ -65,15 +68,12 @@ def configure(parser: ArgumentParser) -> None:
 
 def _add_fields(parser: Any, kind: type[Model | Job]) -> None:
     """Add a flag for each field of a dataclass, with what its docstring says about it."""
-    pattern = re.compile(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", re.MULTILINE)
-    texts = {
-        name: " ".join(text.replace("``", "").split()) for name, text in pattern.findall(kind.__doc__ or "")
-    }
+    found = _ARGUMENT.findall(kind.__doc__ or "")
+    texts = {name: " ".join(text.replace("``", "").split()) for _, name, text in found}
     for one in fields(kind):
         name, text = one.name, texts.get(one.name, "").removesuffix(".")
-        default = (
-            one.default if kind is Job else None
-        )  # what a configuration says counts unless a flag is given
+        # What a configuration says of a model counts unless a flag is given.
+        default = one.default if kind is Job else None
         flag = f"--{name.replace('_', '-')}"
         if name in _OF_THE_TRAINER:
             text, default = f"{text} (default: {_OF_THE_TRAINER[name]})", None

@@ -40,12 +40,11 @@ def doctor_document(
     """Write the reports of all ranks, and the links between hosts, as text and as tables."""
     problems = problems_of(reports)
     present = [report for report in reports.values() if report is not None]
-    rows = (
-        [] if problems else [_axis_row(column) for column in zip(*(one.axes for one in present), strict=True)]
-    )
+    rows, measured, cards = [], _links_table(links), {}
+    if not problems:
+        rows = [_axis_row(column) for column in zip(*(one.axes for one in present), strict=True)]
+        cards = {report.host: report.card for report in present}
     table = Table(("axis", "size", "groups", "latency us", "GB/s", "slowest group", "its GB/s"), tuple(rows))
-    measured = _links_table(links)
-    cards = {report.host: report.card for report in present} if links else {}
     data: dict[str, Any] = {"problems": problems, "slowest_rank": None, "slowest_factor": 1.0}
     parts: list[str | Table] = [headline]
     if problems:
