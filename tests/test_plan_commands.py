@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,20 @@ def test_a_job_is_read_from_the_flags(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         main(shlex.split("partitions --world-size 8 --batch 4"))
     assert "--batch: 4 is of one data-parallel rank; give --global-batch" in capsys.readouterr().err
+
+
+def test_every_field_of_a_job_has_a_flag_with_its_docstring(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["partitions", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for one in (*fields(namedmesh.plan.Model), *fields(namedmesh.plan.Job)):
+        flag = {"compiled": "eager", "model": "config"}.get(one.name, one.name.replace("_", "-"))
+        assert f"--{flag} " in text or f"--{flag}, " in text
+    assert "--hidden N width of the residual stream --heads N" in text
+    assert (
+        "--dropout, --no-dropout whether the layers have dropout, whose masks are kept (default: False)"
+        in text
+    )
 
 
 def test_the_first_two_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
