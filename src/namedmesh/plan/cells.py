@@ -169,11 +169,6 @@ class Grid:
         shown = min(steps, _STRIPES)
         return [(first + i * steps // shown) % size for i in range(shown)]
 
-    def coordinate(self, cell: Cell, axis: str) -> int | None:
-        """Return the coordinate of a cell on an axis; None if its ranks have several."""
-        found = self.coordinates(cell, axis)
-        return found[0] if len(found) == 1 else None
-
     def shades(self, cell: Cell, axis: str) -> list[Shade]:
         """Return the color of a cell, or those of its stripes if its ranks have several coordinates."""
         size = self.axes[axis][axis]
@@ -182,12 +177,11 @@ class Grid:
 
     def describe(self, cell: Cell) -> str:
         """Return a cell's ranks and coordinates in words."""
-        places = ", ".join(
-            f"{axis} {'several' if at is None else at}"
-            for axis in self.axes
-            for at in [self.coordinate(cell, axis)]
-        )
-        return f"{'rank' if cell.count == 1 else 'ranks'} {cell.label}: {places}"
+        places = []
+        for axis in self.axes:
+            found = self.coordinates(cell, axis)
+            places.append(f"{axis} {found[0] if len(found) == 1 else 'several'}")
+        return f"{'rank' if cell.count == 1 else 'ranks'} {cell.label}: {', '.join(places)}"
 
     def outlined_axis(self) -> str | None:
         """Return the axis whose groups are neighbors in the picture: the fastest of size above 1."""
