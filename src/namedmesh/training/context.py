@@ -15,7 +15,7 @@ from namedmesh._torch import has_attention_with_lse
 from namedmesh.errors import ShapeError
 from namedmesh.tensor_parallel.collectives import RankGroup, gather_parts
 from namedmesh.tensor_parallel.regions import exchange
-from namedmesh.training.context_pieces import How, attend_in_pieces, chunks_of, rank_order, whole_order
+from namedmesh.training.context_pieces import attend_in_pieces, chunks_of, rank_order, whole_order
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -152,14 +152,14 @@ def context_attention(
         >>> dist.destroy_process_group()
     """
     ranks = RankGroup(mesh)
-    special = []
-    if attn_mask is not None:
-        special.append("attn_mask")
-    if dropout_p:
-        special.append("dropout_p")
-    if special and (not ulysses or (attn_mask is not None and is_causal)):
-        raise ShapeError(f"{' and '.join(special)}: give ulysses=True, and with attn_mask is_causal=False")
+    if dropout_p and not ulysses:
+        raise ShapeError("dropout_p: give ulysses=True")
+    if attn_mask is not None and is_causal:
+        raise ShapeError("attn_mask: give is_causal=False, and a mask that is causal where that is meant")
     _check(query, key, value, ranks, balanced=balanced, ulysses=ulysses)
+    missing = 0 if attn_mask is None else query.shape[2] * ranks.size - attn_mask.shape[-2]
+    if attn_mask is not None and missing:
+        attn_mask = F.pad(attn_mask, (0, 0, 0, missing), value=1)
     if ulysses:
         gqa = query.shape[1] != key.shape[1]
         query, key, value = (
@@ -167,21 +167,22 @@ def context_attention(
         )
         if not is_causal:
             key, value = key[:, :, :length], value[:, :, :length]
-        if attn_mask is not None and attn_mask.shape[-2] < query.shape[2]:
-            attn_mask = F.pad(attn_mask, (0, 0, 0, query.shape[2] - attn_mask.shape[-2]), value=1)
         mixed = F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=gqa, scale=scale
         )
         return _to_sequence(rank_order(mixed, ranks.size, balanced=balanced), ranks)
-    how = How(is_causal, balanced, length, scale)
-    if has_attention_with_lse(query, value):
-        return attend_in_pieces(query, key, value, ranks, how)
-    size = query.shape[2] // (2 if balanced else 1)
-    masks = [
-        causal_lower_right(size, (part + 1) * size)  # which kernels take, and no matrix
-        for part in chunks_of(ranks.rank, ranks.size, balanced=balanced)
-    ]
-    attend = partial(_attend_to_gathered, ranks=ranks, how=how, masks=masks)
+    if is_causal and has_attention_with_lse(query, value):
+        return attend_in_pieces(query, key, value, ranks, balanced=balanced, scale=scale)
+    if is_causal:
+        parts = chunks_of(ranks.rank, ranks.size, balanced=balanced)
+        size = query.shape[2] // len(parts)
+        ends = [(part + 1) * size for part in parts]
+        seen = [(end, causal_lower_right(size, end)) for end in ends]  # which kernels take, and no matrix
+    elif attn_mask is None:
+        seen = [(length, None)]
+    else:
+        seen = [(length, shard_sequence(attn_mask, mesh=mesh, dim=-2, balanced=balanced)[0])]
+    attend = partial(_attend_to_gathered, ranks=ranks, balanced=balanced, scale=scale, seen=seen)
     if torch.compiler.is_compiling():  # whose partitioner decides what is kept
         return attend(query, key, value)
     result: Tensor = checkpoint(
@@ -201,22 +202,35 @@ def _keep_attention(_: object, operation: Any, *__: object, **___: object) -> Ch
 
 
 def _attend_to_gathered(
-    query: Tensor, key: Tensor, value: Tensor, *, ranks: RankGroup, how: How, masks: list[Any]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    ranks: RankGroup,
+    balanced: bool,
+    scale: float | None,
+    seen: Sequence[tuple[int | None, Any]],
 ) -> Tensor:
-    """Return the attention of this rank's queries to the keys and values of all ranks, with any kernel."""
+    """Return the attention of this rank's queries to the keys and values of all ranks, with any kernel.
+
+    Args:
+        query: as for :func:`context_attention`.
+        key: the same.
+        value: the same.
+        ranks: the ranks.
+        balanced: the order.
+        scale: the scale.
+        seen: the number of keys that a chunk of the queries sees, the first of the sequence, and the mask of these.
+    """
     key, value = (
-        whole_order(gather_parts(each, ranks, 2), ranks.size, balanced=how.balanced) for each in (key, value)
+        whole_order(gather_parts(each, ranks, 2), ranks.size, balanced=balanced) for each in (key, value)
     )
-    attend = partial(
-        F.scaled_dot_product_attention, enable_gqa=query.shape[1] != key.shape[1], scale=how.scale
-    )
-    if not how.is_causal:
-        return attend(query, key[:, :, : how.length], value[:, :, : how.length])
+    gqa = query.shape[1] != key.shape[1]
     results = []
-    for chunk, mask in zip(query.chunk(len(masks), dim=2), masks, strict=True):
-        end = mask.seq_len_kv
-        results.append(attend(chunk, key[:, :, :end], value[:, :, :end], mask))
-    return torch.cat(results, dim=2)
+    for chunk, (end, mask) in zip(query.chunk(len(seen), dim=2), seen, strict=True):
+        keys, values = key[:, :, :end], value[:, :, :end]
+        results.append(F.scaled_dot_product_attention(chunk, keys, values, mask, enable_gqa=gqa, scale=scale))
+    return results[0] if len(results) == 1 else torch.cat(results, dim=2)
 
 
 def _check(
