@@ -108,11 +108,11 @@ def context_attention(
 ) -> Tensor:
     """Compute attention over whole sequences of which each rank has a part, as :func:`shard_sequence` gives it.
 
-    Keys and values are gathered over ``mesh``, and once more in the backward, so that a rank keeps its own only (in compiled
-    code the compiler decides, but on the CPU); each rank keeps its queries. With ``ulysses`` an all-to-all gives each rank whole
-    sequences of some heads instead, and another one takes the result back. Both are exact, have exact gradients, and go together
-    with tensor parallelism: the heads are then those of this ``tp`` rank. Where the device has it, torch's ring attention can do
-    instead:
+    Each rank keeps its queries. The other ranks send it keys and values, and once more in the backward, so that it keeps its own
+    only (in compiled code the compiler decides, but for causal attention on the CPU). With ``ulysses`` an all-to-all gives each
+    rank whole sequences of some heads instead, and another one takes the result back. Both are exact, have exact gradients, and
+    go together with tensor parallelism: the heads are then those of this ``tp`` rank. Where the device has it, torch's ring
+    attention can do instead:
     ``with torch.distributed.tensor.experimental.context_parallel(mesh["cp"], buffers=..., buffer_seq_dims=...)``.
 
     The silent mistakes it prevents: attention within each rank's part only, which trains without complaint; and
@@ -129,17 +129,16 @@ def context_attention(
         length: the length of the sequence before it was padded; needed where not ``is_causal``, since padding
             would be seen.
         scale: as for ``torch.nn.functional.scaled_dot_product_attention``.
-        attn_mask: which keys a query sees, such as those of its document or of a window before it: of the whole sequence in
-            its own order, ``(length, length)`` or more dims in front, and the same for all heads; with ``ulysses``, in place
-            of ``is_causal``.
+        attn_mask: which keys a query sees, such as those of its document or of a window before it, in place of ``is_causal``:
+            of the whole sequence in its own order, ``(length, length)`` or more dims in front, and the same for all heads.
         dropout_p: as for torch's function, with ``ulysses``: each rank has other heads, and draws from its default generator.
 
     Returns:
         ``(batch, heads, length / cp, head_dim)``, this rank's part of what one process computes.
 
     Raises:
-        ShapeError: the parts cannot be those of one sequence, or the heads do not divide, or a mask or
-            dropout is asked for that this way of sharing the work has not; all problems at once.
+        ShapeError: the parts cannot be those of one sequence, or the heads do not divide, or there is dropout
+            without ``ulysses``, all at once; or there is a mask beside ``is_causal``.
 
     Example:
         >>> import namedmesh, torch.distributed as dist
@@ -152,14 +151,12 @@ def context_attention(
         >>> dist.destroy_process_group()
     """
     ranks = RankGroup(mesh)
-    if dropout_p and not ulysses:
-        raise ShapeError("dropout_p: give ulysses=True")
+    _check(query, key, value, ranks, balanced=balanced, ulysses=ulysses, dropout_p=dropout_p)
     if attn_mask is not None and is_causal:
         raise ShapeError("attn_mask: give is_causal=False, and a mask that is causal where that is meant")
-    _check(query, key, value, ranks, balanced=balanced, ulysses=ulysses)
-    missing = 0 if attn_mask is None else query.shape[2] * ranks.size - attn_mask.shape[-2]
-    if attn_mask is not None and missing:
-        attn_mask = F.pad(attn_mask, (0, 0, 0, missing), value=1)
+    if attn_mask is not None:
+        padding = query.shape[2] * ranks.size - attn_mask.shape[-2]
+        attn_mask = F.pad(attn_mask, (0, 0, 0, padding), value=1)
     if ulysses:
         gqa = query.shape[1] != key.shape[1]
         query, key, value = (
@@ -174,10 +171,7 @@ def context_attention(
     if is_causal and has_attention_with_lse(query, value):
         return attend_in_pieces(query, key, value, ranks, balanced=balanced, scale=scale)
     if is_causal:
-        parts = chunks_of(ranks.rank, ranks.size, balanced=balanced)
-        size = query.shape[2] // len(parts)
-        ends = [(part + 1) * size for part in parts]
-        seen = [(end, causal_lower_right(size, end)) for end in ends]  # which kernels take, and no matrix
+        seen = _causal(query.shape[2], ranks, balanced=balanced)
     elif attn_mask is None:
         seen = [(length, None)]
     else:
@@ -195,6 +189,14 @@ def context_attention(
     return result
 
 
+def _causal(length: int, ranks: RankGroup, *, balanced: bool) -> list[tuple[int | None, Any]]:
+    """Return how many keys, the first of the sequence, each chunk of this rank's queries sees, and the mask of these."""
+    parts = chunks_of(ranks.rank, ranks.size, balanced=balanced)
+    size = length // len(parts)
+    ends = [(part + 1) * size for part in parts]
+    return [(end, causal_lower_right(size, end)) for end in ends]  # which kernels take, and no matrix
+
+
 def _keep_attention(_: object, operation: Any, *__: object, **___: object) -> CheckpointPolicy:
     """Keep what the kernels of attention return; the gathered keys and values are gathered again."""
     is_attention = "scaled_dot_product" in str(operation)
@@ -209,19 +211,9 @@ def _attend_to_gathered(
     ranks: RankGroup,
     balanced: bool,
     scale: float | None,
-    seen: Sequence[tuple[int | None, Any]],
+    seen: list[tuple[int | None, Any]],
 ) -> Tensor:
-    """Return the attention of this rank's queries to the keys and values of all ranks, with any kernel.
-
-    Args:
-        query: as for :func:`context_attention`.
-        key: the same.
-        value: the same.
-        ranks: the ranks.
-        balanced: the order.
-        scale: the scale.
-        seen: the number of keys that a chunk of the queries sees, the first of the sequence, and the mask of these.
-    """
+    """Return the attention of this rank's queries to the keys and values of all ranks, with any kernel; ``seen`` is by chunk."""
     key, value = (
         whole_order(gather_parts(each, ranks, 2), ranks.size, balanced=balanced) for each in (key, value)
     )
@@ -234,7 +226,14 @@ def _attend_to_gathered(
 
 
 def _check(
-    query: Tensor, key: Tensor, value: Tensor, ranks: RankGroup, *, balanced: bool, ulysses: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ranks: RankGroup,
+    *,
+    balanced: bool,
+    ulysses: bool,
+    dropout_p: float,
 ) -> None:
     problems = []
     shapes = [tuple(each.shape) for each in (query, key, value)]
@@ -255,6 +254,8 @@ def _check(
             f"{counts[0]} heads and {counts[1]} heads of keys and values cannot be divided among {ranks.size} ranks; "
             "leave ulysses out"
         )
+    if dropout_p and not ulysses:
+        problems.append("dropout_p: give ulysses=True")
     if problems:
         raise ShapeError(*problems)
 

@@ -44,22 +44,36 @@ def _ordered(tensor: Tensor, order: list[int]) -> Tensor:
     return torch.cat([chunks[number] for number in order], dim=2)
 
 
+class _Piece(NamedTuple):
+    """Keys that come to a rank one after the other, and from which of its queries on they are seen: all, or causally."""
+
+    query: int
+    keys: slice
+    causal: bool
+
+
 class _Seen(NamedTuple):
-    """How many tokens of each other's part the ranks see: the first ones."""
+    """What the queries of a rank see: the first keys of each rank, of which so many come to it, and so many of its own go there."""
 
     received: list[int]
     sent: list[int]
-    by_chunk: list[int]  # how many of those received a chunk of queries sees: again the first ones
+    pieces: list[_Piece]
 
 
 def _seen(length: int, ranks: RankGroup, *, balanced: bool) -> _Seen:
-    """In balanced order a rank sees the first chunk of each rank before it, and both chunks of each one after it."""
+    """In balanced order all queries see the first chunk of each rank before, and the second half both of each rank after."""
     before, after = (length // 2, length) if balanced else (length, 0)
     count_after = ranks.size - ranks.rank - 1
-    received = [before] * ranks.rank + [0] + [after] * count_after
-    sent = [after] * ranks.rank + [0] + [before] * count_after
-    by_chunk = [before * ranks.rank, sum(received)]
-    return _Seen(received, sent, by_chunk if balanced else by_chunk[:1])
+    # Its own part goes to itself: the exchanges have something to wait for on every rank, and the compiler keeps their order.
+    received = [before] * ranks.rank + [length] + [after] * count_after
+    sent = [after] * ranks.rank + [length] + [before] * count_after
+    start = before * ranks.rank
+    own = _Piece(0, slice(start, start + length), causal=True)
+    others = [
+        _Piece(0, slice(0, start), causal=False),
+        _Piece(before, slice(start + length, sum(received)), causal=False),
+    ]
+    return _Seen(received, sent, [own, *(piece for piece in others if piece.keys.start < piece.keys.stop)])
 
 
 class _InPieces(torch.autograd.Function):
@@ -73,13 +87,12 @@ class _InPieces(torch.autograd.Function):
         seen: _Seen,
         scale: float | None,
     ) -> Tensor:
-        output, sums = _attend(query, key, value, True, scale)
-        others = [_from_others(each, ranks, seen) for each in (key, value)]
-        chunks = (each.chunk(len(seen.by_chunk), 2) for each in (query, output, sums))
-        for count, chunk, *merged in zip(seen.by_chunk, *chunks, strict=True):
-            if count:
-                keys, values = (each[:, :, :count] for each in others)
-                _merge(merged, _attend(chunk, keys, values, False, scale))
+        both = _received(key, value, ranks, seen)
+        own, *others = seen.pieces
+        output, sums = _attend(query, *_keys_and_values(both[own.keys]), own.causal, scale)
+        for piece in others:
+            chunk, *merged = (each[:, :, piece.query :] for each in (query, output, sums))
+            _merge(merged, _attend(chunk, *_keys_and_values(both[piece.keys]), piece.causal, scale))
         ctx.save_for_backward(query, key, value, output, sums)
         ctx.ranks, ctx.seen, ctx.scale = ranks, seen, scale
         return output
@@ -87,42 +100,36 @@ class _InPieces(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, sums = ctx.saved_tensors
-        ranks, seen, scale = ctx.ranks, ctx.seen, ctx.scale
-        known = gradient, query, output, sums
-        of_query, *of_own = _attend_backward(known, key, value, True, scale)
-        others = [_from_others(each, ranks, seen) for each in (key, value)]
-        of_others = others  # no keys, or replaced: the last chunk sees all of them
-        chunks = (each.chunk(len(seen.by_chunk), 2) for each in (of_query, *known))
-        for count, to_query, *chunk in reversed(list(zip(seen.by_chunk, *chunks, strict=True))):
-            if count:
-                keys, values = (each[:, :, :count] for each in others)
-                more, *found = _attend_backward(chunk, keys, values, False, scale)
-                to_query.add_(more)
-                if of_others is others:
-                    of_others = found
-                else:
-                    for whole, some in zip(of_others, found, strict=True):
-                        whole[:, :, :count].add_(some)
-        of_key, of_value = (
-            _with_returned(own.to(sums.dtype), theirs, ranks, seen).to(key.dtype)
-            for own, theirs in zip(of_own, of_others, strict=True)
-        )
+        seen = ctx.seen
+        both = _received(key, value, ctx.ranks, seen)
+        of_both = torch.empty_like(both)
+        of_query = torch.zeros_like(query)
+        for piece in seen.pieces:
+            known = [each[:, :, piece.query :] for each in (gradient, query, output, sums)]
+            keys_and_values = _keys_and_values(both[piece.keys])
+            more, *found = _attend_backward(known, *keys_and_values, piece.causal, ctx.scale)
+            of_query[:, :, piece.query :].add_(more)
+            for whole, some in zip(_keys_and_values(of_both[piece.keys]), found, strict=True):
+                whole.copy_(some)
+        returned = all_to_all(of_both, ctx.ranks, seen.received, seen.sent)
+        of_own = returned.new_zeros(key.shape[2], *returned.shape[1:], dtype=sums.dtype)
+        for some in returned.split(seen.sent):
+            of_own[: some.shape[0]].add_(some)
+        of_key, of_value = _keys_and_values(of_own.to(key.dtype))
         return of_query, of_key, of_value, None, None, None
 
 
-def _from_others(own: Tensor, ranks: RankGroup, seen: _Seen) -> Tensor:
-    """Return the keys, or the values, that this rank's queries see of the other ranks', in the order of these."""
-    first = own.permute(2, 0, 1, 3)
-    outgoing = torch.cat([first[:count] for count in seen.sent])
-    return all_to_all(outgoing, ranks, seen.sent, seen.received).permute(1, 2, 0, 3)
+def _received(key: Tensor, value: Tensor, ranks: RankGroup, seen: _Seen) -> Tensor:
+    """Return what a rank sees of the keys and values: the sequence, which of the two, batch, heads, width."""
+    both = torch.stack([each.permute(2, 0, 1, 3) for each in (key, value)], 1)
+    outgoing = torch.cat([both[:count] for count in seen.sent])
+    return all_to_all(outgoing, ranks, seen.sent, seen.received)
 
 
-def _with_returned(own: Tensor, theirs: Tensor, ranks: RankGroup, seen: _Seen) -> Tensor:
-    """Add what the others' queries add to the gradients of this rank's keys, or values."""
-    incoming = all_to_all(theirs.permute(2, 0, 1, 3), ranks, seen.received, seen.sent)
-    for some in incoming.permute(1, 2, 0, 3).split(seen.sent, 2):
-        own[:, :, : some.shape[2]].add_(some)
-    return own
+def _keys_and_values(both: Tensor) -> tuple[Tensor, Tensor]:
+    """Return views of keys and values in the form that attention takes."""
+    key, value = both.permute(1, 2, 3, 0, 4)
+    return key, value
 
 
 def _merge(merged: Sequence[Tensor], more: tuple[Tensor, Tensor]) -> None:
