@@ -45,15 +45,14 @@ def _ordered(tensor: Tensor, order: list[int]) -> Tensor:
 
 
 class _Piece(NamedTuple):
-    """Keys that come to a rank one after the other, and from which of its queries on they are seen: all, or causally."""
+    """Keys of other ranks, one after the other, and from which of this rank's queries on they are seen."""
 
     query: int
     keys: slice
-    causal: bool
 
 
 class _Seen(NamedTuple):
-    """What the queries of a rank see: the first keys of each rank, of which so many come to it, and so many of its own go there."""
+    """What ranks see of each other: the first keys of each part. So many come from each rank, and so many go to each."""
 
     received: list[int]
     sent: list[int]
@@ -64,16 +63,11 @@ def _seen(length: int, ranks: RankGroup, *, balanced: bool) -> _Seen:
     """In balanced order all queries see the first chunk of each rank before, and the second half both of each rank after."""
     before, after = (length // 2, length) if balanced else (length, 0)
     count_after = ranks.size - ranks.rank - 1
-    # Its own part goes to itself: the exchanges have something to wait for on every rank, and the compiler keeps their order.
-    received = [before] * ranks.rank + [length] + [after] * count_after
-    sent = [after] * ranks.rank + [length] + [before] * count_after
-    start = before * ranks.rank
-    own = _Piece(0, slice(start, start + length), causal=True)
-    others = [
-        _Piece(0, slice(0, start), causal=False),
-        _Piece(before, slice(start + length, sum(received)), causal=False),
-    ]
-    return _Seen(received, sent, [own, *(piece for piece in others if piece.keys.start < piece.keys.stop)])
+    received = [before] * ranks.rank + [0] + [after] * count_after
+    sent = [after] * ranks.rank + [0] + [before] * count_after
+    middle, end = before * ranks.rank, sum(received)
+    pieces = [_Piece(0, slice(0, middle)), _Piece(before, slice(middle, end))]
+    return _Seen(received, sent, [piece for piece in pieces if piece.keys.start < piece.keys.stop])
 
 
 class _InPieces(torch.autograd.Function):
@@ -87,12 +81,11 @@ class _InPieces(torch.autograd.Function):
         seen: _Seen,
         scale: float | None,
     ) -> Tensor:
+        output, sums = _attend(query, key, value, True, scale)
         both = _received(key, value, ranks, seen)
-        own, *others = seen.pieces
-        output, sums = _attend(query, *_keys_and_values(both[own.keys]), own.causal, scale)
-        for piece in others:
+        for piece in seen.pieces:
             chunk, *merged = (each[:, :, piece.query :] for each in (query, output, sums))
-            _merge(merged, _attend(chunk, *_keys_and_values(both[piece.keys]), piece.causal, scale))
+            _merge(merged, _attend(chunk, *_keys_and_values(both[piece.keys]), False, scale))
         ctx.save_for_backward(query, key, value, output, sums)
         ctx.ranks, ctx.seen, ctx.scale = ranks, seen, scale
         return output
@@ -100,22 +93,22 @@ class _InPieces(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, sums = ctx.saved_tensors
-        seen = ctx.seen
+        seen, known = ctx.seen, (gradient, query, output, sums)
+        of_query, *of_own = _attend_backward(known, key, value, True, ctx.scale)
         both = _received(key, value, ctx.ranks, seen)
-        of_both = torch.empty_like(both)
-        of_query = torch.zeros_like(query)
         for piece in seen.pieces:
-            known = [each[:, :, piece.query :] for each in (gradient, query, output, sums)]
+            chunk = [each[:, :, piece.query :] for each in known]
             keys_and_values = _keys_and_values(both[piece.keys])
-            more, *found = _attend_backward(known, *keys_and_values, piece.causal, ctx.scale)
+            more, *found = _attend_backward(chunk, *keys_and_values, False, ctx.scale)
             of_query[:, :, piece.query :].add_(more)
-            for whole, some in zip(_keys_and_values(of_both[piece.keys]), found, strict=True):
+            # Gradients take the place of what they are of: the second exchange waits for the first, also where it sends nothing.
+            for whole, some in zip(keys_and_values, found, strict=True):
                 whole.copy_(some)
-        returned = all_to_all(of_both, ctx.ranks, seen.received, seen.sent)
-        of_own = returned.new_zeros(key.shape[2], *returned.shape[1:], dtype=sums.dtype)
-        for some in returned.split(seen.sent):
-            of_own[: some.shape[0]].add_(some)
-        of_key, of_value = _keys_and_values(of_own.to(key.dtype))
+        of_own = [each.to(sums.dtype) for each in of_own]
+        for part in all_to_all(both, ctx.ranks, seen.received, seen.sent).split(seen.sent):
+            for own, some in zip(of_own, _keys_and_values(part), strict=True):
+                own[:, :, : part.shape[0]].add_(some)
+        of_key, of_value = (each.to(key.dtype) for each in of_own)
         return of_query, of_key, of_value, None, None, None
 
 
