@@ -17,7 +17,7 @@ from namedmesh.compat.cli import DIALECTS
 from namedmesh.compat.megatron.original import ORIGINAL
 from namedmesh.compat.migration import scan
 from namedmesh.migrate.scan import MissingExtraError
-from namedmesh.migrate.uses import PROVIDED
+from namedmesh.migrate.apis import PROVIDED
 
 SOURCE = str(Path(__file__).parents[1] / "src")
 SCRIPT = """\

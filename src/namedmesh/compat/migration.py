@@ -31,7 +31,8 @@ from __future__ import annotations
 from namedmesh.migrate.page import advise, page
 from namedmesh.migrate.report import as_json, as_text
 from namedmesh.migrate.rules import Advice, Row
-from namedmesh.migrate.scan import Finding, Problem, Scan, scan
+from namedmesh.migrate.findings import Finding, Problem, Scan
+from namedmesh.migrate.scan import scan
 from namedmesh.migrate.table import TABLE
 
 __all__ = [

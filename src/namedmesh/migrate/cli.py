@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 from namedmesh.errors import listing
 from namedmesh.migrate.report import as_json, as_text
-from namedmesh.migrate.scan import Scan, require_libcst, scan
+from namedmesh.migrate.findings import Scan
+from namedmesh.migrate.scan import require_libcst, scan
 from namedmesh.plan.spec import UsageError
 
 
@@ -45,7 +47,7 @@ def _migrate(arguments: argparse.Namespace) -> int:
     if (arguments.diff or arguments.write) and arguments.format != "text":
         raise UsageError("--diff and --write report as text; leave --format out")
     require_libcst()
-    result = scan(arguments.paths, megatron=arguments.megatron)
+    result = scan(arguments.paths, megatron=arguments.megatron, processes=os.cpu_count() or 1)
     if arguments.diff or arguments.write:
         result = _rewritten(result, write_them=arguments.write)
     sys.stdout.write(as_json(result) if arguments.format == "json" else as_text(result))

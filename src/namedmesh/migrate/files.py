@@ -11,6 +11,7 @@ import tokenize
 import warnings
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,11 @@ class Source:
     path: str
     code: bytes
     cells: tuple[tuple[int, int], ...] = ()
+
+    @cached_property
+    def text(self) -> str:
+        """The code as text, without a byte order mark."""
+        return decode(self.code)
 
     def locate(self, line: int) -> tuple[str, int]:
         """Return the path, with the cell of a notebook, and the line there of a line of the code.
@@ -132,21 +138,35 @@ def read(path: Path) -> Source:
     return Source(str(path), content)
 
 
-def check_syntax(code: bytes) -> None:
-    """Compile, but do not run, some code.
+def decode(code: bytes) -> str:
+    """Return the text of some code, without a byte order mark.
+
+    Raises:
+        UnreadableError: it cannot be decoded.
+    """
+    try:
+        return code.decode(encoding_of(code))
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise UnreadableError(f"cannot be decoded: {error}") from None
+
+
+def encoding_of(code: bytes) -> str:
+    """Return the encoding that some code declares."""
+    return tokenize.detect_encoding(io.BytesIO(code).readline)[0]
+
+
+def parse(code: bytes) -> ast.Module:
+    """Parse some code.
 
     Raises:
         UnreadableError: it cannot be decoded, or is not Python.
     """
     try:
-        code.decode(tokenize.detect_encoding(io.BytesIO(code).readline)[0])
-    except (SyntaxError, UnicodeDecodeError) as error:
-        raise UnreadableError(f"cannot be decoded: {error}") from None
-    try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about escape sequences of the code that is read
-            ast.parse(code)
+            return ast.parse(code)
     except SyntaxError as error:
+        decode(code)
         line = f"line {error.lineno}: " if error.lineno else ""
         raise UnreadableError(f"is not Python: {line}{error.msg}") from None
     except (ValueError, RecursionError, MemoryError) as error:

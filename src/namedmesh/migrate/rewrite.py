@@ -16,13 +16,13 @@ from libcst import matchers as m
 from libcst.metadata import MetadataWrapper, PositionProvider
 
 from namedmesh.errors import NamedMeshError, count_of
-from namedmesh.migrate.files import UnreadableError, check_syntax
-from namedmesh.migrate.scan import API, INITIALIZE_NAME, Finding, Problem
+from namedmesh.migrate.files import UnreadableError, parse
+from namedmesh.migrate.findings import API, INITIALIZE_NAME, Finding, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from namedmesh.migrate.scan import Scan
+    from namedmesh.migrate.findings import Scan
 
 _MESH = "namedmesh.current_mesh()"
 _NAME = m.Name("namedmesh")
@@ -204,7 +204,7 @@ def _rewrite(path: str, findings: Sequence[Finding], installs: set[str]) -> Rewr
     if findings and not lines and not _imports_namedmesh(module):
         lines = ["import namedmesh"]
     module = _with_lines(module, lines)
-    check_syntax(module.bytes)
+    parse(module.bytes)
     return Rewritten(path, before, module.bytes, module.encoding, tuple(findings))
 
 

@@ -137,7 +137,11 @@ class Signature:
         """Read a function's name with its parameters in brackets."""
         function = ast.parse(f"def {source}: ...").body[0]
         assert isinstance(function, ast.FunctionDef)  # noqa: S101  what was parsed is one
-        given = function.args
+        return cls.of(function.args)
+
+    @classmethod
+    def of(cls, given: ast.arguments) -> Signature:
+        """Return the parameters of a function that was parsed."""
         positional = [*given.posonlyargs, *given.args]
         first = len(positional) - len(given.defaults)
         pairs = [*zip(positional[first:], given.defaults, strict=True)]
