@@ -7,12 +7,15 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from namedmesh.errors import listing
 from namedmesh.migrate.report import as_json, as_text
-from namedmesh.migrate.findings import Scan
 from namedmesh.migrate.scan import require_libcst, scan
 from namedmesh.plan.spec import UsageError
+
+if TYPE_CHECKING:
+    from namedmesh.migrate.findings import Scan
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

@@ -43,8 +43,20 @@ class Source:
 
     @cached_property
     def text(self) -> str:
-        """The code as text, without a byte order mark."""
-        return decode(self.code)
+        """The code as text, without a byte order mark.
+
+        Raises:
+            UnreadableError: it cannot be decoded.
+        """
+        try:
+            return self.code.decode(self.encoding)
+        except (SyntaxError, UnicodeDecodeError) as error:
+            raise UnreadableError(f"cannot be decoded: {error}") from None
+
+    @property
+    def encoding(self) -> str:
+        """The encoding that the code declares."""
+        return tokenize.detect_encoding(io.BytesIO(self.code).readline)[0]
 
     def locate(self, line: int) -> tuple[str, int]:
         """Return the path, with the cell of a notebook, and the line there of a line of the code.
@@ -138,35 +150,18 @@ def read(path: Path) -> Source:
     return Source(str(path), content)
 
 
-def decode(code: bytes) -> str:
-    """Return the text of some code, without a byte order mark.
-
-    Raises:
-        UnreadableError: it cannot be decoded.
-    """
-    try:
-        return code.decode(encoding_of(code))
-    except (SyntaxError, UnicodeDecodeError) as error:
-        raise UnreadableError(f"cannot be decoded: {error}") from None
-
-
-def encoding_of(code: bytes) -> str:
-    """Return the encoding that some code declares."""
-    return tokenize.detect_encoding(io.BytesIO(code).readline)[0]
-
-
-def parse(code: bytes) -> ast.Module:
+def parse(source: Source) -> ast.Module:
     """Parse some code.
 
     Raises:
         UnreadableError: it cannot be decoded, or is not Python.
     """
+    _ = source.text  # of what cannot be decoded, Python reads some
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about escape sequences of the code that is read
-            return ast.parse(code)
+            return ast.parse(source.code)
     except SyntaxError as error:
-        decode(code)
         line = f"line {error.lineno}: " if error.lineno else ""
         raise UnreadableError(f"is not Python: {line}{error.msg}") from None
     except (ValueError, RecursionError, MemoryError) as error:

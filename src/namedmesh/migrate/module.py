@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from namedmesh.migrate.apis import API_PATHS, needed_by
 from namedmesh.migrate.files import Source, key_of
@@ -13,7 +13,7 @@ from namedmesh.migrate.positions import Positions
 from namedmesh.migrate.rules import Signature
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
     from typing import TypeAlias
 
@@ -200,71 +200,67 @@ class Reader:
 
     def _walk(self, tree: ast.Module) -> None:
         """Note what each node binds, and each expression that consists of names; in no order."""
-        visitors = {
-            ast.FunctionDef: self._function,
-            ast.AsyncFunctionDef: self._function,
-            ast.Lambda: self._function,
-            ast.ClassDef: self._class,
+        visitors: dict[type[ast.AST], Callable[[Any, _Scope], _Nodes]] = {
+            **dict.fromkeys((ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda), self._function),
             **dict.fromkeys(_COMPREHENSIONS, self._comprehension),
             **dict.fromkeys((ast.Import, ast.ImportFrom), self._import),
             **dict.fromkeys((ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr), self._assignment),
             **dict.fromkeys((ast.Global, ast.Nonlocal), self._declaration),
+            ast.ClassDef: self._class,
         }
         stack: list[tuple[ast.AST, _Scope, ast.JoinedStr | None]] = [(tree, self._scope, None)]
         while stack:
             node, scope, fstring = stack.pop()
-            kind = type(node)
-            if kind in visitors:
-                stack += [(child, inner, fstring) for child, inner in visitors[kind](node, scope) if child]
-                continue
-            if isinstance(node, (ast.Name, ast.Attribute)):
-                left = self._name(node, scope, fstring)
-                if left:
-                    stack.append((left, scope, fstring))
-                continue
-            if isinstance(node, ast.Constant):
-                if isinstance(node.value, str) and node.value.startswith(
-                    _DOTTED_PATHS
-                ):  # as mock.patch takes them
-                    self._seen.append(_Seen(node, tuple(node.value.split(".")), scope, fstring))
-                continue
-            if isinstance(node, ast.JoinedStr):
+            if type(node) in visitors:
+                nodes = visitors[type(node)](node, scope)
+                stack += [(child, inner, fstring) for child, inner in nodes if child]
+            elif isinstance(node, ast.JoinedStr):
                 parts = [part for part in node.values if isinstance(part, ast.FormattedValue)]
                 stack += [(part, scope, fstring or node) for part in parts]
-                continue
-            if isinstance(node, ast.Call):
-                self._call(node, scope, fstring)
-            elif kind in _BINDERS and getattr(node, _BINDERS[kind]):
-                scope.bindings.setdefault(getattr(node, _BINDERS[kind]), []).append(None)
-            elif isinstance(node, ast.Delete):
-                self._changes |= {one: "del {}" for one in node.targets if isinstance(one, ast.Attribute)}
-            for value in node.__dict__.values():
-                if isinstance(value, list):
-                    stack += [(child, scope, fstring) for child in value if isinstance(child, ast.AST)]
-                elif isinstance(value, ast.AST):
-                    stack.append((value, scope, fstring))
+            else:
+                stack += [(child, scope, fstring) for child in self._expression(node, scope, fstring)]
+
+    def _expression(self, node: ast.AST, scope: _Scope, fstring: ast.JoinedStr | None) -> Iterable[ast.AST]:
+        """Note a node that has no scope of its own, and return the nodes in it that are still to be seen."""
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            return self._name(node, scope, fstring)
+        if isinstance(node, ast.Constant):
+            if isinstance(node.value, str) and node.value.startswith(
+                _DOTTED_PATHS
+            ):  # as mock.patch takes them
+                self._seen.append(_Seen(node, tuple(node.value.split(".")), scope, fstring))
+            return ()
+        if isinstance(node, ast.Call):
+            self._call(node, scope, fstring)
+        elif isinstance(node, ast.Delete):
+            self._changes |= {one: "del {}" for one in node.targets if isinstance(one, ast.Attribute)}
+        elif type(node) in _BINDERS:
+            name = getattr(node, _BINDERS[type(node)])
+            if name:
+                self._bind(scope, name)
+        return ast.iter_child_nodes(node)
 
     def _bind(self, scope: _Scope, name: str, value: _Value = None) -> None:
         scope.bindings.setdefault(name, []).append(value)
 
     def _name(
         self, node: ast.Name | ast.Attribute, scope: _Scope, fstring: ast.JoinedStr | None
-    ) -> ast.expr | None:
+    ) -> list[ast.expr]:
         """Note a name, or attributes; return the expression that they are attributes of, if that is no name."""
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            if isinstance(node.ctx, ast.Store):
-                self._bind(scope, node.id)
-            return None
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            self._bind(scope, node.id)
+            return []
         parts: list[str] = []
         inner: ast.expr = node
         while isinstance(inner, ast.Attribute):
             parts.append(inner.attr)
             inner = inner.value
-        is_dotted = isinstance(inner, ast.Name)
+        left = [inner]
         if isinstance(inner, ast.Name):
             parts.append(inner.id)
+            left = []
         self._seen.append(_Seen(node, tuple(reversed(parts)), scope, fstring))
-        return None if is_dotted else inner
+        return left
 
     def _call(self, node: ast.Call, scope: _Scope, fstring: ast.JoinedStr | None) -> None:
         self._calls[node.func] = node
@@ -301,7 +297,9 @@ class Reader:
         outside = [*node.bases, *node.keywords, *node.decorator_list]
         return [*((one, inner) for one in node.body), *((one, scope) for one in outside)]
 
-    def _comprehension(self, node: ast.expr, scope: _Scope) -> _Nodes:
+    def _comprehension(
+        self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp, scope: _Scope
+    ) -> _Nodes:
         """Read a comprehension; its first iterable is evaluated outside of it."""
         inner = _Scope(scope, node)
         first, *others = node.generators

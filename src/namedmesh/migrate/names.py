@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -66,9 +67,10 @@ class Names:
         """Return whether the first two parts of a name, such as ``megatron.core``, are a module of the code base."""
         return ".".join(dotted.split(".")[:2]) in self._paths
 
+    @property
     def packages(self) -> frozenset[str]:
-        """Return the names of the code base that have at most two parts, such as ``megatron.core``."""
-        return frozenset(name for name in self._paths if name.count(".") < 2)
+        """The first two parts, such as ``megatron.core``, of the names that start with ``megatron``."""
+        return frozenset(name for name in self._paths if re.fullmatch(r"megatron(\.\w+)?", name))
 
     def meanings(
         self, names: Iterable[str | None], seen: frozenset[tuple[Path, str]] = frozenset()
@@ -123,11 +125,13 @@ class Names:
             return {None}
         seen |= {(path, rest[0])}
         module = self.module(path)
-        targets = module.names.get(rest[0]) if module else [None]
-        if targets is None and module:
-            targets = [f"*{star}.{rest[0]}" for star in module.stars]
-        after = ".".join(["", *rest[1:]])
-        return self.meanings([target + after if target else None for target in targets or ()], seen) or {None}
+        if module is None:
+            return {None}
+        targets = module.names.get(rest[0])
+        if targets is None:
+            targets = frozenset(f"*{star}.{rest[0]}" for star in module.stars)
+        after = "".join(f".{part}" for part in rest[1:])
+        return self.meanings([target + after if target else None for target in targets], seen) or {None}
 
     def module(self, path: Path) -> Module | None:
         """Return one module; None if it cannot be read."""

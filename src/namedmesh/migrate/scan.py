@@ -97,7 +97,7 @@ def _read(
     while new:
         words |= new
         left = [path for path in files if path not in problems]
-        read_one = partial(_read_one, wanted=new, words=words, packages=names.packages())
+        read_one = partial(_read_one, wanted=new, words=words, packages=names.packages)
         for path, found in zip(left, apply(read_one, left), strict=True):
             if isinstance(found, Problem):
                 problems[path] = found
@@ -123,7 +123,7 @@ def _read_one(
 
 def _module_of(source: Source, path: Path, words: frozenset[str]) -> Module:
     try:
-        return Reader(source, path, words).read(parse(source.code))
+        return Reader(source, path, words).read(parse(source))
     except RecursionError:
         raise UnreadableError("is nested too deeply") from None
 

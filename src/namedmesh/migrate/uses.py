@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, cast
 
 from namedmesh.errors import did_you_mean
 from namedmesh.migrate.apis import APIS, GPT_NEOX_MPU, MEGATRON
+from namedmesh.migrate.findings import INITIALIZE_NAME, Finding
 from namedmesh.migrate.initialize import NEWER_ARGUMENTS
 from namedmesh.migrate.module import USUAL_NAMES, dotted_name, first_arguments, is_usual
 from namedmesh.migrate.names import Legacy
 from namedmesh.migrate.rules import Advice, Row
-from namedmesh.migrate.findings import INITIALIZE_NAME, Finding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
