@@ -25,14 +25,8 @@ _USUAL = re.compile(r"\w*(?:parallel_state|mpu)_*\b")
 _DOTTED_PATHS = ("megatron.", "fairscale.", "namedmesh.")
 _NAMED_BY_VALUE = ("getattr", "setattr")
 _OBJECT_AND_NAME = 2
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-# The nodes that bind a name besides assignments, imports, functions and classes, and the field that has it.
-_BINDERS: dict[type[ast.AST], str] = {
-    ast.ExceptHandler: "name",
-    ast.MatchAs: "name",
-    ast.MatchStar: "name",
-    ast.MatchMapping: "rest",
-}
 
 
 class Use(NamedTuple):
@@ -201,12 +195,10 @@ class Reader:
     def _walk(self, tree: ast.Module) -> None:
         """Note what each node binds, and each expression that consists of names; in no order."""
         visitors: dict[type[ast.AST], Callable[[Any, _Scope], _Nodes]] = {
-            **dict.fromkeys((ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda), self._function),
-            **dict.fromkeys(_COMPREHENSIONS, self._comprehension),
+            **dict.fromkeys((*_FUNCTIONS, ast.ClassDef, *_COMPREHENSIONS), self._scoped),
             **dict.fromkeys((ast.Import, ast.ImportFrom), self._import),
             **dict.fromkeys((ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr), self._assignment),
             **dict.fromkeys((ast.Global, ast.Nonlocal), self._declaration),
-            ast.ClassDef: self._class,
         }
         stack: list[tuple[ast.AST, _Scope, ast.JoinedStr | None]] = [(tree, self._scope, None)]
         while stack:
@@ -234,10 +226,10 @@ class Reader:
             self._call(node, scope, fstring)
         elif isinstance(node, ast.Delete):
             self._changes |= {one: "del {}" for one in node.targets if isinstance(one, ast.Attribute)}
-        elif type(node) in _BINDERS:
-            name = getattr(node, _BINDERS[type(node)])
-            if name:
-                self._bind(scope, name)
+        elif isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and node.name:
+            self._bind(scope, node.name)
+        elif isinstance(node, ast.MatchMapping) and node.rest:
+            self._bind(scope, node.rest)
         return ast.iter_child_nodes(node)
 
     def _bind(self, scope: _Scope, name: str, value: _Value = None) -> None:
@@ -271,41 +263,24 @@ class Reader:
             if parts and (is_string or dotted_name(node.func) in _NAMED_BY_VALUE):
                 self._seen.append(_Seen(given[0], tuple(parts.split(".")), scope, fstring, node))
 
-    def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, scope: _Scope) -> _Nodes:
+    def _scoped(self, node: Any, scope: _Scope) -> _Nodes:
+        """Read what has a scope; of functions and classes only the body, of comprehensions everything is in it."""
         inner = _Scope(scope, node)
-        given = node.args
-        arguments = [*given.posonlyargs, *given.args, *given.kwonlyargs]
-        arguments += [one for one in (given.vararg, given.kwarg) if one]
-        for one in arguments:
-            self._bind(inner, one.arg)
-        outside: list[ast.AST | None] = [
-            *given.defaults,
-            *given.kw_defaults,
-            *(one.annotation for one in arguments),
-        ]
-        if isinstance(node, ast.Lambda):
-            return [(node.body, inner), *((one, scope) for one in outside)]
-        self._bind(scope, node.name)
-        if scope is self._scope and node.name in self._words:
-            self._module.functions[node.name] = Signature.of(given)
-        outside += [*node.decorator_list, node.returns]
-        return [*((one, inner) for one in node.body), *((one, scope) for one in outside)]
-
-    def _class(self, node: ast.ClassDef, scope: _Scope) -> _Nodes:
-        self._bind(scope, node.name)
-        inner = _Scope(scope, node)
-        outside = [*node.bases, *node.keywords, *node.decorator_list]
-        return [*((one, inner) for one in node.body), *((one, scope) for one in outside)]
-
-    def _comprehension(
-        self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp, scope: _Scope
-    ) -> _Nodes:
-        """Read a comprehension; its first iterable is evaluated outside of it."""
-        inner = _Scope(scope, node)
-        first, *others = node.generators
-        nodes: _Nodes = [(first.iter, scope), (first.target, inner), *((one, inner) for one in first.ifs)]
-        values = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
-        return [*nodes, *((one, inner) for one in (*others, *values))]
+        body = list(ast.iter_child_nodes(node))
+        outside: list[ast.AST] = []
+        if not isinstance(node, _COMPREHENSIONS):
+            own = node.body if isinstance(node.body, list) else [node.body]
+            inside = set(map(id, own))
+            body, outside = own, [one for one in body if id(one) not in inside]
+        if hasattr(node, "args"):
+            for one in ast.iter_child_nodes(node.args):
+                if isinstance(one, ast.arg):
+                    self._bind(inner, one.arg)
+        if hasattr(node, "name"):
+            self._bind(scope, node.name)
+            if scope is self._scope and node.name in self._words and hasattr(node, "args"):
+                self._module.functions[node.name] = Signature.of(node.args)
+        return [*((one, inner) for one in body), *((one, scope) for one in outside)]
 
     def _import(self, node: ast.Import | ast.ImportFrom, scope: _Scope) -> _Nodes:
         targets = dict(self._imported(node))
@@ -338,15 +313,12 @@ class Reader:
     ) -> _Nodes:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         value = None if isinstance(node, ast.AugAssign) else node.value
-        owner = scope
-        while isinstance(node, ast.NamedExpr) and isinstance(owner.node, _COMPREHENSIONS) and owner.parent:
-            owner = owner.parent
         nodes: _Nodes = [(node.value, scope)]
         if isinstance(node, ast.AnnAssign):
             nodes.append((node.annotation, scope))
         for target in targets:
             if isinstance(target, ast.Name):
-                self._bind(owner, target.id, (value, scope) if value else None)
+                self._bind(scope, target.id, (value, scope) if value else None)
                 if value:
                     self._links.append((target.id, list(_parts(value))))
             else:
