@@ -16,8 +16,8 @@ from namedmesh.__main__ import main
 from namedmesh.compat.cli import DIALECTS
 from namedmesh.compat.megatron.original import ORIGINAL
 from namedmesh.compat.migration import scan
-from namedmesh.migrate.scan import MissingExtraError
 from namedmesh.migrate.apis import PROVIDED
+from namedmesh.migrate.scan import MissingExtraError
 
 SOURCE = str(Path(__file__).parents[1] / "src")
 SCRIPT = """\

@@ -111,12 +111,7 @@ class _Seen(NamedTuple):
 
 
 def is_usual(name: str) -> bool:
-    """Return whether code has the legacy module under a name like this.
-
-    Example:
-        >>> is_usual("_mpu"), is_usual("megatron_parallel_state"), is_usual("dumpu")
-        (True, True, False)
-    """
+    """Return whether code has the legacy module under a name like this."""
     return any(name.strip("_") == usual or name.endswith(f"_{usual}") for usual in USUAL_NAMES)
 
 
@@ -217,9 +212,8 @@ class Reader:
         if isinstance(node, (ast.Name, ast.Attribute)):
             return self._name(node, scope, fstring)
         if isinstance(node, ast.Constant):
-            if isinstance(node.value, str) and node.value.startswith(
-                _DOTTED_PATHS
-            ):  # as mock.patch takes them
+            # As mock.patch takes them.
+            if isinstance(node.value, str) and node.value.startswith(_DOTTED_PATHS):
                 self._seen.append(_Seen(node, tuple(node.value.split(".")), scope, fstring))
             return ()
         if isinstance(node, ast.Call):
@@ -313,12 +307,15 @@ class Reader:
     ) -> _Nodes:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         value = None if isinstance(node, ast.AugAssign) else node.value
+        owner = scope
+        while isinstance(node, ast.NamedExpr) and isinstance(owner.node, _COMPREHENSIONS) and owner.parent:
+            owner = owner.parent
         nodes: _Nodes = [(node.value, scope)]
         if isinstance(node, ast.AnnAssign):
             nodes.append((node.annotation, scope))
         for target in targets:
             if isinstance(target, ast.Name):
-                self._bind(scope, target.id, (value, scope) if value else None)
+                self._bind(owner, target.id, (value, scope) if value else None)
                 if value:
                     self._links.append((target.id, list(_parts(value))))
             else:

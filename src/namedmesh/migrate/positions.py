@@ -28,12 +28,7 @@ class Position(NamedTuple):
 
 
 def lines_of(text: str) -> list[str]:
-    r"""Return the lines of Python code, with their ends.
-
-    Example:
-        >>> lines_of("a\x0c\u2028\r\nb")
-        ['a\x0c\u2028\r\n', 'b']
-    """
+    r"""Return the lines of Python code, with their ends."""
     return list(io.StringIO(text, newline=""))
 
 

@@ -97,7 +97,9 @@ def _read(
     while new:
         words |= new
         left = [path for path in files if path not in problems]
-        read_one = partial(_read_one, wanted=new, words=words, packages=names.packages)
+        wanted = frozenset(word.encode() for word in new)
+        packages = names.packages if new == words else None  # the imports are looked at once
+        read_one = partial(_read_one, wanted=wanted, words=words, packages=packages)
         for path, found in zip(left, apply(read_one, left), strict=True):
             if isinstance(found, Problem):
                 problems[path] = found
@@ -108,13 +110,13 @@ def _read(
 
 
 def _read_one(
-    path: Path, wanted: frozenset[str], words: frozenset[str], packages: frozenset[str]
+    path: Path, wanted: frozenset[bytes], words: frozenset[str], packages: frozenset[str] | None
 ) -> Module | Problem | None:
-    """Read one file, if it has one of the wanted words or imports of Megatron what is not in the code base."""
+    """Read one file, if it has one of the wanted words or imports of Megatron what is not one of the packages."""
     try:
         source = read(path)
-        has_one = not wanted.isdisjoint(word.decode() for word in _WORD.findall(source.code))
-        if not has_one and wanted == words:  # the imports are looked at once
+        has_one = not wanted.isdisjoint(_WORD.findall(source.code))
+        if not has_one and packages is not None:
             has_one = any(name.decode() not in packages for name in _IMPORT.findall(source.code))
         return _module_of(source, path, words) if has_one else None
     except UnreadableError as error:
