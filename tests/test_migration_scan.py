@@ -142,6 +142,16 @@ def test_a_star_import_is_followed_for_public_names(tmp_path: Path) -> None:
     ]
 
 
+def test_modules_that_import_everything_of_each_other_end(tmp_path: Path) -> None:
+    modules = [f"m{number}" for number in range(12)]
+    for module in modules:
+        stars = [f"from {other} import *\n" for other in modules if other != module]
+        _write(tmp_path, **{f"{module}_py": "".join(stars) + "get_data_parallel_rank()\n"})
+    assert scan([tmp_path]).findings == ()
+    _write(tmp_path, m3_py="from m4 import *\nfrom megatron.core.parallel_state import *\nmpu = None\n")
+    assert [(one.line, one.certain) for one in scan([tmp_path]).findings] == [(12, True)] * 11
+
+
 def test_relative_imports_are_by_name_only(tmp_path: Path) -> None:
     _write(
         tmp_path,

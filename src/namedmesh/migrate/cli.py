@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from namedmesh.errors import listing
 from namedmesh.migrate.report import as_json, as_text
-from namedmesh.migrate.scan import require_libcst, scan
+from namedmesh.migrate.scan import scan
 from namedmesh.plan.spec import UsageError
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ def _migrate(arguments: argparse.Namespace) -> int:
     """Scan, and print the report; 1 if a file could not be read or rewritten."""
     if (arguments.diff or arguments.write) and arguments.format != "text":
         raise UsageError("--diff and --write report as text; leave --format out")
-    require_libcst()
     result = scan(arguments.paths, megatron=arguments.megatron, processes=os.cpu_count() or 1)
     if arguments.diff or arguments.write:
         result = _rewritten(result, write_them=arguments.write)

@@ -27,9 +27,9 @@ class Legacy(NamedTuple):
     name: str
 
     @property
-    def has_row(self) -> bool:
-        """Whether the table has the name."""
-        return self.name in self.api.table
+    def is_known(self) -> bool:
+        """Whether the table has the name, or it is the module itself."""
+        return not self.name or self.name in self.api.table
 
 
 class Names:
@@ -49,6 +49,9 @@ class Names:
     ) -> None:
         self.modules: dict[Path, Module | None] = {}
         self._read = read
+        self._searched: set[tuple[Path, str]] = (
+            set()
+        )  # by way of star imports, for the name that is asked for
         self._paths: dict[str, list[Path]] = {}
         self._apis: dict[Path, Api] = {}
         modules = {module: api for api in APIS for module in api.modules}
@@ -81,6 +84,8 @@ class Names:
             names: the dotted names. None is anything else; those with a ``*`` before them count if a table has them.
             seen: the modules that were looked into on the way, and the names.
         """
+        if not seen:
+            self._searched.clear()
         found: set[Legacy | None] = set()
         by_star: list[set[Legacy | None]] = []
         for name in names:
@@ -90,7 +95,7 @@ class Names:
                 by_star.append(self._meanings_of(name[1:], seen))
             else:
                 found |= self._meanings_of(name, seen)
-        known = [one for one in by_star if any(legacy and legacy.has_row for legacy in one)]
+        known = [one for one in by_star if any(legacy and legacy.is_known for legacy in one)]
         if by_star and not known:
             found.add(None)
         return found.union(*known)
@@ -129,6 +134,9 @@ class Names:
             return {None}
         targets = module.names.get(rest[0])
         if targets is None:
+            if (path, rest[0]) in self._searched:  # modules may import everything of each other
+                return {None}
+            self._searched.add((path, rest[0]))
             targets = frozenset(f"*{star}.{rest[0]}" for star in module.stars)
         after = "".join(f".{part}" for part in rest[1:])
         return self.meanings([target + after if target else None for target in targets], seen) or {None}
