@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from namedmesh.errors import listing
 from namedmesh.migrate.report import as_json, as_text
+from namedmesh.migrate.rewrite import RewriteError, rewrite, write
 from namedmesh.migrate.scan import scan
 from namedmesh.plan.spec import UsageError
 
@@ -58,8 +59,6 @@ def _migrate(arguments: argparse.Namespace) -> int:
 
 def _rewritten(result: Scan, *, write_them: bool) -> Scan:
     """Show or write what is certain, and return the rest."""
-    from namedmesh.migrate.rewrite import RewriteError, rewrite, write
-
     rewriting = rewrite(result)
     written: list[str] = []
     for file in rewriting.files:

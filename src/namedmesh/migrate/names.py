@@ -66,10 +66,6 @@ class Names:
         parts = dotted.split(".")
         return any(".".join(parts[:n]) in self._paths for n in range(1, len(parts) + 1))
 
-    def has_package(self, dotted: str) -> bool:
-        """Return whether the first two parts of a name, such as ``megatron.core``, are a module of the code base."""
-        return ".".join(dotted.split(".")[:2]) in self._paths
-
     @property
     def packages(self) -> frozenset[str]:
         """The first two parts, such as ``megatron.core``, of the names that start with ``megatron``."""

@@ -70,6 +70,7 @@ def scan(paths: Sequence[str | os.PathLike[str]], *, megatron: str | None = None
             problems = _read(files, names, partial(pool.map, chunksize=_FILES_FOR_A_POOL // 4))
     else:
         problems = _read(files, names, map)
+    packages = names.packages
     release = tuple(map(int, re.findall(r"\d+", megatron or "")))
     modules = [module for module in names.modules.values() if module]
     findings = [found for module in modules for found in sorted(findings_of(module, names, release))]
@@ -78,7 +79,7 @@ def scan(paths: Sequence[str | os.PathLike[str]], *, megatron: str | None = None
         for module in modules
         for line, needed in module.imports
         for name in needed
-        if not names.has_package(name)
+        if ".".join(name.split(".")[:2]) not in packages
     }
     return Scan(
         len(files), tuple(sorted(_doubted(findings))), tuple(sorted(problems)), tuple(sorted(missing))
