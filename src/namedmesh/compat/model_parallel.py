@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from namedmesh._torch import backward_pass
-from namedmesh.compat.axis_map import AxisMap, axis_groups
+from namedmesh.compat.axis_map import axis_groups, check_axes
 from namedmesh.compat.binding import Binding, Bound, require_default_group
 from namedmesh.compat.errors import ContractError
 from namedmesh.dialects import DIALECTS, variables_of
@@ -109,7 +109,7 @@ class ModelParallel:
         if bound is not None:
             return bound
         with mesh.agreed(f"{self.name}.bind") as maker:
-            AxisMap.from_layout(mesh.layout, self.name)
+            check_axes(mesh.layout, self.name)
             maker.compare({"layout": repr(mesh.layout)})
             groups = self._groups(mesh, maker)
         return self.binding.take(mesh, (), groups)

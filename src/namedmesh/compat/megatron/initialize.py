@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch.distributed as dist
 
-from namedmesh.compat.axis_map import AxisMap
 from namedmesh.compat.binding import Bound, require_default_group
 from namedmesh.compat.errors import ContractTypeError
 from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer
-from namedmesh.compat.megatron.config import BINDABLE, ParallelConfig
-from namedmesh.compat.megatron.groups import axis_options, build_groups, wanted_groups
+from namedmesh.compat.megatron.config import BINDABLE, Factorings, ParallelConfig
+from namedmesh.compat.megatron.groups import build_groups, group_options
 from namedmesh.compat.megatron.variables import BINDING
 from namedmesh.dialects import DENSE, EXPERT
 from namedmesh.errors import did_you_mean
@@ -98,15 +97,15 @@ def bind(mesh: NamedMesh, **options: Any) -> Bound:
             )
         )
     config = ParallelConfig(**options)
-    bound = BINDING.rebind(mesh, config.beside_sizes)
+    bound = BINDING.rebind(mesh, config.bindable)
     if bound is not None:
         return bound
     with mesh.agreed("megatron.bind") as maker:
-        axis_map = AxisMap.from_layout(mesh.layout, "Megatron", mesh.views)
-        config.validate_for_mesh(axis_map)
-        maker.compare(config.fields_to_compare(axis_map) | {"views": repr(mesh.views)})
-        groups = build_groups(mesh, maker, axis_map, config)
-    return BINDING.take(mesh, config.beside_sizes, groups)
+        factorings = Factorings.of_mesh(mesh)
+        config.validate_for_mesh(factorings)
+        maker.compare(config.fields_to_compare(factorings) | {"views": repr(mesh.views)})
+        groups = build_groups(mesh, maker, factorings, config)
+    return BINDING.take(mesh, config.bindable, groups)
 
 
 unbind = BINDING.unbind
@@ -179,11 +178,9 @@ def initialize_model_parallel(config: ParallelConfig) -> None:  # noqa: D417  th
         with agreed(pool, "megatron.initialize_model_parallel", ranks) as maker:
             dense, expert = config.validate(world)
             BINDING.refuse_second()
-            axis_map = AxisMap.from_layout(dense, "Megatron", {EXPERT: expert})
-            options = axis_options(axis_map, config)
-            maker.compare(
-                config.fields_to_compare(axis_map) | version_fields(), wanted_groups(axis_map, options)
-            )
+            factorings = Factorings(dense, expert)
+            options, wanted = group_options(factorings, config)
+            maker.compare(config.fields_to_compare(factorings) | version_fields(), wanted)
             if config.pipeline_model_parallel_comm_backend == "ucc":
                 _prepare_ucc()
             device = default_group_device()
@@ -192,9 +189,9 @@ def initialize_model_parallel(config: ParallelConfig) -> None:  # noqa: D417  th
             on_error.callback(mesh.close)
             view = View(expert, mesh.create_view(expert, maker, options[EXPERT]))
             mesh.take_view(EXPERT, view, options[EXPERT])
-            groups = build_groups(mesh, maker, axis_map, config)
+            groups = build_groups(mesh, maker, factorings, config)
         on_error.pop_all()
-    BINDING.take(mesh, config.beside_sizes, groups, owned=True)
+    BINDING.take(mesh, config.bindable, groups, owned=True)
 
 
 def destroy_model_parallel() -> None:
