@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from types import ModuleType, TracebackType
 
-__all__ = ["Binding", "Bound", "require_default_group"]
+__all__ = ["Binding", "Bound", "require_default_group", "require_open"]
 
 
 def require_default_group(or_call: str = "torch.distributed.init_process_group()") -> None:
@@ -34,6 +34,16 @@ def require_default_group(or_call: str = "torch.distributed.init_process_group()
         raise ContractError(
             f"torch.distributed has no default group; call namedmesh.launch.init() or {or_call} first"
         )
+
+
+def require_open(mesh: object, call: str) -> None:
+    """Raise MeshError where ``call`` was given something else than an open NamedMesh."""
+    if not isinstance(mesh, NamedMesh):
+        raise MeshError(
+            f"{call} got a {type(mesh).__name__}; give it a NamedMesh, such as NamedMesh.from_device_mesh(...)"
+        )
+    if mesh.closed:
+        raise MeshError(f"the mesh over {mesh.layout} was closed; give {call} an open one")
 
 
 class Binding:
@@ -120,12 +130,7 @@ class Binding:
         Raises:
             MeshError: ``mesh`` is not an open NamedMesh.
         """
-        if not isinstance(mesh, NamedMesh):
-            raise MeshError(
-                f"bind() got a {type(mesh).__name__}; give it a NamedMesh, such as NamedMesh.from_device_mesh(...)"
-            )
-        if mesh.closed:
-            raise MeshError(f"the mesh over {mesh.layout} was closed; bind another one")
+        require_open(mesh, self.bind)
         if mesh not in self._configs or self._configs[mesh] != config:
             return None
         before, self.base = self.base, mesh

@@ -14,12 +14,10 @@ of one mesh, so axes over the same ranks have one group::
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
-from importlib import import_module
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from namedmesh.compat.errors import ContractError, ContractTypeError
+from namedmesh.compat.errors import ContractError
 from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.init import init_mesh
 from namedmesh.layout import Layout
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
 
     from namedmesh.mesh import NamedMesh
 
-__all__ = ["MeshAxisName", "ParallelDims", "SpmdLayout", "unfold_dp_axes"]
+__all__ = ["ParallelDims"]
 
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 _SPARSE = ("dp_replicate", "efsdp", "ep")
@@ -80,73 +78,6 @@ def _above_one(what: str, *axes: str) -> Callable[[ParallelDims], bool]:
 
     enabled.__doc__ = f"Whether {what}."
     return enabled
-
-
-class MeshAxisName(str, Enum):
-    """The names of the axes; each is equal to its text.
-
-    Example:
-        >>> MeshAxisName("tp") is MeshAxisName.TP, MeshAxisName.TP == "tp"
-        (True, True)
-    """
-
-    DP = "dp"
-    DP_REPLICATE = "dp_replicate"
-    DP_SHARD = "dp_shard"
-    FSDP = "fsdp"
-    TP = "tp"
-    CP = "cp"
-    PP = "pp"
-    EP = "ep"
-    EFSDP = "efsdp"
-
-
-def unfold_dp_axes(axes: Iterable[MeshAxisName | str]) -> list[str]:
-    """Return the names of axes, with ``dp_replicate`` and ``dp_shard`` in place of ``dp``.
-
-    Example:
-        >>> unfold_dp_axes(["pp", MeshAxisName.DP])
-        ['pp', 'dp_replicate', 'dp_shard']
-    """
-    names = [str(getattr(axis, "value", axis)) for axis in axes]
-    return [part for name in names for part in (_PRODUCTS["dp"] if name == "dp" else (name,))]
-
-
-@dataclass(frozen=True)
-class SpmdLayout:
-    """How a tensor is laid out, axis by axis.
-
-    Args:
-        axis_types: for each axis a type of ``spmd_types``.
-        partition_spec: for each dim of the tensor the axis or axes that shard it, or None.
-    """
-
-    axis_types: Mapping[MeshAxisName, Any]
-    partition_spec: Sequence[Any] | None = None
-
-    def axes(self) -> tuple[MeshAxisName, ...]:
-        """Return the axes."""
-        return tuple(self.axis_types)
-
-    def shard_types(self) -> dict[MeshAxisName, Any]:
-        """Return the type of each axis, that of one that shards a dim as ``spmd_types.S(dim)``.
-
-        Raises:
-            ContractTypeError: the partition names something else than a :class:`MeshAxisName`.
-            ModuleNotFoundError: the package ``spmd_types``, which torchtitan needs, is not installed.
-        """
-        types = dict(self.axis_types)
-        for dim, entry in enumerate(self.partition_spec or ()):
-            axes = entry if isinstance(entry, tuple) else (entry,)
-            for axis in axes:
-                if axis is None:
-                    continue
-                if not isinstance(axis, MeshAxisName):
-                    raise ContractTypeError(
-                        f"partition_spec names {axis!r} for dim {dim}; give a MeshAxisName, such as MeshAxisName.TP"
-                    )
-                types[axis] = import_module("spmd_types").S(dim)
-        return types
 
 
 @dataclass
@@ -204,39 +135,31 @@ class ParallelDims:
     ep_enabled = property(_above_one("ranks share experts", "ep"))
 
     def __post_init__(self) -> None:
-        """Check the degrees, and infer dp_shard."""
+        """Check the degrees, and infer the one that is -1."""
         self.mesh: NamedMesh | None = None
         self._roots: dict[str, DeviceMesh] = {}
         self._single_axis_meshes: dict[str, DeviceMesh] = {}
         self._slices: dict[tuple[str, ...], DeviceMesh] = {}
-        problems = [
-            f"{name}={degree} is below 1; a degree is 1 where it is not used"
-            for name in ("dp_replicate", "cp", "tp", "pp", "ep")
-            if (degree := getattr(self, name)) < 1
-        ]
-        if self.dp_shard != -1 and self.dp_shard < 1:
-            problems.append(f"dp_shard={self.dp_shard} is below 1; give -1 for whatever is left")
+        problems = []
         if self.spmd_backend not in _BACKENDS:
             problems.append(
                 f"spmd_backend={self.spmd_backend!r} is not one of {tuple(_BACKENDS)}"
                 f"{did_you_mean(self.spmd_backend, _BACKENDS)}"
             )
+        try:
+            dense = Layout(**{axis: getattr(self, axis) for axis in _AXES}, world_size=self.world_size)
+            Layout(
+                pp=dense["pp"],
+                dp_replicate=dense["dp_replicate"],
+                efsdp=-1,
+                ep=self.ep,
+                world_size=self.world_size,
+            )
+        except LayoutError as error:
+            raise ContractError(*problems, *error.problems) from None
         if problems:
             raise ContractError(*problems)
-        rest = self.dp_replicate * self.non_data_parallel_size
-        if self.dp_shard == -1:
-            self.dp_shard = max(1, self.world_size // rest)
-        if rest * self.dp_shard != self.world_size:
-            degrees = " x ".join(f"{axis}={getattr(self, axis)}" for axis in _AXES)
-            raise ContractError(
-                f"{degrees} = {rest * self.dp_shard} is not the world of {self.world_size} ranks; change a degree, or "
-                "give dp_shard=-1 for whatever is left"
-            )
-        sharing = self.dp_shard * self.cp * self.tp
-        if sharing % self.ep:
-            raise ContractError(
-                f"ep={self.ep} does not divide dp_shard x cp x tp = {sharing}, the ranks that share the experts; change a degree"
-            )
+        self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp = dense.sizes
 
     @classmethod
     def from_config(cls, parallelism_config: Any, world_size: int) -> Self:
@@ -245,9 +168,6 @@ class ParallelDims:
         Args:
             parallelism_config: an object with ``data_parallel_replicate_degree`` and so on.
             world_size: how many ranks there are.
-
-        Raises:
-            ContractError: degrees that are below 1, or do not make up the world.
         """
         config = parallelism_config
         return cls(
@@ -426,7 +346,8 @@ class ParallelDims:
         boundary = self._backend.boundary
         if boundary is not None:
             return self.get_activated_mesh([name for name in names if name in boundary])
-        mesh = self.get_activated_mesh(unfold_dp_axes(names))
+        unfolded = [part for name in names for part in (_PRODUCTS["dp"] if name == "dp" else (name,))]
+        mesh = self.get_activated_mesh(unfolded)
         if mesh is None or mesh in self.spmd_meshes():
             return mesh
         whole = [each.mesh_dim_names for each in self.spmd_meshes()]

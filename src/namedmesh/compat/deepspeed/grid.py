@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import cached_property
-from typing import TYPE_CHECKING
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from namedmesh.compat.binding import require_default_group
-from namedmesh.compat.deepspeed.model_parallel_unit import Getters, answers, axis_map, check_mesh
-from namedmesh.compat.deepspeed.process_topology import (
+from namedmesh.compat.binding import require_default_group, require_open
+from namedmesh.compat.deepspeed.model_parallel_unit import Getters, answers, axis_map
+from namedmesh.compat.deepspeed.topology import (
+    PipeDataParallelTopology,
     ProcessTopology,
-    default_topology,
+    _prime_factors,
     validate_topology,
 )
 from namedmesh.compat.errors import ContractAttributeError, ContractTypeError
@@ -28,7 +30,6 @@ from namedmesh.views import join_names
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from namedmesh.compat.deepspeed.process_topology import Topology
     from namedmesh.layout import Layout
     from namedmesh.making import GroupMaker
 
@@ -70,19 +71,6 @@ def topology_of(layout: Layout) -> tuple[ProcessTopology, dict[str, tuple[str, .
             "one right after the other"
         )
     return topology, axes
-
-
-def _check_group(group: object, world: int) -> None:
-    """Refuse a group of fewer ranks than the world: the original ignores it, and uses all ranks.
-
-    Raises:
-        LayoutError: it is one.
-    """
-    if isinstance(group, dist.ProcessGroup) and group.size() != world:
-        raise LayoutError(
-            f"process_group has the ranks {listing(dist.get_process_group_ranks(group))}, but a grid is over the whole "
-            f"world of {world} ranks (DeepSpeed's is, too, whatever group it is given); leave it out"
-        )
 
 
 class PipelineParallelGrid(Getters):
@@ -131,15 +119,20 @@ class PipelineParallelGrid(Getters):
         >>> dist.destroy_process_group()
     """
 
-    def __init__(self, topology: Topology | None = None, process_group: object = None) -> None:
+    def __init__(self, topology: Any = None, process_group: object = None) -> None:
         require_default_group("deepspeed.init_distributed()")
         world = dist.get_world_size()
         pool = GroupPool()
         with ExitStack() as on_error:
             on_error.callback(pool.close)
             with agreed(pool, _CALL, range(world)) as maker:
-                _check_group(process_group, world)
-                given = default_topology(world) if topology is None else topology
+                if isinstance(process_group, dist.ProcessGroup) and process_group.size() != world:
+                    raise LayoutError(
+                        f"process_group has the ranks {listing(dist.get_process_group_ranks(process_group))}, but a grid is over "
+                        f"the whole world of {world} ranks (DeepSpeed's is, too, whatever group it is given); leave it out"
+                    )
+                factors = _prime_factors(world)
+                given = topology or PipeDataParallelTopology(prod(factors[::2]), prod(factors[1::2]))
                 ours = validate_topology(given, world, dist.get_rank())
                 layout, device = ours.layout, default_group_device()
                 maker.compare(
@@ -178,7 +171,7 @@ class PipelineParallelGrid(Getters):
             >>> dist.destroy_process_group()
         """
         call = f"{_CALL}.from_mesh"
-        check_mesh(mesh, call)
+        require_open(mesh, call)
         ranks = mesh.layout.ranks
         grid = cls.__new__(cls)
         with mesh.agreed(call) as maker:
@@ -196,21 +189,13 @@ class PipelineParallelGrid(Getters):
 
     def _fill(
         self,
-        given: Topology,
+        given: Any,
         ours: ProcessTopology,
         mesh: NamedMesh,
         maker: GroupMaker,
         axes: Mapping[str, tuple[str, ...]],
     ) -> None:
-        """Set this rank's coordinates and groups.
-
-        Args:
-            given: the topology as it was given, which :meth:`topology` returns.
-            ours: the same as one of ours, which the getters answer from.
-            mesh: the mesh.
-            maker: makes the groups that it lacks.
-            axes: the mesh's axes for each of the topology's.
-        """
+        """Set this rank's coordinates and groups, by the mesh's axes for each of the topology's."""
         self._topo, self._topology, self.mesh = given, ours, mesh
         self.world_size = mesh.layout.world_size
         replica = [own for axis, owns in axes.items() if axis != "data" for own in owns]
@@ -279,7 +264,7 @@ class PipelineParallelGrid(Getters):
         """Return whether the topology has as many ranks as the world."""
         return self._topology.world_size() == dist.get_world_size()
 
-    def topology(self) -> Topology:
+    def topology(self) -> Any:
         """Return the topology, as it was given."""
         return self._topo
 

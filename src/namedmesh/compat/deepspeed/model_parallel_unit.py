@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
+from namedmesh.compat.axis_map import group_over, own_axes
+from namedmesh.compat.binding import require_open
 from namedmesh.compat.errors import ContractAttributeError
 from namedmesh.errors import LayoutError, MeshError, did_you_mean
-from namedmesh.mesh import NamedMesh
 from namedmesh.views import join_names
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from namedmesh.layout import Layout
     from namedmesh.making import GroupMaker
+    from namedmesh.mesh import NamedMesh
 
 __all__ = [
     "Answers",
@@ -28,8 +30,6 @@ __all__ = [
     "SequenceParallelUnit",
     "answers",
     "axis_map",
-    "check_mesh",
-    "get_or_create_group",
     "mpu",
 ]
 
@@ -84,32 +84,6 @@ def _check_axes(layout: Layout) -> None:
         raise LayoutError(*problems)
 
 
-def get_or_create_group(mesh: NamedMesh, maker: GroupMaker, axes: Sequence[str]) -> dist.ProcessGroup:
-    """Return this rank's group over some axes of a mesh, made unless it exists.
-
-    Args:
-        mesh: the mesh, which owns the group.
-        maker: makes it.
-        axes: in any order; for none, the group of this rank alone.
-    """
-    ordered = tuple(axis for axis in mesh.layout.axes if axis in axes)
-    return maker.make(mesh.layout, ordered, mesh.options_of(ordered)) if ordered else maker.alone()
-
-
-def check_mesh(mesh: object, call: str) -> None:
-    """Check that a mesh is open.
-
-    Raises:
-        MeshError: it is something else, or closed.
-    """
-    if not isinstance(mesh, NamedMesh):
-        raise MeshError(
-            f"{call} got a {type(mesh).__name__}; give it a NamedMesh, such as NamedMesh.from_device_mesh(...)"
-        )
-    if mesh.closed:
-        raise MeshError(f"the mesh over {mesh.layout} was closed; give {call} an open one")
-
-
 class Answers(NamedTuple):
     """What the getters answer for one kind of parallelism: this rank's group, and what follows from its ranks."""
 
@@ -124,8 +98,7 @@ def answers(mesh: NamedMesh, maker: GroupMaker, kinds: Mapping[str, Sequence[str
     """Return what the getters answer for each kind of parallelism, by the axes that it is over."""
     of_kinds = {}
     for kind, axes in kinds.items():
-        ranks = list(mesh.layout.group(mesh.global_rank, *axes)) if axes else [mesh.global_rank]
-        group = get_or_create_group(mesh, maker, axes)
+        group, ranks = group_over(mesh, maker, mesh.layout, own_axes(mesh.layout, axes))
         of_kinds[kind] = Answers(group, ranks, len(ranks), ranks.index(mesh.global_rank), ranks[0])
     return of_kinds
 
@@ -225,22 +198,17 @@ def mpu(mesh: NamedMesh) -> ModelParallelUnit:
         >>> dist.destroy_process_group()
     """
     call = "deepspeed.mpu"
-    check_mesh(mesh, call)
+    require_open(mesh, call)
     with mesh.agreed(call) as maker:
         axes = axis_map(mesh.layout)
         _check_axes(mesh.layout)
         maker.compare({"layout": repr(mesh.layout)})
-        return _unit(mesh, maker, axes)
-
-
-def _unit(mesh: NamedMesh, maker: GroupMaker, axes: dict[str, tuple[str, ...]]) -> ModelParallelUnit:
-    """Return the unit of a mesh, by the axes for each kind of parallelism."""
-    kinds = {**axes, "model": axes["pipe"] + axes["model"], "slice": axes["model"]}
-    sequence = kinds.pop("sequence")
-    if not sequence:
-        return ModelParallelUnit(mesh, answers(mesh, maker, kinds))
-    kinds |= {"sequence": sequence, "sequence_data": axes["data"] + sequence}
-    return SequenceParallelUnit(mesh, answers(mesh, maker, kinds))
+        kinds = {**axes, "model": axes["pipe"] + axes["model"], "slice": axes["model"]}
+        sequence = kinds.pop("sequence")
+        if not sequence:
+            return ModelParallelUnit(mesh, answers(mesh, maker, kinds))
+        kinds |= {"sequence": sequence, "sequence_data": axes["data"] + sequence}
+        return SequenceParallelUnit(mesh, answers(mesh, maker, kinds))
 
 
 class ModelParallelUnit(Getters):
