@@ -545,13 +545,12 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         in_world(8, lambda: fairscale.initialize_model_parallel(2, 3)),
         AssertionError,
-        "the world of 8 ranks cannot be divided by model_parallel_size_=2 x pipeline_length=3 x context_parallel_size=1 = 6; "
-        "change a size, or start another number of ranks",
+        "pp=3 x cp=1 x tp=2 = 6 does not divide the world of 8 ranks; ...",
     ),
     (
         in_world(8, lambda: fairscale.initialize_model_parallel(0)),
         AssertionError,
-        "model_parallel_size_=0, pipeline_length=1, context_parallel_size=1: each of the sizes has to be 1 or more",
+        "axis 'tp' has size 0; ...",
     ),
     (
         started(lambda: fairscale.initialize_model_parallel(2)),
@@ -619,5 +618,5 @@ def test_ranks_that_differ_are_reported_instead_of_hanging() -> None:
             "AgreementError: model_parallel_size_ differs between ranks: 2 on ranks 0, 1, 2; 4 on rank 3"
         )
     *others, guilty = run_ranks(4, disagree, [2, 2, 2, 3])
-    assert "cannot be divided by model_parallel_size_=3" in guilty
+    assert "pp=1 x cp=1 x tp=3 = 3 does not divide" in guilty
     assert all("rank 3 gave up on fairscale.initialize_model_parallel" in text for text in others)

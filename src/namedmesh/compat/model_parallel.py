@@ -7,8 +7,6 @@ them, and one :class:`ModelParallel`, which fills them.
 from __future__ import annotations
 
 import warnings
-from contextlib import ExitStack
-from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
@@ -19,22 +17,23 @@ from namedmesh._torch import backward_pass
 from namedmesh.compat.axis_map import axis_groups, check_axes
 from namedmesh.compat.binding import Binding, Bound, require_default_group
 from namedmesh.compat.errors import ContractError
+from namedmesh.compat.making import new_mesh
+from namedmesh.compat.partition import scatter
 from namedmesh.dialects import DIALECTS, variables_of
-from namedmesh.groups import GroupPool
-from namedmesh.init import create_root_mesh, version_fields
-from namedmesh.launch import default_group_device
+from namedmesh.errors import LayoutError
 from namedmesh.layout import Layout
-from namedmesh.making import agreed
-from namedmesh.mesh import NamedMesh
 from namedmesh.options import GroupOptions
-from namedmesh.tensor_parallel.collectives import RankGroup
+from namedmesh.tensor_parallel.collectives import RankGroup, gather, sum_backward, sum_forward
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from datetime import timedelta
     from types import ModuleType
 
+    from torch import Tensor
+
     from namedmesh.making import GroupMaker
+    from namedmesh.mesh import NamedMesh
 
 __all__ = ["ModelParallel", "first_rank"]
 
@@ -150,34 +149,27 @@ class ModelParallel:
         world = dist.get_world_size()
         arguments = {name: repr(sizes[axis]) for axis, name in self.sizes.items()}
         arguments |= {"backends": repr(dict(backends)), "timeout": repr(timeout)}
-        pool = GroupPool(defaults=GroupOptions(timeout=timeout))
-        with ExitStack() as on_error:
-            on_error.callback(pool.close)
-            with agreed(pool, f"{self.name}.{self.function}", range(world)) as maker:
-                self.binding.refuse_second()
-                fitted = {**sizes, "tp": min(sizes["tp"], world)}
-                self._check(fitted, world)
-                options = {
-                    axis: GroupOptions(backend=name) for axis, name in backends.items() if name is not None
-                }
+        with new_mesh(f"{self.name}.{self.function}", range(world), GroupOptions(timeout=timeout)) as maker:
+            self.binding.refuse_second()
+            tp = min(sizes["tp"], world)
+            fitted = {"dp": -1, **sizes, "tp": tp}
+            try:
                 axes = DIALECTS[self.name].axes
-                layout = Layout(**{axis: fitted.get(axis, -1) for axis in axes}, world_size=world)
-                maker.compare(
-                    arguments | version_fields(),
-                    [(layout, (axis,), options.get(axis, GroupOptions())) for axis in layout],
+                layout = Layout.from_shape(axes, [fitted[axis] for axis in axes], world_size=world)
+            except LayoutError as error:
+                raise ContractError(*error.problems) from None
+            options = {
+                axis: GroupOptions(backend=name) for axis, name in backends.items() if name is not None
+            }
+            wanted = [(layout, (axis,), options.get(axis, GroupOptions())) for axis in layout]
+            if tp < sizes["tp"]:
+                warnings.warn(
+                    f"{self.sizes['tp']} is {sizes['tp']}, but the world has {world} ranks; {self.name}'s {self.function} goes on "
+                    f"with {world}",
+                    stacklevel=3,
                 )
-                if fitted["tp"] < sizes["tp"]:
-                    warnings.warn(
-                        f"{self.sizes['tp']} is {sizes['tp']}, but the world has {world} ranks; {self.name}'s "
-                        f"{self.function} goes on with {world}",
-                        stacklevel=3,
-                    )
-                device = default_group_device()
-                root = create_root_mesh(layout, maker, device, options)
-                mesh = NamedMesh(layout, root, pool, device, options)
-                on_error.callback(mesh.close)
-                groups = self._groups(mesh, maker)
-            on_error.pop_all()
+            mesh = maker.make(layout, arguments, wanted, options)
+            groups = self._groups(mesh, maker.groups)
         self.binding.take(mesh, (), groups, owned=True)
 
     def require(self, value: T | None, what: str) -> T:
@@ -215,6 +207,24 @@ class ModelParallel:
             self._used.add(peers)
         return peers
 
+    # The ways in and out of tensor-parallel regions, each with its partner as backward.
+
+    def copy(self, input_: Tensor) -> Tensor:
+        """Hand in a tensor of any shape that every rank has; its gradient, a part on each rank, is summed."""
+        return sum_backward(input_, self.peers())
+
+    def reduce(self, input_: Tensor) -> Tensor:
+        """Sum the ranks' parts, of any shape, on every rank; the gradient is handed through."""
+        return sum_forward(input_, self.peers())
+
+    def scatter(self, input_: Tensor) -> Tensor:
+        """Keep this rank's ``(..., n / t)`` of an ``(..., n)`` that every rank has; a ContractError if t does not divide n."""
+        return scatter(input_, self.peers(), -1)
+
+    def gather(self, input_: Tensor) -> Tensor:
+        """Join the ranks' ``(..., n / t)`` to ``(..., n)``, on every rank; each gets its shard of the gradient."""
+        return gather(input_, self.peers(), -1)
+
     def _groups(self, mesh: NamedMesh, maker: GroupMaker) -> dict[str, Any]:
         """Return the value of each variable: the groups of the mesh, and their ranks."""
         values: dict[str, Any] = {}
@@ -224,14 +234,3 @@ class ModelParallel:
             if row.ranks:
                 values[row.ranks] = ranks
         return values | {"_rank_group": RankGroup(values[self._of_tp])}
-
-    def _check(self, sizes: Mapping[str, int], world: int) -> None:
-        given = [f"{name}={sizes[axis]}" for axis, name in self.sizes.items()]
-        if min(sizes.values()) < 1:
-            raise ContractError(f"{', '.join(given)}: each of the sizes has to be 1 or more")
-        product = prod(sizes.values())
-        if world % product:
-            raise ContractError(
-                f"the world of {world} ranks cannot be divided by {' x '.join(given)} = {product}; change a size, or start "
-                "another number of ranks"
-            )

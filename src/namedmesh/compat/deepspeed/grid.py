@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -18,12 +17,8 @@ from namedmesh.compat.deepspeed.topology import (
     validate_topology,
 )
 from namedmesh.compat.errors import ContractAttributeError, ContractTypeError
+from namedmesh.compat.making import new_mesh
 from namedmesh.errors import LayoutError, did_you_mean, listing
-from namedmesh.groups import GroupPool
-from namedmesh.init import create_root_mesh, version_fields
-from namedmesh.launch import default_group_device
-from namedmesh.making import agreed
-from namedmesh.mesh import NamedMesh
 from namedmesh.options import GroupOptions
 from namedmesh.views import join_names
 
@@ -32,6 +27,7 @@ if TYPE_CHECKING:
 
     from namedmesh.layout import Layout
     from namedmesh.making import GroupMaker
+    from namedmesh.mesh import NamedMesh
 
 __all__ = ["PipelineParallelGrid"]
 
@@ -122,28 +118,20 @@ class PipelineParallelGrid(Getters):
     def __init__(self, topology: Any = None, process_group: object = None) -> None:
         require_default_group("deepspeed.init_distributed()")
         world = dist.get_world_size()
-        pool = GroupPool()
-        with ExitStack() as on_error:
-            on_error.callback(pool.close)
-            with agreed(pool, _CALL, range(world)) as maker:
-                if isinstance(process_group, dist.ProcessGroup) and process_group.size() != world:
-                    raise LayoutError(
-                        f"process_group has the ranks {listing(dist.get_process_group_ranks(process_group))}, but a grid is over "
-                        f"the whole world of {world} ranks (DeepSpeed's is, too, whatever group it is given); leave it out"
-                    )
-                factors = _prime_factors(world)
-                given = topology or PipeDataParallelTopology(prod(factors[::2]), prod(factors[1::2]))
-                ours = validate_topology(given, world, dist.get_rank())
-                layout, device = ours.layout, default_group_device()
-                maker.compare(
-                    {"layout": repr(layout), **version_fields()},
-                    [(layout, (axis,), GroupOptions()) for axis in layout],
+        with new_mesh(_CALL, range(world)) as maker:
+            if isinstance(process_group, dist.ProcessGroup) and process_group.size() != world:
+                raise LayoutError(
+                    f"process_group has the ranks {listing(dist.get_process_group_ranks(process_group))}, but a grid is over "
+                    f"the whole world of {world} ranks (DeepSpeed's is, too, whatever group it is given); leave it out"
                 )
-                mesh = NamedMesh(layout, create_root_mesh(layout, maker, device, {}), pool, device)
-                on_error.callback(mesh.close)
-                axes = {axis: (own,) for axis, own in zip(ours.axes, layout.axes, strict=True)}
-                self._fill(given, ours, mesh, maker, axes)
-            on_error.pop_all()
+            factors = _prime_factors(world)
+            given = topology or PipeDataParallelTopology(prod(factors[::2]), prod(factors[1::2]))
+            ours = validate_topology(given, world, dist.get_rank())
+            layout = ours.layout
+            wanted = [(layout, (axis,), GroupOptions()) for axis in layout]
+            mesh = maker.make(layout, {"layout": repr(layout)}, wanted, {})
+            axes = {axis: (own,) for axis, own in zip(ours.axes, layout.axes, strict=True)}
+            self._fill(given, ours, mesh, maker.groups, axes)
         self._owned = True
 
     @classmethod

@@ -397,15 +397,16 @@ def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> ProcessGroup:
     """Return the gloo group over the ranks of :func:`get_data_parallel_group`, for tensors on the CPU."""
-    if partial_data_parallel and not with_context_parallel and _DATA_PARALLEL_GROUP_GLOO is not None:
+    if with_context_parallel:
+        if partial_data_parallel:
+            return _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO or missing(
+                "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO"
+            )
+        return _DATA_PARALLEL_GROUP_WITH_CP_GLOO or missing("_DATA_PARALLEL_GROUP_WITH_CP_GLOO")
+    group = _DATA_PARALLEL_GROUP_GLOO or missing("_DATA_PARALLEL_GROUP_GLOO")
+    if partial_data_parallel:
         raise _partial_without_cp()
-    if not with_context_parallel:
-        name = "_DATA_PARALLEL_GROUP_GLOO"
-    elif partial_data_parallel:
-        name = "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO"
-    else:
-        name = "_DATA_PARALLEL_GROUP_WITH_CP_GLOO"
-    return globals()[name] or missing(name)
+    return group
 
 
 def has_separate_all_gather_group() -> bool:
