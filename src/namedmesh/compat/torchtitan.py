@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from namedmesh.compat.errors import ContractError
 from namedmesh.errors import LayoutError, did_you_mean
@@ -24,7 +24,7 @@ from namedmesh.layout import Layout
 from namedmesh.views import join_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable
 
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Self
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["ParallelDims"]
 
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-_SPARSE = ("dp_replicate", "efsdp", "ep")
 _PRODUCTS = {
     "batch": ("dp_replicate", "dp_shard"),
     "dp": ("dp_replicate", "dp_shard"),
@@ -44,29 +43,12 @@ _PRODUCTS = {
 _NAMES = ("pp", "batch", "loss", "dp_replicate", "cp", "tp", "ep", "efsdp", "fsdp", "dp", "dp_shard")
 
 
-class _Backend(NamedTuple):
-    """What an ``spmd_backend`` means; a boundary of None is over everything."""
-
-    factorings: Mapping[str, tuple[str, ...]]
-    dense: tuple[str, ...]
-    boundary: tuple[str, ...] | None
-
-
-# A mesh of one axis is a slice of the first factoring that has it. Dense is what the parameters outside of the experts
-# are sharded over, and the boundary what a boundary between modules may be redistributed over.
-_EVERY = {"data": ("pp", "batch", "cp", "tp"), "sparse": ("pp", *_SPARSE)}
-_BACKENDS = {
-    "partial_dtensor": _Backend(
-        {"dense": ("pp", "dp_replicate", "fsdp", "tp"), **_EVERY},
-        ("dp_replicate", "fsdp", "tp"),
-        ("tp", "ep"),
-    ),
-    "full_dtensor": _Backend({"dense": _AXES, **_EVERY}, _AXES[1:], None),
-    "spmd_types": _Backend(
-        {"dense": _AXES, **_EVERY, "spmd": ("pp", "dp", "cp", "tp")},
-        ("dp", "cp", "tp"),
-        ("dp", "cp", "tp", "ep"),
-    ),
+# The factorings of each backend: a mesh of one axis is a slice of the first that has it.
+_EVERY = {"data": ("pp", "batch", "cp", "tp"), "sparse": ("pp", "dp_replicate", "efsdp", "ep")}
+_BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {
+    "partial_dtensor": {"dense": ("pp", "dp_replicate", "fsdp", "tp"), **_EVERY},
+    "full_dtensor": {"dense": _AXES, **_EVERY},
+    "spmd_types": {"dense": _AXES, **_EVERY, "spmd": ("pp", "dp", "cp", "tp")},
 }
 
 
@@ -225,7 +207,7 @@ class ParallelDims:
         """
         if self._single_axis_meshes:
             return self._roots["world"]
-        factorings = self._backend.factorings
+        factorings = _BACKENDS[self.spmd_backend]
         if self.mesh is None:
             self.mesh = init_mesh({axis: self._degree(axis) for axis in factorings["dense"]})
         mesh = self.mesh
@@ -291,86 +273,10 @@ class ParallelDims:
             )
         return mesh
 
-    def get_activated_mesh(self, axes: Sequence[str]) -> DeviceMesh | None:
-        """Return the mesh over those of ``axes`` that exist and are in use; None where none is."""
-        known = self._known()
-        used = [axis for axis in axes if axis in known and self._in_use(axis)]
-        return self.get_optional_mesh(used) if used else None
-
     def get_all_one_dimensional_meshes(self) -> dict[str, DeviceMesh]:
         """Return the meshes of one axis that are in use and have more than one rank, by name."""
         meshes = self._known().items()
         return {name: mesh for name, mesh in meshes if mesh.size() > 1 and self._in_use(name)}
-
-    def spmd_meshes(self) -> list[DeviceMesh]:
-        """Return the meshes that parameters are sharded over: that of the dense ones, and that of the experts."""
-        meshes = [self.get_activated_mesh(axes) for axes in (self._backend.dense, _SPARSE)]
-        return [mesh for mesh in meshes if mesh is not None]
-
-    def spmd_dense_mesh(self) -> DeviceMesh:
-        """Return the mesh (dp, cp, tp) of spmd_types, axes of size 1 included.
-
-        Raises:
-            LayoutError: the backend is another.
-        """
-        if self.spmd_backend != "spmd_types":
-            raise LayoutError(
-                f"spmd_dense_mesh is of the backend 'spmd_types', and this is {self.spmd_backend!r}; use spmd_meshes()"
-            )
-        return self._slice(self._backend.dense)
-
-    def spmd_sparse_mesh(self) -> DeviceMesh | None:
-        """Return the mesh (dp_replicate, efsdp, ep) of spmd_types; None without experts, or with another backend."""
-        return self._slice(_SPARSE) if self.spmd_backend == "spmd_types" and self.ep > 1 else None
-
-    def get_dense_tp_mesh(self) -> DeviceMesh:
-        """Return the mesh over tp that the dense layers compute on.
-
-        Raises:
-            LayoutError: tp is not in use, and the backend is not spmd_types.
-        """
-        return self.spmd_dense_mesh()["tp"] if self.spmd_backend == "spmd_types" else self.get_mesh("tp")
-
-    def resolve_mesh(self, axes: Iterable[str]) -> DeviceMesh | None:
-        """Return the mesh that a boundary between modules is redistributed over; None where there is nothing to do.
-
-        Args:
-            axes: the axes of the boundary's layout. Only those that the backend redistributes over count; with
-                full_dtensor ``dp`` stands for dp_replicate and dp_shard.
-
-        Raises:
-            LayoutError: with full_dtensor, a ``ValueError``, too: these are not all the axes of one of
-                :meth:`spmd_meshes`.
-        """
-        names = [str(getattr(axis, "value", axis)) for axis in axes]
-        boundary = self._backend.boundary
-        if boundary is not None:
-            return self.get_activated_mesh([name for name in names if name in boundary])
-        unfolded = [part for name in names for part in (_PRODUCTS["dp"] if name == "dp" else (name,))]
-        mesh = self.get_activated_mesh(unfolded)
-        if mesh is None or mesh in self.spmd_meshes():
-            return mesh
-        whole = [each.mesh_dim_names for each in self.spmd_meshes()]
-        raise LayoutError(
-            f"axes {join_names(mesh.mesh_dim_names or ())} are not all of a mesh of parameters; name all those of one of {whole}"
-        )
-
-    def resolve_shared_mesh(self, placements: Iterable[Any]) -> DeviceMesh | None:
-        """Return the mesh of :meth:`resolve_mesh` for layouts over the same axes; None among them is skipped.
-
-        Args:
-            placements: objects with a method ``axes()``, or None.
-
-        Raises:
-            ContractError: an ``AssertionError``, too: layouts over different axes.
-        """
-        axes = {tuple(layout.axes()) for layout in placements if layout is not None}
-        if len(axes) > 1:
-            shown = ", ".join(sorted(str(tuple(map(str, each))) for each in axes))
-            raise ContractError(
-                f"the layouts of one boundary are over {shown}; give all of them the same axes"
-            )
-        return self.resolve_mesh(axes.pop()) if axes else None
 
     @property
     def world_mesh(self) -> DeviceMesh:
@@ -386,10 +292,6 @@ class ParallelDims:
     def seq_len_divisor(self) -> int:
         """What divides the length of a sequence: tp, times twice cp for its balanced shards."""
         return self.tp * self.cp * 2
-
-    @property
-    def _backend(self) -> _Backend:
-        return _BACKENDS[self.spmd_backend]
 
     def _known(self) -> dict[str, DeviceMesh]:
         """Return the meshes of one axis, made before if need be."""
@@ -412,7 +314,7 @@ class ParallelDims:
         self._known()
         if names in self._slices:
             return self._slices[names]
-        factorings = self._backend.factorings
+        factorings = _BACKENDS[self.spmd_backend]
         for root, axes in factorings.items():
             in_order = tuple(axis for axis in axes if axis in names)
             if in_order == names:
