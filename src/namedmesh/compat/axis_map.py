@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from namedmesh.layout import Layout
     from namedmesh.making import GroupMaker
     from namedmesh.mesh import NamedMesh
+    from namedmesh.options import GroupOptions
 
 __all__ = ["DENSE_AXES", "axis_groups", "check_axes", "group_over", "own_axes"]
 
@@ -35,7 +36,11 @@ def own_axes(layout: Layout, axes: Collection[str]) -> tuple[str, ...]:
 
 
 def group_over(
-    mesh: NamedMesh, maker: GroupMaker, layout: Layout, axes: tuple[str, ...]
+    mesh: NamedMesh,
+    maker: GroupMaker,
+    layout: Layout,
+    axes: tuple[str, ...],
+    options: GroupOptions | None = None,
 ) -> tuple[ProcessGroup, list[int]]:
     """Return this rank's group over some axes, made unless the mesh has it, and its ranks; without axes of this rank alone.
 
@@ -44,13 +49,15 @@ def group_over(
         maker: makes it.
         layout: the layout of the mesh, or of one of its views.
         axes: some of its axes, in its order.
+        options: options of the group; by default those that the mesh has for the axes.
     """
     if not axes:
         return maker.alone(), [mesh.global_rank]
-    ranks = list(layout.group(mesh.global_rank, *axes))
-    if len(axes) == 1:
-        return mesh.group(*axes), ranks
-    return maker.make(layout, axes, mesh.options_of(axes)), ranks
+    if len(axes) == 1 and options is None:
+        group = mesh.group(*axes)
+    else:
+        group = maker.make(layout, axes, options or mesh.options_of(axes))
+    return group, list(layout.group(mesh.global_rank, *axes))
 
 
 def axis_groups(

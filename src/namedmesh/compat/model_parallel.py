@@ -7,7 +7,7 @@ them, and one :class:`ModelParallel`, which fills them.
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from namedmesh.mesh import NamedMesh
 
 __all__ = ["ModelParallel", "first_rank"]
-
-T = TypeVar("T")
 
 
 def first_rank(group: Any) -> int:
@@ -172,14 +170,8 @@ class ModelParallel:
             groups = self._groups(mesh, maker.groups)
         self.binding.take(mesh, (), groups, owned=True)
 
-    def require(self, value: T | None, what: str) -> T:
-        """Return a value that is not None.
-
-        Raises:
-            ContractError: it is None; the message says why ``what`` is not there.
-        """
-        if value is not None:
-            return value
+    def missing(self, what: str) -> Any:
+        """Raise the ContractError of an accessor that has no value; it says why ``what`` is not there."""
         shown = self.binding.shown
         if shown is not None and self.binding.is_bound(shown):
             raise ContractError(f"{what} is not there: it was set to None")
@@ -197,7 +189,7 @@ class ModelParallel:
         if backward_pass() >= 0 and len(self._used) == 1:
             (used,) = self._used
             return used
-        group = self.require(getattr(self._module, self._of_tp), "the tensor-parallel group")
+        group = getattr(self._module, self._of_tp) or self.missing("the tensor-parallel group")
         peers: RankGroup | None = self._module._rank_group  # noqa: SLF001  a variable of the dialect
         if peers is None or peers.group is not group:  # a group that was assigned by hand
             peers = RankGroup(group)

@@ -103,15 +103,6 @@ def answers(mesh: NamedMesh, maker: GroupMaker, kinds: Mapping[str, Sequence[str
     return of_kinds
 
 
-# What the members of a group have in common, by the kind of parallelism, and what a getter returns of the group.
-_MEMBERS = {
-    "model": "the ranks of one replica of the model, all its stages and slices",
-    "data": "the ranks that have the same parameters and other samples",
-    "slice": "the ranks that share a layer",
-    "pipe": "the ranks of one pipeline, one for each stage",
-    "sequence": "the ranks that share a sequence",
-    "sequence_data": "the ranks that have the same parameters",
-}
 _RETURNS = {
     "group": "this rank's group of",
     "ranks": "a list of",
@@ -133,7 +124,7 @@ def _getter(kind: str, answer: str) -> Callable[[Getters], Any]:
     def getter(self: Getters) -> Any:
         return self._answer(kind, answer)
 
-    getter.__doc__ = f"Return {_RETURNS[answer]} {_MEMBERS[kind]}."
+    getter.__doc__ = f"Return {_RETURNS[answer]} the {kind}-parallel ranks."
     return getter
 
 

@@ -159,7 +159,7 @@ class ParallelConfig:
     def validate(self, world_size: int) -> tuple[Layout, Layout]:
         """Check every argument in a world of some size, and return the layouts of the mesh and of its experts' view."""
         world = world_size if self.local_world_size is None else self.local_world_size
-        errors = [*self._sharp_errors(), *self._virtual_errors(self.pipeline_model_parallel_size)]
+        errors = [*self._argument_errors(self.pipeline_model_parallel_size)]
         layouts = []
         for view in (DENSE, EXPERT):
             try:
@@ -182,7 +182,7 @@ class ParallelConfig:
 
     def validate_for_mesh(self, factorings: Factorings) -> None:
         """Check what ``bind`` takes against the axes of a mesh."""
-        _raise_all([*self._group_errors(factorings), *self._virtual_errors(factorings.size("pp"))])
+        _raise_all([*self._group_errors(factorings), *self._argument_errors(factorings.size("pp"))])
 
     def _layout(self, world: int, view: str) -> Layout:
         """Return the layout of a view, whose axes are the tokens of the order under other names; dp is what is left."""
@@ -207,7 +207,7 @@ class ParallelConfig:
         axes = [names.get(token, token) for token in reversed(tokens) if token in sizes]
         return Layout.from_shape(axes, [by_axis[axis] for axis in axes], rank_offset=self.rank_offset)
 
-    def _sharp_errors(self) -> Iterator[NamedMeshError]:
+    def _argument_errors(self, pp: int) -> Iterator[NamedMeshError]:
         group, instances = self.sharp_enabled_group, self.num_distributed_optimizer_instances
         if not self.use_sharp and group is not None:
             yield ContractError(
@@ -226,8 +226,6 @@ class ParallelConfig:
                     f"num_distributed_optimizer_instances is {instances} and {name} is {getattr(self, name)}; weights that "
                     "are gathered for each use go with one optimizer instance only"
                 )
-
-    def _virtual_errors(self, pp: int) -> Iterator[NamedMeshError]:
         virtual = self.virtual_pipeline_model_parallel_size
         if virtual is not None and pp == 1:
             yield ContractRuntimeError(

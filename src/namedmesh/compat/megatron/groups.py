@@ -96,6 +96,9 @@ class _Builder:
         self.mesh, self.maker, self.factorings, self.config = mesh, maker, factorings, config
         self.instances = config.num_distributed_optimizer_instances
         self.values: dict[str, Any] = {}
+        # Beside weights that are gathered for each use the original makes no gloo groups.
+        dense = config.create_gloo_process_groups and factorings.size("gtp_remat") == 1
+        self.with_gloo = {DENSE: dense, EXPERT: dense and factorings.size("egtp_remat") == 1}
 
     def build(self, row: GroupSpec) -> None:
         """Build a group over whole axes, and its gloo group."""
@@ -103,24 +106,24 @@ class _Builder:
         self.values[row.variable], ranks = group_over(self.mesh, self.maker, layout, axes)
         if row.ranks:
             self.values[row.ranks] = ranks
-        if row.gloo:
-            gloo = None
-            if self._has_gloo(row):
-                gloo_options = self.mesh.pool.gloo_options(self.mesh.options_of(axes))
-                gloo = self.maker.make(layout, axes, gloo_options) if axes else self.maker.alone()
-            self.values[row.gloo] = gloo
+        if row.gloo and self.with_gloo[row.view]:
+            options = self.mesh.pool.gloo_options(self.mesh.options_of(axes))
+            self.values[row.gloo], _ = group_over(self.mesh, self.maker, layout, axes, options)
 
-    def build_sets(self, row: GroupSpec, sets: Sequence[Sequence[int]]) -> Any:
+    def build_sets(
+        self, row: GroupSpec, sets: Sequence[Sequence[int]], options: GroupOptions | None = None
+    ) -> Any:
         """Build groups over sets of ranks, of which each rank is in one at most, and return this rank's."""
-        # An optimizer instance spans every axis, and has the options of none.
-        spanned = () if row.key == "intra_dist_opt_instance" else self.factorings.locate(row.axes)[1]
-        options = self.config.options.get(row.key) or self.mesh.options_of(spanned)
-        self.values[row.variable] = self._make_set(sets, row.key, options)
-        if row.gloo:
-            gloo_options = self.mesh.pool.gloo_options(options)
-            self.values[row.gloo] = (
-                self._make_set(sets, row.key, gloo_options) if self._has_gloo(row) else None
-            )
+        if options is None:
+            # An optimizer instance spans every axis, and has the options of none.
+            spanned = () if row.key == "intra_dist_opt_instance" else self.factorings.locate(row.axes)[1]
+            options = self.config.options.get(row.key) or self.mesh.options_of(spanned)
+        wanted = {row.variable: options}
+        if row.gloo and self.with_gloo[row.view]:
+            wanted[row.gloo] = self.mesh.pool.gloo_options(options)
+        for variable, of_group in wanted.items():
+            made = self.maker.make_sets(sets, row.name, of_group)
+            self.values[variable] = next(iter(made.values()), None)
         return self.values[row.variable]
 
     def build_data_parallel(self) -> None:
@@ -131,8 +134,7 @@ class _Builder:
             if self.config.create_all_gather_group:
                 gather = ROWS["data_parallel with_context_parallel independent_all_gather"]
                 options = replace(self.mesh.options_of(self.factorings.locate(whole.axes)[1]), share=False)
-                sets = self.factorings.groups(*whole.axes)
-                self.values[gather.variable] = self._make_set(sets, "dp_cp all-gather", options)
+                self.build_sets(gather, self.factorings.groups(*whole.axes), options)
             self.build_part(ROWS["data_parallel with_context_parallel partial_data_parallel"], whole)
 
     def build_context_levels(self) -> None:
@@ -189,23 +191,13 @@ class _Builder:
             self.build_sets(row, self.split(row, self.factorings.size(*row.axes) // self.instances))
         else:
             self.values[row.variable] = self.values[whole.variable]
-            self.values[row.gloo] = self.values[whole.gloo]
+            self.values[row.gloo] = self.values.get(whole.gloo)
 
     def split(self, row: GroupSpec, size: int, stride: int = 1) -> list[list[int]]:
         """Return the sets of ranks that :func:`split_ranks` makes of every group over the axes of a row."""
         return [
             part for ranks in self.factorings.groups(*row.axes) for part in split_ranks(ranks, size, stride)
         ]
-
-    def _has_gloo(self, row: GroupSpec) -> bool:
-        """Return whether gloo groups are made: beside weights that are gathered for each use the original makes none."""
-        gathered = self.factorings.size("gtp_remat") > 1
-        gathered |= row.view == EXPERT and self.factorings.size("egtp_remat") > 1
-        return self.config.create_gloo_process_groups and not gathered
-
-    def _make_set(self, sets: Sequence[Sequence[int]], label: str, options: GroupOptions) -> Any:
-        made = self.maker.make_sets(sets, label, options)
-        return next(iter(made.values()), None)
 
     @contextmanager
     def sharp(self, name: str, row: GroupSpec) -> Iterator[None]:
