@@ -16,9 +16,9 @@ from namedmesh.compat.deepspeed.topology import (
     _prime_factors,
     validate_topology,
 )
-from namedmesh.compat.errors import ContractAttributeError, ContractTypeError
+from namedmesh.compat.errors import ContractAttributeError
 from namedmesh.compat.making import new_mesh
-from namedmesh.errors import LayoutError, did_you_mean, listing
+from namedmesh.errors import LayoutError, listing
 from namedmesh.options import GroupOptions
 from namedmesh.views import join_names
 
@@ -265,21 +265,11 @@ class PipelineParallelGrid(Getters):
 
         Raises:
             ContractError: a coordinate outside of its axis.
-            ContractTypeError: a coordinate on pipe beside ``stage_id``.
             LayoutError: a name that is no axis.
         """
-        if "pipe" in kwargs:
-            raise ContractTypeError(
-                f"stage_to_global() got stage_id={stage_id!r} and pipe={kwargs['pipe']!r}, which are the same; give "
-                "stage_id alone"
-            )
         at = self._topology.get_coord(self.global_rank)._asdict()
-        unknown = [axis for axis in kwargs if axis not in at]
-        if unknown:
-            raise LayoutError(
-                *(f"axis {axis!r} is not one of {tuple(at)}{did_you_mean(axis, at)}" for axis in unknown)
-            )
-        return self._topology.get_rank(**{**at, "pipe": stage_id, **kwargs})
+        del at["pipe"]
+        return self._topology.get_rank(pipe=stage_id, **(at | kwargs))
 
     get_stage_id = Getters.get_pipe_parallel_rank
     get_data_parallel_id = Getters.get_data_parallel_rank
