@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from namedmesh.errors import LayoutError, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection
 
     from torch.distributed import ProcessGroup
 
@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from namedmesh.mesh import NamedMesh
     from namedmesh.options import GroupOptions
 
-__all__ = ["DENSE_AXES", "axis_groups", "check_axes", "group_over", "own_axes"]
+__all__ = ["DENSE_AXES", "USUAL_AXES", "axis_groups", "check_axes", "group_over", "own_axes"]
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
 """The axes that every legacy API has groups over."""
 _SPLIT_DP = ("dp_replicate", "dp_shard")
+USUAL_AXES = (*DENSE_AXES, *_SPLIT_DP)
+"""The same, with the two parts of dp."""
 
 
 def own_axes(layout: Layout, axes: Collection[str]) -> tuple[str, ...]:
@@ -73,24 +75,26 @@ def axis_groups(
 
 
 def check_axes(
-    layout: Layout, dialect: str, more: Iterable[str] = (), *, experts: Collection[str] = ()
+    layout: Layout,
+    dialect: str,
+    allowed: Collection[str] = USUAL_AXES,
+    *,
+    experts: Collection[str] = (),
+    instead: str = "",
 ) -> None:
     """Refuse a mesh with axes that a legacy API has no group for.
 
     Args:
         layout: the layout of the mesh.
         dialect: the name of the API, for messages.
-        more: axes that it has groups over beside the usual ones.
-        experts: axes that belong into a view.
+        allowed: the axes that it has groups over.
+        experts: axes of the experts, which are none of the mesh.
+        instead: why, and what to do about them.
     """
-    allowed = (*DENSE_AXES, *_SPLIT_DP, *more)
     problems = []
     for axis in layout:
         if axis in experts:
-            problems.append(
-                f"axis {axis!r} is one of the experts', and they factor the world another way; leave it out of the mesh "
-                "and add a view for it: mesh.add_view('expert', pp=..., edp=-1, ep=..., etp=...)"
-            )
+            problems.append(f"axis {axis!r} is one of the experts', and {instead}")
         elif axis not in allowed:
             problems.append(
                 f"axis {axis!r} has no place in {dialect}'s groups, which are over {', '.join(allowed)}"

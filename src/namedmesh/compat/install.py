@@ -127,6 +127,8 @@ def is_installed(name: str) -> bool:
     try:
         return name in sys.modules or find_spec(name) is not None
     except ModuleNotFoundError as error:
-        if not name.startswith(f"{error.name}."):  # not the package around it, but what that imports
+        if not f"{name}.".startswith(
+            f"{error.name}."
+        ):  # not the module or a package around it, but what that imports
             raise
         return False

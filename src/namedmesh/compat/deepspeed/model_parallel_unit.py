@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
-from namedmesh.compat.axis_map import group_over, own_axes
+from namedmesh.compat.axis_map import check_axes, group_over, own_axes
 from namedmesh.compat.binding import require_open
 from namedmesh.compat.errors import ContractAttributeError
 from namedmesh.errors import LayoutError, MeshError, did_you_mean
@@ -67,21 +67,6 @@ def axis_map(layout: Layout) -> dict[str, tuple[str, ...]]:
     if problems:
         raise LayoutError(*problems)
     return axes
-
-
-def _check_axes(layout: Layout) -> None:
-    """Refuse axes of no kind of parallelism of DeepSpeed's, all of them at once."""
-    known = [name for names in _AXES.values() for name in names]
-    problems = [
-        f"axis {axis!r} is one of the experts', and DeepSpeed makes its own groups for them; leave it out of the mesh"
-        if axis in _EXPERT
-        else f"axis {axis!r} is no kind of parallelism of DeepSpeed's, which are over {', '.join(known)}"
-        f"{did_you_mean(axis, known)}"
-        for axis in layout.axes
-        if axis not in known
-    ]
-    if problems:
-        raise LayoutError(*problems)
 
 
 class Answers(NamedTuple):
@@ -192,7 +177,13 @@ def mpu(mesh: NamedMesh) -> ModelParallelUnit:
     require_open(mesh, call)
     with mesh.agreed(call) as maker:
         axes = axis_map(mesh.layout)
-        _check_axes(mesh.layout)
+        check_axes(
+            mesh.layout,
+            "DeepSpeed",
+            [name for names in _AXES.values() for name in names],
+            experts=_EXPERT,
+            instead="DeepSpeed makes its own groups for them; leave it out of the mesh",
+        )
         maker.compare({"layout": repr(mesh.layout)})
         kinds = {**axes, "model": axes["pipe"] + axes["model"], "slice": axes["model"]}
         sequence = kinds.pop("sequence")

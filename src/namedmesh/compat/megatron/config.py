@@ -8,7 +8,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from namedmesh.compat.axis_map import check_axes, own_axes
+from namedmesh.compat.axis_map import USUAL_AXES, check_axes, own_axes
 from namedmesh.compat.errors import ContractError, ContractFileNotFoundError, ContractRuntimeError
 from namedmesh.compat.megatron.rank_generator import insert_gtp_remat, ordered_tokens
 from namedmesh.dialects import DENSE, DIALECTS, EXPERT
@@ -55,7 +55,14 @@ class Factorings(NamedTuple):
     @classmethod
     def of_mesh(cls, mesh: NamedMesh) -> Factorings:
         """Return those of a mesh; LayoutError where it has axes that Megatron does not know."""
-        check_axes(mesh.layout, "Megatron", ("gtp_remat",), experts=_EXPERT_AXES)
+        check_axes(
+            mesh.layout,
+            "Megatron",
+            (*USUAL_AXES, "gtp_remat"),
+            experts=_EXPERT_AXES,
+            instead="they factor the world another way; leave it out of the mesh and add a view for it: "
+            "mesh.add_view('expert', pp=..., edp=-1, ep=..., etp=...)",
+        )
         views = [view for view in mesh.views.values() if not _EXPERT_AXES.isdisjoint(view)]
         return cls(mesh.layout, views[0] if views else None)
 
