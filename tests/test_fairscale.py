@@ -240,6 +240,9 @@ def bind_all(sizes: dict[str, int], order: list[int]) -> list[bool]:
     for dialect in dialects:
         dialect.bind(mesh)
     told.append(len(mesh.communicators) == held)
+    fairscale.destroy_model_parallel()
+    ezpz.unbind()
+    told.append(not mesh.closed and not ezpz.tp.tensor_parallel_is_initialized())
     mesh.close()
     return [*told, nobody_answers()]
 
@@ -258,12 +261,12 @@ def test_dialects_that_are_bound_to_one_mesh_share_its_groups(
     sizes: dict[str, int], order: list[int]
 ) -> None:
     with fake_world(8, 5):
-        assert bind_all(sizes, order) == [True] * 8
+        assert bind_all(sizes, order) == [True] * 9
 
 
 def test_dialects_share_groups_on_gloo() -> None:
     for told in run_ranks(8, bind_all, BOUND[2], [1, 0, 2]):
-        assert told == [True] * 8
+        assert told == [True] * 9
 
 
 def test_with_switches_between_meshes() -> None:
@@ -295,15 +298,6 @@ def test_with_switches_between_meshes() -> None:
         assert not fairscale.model_parallel_is_initialized()
         for mesh in (first, second, stranger):
             mesh.close()
-
-
-def test_a_bound_mesh_is_not_closed() -> None:
-    with fake_world(8):
-        mesh = namedmesh.init_mesh(dp=-1, tp=2, device="cpu")
-        fairscale.bind(mesh)
-        fairscale.destroy_model_parallel()
-        assert not mesh.closed
-        mesh.close()
 
 
 def make_and_destroy() -> list[int]:

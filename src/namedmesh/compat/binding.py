@@ -191,7 +191,7 @@ class Binding:
             self._drop(self.base)
 
     def destroy(self) -> None:
-        """Forget every group and assignment; a mesh that the dialect made is closed."""
+        """Forget every group and assignment; a mesh that the dialect made is closed, one that was bound stays."""
         if self.owned is not None:
             self.owned.close()  # calls changed()
         elif self.shown is not None:

@@ -111,21 +111,6 @@ class ModelParallel:
             groups = self._groups(mesh, maker)
         return self.binding.take(mesh, (), groups)
 
-    def unbind(self) -> None:
-        """Forget the mesh that is bound; it stays as it is, with its groups."""
-        self.binding.unbind()
-
-    def current_mesh(self) -> NamedMesh:
-        """Return the mesh that the accessors answer from at this moment; MeshError where there is none."""
-        return self.binding.current_mesh()
-
-    def destroy(self) -> None:
-        """Forget every group and assignment; groups that were made with them are destroyed.
-
-        A mesh that was bound with :meth:`bind` stays, with its groups.
-        """
-        self.binding.destroy()
-
     def initialize(
         self,
         sizes: Mapping[str, int],

@@ -89,9 +89,7 @@ def install() -> None:
     _ORIGINAL.install()
 
 
-def uninstall() -> None:
-    """Undo :func:`install`."""
-    _ORIGINAL.uninstall()
+uninstall = _ORIGINAL.uninstall
 
 
 def __getattr__(name: str) -> Any:

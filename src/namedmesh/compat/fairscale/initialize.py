@@ -68,9 +68,9 @@ DIALECT = ModelParallel(
 DIALECT.fill(sys.modules[__name__])
 
 bind = DIALECT.bind
-unbind = DIALECT.unbind
-current_mesh = DIALECT.current_mesh
-destroy_model_parallel = DIALECT.destroy
+unbind = DIALECT.binding.unbind
+current_mesh = DIALECT.binding.current_mesh
+destroy_model_parallel = DIALECT.binding.destroy
 
 
 def initialize_model_parallel(

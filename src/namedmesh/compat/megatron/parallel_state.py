@@ -189,9 +189,7 @@ def get_tensor_model_parallel_world_size() -> int:
     """Return the number of ranks in :func:`get_tensor_model_parallel_group`, unless a setter overrides it."""
     if _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE is not None:
         return _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE
-    if _TENSOR_MODEL_PARALLEL_GROUP is None:
-        missing("_TENSOR_MODEL_PARALLEL_GROUP")
-    return _TENSOR_MODEL_PARALLEL_GROUP.size()
+    return (_TENSOR_MODEL_PARALLEL_GROUP or missing("_TENSOR_MODEL_PARALLEL_GROUP")).size()
 
 
 def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
@@ -204,9 +202,7 @@ def get_tensor_model_parallel_rank() -> int:
     """Return this rank's index in :func:`get_tensor_model_parallel_group`, unless a setter overrides it."""
     if _MPU_TENSOR_MODEL_PARALLEL_RANK is not None:
         return _MPU_TENSOR_MODEL_PARALLEL_RANK
-    if _TENSOR_MODEL_PARALLEL_GROUP is None:
-        missing("_TENSOR_MODEL_PARALLEL_GROUP")
-    return _TENSOR_MODEL_PARALLEL_GROUP.rank()
+    return (_TENSOR_MODEL_PARALLEL_GROUP or missing("_TENSOR_MODEL_PARALLEL_GROUP")).rank()
 
 
 def set_tensor_model_parallel_rank(rank: int | None) -> None:
@@ -458,9 +454,7 @@ def get_pipeline_model_parallel_world_size() -> int:
     """Return the number of ranks in :func:`get_pipeline_model_parallel_group`, unless a setter overrides it."""
     if _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE is not None:
         return _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
-    if _PIPELINE_MODEL_PARALLEL_GROUP is None:
-        missing("_PIPELINE_MODEL_PARALLEL_GROUP")
-    return _PIPELINE_MODEL_PARALLEL_GROUP.size()
+    return (_PIPELINE_MODEL_PARALLEL_GROUP or missing("_PIPELINE_MODEL_PARALLEL_GROUP")).size()
 
 
 def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
@@ -473,9 +467,7 @@ def get_pipeline_model_parallel_rank() -> int:
     """Return this rank's index in :func:`get_pipeline_model_parallel_group`, unless a setter overrides it."""
     if _MPU_PIPELINE_MODEL_PARALLEL_RANK is not None:
         return _MPU_PIPELINE_MODEL_PARALLEL_RANK
-    if _PIPELINE_MODEL_PARALLEL_GROUP is None:
-        missing("_PIPELINE_MODEL_PARALLEL_GROUP")
-    return _PIPELINE_MODEL_PARALLEL_GROUP.rank()
+    return (_PIPELINE_MODEL_PARALLEL_GROUP or missing("_PIPELINE_MODEL_PARALLEL_GROUP")).rank()
 
 
 def set_pipeline_model_parallel_rank(rank: int | None) -> None:

@@ -75,7 +75,7 @@ _rank_group: Any = None  # the tensor-parallel ranks, as the layers want them
 
 DIALECT.fill(sys.modules[__name__])
 
-destroy_tensor_parallel = DIALECT.destroy
+destroy_tensor_parallel = DIALECT.binding.destroy
 
 
 def initialize_tensor_parallel(  # noqa: PLR0917  the original's signature
