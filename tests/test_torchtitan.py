@@ -188,6 +188,8 @@ def test_degrees_that_do_not_fit_are_refused_all_at_once() -> None:
     )
     with pytest.raises(AssertionError, match="dp_shard=2 x cp=1 x tp=2 needs 4 ranks, but the world has 10"):
         make(dp_shard=2, tp=2, world_size=10)
+    with pytest.raises(AssertionError, match="only dp_shard may be"):
+        make(dp_shard=2, tp=-1, world_size=4)
     assert make(dp_shard=-1, tp=2, world_size=8).dp_shard == 4
     with fake_world(4):
         dims = make(dp_shard=2, tp=2, spmd_backend="full_dtensor")

@@ -117,7 +117,7 @@ class ParallelDims:
     ep_enabled = property(_above_one("ranks share experts", "ep"))
 
     def __post_init__(self) -> None:
-        """Check the degrees, and infer the one that is -1."""
+        """Check the degrees, and infer dp_shard."""
         self.mesh: NamedMesh | None = None
         self._roots: dict[str, DeviceMesh] = {}
         self._single_axis_meshes: dict[str, DeviceMesh] = {}
@@ -128,6 +128,8 @@ class ParallelDims:
                 f"spmd_backend={self.spmd_backend!r} is not one of {tuple(_BACKENDS)}"
                 f"{did_you_mean(self.spmd_backend, _BACKENDS)}"
             )
+        if -1 in (self.pp, self.dp_replicate, self.cp, self.tp, self.ep):
+            problems.append("a degree is -1; only dp_shard may be, for whatever is left")
         try:
             dense = Layout(**{axis: getattr(self, axis) for axis in _AXES}, world_size=self.world_size)
             Layout(
@@ -141,7 +143,7 @@ class ParallelDims:
             raise ContractError(*problems, *error.problems) from None
         if problems:
             raise ContractError(*problems)
-        self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp = dense.sizes
+        self.dp_shard = dense["dp_shard"]
 
     @classmethod
     def from_config(cls, parallelism_config: Any, world_size: int) -> Self:
