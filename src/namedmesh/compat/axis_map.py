@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from namedmesh._torch import is_registered
 from namedmesh.errors import LayoutError, did_you_mean
 
 if TYPE_CHECKING:
@@ -55,11 +56,10 @@ def group_over(
     """
     if not axes:
         return maker.alone(), [mesh.global_rank]
-    if len(axes) == 1 and options is None:
-        group = mesh.group(*axes)
-    else:
-        group = maker.make(layout, axes, options or mesh.options_of(axes))
-    return group, list(layout.group(mesh.global_rank, *axes))
+    ranks = list(layout.group(mesh.global_rank, *axes))
+    if len(axes) == 1 and options is None and is_registered(mesh.group(*axes)):
+        return mesh.group(*axes), ranks
+    return maker.make(layout, axes, options or mesh.options_of(axes)), ranks
 
 
 def axis_groups(
