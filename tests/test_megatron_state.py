@@ -451,6 +451,9 @@ def test_binding_a_mesh_that_exists() -> None:
         held = len(mesh.communicators)
         megatron.bind(mesh)
         assert len(mesh.communicators) == held
+        assert parallel_state.get_data_parallel_group_gloo().size() == 4
+        megatron.bind(mesh, create_gloo_process_groups=False)
+        assert parallel_state._DATA_PARALLEL_GROUP_GLOO is None
         parallel_state.destroy_model_parallel()
         assert not parallel_state.is_initialized()
         assert mesh.size("tp") == 2  # it was not ours to close

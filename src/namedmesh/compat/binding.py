@@ -25,11 +25,7 @@ __all__ = ["Binding", "Bound", "require_default_group", "require_open"]
 
 
 def require_default_group(or_call: str = "torch.distributed.init_process_group()") -> None:
-    """Raise ContractError where ``torch.distributed`` has no default group.
-
-    Args:
-        or_call: what makes one, beside ``namedmesh.launch.init()``.
-    """
+    """Raise ContractError where there is no default group, which ``namedmesh.launch.init()`` makes, or another call."""
     if not dist.is_initialized():
         raise ContractError(
             f"torch.distributed has no default group; call namedmesh.launch.init() or {or_call} first"

@@ -39,11 +39,7 @@ __all__ = ["ModelParallel", "first_rank"]
 
 
 def first_rank(group: Any) -> int:
-    """Return the global rank of the first of the tensor-parallel ranks.
-
-    Args:
-        group: their group, or a stand-in for neighboring ranks, as they are in this layout.
-    """
+    """Return the global rank of the first of a group, or of a stand-in for neighboring ranks, as they are in this layout."""
     if isinstance(group, dist.ProcessGroup):
         return dist.get_process_group_ranks(group)[0]
     size: int = group.size()

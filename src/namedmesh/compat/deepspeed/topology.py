@@ -317,17 +317,10 @@ def _mesh_names(axes: Sequence[str]) -> list[str]:
 
 
 def validate_topology(topology: Any, world: int, rank: int) -> ProcessTopology:
-    """Return a topology for a grid as one of ours.
+    """Return a topology for a grid, ours, DeepSpeed's or one like them, as one of ours.
 
-    Args:
-        topology: ours, DeepSpeed's, or one like them.
-        world: how many ranks there are.
-        rank: this one.
-
-    Raises:
-        ContractError: it has another number of ranks.
-        ContractAttributeError: it has no axis pipe, or no axis data.
-        LayoutError: it is not row-major: this rank has other coordinates there.
+    It has as many ranks as the world (ContractError), the axes pipe and data (ContractAttributeError), and this rank where
+    row-major order has it (LayoutError).
     """
     ours = topology
     if not isinstance(ours, ProcessTopology):

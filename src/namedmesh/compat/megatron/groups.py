@@ -95,7 +95,7 @@ class _Builder:
     ) -> None:
         self.mesh, self.maker, self.factorings, self.config = mesh, maker, factorings, config
         self.instances = config.num_distributed_optimizer_instances
-        self.values: dict[str, Any] = {}
+        self.values: dict[str, Any] = {row.gloo: None for row in MEGATRON_GROUPS if row.gloo}
         # Beside weights that are gathered for each use the original makes no gloo groups.
         dense = config.create_gloo_process_groups and factorings.size("gtp_remat") == 1
         self.with_gloo = {DENSE: dense, EXPERT: dense and factorings.size("egtp_remat") == 1}
@@ -191,7 +191,7 @@ class _Builder:
             self.build_sets(row, self.split(row, self.factorings.size(*row.axes) // self.instances))
         else:
             self.values[row.variable] = self.values[whole.variable]
-            self.values[row.gloo] = self.values.get(whole.gloo)
+            self.values[row.gloo] = self.values[whole.gloo]
 
     def split(self, row: GroupSpec, size: int, stride: int = 1) -> list[list[int]]:
         """Return the sets of ranks that :func:`split_ranks` makes of every group over the axes of a row."""
