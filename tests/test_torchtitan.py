@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import namedmesh
 from namedmesh import LayoutError
 from namedmesh._torch import TORCH
+from namedmesh.compat import torchtitan
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.torchtitan import ParallelDims
 
@@ -124,11 +127,20 @@ def test_the_package_gives_the_same_answers() -> None:
                 sorted(rng.sample(NAMES[:-1], rng.randint(2, 4)), key=NAMES.index) for _ in range(30)
             ]
             for names in selections:
-                if "pp" in names and "dp" in names:
-                    continue  # theirs has no mesh of both
-                for call in ("get_optional_mesh", "get_mesh"):
+                for call in ("get_optional_mesh", "get_mesh", "get_activated_mesh", "resolve_mesh"):
+                    if call in {"get_activated_mesh", "resolve_mesh"} and isinstance(names, str):
+                        continue
+                    if "pp" in names and "dp" in names:
+                        continue  # theirs has no mesh of both
+                    if call == "resolve_mesh" and {"batch", "loss", "none"} & set(names):
+                        continue  # no names of a layout
                     got = _answer(ours, call, names)
                     assert got == _answer(other, call, names), (degrees, call, names)
+            for call in ("spmd_dense_mesh", "spmd_sparse_mesh", "get_dense_tp_mesh"):
+                assert _answer(ours, call) == _answer(other, call), (degrees, call)
+            assert [_shown(mesh) for mesh in ours.spmd_meshes()] == [
+                _shown(mesh) for mesh in other.spmd_meshes()
+            ]
             assert list(ours.get_all_one_dimensional_meshes()) == list(other.get_all_one_dimensional_meshes())
             for name, kind in vars(theirs.ParallelDims).items():
                 if isinstance(kind, property) and name != "world_mesh":
@@ -179,17 +191,18 @@ def test_degrees_that_do_not_fit_are_refused_all_at_once() -> None:
     with pytest.raises(ContractError) as caught:
         make(tp=0, dp_shard=0, spmd_backend="spmd_type")
     assert str(caught.value) == (
-        "4 problems:\n"
+        "3 problems:\n"
+        "  - tp=0 is below 1; a degree is 1 where it is not used\n"
+        "  - dp_shard=0 is below 1; give -1 for whatever is left\n"
         "  - spmd_backend='spmd_type' is not one of ('partial_dtensor', 'full_dtensor', 'spmd_types'); did you mean "
-        "'spmd_types'?\n"
-        "  - axis 'dp_shard' has size 0; a size is an int of at least 1, or -1 for whatever is left\n"
-        "  - axis 'tp' has size 0; a size is an int of at least 1, or -1 for whatever is left\n"
-        "  - world_size is 0; it is an int of at least 1"
+        "'spmd_types'?"
     )
-    with pytest.raises(AssertionError, match="dp_shard=2 x cp=1 x tp=2 needs 4 ranks, but the world has 10"):
+    with pytest.raises(AssertionError) as world:
         make(dp_shard=2, tp=2, world_size=10)
-    with pytest.raises(AssertionError, match="only dp_shard may be"):
-        make(dp_shard=2, tp=-1, world_size=4)
+    assert str(world.value) == (
+        "pp=1 x dp_replicate=1 x dp_shard=2 x cp=1 x tp=2 = 4 is not the world of 10 ranks; change a degree, or give "
+        "dp_shard=-1 for whatever is left"
+    )
     assert make(dp_shard=-1, tp=2, world_size=8).dp_shard == 4
     with fake_world(4):
         dims = make(dp_shard=2, tp=2, spmd_backend="full_dtensor")
@@ -201,6 +214,10 @@ def test_degrees_that_do_not_fit_are_refused_all_at_once() -> None:
             dims.get_optional_mesh(["dp_replicate", "batch"], include_singleton_axes=True)
         with pytest.raises(LayoutError, match=r"the axes \('tp', 'dp_shard'\) are not each once and in the"):
             dims.get_mesh(["tp", "dp_shard"])
+        with pytest.raises(LayoutError, match="axes 'tp' are not all of a mesh of parameters"):
+            dims.resolve_mesh(["tp"])
+        with pytest.raises(LayoutError, match="is of the backend 'spmd_types', and this is 'full_dtensor'"):
+            dims.spmd_dense_mesh()
         assert dims.mesh is not None
         dims.mesh.close()
 
@@ -252,6 +269,16 @@ def test_training_on_them_is_training_in_one_process() -> None:
     assert max(run_ranks(8, _train)) < 1e-6
 
 
+def test_layouts_by_the_names_of_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = torchtitan.MeshAxisName
+    monkeypatch.setitem(sys.modules, "spmd_types", SimpleNamespace(S=lambda dim: f"S({dim})"))
+    layout = torchtitan.SpmdLayout({name.DP: "R", name.CP: "V", name.TP: "V"}, (None, (name.CP, name.TP)))
+    assert layout.axes() == ("dp", "cp", "tp")
+    assert layout.shard_types() == {name.DP: "R", name.CP: "S(1)", name.TP: "S(1)"}
+    with pytest.raises(TypeError, match="names 'tp' for dim 0; give a MeshAxisName"):
+        torchtitan.SpmdLayout({name.TP: "R"}, ("tp",)).shard_types()
+
+
 def test_an_ep_that_does_not_divide_is_refused_at_once() -> None:
-    with pytest.raises(AssertionError, match="ep=3 = 6 does not divide the world of 8"):
-        ParallelDims(2, 2, 1, 2, 1, 3, 8)
+    with pytest.raises(AssertionError, match="ep=3 does not divide dp_shard x cp x tp = 4, the ranks"):
+        torchtitan.ParallelDims(2, 2, 1, 2, 1, 3, 8)

@@ -14,26 +14,29 @@ of one mesh, so axes over the same ranks have one group::
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
+from importlib import import_module
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from namedmesh.compat.errors import ContractError
+from namedmesh.compat.errors import ContractError, ContractTypeError
 from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.init import init_mesh
 from namedmesh.layout import Layout
 from namedmesh.views import join_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Self
 
     from namedmesh.mesh import NamedMesh
 
-__all__ = ["ParallelDims"]
+__all__ = ["MeshAxisName", "ParallelDims", "SpmdLayout", "unfold_dp_axes"]
 
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+_SPARSE = ("dp_replicate", "efsdp", "ep")
 _PRODUCTS = {
     "batch": ("dp_replicate", "dp_shard"),
     "dp": ("dp_replicate", "dp_shard"),
@@ -43,12 +46,29 @@ _PRODUCTS = {
 _NAMES = ("pp", "batch", "loss", "dp_replicate", "cp", "tp", "ep", "efsdp", "fsdp", "dp", "dp_shard")
 
 
-# The factorings of each backend: a mesh of one axis is a slice of the first that has it.
-_EVERY = {"data": ("pp", "batch", "cp", "tp"), "sparse": ("pp", "dp_replicate", "efsdp", "ep")}
-_BACKENDS: dict[str, dict[str, tuple[str, ...]]] = {
-    "partial_dtensor": {"dense": ("pp", "dp_replicate", "fsdp", "tp"), **_EVERY},
-    "full_dtensor": {"dense": _AXES, **_EVERY},
-    "spmd_types": {"dense": _AXES, **_EVERY, "spmd": ("pp", "dp", "cp", "tp")},
+class _Backend(NamedTuple):
+    """What an ``spmd_backend`` means; a boundary of None is over everything."""
+
+    factorings: Mapping[str, tuple[str, ...]]
+    dense: tuple[str, ...]
+    boundary: tuple[str, ...] | None
+
+
+# A mesh of one axis is a slice of the first factoring that has it. Dense is what the parameters outside of the experts
+# are sharded over, and the boundary what a boundary between modules may be redistributed over.
+_EVERY = {"data": ("pp", "batch", "cp", "tp"), "sparse": ("pp", *_SPARSE)}
+_BACKENDS = {
+    "partial_dtensor": _Backend(
+        {"dense": ("pp", "dp_replicate", "fsdp", "tp"), **_EVERY},
+        ("dp_replicate", "fsdp", "tp"),
+        ("tp", "ep"),
+    ),
+    "full_dtensor": _Backend({"dense": _AXES, **_EVERY}, _AXES[1:], None),
+    "spmd_types": _Backend(
+        {"dense": _AXES, **_EVERY, "spmd": ("pp", "dp", "cp", "tp")},
+        ("dp", "cp", "tp"),
+        ("dp", "cp", "tp", "ep"),
+    ),
 }
 
 
@@ -60,6 +80,73 @@ def _above_one(what: str, *axes: str) -> Callable[[ParallelDims], bool]:
 
     enabled.__doc__ = f"Whether {what}."
     return enabled
+
+
+class MeshAxisName(str, Enum):
+    """The names of the axes; each is equal to its text.
+
+    Example:
+        >>> MeshAxisName("tp") is MeshAxisName.TP, MeshAxisName.TP == "tp"
+        (True, True)
+    """
+
+    DP = "dp"
+    DP_REPLICATE = "dp_replicate"
+    DP_SHARD = "dp_shard"
+    FSDP = "fsdp"
+    TP = "tp"
+    CP = "cp"
+    PP = "pp"
+    EP = "ep"
+    EFSDP = "efsdp"
+
+
+def unfold_dp_axes(axes: Iterable[MeshAxisName | str]) -> list[str]:
+    """Return the names of axes, with ``dp_replicate`` and ``dp_shard`` in place of ``dp``.
+
+    Example:
+        >>> unfold_dp_axes(["pp", MeshAxisName.DP])
+        ['pp', 'dp_replicate', 'dp_shard']
+    """
+    names = [str(getattr(axis, "value", axis)) for axis in axes]
+    return [part for name in names for part in (_PRODUCTS["dp"] if name == "dp" else (name,))]
+
+
+@dataclass(frozen=True)
+class SpmdLayout:
+    """How a tensor is laid out, axis by axis.
+
+    Args:
+        axis_types: for each axis a type of ``spmd_types``.
+        partition_spec: for each dim of the tensor the axis or axes that shard it, or None.
+    """
+
+    axis_types: Mapping[MeshAxisName, Any]
+    partition_spec: Sequence[Any] | None = None
+
+    def axes(self) -> tuple[MeshAxisName, ...]:
+        """Return the axes."""
+        return tuple(self.axis_types)
+
+    def shard_types(self) -> dict[MeshAxisName, Any]:
+        """Return the type of each axis, that of one that shards a dim as ``spmd_types.S(dim)``.
+
+        Raises:
+            ContractTypeError: the partition names something else than a :class:`MeshAxisName`.
+            ModuleNotFoundError: the package ``spmd_types``, which torchtitan needs, is not installed.
+        """
+        types = dict(self.axis_types)
+        for dim, entry in enumerate(self.partition_spec or ()):
+            axes = entry if isinstance(entry, tuple) else (entry,)
+            for axis in axes:
+                if axis is None:
+                    continue
+                if not isinstance(axis, MeshAxisName):
+                    raise ContractTypeError(
+                        f"partition_spec names {axis!r} for dim {dim}; give a MeshAxisName, such as MeshAxisName.TP"
+                    )
+                types[axis] = import_module("spmd_types").S(dim)
+        return types
 
 
 @dataclass
@@ -122,28 +209,34 @@ class ParallelDims:
         self._roots: dict[str, DeviceMesh] = {}
         self._single_axis_meshes: dict[str, DeviceMesh] = {}
         self._slices: dict[tuple[str, ...], DeviceMesh] = {}
-        problems = []
+        problems = [
+            f"{name}={degree} is below 1; a degree is 1 where it is not used"
+            for name in ("dp_replicate", "cp", "tp", "pp", "ep")
+            if (degree := getattr(self, name)) < 1
+        ]
+        if self.dp_shard != -1 and self.dp_shard < 1:
+            problems.append(f"dp_shard={self.dp_shard} is below 1; give -1 for whatever is left")
         if self.spmd_backend not in _BACKENDS:
             problems.append(
                 f"spmd_backend={self.spmd_backend!r} is not one of {tuple(_BACKENDS)}"
                 f"{did_you_mean(self.spmd_backend, _BACKENDS)}"
             )
-        if -1 in (self.pp, self.dp_replicate, self.cp, self.tp, self.ep):
-            problems.append("a degree is -1; only dp_shard may be, for whatever is left")
-        try:
-            dense = Layout(**{axis: getattr(self, axis) for axis in _AXES}, world_size=self.world_size)
-            Layout(
-                pp=dense["pp"],
-                dp_replicate=dense["dp_replicate"],
-                efsdp=-1,
-                ep=self.ep,
-                world_size=self.world_size,
-            )
-        except LayoutError as error:
-            raise ContractError(*problems, *error.problems) from None
         if problems:
             raise ContractError(*problems)
-        self.dp_shard = dense["dp_shard"]
+        rest = self.dp_replicate * self.non_data_parallel_size
+        if self.dp_shard == -1:
+            self.dp_shard = max(1, self.world_size // rest)
+        if rest * self.dp_shard != self.world_size:
+            degrees = " x ".join(f"{axis}={getattr(self, axis)}" for axis in _AXES)
+            raise ContractError(
+                f"{degrees} = {rest * self.dp_shard} is not the world of {self.world_size} ranks; change a degree, or "
+                "give dp_shard=-1 for whatever is left"
+            )
+        sharing = self.dp_shard * self.cp * self.tp
+        if sharing % self.ep:
+            raise ContractError(
+                f"ep={self.ep} does not divide dp_shard x cp x tp = {sharing}, the ranks that share the experts; change a degree"
+            )
 
     @classmethod
     def from_config(cls, parallelism_config: Any, world_size: int) -> Self:
@@ -152,6 +245,9 @@ class ParallelDims:
         Args:
             parallelism_config: an object with ``data_parallel_replicate_degree`` and so on.
             world_size: how many ranks there are.
+
+        Raises:
+            ContractError: degrees that are below 1, or do not make up the world.
         """
         config = parallelism_config
         return cls(
@@ -209,7 +305,7 @@ class ParallelDims:
         """
         if self._single_axis_meshes:
             return self._roots["world"]
-        factorings = _BACKENDS[self.spmd_backend]
+        factorings = self._backend.factorings
         if self.mesh is None:
             self.mesh = init_mesh({axis: self._degree(axis) for axis in factorings["dense"]})
         mesh = self.mesh
@@ -275,10 +371,85 @@ class ParallelDims:
             )
         return mesh
 
+    def get_activated_mesh(self, axes: Sequence[str]) -> DeviceMesh | None:
+        """Return the mesh over those of ``axes`` that exist and are in use; None where none is."""
+        known = self._known()
+        used = [axis for axis in axes if axis in known and self._in_use(axis)]
+        return self.get_optional_mesh(used) if used else None
+
     def get_all_one_dimensional_meshes(self) -> dict[str, DeviceMesh]:
         """Return the meshes of one axis that are in use and have more than one rank, by name."""
         meshes = self._known().items()
         return {name: mesh for name, mesh in meshes if mesh.size() > 1 and self._in_use(name)}
+
+    def spmd_meshes(self) -> list[DeviceMesh]:
+        """Return the meshes that parameters are sharded over: that of the dense ones, and that of the experts."""
+        meshes = [self.get_activated_mesh(axes) for axes in (self._backend.dense, _SPARSE)]
+        return [mesh for mesh in meshes if mesh is not None]
+
+    def spmd_dense_mesh(self) -> DeviceMesh:
+        """Return the mesh (dp, cp, tp) of spmd_types, axes of size 1 included.
+
+        Raises:
+            LayoutError: the backend is another.
+        """
+        if self.spmd_backend != "spmd_types":
+            raise LayoutError(
+                f"spmd_dense_mesh is of the backend 'spmd_types', and this is {self.spmd_backend!r}; use spmd_meshes()"
+            )
+        return self._slice(self._backend.dense)
+
+    def spmd_sparse_mesh(self) -> DeviceMesh | None:
+        """Return the mesh (dp_replicate, efsdp, ep) of spmd_types; None without experts, or with another backend."""
+        return self._slice(_SPARSE) if self.spmd_backend == "spmd_types" and self.ep > 1 else None
+
+    def get_dense_tp_mesh(self) -> DeviceMesh:
+        """Return the mesh over tp that the dense layers compute on.
+
+        Raises:
+            LayoutError: tp is not in use, and the backend is not spmd_types.
+        """
+        return self.spmd_dense_mesh()["tp"] if self.spmd_backend == "spmd_types" else self.get_mesh("tp")
+
+    def resolve_mesh(self, axes: Iterable[str]) -> DeviceMesh | None:
+        """Return the mesh that a boundary between modules is redistributed over; None where there is nothing to do.
+
+        Args:
+            axes: the axes of the boundary's layout. Only those that the backend redistributes over count; with
+                full_dtensor ``dp`` stands for dp_replicate and dp_shard.
+
+        Raises:
+            LayoutError: with full_dtensor, a ``ValueError``, too: these are not all the axes of one of
+                :meth:`spmd_meshes`.
+        """
+        names = [str(getattr(axis, "value", axis)) for axis in axes]
+        boundary = self._backend.boundary
+        if boundary is not None:
+            return self.get_activated_mesh([name for name in names if name in boundary])
+        mesh = self.get_activated_mesh(unfold_dp_axes(names))
+        if mesh is None or mesh in self.spmd_meshes():
+            return mesh
+        whole = [each.mesh_dim_names for each in self.spmd_meshes()]
+        raise LayoutError(
+            f"axes {join_names(mesh.mesh_dim_names or ())} are not all of a mesh of parameters; name all those of one of {whole}"
+        )
+
+    def resolve_shared_mesh(self, placements: Iterable[Any]) -> DeviceMesh | None:
+        """Return the mesh of :meth:`resolve_mesh` for layouts over the same axes; None among them is skipped.
+
+        Args:
+            placements: objects with a method ``axes()``, or None.
+
+        Raises:
+            ContractError: an ``AssertionError``, too: layouts over different axes.
+        """
+        axes = {tuple(layout.axes()) for layout in placements if layout is not None}
+        if len(axes) > 1:
+            shown = ", ".join(sorted(str(tuple(map(str, each))) for each in axes))
+            raise ContractError(
+                f"the layouts of one boundary are over {shown}; give all of them the same axes"
+            )
+        return self.resolve_mesh(axes.pop()) if axes else None
 
     @property
     def world_mesh(self) -> DeviceMesh:
@@ -294,6 +465,10 @@ class ParallelDims:
     def seq_len_divisor(self) -> int:
         """What divides the length of a sequence: tp, times twice cp for its balanced shards."""
         return self.tp * self.cp * 2
+
+    @property
+    def _backend(self) -> _Backend:
+        return _BACKENDS[self.spmd_backend]
 
     def _known(self) -> dict[str, DeviceMesh]:
         """Return the meshes of one axis, made before if need be."""
@@ -316,7 +491,7 @@ class ParallelDims:
         self._known()
         if names in self._slices:
             return self._slices[names]
-        factorings = _BACKENDS[self.spmd_backend]
+        factorings = self._backend.factorings
         for root, axes in factorings.items():
             in_order = tuple(axis for axis in axes if axis in names)
             if in_order == names:
