@@ -227,7 +227,7 @@ def failing_in_the_background(root: Path) -> list[str]:
     def begin() -> None:
         with REFUSED if mesh.rank() == 1 else mock.MagicMock():
             training.save(root / "bad", mesh, model, async_=True)
-            training.checkpoint_ranks.CheckpointGroup.of(mesh).background.wait()
+            training.checkpoint_ranks.CheckpointGroup.of(mesh).wait()
 
     begin()
     told.append(error_of(lambda: training.save(root / "next", mesh, model)))

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from namedmesh.errors import CheckpointError
+from namedmesh.errors import CheckpointError, ranks_in_words
 from namedmesh.training.checkpoint_files import (
     clear,
     find,
@@ -20,10 +20,11 @@ from namedmesh.training.checkpoint_files import (
 from namedmesh.training.checkpoint_load import load_into, verify
 from namedmesh.training.checkpoint_ranks import CheckpointGroup
 from namedmesh.training.checkpoint_state import State
-from namedmesh.training.checkpoints import Lineage, collect_together, save_as
+from namedmesh.training.checkpoints import Lineage, save_as
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Sequence
     from concurrent.futures import Future
 
     from namedmesh.mesh import NamedMesh
@@ -79,7 +80,7 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """Return the checkpoint that was finished last, as :func:`latest` does, after what is written now."""
-        CheckpointGroup.of(self.mesh).background.wait()
+        CheckpointGroup.of(self.mesh).wait()
         return latest(self.directory)
 
     def resume_or_start(
@@ -109,16 +110,18 @@ class Checkpoints:
             CheckpointError: the run is to begin, and the directory holds another one; or as for :func:`load`.
         """
         ranks = CheckpointGroup.of(self.mesh)
-        state = collect_together(ranks, partial(State, self.mesh, model, optimizer, data))
+        ranks.on_all(ranks.finish)
+        ranks.on_first(_refuse_other_choices, str(resume))
         path = None
         if resume is True:
             path = self._last_sound(ranks)
         elif resume is not False:
             path = Path(resume)
-        about = None if path is None else load_into(state, path, ranks, cast=cast)
+        collect = partial(State, self.mesh, model, optimizer, data)
+        about = None if path is None else load_into(collect, path, ranks, cast=cast)
         self._lineage = Lineage() if about is None else Lineage(about["run"], about["id"])
         if resume is not True:
-            ranks.run_on_first_rank(lambda _: self._refuse_other_run())
+            ranks.on_first(lambda _: self._refuse_other_run())
         return {"step": 0} if about is None else dict(about["extra"])
 
     def save(
@@ -155,11 +158,11 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for what is written, and raise its error if it was not reported."""
-        CheckpointGroup.of(self.mesh).background.finish()
+        CheckpointGroup.of(self.mesh).finish()
 
     def _refuse_other_run(self) -> None:
         """Refuse to save in a directory of which this run has loaded nothing."""
-        runs = [(about["run"], path.name) for _, path, about in in_order(self.directory) if "run" in about]
+        runs = [(about["run"], path.name) for path, about in in_order(self.directory) if "run" in about]
         if runs and self._lineage.run not in dict(runs):
             raise CheckpointError(
                 f"{self.directory} holds another run, up to {runs[-1][1]}; go on with it by "
@@ -174,21 +177,30 @@ class Checkpoints:
 
     def _last_sound(self, ranks: CheckpointGroup) -> Path | None:
         """Return the checkpoint that was finished last and is as it was written."""
-        paths = ranks.run_on_first_rank(lambda _: [path for _, path, _ in in_order(self.directory)])
+        paths = ranks.on_first(lambda _: [path for path, _ in in_order(self.directory)])
         return next((path for path in reversed(paths) if _is_sound(path, ranks)), None)
 
     def _remove_older(self, about: dict[str, Any]) -> None:
         if self.keep is None:
             return
-        mine = [path for _, path, other in in_order(self.directory) if other.get("run") == about["run"]]
+        mine = [path for path, other in in_order(self.directory) if other.get("run") == about["run"]]
         for path in mine[: -self.keep]:
             remove(path)
+
+
+def _refuse_other_choices(by_rank: Sequence[str]) -> None:
+    """Refuse to go on where ranks would load other checkpoints."""
+    others = [rank for rank, choice in enumerate(by_rank) if choice != by_rank[0]]
+    if others:
+        raise CheckpointError(
+            f"resume is {by_rank[0]} on rank 0, and {by_rank[others[0]]} on {ranks_in_words(others)}; give all ranks the same"
+        )
 
 
 def _is_sound(path: Path, ranks: CheckpointGroup) -> bool:
     """Return whether a checkpoint is as it was written, and warn of one that is not."""
     try:
-        place, about = ranks.run_on_first_rank(lambda _: find(path))
+        place, about = ranks.on_first(lambda _: find(path))
         verify(place, about, ranks)
     except CheckpointError as error:
         if ranks.rank == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,44 +14,46 @@ from torch.distributed.tensor import DTensor
 from namedmesh.errors import CheckpointError, listing
 from namedmesh.training.checkpoint_files import (
     Reader,
-    damage_in_words,
-    damaged,
     find,
     layout_of,
+    refuse_damaged,
     refuse_io,
     shapes_in,
     without_warnings,
 )
 from namedmesh.training.checkpoint_pretrained import require_safetensors
-from namedmesh.training.checkpoint_ranks import CheckpointGroup, attempted
-from namedmesh.training.checkpoint_state import State, groups_of
+from namedmesh.training.checkpoint_state import State, groups_of, local
 from namedmesh.training.contents import decoded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch.optim import Optimizer
 
     from namedmesh.mesh import NamedMesh
     from namedmesh.training.checkpoint_files import Shapes
+    from namedmesh.training.checkpoint_ranks import CheckpointGroup
 
 _MODEL = "model."
-_NO_OPTIMIZER = "the checkpoint {} was saved without an optimizer; load it without one"
 
 
-def load_into(state: State, path: Path, ranks: CheckpointGroup, *, cast: bool) -> dict[str, Any] | None:
-    """Fill everything from a checkpoint; returns what it says about itself, None for one of Hugging Face."""
+def load_into(
+    collect: Callable[[], State], path: Path, ranks: CheckpointGroup, *, cast: bool
+) -> dict[str, Any] | None:
+    """Fill what ``collect`` returns from a checkpoint; returns what it says about itself, None for one of Hugging Face."""
+    ranks.on_all(ranks.finish)
+    state = ranks.on_all(collect)
     with refuse_io(path, "read"):
-        place, about = ranks.run_on_first_rank(lambda _: find(path))
+        place, about = ranks.on_first(lambda _: find(path))
         verify(place, about, ranks)
-        if about is None:
-            require_safetensors()
         source = Source(place, about, ranks)
-        loading = _Loading(state, source, cast=cast)
-        ranks.run_on_first_rank(_judge, loading.problems + source.unknown(state, ranks))
+        loading = ranks.on_all(partial(_Loading, state, source, cast=cast))
+        problems = loading.problems + source.unknown(state, ranks)
+        ranks.on_all(partial(_refuse, problems))
         source.read(loading.tensors, ranks)
-    loading.put()
+    found = loading.found()
+    ranks.on_all(partial(loading.put, found))
     return about
 
 
@@ -61,25 +64,20 @@ def verify(place: Path, about: dict[str, Any] | None, ranks: CheckpointGroup) ->
         CheckpointError: a rank does not see it, or files are missing or damaged.
     """
 
-    def check() -> list[str]:
+    def check() -> None:
         if not place.is_dir():
             raise CheckpointError(f"{place} is not seen here, but on rank 0; put it where all hosts see it")
         if about is None:
-            return []
-        files = sorted(about["files"].items())[ranks.rank :: ranks.size]
-        return damaged(place, dict(files))
+            require_safetensors()
+        else:
+            refuse_damaged(place, dict(sorted(about["files"].items())[ranks.rank :: ranks.size]))
 
-    def judge(by_rank: Sequence[list[str]]) -> None:
-        if broken := [name for names in by_rank for name in names]:
-            raise CheckpointError(damage_in_words(place, broken))
-
-    ranks.run_on_first_rank(judge, attempted(check))
+    ranks.on_all(check)
 
 
-def _judge(by_rank: Sequence[list[str]]) -> None:
-    found = dict.fromkeys(problem for problems in by_rank for problem in problems)
-    if found:
-        raise CheckpointError(*found)
+def _refuse(problems: Sequence[str]) -> None:
+    if problems:
+        raise CheckpointError(*problems)
 
 
 class Source:
@@ -92,34 +90,33 @@ class Source:
     def __init__(self, place: Path, about: dict[str, Any] | None, ranks: CheckpointGroup) -> None:
         self.place, self.about = place, about
         self._prefix = "" if about is not None else _MODEL
-        found = ranks.run_on_first_rank(lambda _: shapes_in(self._reader()))
+        found = ranks.on_first(lambda _: shapes_in(self._reader()))
         self.shapes: Shapes = {self._prefix + name: each for name, each in found.items()}
         self._own: dict[str, dict[int, int]] = {} if about is None else about["per_rank"]
+        self._before = None if about is None else layout_of(about)
 
     def _reader(self) -> Any:
         return dcp.HuggingFaceStorageReader(str(self.place)) if self.about is None else Reader(self.place)
 
-    def names(self) -> set[str]:
+    def names(self) -> list[str]:
         """Return the names of all entries, without the numbers of ranks."""
-        return self._own.keys() | {name for name in self.shapes if not name.startswith("rank.")}
+        return sorted(self._own.keys() | {name for name in self.shapes if not name.startswith("rank.")})
 
     def copies(self, name: str, mesh: NamedMesh | None) -> list[str]:
         """Return where a checkpoint has an entry for this rank: once, if all ranks that it stands for had the same."""
-        if name in self._own:
-            before = None if self.about is None else layout_of(self.about)
-            by_rank, stood_for = self._own[name], set(self._own[name])
-            if mesh is not None and before is not None:
-                now = dict(mesh.layout.items())
-                same = {axis: mesh.coords[axis] for axis, size in before.items() if now.get(axis) == size}
-                stood_for &= {rank - before.rank_offset for rank in before.where(**same)}
-            once = {by_rank[rank]: f"rank.{rank}.{name}" for rank in sorted(stood_for, reverse=True)}
-            if once:
-                return sorted(once.values())
-        return [name] if name in self.shapes else []
+        if name not in self._own:
+            return [name] if name in self.shapes else []
+        by_rank, stood_for = self._own[name], set(self._own[name])
+        if mesh is not None and self._before is not None:
+            now = dict(mesh.layout.items())
+            same = {axis: mesh.coords[axis] for axis, size in self._before.items() if now.get(axis) == size}
+            stood_for &= {rank - self._before.rank_offset for rank in self._before.where(**same)}
+        once = {by_rank[rank]: f"rank.{rank}.{name}" for rank in sorted(stood_for, reverse=True)}
+        return sorted(once.values())
 
     def unknown(self, state: State, ranks: CheckpointGroup) -> list[str]:
         """Return the tensors of a model that no rank has; communicates."""
-        names = sorted(name for name in self.names() if name.startswith(_MODEL))
+        names = [name for name in self.names() if name.startswith(_MODEL)]
         known = torch.tensor([name in state.entries for name in names], dtype=torch.uint8)
         if ranks.group is not None and names:
             dist.all_reduce(known, dist.ReduceOp.MAX, group=ranks.group)
@@ -137,17 +134,17 @@ class Source:
         with without_warnings():
             dcp.load(wanted, storage_reader=self._reader(), planner=planner, **arguments)
 
-    def values(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return entries that are no tensors; this rank reads them alone."""
-        room = {name: self.room(name) for name in names}
-        if room:
-            self.read(room, None)
-        return {name: decoded(each) for name, each in room.items()}
-
     def room(self, name: str) -> Tensor:
         """Return a tensor to read an entry into."""
         shape, dtype = self.shapes[name]
         return torch.empty(shape, dtype=dtype)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the groups of parameters that optimizers had; this rank reads them alone."""
+        rooms = {name: self.room(name) for name in self.names() if name.startswith("group.")}
+        if rooms:
+            self.read(rooms, None)
+        return [decoded(each) for each in rooms.values()]
 
 
 def _shown(name: str) -> str:
@@ -166,7 +163,8 @@ class _Loading:
         self.state, self.source, self.cast = state, source, cast
         self.tensors: dict[str, Tensor] = {}
         self.problems: list[str] = []
-        self._copies: dict[str, list[str]] = {}
+        # Of each entry, where a checkpoint has it for this rank, and the parameter whose part it is.
+        self._wanted: dict[str, tuple[list[str], Tensor | None]] = {}
         self._options: dict[str, dict[str, Any]] = {}
         for name in state.entries:
             if name.startswith(_MODEL):
@@ -175,16 +173,18 @@ class _Loading:
             self._want_optimizers()
         for number in range(len(state.loaders)):
             self._want_data(f"data.{number}#")
-        for name in sorted(source.names()):
+        for name in source.names():
             if name.startswith("random."):
                 copies = source.copies(name, state.mesh)
                 if len(copies) == 1:
                     self._want(name, copies)
 
-    def _want(self, name: str, copies: list[str], target: Tensor | None = None) -> None:
-        self._copies[name] = copies
+    def _want(
+        self, name: str, copies: list[str], room: Tensor | None = None, parameter: Tensor | None = None
+    ) -> None:
+        self._wanted[name] = copies, parameter
         for copy in copies:
-            self.tensors[copy] = self.source.room(copy) if target is None else target
+            self.tensors[copy] = self.source.room(copy) if room is None else room
 
     def _want_of_model(self, name: str) -> None:
         source, entry = self.source, self.state.entries[name]
@@ -198,13 +198,13 @@ class _Loading:
         elif extra_state or not isinstance(entry.value, Tensor):
             self._want(name, copies[:1])
         else:
-            target = self.state.tensor(name)
+            room = self.state.room(name)
             for copy in copies:
-                self._check(name, target, *source.shapes[copy])
+                self._check(name, room, *source.shapes[copy])
             if entry.may_be_averaged and len(copies) > 1:
                 self._want(name, copies)
             else:
-                self._want(name, copies[:1], target)
+                self._want(name, copies[:1], room, entry.parameter)
 
     def _check(self, name: str, target: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         place = self.source.place
@@ -220,25 +220,21 @@ class _Loading:
 
     def _want_optimizers(self) -> None:
         source, kept = self.source, dict[str, list[str]]()
-        groups = source.values(name for name in source.names() if name.startswith("group."))
-        if not groups:
-            self.problems.append(_NO_OPTIMIZER.format(source.place))
+        by_name = {name: group for group in source.groups() for name in group["names"]}
+        if not by_name:
+            self.problems.append(
+                f"the checkpoint {source.place} was saved without an optimizer; load it without one"
+            )
             return
-        by_name = {name: group for group in groups.values() for name in group["names"]}
         self._options = {name: group["options"] for name, group in by_name.items()}
-        for name in sorted(source.names()):
+        for name in source.names():
             if name.startswith("optimizer."):
                 kept.setdefault(name.removeprefix("optimizer.").partition(":")[0], []).append(name)
         for optimizer in self.state.optimizers:
             parameters = self.state.parameters(optimizer)
             self.problems += _other_options(optimizer, parameters, by_name, source.place)
             for name, parameter in parameters:
-                # In the order in which they were kept.
-                order = [f"optimizer.{name}:{key}" for key in by_name.get(name, {}).get("keys", ())]
-                places = {each: place for place, each in enumerate(order)}
-                for full in sorted(
-                    kept.get(name, ()), key=lambda each: places.get(each.removesuffix("#"), -1)
-                ):
+                for full in kept.get(name, ()):
                     self._want_of_optimizer(full, parameter)
 
     def _want_of_optimizer(self, name: str, parameter: Tensor) -> None:
@@ -249,7 +245,7 @@ class _Loading:
             shape == tuple(parameter.shape) and dtype.is_floating_point and not isinstance(parameter, DTensor)
         )
         if copies == [name] and not name.endswith("#"):
-            self._want(name, copies, self.state.empty_optimizer_tensor(name, parameter, shape, dtype))
+            self._want(name, copies, self.state.room_in_optimizer(parameter, shape, dtype), parameter)
         elif len(copies) == 1 or (copies and alike):
             self._want(name, copies)
         else:
@@ -262,27 +258,33 @@ class _Loading:
     def _want_data(self, name: str) -> None:
         copies = self.source.copies(name, self.state.mesh)
         if len(copies) != 1:
-            known = (
-                "another place in the data for each rank that this one stands for"
-                if copies
-                else "no place in the data"
-            )
+            known = "no place in the data"
+            if copies:
+                known = "another place in the data for each rank that this one stands for"
             self.problems.append(
                 f"the checkpoint {self.source.place} has {known}; load it without data=, and skip the samples that were seen"
             )
         self._want(name, copies)
 
-    def put(self) -> None:
-        """Give what was read to the model, the optimizers and the generators."""
-        found = {name: self._joined(copies) for name, copies in self._copies.items()}
+    def found(self) -> dict[str, Tensor]:
+        """Return what was read for each entry; may communicate."""
+        result = {}
+        for name, (copies, parameter) in self._wanted.items():
+            tensors = [self.tensors[copy] for copy in copies]
+            joined = tensors[0] if len(tensors) == 1 else torch.stack(tensors).mean(0)
+            result[name] = local(joined, parameter, self.state.mesh)
+        return result
+
+    def put(self, found: Mapping[str, Tensor]) -> None:
+        """Give what was read to the model, the optimizers, the loaders and the generators."""
         state = self.state
         state.put_model(found)
         kept: dict[str, dict[str, Any]] = {}
         for name, value in found.items():
             if name.startswith("optimizer."):
                 parameter, _, key = name.removeprefix("optimizer.").partition(":")
-                is_value = key.endswith("#")
-                kept.setdefault(parameter, {})[key.removesuffix("#")] = decoded(value) if is_value else value
+                of_parameter = kept.setdefault(parameter, {})
+                of_parameter[key.removesuffix("#")] = decoded(value) if key.endswith("#") else value
         for optimizer in state.optimizers:
             state.put_optimizer(optimizer, self._options, kept)
         for number, loader in enumerate(state.loaders):
@@ -291,10 +293,6 @@ class _Loading:
         state.put_random(
             {name.removeprefix(prefix): each for name, each in found.items() if name.startswith(prefix)}
         )
-
-    def _joined(self, copies: list[str]) -> Tensor:
-        tensors = [self.tensors[copy] for copy in copies]
-        return tensors[0] if len(tensors) == 1 else torch.stack(tensors).mean(0)
 
 
 def _other_options(

@@ -13,9 +13,8 @@ import torch.distributed.checkpoint as dcp
 from namedmesh.errors import CheckpointError
 from namedmesh.training.checkpoint_files import (
     Reader,
-    damage_in_words,
-    damaged,
     find,
+    refuse_damaged,
     shapes_in,
     without_warnings,
 )
@@ -57,8 +56,7 @@ def to_pretrained(
     place, about = find(Path(path))
     if about is None:
         raise CheckpointError(f"{place} is in the format of save_pretrained already")
-    if broken := damaged(place, about["files"]):
-        raise CheckpointError(damage_in_words(place, broken))
+    refuse_damaged(place, about["files"])
     shapes = shapes_in(Reader(place))
     files: list[dict[str, Tensor]] = []
     free = 0

@@ -39,6 +39,11 @@ def normal(name: str, parameter: Tensor) -> tuple[float, float]:
     return (0.0 if name.endswith("bias") else 1.0), 0.0
 
 
+def plain_name(name: str) -> str:
+    """Return the name of a parameter in the model as it was written, without torch's wrappers."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
 @torch.no_grad()
 def init_parameters(
     model: nn.Module, seed: int, *, distribution: Callable[[str, Tensor], tuple[float, float]] = normal
@@ -80,7 +85,7 @@ def init_parameters(
             "model.to_empty(device=mesh.device) first"
         )
     for wrapped, parameter in model.named_parameters():
-        name = wrapped.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+        name = plain_name(wrapped)
         mean, deviation = distribution(name, parameter)
         local = local_shard(parameter)
         if deviation == 0:
