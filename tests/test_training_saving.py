@@ -182,6 +182,80 @@ def test_a_damaged_one_is_refused_before_anything_changes_and_the_one_before_is_
                 other.weight.copy_(before)
 
 
+def test_a_run_of_which_nothing_is_whole_does_not_begin_again(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    training.Checkpoints(tmp_path, None).save(1, model)
+    (tmp_path / "step-000001" / "namedmesh.pt").write_bytes(b"")
+    with pytest.warns(UserWarning, match="left out"):
+        said = error_of(lambda: training.Checkpoints(tmp_path, None).resume_or_start(model))
+    assert said == (
+        f"CheckpointError: no checkpoint in {tmp_path} is as it was written; name one to load by resume=, or begin in another "
+        "directory"
+    )
+
+
+class OddError(Exception):
+    """What cannot be sent to another rank: it is made from two arguments, and pickled with one."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(f"{one} {two}")
+
+
+class OnOneRank(nn.Module):
+    """A module of which one rank can write the state, and another one cannot read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.fails = ""
+
+    def fail(self, call: str) -> None:
+        if self.fails == call:
+            raise OddError(call, "failed")
+
+    def get_extra_state(self) -> list[int]:
+        self.fail("get")
+        return [1]
+
+    def set_extra_state(self, state: list[int]) -> None:  # noqa: ARG002
+        self.fail("set")
+
+
+def trouble_on_one_rank(root: Path) -> list[str]:
+    mesh = namedmesh.init_mesh(dp=2, device="cpu")
+    model, second = OnOneRank(), mesh.rank() == 1
+    training.save(root / "one", mesh, model)
+    told = []
+
+    def tell(call: Any) -> None:
+        told.append(error_of(call))
+        dist.barrier()
+
+    model.fails = "get" if second else ""
+    tell(lambda: training.save(root / "two", mesh, model))
+    model.fails = "set" if second else ""
+    tell(lambda: training.load(root / "one", mesh, model))
+    model.fails = ""
+    run = training.Checkpoints(root / "run", mesh)
+    tell(lambda: run.resume_or_start(model, resume=second))
+    with mock.patch.object(
+        checkpoints, "_copied", side_effect=MemoryError("full") if second else lambda _: dict
+    ):
+        tell(lambda: training.save(root / "two", mesh, model, async_=True))
+    mesh.close()
+    return told
+
+
+def test_what_fails_on_one_rank_is_told_on_every_rank(tmp_path: Path) -> None:
+    for told in run_ranks(2, trouble_on_one_rank, tmp_path, timeout=45.0):
+        assert told == [
+            "CheckpointError: rank 1: OddError: get failed",
+            "CheckpointError: rank 1: OddError: set failed",
+            "CheckpointError: resume is False on rank 0, and True on rank 1; give all ranks the same",
+            "CheckpointError: rank 1: MemoryError: full",
+        ]
+
+
 class Harm:
     """What runs code when it is read."""
 

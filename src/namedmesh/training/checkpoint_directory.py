@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 from namedmesh.errors import CheckpointError, ranks_in_words
 from namedmesh.training.checkpoint_files import (
     clear,
-    find,
     in_order,
     latest,
     names_in,
     remove,
 )
-from namedmesh.training.checkpoint_load import load_into, verify
+from namedmesh.training.checkpoint_load import load_into, opened
 from namedmesh.training.checkpoint_ranks import CheckpointGroup
 from namedmesh.training.checkpoint_state import State
 from namedmesh.training.checkpoints import Lineage, save_as
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from namedmesh.mesh import NamedMesh
+    from namedmesh.training.checkpoint_load import About
     from namedmesh.training.checkpoint_state import Model, Optimizers
 
 _NAME = re.compile(r"step-\d+")
@@ -107,22 +107,26 @@ class Checkpoints:
             The extra values of the checkpoint, and the number of its step; ``{"step": 0}`` at the beginning.
 
         Raises:
-            CheckpointError: the run is to begin, and the directory holds another one; or as for :func:`load`.
+            CheckpointError: the run is to begin, and the directory holds another one; no checkpoint in it is sound; ranks give
+                another ``resume``; or as for :func:`load`.
         """
         ranks = CheckpointGroup.of(self.mesh)
         ranks.on_all(ranks.finish)
         ranks.on_first(_refuse_other_choices, str(resume))
-        path = None
-        if resume is True:
-            path = self._last_sound(ranks)
-        elif resume is not False:
-            path = Path(resume)
         collect = partial(State, self.mesh, model, optimizer, data)
-        about = None if path is None else load_into(collect, path, ranks, cast=cast)
-        self._lineage = Lineage() if about is None else Lineage(about["run"], about["id"])
-        if resume is not True:
-            ranks.on_first(lambda _: self._refuse_other_run())
-        return {"step": 0} if about is None else dict(about["extra"])
+        found = None
+        if resume is True:
+            found = self._last_sound(ranks)
+        elif resume is not False:
+            found = opened(Path(resume), ranks)
+        self._lineage, extra = Lineage(), {"step": 0}
+        if found is not None:
+            place, about = found
+            load_into(collect, place, about, ranks, cast=cast)
+            if about is not None:
+                self._lineage, extra = Lineage(about["run"], about["id"]), dict(about["extra"])
+        ranks.on_first(lambda _: self._refuse_other_run())
+        return extra
 
     def save(
         self, step: int, model: Model, optimizer: Optimizers = None, *, data: object = None, **extra: Any
@@ -175,10 +179,17 @@ class Checkpoints:
             if _NAME.fullmatch(name):
                 clear(self.directory / name)
 
-    def _last_sound(self, ranks: CheckpointGroup) -> Path | None:
-        """Return the checkpoint that was finished last and is as it was written."""
+    def _last_sound(self, ranks: CheckpointGroup) -> tuple[Path, About] | None:
+        """Return the checkpoint that was finished last and is as it was written; None where none was ever finished."""
         paths = ranks.on_first(lambda _: [path for path, _ in in_order(self.directory)])
-        return next((path for path in reversed(paths) if _is_sound(path, ranks)), None)
+        for path in reversed(paths):
+            if found := _opened_if_sound(path, ranks):
+                return found
+        if paths:
+            raise CheckpointError(
+                f"no checkpoint in {self.directory} is as it was written; name one to load by resume=, or begin in another directory"
+            )
+        return None
 
     def _remove_older(self, about: dict[str, Any]) -> None:
         if self.keep is None:
@@ -197,13 +208,10 @@ def _refuse_other_choices(by_rank: Sequence[str]) -> None:
         )
 
 
-def _is_sound(path: Path, ranks: CheckpointGroup) -> bool:
-    """Return whether a checkpoint is as it was written, and warn of one that is not."""
+def _opened_if_sound(path: Path, ranks: CheckpointGroup) -> tuple[Path, About] | None:
     try:
-        place, about = ranks.on_first(lambda _: find(path))
-        verify(place, about, ranks)
+        return opened(path, ranks)
     except CheckpointError as error:
         if ranks.rank == 0:
-            warnings.warn(f"left out: {error}", stacklevel=5)
-        return False
-    return True
+            warnings.warn(f"left out: {error}", stacklevel=4)
+        return None

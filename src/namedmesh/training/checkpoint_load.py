@@ -38,31 +38,18 @@ if TYPE_CHECKING:
 _MODEL = "model."
 
 
-def load_into(
-    collect: Callable[[], State], path: Path, ranks: CheckpointGroup, *, cast: bool
-) -> dict[str, Any] | None:
-    """Fill what ``collect`` returns from a checkpoint; returns what it says about itself, None for one of Hugging Face."""
-    ranks.on_all(ranks.finish)
-    state = ranks.on_all(collect)
-    with refuse_io(path, "read"):
-        place, about = ranks.on_first(lambda _: find(path))
-        verify(place, about, ranks)
-        source = Source(place, about, ranks)
-        loading = ranks.on_all(partial(_Loading, state, source, cast=cast))
-        problems = loading.problems + source.unknown(state, ranks)
-        ranks.on_all(partial(_refuse, problems))
-        source.read(loading.tensors, ranks)
-    found = loading.found()
-    ranks.on_all(partial(loading.put, found))
-    return about
+About = dict[str, Any] | None
+"""What a checkpoint says about itself; None for one of Hugging Face."""
 
 
-def verify(place: Path, about: dict[str, Any] | None, ranks: CheckpointGroup) -> None:
-    """Read all files of a checkpoint, each rank some of them.
+def opened(path: Path, ranks: CheckpointGroup) -> tuple[Path, About]:
+    """Return where the checkpoint of a path is, and what it says; each rank reads some of its files, to see that they are sound.
 
     Raises:
-        CheckpointError: a rank does not see it, or files are missing or damaged.
+        CheckpointError: there is none, a rank does not see it, or files are missing or damaged.
     """
+    with refuse_io(path, "read"):
+        place, about = ranks.on_first(lambda _: find(path))
 
     def check() -> None:
         if not place.is_dir():
@@ -73,6 +60,22 @@ def verify(place: Path, about: dict[str, Any] | None, ranks: CheckpointGroup) ->
             refuse_damaged(place, dict(sorted(about["files"].items())[ranks.rank :: ranks.size]))
 
     ranks.on_all(check)
+    return place, about
+
+
+def load_into(
+    collect: Callable[[], State], place: Path, about: About, ranks: CheckpointGroup, *, cast: bool
+) -> None:
+    """Fill what ``collect`` returns from a checkpoint."""
+    state = ranks.on_all(collect)
+    with refuse_io(place, "read"):
+        source = Source(place, about, ranks)
+        loading = ranks.on_all(partial(_Loading, state, source, cast=cast))
+        problems = loading.problems + source.unknown(state, ranks)
+        ranks.on_all(partial(_refuse, problems))
+        source.read(loading.tensors, ranks)
+    found = loading.found()
+    ranks.on_all(partial(loading.put, found))
 
 
 def _refuse(problems: Sequence[str]) -> None:
@@ -87,7 +90,7 @@ class Source:
         shapes: the shape and type of each tensor, by its name in the checkpoint.
     """
 
-    def __init__(self, place: Path, about: dict[str, Any] | None, ranks: CheckpointGroup) -> None:
+    def __init__(self, place: Path, about: About, ranks: CheckpointGroup) -> None:
         self.place, self.about = place, about
         self._prefix = "" if about is not None else _MODEL
         found = ranks.on_first(lambda _: shapes_in(self._reader()))

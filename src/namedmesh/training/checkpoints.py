@@ -29,7 +29,7 @@ from namedmesh.training.checkpoint_files import (
     require_room,
     without_warnings,
 )
-from namedmesh.training.checkpoint_load import load_into
+from namedmesh.training.checkpoint_load import load_into, opened
 from namedmesh.training.checkpoint_ranks import CheckpointGroup, Saving
 from namedmesh.training.checkpoint_state import State
 from namedmesh.training.contents import decoded, digest, encoded
@@ -311,7 +311,9 @@ def load(
             problems at once, on every rank, before anything is changed.
     """
     ranks = CheckpointGroup.of(mesh)
-    about = load_into(partial(State, mesh, model, optimizer, data), Path(path), ranks, cast=cast)
+    ranks.on_all(ranks.finish)
+    place, about = opened(Path(path), ranks)
+    load_into(partial(State, mesh, model, optimizer, data), place, about, ranks, cast=cast)
     if about is None:
         return {}
     _lineage.run, _lineage.parent = about["run"], about["id"]
