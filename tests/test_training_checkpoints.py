@@ -425,6 +425,6 @@ def test_save_pretrained_and_back(tmp_path: Path) -> None:
 
 
 def test_without_safetensors_a_sentence_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("namedmesh.training.checkpoint_pretrained.find_spec", lambda _: None)
+    monkeypatch.setattr("namedmesh.training.checkpoint_load.find_spec", lambda _: None)
     with pytest.raises(CheckpointError, match="pip install safetensors"):
         training.to_pretrained(tmp_path / "step", tmp_path / "model")

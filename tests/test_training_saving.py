@@ -84,13 +84,13 @@ def test_another_run_is_refused_and_nothing_of_it_removed(tmp_path: Path) -> Non
 def test_options_of_other_calls_are_no_extra_values(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     assert error_of(lambda: training.save(tmp_path / "one", None, model, keep=3)) == (
-        "CheckpointError: 'keep' is no option of save(), and no name for an extra value; write Checkpoints(directory, mesh, "
-        "keep=...), or give the value another name"
+        "CheckpointError: keep: an option of another call, and no name for an extra value; give it to Checkpoints(), "
+        "resume_or_start() or load()"
     )
     run = training.Checkpoints(tmp_path, None)
     for name in ("keep", "async_", "resume", "cast"):
         option: Any = {name: True}
-        assert repr(name) in error_of(partial(run.save, 1, model, **option))
+        assert f"{name}: an option" in error_of(partial(run.save, 1, model, **option))
     assert files_left(tmp_path) == []
 
 
@@ -122,7 +122,7 @@ def test_what_interrupted_saves_leave_is_removed(tmp_path: Path) -> None:
 def test_a_file_that_was_written_elsewhere_is_missed(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     training.save(tmp_path / "one", None, model, step=1)
-    elsewhere = mock.patch.object(checkpoints, "measured", return_value={"of another host": (7, 0)})
+    elsewhere = mock.patch.object(checkpoint_files, "measured", return_value={"of another host": (7, 0)})
     soon = mock.patch.object(checkpoint_files, "_APPEARS_WITHIN", 0.0)
     with (
         elsewhere,
@@ -486,7 +486,7 @@ def test_what_ranks_have_for_themselves_they_get_back(tmp_path: Path) -> None:
         assert numbers == [[rank, rank], rank, list(range(rank + 1)), rank]
         assert same
         assert refused.startswith("CheckpointError: 'inside.weight': other values on rank 1 than on rank 0, ")
-        assert "the optimizer keeps 'scale' of 'weight' for the part that a rank had" in moved
+        assert "the optimizer keeps 'weight:scale' for the part that a rank had" in moved
         assert averaged == [[0.5, 0.5], 0]  # the mean, and the first
 
 
@@ -517,6 +517,10 @@ def test_several_optimizers_and_what_does_not_fit(tmp_path: Path) -> None:
         f"CheckpointError: the optimizer of '0.weight', '0.bias' was SGD in the checkpoint {tmp_path}/two, and is Adagrad here; "
         "make the one that was saved, or load without the optimizer"
     )
+    twice = [torch.optim.AdamW(model[1].parameters()), pair[1]]
+    twice[0].step()
+    said = error_of(lambda: training.save(tmp_path / "twice", None, model, twice))
+    assert "'1.weight:exp_avg' is the name of two values; " in said
     half: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).half()
     before = half[0].weight.clone()
     said = error_of(lambda: training.load(tmp_path / "two", None, half))

@@ -7,7 +7,7 @@ names it is one maximum of a matrix; where they have others, as pipeline stages 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from namedmesh.mesh import NamedMesh
+    from namedmesh.training.checkpoint_state import Entry
 
 _SAMPLE = 1024  # elements of a tensor that are compared between ranks, at least
 # Replicas may differ by what rounding adds up to over a run; different tensors differ by more.
@@ -30,24 +31,8 @@ _NO_NUMBER = 1e300
 _SHAPE, _SHARD, _NUMBERS = 0, 1, slice(3, 5)  # columns of a table; between them all bits
 
 
-class Compared(NamedTuple):
-    """What ranks compare of an entry.
-
-    Attributes:
-        value: what this rank has.
-        shape: the shape of the whole, which has to be the same everywhere; None where it may differ.
-        shard: which part of the whole this rank has; empty for all of it.
-        exact: whether every bit counts.
-    """
-
-    value: object
-    shape: tuple[int, ...] | None
-    shard: tuple[object, ...]
-    exact: bool
-
-
 @torch.no_grad()
-def table_of(entries: Mapping[str, Compared]) -> Tensor:
+def table_of(entries: Mapping[str, Entry]) -> Tensor:
     """Return a row for each entry: hashes of its shape, its shard and all of its bits, and two numbers of its elements."""
     rows = [
         [_hash(each.shape), _hash(each.shard), _exactly(digest(each.value)) if each.exact else 0.0]
@@ -110,7 +95,7 @@ def _gathered(mesh: NamedMesh, axis: str, ids: Tensor, bounds: Tensor) -> Tensor
     return largest[torch.searchsorted(known, ids)]
 
 
-def _numbers(entries: Mapping[str, Compared]) -> Tensor:
+def _numbers(entries: Mapping[str, Entry]) -> Tensor:
     """Return two numbers of each entry's elements, or some of them, that differ between different tensors."""
     samples = [_sample(each) for each in entries.values()]
     result = torch.zeros(len(samples), 2, dtype=torch.float64)
@@ -130,7 +115,7 @@ def _numbers(entries: Mapping[str, Compared]) -> Tensor:
     return result.nan_to_num(nan=_NO_NUMBER, posinf=2 * _NO_NUMBER, neginf=-2 * _NO_NUMBER)
 
 
-def _sample(entry: Compared) -> Tensor:
+def _sample(entry: Entry) -> Tensor:
     if entry.exact or not isinstance(entry.value, Tensor):
         return torch.empty(0, dtype=torch.float64)
     local = local_shard(entry.value)
@@ -143,12 +128,17 @@ Detail = tuple["tuple[int, ...] | None", "tuple[object, ...]", "list[float]"]
 
 
 @torch.no_grad()
-def details(entries: Mapping[str, Compared]) -> dict[str, Detail]:
+def details(entries: Mapping[str, Entry]) -> dict[str, Detail]:
     """Return what tells :func:`contradictions` how entries differ."""
     rows = _numbers(entries).tolist()
     return {
         name: (each.shape, each.shard, row) for (name, each), row in zip(entries.items(), rows, strict=True)
     }
+
+
+def shown(name: str) -> str:
+    """Return the name of an entry as messages have it."""
+    return repr(name.removesuffix("#").partition(".")[2])
 
 
 def contradictions(by_rank: Sequence[Mapping[str, Detail]]) -> list[str]:
@@ -167,7 +157,7 @@ def contradictions(by_rank: Sequence[Mapping[str, Detail]]) -> list[str]:
                 found.setdefault(name, f"other values on rank {rank} than on rank {first}")
     by_cause: dict[str, list[str]] = {}
     for name, what in found.items():
-        by_cause.setdefault(what, []).append(repr(name.removeprefix("model.")))
+        by_cause.setdefault(what, []).append(shown(name))
     return [
         f"{listing(names)}: {what}, and a checkpoint holds one tensor of a name; replicas have to be equal, a layer "
         "has its number in the whole model in its name (training.stage_layers), and plain shards are marked with "

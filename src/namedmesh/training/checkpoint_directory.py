@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from namedmesh.errors import CheckpointError, ranks_in_words
-from namedmesh.training.checkpoint_files import (
-    clear,
-    in_order,
-    latest,
-    names_in,
-    remove,
-)
+from namedmesh.training import checkpoint_files as files
 from namedmesh.training.checkpoint_load import load_into, opened
 from namedmesh.training.checkpoint_ranks import CheckpointGroup
 from namedmesh.training.checkpoint_state import State
@@ -81,7 +75,7 @@ class Checkpoints:
     def latest(self) -> Path | None:
         """Return the checkpoint that was finished last, as :func:`latest` does, after what is written now."""
         CheckpointGroup.of(self.mesh).wait()
-        return latest(self.directory)
+        return files.latest(self.directory)
 
     def resume_or_start(
         self,
@@ -166,7 +160,7 @@ class Checkpoints:
 
     def _refuse_other_run(self) -> None:
         """Refuse to save in a directory of which this run has loaded nothing."""
-        runs = [(about["run"], path.name) for path, about in in_order(self.directory) if "run" in about]
+        runs = [(about["run"], path.name) for path, about in files.in_order(self.directory) if "run" in about]
         if runs and self._lineage.run not in dict(runs):
             raise CheckpointError(
                 f"{self.directory} holds another run, up to {runs[-1][1]}; go on with it by "
@@ -175,13 +169,13 @@ class Checkpoints:
 
     def _clear(self) -> None:
         """Remove what interrupted saves and removals of this run left."""
-        for name in names_in(self.directory):
+        for name in files.names_in(self.directory):
             if _NAME.fullmatch(name):
-                clear(self.directory / name)
+                files.clear(self.directory / name)
 
     def _last_sound(self, ranks: CheckpointGroup) -> tuple[Path, About] | None:
         """Return the checkpoint that was finished last and is as it was written; None where none was ever finished."""
-        paths = ranks.on_first(lambda _: [path for path, _ in in_order(self.directory)])
+        paths = ranks.on_first(lambda _: [path for path, _ in files.in_order(self.directory)])
         for path in reversed(paths):
             if found := _opened_if_sound(path, ranks):
                 return found
@@ -194,9 +188,9 @@ class Checkpoints:
     def _remove_older(self, about: dict[str, Any]) -> None:
         if self.keep is None:
             return
-        mine = [path for path, other in in_order(self.directory) if other.get("run") == about["run"]]
+        mine = [path for path, other in files.in_order(self.directory) if other.get("run") == about["run"]]
         for path in mine[: -self.keep]:
-            remove(path)
+            files.remove(path)
 
 
 def _refuse_other_choices(by_rank: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from namedmesh.errors import CheckpointError, listing
-from namedmesh.training.checkpoint_compare import Compared
+from namedmesh.training.checkpoint_compare import shown
 from namedmesh.training.contents import decoded, digest, encoded
 from namedmesh.training.initialization import plain_name
 from namedmesh.training.seeds import streams
@@ -32,17 +32,23 @@ if TYPE_CHECKING:
 
 
 class Entry(NamedTuple):
-    """One thing that a rank has to save.
+    """One thing that a rank has to save, and what ranks compare of it.
 
     Attributes:
         value: what it is.
         parameter: the parameter whose part it is, or which it is.
         may_be_averaged: whether copies that differ have a mean, for a layout in which nobody is the rank that had one of them.
+        shape: that of the whole, which has to be the same everywhere; None where it may differ.
+        shard: which part of the whole this rank has; empty for all of it.
+        exact: whether every bit counts.
     """
 
     value: Any
-    parameter: Tensor | None = None
-    may_be_averaged: bool = False
+    parameter: Tensor | None
+    may_be_averaged: bool
+    shape: tuple[int, ...] | None
+    shard: tuple[object, ...]
+    exact: bool
 
 
 class State:
@@ -71,11 +77,23 @@ class State:
         for optimizer in self.optimizers:
             self._add_optimizer(optimizer)
         for number, loader in enumerate(self.loaders):
-            self.entries[f"data.{number}#"] = Entry(loader.state_dict())
+            self._add(f"data.{number}#", loader.state_dict())
         for name, state in self._random().items():
-            self.entries[f"random.{name}"] = Entry(state)
+            self._add(f"random.{name}", state)
         if self._problems:
             raise CheckpointError(*self._problems)
+
+    def _add(self, name: str, value: Any, parameter: Tensor | None = None, *, averaged: bool = False) -> None:
+        of_optimizer = name.startswith("optimizer.")
+        shard, shape = self._place(value, parameter)
+        replica = bool(shard) or (isinstance(value, nn.Parameter) and not of_optimizer)
+        exact = not replica and not (averaged and of_optimizer)
+        entry = Entry(value, parameter, averaged, shape if replica else None, shard, exact)
+        if self.entries.setdefault(name, entry).value is not value:
+            self._problems.append(
+                f"{shown(name)} is the name of two values; name a layer by its number in the whole model, as "
+                "training.stage_layers does, and give a parameter to one optimizer"
+            )
 
     def _add_model(self) -> None:
         for module in self.modules:
@@ -83,17 +101,12 @@ class State:
             # Kept as variables: the parameters themselves, by which their marks and optimizer state are found.
             for raw, value in module.state_dict(keep_vars=True).items():
                 name = plain_name(raw)
-                if not isinstance(value, Tensor):
-                    if value is not None:
-                        self.entries[f"model.{name}#"] = Entry(value)
-                    continue
-                entry = Entry(value, value, id(value) in own and value.is_floating_point())
-                if self.entries.setdefault(f"model.{name}", entry).value is not value:
-                    self._problems.append(
-                        f"{name!r} is the name of two tensors; name a layer by its number in the whole model, "
-                        "as training.stage_layers does"
-                    )
-                self.names.setdefault(id(value), name)
+                if isinstance(value, Tensor):
+                    averaged = id(value) in own and value.is_floating_point()
+                    self._add(f"model.{name}", value, value, averaged=averaged)
+                    self.names.setdefault(id(value), name)
+                elif value is not None:
+                    self._add(f"model.{name}#", value)
 
     def _add_optimizer(self, optimizer: Optimizer) -> None:
         parameters = self.parameters(optimizer)
@@ -111,14 +124,16 @@ class State:
                 continue
             name, parameter = parameters[index]
             for key, value in kept.items():
-                if not isinstance(value, Tensor):
-                    self.entries[f"optimizer.{name}:{key}#"] = Entry(value)
-                    continue
-                alike = value.shape == parameter.shape and value.ndim > 0 and value.is_floating_point()
-                averaged = alike and not isinstance(parameter, DTensor)
-                self.entries[f"optimizer.{name}:{key}"] = Entry(value, parameter, averaged)
+                if isinstance(value, Tensor):
+                    alike = value.shape == parameter.shape and value.ndim > 0 and value.is_floating_point()
+                    averaged = alike and not isinstance(parameter, DTensor)
+                    self._add(f"optimizer.{name}:{key}", value, parameter, averaged=averaged)
+                else:
+                    self._add(f"optimizer.{name}:{key}#", value)
         for content in groups_of(optimizer, parameters):
-            self.entries[f"group.{digest(content):x}#"] = Entry(content)
+            name = f"group.{digest(content):x}#"
+            if name not in self.entries:
+                self._add(name, content)
 
     def _random(self) -> dict[str, Tensor]:
         states = streams.state_dict()
@@ -140,22 +155,17 @@ class State:
         value = self.entries[key].value
         return [other for other, entry in self.entries.items() if entry.value is value]
 
-    def compared(self) -> dict[str, Compared]:
+    def compared(self) -> dict[str, Entry]:
         """Return what ranks compare: all but the options, which are named by what they are, and shards of optimizers."""
         found = {}
         for name, entry in sorted(self.entries.items(), key=itemgetter(0)):
-            of_optimizer = name.startswith("optimizer.")
-            shard, shape = self._place(entry)
-            if name.startswith("group.") or (shard and of_optimizer):
-                continue
-            replica = bool(shard) or (isinstance(entry.value, nn.Parameter) and not of_optimizer)
-            exact = not replica and not (entry.may_be_averaged and of_optimizer)
-            found[name] = Compared(entry.value, shape if replica else None, shard, exact)
+            shard_of_optimizer = entry.shard and name.startswith("optimizer.")
+            if not shard_of_optimizer and not name.startswith("group."):
+                found[name] = entry
         return found
 
-    def _place(self, entry: Entry) -> tuple[tuple[object, ...], tuple[int, ...]]:
+    def _place(self, value: Any, parameter: Tensor | None) -> tuple[tuple[object, ...], tuple[int, ...]]:
         """Return which part of a tensor this rank has, empty for all of it, and the shape of the whole."""
-        value, parameter = entry.value, entry.parameter
         if not isinstance(value, Tensor):
             return (), ()
         if isinstance(value, DTensor):
@@ -178,7 +188,7 @@ class State:
             CheckpointError: one is no plain data.
         """
         return {
-            name: encoded(entry.value, repr(name.removesuffix("#").partition(".")[2]))
+            name: encoded(entry.value, shown(name))
             for name, entry in self.entries.items()
             if not isinstance(entry.value, Tensor)
         }

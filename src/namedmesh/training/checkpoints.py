@@ -17,18 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from namedmesh.errors import CheckpointError, listing, ranks_in_words
+from namedmesh.training import checkpoint_files as files
 from namedmesh.training.checkpoint_compare import contradictions, details, differing, table_of
-from namedmesh.training.checkpoint_files import (
-    Writer,
-    beside,
-    in_order,
-    make_room,
-    measured,
-    move,
-    refuse_io,
-    require_room,
-    without_warnings,
-)
 from namedmesh.training.checkpoint_load import load_into, opened
 from namedmesh.training.checkpoint_ranks import CheckpointGroup, Saving
 from namedmesh.training.checkpoint_state import State
@@ -41,14 +31,6 @@ if TYPE_CHECKING:
 
     from namedmesh.mesh import NamedMesh
     from namedmesh.training.checkpoint_state import Model, Optimizers
-
-# Options of other calls, which save() would take for extra values.
-_OPTIONS = {
-    "keep": "Checkpoints(directory, mesh, keep=...)",
-    "async_": "Checkpoints(directory, mesh, async_=...)",
-    "resume": "Checkpoints.resume_or_start(resume=...)",
-    "cast": "load(..., cast=...)",
-}
 
 
 @dataclass
@@ -153,7 +135,7 @@ def save_as(
     wrong = {name: compared[name] for name in unlike if compared[name].shape is not None}
     own = {name: digest(compared[name].value) for name in unlike if name not in wrong}
     checked = {"contradictions": details(wrong), "extra": digest(extra), "per_rank": own}
-    with refuse_io(path):
+    with files.refuse_io(path):
         nonce, per_rank = ranks.on_first(partial(_checked, path, ranks, extra), checked)
     tensors = {}
     for name, tensor in (values | state.tensors()).items():
@@ -181,13 +163,12 @@ def save_as(
 
 
 def _refuse_options(extra: Mapping[str, Any]) -> None:
-    problems = [
-        f"{name!r} is no option of save(), and no name for an extra value; write {owner}, or give the value another name"
-        for name, owner in _OPTIONS.items()
-        if name in extra
-    ]
-    if problems:
-        raise CheckpointError(*problems)
+    names = extra.keys() & {"keep", "async_", "resume", "cast"}
+    if names:
+        raise CheckpointError(
+            f"{listing(sorted(names))}: an option of another call, and no name for an extra value; give it to Checkpoints(), "
+            "resume_or_start() or load()"
+        )
 
 
 def _checked(
@@ -218,7 +199,7 @@ def _checked(
             "mean, of integers and other objects the first",
             stacklevel=2,
         )
-    return make_room(path), copies
+    return files.make_room(path), copies
 
 
 def _write(
@@ -229,25 +210,25 @@ def _write(
     after: Callable[[dict[str, Any]], None],
 ) -> None:
     """Write the tensors and put the checkpoint in its place; what cannot be finished is removed."""
-    unfinished = beside(path, "unfinished")
-    writer = Writer(unfinished)
+    unfinished = files.beside(path, "unfinished")
+    writer = files.Writer(unfinished)
     # Without torch's caching of plans: it has one cache for all that a process saves, which a save that fails leaves wrong.
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def finish(by_rank: Sequence[dict[str, tuple[int, int]]]) -> None:
-        order = max((other["order"] for _, other in in_order(path.parent) if "run" in other), default=0)
-        files = {name: each for one in by_rank for name, each in one.items()}
-        move(path, about | {"order": order + 1}, files)
+        order = max((other["order"] for _, other in files.in_order(path.parent) if "run" in other), default=0)
+        written = {name: each for one in by_rank for name, each in one.items()}
+        files.move(path, about | {"order": order + 1}, written)
         after(about)
 
     try:
-        ranks.on_all(partial(require_room, path, about["id"]))
-        with refuse_io(path):
+        ranks.on_all(partial(files.require_room, path, about["id"]))
+        with files.refuse_io(path):
             # Filters of warnings belong to all threads.
-            with without_warnings() if ranks.group is None else nullcontext():
+            with files.without_warnings() if ranks.group is None else nullcontext():
                 dcp.save(tensors, storage_writer=writer, planner=planner, **ranks.arguments)
-            files = ranks.on_all(lambda: measured(unfinished, writer.names))
-            ranks.on_first(finish, files)
+            written = ranks.on_all(lambda: files.measured(unfinished, writer.names))
+            ranks.on_first(finish, written)
     except Exception:
         if ranks.rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
