@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from namedmesh.errors import CheckpointError, listing
 from namedmesh.training.checkpoint_compare import shown
 from namedmesh.training.contents import decoded, digest, encoded
-from namedmesh.training.initialization import plain_name
+from namedmesh.training.initialization import plain_name, shard_of
 from namedmesh.training.seeds import streams
 
 if TYPE_CHECKING:
@@ -269,21 +269,6 @@ def groups_of(optimizer: Optimizer, parameters: Sequence[tuple[str, Tensor]]) ->
         found.append({"kinds": kinds, "options": options, "names": names[:count]})
         names = names[count:]
     return found
-
-
-def shard_of(parameter: Tensor | None, mesh: NamedMesh | None) -> tuple[str, int, int] | None:
-    """Return the axis over which a plain tensor is cut, the dim and the number of blocks, by Megatron's marks."""
-    if (
-        mesh is None
-        or parameter is None
-        or isinstance(parameter, DTensor)
-        or not getattr(parameter, "tensor_model_parallel", False)
-    ):
-        return None
-    axis = "tp" if getattr(parameter, "allreduce", True) or "etp" not in mesh.coords else "etp"
-    if axis not in mesh.coords or mesh.size(axis) == 1:
-        return None
-    return axis, int(getattr(parameter, "partition_dim", 0)), int(getattr(parameter, "partition_stride", 1))
 
 
 def whole(
