@@ -133,8 +133,8 @@ def test_streams_go_on_where_they_were() -> None:
 def test_what_streams_refuse() -> None:
     streams = Streams()
     streams.add("tensor", 1)
-    with pytest.raises(namedmesh.TrainingError) as raised:
-        streams("tenor")
+    with pytest.raises(namedmesh.TrainingError) as raised, streams("tenor"):
+        pass
     assert str(raised.value) == (
         "there is no stream 'tenor'; did you mean 'tensor'?; the streams are ('tensor',); seed_all() makes them, and "
         "streams.add(name, seed)"

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from namedmesh.errors import CheckpointError, listing, ranks_in_words
 from namedmesh.training import checkpoint_files as files
-from namedmesh.training.checkpoint_compare import contradictions, details, differing, table_of
+from namedmesh.training.checkpoint_compare import contradictions, details, differing, shown, table_of
 from namedmesh.training.checkpoint_load import load_into, opened
 from namedmesh.training.checkpoint_ranks import CheckpointGroup, Saving
 from namedmesh.training.checkpoint_state import State
@@ -184,7 +184,7 @@ def _checked(
         )
     names = sorted({name for one in by_rank for name in one["contradictions"]})
     if names and not problems:
-        problems.append(f"{listing(names)}: replicas of one tensor have other values on other ranks")
+        problems.append(f"{listing(map(shown, names))}: replicas of one tensor have other values on other ranks")
     if problems:
         raise CheckpointError(*problems)
     copies: dict[str, dict[int, int]] = {}

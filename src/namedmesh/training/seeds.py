@@ -88,17 +88,14 @@ class Streams:
         self._check_name(name)
         return self._generators[name][device]
 
-    def __call__(self, name: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
         """Draw from a stream inside the block.
 
         Raises:
             TrainingError: there is no such stream.
         """
         self._check_name(name)
-        return self._drawing_from(name)
-
-    @contextmanager
-    def _drawing_from(self, name: str) -> Iterator[None]:
         outside = self._default()
         if self._inside:
             self._keep(self._inside[-1])
