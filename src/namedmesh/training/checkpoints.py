@@ -184,7 +184,9 @@ def _checked(
         )
     names = sorted({name for one in by_rank for name in one["contradictions"]})
     if names and not problems:
-        problems.append(f"{listing(map(shown, names))}: replicas of one tensor have other values on other ranks")
+        problems.append(
+            f"{listing(map(shown, names))}: replicas of one tensor have other values on other ranks"
+        )
     if problems:
         raise CheckpointError(*problems)
     copies: dict[str, dict[int, int]] = {}
