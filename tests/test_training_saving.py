@@ -377,7 +377,9 @@ def test_the_end_of_the_interpreter_waits_and_tells(tmp_path: Path) -> None:
         check=False,
         timeout=90,
     )
-    assert done.stdout.splitlines() == ["the first handler", "120", "the first handler"], done.stderr
+    # Up to torch 2.8 gloo itself talks about the world of one.
+    told = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
+    assert told == ["the first handler", "120", "the first handler"], done.stderr
     assert done.returncode == 0
     assert files_left(tmp_path) == ["fine"]
     assert done.stderr.count(f"CheckpointError: the checkpoint {tmp_path}/bad could not be written") == 1
