@@ -354,7 +354,7 @@ def test_a_checkpoint_directory_that_not_all_hosts_see_is_refused(hosts: Hosts, 
         (tmp_path / name).mkdir()
     for said, left, after in hosts.run(1, _unshared, str(tmp_path)):
         assert said.startswith(
-            f"CheckpointError: {tmp_path}/own/step-000001 on rank 0 is not the directory of rank 1; "
+            f"CheckpointError: rank 1: {tmp_path}/own/step-000001 is another directory than on rank 0; "
         )
         assert left == "[]"
         assert after == ""
