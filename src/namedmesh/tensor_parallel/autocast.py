@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from namedmesh._torch import cast_in_autocast_cache
-from namedmesh.tensor_parallel.collectives import local_shard
+from namedmesh._torch import cast_in_autocast_cache, local_tensor
 
 
 def _cast_to(tensor: Tensor) -> torch.dtype | None:
@@ -30,6 +29,6 @@ def autocast_shard(parameter: Tensor) -> Tensor:
 
     As autocast does, it casts a parameter once, however often it is used in one autocast block.
     """
-    shard = local_shard(parameter)
+    shard = local_tensor(parameter)
     dtype = _cast_to(shard)
     return shard if dtype is None else cast_in_autocast_cache(parameter, shard, dtype)

@@ -20,6 +20,7 @@ from namedmesh._torch import (
     gradient_like,
     grads_wanted_by_this_pass,
     in_function_transform,
+    local_tensor,
     needs_functional_collectives,
     synchronous,
 )
@@ -286,7 +287,7 @@ class _Column(torch.autograd.Function):
         _refuse_double_backward()
         now = grads_wanted_by_this_pass(ctx)
         value, weight, bias, mine = ctx.saved_tensors
-        mine = local_shard(weight) if mine is None else mine
+        mine = local_tensor(weight) if mine is None else mine
         gradient = synchronous(gradient)
         pending = gathering = None
         if now[1] and value is not None and ctx.gather_again:
@@ -338,7 +339,7 @@ class _Row(torch.autograd.Function):
         _refuse_double_backward()
         now = grads_wanted_by_this_pass(ctx)
         value, weight, bias, mine = ctx.saved_tensors
-        mine = local_shard(weight) if mine is None else mine
+        mine = local_tensor(weight) if mine is None else mine
         whole = synchronous(gradient)
         if ctx.scatter_dim is not None:
             # The whole gradient also makes the bias' gradient the same, and whole, on every rank.
