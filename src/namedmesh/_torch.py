@@ -46,6 +46,9 @@ _NAMES_COUNT_GROUPS = Version("2.14.0a0") > TORCH
 # The compiler of torch 2.11 drops the gradient of what a custom function returns, if an operation wrote into it.
 _DROPS_GRADIENTS = Version("2.11.0a0") <= TORCH < Version("2.12.0a0")
 
+# Before, nn.utils.clip_grad_norm_ leaves a gradient that is a part of a sum as it is, without a word.
+CLIPS_PARTIAL_GRADIENTS = Version("2.12.0a0") <= TORCH
+
 # torch 2.13 renamed both and warns at the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
