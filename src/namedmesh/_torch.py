@@ -5,7 +5,6 @@ Everything here stands in for something that torch does not offer publicly; each
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import os
 import sys

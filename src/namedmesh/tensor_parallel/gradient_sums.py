@@ -109,7 +109,7 @@ def reduce_before_use(model: nn.Module) -> None:
         ):
             trainable = parameter.requires_grad
             parameter.requires_grad_()  # or it takes no hook
-            parameter.register_post_accumulate_grad_hook(_sum_at_once)
+            parameter.register_post_accumulate_grad_hook(_sum_at_once)  # type: ignore[no-untyped-call]  # torch's
             parameter.requires_grad_(trainable)
 
 

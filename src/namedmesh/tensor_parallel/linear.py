@@ -117,9 +117,11 @@ def column_operand(module: nn.Module, setup: StyleContext, value: Tensor) -> Col
         PlanError: the style is to gather an input that is gathered already.
     """
     layout = setup.layout_of(value)
+    if layout is None:
+        return None
     gather_dim = None
     if not isinstance(layout, Replicate):
-        gather_dim = None if layout is None else sharded_dim(layout, value.ndim)
+        gather_dim = sharded_dim(layout, value.ndim)
         if gather_dim is None or gather_dim == value.ndim - 1:
             return None
     if not isinstance(value, DTensor):
