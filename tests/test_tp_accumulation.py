@@ -21,6 +21,7 @@ from tp_compare import tp_mesh, whole
 from tp_models import Llama
 
 import namedmesh
+from namedmesh._torch import CLIPS_PARTIAL_GRADIENTS
 from namedmesh.tensor_parallel import SequenceParallel, llama_plan, parallelize, reduce_gradients
 from namedmesh.training import clip_grad_norm_
 
@@ -71,6 +72,10 @@ def all_calls() -> dict[str, tuple[int, int]]:
     return found
 
 
+@pytest.mark.skipif(
+    not CLIPS_PARTIAL_GRADIENTS,
+    reason="parts of gradients are summed at once, which torch's styles would clip wrong",
+)
 def test_micro_batches_have_no_more_collectives_than_torchs_styles() -> None:
     for found in run_ranks(2, all_calls):
         assert list(found) == list(COUNTED)
@@ -93,7 +98,8 @@ def sums_of_shared_parameters() -> list[Counter[str]]:
 
 
 def test_a_step_sums_all_of_them_at_once() -> None:
-    assert run_ranks(2, sums_of_shared_parameters) == [[Counter(all_reduce=1)] * 2] * 2
+    sums = Counter(all_reduce=1) if CLIPS_PARTIAL_GRADIENTS else Counter()
+    assert run_ranks(2, sums_of_shared_parameters) == [[sums] * 2] * 2
 
 
 # --- values -------------------------------------------------------------------------------------------------
@@ -212,7 +218,8 @@ def differences() -> dict[tuple[str, str], float]:
 def test_a_step_of_several_micro_batches_is_that_of_one_process() -> None:
     for found in run_ranks(2, differences):
         assert len(found) == len(PLANS) * len(WAYS)
-        assert max(found.values()) < 1e-12, found
+        # torch 2.8 and 2.9 clip by a factor in single precision.
+        assert max(found.values()) < (1e-12 if CLIPS_PARTIAL_GRADIENTS else 1e-7), found
 
 
 def whole_gradients() -> list[float]:
@@ -236,7 +243,9 @@ def whole_gradients() -> list[float]:
         wanted = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
         with Traffic() as traffic:
             found.append(abs(float(clip_grad_norm_(model.parameters(), 0.1, mesh) - wanted)))
-        assert traffic.calls == Counter(all_reduce=2)  # of all parts, and of the norm
+        assert traffic.calls == Counter(
+            all_reduce=1 + CLIPS_PARTIAL_GRADIENTS
+        )  # of the norm, and of all parts
     torch.distributed.barrier()
     mesh.close()
     return found

@@ -8,7 +8,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from namedmesh._torch import apply_style
 from namedmesh.tensor_parallel.gradient_comparison import GradientComparison, Whole
-from namedmesh.tensor_parallel.gradient_sums import reduce_before_steps
+from namedmesh.tensor_parallel.gradient_sums import reduce_before_use
 from namedmesh.tensor_parallel.guards import avoid_native_path, install_guards, restored_on_error
 from namedmesh.tensor_parallel.module_setup import NAME
 from namedmesh.tensor_parallel.placements import accepts_sharded_module, whole_sides
@@ -91,7 +91,7 @@ def parallelize(
                 model = applied
         for tie in resolved.ties:
             tie.restore()
-    reduce_before_steps()
+    reduce_before_use(model)
     if check and mesh.size() > 1 and not any(_has_own_data(entry.style) for entry in resolved.entries):
         GradientComparison(model, mesh, _whole_activations(resolved.entries))
     avoid_native_path(model)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -114,8 +114,7 @@ ALONE = RankGroup(None)
 """One rank, with nobody to communicate with."""
 
 
-@dataclass(frozen=True)
-class Pending:
+class Pending(NamedTuple):
     """A tensor that is being filled by a collective."""
 
     tensor: Tensor

@@ -154,7 +154,8 @@ def fused_problems(entries: list[Entry], tp_size: int) -> list[str]:
 def _unsaid(entries: list[Entry]) -> Iterator[tuple[str, str]]:
     """Yield the only column layers of their modules that make more features than a row layer beside them takes.
 
-    The code between them decides whether rank after rank is right; only the plan can say.
+    The code between them decides whether rank after rank is right; only the plan can say. Nothing else finds it: where a
+    forward takes gate and up from a rank's rows with ``chunk``, the shapes fit, and the ranks agree on wrong gradients.
     """
     columns: dict[str, list[Entry]] = {}
     rows: dict[str, list[Entry]] = {}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from namedmesh._torch import synchronous
+from namedmesh._torch import CLIPS_PARTIAL_GRADIENTS, synchronous
 from namedmesh.tensor_parallel.collectives import RankGroup, all_reduce
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 def reduce_gradients(parameters: nn.Module | Iterable[Tensor]) -> None:
     """Sum the gradients that are parts over their ranks: one collective for all that have the same ranks and type.
 
-    Every step of a ``torch.optim.Optimizer`` does this first, and so does :func:`namedmesh.training.clip_grad_norm_`. Call
+    Every step of a ``torch.optim.Optimizer`` does this first (up to torch 2.11 it is done at once, in the backward: its
+    clipping leaves such gradients as they are), and so does :func:`namedmesh.training.clip_grad_norm_`. Call
     it yourself, after the last micro-batch, before code that takes ``grad.to_local()`` for the gradient, such as an
     optimizer of your own, or that writes into gradients what is no multiple of them, as
     ``torch.nn.utils.clip_grad_value_`` does. ``grad.full_tensor()`` is the whole gradient before and afterwards.
@@ -95,6 +96,25 @@ def _reduce_together(parameters: list[Any], group: RankGroup) -> None:
             shape=gradient.shape,
             stride=gradient.stride(),
         )
+
+
+def reduce_before_use(model: nn.Module) -> None:
+    """Let the gradients of a model be summed before they are used: before a step, or at once where torch clips no parts."""
+    reduce_before_steps()
+    if CLIPS_PARTIAL_GRADIENTS:
+        return
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) and any(
+            isinstance(each, Replicate) for each in parameter.placements
+        ):
+            trainable = parameter.requires_grad
+            parameter.requires_grad_()  # or it takes no hook
+            parameter.register_post_accumulate_grad_hook(_sum_at_once)  # type: ignore[no-untyped-call]  # torch's
+            parameter.requires_grad_(trainable)
+
+
+def _sum_at_once(parameter: Tensor) -> None:
+    reduce_gradients([parameter])
 
 
 @cache

@@ -20,11 +20,12 @@ from namedmesh._torch import (
     gradient_like,
     grads_wanted_by_this_pass,
     in_function_transform,
+    local_tensor,
     needs_functional_collectives,
     synchronous,
 )
 from namedmesh.errors import MeshError, PlanError
-from namedmesh.tensor_parallel.autocast import autocast_shard, autocast_value
+from namedmesh.tensor_parallel.autocast import autocast_shards, autocast_value
 from namedmesh.tensor_parallel.collectives import (
     ALONE,
     all_gather,
@@ -63,11 +64,12 @@ class ColwiseLinear(nn.Linear):
         setup = self._setup
         last = input.ndim - 1
         operand = column_operand(self, setup, input)
-        whole_output = isinstance(setup.output_layout, Replicate)
-        if operand is None or not (whole_output or sharded_dim(setup.output_layout, input.ndim) == last):
+        if operand is None or not (
+            setup.whole_output or sharded_dim(setup.output_layout, input.ndim) == last
+        ):
             return through_dtensor(self, input, Replicate())
         output = column(operand.value, self.weight, self.bias, *operand[1:])
-        if whole_output:
+        if setup.whole_output:
             output = gather(output, setup.peers, last)
         return output if setup.use_local_output else setup.wrap_output(output)
 
@@ -82,12 +84,10 @@ class RowwiseLinear(nn.Linear):
         setup = self._setup
         last = input.ndim - 1
         layout = setup.layout_of(input)
-        scatter_dim = sharded_dim(setup.output_layout, input.ndim)
-        whole_input = layout is not None and isinstance(layout, Replicate)
-        if (
-            layout is None
-            or not (whole_input or sharded_dim(layout, input.ndim) == last)
-            or (scatter_dim is None and not isinstance(setup.output_layout, Replicate))
+        whole_input = isinstance(layout, Replicate)
+        scatter_dim = None if setup.whole_output else sharded_dim(setup.output_layout, input.ndim)
+        if not (whole_input or (layout is not None and sharded_dim(layout, input.ndim) == last)) or not (
+            setup.whole_output or scatter_dim is not None
         ):
             return through_dtensor(self, input, Shard(-1))
         local = local_shard(input)
@@ -117,13 +117,13 @@ def column_operand(module: nn.Module, setup: StyleContext, value: Tensor) -> Col
         PlanError: the style is to gather an input that is gathered already.
     """
     layout = setup.layout_of(value)
-    gather_dim = None if layout is None else sharded_dim(layout, value.ndim)
-    if (
-        layout is None
-        or (gather_dim is None and not isinstance(layout, Replicate))
-        or gather_dim == value.ndim - 1
-    ):
+    if layout is None:
         return None
+    gather_dim = None
+    if not isinstance(layout, Replicate):
+        gather_dim = sharded_dim(layout, value.ndim)
+        if gather_dim is None or gather_dim == value.ndim - 1:
+            return None
     if not isinstance(value, DTensor):
         if shared_by(module, setup.peers, value) is None:
             return ColumnOperand(value, setup.peers, gather_dim)
@@ -276,17 +276,17 @@ class _Column(torch.autograd.Function):
         if gather_dim is not None:
             value = all_gather(shard, peers, gather_dim)
         gather_again = gather_again and gather_dim is not None
-        mine = autocast_shard(weight)
+        mine, added = autocast_shards(weight, bias)
         _keep(ctx, shard if gather_again else value, weight, bias, mine)
         ctx.peers, ctx.gather_dim, ctx.gather_again, ctx.factor = peers, gather_dim, gather_again, factor
-        return as_non_view(F.linear(value, mine, None if bias is None else autocast_shard(bias)))
+        return as_non_view(F.linear(value, mine, added))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_double_backward()
         now = grads_wanted_by_this_pass(ctx)
         value, weight, bias, mine = ctx.saved_tensors
-        mine = local_shard(weight) if mine is None else mine
+        mine = local_tensor(weight) if mine is None else mine
         gradient = synchronous(gradient)
         pending = gathering = None
         if now[1] and value is not None and ctx.gather_again:
@@ -316,7 +316,7 @@ class _Row(torch.autograd.Function):
         peers: RankGroup,
         scatter_dim: int | None,
     ) -> Tensor:
-        value, mine = synchronous(value), autocast_shard(weight)
+        value, (mine, added) = synchronous(value), autocast_shards(weight, bias)
         _keep(ctx, value, weight, bias, mine)
         ctx.peers, ctx.scatter_dim, ctx.gathered = peers, scatter_dim, None
         output = F.linear(value, mine)
@@ -324,8 +324,7 @@ class _Row(torch.autograd.Function):
             output = all_reduce(output, peers, mine=True)
         else:
             output = reduce_scatter(output, peers, scatter_dim)
-        if bias is not None:
-            added = autocast_shard(bias)
+        if added is not None:
             if scatter_dim == output.ndim - 1 and peers.size > 1:
                 width = output.shape[-1]
                 added = added.narrow(0, peers.rank * width, width)
@@ -338,7 +337,7 @@ class _Row(torch.autograd.Function):
         _refuse_double_backward()
         now = grads_wanted_by_this_pass(ctx)
         value, weight, bias, mine = ctx.saved_tensors
-        mine = local_shard(weight) if mine is None else mine
+        mine = local_tensor(weight) if mine is None else mine
         whole = synchronous(gradient)
         if ctx.scatter_dim is not None:
             # The whole gradient also makes the bias' gradient the same, and whole, on every rank.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from namedmesh.errors import ShapeError
 from namedmesh.tensor_parallel.collectives import RankGroup, local_shard, own_shard
@@ -36,9 +36,11 @@ class StyleContext:
     output_layout: Placement
     use_local_output: bool
     peers: RankGroup = field(init=False, repr=False, compare=False)
+    whole_output: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "peers", RankGroup(self.mesh))
+        object.__setattr__(self, "whole_output", isinstance(self.output_layout, Replicate))
 
     def __deepcopy__(self, memo: dict[int, object]) -> StyleContext:
         # Immutable, and a process group cannot be copied.
