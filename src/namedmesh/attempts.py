@@ -116,7 +116,6 @@ class Agreements:
 
     def __init__(self, generation: str | None = None) -> None:
         self.generation = str(Agreements._ended) if generation is None else generation
-        self.ended = False
         self.lock = threading.RLock()
         self.store: dist.Store | None = None
         self.process = os.urandom(6).hex()

@@ -25,10 +25,6 @@ from namedmesh.views import product_axes
 if TYPE_CHECKING:
     from datetime import timedelta
 
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from namedmesh.making import GroupMaker
-
 _NOT_LAUNCHED_HINT = (
     "No launcher has started this process, so it is a world of its own; start 8 of them with: "
     "torchrun --nproc-per-node 8 SCRIPT"
@@ -169,8 +165,10 @@ def _init_mesh(
             chosen = launch.default_group_device(device)
             layout = _resolve(request, world, rank)
             _check_options(options, layout)
-            groups = [(layout, (axis,), options.get(axis, pool.defaults)) for axis in layout]
-            known = {axes[0]: pool.find_in_process(layout, axes, option) for _, axes, option in groups}
+            groups, known = [], {}
+            for axis in layout.axes:
+                groups.append((layout, (axis,), options.get(axis, pool.defaults)))
+                known[axis] = pool.find(*groups[-1], in_process=True)
             refuse_ambiguous_mesh(layout, chosen.type, known)
             fields = {
                 "layout": repr(layout),
@@ -181,7 +179,7 @@ def _init_mesh(
                 **version_fields(),
             }
             maker.compare(fields, groups)
-            root = create_root_mesh(layout, maker, chosen, options)
+            root = maker.create_mesh(layout, chosen.type, options)
         return NamedMesh(layout, root, pool, chosen, options)
     except BaseException:
         pool.close()
@@ -191,17 +189,6 @@ def _init_mesh(
 def version_fields() -> dict[str, str]:
     """Return what the ranks compare besides a request."""
     return {"torch": str(torch.__version__), "namedmesh": __version__}
-
-
-def create_root_mesh(
-    layout: Layout, maker: GroupMaker, device: torch.device, options: Mapping[str, GroupOptions]
-) -> DeviceMesh:
-    """Return the torch mesh over a layout that the ranks agree on, with its groups; for a NamedMesh to be made on."""
-    root = maker.create_root_mesh(layout, device.type, options)
-    for axis, option in options.items():
-        if option.gloo_twin and axis in layout:
-            maker.make(layout, (axis,), maker.pool.gloo_options(option))
-    return root
 
 
 def _part_ranks(request: _Request, world: int) -> range:

@@ -151,11 +151,7 @@ def agreement_of_all(call: str, rank: int, world_size: int, timeout: timedelta |
 
 def hosts_store(environment: Mapping[str, str], rank: int) -> bool:
     """Return whether this rank hosts the store: rank 0 does, unless torchrun's agent has one already."""
-    return rank == 0 and not _hosted_by_agent(environment)
-
-
-def _hosted_by_agent(environment: Mapping[str, str]) -> bool:
-    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def open_store(environment: Mapping[str, str], rank: int, timeout: timedelta) -> dist.Store:
@@ -183,7 +179,7 @@ def open_store(environment: Mapping[str, str], rank: int, timeout: timedelta) ->
                 f"rank 0 cannot host the store of the job at {host}:{port} ({reason}); set MASTER_ADDR to its host and "
                 "MASTER_PORT to a port that is free there, the same on every rank"
             ) from None
-        owner = "torchrun's agent" if _hosted_by_agent(environment) else "rank 0"
+        owner = "rank 0" if hosts_store(environment, 0) else "torchrun's agent"
         raise LaunchError(
             f"{owner}, which hosts the store of the job at {host}:{port}, did not answer within "
             f"{timeout.total_seconds():g} s; see its output for why, and check MASTER_ADDR and MASTER_PORT ({reason})"

@@ -5,16 +5,12 @@ from __future__ import annotations
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
 
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-
 from namedmesh import current
 from namedmesh._torch import constant_under_compile, forget, make_flat_mesh
 from namedmesh.adopt import layout_of_groups, layout_of_mesh, meshes_of_transformers
 from namedmesh.errors import AxisError, LayoutError, MeshError, did_you_mean
 from namedmesh.explain import explain_group, explain_mesh, explain_rank
-from namedmesh.groups import Communicator, GroupPool
+from namedmesh.groups import Communicator, GroupPool, mesh_on_groups
 from namedmesh.launch import default_group_device
 from namedmesh.layout import Layout
 from namedmesh.making import agreed
@@ -26,6 +22,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from types import TracebackType
 
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Self
 
     from namedmesh.making import GroupMaker
@@ -155,12 +154,7 @@ class NamedMesh:
         current.refuse_ambiguous_mesh(layout, chosen.type, groups)
         for axis, group in groups.items():
             pool.borrow(layout.group(pool.rank, axis), group, axis)
-        ranks = (
-            torch.arange(layout.world_size, dtype=torch.int, device="cpu").reshape(layout.sizes) + rank_offset
-        )
-        root = DeviceMesh.from_group(
-            list(groups.values()), chosen.type, mesh=ranks, mesh_dim_names=layout.axes
-        )
+        root = mesh_on_groups(layout, list(groups.values()), chosen.type)
         return cls(layout, root, pool, chosen)
 
     def adopt_view(self, name: str, root: DeviceMesh) -> None:
@@ -268,7 +262,7 @@ class NamedMesh:
     def communicators(self) -> tuple[Communicator, ...]:
         """The process groups that this rank holds through this mesh, in the order they came."""
         self._check_open()
-        return tuple(self.pool.communicators)
+        return tuple(each for each in self.pool.groups.values() if each.exists)
 
     def is_first(self, axis: str) -> bool:
         """Return whether this rank is the first on an axis, or on a flattened product."""
@@ -321,13 +315,16 @@ class NamedMesh:
         Raises:
             LayoutError: the axes set options that contradict each other.
         """
-        together = self._options.get(ordered)
-        if together is not None:
-            return together
-        combined = GroupOptions()
+        combined = self._options.get(ordered)
+        if combined is not None:
+            return combined
         for axis in ordered:
-            combined = combined.combined(self._options.get((axis,), GroupOptions()), join_names(ordered))
-        return combined
+            of_axis = self._options.get((axis,))
+            if combined is None:
+                combined = of_axis
+            elif of_axis is not None:
+                combined = combined.combined(of_axis, join_names(ordered))
+        return combined or _NO_OPTIONS
 
     def explain(self, group: dist.ProcessGroup | None = None, *, rank: int | None = None) -> str:
         """Describe a process group, the place of a rank, or, without either, the whole mesh."""
@@ -397,11 +394,7 @@ class NamedMesh:
     ) -> DeviceMesh:
         """Return the torch mesh over a view that the ranks agree on, with its groups; for the dialects too."""
         by_axis = {axis: self._axis_options(axis, options) for axis in layout}
-        root = maker.mesh_from_groups(layout, self.device.type, by_axis)
-        for axis, option in by_axis.items():
-            if option.gloo_twin:
-                maker.make(layout, (axis,), self.pool.gloo_options(option))
-        return root
+        return maker.create_mesh(layout, self.device.type, by_axis)
 
     def take_view(self, name: str, view: View, options: Mapping[str, GroupOptions]) -> DeviceMesh:
         """Add a view whose groups exist, and return its torch mesh."""
@@ -609,7 +602,7 @@ class NamedMesh:
     def _one_at_a_time(self) -> AbstractContextManager[object]:
         """Let a thread that asks for the same as another one find it made."""
         self._check_open()
-        return self.pool.agreements.lock
+        return self.pool.registry.agreements.lock
 
     def _flatten(self, axes: tuple[str, ...], name: str | None, options: GroupOptions | None) -> DeviceMesh:
         with self.agreed("mesh.flatten") as maker:
@@ -621,7 +614,7 @@ class NamedMesh:
             name = name or "_".join(ordered)
             self._views.check_product(name, ordered)
             options = options or self.options_of(ordered)
-            known = {name: self.pool.find_in_process(view.layout, ordered, options)}
+            known = {name: self.pool.find(view.layout, ordered, options, in_process=True)}
             current.refuse_ambiguous_mesh(view.layout, self.device.type, known, ordered)
             request = {"axes": "-".join(ordered), "name": name, "options": repr(options)}
             maker.compare(request, [(view.layout, ordered, options)])
@@ -681,7 +674,7 @@ class NamedMesh:
         if problems:
             raise AxisError(*problems)
         existing = {
-            axis: self.pool.find_in_process(layout, (axis,), self._axis_options(axis, options))
+            axis: self.pool.find(layout, (axis,), self._axis_options(axis, options), in_process=True)
             for axis in new
         }
         current.refuse_ambiguous_mesh(layout, self.device.type, existing)
@@ -709,6 +702,7 @@ def current_mesh() -> NamedMesh:
     return cast("NamedMesh", current.current())
 
 
+_NO_OPTIONS = GroupOptions()
 _versions = count()
 
 

@@ -21,7 +21,7 @@ from namedmesh.compat.binding import Binding, Bound, require_default_group
 from namedmesh.compat.errors import ContractError
 from namedmesh.dialects import DIALECTS, variables_of
 from namedmesh.groups import GroupPool
-from namedmesh.init import create_root_mesh, version_fields
+from namedmesh.init import version_fields
 from namedmesh.launch import default_group_device
 from namedmesh.layout import Layout
 from namedmesh.making import agreed
@@ -173,7 +173,7 @@ class ModelParallel:
                         stacklevel=3,
                     )
                 device = default_group_device()
-                root = create_root_mesh(layout, maker, device, options)
+                root = maker.create_mesh(layout, device.type, options)
                 mesh = NamedMesh(layout, root, pool, device, options)
                 on_error.callback(mesh.close)
                 groups = self._groups(mesh, maker)

@@ -18,7 +18,7 @@ from namedmesh.compat.deepspeed.process_topology import (
 from namedmesh.compat.errors import ContractAttributeError, ContractTypeError
 from namedmesh.errors import LayoutError, did_you_mean, listing
 from namedmesh.groups import GroupPool
-from namedmesh.init import create_root_mesh, version_fields
+from namedmesh.init import version_fields
 from namedmesh.launch import default_group_device
 from namedmesh.making import agreed
 from namedmesh.mesh import NamedMesh
@@ -146,7 +146,7 @@ class PipelineParallelGrid(Getters):
                     {"layout": repr(layout), **version_fields()},
                     [(layout, (axis,), GroupOptions()) for axis in layout],
                 )
-                mesh = NamedMesh(layout, create_root_mesh(layout, maker, device, {}), pool, device)
+                mesh = NamedMesh(layout, maker.create_mesh(layout, device.type, {}), pool, device)
                 on_error.callback(mesh.close)
                 axes = {axis: (own,) for axis, own in zip(ours.axes, layout.axes, strict=True)}
                 self._fill(given, ours, mesh, maker, axes)

@@ -21,7 +21,7 @@ from namedmesh.compat.megatron.variables import BINDING
 from namedmesh.dialects import DENSE, EXPERT
 from namedmesh.errors import did_you_mean
 from namedmesh.groups import GroupPool
-from namedmesh.init import create_root_mesh, version_fields
+from namedmesh.init import version_fields
 from namedmesh.launch import default_group_device
 from namedmesh.making import agreed
 from namedmesh.mesh import NamedMesh
@@ -187,7 +187,7 @@ def initialize_model_parallel(config: ParallelConfig) -> None:  # noqa: D417  th
             if config.pipeline_model_parallel_comm_backend == "ucc":
                 _prepare_ucc()
             device = default_group_device()
-            root = create_root_mesh(dense, maker, device, options[DENSE])
+            root = maker.create_mesh(dense, device.type, options[DENSE])
             mesh = NamedMesh(dense, root, pool, device, options[DENSE])
             on_error.callback(mesh.close)
             view = View(expert, mesh.create_view(expert, maker, options[EXPERT]))
