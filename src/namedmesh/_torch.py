@@ -456,7 +456,7 @@ def _flattened_in_table(root: Any, axes: tuple[str, ...], name: str, group: dist
     return mesh
 
 
-@requires_private(DeviceMesh, *["_concatenate"] * _MESHES_KNOW_THEIR_ROOT)
+@requires_private(DeviceMesh, *(["_concatenate"] if _MESHES_KNOW_THEIR_ROOT else []))
 def joined(meshes: Sequence[Any]) -> DeviceMesh:
     """Return the mesh with the axes of several slices and flattened products of one root, in the given order.
 
@@ -824,7 +824,7 @@ def absent_children(model: torch.nn.Module) -> list[str]:
 # For the dialects.
 
 
-@requires_private(c10d, *["_set_pg_timeout"] * (_set_timeout is None))
+@requires_private(c10d, *(["_set_pg_timeout"] if _set_timeout is None else []))
 def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
     """Change the timeout of a group that exists; None is the default group."""
     _set_timeout(timeout, group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from namedmesh import current
 from namedmesh._torch import constant_under_compile, forget, make_flat_mesh
@@ -451,7 +451,11 @@ class NamedMesh:
     # Selecting a mesh for code that names none.
 
     def __enter__(self) -> Self:
-        """Make this the current mesh, for :func:`namedmesh.current_mesh` and the dialects."""
+        """Make this the current mesh, for :func:`namedmesh.current_mesh` and the dialects, until the block is left.
+
+        A plain generator that yields inside the block leaves it selected for its caller too, until the generator goes
+        on and leaves the block: take the ``with`` out of the generator, or give what it calls the mesh as an argument.
+        """
         self._check_open()
         current.select(self)
         return self
@@ -699,7 +703,7 @@ def current_mesh() -> NamedMesh:
         Traceback (most recent call last):
         namedmesh.errors.MeshError: no mesh is alive in this process; call namedmesh.init_mesh(...) first
     """
-    return cast("NamedMesh", current.current())
+    return current.current()
 
 
 _NO_OPTIONS = GroupOptions()
