@@ -271,8 +271,12 @@ def new_group_among_members(
     timeout = timeout or c10d._get_default_timeout(full)
     devices = c10d.BackendConfig(full).get_device_backend_map()
     # new_group reads from the environment only whether gloo is to connect at the first collective.
-    late = [device for device, part in devices.items() if part == "gloo" and addresses is not None]
-    at_once = [f"{device}:{part}" for device, part in devices.items() if device not in late]
+    late, at_once = [], []
+    for device, part in devices.items():
+        if part == "gloo" and addresses is not None:
+            late.append(device)
+        else:
+            at_once.append(f"{device}:{part}")
     group: Any
     if at_once:
         group, _ = c10d._new_process_group_helper(
@@ -302,7 +306,7 @@ def new_group_among_members(
             world.tags_to_pg.setdefault(each, []).append(group)
         c10d._register_process_group(name, group)
     group._set_group_desc(group_desc)
-    world.pg_group_ranks[group] = {member: place for place, member in enumerate(members)}
+    world.pg_group_ranks[group] = dict(zip(members, range(len(members)), strict=True))
     if group.group_name != name:
         raise MeshError(
             f"torch {torch.__version__} created a group under the name {group.group_name!r} instead of {name!r}; this "

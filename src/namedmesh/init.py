@@ -91,8 +91,9 @@ def init_mesh(
         sizes, layout = dict(layout), None
     request = _Request(layout, sizes, world_size, rank_offset, part)
     try:
-        _check_types(options, share_groups)
-        return _make_mesh(request, backend, timeout, dict(options or {}), device, share=share_groups)
+        return _make_mesh(
+            request, backend, timeout, {} if options is None else options, device, share=share_groups
+        )
     except BaseException as error:
         if not launched:
             raise
@@ -100,18 +101,6 @@ def init_mesh(
         if isinstance(error, LayoutError) and not launch.was_launched(os.environ):
             raise LayoutError(*(f"{problem}. {_NOT_LAUNCHED_HINT}" for problem in error.problems)) from None
         raise
-
-
-def _check_types(options: object, share_groups: object) -> None:
-    problems = []
-    if options is not None and not isinstance(options, Mapping):
-        problems.append(
-            f"options are a {type(options).__name__}; give a mapping of axes to GroupOptions, such as {{'tp': GroupOptions(...)}}"
-        )
-    if not isinstance(share_groups, bool):
-        problems.append(f"share_groups is {share_groups!r}; it is True or False")
-    if problems:
-        raise LayoutError(*problems)
 
 
 class _Request(NamedTuple):
@@ -156,16 +145,16 @@ class _Request(NamedTuple):
             raise LayoutError(
                 f"{layout!r} is no layout; give a Layout, or sizes by name as in init_mesh(dp=2, tp=2) or init_mesh({{'dp': 2}})"
             )
-        place = f"{layout} on ranks {layout.ranks.start} to {layout.ranks.stop - 1}"
-        if not self.part and layout.ranks != range(world):
+        ranks = layout.ranks
+        if not self.part and ranks != range(world):
             raise LayoutError(
-                f"{place} is not the world of {world} ranks; change a size, give one axis -1 for whatever is left, or say "
-                "part=True for a mesh over a part"
+                f"{layout} on ranks {ranks.start} to {ranks.stop - 1} is not the world of {world} ranks; change a size, give one "
+                "axis -1 for whatever is left, or say part=True for a mesh over a part"
             )
-        if layout.ranks.stop > world or rank not in layout.ranks:
+        if ranks.stop > world or rank not in ranks:
             raise LayoutError(
-                f"{place} does not hold rank {rank} of the world of {world} ranks; only the ranks of the part may call "
-                "init_mesh(part=True)"
+                f"{layout} on ranks {ranks.start} to {ranks.stop - 1} does not hold rank {rank} of the world of {world} ranks; "
+                "only the ranks of the part may call init_mesh(part=True)"
             )
         return layout
 
@@ -183,7 +172,7 @@ def _make_mesh(
     request: _Request,
     backend: str | None,
     timeout: timedelta | None,
-    options: dict[str, GroupOptions],
+    options: Mapping[str, GroupOptions],
     device: str | torch.device | None,
     *,
     share: bool,
@@ -192,13 +181,13 @@ def _make_mesh(
     ranks = request.ranks(world)
     if rank not in ranks:
         request.resolve(world, rank)
-    pool = GroupPool(share=share)
+    pool = GroupPool()
     try:
         with agreed(pool, "init_mesh", ranks, timeout=timeout) as maker:
-            pool.defaults = GroupOptions(backend=backend, timeout=timeout)
+            pool.defaults, pool.share = GroupOptions(backend=backend, timeout=timeout), share
             chosen = launch.default_group_device(device)
             layout = request.resolve(world, rank)
-            _check_options(options, layout)
+            _check_options(options, share, layout)
             groups, known = [], {}
             for axis in layout.axes:
                 groups.append((layout, (axis,), options.get(axis, pool.defaults)))
@@ -225,9 +214,17 @@ def version_fields() -> dict[str, str]:
     return {"torch": str(torch.__version__), "namedmesh": __version__}
 
 
-def _check_options(options: Mapping[str, GroupOptions], layout: Layout) -> None:
-    allowed = dict.fromkeys((*layout.axes, *USUAL_AXES))
+def _check_options(options: object, share: object, layout: Layout) -> None:
     problems = []
+    if not isinstance(options, Mapping):
+        problems.append(
+            f"options are a {type(options).__name__}; give a mapping of axes to GroupOptions, such as {{'tp': GroupOptions(...)}}"
+        )
+    if not isinstance(share, bool):
+        problems.append(f"share_groups is {share!r}; it is True or False")
+    if problems or not isinstance(options, Mapping):
+        raise LayoutError(*problems)
+    allowed = dict.fromkeys((*layout.axes, *USUAL_AXES))
     for name, option in options.items():
         if name not in allowed and not (isinstance(name, str) and product_axes(name, layout.axes)):
             problems.append(

@@ -268,7 +268,7 @@ class _Addresses:
     def store_for(self, name: str, size: int, place: int) -> dist.Store:
         """Return where a new group of this name keeps the addresses of its members, by network interface and place."""
         store = dist.HashStore()
-        others = [other for other in range(size) if other != place]
+        others = [*range(place), *range(place + 1, size)]
         self._new.append((f"address/{name}", place, others, store))
         return store
 

@@ -105,10 +105,7 @@ class NamedMesh:
         """
         layout = layout_of_mesh(mesh)
         pool = GroupPool()
-        groups = {axis: mesh.get_group(axis) for axis in layout.axes}
-        current.refuse_ambiguous_mesh(layout, mesh.device_type, groups)
-        for axis, group in groups.items():
-            pool.borrow(layout.group(pool.rank, axis), group, axis)
+        _borrow(pool, layout, {axis: mesh.get_group(axis) for axis in layout.axes}, mesh.device_type)
         return cls(layout, mesh, pool, default_group_device(mesh.device_type))
 
     @classmethod
@@ -151,9 +148,7 @@ class NamedMesh:
         pool = GroupPool()
         layout = layout_of_groups(groups, pool.rank, rank_offset)
         chosen = default_group_device(device)
-        current.refuse_ambiguous_mesh(layout, chosen.type, groups)
-        for axis, group in groups.items():
-            pool.borrow(layout.group(pool.rank, axis), group, axis)
+        _borrow(pool, layout, groups, chosen.type)
         root = mesh_on_groups(layout, list(groups.values()), chosen.type)
         return cls(layout, root, pool, chosen)
 
@@ -358,7 +353,28 @@ class NamedMesh:
         if options is not None and not isinstance(options, GroupOptions):
             raise LayoutError(f"options are {options!r}; give GroupOptions(...)")
         with self._one_at_a_time():
-            return self._flatten(axes, name, options)
+            with self.agreed("mesh.flatten") as maker:
+                expanded = self._views.expand(axes)
+                view = self._views.of(expanded)
+                ordered = view.ordered(expanded)
+                if len(ordered) == 1 or ordered in self._flat:
+                    return self._flattened_already(ordered, name, options)
+                name = name or "_".join(ordered)
+                self._views.check_product(name, ordered)
+                options = options or self.options_of(ordered)
+                known = {name: self.pool.find(view.layout, ordered, options, in_process=True)}
+                current.refuse_ambiguous_mesh(view.layout, self.device.type, known, ordered)
+                request = {"axes": "-".join(ordered), "name": name, "options": repr(options)}
+                maker.compare(request, [(view.layout, ordered, options)])
+                group = maker.make(view.layout, ordered, options)
+                if options.gloo_twin:
+                    maker.make(view.layout, ordered, self.pool.gloo_options(options))
+            self._options[ordered] = options
+            mesh = make_flat_mesh(view.root, ordered, name, group)
+            self._flat[ordered] = name, options, mesh
+            self._views.add_product(name, ordered)
+            self._prepare_answers()
+            return mesh
 
     def add_view(
         self, name: str, /, *, options: Mapping[str, GroupOptions] | None = None, **sizes: int
@@ -578,11 +594,9 @@ class NamedMesh:
             raise AxisError(f"no axis is named; name one or more of {self.layout.axes}")
         view, ordered = self._in_view(axes)
         known = self._places.get((self._version, ordered))
-        group = (
-            known.group
-            if known is not None
-            else self.pool.find(view.layout, ordered, self.options_of(ordered))
-        )
+        if known is not None:
+            return known.group
+        group = self.pool.find(view.layout, ordered, self.options_of(ordered))
         if group is None:
             raise MeshError(
                 f"there is no group over {join_names(ordered)} yet; call mesh.flatten({quoted(ordered)}) once, on every "
@@ -607,30 +621,6 @@ class NamedMesh:
         """Let a thread that asks for the same as another one find it made."""
         self._check_open()
         return self.pool.registry.agreements.lock
-
-    def _flatten(self, axes: tuple[str, ...], name: str | None, options: GroupOptions | None) -> DeviceMesh:
-        with self.agreed("mesh.flatten") as maker:
-            expanded = self._views.expand(axes)
-            view = self._views.of(expanded)
-            ordered = view.ordered(expanded)
-            if len(ordered) == 1 or ordered in self._flat:
-                return self._flattened_already(ordered, name, options)
-            name = name or "_".join(ordered)
-            self._views.check_product(name, ordered)
-            options = options or self.options_of(ordered)
-            known = {name: self.pool.find(view.layout, ordered, options, in_process=True)}
-            current.refuse_ambiguous_mesh(view.layout, self.device.type, known, ordered)
-            request = {"axes": "-".join(ordered), "name": name, "options": repr(options)}
-            maker.compare(request, [(view.layout, ordered, options)])
-            group = maker.make(view.layout, ordered, options)
-            if options.gloo_twin:
-                maker.make(view.layout, ordered, self.pool.gloo_options(options))
-        self._options[ordered] = options
-        mesh = make_flat_mesh(view.root, ordered, name, group)
-        self._flat[ordered] = name, options, mesh
-        self._views.add_product(name, ordered)
-        self._prepare_answers()
-        return mesh
 
     def _flattened_already(
         self, ordered: tuple[str, ...], name: str | None, options: GroupOptions | None
@@ -704,6 +694,15 @@ def current_mesh() -> NamedMesh:
         namedmesh.errors.MeshError: no mesh is alive in this process; call namedmesh.init_mesh(...) first
     """
     return current.current()
+
+
+def _borrow(
+    pool: GroupPool, layout: Layout, groups: Mapping[str, dist.ProcessGroup], device_type: str
+) -> None:
+    """Take note of groups that somebody else owns, by axis."""
+    current.refuse_ambiguous_mesh(layout, device_type, groups)
+    for axis, group in groups.items():
+        pool.borrow(layout.group(pool.rank, axis), group, axis)
 
 
 _NO_OPTIONS = GroupOptions()
