@@ -346,12 +346,6 @@ def connects_without_blocking(backend: str) -> bool:
     )
 
 
-def destroy_group(group: dist.ProcessGroup) -> None:
-    """Destroy a group if somebody else has not."""
-    if is_registered(group):
-        dist.destroy_process_group(group)
-
-
 def forget_group_caches() -> None:
     """Clear what DTensor remembers of operations: it may hold meshes whose groups have just been destroyed.
 

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh._torch import (
     default_timeout,
-    destroy_group,
     forget_group_caches,
     is_registered,
     state_of_default_group,
@@ -117,7 +116,8 @@ class GroupRegistry:
             ended = [self.groups.pop(key) for key in reversed(unused)]
             for group in ended:
                 try:
-                    destroy_group(group.group)
+                    if group.exists:
+                        dist.destroy_process_group(group.group)
                 except Exception as error:  # noqa: BLE001, PERF203  raised below
                     errors.append(error)
         if ended:
