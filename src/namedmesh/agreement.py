@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Agreement"]
 
 # A rank that is interrupted has this many seconds to tell the others.
-_TELLING_LIMIT = 3.0
+_TELLING_LIMIT = 10.0
 # A rank that cannot go on looks so long for the store, to tell the others why.
 _OPENING_LIMIT = timedelta(seconds=60)
 # While a call blocks that waits for other ranks, every this many seconds this one asks whether they have given up.
