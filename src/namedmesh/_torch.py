@@ -455,7 +455,7 @@ def _flattened_in_table(root: Any, axes: tuple[str, ...], name: str, group: dist
 
 
 @requires_private(DeviceMesh, *(["_concatenate"] if _MESHES_KNOW_THEIR_ROOT else []))
-def joined(meshes: Sequence[Any]) -> DeviceMesh:
+def concatenate_meshes(meshes: Sequence[Any]) -> DeviceMesh:
     """Return the mesh with the axes of several slices and flattened products of one root, in the given order.
 
     A public slice of the root takes a product's name up to torch 2.9, and warns later.
@@ -847,8 +847,8 @@ def symmetric_memory(size: int, group: dist.ProcessGroup) -> tuple[torch.Tensor 
 # Pipelines.
 
 
-def keep_forwards(schedule: Any) -> None:
-    """Take the backwards out of a pipeline schedule with several stages on a rank.
+def remove_backwards(schedule: Any) -> None:
+    """Remove the backwards from a pipeline schedule with several stages on a rank.
 
     torch's ``eval`` skips each backward when its turn comes, and looks for its gradient first: it fails where two
     stages that follow each other are on one rank (up to 2.13, in ZBV, DualPipeV, and with one rank in all).

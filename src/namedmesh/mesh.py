@@ -656,15 +656,17 @@ class NamedMesh:
         layout = Layout(**sizes, world_size=self.layout.world_size, rank_offset=self.layout.rank_offset)
         self._views.check(name, layout, self.global_rank)
         new = [axis for axis in layout if axis not in self._axes]
-        products = [key for key in options if key not in layout and product_axes(key, layout.axes)]
-        problems = [
-            f"options are given for {axis!r}, an axis that the mesh has already, with its group; give them to init_mesh"
-            if axis in self._axes
-            else f"options are given for {axis!r}, which is not one of the new axes {tuple(new)} of view {name!r}"
-            f"{did_you_mean(axis, new)}"
-            for axis in options
-            if axis not in new and axis not in products
-        ]
+        problems = []
+        for axis in options:
+            if axis in self._axes:
+                problems.append(
+                    f"options are given for {axis!r}, an axis that the mesh has already, with its group; give them to init_mesh"
+                )
+            elif axis not in layout and not product_axes(axis, layout.axes):
+                problems.append(
+                    f"options are given for {axis!r}, which is not one of the new axes {tuple(new)} of view {name!r}"
+                    f"{did_you_mean(axis, new)}"
+                )
         if problems:
             raise AxisError(*problems)
         existing = {
