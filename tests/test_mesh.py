@@ -285,7 +285,9 @@ def _bound() -> list[object]:
         made = [dist.new_group(ranks, **options) for ranks in split_ranks]
         return next(group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER)
 
-    making.bound_device, dist.split_group = lambda: torch.device("cuda:0"), split_group  # type: ignore[assignment]
+    patch = pytest.MonkeyPatch()
+    patch.setattr(making, "bound_device", lambda: torch.device("cuda:0"))
+    patch.setattr(dist, "split_group", split_group)
     before = live_groups()
     mesh = namedmesh.init_mesh(pp=2, dp=2, tp=1)
     pipelines = make_sets(mesh, [(0, 2), (1, 3)], "ends")
