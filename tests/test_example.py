@@ -418,7 +418,9 @@ def main_with_a_kill(directory: Path) -> None:
         redirect_stderr(err),
         pytest.raises(SystemExit) as ended,
     ):
-        train.main([*options.split(), "--data", TINY.data, "--checkpoint", str(directory / "saved")])
+        train.main(
+            [*options.split(), "--data", str(EXAMPLES / "train.py"), "--checkpoint", str(directory / "saved")]
+        )
     (directory / "told").write_text(f"{err.getvalue()}{ended.value.code}")
 
 

@@ -22,11 +22,14 @@ from tp_compare import tp_mesh, training_difference, whole
 
 import namedmesh
 from namedmesh import training
+from namedmesh._torch import HAS_BLOCKS
 from namedmesh.errors import PlanError
-from namedmesh.tensor_parallel import ShardedExperts, parallelize, plan_from_hf, plan_report
+from namedmesh.tensor_parallel import ShardedExperts, experts, parallelize, plan_from_hf, plan_report
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+needs_blocks = pytest.mark.skipif(not HAS_BLOCKS, reason="torch up to 2.11 cannot gather DTensors of blocks")
 
 
 class Experts(nn.Module):
@@ -76,6 +79,7 @@ def mixture_difference(style: str, is_concatenated: bool) -> float:
     return training_difference(model, reference, torch.randn(6, 4, dtype=torch.float64))
 
 
+@needs_blocks
 @pytest.mark.parametrize(
     ("style", "is_concatenated"), [("packed_colwise", True), ("colwise", True), ("colwise", False)]
 )
@@ -93,6 +97,7 @@ def compiled_difference() -> float:
     return training_difference(model, reference, torch.randn(6, 4, dtype=torch.float64), steps=1)
 
 
+@needs_blocks
 @pytest.mark.filterwarnings("default")  # torch.compile's own
 def test_fused_experts_compile_to_one_graph() -> None:
     assert max(run_ranks(2, compiled_difference)) < 1e-12
@@ -113,6 +118,7 @@ def sent() -> list[tuple[Counter[str], float, Counter[str], float]]:
     return [(forward.calls, forward.bytes, backward.calls, backward.bytes) for forward, backward in found]
 
 
+@needs_blocks
 def test_only_activations_travel() -> None:
     number = 4  # bytes
     for found in run_ranks(2, sent):
@@ -175,6 +181,7 @@ def loaded(path: str, tp: int, dp: int, ours: bool) -> tuple[list[float], list[f
     return found, step(model, optimizer)
 
 
+@needs_blocks
 @pytest.mark.filterwarnings("default")  # torch's own, from its checkpoint code
 @pytest.mark.parametrize("ours", [False, True])
 def test_a_checkpoint_is_that_of_the_whole_model(tmp_path: Path, ours: bool) -> None:
@@ -203,6 +210,7 @@ def drawn() -> list[list[float]]:
     return found
 
 
+@needs_blocks
 def test_first_weights_do_not_depend_on_the_layout() -> None:
     for one, other in run_ranks(2, drawn):
         assert one == other
@@ -218,6 +226,18 @@ def test_a_first_dim_cannot_be_fused() -> None:
         plan_report(Mixture("packed_colwise"), 1, plan)
 
 
+def test_before_torch_2_12_fused_experts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "HAS_BLOCKS", False)
+    model = Mixture("packed_colwise")
+    with pytest.raises(PlanError, match=r"experts: ShardedExperts with fused=.* needs torch 2\.12 or newer"):
+        plan_report(model, 2, plan_from_hf(model))
+    # In rows of gate and up by turns nothing is fused.
+    plan_report(
+        Mixture("colwise", is_concatenated=False), 2, plan_from_hf(Mixture("colwise", is_concatenated=False))
+    )
+
+
+@needs_blocks
 def test_fused_halves_that_do_not_divide() -> None:
     model = Mixture("packed_colwise")
     text = (

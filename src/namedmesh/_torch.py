@@ -45,6 +45,9 @@ _LAYOUTS_ARE_LISTS = Version("2.13.0a0") <= TORCH
 # Up to 2.13 the name of a group with local synchronization contains how many groups this process has.
 _NAMES_COUNT_GROUPS = Version("2.14.0a0") > TORCH
 
+# Up to 2.11 DTensor gathers what is sharded in blocks in the wrong order, or not at all.
+HAS_BLOCKS = Version("2.12.0a0") <= TORCH
+
 # The compiler of torch 2.11 drops the gradient of what a custom function returns, if an operation wrote into it.
 _DROPS_GRADIENTS = Version("2.11.0a0") <= TORCH < Version("2.12.0a0")
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import Replicate
 
+from namedmesh._torch import HAS_BLOCKS, TORCH
 from namedmesh.tensor_parallel.collectives import RankGroup, sum_backward, sum_forward
 from namedmesh.tensor_parallel.local import LocalParameters
 from namedmesh.tensor_parallel.placements import ActivationStyle
@@ -37,7 +38,7 @@ class ShardedExperts(LocalParameters):
 
     Raises:
         PlanError: when applied to a module that does not own a parameter of such a name, or that owns a
-            trainable one that is not named: every rank would add it to the sum.
+            trainable one that is not named: every rank would add it to the sum; or with ``fused`` before torch 2.12.
 
     Example:
         >>> from torch.distributed.tensor import Shard
@@ -71,6 +72,11 @@ class ShardedExperts(LocalParameters):
             for name in self.fused
             if getattr(placements.get(name), "dim", None) == 0
         ]
+        if self.fused and not HAS_BLOCKS:
+            first.append(
+                f"ShardedExperts with fused={self.fused} needs torch 2.12 or newer, and this is {TORCH}: its DTensors cannot "
+                "be gathered from parts of gate and up; update torch, or have gate and up as two parameters"
+            )
         return (
             super().incompatibilities(module)
             + first
