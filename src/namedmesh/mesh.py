@@ -80,7 +80,8 @@ class NamedMesh:
         # Options of the groups over one axis or several, by the axes in the order of their layout.
         self._options = {_option_axes(name, layout): option for name, option in (options or {}).items()}
         self._all_views = Views(View(layout, root))
-        self._flat: dict[tuple[str, ...], tuple[str, GroupOptions, DeviceMesh]] = {}
+        # The name and the mesh of each product, by its axes.
+        self._flat: dict[tuple[str, ...], tuple[str, DeviceMesh]] = {}
         # Of each axis and product, under the version and the names that it is asked with; and what nobody foresaw.
         self._places: dict[tuple[str, tuple[str, ...]], Place] = {}
         self._answers: dict[tuple[object, ...], object] = {}
@@ -371,7 +372,7 @@ class NamedMesh:
                     maker.make(view.layout, ordered, self.pool.gloo_options(options))
             self._options[ordered] = options
             mesh = make_flat_mesh(view.root, ordered, name, group)
-            self._flat[ordered] = name, options, mesh
+            self._flat[ordered] = name, mesh
             self._views.add_product(name, ordered)
             self._prepare_answers()
             return mesh
@@ -542,7 +543,7 @@ class NamedMesh:
                     known = before.get((self._version, (axis,)))
                     mesh: Any = view.root[axis] if known is None else known.mesh
                     self._places[version, (axis,)] = _place_in(view.layout, (axis,), rank, mesh)
-        for ordered, (name, _, mesh) in self._flat.items():
+        for ordered, (name, mesh) in self._flat.items():
             place = _place_in(self._all_views.of(ordered).layout, ordered, rank, mesh)
             self._places[version, (name,)] = place
             self._places[version, ordered] = place._replace(
@@ -627,10 +628,10 @@ class NamedMesh:
     ) -> DeviceMesh:
         """Return the mesh of a second call of flatten, or of one for a single axis; nothing else may be asked."""
         if len(ordered) == 1:
-            known, group_options, mesh = ordered[0], self.options_of(ordered), self[ordered[0]]
+            known, mesh = ordered[0], self[ordered[0]]
         else:
-            known, group_options, mesh = self._flat[ordered]
-        problems = []
+            known, mesh = self._flat[ordered]
+        group_options, problems = self.options_of(ordered), []
         if name is not None and name != known:
             problems.append(
                 f"{join_names(ordered)} already have the name {known!r}, and name is {name!r}; leave name out"
