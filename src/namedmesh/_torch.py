@@ -291,6 +291,7 @@ def new_group_among_members(
             name,
             backend_options=pg_options,
             timeout=timeout,
+            group_desc=group_desc,
         )
     else:
         group = dist.ProcessGroup(addresses, rank, len(members))  # type: ignore[arg-type]

@@ -105,7 +105,7 @@ class Agreements:
 
     Args:
         generation: which life of the job this is, without a colon: a failure in an earlier one is none of a later
-            one's. By default how many default groups this process has had.
+            one's. By default over how many default groups this process has agreed before.
 
     Attributes:
         lock: held during an agreement, so that those of several threads follow one another.
@@ -126,9 +126,10 @@ class Agreements:
         self.alone = 0
 
     def end(self) -> None:
-        """Count another default group that was destroyed."""
+        """Count another default group that was destroyed, if ranks have agreed on something over it."""
         self.store = None
-        Agreements._ended += 1
+        if self.progress:
+            Agreements._ended += 1
 
 
 class Participant:

@@ -50,7 +50,9 @@ class GroupMaker:
     def __init__(self, pool: GroupPool, agreement: Agreement) -> None:
         self.pool, self.agreement = pool, agreement
         self._addresses = agreement.exchange = _Addresses()
-        self._before = dict(pool.groups), len(pool.partitions), set(pool.sets_created)
+        # Numbers, not groups: an error's traceback, which may be kept for long, must keep none of them.
+        self._before = {key: id(group) for key, group in pool.groups.items()}
+        self._partitions_before, self._sets_before = len(pool.partitions), set(pool.sets_created)
 
     def compare(
         self,
@@ -91,10 +93,9 @@ class GroupMaker:
     def discard(self) -> None:
         """Release what was created here: it did not come to an end on every rank."""
         pool = self.pool
-        before, partitions, sets_created = self._before
-        created = [key for key, group in pool.groups.items() if before.get(key) is not group]
-        del pool.partitions[partitions:]
-        pool.sets_created &= sets_created
+        created = [key for key, group in pool.groups.items() if self._before.get(key) != id(group)]
+        del pool.partitions[self._partitions_before :]
+        pool.sets_created &= self._sets_before
         pool.registry.release([pool.groups.pop(key) for key in created])
 
     def create_mesh(
