@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_told_what_it_lacks() -> None:
     assert f"{misses[0].words} lacks {needs[0] / 1e9 - 24:.3g} GB" in lines[1]
     assert "--checkpointing full" in lines[1]
     for one in misses:
-        job, sizes = one.rules.job, one.sizes
+        job, sizes = one.job, one.sizes
         fitting = [
             policy
             for policy in ("op", "full")
@@ -215,67 +215,74 @@ def test_a_comparison_by_brute_force(a: str, b: str, tp: int, pp: int, data: int
 
 
 @pytest.mark.parametrize(
-    ("call", "kind", "message"),
+    ("text", "what", "message"),
     [
+        ("many", "parameters", "'many' is not a number of parameters, such as 7B or 350M"),
+        ("1e400", "parameters", "'1e400' is not a number ..."),
+        ("0GB", "memory", "'0GB' is not an amount of memory, such as 80GB or 80GiB"),
+    ],
+)
+def test_what_is_no_amount_is_named(text: str, what: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=says(message)):
+        parse_amount(text, what)
+
+
+A100 = load_hardware("a100")
+MUCH = Model(experts=8, top_k=20, params=5, expert_params=6)
+MIXED = Job(recompute=("mla", "mla_up_proj", "moe_act"), checkpointing="full", context_attention="tourch")
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        (Job(Model(heads=0), stage=4), "heads is 0; ...\n  - stage 4 is not one of (0, 1, 2, 3)"),
         (
-            lambda: parse_amount("many", "parameters"),
-            UsageError,
-            "'many' is not a number of parameters, such as 7B or 350M",
-        ),
-        (lambda: parse_amount("1e400", "parameters"), UsageError, "'1e400' is not a number ..."),
-        (
-            lambda: cut_weight(4, 4, tp=10**27, style="row"),
-            LayoutError,
-            f"tp is {10**27}; it may be 1000000 at most",
-        ),
-        (
-            lambda: compare(f"dp={10**27}", "tp=2"),
-            LayoutError,
-            f"the world has {10**27} ranks; it may have {2**63 - 1} at most",
-        ),
-        (
-            lambda: parse_amount("0GB", "memory"),
-            UsageError,
-            "'0GB' is not an amount of memory, such as 80GB or 80GiB",
-        ),
-        (
-            lambda: list_partitions(0, Job(Model(heads=0), stage=4)),
-            LayoutError,
-            "3 problems:\n  - world_size is 0; ...\n  - heads is 0; ...\n"
-            "  - stage 4 is not one of (0, 1, 2, 3)",
-        ),
-        (
-            lambda: list_partitions(
-                8, Job(Model(experts=8, top_k=20, params=5, expert_params=6), checkpointing="ful")
-            ),
-            LayoutError,
-            "3 problems:\n"
-            "  - a token goes to 20 of 8 experts; top_k is 8 at most\n"
+            Job(MUCH, checkpointing="ful"),
+            "a token goes to 20 of 8 experts; top_k is 8 at most\n"
             "  - the experts have 6 parameters of 5 in all; give expert_params, or other sizes\n"
             "  - checkpointing 'ful' is not one of ('none', 'selective', 'op', 'full'); did you mean 'full'?",
         ),
+        (Job(hardware=A100, precision="fp8"), "NVIDIA A100 SXM 80 GB has no fp8; it has bf16"),
         (
-            lambda: list_partitions(8, Job(hardware=load_hardware("a100"), precision="fp8")),
-            LayoutError,
-            "NVIDIA A100 SXM 80 GB has no fp8; it has bf16",
+            MIXED,
+            "recompute 'mla' is not one of ('layernorm', 'mla_up_proj', 'moe_act')\n"
+            "  - context_attention 'tourch' is not one of ('gathered', 'torch', 'ring'); did you mean 'torch'?\n"
+            "  - recompute has mla_up_proj, but attention is not latent; ...\n"
+            "  - recompute has moe_act, but there are no experts; ...\n"
+            "  - recompute goes with selective checkpointing, not with full; leave one out",
         ),
         (
-            lambda: list_partitions(8, Job(schedule="gpipe", stages_per_rank=2)),
-            LayoutError,
+            Job(schedule="gpipe", stages_per_rank=2),
             "2 stages a rank are interleaved by 1f1b, not by gpipe; leave one out",
-        ),
-        (
-            lambda: list_partitions(10**27),
-            LayoutError,
-            "world_size is 1000000000000000000000000000; partitions are listed for 10000000 ranks at most",
-        ),
-        (
-            lambda: cut_weight(4, 4, tp=2, style="colum"),
-            LayoutError,
-            "style 'colum' is not one of ('column', 'row'); did you mean 'column'?",
         ),
     ],
 )
-def test_mistakes_are_named(call: Any, kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=says(message)):
+def test_what_does_not_go_together_in_a_job_is_named(job: Job, message: str) -> None:
+    count = message.count("\n") + 1
+    text = message if count == 1 else f"{count} problems:\n  - {message}"
+    with pytest.raises(LayoutError, match=says(text)):
+        list_partitions(8, job)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: cut_weight(4, 4, tp=10**27, style="row"), f"tp is {10**27}; it may be 1000000 at most"),
+        (
+            lambda: cut_weight(4, 4, tp=2, style="colum"),
+            "style 'colum' is not one of ('column', 'row'); did you mean 'column'?",
+        ),
+        (
+            lambda: compare(f"dp={10**27}", "tp=2"),
+            f"the world has {10**27} ranks; it may have {2**63 - 1} at most",
+        ),
+        (
+            lambda: list_partitions(10**27),
+            f"world_size is {10**27}; partitions are listed for 10000000 ranks at most",
+        ),
+        (lambda: list_partitions(0), "world_size is 0; ..."),
+    ],
+)
+def test_sizes_that_cannot_be_are_named(call: Any, message: str) -> None:
+    with pytest.raises(LayoutError, match=says(message)):
         call()

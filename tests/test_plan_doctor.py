@@ -17,7 +17,7 @@ from ranks import free_port, run_ranks
 
 from namedmesh.__main__ import main
 from namedmesh.init import init_mesh
-from namedmesh.plan.doctor import checks, links, report, run
+from namedmesh.plan.doctor import checks, report, run
 from namedmesh.plan.tables import show
 
 if TYPE_CHECKING:
@@ -204,36 +204,31 @@ def seen(axis: str, ranks: tuple[int, ...], bandwidth: float, problem: str = "")
     return checks.AxisReport(axis, ranks, problem, latency=0.001, bandwidth=bandwidth)
 
 
-def test_a_summary_names_the_slowest_group_and_rank() -> None:
-    reports = {
-        rank: checks.RankReport(
-            rank,
-            "node",
-            local=2.0 if rank == 3 else 1.0,
-            axes=[seen("tp", (rank - rank % 2, rank - rank % 2 + 1), 10.0 - rank)],
-        )
-        for rank in range(4)
-    }
-    again = {
+def test_the_slowest_group_and_rank_are_named() -> None:
+    reports = {}
+    for rank in range(4):
+        pair = rank - rank % 2, rank - rank % 2 + 1
+        axes = [seen("tp", pair, (10.0 - rank) * 1e9)]
+        reports[rank] = checks.RankReport(rank, "node", local=2.0 if rank == 3 else 1.0, axes=axes)
+    again: dict[int, checks.RankReport | None] = {
         rank: checks.RankReport.from_data(json.loads(json.dumps(asdict(one))))
         for rank, one in reports.items()
     }
     assert again == reports
-    found = report.summarize(again)
-    assert (found.slowest_rank, found.slowest_factor) == (3, 2.0)
-    assert (found.axes[0].slowest_group, found.axes[0].slowest_bandwidth, found.axes[0].groups) == (
-        (2, 3),
-        7.5,
-        2,
-    )
+    data = report.doctor_document(again, [], "a job").data()
+    assert (data["slowest_rank"], data["slowest_factor"], data["problems"]) == (3, 2.0, [])
+    [axis] = data["axes"]
+    assert axis == {
+        "axis": "tp", "size": 2, "groups": 2, "latency us": 1000.0, "GB/s": 8.5, "slowest group": "2, 3", "its GB/s": 7.5
+    }  # fmt: skip
 
 
 def test_a_rank_that_stops_answering_is_named() -> None:
     one = checks.RankReport(0, "node", axes=[seen("tp", (0, 1), 1.0, "no end within 3 s")])
-    assert report.summarize({0: one, 1: None}).problems == (
+    assert report.problems_of({0: one, 1: None}) == [
         "axis tp, rank 0: no end within 3 s",
         "rank 1 stopped answering in the middle of the checks",
-    )
+    ]
 
 
 def test_a_sum_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,20 +257,10 @@ def test_a_sum_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_the_bar_moves_on_and_goes_away(capsys: pytest.CaptureFixture[str]) -> None:
-    hidden, shown = run._Progress(2, shown=False), run._Progress(2, shown=True)
-    for bar in (hidden, shown):
-        bar("checking tp")
-        bar("timing tp")
-    assert capsys.readouterr().err == (
-        f"\r\x1b[K[{'#' * 12:<24}] checking tp\r\x1b[K[{'#' * 24}] timing tp\r\x1b[K"
-    )
-
-
 @pytest.mark.parametrize("count", range(2, 9))
 def test_every_pair_of_hosts_meets_once_and_no_rank_twice_in_a_round(count: int) -> None:
     hosts = {rank: f"host-{rank // 2}" for rank in range(2 * count)}
-    inside, *rounds = links.pairs_to_measure(hosts)
+    inside, *rounds = checks.pairs_to_measure(hosts)
     assert inside == [(2 * host, 2 * host + 1) for host in range(count)]
     met = [frozenset(hosts[rank] for rank in pair) for pairs in rounds for pair in pairs]
     assert len(met) == len(set(met)) == count * (count - 1) // 2
@@ -286,11 +271,11 @@ def test_every_pair_of_hosts_meets_once_and_no_rank_twice_in_a_round(count: int)
 
 def test_a_slow_pair_of_hosts_is_named() -> None:
     speeds = {("a", "b"): 10e9, ("a", "c"): 1e9, ("b", "c"): 12e9, ("a", "a"): 50e9}
-    found = [links.LinkReport(pair, 1e-5, speed) for pair, speed in speeds.items()]
+    found = [checks.LinkReport(pair, 1e-5, speed) for pair, speed in speeds.items()]
     one = checks.RankReport(0, "a", "place", "eth0", axes=[seen("tp", (0, 1), 1.0)])
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
-        show(report.doctor_document(report.summarize({0: one}, found), "a job"), "text")
+        show(report.doctor_document({0: one}, found, "a job"), "text")
     lines = text.getvalue().splitlines()
     assert "slow: a - c, 0.10 of the median of 3 pairs of hosts" in lines
     assert "network of the gloo groups: a eth0" in lines

@@ -23,11 +23,15 @@ from namedmesh.plan import (
 from namedmesh.plan.communication import collective, context_parallel
 from namedmesh.plan.hardware import hardware_names
 from namedmesh.plan.job import Axes, axes_of, bubble, in_flight, share_of
-from namedmesh.plan.kernels import layer_bytes
 from namedmesh.plan.memory import saved
+from namedmesh.plan.step import layer_bytes
 from namedmesh.sizes import stage_range
 
 LLAMA_8B = Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256)
+DEEPSEEK = Model(
+    layers=61, hidden=7168, heads=128, head_dim=128, rope_dim=64, value_dim=128, q_rank=1536, kv_rank=512, ffn=18432,
+    vocab=129280, experts=256, top_k=8, expert_ffn=2048, shared_experts=1, dense_layers=3,
+)  # fmt: skip
 GPT = Model(layers=5, heads=4, hidden=16, vocab=32)
 PLAIN = Hardware("plain", {"bf16": 1e12}, {"bf16": 0.5}, 0.25, 80e9, 1e11, 0.5, 4, 4, 1e9, 1.0, 4, 1e8, 1.0)
 
@@ -52,10 +56,7 @@ def test_the_sizes_amount_to_the_published_parameters(model: Model, published: i
 
 
 def test_latent_attention_shared_experts_and_dense_layers() -> None:
-    model = Model(
-        layers=61, hidden=7168, heads=128, head_dim=128, rope_dim=64, value_dim=128, q_rank=1536, kv_rank=512, ffn=18432,
-        vocab=129280, experts=256, top_k=8, expert_ffn=2048, shared_experts=1, dense_layers=3,
-    )  # fmt: skip
+    model = DEEPSEEK
     assert model.total == pytest.approx(
         671_026_419_200, rel=1e-6
     )  # DeepSeek-V3's weights, without a second prediction
@@ -291,35 +292,69 @@ def test_operands_are_cast_to_fp8(trainer: str, cast: int) -> None:
     assert again == pytest.approx((cast * inputs, cast * (2 * inputs + outputs)))
 
 
-def test_keys_and_values_travel_over_cp() -> None:
+@pytest.mark.parametrize(
+    ("how", "heads", "hops", "bytes_of_gradient"),
+    [("gathered", 2, 3, 2), ("ring", 2, 3, 2), ("torch", 8, 4, 4)],
+)
+def test_keys_and_values_travel_over_cp(how: str, heads: int, hops: int, bytes_of_gradient: int) -> None:
     model = Model(layers=3, hidden=64, heads=8, kv_heads=2, ffn=32)
-    job = Job(model, PLAIN, seq=32, global_batch=1, stage=1)
-    share, axes, tokens = share_of(job, 1, 0), Axes(cp=4), 8
-    # torch gathers the parts of three others, of as many heads as queries, forward and backward, and sends gradients of
-    # float32 four times round; Megatron sends the kv heads round, and their gradients.
-    part = tokens * 2 * 64 * 2
-    keys, gradients = context_parallel(job, axes, share, tokens)
-    assert (keys.sent, gradients.sent) == (2 * 3 * part * 3, 2 * part * 4 * 3)
-    megatron = context_parallel(replace(job, trainer="megatron"), axes, share, tokens)
-    assert [each.sent for each in megatron] == [2 * 3 * part / 4 * 3, 3 * part / 4 * 3]
-    # Links of 100 kB/s hide only what is beside attention: of one chunk for the gather, of all but a hop for gradients.
-    slow = replace(PLAIN, domain_bandwidth=1e5)
-    step = estimate_step(replace(job, hardware=slow), {"cp": 4})
-    keys, gradients = context_parallel(replace(job, hardware=slow), axes, share, tokens)
-    attention = step.seconds["attention"]
-    hidden = attention / 4 + attention
-    assert step.seconds["cp"] == pytest.approx(keys.seconds + gradients.seconds - 0.85 * hidden)
-    merged = 3 * (40 + 59) * 64 * 3 * tokens / 5e10
+    slow = replace(PLAIN, domain_bandwidth=1e5)  # links that hide only what is beside attention
+    job = Job(model, slow, seq=32, global_batch=1, stage=1, context_attention=how)
+    tokens, axes = 8, Axes(cp=4)
+    part = tokens * heads * 8 * 2  # numbers of keys and values, of all heads where torch's are repeated
+    keys, gradients = context_parallel(job, axes, share_of(job, 1, 0), tokens)
+    assert (keys.sent, gradients.sent) == (2 * 3 * part * 2 * 3, hops * part * bytes_of_gradient * 3)
+    eager, compiled = (estimate_step(replace(job, compiled=each), {"cp": 4}) for each in (False, True))
+    attention = eager.seconds["attention"]
+    hidden = {"gathered": 0, "ring": attention, "torch": attention / 4 + attention}[how]
+    assert eager.seconds["cp"] == pytest.approx(keys.seconds + gradients.seconds - 0.85 * hidden)
+    if how == "torch":  # compiled code waits where it gathers
+        hidden = 0
+    assert compiled.seconds["cp"] == pytest.approx(keys.seconds + gradients.seconds - 0.85 * hidden)
+    merged = {"gathered": 43 + 17, "ring": 0, "torch": 3 * (40 + 59)}[how] * 64 * 3 * tokens / 5e10
     alone = estimate_step(replace(job, seq=8), {}).seconds["elementwise"]
-    assert step.seconds["elementwise"] - alone == pytest.approx(merged)
+    assert compiled.seconds["elementwise"] - alone == pytest.approx(merged)
+
+
+def test_each_trainer_has_its_attention_over_cp() -> None:
+    assert (Job().keys_over_cp, Job(trainer="megatron").keys_over_cp) == ("gathered", "ring")
+
+
+def test_what_deepseek_keeps_of_a_token() -> None:
+    """By hand, by the sections 3.2.3 and 3.3.3 of its report; experts weighted within, as Megatron does."""
+    job = Job(DEEPSEEK, seq=4096, stage=1, trainer="megatron")
+    kept = saved(job, Axes(), experts=True).kept
+    stream, latent, out, router = 2 * 7168 * 2, (1536 + 512 + 64) * 2, 128 * 128, 256 * 4
+    norms, queries, keys_values = 2 * 7168 * 2, 128 * 192 * 2, 128 * (192 + 128) * 2
+    inputs, gate = 8 * 7168, 9 * 2048
+    whole = stream + norms + latent + queries + keys_values + 2 * out + 2 * inputs + 6 * gate + router
+    assert kept == whole
+    parts = {"layernorm": norms, "mla_up_proj": queries + keys_values, "moe_act": 2 * gate}
+    for part, size in parts.items():
+        assert saved(replace(job, recompute=(part,)), Axes(), experts=True).kept == whole - size
+    all_of_it = replace(job, recompute=tuple(parts), fp8_inputs=True)
+    left = saved(all_of_it, Axes(), experts=True).kept
+    assert left == stream + latent + 1.5 * out + inputs + 2 * gate + router
+    products = [
+        estimate_step(replace(each, global_batch=1), {}).seconds["matmul"] for each in (job, all_of_it)
+    ]
+    ups = 128 * (1536 * 192 + 512 * (128 + 128))
+    assert products[1] - products[0] == pytest.approx(2 * 4096 * ups * 61 / job.hardware.matmul_rate("bf16"))
+
+
+def test_moments_in_bf16_take_four_bytes_less() -> None:
+    job = Job(DEEPSEEK, stage=1)
+    optimizer = [estimate_memory(replace(job, optimizer_bytes=each), {"dp": 4}).optimizer for each in (12, 8)]
+    assert optimizer == [DEEPSEEK.total * each / 4 for each in (12, 8)]
 
 
 def test_the_optimizer_reads_and_writes_its_state() -> None:
     job = Job(Model(layers=2, hidden=64, heads=4), PLAIN, seq=4, global_batch=1)
     state = 2 * job.model.layer[0]
     assert estimate_step(job, {}).seconds["optimizer"] == pytest.approx((28 + 12 + 2) * state / 5e10)
-    eager = estimate_step(replace(job, compiled=False), {}).seconds["optimizer"]
-    assert eager == pytest.approx((84 + 12 + 2) * state / 5e10)
+    for changed, count in (({"compiled": False}, 84), ({"optimizer_bytes": 8}, 20)):
+        seconds = estimate_step(replace(job, **changed), {}).seconds["optimizer"]
+        assert seconds == pytest.approx((count + 12 + 2) * state / 5e10)
 
 
 def test_a_world_inside_a_node_does_not_leave_it() -> None:

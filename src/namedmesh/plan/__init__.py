@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from namedmesh.plan.nodes import Placement
     from namedmesh.plan.partitions import Partition, best_partitions, list_partitions, nearest_misses
     from namedmesh.plan.ranks import RankPlan, plan_rank
-    from namedmesh.plan.shard import Cut, Piece, cut_weight
     from namedmesh.plan.spec import Spec, SpecError, UsageError, parse_spec
     from namedmesh.plan.step import Step, estimate_step
     from namedmesh.plan.svg import draw_svg
+    from namedmesh.plan.weights import Cut, Piece, cut_weight
     from namedmesh.plan.why import explain
 
 __all__ = [
@@ -49,10 +49,10 @@ _HOMES = {
     "nodes": ("Placement",),
     "partitions": ("Partition", "best_partitions", "list_partitions", "nearest_misses"),
     "ranks": ("RankPlan", "plan_rank"),
-    "shard": ("Cut", "Piece", "cut_weight"),
     "spec": ("Spec", "SpecError", "UsageError", "parse_spec"),
     "step": ("Step", "estimate_step"),
     "svg": ("draw_svg",),
+    "weights": ("Cut", "Piece", "cut_weight"),
     "why": ("explain",),
 }
 

@@ -54,15 +54,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Outline:
-    """The part of a group that is in a row: its first and last column, and whether the group starts and ends there.
-
-    Args:
-        first: the first column.
-        last: the last column.
-        starts: whether the group starts at the first column.
-        ends: whether it ends at the last.
-        crosses: whether it has ranks on several nodes.
-    """
+    """The part of a group that is in a row: its first and last column, whether it starts and ends there, and leaves its node."""
 
     first: int
     last: int
@@ -72,49 +64,31 @@ class Outline:
 
 
 def shades(size: int) -> tuple[Shade, ...]:
-    """Return a color for each coordinate of an axis: hues up to eight, a ramp above, shared shades beyond 64.
-
-    Example:
-        >>> shades(2)[0], len(shades(1000))
-        (Shade(fill='#56b4e9', text='#000000'), 64)
-    """
+    """Return a color for each coordinate of an axis: hues up to eight, a ramp above, shared shades beyond 64."""
     if size <= len(_DISTINCT):
-        return tuple(Shade(fill, _text_on(_channels(fill))) for fill in _DISTINCT[:size])
+        return tuple(Shade(fill, _text_on(fill)) for fill in _DISTINCT[:size])
     count = min(size, _MOST_SHADES)
     # Every other one is paler, so that neighbors differ however many there are.
     return tuple(_ramped(number / (count - 1), 0.3 * (number % 2)) for number in range(count))
 
 
-def _channels(fill: str) -> tuple[int, int, int]:
-    return int(fill[1:3], 16), int(fill[3:5], 16), int(fill[5:7], 16)
-
-
 def _ramped(at: float, paler: float) -> Shade:
     position = at * (len(_RAMP) - 1)
     low = min(int(position), len(_RAMP) - 2)
-    mixed = [round(a + (b - a) * (position - low)) for a, b in zip(_RAMP[low], _RAMP[low + 1], strict=True)]
-    mixed = [round(channel + (255 - channel) * paler) for channel in mixed]
-    channels = mixed[0], mixed[1], mixed[2]
-    return Shade(f"#{channels[0]:02x}{channels[1]:02x}{channels[2]:02x}", _text_on(channels))
+    mixed = [a + (b - a) * (position - low) for a, b in zip(_RAMP[low], _RAMP[low + 1], strict=True)]
+    fill = f"#{bytes(round(channel + (255 - channel) * paler) for channel in mixed).hex()}"
+    return Shade(fill, _text_on(fill))
 
 
-def _text_on(channels: tuple[int, int, int]) -> str:
+def _text_on(fill: str) -> str:
     """Return black or white, whichever contrasts more (relative luminance, with the usual gamma of 2.2)."""
-    linear = [(channel / 255) ** 2.2 for channel in channels]
+    linear = [(channel / 255) ** 2.2 for channel in bytes.fromhex(fill[1:])]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return "#000000" if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) else "#ffffff"
 
 
 class Grid:
-    """The cells of a plan.
-
-    Args:
-        plan: the plan.
-
-    Attributes:
-        block: how many ranks a cell stands for.
-        boxes: the cells, in boxes.
-    """
+    """The cells of a plan, in ``boxes``; each stands for ``block`` ranks."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -125,13 +99,17 @@ class Grid:
         self.block, box, around = 1, node, ""
         if world > LARGEST:
             self.block = node * -(-world // (node * LARGEST))
-            box = self._large_box()
+            domain = plan.nvlink_domain or 0
+            box = domain if domain > self.block and domain % self.block == 0 else world
             sizes = {word: size for word, size in sizes.items() if size == box < world}
         else:
             small, large = min([*sizes.values(), node]), max([*sizes.values(), node])
             if small < large and large % small == 0:  # the small ones stand in the large ones
                 box, around = small, max(sizes, key=sizes.__getitem__)
         outer = sizes.pop(around, 0)
+        columns = _ROW
+        if self.block > 1:
+            columns = 16 if world < 10**4 else 10  # labels of two numbers are wide
         boxes = []
         for first in range(0, world, box):
             stop = min(first + box, world)
@@ -139,22 +117,9 @@ class Grid:
             if not label and self.block == 1:
                 label = _numbered("rank", first, stop, 1)
             cells = [Cell(at, min(self.block, stop - at)) for at in range(first, stop, self.block)]
-            boxes.append(
-                Box(label, self._rows(cells), _numbered(around, first, stop, outer) if outer else "")
-            )
+            rows = tuple(tuple(cells[i : i + columns]) for i in range(0, len(cells), columns))
+            boxes.append(Box(label, rows, _numbered(around, first, stop, outer) if outer else ""))
         self.boxes = tuple(boxes)
-
-    def _large_box(self) -> int:
-        """Return how many ranks a box has where cells are many ranks: an NVLink domain's, if cells fill it; or all."""
-        domain = self.plan.nvlink_domain
-        if domain is not None and domain > self.block and domain % self.block == 0:
-            return domain
-        return self.plan.world_size
-
-    def _rows(self, cells: list[Cell]) -> tuple[tuple[Cell, ...], ...]:
-        # Labels of two numbers are wide.
-        columns = _ROW if self.block == 1 else 16 if self.plan.world_size < 10**4 else 10
-        return tuple(tuple(cells[i : i + columns]) for i in range(0, len(cells), columns))
 
     @property
     def axes(self) -> dict[str, Layout]:
@@ -204,11 +169,6 @@ class Grid:
         shown = min(steps, _STRIPES)
         return [(first + i * steps // shown) % size for i in range(shown)]
 
-    def coordinate(self, cell: Cell, axis: str) -> int | None:
-        """Return the coordinate of a cell on an axis; None if its ranks have several."""
-        found = self.coordinates(cell, axis)
-        return found[0] if len(found) == 1 else None
-
     def shades(self, cell: Cell, axis: str) -> list[Shade]:
         """Return the color of a cell, or those of its stripes if its ranks have several coordinates."""
         size = self.axes[axis][axis]
@@ -217,12 +177,11 @@ class Grid:
 
     def describe(self, cell: Cell) -> str:
         """Return a cell's ranks and coordinates in words."""
-        places = ", ".join(
-            f"{axis} {'several' if at is None else at}"
-            for axis in self.axes
-            for at in [self.coordinate(cell, axis)]
-        )
-        return f"{'rank' if cell.count == 1 else 'ranks'} {cell.label}: {places}"
+        places = []
+        for axis in self.axes:
+            found = self.coordinates(cell, axis)
+            places.append(f"{axis} {found[0] if len(found) == 1 else 'several'}")
+        return f"{'rank' if cell.count == 1 else 'ranks'} {cell.label}: {', '.join(places)}"
 
     def outlined_axis(self) -> str | None:
         """Return the axis whose groups are neighbors in the picture: the fastest of size above 1."""

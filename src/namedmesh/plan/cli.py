@@ -153,7 +153,7 @@ def _partitions(arguments: Namespace) -> int:
 
 
 def _configure_shard(parser: ArgumentParser) -> None:
-    from namedmesh.plan.shard import STYLES
+    from namedmesh.plan.weights import STYLES
 
     add_integer(parser, "--in", "input features", dest="inputs", required=True)
     add_integer(parser, "--out", "output features", dest="outputs", required=True)
@@ -167,15 +167,17 @@ def _configure_shard(parser: ArgumentParser) -> None:
 
 
 def _shard(arguments: Namespace) -> int:
-    from namedmesh.plan.shard import cut_weight, drawn_weight, shard_document
-    from namedmesh.plan.weights import draw_weights_html, draw_weights_svg
+    from namedmesh.plan import weights
 
     _check_suffixes(arguments)
-    cut = cut_weight(arguments.inputs, arguments.outputs, tp=arguments.tp, style=arguments.style)
-    show(shard_document(cut, everything=arguments.all), arguments.format)
-    for path, draw in ((arguments.svg, draw_weights_svg), (arguments.html, draw_weights_html)):
+    cut = weights.cut_weight(arguments.inputs, arguments.outputs, tp=arguments.tp, style=arguments.style)
+    show(weights.shard_document(cut, everything=arguments.all), arguments.format)
+    for path, draw in (
+        (arguments.svg, weights.draw_weights_svg),
+        (arguments.html, weights.draw_weights_html),
+    ):
         if path is not None:
-            _write(path, draw(*drawn_weight(cut)))
+            _write(path, draw(*weights.drawn_weight(cut)))
     return 0
 
 
@@ -217,13 +219,18 @@ def _configure_doctor(parser: ArgumentParser) -> None:
 
 
 def _doctor(arguments: Namespace) -> int:
-    from namedmesh.plan.doctor.run import Settings, run_doctor
+    from namedmesh.plan.doctor.run import run_doctor
 
     spec, keywords = _layout_arguments(arguments)
-    settings = Settings(
-        arguments.timeout, arguments.device, arguments.backend, arguments.megabytes, arguments.format
+    return run_doctor(
+        spec,
+        keywords,
+        seconds=arguments.timeout,
+        device=arguments.device,
+        backend=arguments.backend,
+        megabytes=arguments.megabytes,
+        form=arguments.format,
     )
-    return run_doctor(spec, keywords, settings)
 
 
 COMMANDS = {

@@ -19,12 +19,7 @@ _HOP_INSIDE, _HOP_ACROSS = 3.4e-6, 9.6e-6
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends over an axis for one micro-batch, or for a step.
-
-    Args:
-        sent: bytes.
-        seconds: how long it takes alone.
-    """
+    """The bytes that one rank sends over an axis for one micro-batch, or for a step, and the seconds it takes alone."""
 
     sent: float = 0.0
     seconds: float = 0.0
@@ -37,22 +32,7 @@ class Traffic:
 
 
 def collective(hardware: Hardware, whole: float, size: int, stride: int) -> Traffic:
-    """Return an all-gather or a reduce-scatter over a ring; an all-reduce is both.
-
-    Args:
-        hardware: the links.
-        whole: bytes of the whole tensor.
-        size: ranks of the group.
-        stride: how far apart they are.
-
-    Example:
-        A gigabyte over the 8 GPUs of a node of H100, at 369 GB/s:
-
-        >>> from namedmesh.plan.hardware import load_hardware
-        >>> one = collective(load_hardware("h100"), 1e9, 8, 1)
-        >>> one.sent / 1e9, round(one.seconds * 1e3, 1)
-        (0.875, 2.4)
-    """
+    """Return an all-gather or a reduce-scatter of ``whole`` bytes round a ring of ``size`` ranks, ``stride`` apart."""
     if size == 1:
         return Traffic()
     sent = whole * (size - 1) / size
@@ -81,20 +61,22 @@ def tensor_parallel(job: Job, axes: Axes, share: Share, tokens: float) -> tuple[
 def context_parallel(job: Job, axes: Axes, share: Share, tokens: float) -> tuple[Traffic, Traffic]:
     """Return the traffic of a micro-batch over cp: of keys and values, forward and backward, and of their gradients.
 
-    Megatron sends them round a ring (Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", 2023). torch
-    gathers them all, and sends gradients of float32 round the ring, with a hop more; torchtitan's Llama repeats the heads
-    of keys and values for all its queries before (its ``repeat_kv``). Latent attention has as many heads as queries.
+    They are gathered, and gradients exchanged, or both go round a ring (Liu, Zaharia and Abbeel, "Ring Attention with Blockwise
+    Transformers", 2023). torch's ``context_parallel`` gathers them all, and sends gradients of float32 round a ring, with a hop
+    more; torchtitan's Llama repeats the heads of keys and values for all its queries before (its ``repeat_kv``). Latent
+    attention has as many heads as queries.
     """
     if axes.cp == 1:
         return Traffic(), Traffic()
     query, value, _ = job.model.features
     heads = float(kv_heads_on_rank(job.model, axes.tp))
-    if job.model.kv_rank or job.is_torch:
+    is_torchs = job.keys_over_cp == "torch"
+    if job.model.kv_rank or is_torchs:
         heads = (job.model.heads or 1) / axes.tp
     whole = tokens * heads * (query + value) * job.number_bytes * axes.cp
     once = collective(job.hardware, whole, axes.cp, axes.tp) * share.layers
     passes = 3 if job.checkpointing == "full" else 2
-    gradients = once * (4 / job.number_bytes * axes.cp / (axes.cp - 1)) if job.is_torch else once
+    gradients = once * (4 / job.number_bytes * axes.cp / (axes.cp - 1)) if is_torchs else once
     return once * passes, gradients
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from namedmesh.dialects import DialectLayout, GroupSpec
 from namedmesh.errors import LayoutError
 from namedmesh.plan.core import resolve
 from namedmesh.plan.members import Members, first_groups, in_words
-from namedmesh.plan.tables import Document, Table, rendered
+from namedmesh.plan.tables import Document, Table
 
 if TYPE_CHECKING:
     from namedmesh.layout import Layout
@@ -50,10 +50,6 @@ class Comparison:
     def same(self) -> bool:
         """Whether all groups are the same."""
         return all(kind.same for kind in self.kinds)
-
-    def __str__(self) -> str:
-        """Return the tables that ``namedmesh diff`` prints."""
-        return rendered(diff_document(self), "text").rstrip()
 
 
 def compare(first: str, second: str, *, world_size: int | None = None) -> Comparison:
@@ -96,29 +92,25 @@ def compare(first: str, second: str, *, world_size: int | None = None) -> Compar
 
 def _difference(first: Layout, second: Layout, axes: tuple[str, ...]) -> Difference:
     names = {*axes, *(_PARTS if "dp" in axes else ())}
-    both = [(layout, tuple(axis for axis in layout if axis in names)) for layout in (first, second)]
-    # An axis that a layout does not have is one of size 1.
-    partitions = [layout.partition(*own)[2] if own else () for layout, own in both]
-    sizes = [layout.size(*own) if own else None for layout, own in both]
-    counts = [layout.count(*own) if own else None for layout, own in both]
-    examples = [
-        tuple(first_groups(layout, GroupSpec("", own), _EXAMPLES)) if own else () for layout, own in both
-    ]
-    return Difference(
-        axes,
-        partitions[0] == partitions[1],
-        (sizes[0], sizes[1]),
-        (counts[0], counts[1]),
-        (examples[0], examples[1]),
+    ranks, sizes, counts, examples = zip(
+        *(_groups_over(each, names) for each in (first, second)), strict=True
     )
+    return Difference(axes, ranks[0] == ranks[1], sizes, counts, examples)
+
+
+def _groups_over(layout: Layout, names: set[str]) -> tuple[Any, int | None, int | None, tuple[Members, ...]]:
+    """Return which ranks the groups over some axes have, their size and count, and the first of them."""
+    axes = tuple(axis for axis in layout if axis in names)
+    if not axes:  # an axis that a layout does not have is one of size 1
+        return (), None, None, ()
+    first = tuple(first_groups(layout, GroupSpec("", axes), _EXAMPLES))
+    return layout.partition(*axes)[2], layout.size(*axes), layout.count(*axes), first
 
 
 def diff_document(comparison: Comparison) -> Document:
     """Write a comparison as text and tables."""
-    head = "\n".join(
-        f"{letter}: {side.dialect.name} {side.dense}"
-        for letter, side in (("a", comparison.first), ("b", comparison.second))
-    )
+    one, other = comparison.first, comparison.second
+    head = f"a: {one.dialect.name} {one.dense}\nb: {other.dialect.name} {other.dense}"
     differing = [kind for kind in comparison.kinds if not kind.same]
     table = Table(
         ("groups over", "size a", "size b", "groups a", "groups b", "ranks"),
@@ -130,15 +122,13 @@ def diff_document(comparison: Comparison) -> Document:
     examples = [
         f"{' x '.join(kind.axes)}\n  a: {_shown(kind, 0)}\n  b: {_shown(kind, 1)}" for kind in differing
     ]
-    summary = (
-        f"{len(differing)} of {len(comparison.kinds)} kinds of groups differ"
-        if differing
-        else f"all {len(comparison.kinds)} kinds of groups are the same"
-    )
+    summary = f"all {len(comparison.kinds)} kinds of groups are the same"
+    if differing:
+        summary = f"{len(differing)} of {len(comparison.kinds)} kinds of groups differ"
     data = {
-        "world_size": comparison.first.dense.world_size,
-        "a": dict(comparison.first.dense.items()),
-        "b": dict(comparison.second.dense.items()),
+        "world_size": one.dense.world_size,
+        "a": dict(one.dense.items()),
+        "b": dict(other.dense.items()),
         "same": comparison.same,
         "kinds": [
             {**vars(kind), "examples": [[group[:16] for group in side] for side in kind.examples]}
@@ -149,8 +139,7 @@ def diff_document(comparison: Comparison) -> Document:
 
 
 def _shown(kind: Difference, side: int) -> str:
-    groups = kind.examples[side]
-    count = kind.counts[side]
+    groups, count = kind.examples[side], kind.counts[side]
     if count is None:
         return "no such axis"
     more = f" and {count - len(groups)} more" if count > len(groups) else ""

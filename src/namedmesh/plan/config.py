@@ -30,37 +30,12 @@ _KEYS = {
     "value_dim": ("v_head_dim",),
 }
 _NEEDED = ("layers", "hidden", "heads", "vocab")
-_UNGATED = [
-    "gpt2",
-    "gpt_neox",
-    "gpt_neo",
-    "gptj",
-    "gpt_bigcode",
-    "bloom",
-    "falcon",
-    "opt",
-    "mpt",
-    "phi",
-    "starcoder2",
-    "codegen",
-    "nemotron",
-]
-"""The types of models whose feed-forward network is not gated."""
-_TIED = [
-    "gpt2",
-    "gpt_bigcode",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "bloom",
-    "falcon",
-    "opt",
-    "mpt",
-    "starcoder2",
-]
-"""The types whose head is the embedding unless their configuration says otherwise."""
+# Types of models whose feed-forward network is not gated, and those whose head is the embedding unless they say otherwise.
+_TIED_UNGATED = ("gpt2", "gpt_bigcode", "bloom", "falcon", "opt", "mpt", "starcoder2")
+_UNGATED = {*_TIED_UNGATED, "gpt_neox", "gpt_neo", "gptj", "phi", "codegen", "nemotron"}
+_TIED = {*_TIED_UNGATED, "gemma", "gemma2", "gemma3_text"}
+# Words in the names of keys that may change the number of parameters, and names with them that do not.
 _SHAPE = re.compile(r"layer|expert|head|dim|rank|size|freq|step|period|interval")
-"""Words in the names of keys that may change the number of parameters."""
 _HARMLESS = {
     *(key for keys in _KEYS.values() for key in keys),
     *("moe_layer_freq", "decoder_sparse_step"),  # unless experts are in some layers only: not 1

@@ -210,12 +210,7 @@ def resolve(
     order: str | None = None,
     **sizes: int,
 ) -> DialectLayout:
-    """Resolve a spec, or sizes, to layouts; arguments and errors are those of :func:`make_plan`.
-
-    Example:
-        >>> resolve("fairscale tp=2,pp=4", world_size=16).dense
-        Layout(dp=2, pp=4, cp=1, tp=2)
-    """
+    """Resolve a spec, or sizes, to layouts; arguments and errors are those of :func:`make_plan`."""
     if isinstance(spec, str) and spec.strip():
         spec = parse_spec(spec)
     _check_arguments(spec, world_size, like, order, sizes)
@@ -274,13 +269,12 @@ def _shared(arrangement: DialectLayout) -> tuple[Groups, ...]:
     for kind in groups_of(arrangement):
         groups = Groups(kind, arrangement.layout(kind.view), "own")
         if groups.size == 1:
-            groups = replace(groups, communicator="none")
+            served = "none"
         elif groups.size == arrangement.dense.world_size:
-            groups = replace(groups, communicator="world")
+            served = "world"
         else:
             # Rank 0 is in a group of every kind, and kinds that have the same ranks there have them everywhere.
             owner = owners.setdefault(groups.of_rank(0), kind.name)
-            if owner != kind.name:
-                groups = replace(groups, communicator=owner)
-        shared.append(groups)
+            served = "own" if owner == kind.name else owner
+        shared.append(replace(groups, communicator=served))
     return tuple(shared)

@@ -17,15 +17,6 @@ if TYPE_CHECKING:
     from namedmesh.plan.cells import Box
     from namedmesh.plan.core import Plan
 
-PAIRS = (
-    ("ink", "paper"),
-    ("soft", "paper"),
-    ("ink", "node"),
-    ("soft", "node"),
-    ("alarm", "paper"),
-    ("paper", "ring"),
-)
-"""Which text is drawn on which ground; each pair has a contrast of 4.5 or more, light and dark."""
 _MANY = 128  # cells that leave no room beside them
 
 
@@ -65,7 +56,10 @@ def draw_html(plan: Plan, *, color_by: str | None = None, rank: int | None = Non
         classes += "blocks"
         note = f"{grid.note[0].upper()}{grid.note[1:]}. "
         colored, outlines = list(grid.axes), ["none"]
-    blocks = groupby(grid.boxes, key=lambda box: box.around)
+    nodes = []
+    for around, boxes in groupby(grid.boxes, key=lambda box: box.around):
+        text = "\n".join(_box(grid, box, axis) for box in boxes)
+        nodes.append(f'<div class="domain"><h3>{escape(around)}</h3>\n{text}\n</div>' if around else text)
     return Template(_read("page.html")).substitute(
         title=escape(str(plan.layout)),
         style=_read("page.css"),
@@ -79,7 +73,7 @@ def draw_html(plan: Plan, *, color_by: str | None = None, rank: int | None = Non
         rank="" if rank is None else rank,
         classes=classes,
         width=max(len(cell.label) for cell in cells) + 1,
-        nodes="\n".join(_block(grid, around, list(boxes), axis) for around, boxes in blocks),
+        nodes="\n".join(nodes),
         layout=json.dumps(data).replace("<", "\\u003c"),  # cannot end the element that contains it
         script=_read("page.js"),
     )
@@ -93,12 +87,6 @@ def _options(names: list[str], chosen: str | None) -> str:
     return "".join(
         f"<option{' selected' if name == chosen else ''}>{escape(name)}</option>" for name in names
     )
-
-
-def _block(grid: Grid, around: str, boxes: list[Box], axis: str) -> str:
-    """Write the boxes of one NVLink domain, or all of them where none is around them."""
-    text = "\n".join(_box(grid, box, axis) for box in boxes)
-    return f'<div class="domain"><h3>{escape(around)}</h3>\n{text}\n</div>' if around else text
 
 
 def _box(grid: Grid, box: Box, axis: str) -> str:

@@ -15,20 +15,18 @@ from namedmesh.sizes import SharedHeads, stage_range
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-STAGES = (0, 1, 2, 3)
-"""The stages of ZeRO; FSDP that shards everything is stage 3."""
-STAGE_WORDS = "1 shards the optimizer's state, 2 the gradients too, 3 (FSDP) the weights too"
-CHECKPOINTING = ("none", "selective", "op", "full")
-"""What is computed again for the backward pass: nothing; attention's scores (Megatron's "selective"); all but
-attention and every second matrix product (torchtitan's "selective op"); whole layers."""
-TRAINERS = ("torch", "megatron")
-"""Whose layers, loss and optimizer are counted: torch's with FSDP2, as torchtitan and the training example have them;
-or Megatron's."""
-PRECISIONS = ("bf16", "fp8", "fp32")
-"""The numbers of matrix products, as far as the hardware has them; activations are in bf16 with fp8 as well."""
-SCHEDULES = ("1f1b", "gpipe", "zero-bubble", "dualpipe")
-STATE_BYTES = (16, 18)
-"""Bytes of weight, gradient and Adam's state of a parameter: with gradients of 2 bytes, or of 4 as Megatron keeps them."""
+CHOICES: dict[str, tuple[str, ...] | tuple[int, ...]] = {
+    "stage": (0, 1, 2, 3),
+    "precision": ("bf16", "fp8", "fp32"),
+    "trainer": ("torch", "megatron"),
+    "checkpointing": ("none", "selective", "op", "full"),
+    "recompute": ("layernorm", "mla_up_proj", "moe_act"),
+    "context_attention": ("gathered", "torch", "ring"),
+    "schedule": ("1f1b", "gpipe", "zero-bubble", "dualpipe"),
+    "state_bytes": (16, 18),
+    "optimizer_bytes": (12, 8),
+}
+"""The values of the fields of :class:`Job` that have few."""
 WHOLE_WEIGHTS = 3  # the stage of ZeRO that shards them
 
 
@@ -54,12 +52,7 @@ class Axes(NamedTuple):
 
 
 def axes_of(sizes: Mapping[str, int]) -> Axes:
-    """Return the sizes of the axes; without an ``ep`` of its own, an expert is divided over tp as the rest is.
-
-    Example:
-        >>> axes_of({"dp": 4, "tp": 2})
-        Axes(tp=2, cp=1, pp=1, dp=4, ep=1, etp=2)
-    """
+    """Return the sizes of the axes; without an ``ep`` of its own, an expert is divided over tp as the rest is."""
     known = {axis: size for axis, size in sizes.items() if axis in Axes._fields}
     if "etp" not in known and known.get("ep", 1) == 1:
         known["etp"] = known.get("tp", 1)
@@ -74,22 +67,34 @@ class Job:
         model: the model.
         hardware: the GPUs and their links.
         seq: tokens of a sequence.
-        global_batch: sequences of a step, over all ranks.
+        global_batch: sequences of a step, over all ranks; what does not divide it is ruled out.
         micro_batch: sequences that a data-parallel rank works on at a time.
-        stage: the stage of ZeRO.
-        precision: of the matrix products, one of :data:`PRECISIONS`.
-        trainer: one of :data:`TRAINERS`.
-        checkpointing: one of :data:`CHECKPOINTING`.
+        stage: of ZeRO: 1 shards the optimizer's state, 2 the gradients too, 3 (FSDP) the weights too.
+        precision: numbers of the matrix products, as far as the hardware has them; activations are in bf16 with fp8 as well.
+        trainer: whose layers, loss and optimizer are counted: torch's with FSDP2, as torchtitan and the training example have
+            them, or Megatron's.
+        checkpointing: what is computed again for the backward pass: nothing; attention's scores (Megatron's "selective"); all
+            but attention and every second matrix product (torchtitan's "selective op"); whole layers.
+        recompute: what "selective" computes again too, by Megatron's names: norms; queries, keys and values of latent
+            attention; gates of experts.
         sequence_parallel: whether the tensor-parallel ranks share the norms and the residual stream too.
-        compiled: whether ``torch.compile`` fuses elementwise operations, or each is a kernel (eager); Megatron's are fused.
+        compiled: whether ``torch.compile`` fuses elementwise operations, or each is a kernel; Megatron's are fused in any case.
         fused_attention: whether attention's scores stay on the chip (FlashAttention), or are written to memory.
         fused_loss: whether the loss is one compiled kernel, or torch's eager operations with their copies of the logits.
         fused_norms: whether norms are one kernel and keep their input only, or also its normalized values, as torch's RMSNorm
             does on the CPU, and before torch 2.9.
         dropout: whether the layers have dropout, whose masks are kept.
-        schedule: the order of a pipeline's micro-batches, one of :data:`SCHEDULES`.
+        context_attention: how attention over cp gets keys and values: gathered, by ``namedmesh.training.context_attention``;
+            gathered with the heads repeated for all queries, by torch's ``context_parallel`` in torchtitan's models; round a
+            ring, as Megatron does, which is its default.
+        schedule: the order of a pipeline's micro-batches.
         stages_per_rank: stages of each pipeline rank; 2 or more is the interleaved schedule.
-        state_bytes: one of :data:`STATE_BYTES`; by default 18 for Megatron, 16 for torch.
+        state_bytes: bytes of weight, gradient and Adam's state of a parameter: with gradients of 2 bytes, or of 4, as Megatron
+            keeps them by default.
+        optimizer_bytes: those of Adam's state among them: the weight and two moments in float32, or the moments in bf16
+            (DeepSeek-V3, 2024, section 3.3.3), which are 4 fewer than ``state_bytes`` says.
+        fp8_inputs: whether products and gates keep their inputs for the backward pass in fp8, and attention's output in 12
+            bits (the same section), instead of in bf16.
         overlap: whether gathers of weights and reductions of gradients run beside the computation.
     """
 
@@ -111,12 +116,23 @@ class Job:
     schedule: str = "1f1b"
     stages_per_rank: int = 1
     state_bytes: int | None = None
+    optimizer_bytes: int = 12
+    recompute: tuple[str, ...] = ()
+    fp8_inputs: bool = False
+    context_attention: str | None = None
     overlap: bool = True
 
     @property
+    def missing(self) -> list[str]:
+        """The names of the sizes that the seconds of a step follow from, and that are not known."""
+        sizes = {name: getattr(self.model, name) for name in ("layers", "hidden", "heads")}
+        sizes |= {"seq": self.seq, "global_batch": self.global_batch}
+        return [name for name, size in sizes.items() if size is None]
+
+    @property
     def sized(self) -> bool:
-        """Whether the sizes that activations follow from are known."""
-        return self.model.shaped and self.seq is not None
+        """Whether the sizes that activations follow from are known: all but the global batch."""
+        return self.missing in ([], ["global_batch"])
 
     @property
     def number_bytes(self) -> int:
@@ -127,6 +143,11 @@ class Job:
     def gradient_bytes(self) -> int:
         """Bytes of the gradient of a parameter."""
         return (self.state_bytes or (18 if self.trainer == "megatron" else 16)) - 14
+
+    @property
+    def keys_over_cp(self) -> str:
+        """How attention over cp gets keys and values."""
+        return self.context_attention or ("gathered" if self.is_torch else "ring")
 
     @property
     def is_torch(self) -> bool:
@@ -142,20 +163,24 @@ class Job:
         """Return a sentence for each thing that does not go with another."""
         sizes = ("seq", "global_batch", "micro_batch", "stages_per_rank")
         problems = size_problems({name: getattr(self, name) for name in sizes}) + self.model.problems()
-        allowed: dict[str, tuple[object, ...]] = {
-            "precision": PRECISIONS,
-            "trainer": TRAINERS,
-            "checkpointing": CHECKPOINTING,
-            "schedule": SCHEDULES,
-            "stage": STAGES,
-            "state_bytes": (None, *STATE_BYTES),
-        }
-        for name, values in allowed.items():
+        for name, allowed in CHOICES.items():
             value = getattr(self, name)
-            if value not in values:
-                near = did_you_mean(value, values) if isinstance(value, str) else ""  # type: ignore[arg-type]
-                problems.append(f"{name} {value!r} is not one of {values}{near}")
-        if self.precision in PRECISIONS and self.precision not in self.hardware.peak:
+            values = value if isinstance(value, tuple) else (value,)
+            for one in values:
+                if one not in allowed and one != getattr(Job, name):  # None, where that is the default
+                    near = did_you_mean(one, map(str, allowed))
+                    problems.append(f"{name} {one!r} is not one of {allowed}{near}")
+        if "mla_up_proj" in self.recompute and self.model.kv_rank is None:
+            problems.append(
+                "recompute has mla_up_proj, but attention is not latent; give kv_rank, or leave it out"
+            )
+        if "moe_act" in self.recompute and not self.model.experts:
+            problems.append("recompute has moe_act, but there are no experts; give experts, or leave it out")
+        if self.recompute and self.checkpointing != "selective":
+            problems.append(
+                f"recompute goes with selective checkpointing, not with {self.checkpointing}; leave one out"
+            )
+        if self.precision in CHOICES["precision"] and self.precision not in self.hardware.peak:
             problems.append(
                 f"{self.hardware.name} has no {self.precision}; it has {', '.join(self.hardware.peak)}"
             )
@@ -173,15 +198,7 @@ class Job:
 
 
 class Share(NamedTuple):
-    """What one pipeline rank has of a model.
-
-    Args:
-        rank: its place in the pipeline.
-        dense: how many layers without experts.
-        expert: how many layers with experts.
-        first: whether it has the embedding.
-        last: whether it has the head.
-    """
+    """What a pipeline rank has of a model: layers without and with experts, and perhaps the embedding and the head."""
 
     rank: int
     dense: int
@@ -206,13 +223,7 @@ def stages_of(job: Job, pp: int, rank: int) -> tuple[list[int], int]:
 
 
 def share_of(job: Job, pp: int, rank: int) -> Share:
-    """Return what a pipeline rank has, by the stages that ``namedmesh.training.stage_layers`` makes.
-
-    Example:
-        >>> job = Job(Model(layers=126, hidden=16384, heads=128))
-        >>> share_of(job, 16, 0).layers, share_of(job, 16, 1).layers
-        (7, 8)
-    """
+    """Return what a pipeline rank has, by the stages that ``namedmesh.training.stage_layers`` makes."""
     indices, stages = stages_of(job, pp, rank)
     first, last = 0 in indices, stages - 1 in indices
     if not job.model.layers:

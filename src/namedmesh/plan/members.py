@@ -82,11 +82,6 @@ def group_of(layout: Layout, rank: int, *axes: str) -> Members:
     Raises:
         AxisError: a name that is no axis.
         LayoutError: the rank is not in the layout.
-
-    Example:
-        >>> from namedmesh import Layout
-        >>> group_of(Layout(pp=2, dp=2, tp=2), 5, "pp", "tp")[:]
-        (0, 1, 4, 5)
     """
     coords = layout.coords(rank)
     own = sum(
@@ -98,14 +93,7 @@ def group_of(layout: Layout, rank: int, *axes: str) -> Members:
 
 
 def nth_group(layout: Layout, index: int, *axes: str) -> Members:
-    """Return one group of the partition, by its index in :meth:`namedmesh.Layout.groups`.
-
-    Example:
-        >>> from namedmesh import Layout
-        >>> layout = Layout(pp=2, dp=2, tp=2)
-        >>> nth_group(layout, 2, "pp")[:] == layout.groups("pp")[2]
-        True
-    """
+    """Return one group of the partition, by its index in :meth:`namedmesh.Layout.groups`."""
     others = [axis for axis in layout.axes if axis not in axes]
     firsts = Members(layout.rank_offset, _runs(layout, others))
     return Members(firsts[index], _runs(layout, axes))
@@ -132,12 +120,7 @@ def _part(ranks: Members, kind: GroupSpec) -> Members:
 
 
 def in_words(ranks: Sequence[int], limit: int = 16) -> str:
-    """Write ranks for people: all of them, or the first ones, the last one and how many.
-
-    Example:
-        >>> in_words((0, 2, 4)), in_words(range(0, 64, 2), limit=4)
-        ('0, 2, 4', '0, 2, 4, ..., 62 (32 ranks)')
-    """
+    """Write ranks for people: all of them, or the first ones, the last one and how many."""
     if len(ranks) <= limit:
         return ", ".join(map(str, ranks))
     return f"{', '.join(map(str, ranks[: limit - 1]))}, ..., {ranks[-1]} ({len(ranks)} ranks)"

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _REDUCED = 4
 """Bytes of a gradient while FSDP2 accumulates and reduces it: torchtitan's ``reduce_dtype`` is float32."""
+_FP8, _FP12 = 1.0, 1.5
 _PREFETCHED = 2  # FSDP2 gathers the next layer while one computes
 # Bytes that the loss needs for each logit. Eager, in float32: the logits, their log-softmax, its gradient and that of the
 # logits; in bf16 the last three are in float32 (torch's cross_entropy of logits.float(), whose copy is gone by then). Fused:
@@ -177,7 +178,7 @@ def _states(job: Job, held: Parameters, axes: Axes) -> tuple[float, float, float
     weights, gradients, optimizer = sharded
     if job.precision == "fp32":  # no second copy of the weights
         return 4 * weights, 4 * gradients, 8 * optimizer
-    return 2 * weights, job.gradient_bytes * gradients, 12 * optimizer
+    return 2 * weights, job.gradient_bytes * gradients, job.optimizer_bytes * optimizer
 
 
 def _gathered(job: Job, held: Parameters, pp: int, *, accumulates: bool) -> tuple[float, float]:
@@ -204,7 +205,8 @@ def saved(job: Job, axes: Axes, *, experts: bool) -> Saved:
       that; Megatron gathers again); unfused norms 2 h more;
     - attention: q + k + v, its output q (torch keeps a copy in another order too), with MLA also the latent vectors;
       unfused, 5 bytes for each score;
-    - feed-forward: 2 f, gated 4 f (Megatron's fused gate: 3 f); for each expert of a token also its input and output;
+    - feed-forward: 2 f, gated 4 f (Megatron's fused gate: 3 f); for each expert of a token also its input, and in torch its
+      output, which is weighted afterwards (Megatron weights within, ``moe/experts.py``);
     - two masks of dropout, a byte each.
 
     Sizes on a rank are divided by tp; what is outside of attention and feed-forward network is divided too with sequence
@@ -235,9 +237,20 @@ def _saved(job: Job, axes: Axes, experts: bool) -> Saved:
     scores = 0.0 if job.fused_attention else 5 * heads * (job.seq or 0) / axes.cp / tp
     masks = 2 * stream if job.dropout else 0.0
     whole = number * every + scores + masks
+    again = scores
+    if "layernorm" in job.recompute:
+        again += number * normed
+        normed = 0.0
+    if "mla_up_proj" in job.recompute and model.kv_rank is not None:
+        again += number * (queries + keys_values)
+    if "moe_act" in job.recompute and experts:
+        again += number * inner.width
+        inner = inner._replace(inputs=inner.inputs - inner.width)
+    if job.fp8_inputs:
+        again += (number - _FP8) * (normed + inner.inputs) + (number - _FP12) * out
     kept = {
         "none": whole,
-        "selective": whole - scores,
+        "selective": whole - again,
         # Every second product: queries, values and, of the feed-forward network, those that follow; sums over tp are kept.
         "op": number * (stream + queries + kv * value + out + inner.op + (2 * stream if tp > 1 else 0)),
         "full": number * stream,
@@ -253,12 +266,14 @@ class Inner(NamedTuple):
         op: what of it the policy "op" keeps.
         gradients: gradients in flight.
         width: the inner width on the rank, of all experts of a token.
+        inputs: what of ``all`` products and gates read.
     """
 
     all: float
     op: float
     gradients: float
     width: float
+    inputs: float
 
 
 def feed_forward(job: Job, axes: Axes, *, experts: bool) -> Inner:
@@ -269,14 +284,14 @@ def feed_forward(job: Job, axes: Axes, *, experts: bool) -> Inner:
     copies, gates = (4 if job.is_torch else 3, 2) if gated else (2, 1)
     if not experts:
         width = model.inner / axes.tp
-        return Inner(copies * width, width + (hidden if gated else 0), gates * width, width)
+        op = width + (hidden if gated else 0)
+        return Inner(copies * width, op, gates * width, width, copies * width)
     # A rank routes its part of the sequence, 1/tp of it, together with the other etp ranks of its experts.
     width = (model.top_k + (model.shared_experts or 0)) * model.expert_inner / axes.tp
-    moved = (
-        2 * model.top_k * hidden * axes.etp / axes.tp
-    )  # the input of each expert of a token, and its output
+    moved = (2 if job.is_torch else 1) * model.top_k * hidden * axes.etp / axes.tp
     router = 2 * (model.experts or 0)  # in float32
-    return Inner(copies * width + moved + router, width + moved, gates * width, width)
+    inputs = copies * width + moved
+    return Inner(inputs + router, width + moved, gates * width, width, inputs)
 
 
 def loss_bytes(job: Job, tp: int) -> int:

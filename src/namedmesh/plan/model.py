@@ -94,11 +94,6 @@ class Model:
         return problems
 
     @property
-    def shaped(self) -> bool:
-        """Whether layers, width and heads are known, from which parameters, activations and operations follow."""
-        return None not in {self.layers, self.hidden, self.heads}
-
-    @property
     def gated(self) -> bool:
         """Whether the feed-forward network is gated."""
         return self.ffn is not None
@@ -132,10 +127,17 @@ class Model:
         query, value, output = self.features
         if self.kv_rank is None:
             return hidden * (heads * query + self.kv * (query + value) + heads * output)
-        rope = self.rope_dim or 0
-        from_latent = self.kv_rank * heads * (query - rope + value)
-        queries = hidden * heads * query if self.q_rank is None else self.q_rank * (hidden + heads * query)
-        return queries + hidden * (self.kv_rank + rope) + from_latent + heads * output * hidden
+        into_latent = self.kv_rank + (self.rope_dim or 0) + (self.q_rank or 0)
+        queries = hidden * heads * query if self.q_rank is None else 0
+        return hidden * into_latent + queries + self.from_latent + heads * output * hidden
+
+    @cached_property
+    def from_latent(self) -> int:
+        """The parameters of one layer that make queries, keys and values of latent vectors."""
+        heads = self.heads or 1
+        query, value, _ = self.features
+        keys_values = (self.kv_rank or 0) * heads * (query - (self.rope_dim or 0) + value)
+        return keys_values + (self.q_rank or 0) * heads * query
 
     @cached_property
     def expert_layers(self) -> int:

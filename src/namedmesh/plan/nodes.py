@@ -62,12 +62,6 @@ def crossing_groups(size: int, stride: int, world_size: int, block: int) -> int:
     """Count the groups of ``size`` ranks, ``stride`` apart, that have ranks in several blocks of consecutive ranks.
 
     By arithmetic: the cost is that of the block, such as the GPUs of a node, not of the world.
-
-    Example:
-        >>> from namedmesh import Layout
-        >>> layout = Layout(pp=4, dp=2, tp=2)
-        >>> [crossing_groups(layout[axis], stride, 16, 8) for axis, stride in zip(layout, layout.strides)]
-        [4, 0, 0]
     """
     span, period = (size - 1) * stride, size * stride
     if block % period == 0 or size == 1 or block >= world_size:
@@ -96,18 +90,7 @@ def _late(below: int, block: int, t: int) -> int:
 def placements(
     arrangement: DialectLayout, gpus_per_node: int, nvlink_domain: int | None = None
 ) -> tuple[Placement, ...]:
-    """Place the groups over each axis on nodes, slowest axis first, the experts' own axes at the end.
-
-    Args:
-        arrangement: the layouts.
-        gpus_per_node: how many consecutive ranks one node has.
-        nvlink_domain: how many consecutive ranks are joined by NVLink, if that is another number.
-
-    Example:
-        >>> from namedmesh.dialects import PLAIN
-        >>> [placement.words for placement in placements(layouts_for(PLAIN, {"pp": 4, "tp": 2}, world_size=16), 8)]
-        ['crosses nodes', 'inside a node', 'inside a node']
-    """
+    """Place the groups over each axis on nodes, slowest axis first, the experts' own axes at the end."""
     placed = []
     for view, layout in ((DENSE, arrangement.dense), (EXPERT, arrangement.expert)):
         if layout is None:
@@ -137,20 +120,7 @@ def bandwidth_bound(placed: tuple[Placement, ...]) -> list[Placement]:
 
 
 def better_order(arrangement: DialectLayout, block: int) -> str | None:
-    """Find an order of the axes, fastest first, under which tp and ep stay inside a block, close to the given one.
-
-    Args:
-        arrangement: the layouts as they are.
-        block: how many ranks are joined by fast links.
-
-    Returns:
-        The order string; None if there is no such order.
-
-    Example:
-        >>> from namedmesh.dialects import PLAIN
-        >>> better_order(layouts_for(PLAIN, {"pp": 4, "tp": 4}, world_size=32, order="pp-tp-dp"), 8)
-        'tp-pp-dp'
-    """
+    """Find an order of the axes, fastest first, under which tp and ep stay inside a block, close to the given one, if there is one."""
     dialect, sizes = arrangement.dialect, dict(arrangement.dense.items())
     if arrangement.expert is not None:
         sizes |= {axis: size for axis, size in arrangement.expert.items() if axis not in sizes}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
+from itertools import chain
 from math import isqrt
 from typing import TYPE_CHECKING
 
 from namedmesh.errors import LayoutError
-from namedmesh.plan.job import STAGES, Axes, Job
+from namedmesh.plan.job import Axes, Job
 from namedmesh.plan.memory import Memory, estimate_memory
 from namedmesh.plan.nodes import crossing_groups
 from namedmesh.plan.spec import size_problems
@@ -16,35 +17,12 @@ from namedmesh.plan.step import Step, estimate_step
 from namedmesh.sizes import SharedHeads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
 _MOST = 10**7  # beyond, there may be millions of them
 AXES = Axes._fields
 NO_MEMORY = "needs"
 """How the reason begins of a partition that memory rules out, and nothing else."""
-
-
-@dataclass(frozen=True, eq=False)
-class Rules:
-    """What partitions are judged by.
-
-    Args:
-        job: the model, and how it is trained.
-        memory: bytes that a rank has; None is any number.
-    """
-
-    job: Job = field(default_factory=Job)
-    memory: float | None = None
-
-    @cached_property
-    def by_stage(self) -> tuple[Job, ...]:
-        """The job at each stage of ZeRO."""
-        return tuple(replace(self.job, stage=stage) for stage in STAGES)
-
-    @cached_property
-    def incompatible(self) -> Callable[[str, int], tuple[str, ...]]:
-        """A function of an axis and its size: why the model rules it out. Many partitions share a size."""
-        return cache(partial(_incompatibilities, self.job))
 
 
 @dataclass(frozen=True)
@@ -58,7 +36,9 @@ class Partition:
         dp: data-parallel size.
         ep: expert-parallel size.
         etp: tensor-parallel size of an expert.
-        rules: what it is judged by.
+        job: the model, and how it is trained.
+        limit: bytes that a rank has; None is any number.
+        mismatches: which sizes of the model or the batch do not go with it.
     """
 
     tp: int
@@ -67,7 +47,9 @@ class Partition:
     dp: int
     ep: int = 1
     etp: int = 1
-    rules: Rules = field(default_factory=Rules, repr=False)
+    job: Job = field(default_factory=Job, repr=False)
+    limit: float | None = field(default=None, repr=False)
+    mismatches: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def fits(self) -> bool:
@@ -90,30 +72,21 @@ class Partition:
         return self.tp * self.cp * self.pp * self.dp
 
     @cached_property
-    def mismatches(self) -> tuple[str, ...]:
-        """Which sizes of the model or the batch do not go with it."""
-        rule = self.rules.incompatible
-        return tuple(
-            reason for axis in ("tp", "pp", "ep", "cp", "dp") for reason in rule(axis, getattr(self, axis))
-        )
-
-    @cached_property
     def reasons(self) -> tuple[str, ...]:
         """Why the sizes of the model or the batch rule it out, or else the memory; empty if they do not."""
-        limit = self.rules.memory
-        if limit is None or self.memory is None or self.memory.total <= limit:
+        if self.limit is None or self.memory is None or self.memory.total <= self.limit:
             return self.mismatches
         needed = self.memory.total
-        return (f"{NO_MEMORY} {needed / 1e9:.1f} GB of {limit / 1e9:.1f} at stage {self.rules.job.stage}",)
+        return (f"{NO_MEMORY} {needed / 1e9:.1f} GB of {self.limit / 1e9:.1f} at stage {self.job.stage}",)
 
     @cached_property
     def crossing(self) -> tuple[str, ...]:
         """The axes of which some groups have ranks on several nodes, or in several domains of fast links that join nodes."""
-        node = max(self.rules.job.hardware.gpus_per_node, self.rules.job.hardware.domain)
+        node = max(self.job.hardware.gpus_per_node, self.job.hardware.domain)
         dense, expert = ("tp", "cp", "dp", "pp"), ("etp", "ep", "edp")
         sizes = {**self.sizes, "edp": self.world_size // (self.pp * self.ep * self.etp)}
         crossing = []
-        for axes in (dense, expert if self.rules.job.model.experts else ()):
+        for axes in (dense, expert if self.job.model.experts else ()):
             stride = 1
             for axis in axes:
                 if crossing_groups(sizes[axis], stride, self.world_size, node):
@@ -124,41 +97,28 @@ class Partition:
     @property
     def micro_batches(self) -> int | None:
         """How many micro-batches a data-parallel rank has in a step; None if the global batch is not known."""
-        return self.rules.job.micro_batches(self.dp)
+        return self.job.micro_batches(self.dp)
 
     @cached_property
     def memory(self) -> Memory | None:
         """The bytes of the fullest rank; None if the number of parameters is not known, or sizes rule it out."""
-        if self.mismatches or not self.rules.job.model.total:
+        if self.mismatches or not self.job.model.total:
             return None
-        return estimate_memory(self.rules.job, self.sizes)
-
-    @property
-    def memory_by_stage(self) -> tuple[Memory, ...]:
-        """The same for each stage of ZeRO; empty where :attr:`memory` is None."""
-        if self.memory is None:
-            return ()
-        return tuple(estimate_memory(job, self.sizes) for job in self.rules.by_stage)
+        return estimate_memory(self.job, self.sizes)
 
     @cached_property
     def step(self) -> Step | None:
         """The seconds of a step, and what a rank sends in it; None if a size is missing, or sizes rule it out."""
-        if self.mismatches or missing_for_steps(self.rules.job):
+        if self.mismatches or self.job.missing:
             return None
-        return estimate_step(self.rules.job, self.sizes)
+        return estimate_step(self.job, self.sizes)
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens of the whole job in a second; 0 if sizes are not known."""
-        job = self.rules.job
-        return (job.global_batch or 0) * (job.seq or 0) / self.step.total if self.step is not None else 0.0
-
-
-def missing_for_steps(job: Job) -> list[str]:
-    """Return the names of the sizes that the seconds of a step need, and that are not known."""
-    sizes = {"layers": job.model.layers, "hidden": job.model.hidden, "heads": job.model.heads}
-    sizes |= {"seq": job.seq, "global_batch": job.global_batch}
-    return [name for name, size in sizes.items() if size is None]
+        if self.step is None:
+            return 0.0
+        return (self.job.global_batch or 0) * (self.job.seq or 0) / self.step.total
 
 
 def list_partitions(
@@ -194,8 +154,13 @@ def list_partitions(
         )
     if problems:
         raise LayoutError(*problems)
-    rules = Rules(replace(job, hardware=job.hardware.filled(world_size)), memory or job.hardware.memory)
-    return tuple(Partition(*sizes, rules=rules) for sizes in _all_sizes(world_size, job.model.experts))
+    job, limit = replace(job, hardware=job.hardware.filled(world_size)), memory or job.hardware.memory
+    rule = cache(partial(_incompatibilities, job))  # many partitions share a size
+    partitions = []
+    for sizes in _all_sizes(world_size, job.model.experts):
+        mismatches = (rule(axis, sizes[AXES.index(axis)]) for axis in ("tp", "pp", "ep", "cp", "dp"))
+        partitions.append(Partition(*sizes, job, limit, tuple(chain.from_iterable(mismatches))))
+    return tuple(partitions)
 
 
 def best_partitions(partitions: Iterable[Partition], count: int) -> tuple[Partition, ...]:
@@ -213,7 +178,7 @@ def best_partitions(partitions: Iterable[Partition], count: int) -> tuple[Partit
     """
     listed = list(partitions)
     problems = size_problems({"the number of partitions": count})
-    missing = missing_for_steps(listed[0].rules.job) if listed else []
+    missing = listed[0].job.missing if listed else []
     if missing:
         problems.append(f"a ranking needs {', '.join(missing)}; give {'them' if missing[1:] else 'it'} too")
     if problems:

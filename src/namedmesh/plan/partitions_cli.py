@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from argparse import SUPPRESS, ArgumentTypeError, BooleanOptionalAction
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from namedmesh.errors import count_of
 from namedmesh.plan.cli import add_format, add_integer
-from namedmesh.plan.hardware import Hardware, hardware_names, load_hardware
-from namedmesh.plan.job import (
-    CHECKPOINTING,
-    PRECISIONS,
-    SCHEDULES,
-    STAGE_WORDS,
-    STAGES,
-    STATE_BYTES,
-    TRAINERS,
-    Job,
-)
+from namedmesh.plan.hardware import hardware_names, load_hardware
+from namedmesh.plan.job import CHOICES, Job
 from namedmesh.plan.model import Model
 from namedmesh.plan.spec import UsageError, parse_amount, parse_spec
 from namedmesh.plan.tables import show
@@ -30,32 +22,30 @@ NOTHING_FITS = 3
 """The exit status where no partition fits."""
 _DEFAULT = "h100"
 _MISSES = 3  # are named where nothing fits
-_MODEL_HELP = {
-    "layers": "layers",
-    "hidden": "width of the residual stream",
-    "heads": "attention heads",
-    "kv_heads": "heads of keys and values, if fewer",
-    "head_dim": "features of a head, if not hidden / heads",
-    "ffn": "inner width of the feed-forward network, gated (default: 4 x hidden, not gated)",
-    "vocab": "entries of the vocabulary",
-    "experts": "experts of a layer; lists every ep too",
-    "top_k": "experts of a token (default: 1)",
-    "expert_ffn": "inner width of an expert (default: that of --ffn)",
-    "shared_experts": "experts that every token goes to",
-    "dense_layers": "first layers that have no experts",
-    "expert_groups": "groups of experts that a token goes to at most, if limited",
-    "q_rank": "latent attention: rank of the queries",
-    "kv_rank": "latent attention: rank of keys and values; --head-dim is then without positions",
-    "rope_dim": "latent attention: features of a head that hold positions",
-    "value_dim": "latent attention: features of a value head",
+_AMOUNTS = ("params", "expert_params")
+_ARGUMENT = re.compile(
+    r"^( *)(\w+): (.*(?:\n\1 {4}.*)*)", re.MULTILINE
+)  # of a docstring, however it is indented
+_OF_THE_TRAINER = {
+    "stage": "3, Megatron's 1",
+    "state_bytes": "16, Megatron's 18",
+    "context_attention": "gathered, Megatron's ring",
 }
 
 
 def configure(parser: ArgumentParser) -> None:
     """Declare the arguments."""
     add_integer(parser, "--world-size", "how many ranks there are", required=True)
-    _configure_model(parser.add_argument_group("the model"))
-    _configure_training(parser.add_argument_group("how it is trained"))
+    group = parser.add_argument_group("the model")
+    group.add_argument(
+        "--config",
+        metavar="FILE",
+        help="Hugging Face's config.json of the model; flags override what it says",
+    )
+    _add_fields(group, Model)
+    group = parser.add_argument_group("how it is trained")
+    _add_fields(group, Job)
+    group.add_argument("--batch", type=_batch_of_a_rank, help=SUPPRESS)
     group = parser.add_argument_group("on what")
     group.add_argument(
         "--hardware",
@@ -76,79 +66,38 @@ def configure(parser: ArgumentParser) -> None:
     add_format(group)
 
 
-def _configure_model(parser: Any) -> None:
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="Hugging Face's config.json of the model; flags override what it says",
-    )
-    for name, text in _MODEL_HELP.items():
-        add_integer(parser, f"--{name.replace('_', '-')}", text)
-    parser.add_argument("--tied", action=BooleanOptionalAction, help="the head is the embedding, as in GPT-2")
-    parser.add_argument("--params", metavar="P", help="parameters, such as 7B (default: from the sizes)")
-    parser.add_argument("--expert-params", metavar="P", help="those of all experts (default: from the sizes)")
-
-
-def _configure_training(parser: Any) -> None:
-    add_integer(parser, "--seq", "tokens of a sequence")
-    add_integer(
-        parser, "--global-batch", "sequences of a step, over all ranks; what does not divide it is struck"
-    )
-    parser.add_argument("--batch", type=_batch_of_a_rank, help=SUPPRESS)
-    add_integer(parser, "--micro-batch", "sequences that a rank works on at a time (default: 1)", default=1)
-    _choice(parser, "--precision", PRECISIONS, "bf16", "numbers of the matrix products")
-    _choice(
-        parser, "--trainer", TRAINERS, "torch", "whose layers and loss: torch's with FSDP2, or Megatron's"
-    )
-    _choice(
-        parser,
-        "--checkpointing",
-        CHECKPOINTING,
-        "selective",
-        "what is computed again: nothing; attention's scores; all but attention and every second product; whole layers",
-    )
-    parser.add_argument(
-        "--stage", type=int, choices=STAGES, help=f"ZeRO stage: {STAGE_WORDS} (default: 3, Megatron's 1)"
-    )
-    parser.add_argument(
-        "--state-bytes",
-        type=int,
-        choices=STATE_BYTES,
-        help="bytes of weight, gradient and Adam's state of a parameter (default: 16, Megatron's 18)",
-    )
-    _choice(parser, "--schedule", SCHEDULES, "1f1b", "order of a pipeline's micro-batches")
-    add_integer(
-        parser, "--stages-per-rank", "of a pipeline; 2 or more is interleaved (default: 1)", default=1
-    )
-    _switch(
-        parser, "--sequence-parallel", "tp ranks share the norms and the residual stream too", default=True
-    )
-    _switch(parser, "--fused-attention", "attention's scores stay on the chip (FlashAttention)", default=True)
-    parser.add_argument(
-        "--eager",
-        dest="compiled",
-        action="store_false",
-        help="a kernel for each operation, without torch.compile (Megatron's are fused in any case)",
-    )
-    _switch(parser, "--fused-norms", "RMSNorm is one kernel in eager mode, from torch 2.9 on", default=True)
-    _switch(parser, "--fused-loss", "the loss is compiled, without copies of the logits", default=False)
-    _switch(parser, "--dropout", "the layers have dropout, whose masks are kept", default=False)
-    _switch(parser, "--overlap", "weights and gradients travel beside the computation", default=True)
+def _add_fields(parser: Any, kind: type[Model | Job]) -> None:
+    """Add a flag for each field of a dataclass, with what its docstring says about it."""
+    found = _ARGUMENT.findall(kind.__doc__ or "")
+    texts = {name: " ".join(text.replace("``", "").split()) for _, name, text in found}
+    for one in fields(kind):
+        name, text = one.name, texts.get(one.name, "").removesuffix(".")
+        # What a configuration says of a model counts unless a flag is given.
+        default = one.default if kind is Job else None
+        flag = f"--{name.replace('_', '-')}"
+        if name in _OF_THE_TRAINER:
+            text, default = f"{text} (default: {_OF_THE_TRAINER[name]})", None
+        elif default not in {None, ()}:
+            text = f"{text} (default: {default})"
+        if name in CHOICES:
+            more: dict[str, Any] = {"nargs": "+"} if name == "recompute" else {}
+            choices = CHOICES[name]
+            parser.add_argument(
+                flag, type=type(choices[0]), choices=choices, default=default, help=text, **more
+            )
+        elif name == "compiled":
+            text = "without torch.compile: each elementwise operation is a kernel"
+            parser.add_argument("--eager", dest=name, action="store_false", help=text)
+        elif isinstance(one.default, bool):
+            parser.add_argument(flag, action=BooleanOptionalAction, default=default, help=text)
+        elif name in _AMOUNTS:
+            parser.add_argument(flag, metavar="P", help=f"{text}; such as 7B")
+        elif name not in {"model", "hardware"}:
+            add_integer(parser, flag, text, default=default)
 
 
 def _batch_of_a_rank(text: str) -> None:
     raise ArgumentTypeError(f"{text} is of one data-parallel rank; give --global-batch, over all ranks")
-
-
-def _choice(parser: Any, flag: str, values: tuple[str, ...], default: str, text: str) -> None:
-    parser.add_argument(flag, choices=values, default=default, help=f"{text} (default: {default})")
-
-
-def _switch(parser: Any, flag: str, text: str, *, default: bool) -> None:
-    state = "yes" if default else "no"
-    parser.add_argument(
-        flag, action=BooleanOptionalAction, default=default, help=f"{text} (default: {state})"
-    )
 
 
 def run(arguments: Namespace) -> int:
@@ -207,18 +156,17 @@ def _job(arguments: Namespace) -> tuple[Job, list[str]]:
         from namedmesh.plan.config import read_config
 
         model, notes = read_config(arguments.config)
-    sizes = {name: getattr(arguments, name) for name in (*_MODEL_HELP, "tied")}
-    for name in ("params", "expert_params"):
-        text = getattr(arguments, name)
-        sizes[name] = None if text is None else parse_amount(text, "parameters")
+    sizes = {one.name: getattr(arguments, one.name) for one in fields(Model)}
+    for name in _AMOUNTS:
+        if sizes[name] is not None:
+            sizes[name] = parse_amount(sizes[name], "parameters")
     model = replace(model, **{name: size for name, size in sizes.items() if size is not None})
-    names = {one.name for one in fields(Job)} & {*vars(arguments)} - {"model", "hardware"}
+    names = {one.name for one in fields(Job)} & {*vars(arguments)} - {"hardware"}
     policies = {name: getattr(arguments, name) for name in names}
+    policies["recompute"] = tuple(policies["recompute"])
     if policies["stage"] is None:
         policies["stage"] = 1 if policies["trainer"] == "megatron" else 3
-    return Job(model, _hardware(arguments), **policies), notes
-
-
-def _hardware(arguments: Namespace) -> Hardware:
-    hardware, node = load_hardware(arguments.hardware or _DEFAULT), arguments.gpus_per_node
-    return hardware if node is None else hardware.with_node(node)
+    hardware = load_hardware(arguments.hardware or _DEFAULT)
+    if arguments.gpus_per_node is not None:
+        hardware = hardware.with_node(arguments.gpus_per_node)
+    return Job(model, hardware, **policies), notes

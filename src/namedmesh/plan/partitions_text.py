@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from namedmesh.plan.job import STAGES
 from namedmesh.plan.partitions import AXES, Partition
 from namedmesh.plan.tables import Document, Table, Value
 
@@ -27,7 +26,7 @@ def partitions_document(
     cells = [_cells(partition) for partition in shown]
     columns = tuple(cells[0]) if cells else ()
     columns = tuple(column for column in columns if column in _DENSE or any(row[column] for row in cells))
-    if not (shown and shown[0].rules.job.model.experts):
+    if not (shown and shown[0].job.model.experts):
         columns = tuple(column for column in columns if column not in {"ep", "etp"})
     rows = tuple(tuple(row[column] for column in columns) for row in cells)
     struck = frozenset(i for i, partition in enumerate(shown) if not partition.fits)
@@ -44,7 +43,7 @@ def partitions_document(
 
 
 def _notes(partition: Partition, columns: Sequence[str]) -> list[str]:
-    job, limit = partition.rules.job, partition.rules.memory
+    job, limit = partition.job, partition.limit
     notes = []
     if "GB" in columns and limit is not None:
         parts = (
@@ -71,7 +70,7 @@ def _cells(partition: Partition) -> dict[str, Value]:
     memory, step = partition.memory, partition.step
     sent = time = ""
     if step is not None:
-        sent = _largest(step.sent, " > ", _gigabytes)
+        sent = _largest(step.sent, " > ", lambda amount: f"{amount / 1e9:.3g}")
         time = _largest(step.seconds, ", ", lambda seconds: f"{seconds / step.total:.0%}")
     return {
         **partition.sizes,
@@ -92,22 +91,15 @@ def _largest(parts: dict[str, float], between: str, write: Any) -> str:
     return between.join(f"{part} {write(parts[part])}" for part in largest)
 
 
-def _gigabytes(amount: float) -> str:
-    return f"{amount / 1e9:.3g}"
-
-
 def _data(partition: Partition) -> dict[str, Any]:
-    step = partition.step
+    step, memory = partition.step, partition.memory
     return {
         **partition.sizes,
         "fits": partition.fits,
         "reasons": partition.reasons,
         "crossing": partition.crossing,
         "micro_batches": partition.micro_batches,
-        "memory": None
-        if partition.memory is None
-        else asdict(partition.memory) | {"total": partition.memory.total},
-        "total_by_stage": [memory.total for memory in partition.memory_by_stage],
+        "memory": memory and asdict(memory) | {"total": memory.total},
         "sent": {} if step is None else step.sent,
         "step": {} if step is None else step.seconds,
         "tokens_per_second": partition.tokens_per_second,
@@ -116,8 +108,7 @@ def _data(partition: Partition) -> dict[str, Any]:
 
 def _flat(partition: Partition) -> dict[str, Value]:
     """Return the columns that a spreadsheet wants."""
-    sent = {} if partition.step is None else partition.step.sent
-    memory, by_stage = partition.memory, partition.memory_by_stage
+    data, memory = _data(partition), partition.memory
     return {
         **partition.sizes,
         "fits": int(partition.fits),
@@ -125,8 +116,7 @@ def _flat(partition: Partition) -> dict[str, Value]:
         "crossing": " ".join(partition.crossing),
         "micro_batches": partition.micro_batches,
         "bytes": None if memory is None else memory.total,
-        **{f"bytes_stage_{stage}": by_stage[stage].total if by_stage else None for stage in STAGES},
         "bytes_activations": None if memory is None else memory.activations,
-        **{f"sent_{axis}": sent.get(axis) for axis in AXES},
+        **{f"sent_{axis}": data["sent"].get(axis) for axis in AXES},
         "tokens_per_second": partition.tokens_per_second or None,
     }

@@ -106,12 +106,7 @@ def parse_spec(text: str) -> Spec:
 
 
 def near_misses(axes: Iterable[str]) -> list[str]:
-    """Return a warning for each axis whose name is nearly a usual one: allowed, but perhaps a typo.
-
-    Example:
-        >>> near_misses(["dp", "tpp", "rows"])
-        ["axis 'tpp' is not one of the usual names; did you mean 'tp'?"]
-    """
+    """Return a warning for each axis whose name is nearly a usual one: allowed, but perhaps a typo."""
     usual = (*AXES, *EXPERT_AXES)
     return [
         f"axis {axis!r} is not one of the usual names{hint}"
@@ -121,12 +116,7 @@ def near_misses(axes: Iterable[str]) -> list[str]:
 
 
 def size_problems(sizes: Mapping[str, int | None]) -> list[str]:
-    """Return a sentence for each size below 1, by name; None is no size.
-
-    Example:
-        >>> size_problems({"tp": 0, "pp": 2, "world_size": None})
-        ['tp is 0; it is an int of at least 1']
-    """
+    """Return a sentence for each size below 1, by name; None is no size."""
     return [
         f"{name} is {size}; it is an int of at least 1"
         for name, size in sizes.items()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 from namedmesh.plan import communication as send
-from namedmesh.plan.job import Axes, Job, Share, axes_of, bubble, shares
-from namedmesh.plan.kernels import layer_bytes
-from namedmesh.plan.memory import Parameters, loss_bytes, parameters_of
+from namedmesh.plan.job import Axes, Job, Share, axes_of, bubble, kv_heads_on_rank, shares
+from namedmesh.plan.memory import Parameters, feed_forward, loss_bytes, parameters_of, saved
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,6 +26,27 @@ _TAKEN = 0.15
 # own in eager mode has a kernel for each of its eight operations (torch/optim/adam.py, foreach). Clipping reads the
 # gradient for its norm, and reads and writes it.
 _ADAM, _EAGER_ADAM, _CLIPPED = 28, 84, 12
+
+
+# Each tensor that the backward pass reads is written and read forward; backward it is read, and its gradient is written
+# and read. What is computed again is written and read once more.
+_FORWARD, _BACKWARD, _AGAIN = 2, 3, 2
+# What eager torch reads and writes beyond that, in bytes for each number in bf16, forward and backward: one kernel for each
+# operation of autograd, whose results a compiler keeps on the chip.
+_SUM = (2, 4)  # the residual stream, written before the norm reads it; and its gradient
+_INPUTS = 12  # gradients of one input of queries, keys and values, and of one of gate and up: three sums
+_NORM = (32, 66)  # RMSNorm: casts, power, mean, two products, in float32; LayerNorm is one kernel
+_ROTARY = (16, 16)  # cast to float32, product of complex numbers, cast back
+_GATE = (4, 8)  # silu's result; and its gradient
+# Bytes to cast a number of a product's operand to fp8: torchao finds the largest number first, and reads it twice;
+# Transformer Engine scales by the largest of earlier steps.
+_CAST = {"torch": 5, "megatron": 3}
+# Attention over cp, bytes for each feature of the queries. By torch (distributed/tensor/experimental/_attention.py), for each
+# chunk but the first: keys and values are copied (8), and the chunk's output is merged in float32 (32 on average); backward
+# they are copied (8), gradients of queries (12), keys and values (23) are summed in float32, and the latter copied (16). By
+# namedmesh.training.context_attention, however many chunks: one or two merges in float32, and the cast (43 on average);
+# backward two or three gradients of the queries are summed (17).
+_MERGE, _MERGE_PIECES = (40, 59), (43, 17)
 
 
 @dataclass(frozen=True)
@@ -47,18 +68,6 @@ class Step:
         return sum(self.seconds.values())
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """Seconds of a micro-batch on one pipeline rank: forward and backward, by part."""
-
-    matmul: tuple[float, float]
-    attention: tuple[float, float]
-    memory: tuple[float, float]
-
-    def total(self, direction: int) -> float:
-        return self.matmul[direction] + self.attention[direction] + self.memory[direction]
-
-
 def estimate_step(job: Job, sizes: Mapping[str, int]) -> Step:
     """Estimate the seconds of a step on the pipeline rank that takes longest.
 
@@ -66,12 +75,14 @@ def estimate_step(job: Job, sizes: Mapping[str, int]) -> Step:
       that large products reach. Attention: 4 s q operations a token and layer for q features, of which causal fused
       attention computes half. (Narayanan et al., SC 2021, appendix.)
     - Elementwise kernels, bound by memory (norms, gates, residuals, loss; scores of unfused attention; casts to fp8): they
-      write and read what :func:`namedmesh.plan.kernels.layer_bytes` counts, at the memory's bandwidth.
+      write and read what :func:`layer_bytes` counts, at the memory's bandwidth.
       With FSDP2 each gathered weight is copied once more, and each gradient before it is reduced.
     - The bubble of the schedule, and the optimizer.
     - Each axis, at the bandwidth of its groups. tp and ep stop the computation (ep not with DualPipe), and so does pp
-      unless it is interleaved; cp hides behind attention, in torch behind the rank's own chunk of it; weights are gathered behind a forward pass and gradients reduced
-      behind a backward pass, but for those of one layer. With ZeRO 3 outside of a pipeline that is so for each micro-batch.
+      unless it is interleaved; cp hides behind attention in a ring, and behind the rank's own chunk of it in eager torch (compiled
+      code waits where it gathers: torch's ``_functional_collectives.py``, ``_maybe_wrap_tensor``); weights are gathered behind a
+      forward pass and gradients reduced behind a backward pass, but for those of one layer. With ZeRO 3 outside of a pipeline
+      that is so for each micro-batch.
 
     Args:
         job: what is trained, and how; the sizes of the model, ``seq`` and ``global_batch`` are known.
@@ -95,42 +106,37 @@ def _of_share(job: Job, axes: Axes, share: Share) -> Step:
     count = job.micro_batches(axes.dp) or 1
     tokens = job.micro_batch * (job.seq or 0) / axes.cp
     held = parameters_of(job, axes, share)
-    # DualPipe: each of the rank's two stages works on half of the micro-batches.
-    part = 0.5 if job.schedule == "dualpipe" and axes.pp > 1 else 1.0
     work = _computation(job, axes, share, tokens, held)
     if count > 1 and not _reduces_each(job, axes):
-        accumulated = _ACCUMULATED * (held.shared + held.experts) / job.hardware.memory_rate
-        work = replace(work, memory=(work.memory[0], work.memory[1] + accumulated))
+        work["elementwise"][1] += _ACCUMULATED * (held.shared + held.experts) / job.hardware.memory_rate
     traffic = dict(zip(("tp", "etp"), send.tensor_parallel(job, axes, share, tokens), strict=True))
     traffic["cp"], gradients = send.context_parallel(job, axes, share, tokens)
     traffic["ep"] = send.expert_parallel(job, axes, share, tokens)
     traffic["pp"] = send.pipeline_parallel(job, axes, tokens)
+    seconds = {part: sum(both) for part, both in work.items()}
+    computing, attention = sum(seconds.values()), seconds["attention"]
     waits = {axis: one.seconds for axis, one in traffic.items()}
-    computing = work.total(0) + work.total(1)
-    attention = sum(work.attention)
-    if (
-        job.is_torch
-    ):  # gathered at once, beside the rank's own chunk; the last chunk's gradients have nothing beside them
+    if job.keys_over_cp == "ring":
+        waits["cp"] = _exposed(waits["cp"] + gradients.seconds, attention)
+    elif job.keys_over_cp == "gathered" or job.compiled:
+        waits["cp"] += gradients.seconds
+    else:  # gathered at once, beside the rank's own chunk; the last chunk's gradients have nothing beside them
         waits["cp"] = _exposed(waits["cp"], attention / axes.cp)
         waits["cp"] += _exposed(gradients.seconds, attention, 1 / axes.cp)
-    else:
-        waits["cp"] = _exposed(waits["cp"] + gradients.seconds, attention)
     traffic["cp"] += gradients
     if job.schedule == "dualpipe":
         waits["ep"] = _exposed(waits["ep"], computing)
     if job.stages_per_rank > 1 or job.schedule == "dualpipe":
         waits["pp"] = _exposed(waits["pp"], computing)
-    seconds = {
-        "matmul": sum(work.matmul) * count * part,
-        "attention": sum(work.attention) * count * part,
-        "elementwise": sum(work.memory) * count * part,
-        "bubble": bubble(job, axes.pp) * (computing + sum(waits.values())) * part,
-        "optimizer": _optimizer(job, axes, held),
-        **{axis: waited * count * part for axis, waited in waits.items()},
-    }
+    # DualPipe: each of the rank's two stages works on half of the micro-batches.
+    part = 0.5 if job.schedule == "dualpipe" and axes.pp > 1 else 1.0
+    seconds |= waits
+    idle = bubble(job, axes.pp) * sum(seconds.values()) * part
+    seconds = {what: one * count * part for what, one in seconds.items()}
     sent = {axis: one.sent * count * part for axis, one in traffic.items()}
     rounds, gathers = (count, 2) if _reduces_each(job, axes) else (1, 1)
     seconds["elementwise"] += rounds * _copies(job, axes, held, gathers)
+    seconds |= {"bubble": idle, "optimizer": _optimizer(job, axes, held)}
     seconds["dp"], sent["dp"] = _data_parallel(job, axes, share, held, work, rounds)
     return Step(_nonzero(seconds), _nonzero(sent))
 
@@ -150,8 +156,10 @@ def _nonzero(parts: dict[str, float]) -> dict[str, float]:
     return {part: parts[part] for part in sorted(parts, key=lambda part: -parts[part]) if parts[part]}
 
 
-def _computation(job: Job, axes: Axes, share: Share, tokens: float, held: Parameters) -> _Pass:
-    """Return the seconds of one micro-batch through the layers of a rank, and through the head.
+def _computation(
+    job: Job, axes: Axes, share: Share, tokens: float, held: Parameters
+) -> dict[str, list[float]]:
+    """Return the seconds of one micro-batch through the layers of a rank and the head, forward and backward, by part.
 
     Products of few tokens take as long as their weights take to read, or gradients of weights to write.
     """
@@ -160,29 +168,28 @@ def _computation(job: Job, axes: Axes, share: Share, tokens: float, held: Parame
     met = dense * share.dense + (expert + routed * model.top_k / (model.experts or 1)) * share.expert
     products = 2 * tokens * met / axes.tp / hardware.matmul_rate(job.precision)
     products = max(products, job.number_bytes * (held.shared + held.experts) / hardware.memory_rate)
-    again = {"full": 1.0, "op": 0.5}.get(job.checkpointing, 0.0)  # "op": every second product
-    matmul = products, products * (2 + again)
+    again = {"full": 1.0, "op": 0.5}.get(job.checkpointing, 0.0) * products  # "op": every second product
+    if "mla_up_proj" in job.recompute:
+        again += 2 * tokens * model.from_latent * share.layers / axes.tp / hardware.matmul_rate(job.precision)
     head = 2 * tokens * model.embedding / axes.tp / hardware.matmul_rate("bf16") if share.last else 0.0
     query, value, _ = model.features
     scores = 2 * tokens * (job.seq or 0) * (model.heads or 1) * (query + value) / axes.tp * share.layers
     attended_again = job.checkpointing == "full" or (job.checkpointing == "selective" and not job.is_torch)
     if job.fused_attention:
-        forward = scores / 2 / hardware.attention_rate
-        attention = forward, forward * (_FUSED_BACKWARD + attended_again)
+        attended, backward = scores / 2 / hardware.attention_rate, _FUSED_BACKWARD
     else:
-        forward = scores / hardware.matmul_rate("bf16")
-        attention = forward, forward * (2 + attended_again)
-    return _Pass((matmul[0] + head, matmul[1] + 2 * head), attention, _memory_bound(job, axes, share, tokens))
-
-
-def _memory_bound(job: Job, axes: Axes, share: Share, tokens: float) -> tuple[float, float]:
-    loss = (job.model.vocab or 0) / axes.tp * loss_bytes(job, axes.tp) if share.last else 0.0
-    forward = backward = loss
+        attended, backward = scores / hardware.matmul_rate("bf16"), 2.0
+    loss = (model.vocab or 0) / axes.tp * loss_bytes(job, axes.tp) if share.last else 0.0
+    moved = [loss, loss]
     for layers, experts in ((share.dense, False), (share.expert, True)):
         if layers:
             one = layer_bytes(job, axes, experts=experts)
-            forward, backward = forward + one.forward * layers, backward + one.backward * layers
-    return tokens * forward / job.hardware.memory_rate, tokens * backward / job.hardware.memory_rate
+            moved = [moved[0] + one.forward * layers, moved[1] + one.backward * layers]
+    return {
+        "matmul": [products + head, products * 2 + again + 2 * head],
+        "attention": [attended, attended * (backward + attended_again)],
+        "elementwise": [tokens * each / hardware.memory_rate for each in moved],
+    }
 
 
 def _optimizer(job: Job, axes: Axes, held: Parameters) -> float:
@@ -190,6 +197,7 @@ def _optimizer(job: Job, axes: Axes, held: Parameters) -> float:
     sharded = job.stage > 0
     own = held.shared / (axes.data if sharded else 1) + held.experts / (axes.edp if sharded else 1)
     adam = _EAGER_ADAM if job.is_torch and not job.compiled else _ADAM
+    adam -= 2 * (12 - job.optimizer_bytes)  # moments are read and written
     return (adam + _CLIPPED + job.number_bytes) * own / job.hardware.memory_rate
 
 
@@ -207,14 +215,14 @@ def _copies(job: Job, axes: Axes, held: Parameters, gathers: int) -> float:
 
 
 def _data_parallel(  # noqa: PLR0917  what it is computed from
-    job: Job, axes: Axes, share: Share, held: Parameters, work: _Pass, rounds: int
+    job: Job, axes: Axes, share: Share, held: Parameters, work: dict[str, list[float]], rounds: int
 ) -> tuple[float, float]:
     """Return the seconds of gathers and reductions that do not hide, and the bytes sent."""
     gather, reduce = send.data_parallel(job, axes, held)
     each = gather + reduce
     if _reduces_each(job, axes):
         each += gather
-    forward, backward = work.total(0), work.total(1)
+    forward, backward = map(sum, zip(*work.values(), strict=True))
     if not job.overlap:
         exposed = each.seconds
     else:
@@ -223,3 +231,68 @@ def _data_parallel(  # noqa: PLR0917  what it is computed from
         exposed = _exposed(gather.seconds, forward, edge)
         exposed += _exposed(each.seconds - gather.seconds, backward, edge)
     return exposed * rounds, each.sent * rounds
+
+
+class Passes(NamedTuple):
+    """Bytes of a token, forward and backward; what is computed again counts as backward."""
+
+    forward: float
+    backward: float
+
+
+def layer_bytes(job: Job, axes: Axes, *, experts: bool) -> Passes:
+    """Return the bytes of one layer."""
+    return _layer_bytes(job, axes._replace(pp=1, dp=1, ep=1), experts)  # many layouts share the others
+
+
+@lru_cache(maxsize=4096)
+def _layer_bytes(job: Job, axes: Axes, experts: bool) -> Passes:
+    one = saved(job, axes, experts=experts)
+    forward, backward = _FORWARD * one.all, _BACKWARD * one.all + _AGAIN * (one.all - one.kept)
+    again = {"full": 1.0, "op": 0.5}.get(job.checkpointing, 0.0)  # of products; of the rest, all or nothing
+    if job.is_torch and not job.compiled:
+        more = _eager(job, axes, experts)
+        forward += more.forward
+        backward += more.backward + (more.forward if again else 0.0)
+    if job.precision == "fp8":
+        inputs, outputs = _operands(job, axes, experts)
+        forward += _CAST[job.trainer] * inputs
+        backward += _CAST[job.trainer] * ((1 + again) * inputs + outputs)
+    if axes.cp > 1 and job.keys_over_cp != "ring":
+        features = (job.model.heads or 1) * job.model.features[0] / axes.tp
+        merged, summed = _MERGE_PIECES
+        if job.keys_over_cp == "torch":
+            merged, summed = ((axes.cp - 1) * each for each in _MERGE)
+        forward += merged * features
+        backward += (summed + (merged if again == 1 else 0)) * features
+    return Passes(forward, backward)
+
+
+def _eager(job: Job, axes: Axes, experts: bool) -> Passes:
+    """Return what Llama's layers add where the network is gated, and GPT's where it is not."""
+    model = job.model
+    hidden = model.hidden or 0
+    stream = hidden / axes.tp if job.sequence_parallel else float(hidden)
+    width = feed_forward(job, axes, experts=experts).width
+    turned = ((model.heads or 1) / axes.tp + kv_heads_on_rank(model, axes.tp)) * model.features[0]
+    bytes_: list[float] = []
+    for direction in range(2):
+        count = 2 * _SUM[direction] * stream
+        if not job.fused_norms:
+            count += 2 * _NORM[direction] * stream
+        if model.gated:
+            count += _ROTARY[direction] * turned + _GATE[direction] * width
+        bytes_.append(count * job.number_bytes / 2)
+    if model.gated:
+        bytes_[1] += _INPUTS * hidden * job.number_bytes / 2
+    return Passes(*bytes_)
+
+
+def _operands(job: Job, axes: Axes, experts: bool) -> tuple[float, float]:
+    """Return the numbers that a layer's products read, and those that they make."""
+    model, tp = job.model, axes.tp
+    hidden, heads = model.hidden or 0, (model.heads or 1) / tp
+    query, value, output = model.features
+    inner = feed_forward(job, axes, experts=experts)
+    made = heads * query + kv_heads_on_rank(model, tp) * (query + value) + inner.gradients
+    return 2 * hidden + heads * output + inner.width, 2 * hidden + made

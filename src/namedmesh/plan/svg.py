@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 from math import ceil, sqrt
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape
 
@@ -40,11 +41,6 @@ _PAINT = {
     "rim": ("stroke", "#9a3412", "#f0a65a"),
     "line": ("stroke", "#1d4ed8", "#8fb4ff"),
 }
-PAIRS = (
-    *(("ink", "paper"), ("soft", "paper"), ("ink", "node"), ("soft", "node"), ("slow", "paper")),
-    *(("middle", "outer"), ("middle", "paper"), ("fast", "paper")),
-)
-"""Which text is drawn on which ground; each pair has a contrast of 4.5 or more, light and dark."""
 
 
 def draw_svg(plan: Plan, *, color_by: str | None = None) -> str:
@@ -180,7 +176,7 @@ class _Picture:
         """Draw the heading, the notes and the legend; return the y coordinate below."""
         y = _MARGIN - 8
         for text, size, ink in ((str(self.layout), 20, "ink"), *((note, 14, "soft") for note in notes)):
-            for line in _lines(text, (self.width - 2 * _MARGIN) // round(size * 0.58)):
+            for line in wrap(text, (self.width - 2 * _MARGIN) // round(size * 0.58), break_on_hyphens=False):
                 y += size + 5
                 self._text(_MARGIN, y, line, size, ink)
         if not notes:
@@ -298,18 +294,6 @@ def svg_text(
 def _across(count: int, width: int, height: int, room: int, gap: int) -> int:
     """Return how many boxes stand side by side, for a picture that is half as wide again as it is high."""
     return max(1, min(count, ceil(sqrt(count * 1.5 * height / width)), (room + gap) // (width + gap)))
-
-
-def _lines(text: str, letters: int) -> list[str]:
-    """Break a text between words, and a word that is too long for a line."""
-    lines = [""]
-    for word in text.split(" "):
-        while len(word) > letters:
-            lines, word = [*lines, word[:letters]], word[letters:]  # noqa: PLW2901  the rest of it
-        if len(lines[-1]) + 1 + len(word) > letters:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
-    return [line for line in lines if line]
 
 
 def _short(name: str, letters: int) -> str:

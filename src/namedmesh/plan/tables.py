@@ -22,11 +22,7 @@ _NARROWEST = 12
 class Table:
     """Rows under named columns.
 
-    Args:
-        columns: the names.
-        rows: the cells of each row.
-        struck: the rows, by number, that are ruled out.
-        optional: the columns that a narrow terminal does without, the first to go first.
+    Those in ``struck``, by number, are ruled out; a narrow terminal does without the ``optional`` columns, the first to go first.
     """
 
     columns: tuple[str, ...]
@@ -53,31 +49,32 @@ class Document:
 
 
 def show(document: Document, how: str) -> None:
-    """Write a document to standard output; with ``rich``, if that is installed and the output is a terminal."""
+    """Write a document to standard output; on a terminal as wide as that, with its picture where 24-bit colors are."""
     if how != "text" or not sys.stdout.isatty():
         sys.stdout.write(rendered(document, how))
-    elif _has_rich():
-        _show_rich(document)
-    else:
-        import shutil
+        return
+    import os
+    import shutil
 
-        sys.stdout.write(rendered(document, how, shutil.get_terminal_size().columns))
+    width = shutil.get_terminal_size().columns
+    colors = os.environ.get("COLORTERM") in {"truecolor", "24bit"} and not os.environ.get("NO_COLOR")
+    if document.picture is not None and colors:
+        for line in document.picture(width):
+            sys.stdout.write("".join(_painted(*cell) for cell in line).rstrip() + "\n")
+        sys.stdout.write("\n")
+    sys.stdout.write(rendered(document, how, width))
 
 
-def _has_rich() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("rich") is not None
+def _painted(text: str, fill: str, ink: str) -> str:
+    """Return a text in a color on a background, as terminals take it; as it is where there is none."""
+    if not fill:
+        return text
+    colors = [";".join(str(int(each[i : i + 2], 16)) for i in (1, 3, 5)) for each in (fill, ink)]
+    return f"\x1b[48;2;{colors[0]}m\x1b[38;2;{colors[1]}m{text}\x1b[0m"
 
 
 def rendered(document: Document, how: str, width: int | None = None) -> str:
-    """Render a document in one of :data:`FORMATS`; text in lines of a width, if there is one to fit.
-
-    Example:
-        >>> print(rendered(Document((), dict, lambda: Table(("axis", "size"), (("tp", 2),))), "csv"), end="")
-        axis,size
-        tp,2
-    """
+    """Render a document in one of :data:`FORMATS`; text in lines of a width, if there is one to fit."""
     if how == "json":
         import json
 
@@ -92,22 +89,14 @@ def rendered(document: Document, how: str, width: int | None = None) -> str:
 
 
 def as_text(table: Table, width: int | None = None) -> str:
-    """Render a table with aligned columns, numbers to the right; words that do not fit a width go on below.
-
-    Example:
-        >>> print(as_text(Table(("axis", "size"), (("tp", 2), ("dp_shard", 64)))))
-        axis      size
-        tp           2
-        dp_shard    64
-    """
-    if width is not None:
-        table = _without_columns(table, width)
-    rows = _cells(table)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(table.columns))]
-    right = [_is_number_column(table, i) for i in range(len(table.columns))]
+    """Render a table with aligned columns, numbers to the right; words that do not fit a width go on below."""
     margin = 2 if table.struck else 0
     if width is not None:
-        _narrow(widths, _narrowest(table), width - margin)
+        width -= margin
+        table = _without_columns(table, width)
+    rows = _cells(table)
+    right = [_is_number_column(table, i) for i in range(len(table.columns))]
+    widths = _widths(table, width)
     written = []
     for number, row in enumerate(rows):
         mark = "x " if number - 1 in table.struck else "  "
@@ -137,9 +126,8 @@ def _narrowest(table: Table) -> list[int]:
 
 def _without_columns(table: Table, width: int) -> Table:
     """Leave out the columns that may be, one after the other, until the others fit."""
-    margin = 2 if table.struck else 0
     for name in table.optional:
-        if sum(_narrowest(table)) + 2 * (len(table.columns) - 1) + margin <= width:
+        if sum(_narrowest(table)) + 2 * (len(table.columns) - 1) <= width:
             break
         keep = [i for i, column in enumerate(table.columns) if column != name]
         rows = tuple(tuple(row[i] for i in keep) for row in table.rows)
@@ -147,13 +135,18 @@ def _without_columns(table: Table, width: int) -> Table:
     return table
 
 
-def _narrow(widths: list[int], least: Sequence[int], width: int) -> None:
-    """Take from the widest columns until the line fits, or none is left to take from."""
-    wide = [i for i, size in enumerate(widths) if size > least[i]]
-    while wide and sum(widths) + 2 * (len(widths) - 1) > width:
-        widest = max(wide, key=lambda i: widths[i])
-        widths[widest] -= 1
-        wide = [i for i in wide if widths[i] > least[i]]
+def _widths(table: Table, width: int | None) -> list[int]:
+    """Return the width of each column; taken from the widest until the line fits, or none is left to take from."""
+    widths = [max(map(len, column)) for column in zip(*_cells(table), strict=True)]
+    if width is None:
+        return widths
+    least = _narrowest(table)
+    while sum(widths) + 2 * (len(widths) - 1) > width:
+        wide = [i for i, size in enumerate(widths) if size > least[i]]
+        if not wide:
+            break
+        widths[max(wide, key=widths.__getitem__)] -= 1
+    return widths
 
 
 def _lines(row: Sequence[str], widths: Sequence[int]) -> list[list[str]]:
@@ -206,30 +199,3 @@ def _as_markdown(table: str | Table) -> str:
         for number, row in enumerate(table.rows)
     ]
     return "\n".join([line(table.columns), line(rule), *rows])
-
-
-def _show_rich(document: Document) -> None:
-    import shutil
-
-    from rich.console import Console
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    console = Console(width=max(80, shutil.get_terminal_size().columns), highlight=False, markup=False)
-    for line in document.picture(console.width) if document.picture is not None else ():
-        console.print(
-            Text.assemble(*((text, f"{ink} on {fill}" if fill else "") for text, fill, ink in line))
-        )
-    for number, part in enumerate(part for part in document.parts if part):
-        if number or document.picture is not None:
-            console.print()
-        if isinstance(part, str):
-            console.print(part, soft_wrap=True)
-            continue
-        part = _without_columns(part, console.width - len(part.columns))  # noqa: PLW2901  bars are 3 wide, not 2
-        grid = RichTable(show_edge=False, pad_edge=False)
-        for i, name in enumerate(part.columns):
-            grid.add_column(name, justify="right" if _is_number_column(part, i) else "left")
-        for i, row in enumerate(part.rows):
-            grid.add_row(*map(_text, row), style="strike dim" if i in part.struck else None)
-        console.print(grid)

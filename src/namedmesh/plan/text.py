@@ -37,10 +37,15 @@ def plan_document(plan: Plan, *, everything: bool = False, color_by: str | None 
     parts: list[str | Table] = [_headline(plan), _kinds_table(plan)]
     listed = [kind for kind in plan.kinds if everything or kind.communicator == "own"]
     parts += [_groups_text(kind, everything) for kind in listed]
-    parts += [_replicas_text(plan, everything), _communicators_text(plan)]
+    parts.append(_replicas_text(plan, everything))
+    parts.append(
+        f"communicators: a rank asks for {count_of(plan.asked, 'group')} beside the world's and, with one for each "
+        f"set of ranks, holds {count_of(plan.communicators, 'communicator')}\n"
+        f"{count_of(plan.calls, 'group')} in the whole world"
+    )
     if plan.placements:
-        parts += [_placements_table(plan)]
-    parts += ["\n".join(f"warning: {warning}" for warning in plan.warnings)]
+        parts.append(_placements_table(plan))
+    parts.append("\n".join(f"warning: {warning}" for warning in plan.warnings))
     return Document(
         tuple(parts),
         lambda: _plan_data(plan, everything),
@@ -53,20 +58,25 @@ def rank_document(plan: Plan, one: RankPlan) -> Document:
     """Write one rank as text."""
     where = f", node {one.node}" if one.node is not None else ""
     lines = [f"rank {one.rank} of {plan.layout}{where}"]
-    lines += [_axis_line(own) for own in one.axes]
+    for own in one.axes:
+        if own.size == 1:
+            lines.append(f"  {own.axis} 0, alone")
+        else:
+            lines.append(f"  {own.axis} {own.at} of 0 to {own.size - 1}, with ranks {in_words(own.peers)}")
     if "pp" in plan.layout and plan.layout["pp"] > 1:
-        lines.append(f"  pipeline: {_neighbors(one)}")
-    lines += [_batch_line(one), f"  parameters: {_slice_words(one.slice, one.copies)}"]
+        before = f"receives from rank {one.previous}" if one.previous is not None else "the first stage"
+        after = f"sends to rank {one.next}" if one.next is not None else "the last stage"
+        lines.append(f"  pipeline: {before}, {after}")
+    same = f"the same samples as ranks {in_words(one.batch)}" if len(one.batch) > 1 else "samples of its own"
+    lines.append(f"  batch: part {one.data_rank} of 0 to {one.data_size - 1}, {same}")
+    lines.append(f"  parameters: {_slice_words(one.slice, one.copies)}")
     if plan.expert is not None:
         lines.append(f"  experts: {_slice_words(one.expert_slice, one.expert_copies)}")
-    return Document(("\n".join(lines),), lambda: _rank_data(one), lambda: _rank_table(one))
-
-
-def _rank_table(one: RankPlan) -> Table:
     rows: tuple[tuple[Value, ...], ...] = tuple(
         (name, len(group), " ".join(map(str, group))) for name, group in one.groups.items()
     )
-    return Table(("kind", "size", "ranks"), rows)
+    table = Table(("kind", "size", "ranks"), rows)
+    return Document(("\n".join(lines),), lambda: _rank_data(one), lambda: table)
 
 
 def _headline(plan: Plan) -> str:
@@ -75,27 +85,19 @@ def _headline(plan: Plan) -> str:
     if plan.expert is not None:
         lines.append(f"experts: {plan.expert}")
     if dialect.words:
-        lines.append(
-            f"in its words, {', '.join(f'{axis} is {word}' for axis, word in dialect.words.items())}"
-        )
+        words = ", ".join(f"{axis} is {word}" for axis, word in dialect.words.items())
+        lines.append(f"in its words, {words}")
     return "\n".join(lines)
 
 
 def _kinds_table(plan: Plan) -> Table:
-    return Table(
-        ("kind", "axes", "size", "groups", "communicator"),
-        tuple((kind.name, _axes(kind), kind.size, kind.count, _communicator(kind)) for kind in plan.kinds),
-    )
-
-
-def _axes(groups: Groups) -> str:
-    text = " x ".join(groups.kind.axes)
-    return {"all": text, "ends": f"ends of {text}", "first": f"first of {text}"}[groups.kind.members]
-
-
-def _communicator(groups: Groups) -> str:
     plain = {"own": "its own", "world": "the world's", "none": "none, one rank"}
-    return plain.get(groups.communicator, f"that of {groups.communicator}")
+    rows = []
+    for kind in plan.kinds:
+        served = plain.get(kind.communicator, f"that of {kind.communicator}")
+        members = {"all": "", "ends": "ends of ", "first": "first of "}[kind.kind.members]
+        rows.append((kind.name, members + " x ".join(kind.kind.axes), kind.size, kind.count, served))
+    return Table(("kind", "axes", "size", "groups", "communicator"), tuple(rows))
 
 
 def _groups_text(groups: Groups, everything: bool) -> str:
@@ -139,40 +141,15 @@ def _replicas_text(plan: Plan, everything: bool) -> str:
     return "\n".join(lines)
 
 
-def _communicators_text(plan: Plan) -> str:
-    return (
-        f"communicators: a rank asks for {count_of(plan.asked, 'group')} beside the world's and, with one for each "
-        f"set of ranks, holds {count_of(plan.communicators, 'communicator')}\n"
-        f"{count_of(plan.calls, 'group')} in the whole world"
-    )
-
-
 def _placements_table(plan: Plan) -> Table:
-    columns: tuple[str, ...] = ("axis", "size", "groups", "across nodes")
-    columns += ("across NVLink domains",) if plan.nvlink_domain is not None else ()
-    rows = []
-    for placement in plan.placements:
-        row: tuple[Value, ...] = (placement.axis, placement.size, placement.groups, placement.across_nodes)
-        row += (placement.across_domains,) if plan.nvlink_domain is not None else ()
-        rows.append((*row, placement.words))
-    return Table((*columns, "where"), tuple(rows))
-
-
-def _axis_line(own: OnAxis) -> str:
-    if own.size == 1:
-        return f"  {own.axis} 0, alone"
-    return f"  {own.axis} {own.at} of 0 to {own.size - 1}, with ranks {in_words(own.peers)}"
-
-
-def _neighbors(one: RankPlan) -> str:
-    before = f"receives from rank {one.previous}" if one.previous is not None else "the first stage"
-    after = f"sends to rank {one.next}" if one.next is not None else "the last stage"
-    return f"{before}, {after}"
-
-
-def _batch_line(one: RankPlan) -> str:
-    same = f"the same samples as ranks {in_words(one.batch)}" if len(one.batch) > 1 else "samples of its own"
-    return f"  batch: part {one.data_rank} of 0 to {one.data_size - 1}, {same}"
+    columns: tuple[str, ...] = ("axis", "size", "groups", "across nodes", "across NVLink domains", "where")
+    rows: list[tuple[Value, ...]] = [
+        (one.axis, one.size, one.groups, one.across_nodes, one.across_domains, one.words)
+        for one in plan.placements
+    ]
+    if plan.nvlink_domain is None:
+        columns, rows = (*columns[:4], columns[5]), [(*row[:4], row[5]) for row in rows]
+    return Table(columns, tuple(rows))
 
 
 def _slice_words(slices: Sequence[OnAxis], copies: Members) -> str:
@@ -243,28 +220,20 @@ def _listed(groups: Groups, everything: bool) -> list[Members]:
 
 def _rank_data(one: RankPlan) -> dict[str, Any]:
     return {
-        "rank": one.rank,
         "coords": {own.axis: own.at for own in one.axes},
-        "node": one.node,
-        "previous": one.previous,
-        "next": one.next,
-        "data_rank": one.data_rank,
-        "data_size": one.data_size,
         "share": one.share,
-        "slice": {own.axis: [own.at, own.size] for own in one.slice},
-        "batch": _described(one.batch),
-        "copies": _described(one.copies),
-        "expert_slice": {own.axis: [own.at, own.size] for own in one.expert_slice},
-        "expert_copies": _described(one.expert_copies),
-        "groups": {name: _described(group) for name, group in one.groups.items()},
+        **{name: _as_data(value) for name, value in vars(one).items() if name != "axes"},
     }
 
 
-def _described(ranks: Members) -> dict[str, Any]:
-    """Describe a group that may be as large as the world: its sizes and strides, and its ranks if they are few."""
-    return {
-        "size": len(ranks),
-        "first": ranks.first,
-        "runs": [{"size": size, "stride": stride} for size, stride in ranks.runs],
-        "ranks": list(ranks) if len(ranks) <= _LISTED else None,
-    }
+def _as_data(value: Any) -> Any:
+    """Describe groups, which may be as large as the world, by sizes and strides, and by their ranks if they are few."""
+    if isinstance(value, dict):
+        return {name: _as_data(group) for name, group in value.items()}
+    if isinstance(value, Members):
+        runs = [{"size": size, "stride": stride} for size, stride in value.runs]
+        ranks = list(value) if len(value) <= _LISTED else None
+        return {"size": len(value), "first": value.first, "runs": runs, "ranks": ranks}
+    if isinstance(value, tuple):
+        return {own.axis: [own.at, own.size] for own in value}
+    return value

@@ -1,31 +1,31 @@
-"""Fold the rows of equal layers, and draw which part of each weight a tensor-parallel rank has."""
+"""Shard the weight of a linear layer over tensor-parallel ranks, draw which part of a weight each has, fold equal layers."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import asdict, dataclass
 from html import escape
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
+from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.plan.cells import shades
+from namedmesh.plan.spec import size_problems
 from namedmesh.plan.svg import svg_page, svg_text
+from namedmesh.plan.tables import Document, Table
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
+STYLES = ("column", "row")
+_LISTED = 32
+_MOST = 10**6
 _Details = TypeVar("_Details", bound="Hashable")
 _LONGEST, _SHORTEST = 220, 14  # of the side of a weight, in pixels
 _NUMBERED = 16  # shards that have room for the number of their rank
 
 
 class Weight(NamedTuple):
-    """A weight, and how it is sharded.
-
-    Args:
-        name: its name; of equal layers, that of all of them.
-        shape: its shape.
-        dim: the dim that is sharded; None if every rank has all of it.
-        sizes: how much of that dim each rank has.
-    """
+    """A weight: of equal layers the name of all, its shape, the dim that is sharded if one is, and how much of it each rank has."""
 
     name: str
     shape: tuple[int, ...]
@@ -34,17 +34,7 @@ class Weight(NamedTuple):
 
 
 def fold(rows: Iterable[tuple[str, _Details]]) -> list[tuple[str, _Details]]:
-    """Fold rows whose names differ in one number, and in nothing else, where the numbers follow each other.
-
-    Args:
-        rows: a dotted name each, and what has to be equal.
-
-    Example:
-        >>> fold([(f"layers.{i}.{name}", name) for i in range(3) for name in ("up", "down")] + [("head", "h")])
-        [('layers.0-2.up', 'up'), ('layers.0-2.down', 'down'), ('head', 'h')]
-        >>> fold([("layers.0.w", (8, 8)), ("layers.1.w", (8, 4)), ("layers.2.w", (8, 4))])
-        [('layers.0.w', (8, 8)), ('layers.1-2.w', (8, 4))]
-    """
+    """Fold rows whose names differ in one number, and in nothing else, where the numbers follow each other."""
     folded = list(rows)
     depth = max((name.count(".") for name, _ in folded), default=0)
     for place in range(depth, -1, -1):
@@ -74,12 +64,7 @@ def fold(rows: Iterable[tuple[str, _Details]]) -> list[tuple[str, _Details]]:
 
 
 def draw_weights_svg(title: str, weights: Sequence[Weight]) -> str:
-    """Draw each weight to scale, with the shard of each rank in the color of the rank.
-
-    Example:
-        >>> draw_weights_svg("one", [Weight("up", (8, 4), 0, (4, 4))]).count('class="shard"')
-        2
-    """
+    """Draw each weight to scale, with the shard of each rank in the color of the rank."""
     parts: list[str] = []
     longest = max((side for weight in weights for side in weight.shape), default=1)
     texts = [text for weight in weights for text in (weight.name, _description(weight))]
@@ -136,3 +121,125 @@ def _shards(weight: Weight, x: int, y: int, width: int, height: int) -> list[str
             )
         start += size
     return [*parts, f'<rect class="edge" x="{x}" y="{y}" width="{width}" height="{height}" fill="none"/>']
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The shard of a weight that one rank has.
+
+    Args:
+        rank: its position among the tensor-parallel ranks.
+        start: its first index, on the dim that is sharded.
+        stop: the index after its last; equal to ``start`` for an empty shard.
+        shape: its shape as (inputs, outputs), the A_i of y = x A.
+    """
+
+    rank: int
+    start: int
+    stop: int
+    shape: tuple[int, int]
+
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        """The shape of the ``weight`` of torch's ``Linear``, which is (outputs, inputs)."""
+        return self.shape[1], self.shape[0]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The shards of a weight.
+
+    Args:
+        inputs: the number of input features.
+        outputs: the number of output features.
+        style: ``"column"`` shards the outputs, ``"row"`` the inputs.
+        pieces: one shard for each rank.
+    """
+
+    inputs: int
+    outputs: int
+    style: str
+    pieces: tuple[Piece, ...]
+
+    @property
+    def even(self) -> bool:
+        """Whether all shards have the same shape."""
+        return len({piece.shape for piece in self.pieces}) == 1
+
+
+def cut_weight(inputs: int, outputs: int, *, tp: int, style: Literal["column", "row"] | str) -> Cut:  # noqa: PYI051  the two are shown to the reader
+    """Shard a weight as torch does: in chunks of the rounded-up size, the last ones smaller or empty.
+
+    Args:
+        inputs: the number of input features.
+        outputs: the number of output features.
+        tp: how many ranks share it.
+        style: ``"column"`` shards the outputs, ``"row"`` the inputs.
+
+    Raises:
+        LayoutError: a size below 1, or another style; all problems at once.
+
+    Example:
+        >>> cut_weight(1024, 512, tp=16, style="column").pieces[1]
+        Piece(rank=1, start=32, stop=64, shape=(1024, 32))
+        >>> cut_weight(1024, 512, tp=16, style="row").pieces[1].shape
+        (64, 512)
+        >>> [piece.stop - piece.start for piece in cut_weight(10, 4, tp=4, style="row").pieces]
+        [3, 3, 3, 1]
+    """
+    problems = size_problems({"the number of inputs": inputs, "the number of outputs": outputs, "tp": tp})
+    if tp > _MOST:
+        problems.append(f"tp is {tp}; it may be {_MOST} at most")
+    if style not in STYLES:
+        problems.append(f"style {style!r} is not one of {STYLES}{did_you_mean(style, STYLES)}")
+    if problems:
+        raise LayoutError(*problems)
+    total = outputs if style == "column" else inputs
+    chunk = -(-total // tp)
+    pieces = []
+    for rank in range(tp):
+        start, stop = min(rank * chunk, total), min((rank + 1) * chunk, total)
+        shape = (inputs, stop - start) if style == "column" else (stop - start, outputs)
+        pieces.append(Piece(rank, start, stop, shape))
+    return Cut(inputs, outputs, style, tuple(pieces))
+
+
+def shard_document(cut: Cut, *, everything: bool = False) -> Document:
+    """Write the shards of a weight as text and as a table."""
+    features, layer = (
+        ("outputs", "ColumnParallelLinear") if cut.style == "column" else ("inputs", "RowParallelLinear")
+    )
+    sizes = sorted({piece.stop - piece.start for piece in cut.pieces}, reverse=True)
+    headline = f"{layer} {cut.inputs} -> {cut.outputs} over {len(cut.pieces)} ranks: "
+    if cut.even:
+        headline += f"{sizes[0]} {features} on each, A_i of shape {cut.pieces[0].shape}"
+    else:
+        headline += f"uneven, {' or '.join(map(str, sizes))} {features} on each; torch's chunks are like this, Megatron-style layers refuse it"
+    shown = cut.pieces if everything else cut.pieces[:_LISTED]
+    rows = tuple((piece.rank, _features(piece), str(piece.shape), str(piece.weight_shape)) for piece in shown)
+    more = f"... and {len(cut.pieces) - len(shown)} more ranks" if len(shown) < len(cut.pieces) else ""
+    table = Table(("tp rank", f"{features}", "A_i (in, out)", "torch weight (out, in)"), rows)
+    flat = Table(
+        ("rank", "start", "stop", "in", "out"),
+        tuple((piece.rank, piece.start, piece.stop, *piece.shape) for piece in cut.pieces),
+    )
+    data = {
+        "in": cut.inputs,
+        "out": cut.outputs,
+        "style": cut.style,
+        "tp": len(cut.pieces),
+        "even": cut.even,
+        "pieces": [asdict(piece) for piece in cut.pieces],
+    }
+    return Document((headline, table, more), lambda: data, lambda: flat)
+
+
+def drawn_weight(cut: Cut) -> tuple[str, list[Weight]]:
+    """Return a title and the weight, as :func:`namedmesh.plan.weights.draw_weights_svg` takes them; torch's order of dims."""
+    sizes = tuple(piece.stop - piece.start for piece in cut.pieces)
+    weight = Weight("weight", (cut.outputs, cut.inputs), 0 if cut.style == "column" else 1, sizes)
+    return f"{cut.style}: {cut.inputs} -> {cut.outputs} over {len(sizes)} ranks", [weight]
+
+
+def _features(piece: Piece) -> str:
+    return f"{piece.start} to {piece.stop - 1}" if piece.stop > piece.start else "nothing"

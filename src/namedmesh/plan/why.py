@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from namedmesh.errors import LayoutError
 from namedmesh.plan.memory import Memory, estimate_memory
-from namedmesh.plan.partitions import AXES, Partition, missing_for_steps
+from namedmesh.plan.partitions import AXES, Partition
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -62,7 +62,7 @@ def explain(first: Partition, second: Partition) -> str:
 def _step(partition: Partition) -> Step:
     if partition.step is not None:
         return partition.step
-    missing = missing_for_steps(partition.rules.job)
+    missing = partition.job.missing
     why = f"the seconds of a step need {', '.join(missing)}" if missing else "; ".join(partition.reasons)
     raise LayoutError(f"{partition.words} has no step to explain: {why}")
 
@@ -87,12 +87,13 @@ def _differences(
 
 def remedies(partition: Partition) -> list[str]:
     """Return the changes of a job, one or else two, under which a partition needs no more memory than there is."""
-    job, limit = partition.rules.job, partition.rules.memory
+    job, limit = partition.job, partition.limit
     if limit is None or partition.memory is None:
         return []
     found = []
-    for words, changed in _changes(job):
-        if job.global_batch is not None and changed.micro_batches(partition.dp) is None:
+    for words, fields in _changes(job):
+        changed = replace(job, **fields)
+        if changed == job or (job.global_batch is not None and changed.micro_batches(partition.dp) is None):
             continue
         if estimate_memory(changed, partition.sizes).total <= limit:
             found.append(words)
@@ -100,21 +101,19 @@ def remedies(partition: Partition) -> list[str]:
     return single or found
 
 
-def _changes(job: Job) -> list[tuple[str, Job]]:
-    changes = [(f"--stage {stage}", replace(job, stage=stage)) for stage in range(job.stage + 1, 4)]
+def _changes(job: Job) -> list[tuple[str, dict[str, Any]]]:
+    changes: list[tuple[str, dict[str, Any]]] = []
+    changes += [(f"--stage {stage}", {"stage": stage}) for stage in range(job.stage + 1, 4)]
+    for policy in ("selective", "op", "full"):
+        changes.append((f"--checkpointing {policy}", {"checkpointing": policy, "recompute": ()}))
     changes += [
-        (f"--checkpointing {policy}", replace(job, checkpointing=policy))
-        for policy in ("selective", "op", "full")
+        ("--micro-batch 1", {"micro_batch": 1}),
+        ("--sequence-parallel", {"sequence_parallel": True}),
+        ("--optimizer-bytes 8", {"optimizer_bytes": 8}),
     ]
-    if job.micro_batch > 1:
-        changes.append(("--micro-batch 1", replace(job, micro_batch=1)))
-    if not job.fused_loss and job.is_torch:
-        changes.append(("--fused-loss", replace(job, fused_loss=True)))
-    if not job.sequence_parallel:
-        changes.append(("--sequence-parallel", replace(job, sequence_parallel=True)))
-    if job.checkpointing != "full" and job.is_torch and not job.fused_loss:
-        both = replace(job, checkpointing="full", fused_loss=True)
-        changes.append(("--checkpointing full --fused-loss", both))
+    if job.is_torch:
+        both = {"checkpointing": "full", "recompute": (), "fused_loss": True}
+        changes += [("--fused-loss", {"fused_loss": True}), ("--checkpointing full --fused-loss", both)]
     return changes
 
 
@@ -124,12 +123,8 @@ def misses_text(misses: Sequence[Partition]) -> str:
         return "nothing fits: the sizes of the model, or the batch, rule out every partition; without --best and --fitting the reasons are listed"
     lines = ["nothing fits; the nearest:"]
     for one in misses:
-        lacking = ((one.memory.total if one.memory else 0.0) - (one.rules.memory or 0.0)) / 1e9
-        changes = remedies(one)
-        if changes:
-            lines.append(f"  {one.words} lacks {lacking:.3g} GB; fits with {' or '.join(changes)}")
-        else:
-            lines.append(
-                f"  {one.words} lacks {lacking:.3g} GB; no single policy makes it fit: take more GPUs"
-            )
+        lacking = ((one.memory.total if one.memory else 0.0) - (one.limit or 0.0)) / 1e9
+        changes = " or ".join(remedies(one))
+        what = f"fits with {changes}" if changes else "no single policy makes it fit: take more GPUs"
+        lines.append(f"  {one.words} lacks {lacking:.3g} GB; {what}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Check every group of one rank by a collective with a known result, and measure collectives."""
+"""Check every group of one rank by a collective with a known result; measure collectives, and links inside hosts and between."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import socket
 import statistics
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,17 +16,16 @@ from namedmesh.errors import listing
 from namedmesh.hosts import gloo_address, host_identity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Mapping, Sequence
     from datetime import timedelta
 
     from namedmesh.mesh import NamedMesh
 
 WORLD = "world"
-_WARM, _LATENCY_ROUNDS, _BANDWIDTH_ROUNDS, _LOCAL_ROUNDS = 3, 20, 5, 9
+_WARM, _LATENCY_ROUNDS, _BANDWIDTH_ROUNDS, _LOCAL_ROUNDS, _LINK_ROUNDS = 3, 20, 5, 9, 5
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """A group to check: its axis, the ranks that should be in it, and the group itself."""
 
     axis: str
@@ -78,39 +78,25 @@ def groups_to_check(mesh: NamedMesh) -> list[Group]:
 
 
 def check_groups(
-    groups: list[Group],
-    rank: int,
-    device: torch.device,
-    *,
-    timeout: timedelta,
-    megabytes: float,
-    step: Callable[[str], None],
+    groups: list[Group], rank: int, device: torch.device, *, timeout: timedelta, megabytes: float
 ) -> RankReport:
     """Check and measure each group in turn; every rank of the mesh calls this, and it communicates.
 
-    The first group that gives a wrong result, or none in time, ends it: later results would mean nothing.
-
-    Args:
-        groups: the groups.
-        rank: this rank.
-        device: where the tensors are.
-        timeout: how long a collective may take.
-        megabytes: the size of the large all-reduce.
-        step: called with a word before each thing that takes time.
+    The first group that gives a wrong result, or none within ``timeout``, ends it: later results would mean nothing. The large
+    all-reduce has ``megabytes``.
     """
     report = RankReport(rank, socket.gethostname(), host_identity(), gloo_address())
     for group in groups:
-        step(f"checking {group.axis}")
         report.axes.append(AxisReport(group.axis, group.ranks, _problem(group, rank, device, timeout)))
         if report.axes[-1].problem:
             return report
-    step("timing this rank alone")
-    report.local = statistics.median(_local_times(device))
+    # A matrix product needs no other rank: it distinguishes a slow rank from a slow link.
+    matrix = torch.ones((256, 256) if device.type == "cpu" else (4096, 4096), device=device)
+    report.local = _timed(lambda: torch.mm(matrix, matrix), device, _LOCAL_ROUNDS)
     for group, axis in zip(groups, report.axes, strict=True):
-        step(f"timing {group.axis}")
         try:
             axis.latency, axis.bandwidth = _measure(group, device, megabytes)
-        except (RuntimeError, TimeoutError) as error:
+        except (RuntimeError, TimeoutError) as error:  # noqa: PERF203  what fails ends it
             axis.problem = first_line(error)
             return report
     return report
@@ -157,38 +143,115 @@ def _measure(group: Group, device: torch.device, megabytes: float) -> tuple[floa
 
     A ring sends 2 (n-1)/n of the bytes over each link; that is what counts, whatever the algorithm.
     """
-    small = torch.ones(1, device=device)
-    large = torch.ones(max(1, int(megabytes * 2**20 / 4)), device=device)
-    latency = statistics.median(_rounds(small, group, device, _LATENCY_ROUNDS))
-    seconds = statistics.median(_rounds(large, group, device, _BANDWIDTH_ROUNDS))
+    small, large = _small_and_large(device, megabytes)
+    latency = _timed(lambda: dist.all_reduce(small, group=group.group), device, _LATENCY_ROUNDS)
+    seconds = _timed(lambda: dist.all_reduce(large, group=group.group), device, _BANDWIDTH_ROUNDS)
     size = len(group.ranks)
     return latency, 2 * (size - 1) / size * large.numel() * 4 / seconds
 
 
-def _rounds(tensor: torch.Tensor, group: Group, device: torch.device, count: int) -> Iterator[float]:
-    for number in range(_WARM + count):
-        tensor.fill_(1)
-        _synchronize(device)
-        start = time.perf_counter()
-        dist.all_reduce(tensor, group=group.group)
-        _synchronize(device)
-        if number >= _WARM:
-            yield time.perf_counter() - start
+def _small_and_large(device: torch.device, megabytes: float) -> tuple[torch.Tensor, torch.Tensor]:
+    large = torch.zeros(max(1, int(megabytes * 2**20 / 4)), device=device)  # zero, however often it is summed
+    return torch.zeros(1, device=device), large
 
 
-def _local_times(device: torch.device) -> Iterator[float]:
-    """Time a matrix product that needs no other rank: it distinguishes a slow rank from a slow link."""
-    size = 256 if device.type == "cpu" else 4096
-    matrix = torch.full((size, size), 1 / size, device=device)
-    for number in range(_WARM + _LOCAL_ROUNDS):
+def _timed(action: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """Return the seconds that something takes on the device, the median of some rounds after the first ones."""
+    times = []
+    for _ in range(_WARM + rounds):
         _synchronize(device)
         start = time.perf_counter()
-        torch.mm(matrix, matrix)
+        action()
         _synchronize(device)
-        if number >= _WARM:
-            yield time.perf_counter() - start
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[_WARM:])
 
 
 def _synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+@dataclass
+class LinkReport:
+    """The link between two ranks: their hosts, seconds of a small message, bytes per second of a large one."""
+
+    hosts: Sequence[str]
+    latency: float
+    bandwidth: float
+
+    @property
+    def crosses(self) -> bool:
+        """Whether the ranks are on two hosts."""
+        return self.hosts[0] != self.hosts[1]
+
+
+def pairs_to_measure(hosts: Mapping[int, str]) -> list[list[tuple[int, int]]]:
+    """Return pairs of ranks in rounds: no rank is in two pairs of one round.
+
+    The first round has two ranks of each host. In the others the first ranks of all hosts meet each other once, as in a
+    tournament, so that there are as many rounds as hosts.
+    """
+    by_host: dict[str, list[int]] = {}
+    for rank, host in hosts.items():
+        by_host.setdefault(host, []).append(rank)
+    inside = [(ranks[0], ranks[1]) for ranks in by_host.values() if len(ranks) > 1]
+    firsts: list[int | None] = [ranks[0] for ranks in by_host.values()]
+    if len(firsts) % 2:
+        firsts.append(None)  # whoever meets it pauses
+    rounds = [inside]
+    for _ in range(len(firsts) - 1):
+        meeting = zip(firsts[: len(firsts) // 2], reversed(firsts[len(firsts) // 2 :]), strict=True)
+        rounds.append([(a, b) for a, b in meeting if a is not None and b is not None])
+        firsts = [firsts[0], firsts[-1], *firsts[1:-1]]
+    return rounds
+
+
+def hosts_to_measure(reports: Mapping[int, RankReport | None]) -> list[str]:
+    """Return the name of each rank's host, which no other host has; none where there is one, or a rank has a problem."""
+    present = [report for report in reports.values() if report is not None]
+    names = {report.place: report.host for report in present}
+    if (
+        len(names) == 1
+        or len(present) < len(reports)
+        or any(axis.problem for each in present for axis in each.axes)
+    ):
+        return []
+    for number, (place, name) in enumerate(names.items()):
+        if list(names.values()).count(name) > 1:
+            names[place] = f"{name} ({number})"
+    return [names[report.place] for report in present]
+
+
+def measure_links(
+    hosts: Mapping[int, str], rank: int, device: torch.device, megabytes: float
+) -> list[LinkReport]:
+    """Measure pairs of ranks over the default group, and return the links whose first rank this is.
+
+    Every rank calls this with the host of each, and it communicates; a large message has ``megabytes``.
+    """
+    found = []
+    small, large = _small_and_large(device, megabytes)
+    for pairs in pairs_to_measure(hosts):
+        dist.barrier()
+        for first, second in pairs:
+            if rank == first:
+                latency = _timed(partial(_ask, small, small, second), device, _LINK_ROUNDS)
+                seconds = _timed(partial(_ask, large, small, second), device, _LINK_ROUNDS)
+                # The answer to the large message is a small one.
+                bandwidth = large.numel() * 4 / max(seconds - latency / 2, 1e-9)
+                found.append(LinkReport((hosts[first], hosts[second]), latency / 2, bandwidth))
+            elif rank == second:
+                for message in (small, large):
+                    _timed(partial(_answer, message, small, first), device, _LINK_ROUNDS)
+    return found
+
+
+def _ask(message: torch.Tensor, answer: torch.Tensor, other: int) -> None:
+    dist.send(message, other)
+    dist.recv(answer, other)
+
+
+def _answer(message: torch.Tensor, answer: torch.Tensor, other: int) -> None:
+    dist.recv(message, other)
+    dist.send(answer, other)
