@@ -65,7 +65,7 @@ def measured(tokens: int, rounds: int) -> dict[str, tuple[list[float], float]]:
 
 
 def main() -> None:
-    """Print the largest figures of the ranks, and how far they are from the limits."""
+    """Print the mean time of the ranks and the most memory of one, and how far they are from the limits."""
     parser = argparse.ArgumentParser(description="Attention over ranks.")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--cp", type=int, default=4)
@@ -90,11 +90,12 @@ def main() -> None:
         cells = [
             name,
             f"{statistics.median(rounds[name]):.2f} s",
-            f"{statistics.median(ratios):.2f}",
+            f"{statistics.median(ratios):.3f}",
+            f"({min(ratios):.3f} to {max(ratios):.3f})",
             f"{memory:.1f} MB",
             f"{memory / least:.2f}",
         ]
-        print(paired.row(cells, [10, 8, 6, 9, 6]))
+        print(paired.row(cells, [10, 8, 6, 17, 9, 6]))
 
 
 if __name__ == "__main__":

@@ -498,6 +498,32 @@ def test_sequence_parallelism_only_where_the_mesh_has_it(axes: tuple[str, ...], 
         mesh.close()
 
 
+@pytest.mark.parametrize(("rank", "sp"), [(0, 4), (5, 2), (7, 4), (6, 1)])
+def test_sequence_groups_are_consecutive_ranks_as_in_megatron_deepspeed(rank: int, sp: int) -> None:
+    with fake_world(8, rank):
+        mesh = namedmesh.init_mesh(dp=-1, sp=sp, device="cpu")
+        unit = mpu(mesh)
+        told = asked(unit)
+        first = rank - rank % sp
+        assert told["get_sequence_parallel_group"] == ("group", list(range(first, first + sp)))
+        assert (told["get_sequence_parallel_world_size"], told["get_sequence_parallel_rank"]) == (
+            sp,
+            rank - first,
+        )
+        assert told["get_data_parallel_group_ranks"] == list(range(rank % sp, 8, sp))
+        assert told["get_sequence_data_parallel_group"] == ("group", list(range(8)))
+        assert (told["get_sequence_data_parallel_world_size"], told["get_sequence_data_parallel_rank"]) == (
+            8,
+            rank,
+        )
+        assert unit.sequence_parallel_is_initialized() is unit.sequence_data_parallel_is_initialized() is True
+        mesh.close()
+        assert not unit.sequence_parallel_is_initialized()
+        mesh = namedmesh.init_mesh(dp=-1, device="cpu")
+        assert not mpu(mesh).sequence_parallel_is_initialized()
+        mesh.close()
+
+
 def test_what_a_unit_does_not_have_it_explains() -> None:
     with fake_world(8, 3):
         mesh = namedmesh.init_mesh(dp=-1, tp=2, device="cpu")

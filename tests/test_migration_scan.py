@@ -142,6 +142,16 @@ def test_a_star_import_is_followed_for_public_names(tmp_path: Path) -> None:
     ]
 
 
+def test_modules_that_import_everything_of_each_other_end(tmp_path: Path) -> None:
+    modules = [f"m{number}" for number in range(12)]
+    for module in modules:
+        stars = [f"from {other} import *\n" for other in modules if other != module]
+        _write(tmp_path, **{f"{module}_py": "".join(stars) + "get_data_parallel_rank()\n"})
+    assert scan([tmp_path]).findings == ()
+    _write(tmp_path, m3_py="from m4 import *\nfrom megatron.core.parallel_state import *\nmpu = None\n")
+    assert [(one.line, one.certain) for one in scan([tmp_path]).findings] == [(12, True)] * 11
+
+
 def test_relative_imports_are_by_name_only(tmp_path: Path) -> None:
     _write(
         tmp_path,
@@ -293,6 +303,14 @@ def test_what_changes_an_answer_makes_it_uncertain(change: str, tmp_path: Path) 
         ("import megatron.core\nmpu = state = megatron.core.parallel_state", True),
         ("from megatron.core import mpu, parallel_state\nmpu: object = parallel_state", True),
         ("(mpu := __import__('megatron'))", False),
+        ("from megatron.core import mpu\n[(mpu := x) for x in several]", False),
+        ("from megatron.core import mpu\n[mpu for mpu in several]", True),
+        ("from megatron.core import mpu\ndef f(mpu): mpu = 1", True),
+        (
+            "from megatron.core import mpu\ndef f():\n    mpu = 1\n    def g():\n        nonlocal mpu\n        mpu = 2",
+            True,
+        ),
+        ("def f():\n    global mpu\n    from megatron.core import mpu", True),
         (
             "if x:\n    from megatron.core import mpu\nelse:\n    from megatron.core import parallel_state as mpu",
             True,
@@ -315,6 +333,19 @@ def test_a_name_that_several_files_claim_is_uncertain(tmp_path: Path) -> None:
         "mine.get_data_parallel_rank()\n",
     )
     assert [(one.line, one.certain) for one in scan([tmp_path]).findings] == [(3, False), (4, True)]
+
+
+def test_a_pool_of_processes_finds_the_same(tmp_path: Path) -> None:
+    _write(
+        tmp_path, pkg__state_py="from megatron.core.parallel_state import get_data_parallel_rank as rank\n"
+    )
+    _write(tmp_path, pkg__broken_py="(mpu", job_py="from pkg.state import rank\nrank(  f'{rank()}')\n")
+    for number in range(100):
+        _write(tmp_path, **{f"other{number}_py": f"import megatron.training\nx = {number}\n"})
+    alone, together = scan([tmp_path]), scan([tmp_path], processes=2)
+    assert together == alone
+    assert [one.line for one in alone.findings] == [2, 2]
+    assert (len(alone.problems), len(alone.missing), alone.files) == (1, 100, 103)
 
 
 STAGE = "from megatron.core import mpu\nmpu.is_pipeline_first_stage()\n"

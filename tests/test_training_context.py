@@ -40,9 +40,9 @@ def difference(mesh: DeviceMesh, length: int, *, balanced: bool, **how: Any) -> 
     *whole, weights = whole_tensors(length, kv_heads)
     for each in whole:
         each.requires_grad_()
-    causal = how["is_causal"]
+    causal, mask = how["is_causal"], how.get("attn_mask")
     q, k, v = whole
-    expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=kv_heads != HEADS)
+    expected = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=kv_heads != HEADS)
     (expected * weights).sum().backward()
     parts = [spread(each.detach(), mesh, balanced=balanced).requires_grad_() for each in whole]
     q, k, v = parts
@@ -77,26 +77,33 @@ def all_differences() -> dict[object, float]:
                 for same_heads, length in product([True, False], (16, 13)):
                     how = {"is_causal": True, "ulysses": False, "same_heads": same_heads}
                     told["masks", same_heads, length] = difference(mesh["cp"], length, balanced=True, **how)
-            told["windows"] = of_documents(mesh["cp"])
+            for balanced, ulysses, length in product([True, False], [True, False], (16, 13)):
+                told["documents", balanced, ulysses, length] = difference(
+                    mesh["cp"],
+                    length,
+                    balanced=balanced,
+                    is_causal=False,
+                    ulysses=ulysses,
+                    same_heads=False,
+                    attn_mask=within_documents(length),
+                )
+            check_dropout(mesh["cp"])
         mesh.close()
     return told
 
 
-def of_documents(mesh: DeviceMesh) -> float:
-    """How far attention within documents is from that of one process; what is dropped, each rank draws."""
-    q, k, v, _ = whole_tensors(16, HEADS // 2)
-    document = torch.arange(16) // 5
-    mask = (document[:, None] == document) & torch.ones(16, 16, dtype=torch.bool).tril()
-    expected = spread(F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True), mesh, balanced=True)
-    one, two, three = (spread(each, mesh, balanced=True) for each in (q, k, v))
-    attend = training.context_attention
-    found = attend(one, two, three, mesh, is_causal=False, ulysses=True, attn_mask=mask)
-    with pytest.raises(ShapeError, match="attn_mask and dropout_p: give ulysses=True"):
-        attend(one, two, three, mesh, attn_mask=mask, dropout_p=0.5)
-    ones = spread(torch.ones_like(v), mesh, balanced=True)
-    dropped = attend(one, two, ones, mesh, ulysses=True, dropout_p=0.9)
-    assert dropped.eq(0).any()
-    return (found - expected).abs().max().item()
+def within_documents(length: int) -> Tensor:
+    document = torch.arange(length) // 5
+    return (document[:, None] == document) & torch.ones(length, length, dtype=torch.bool).tril()
+
+
+def check_dropout(mesh: DeviceMesh) -> None:
+    q, k, v = (torch.ones(1, HEADS, 4, 4) for _ in range(3))
+    assert training.context_attention(q, k, v, mesh, ulysses=True, dropout_p=0.9).eq(0).any()
+    refused: dict[str, Any] = {"attn_mask": within_documents(16), "dropout_p": 0.5}
+    for name, given in refused.items():
+        with pytest.raises(ShapeError, match=name):
+            training.context_attention(q, k, v, mesh, **{name: given})
 
 
 def kept_of(mesh: DeviceMesh) -> tuple[int, int]:
@@ -149,8 +156,8 @@ def test_each_rank_keeps_its_own_keys_and_values() -> None:
 
 def test_attention_is_that_of_one_process() -> None:
     by_rank = run_ranks(4, all_differences)
-    assert len(by_rank[0]) == 69
-    assert max(max(told.values()) for told in by_rank) < 1e-12
+    assert len(by_rank[0]) == 76
+    assert max(max(told.values()) for told in by_rank) < 1e-13
 
 
 def parts_and_refusals() -> list[Any]:

@@ -28,10 +28,11 @@ assignment to a private name, which patches that module. The *once* statements a
 
 from __future__ import annotations
 
+from namedmesh.migrate.findings import Finding, Problem, Scan
 from namedmesh.migrate.page import advise, page
 from namedmesh.migrate.report import as_json, as_text
 from namedmesh.migrate.rules import Advice, Row
-from namedmesh.migrate.scan import Finding, Problem, Scan, scan
+from namedmesh.migrate.scan import scan
 from namedmesh.migrate.table import TABLE
 
 __all__ = [

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from namedmesh.migrate.rules import Row
 from namedmesh.migrate.table import OVERRIDE, OWN_VARIABLE, SEVERAL_MESHES, TABLE, size_and_rank
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 # In fairscale and GPT-NeoX "model parallel" is tensor parallel.
 _MODEL_PARALLEL = [
@@ -117,3 +122,39 @@ APIS = (
     GPT_NEOX_MPU,
 )
 """The legacy APIs, Megatron first."""
+API_PATHS = frozenset(path for api in APIS for path in (*api.modules, *api.packages))
+"""What their names are imported from."""
+
+_LAYERS = "megatron.core.tensor_parallel"
+PROVIDED = frozenset(
+    (
+        *("megatron", "megatron.core", *MEGATRON.modules, _LAYERS),
+        *(f"{_LAYERS}.{part}" for part in ("cross_entropy", "layers", "mappings", "utils")),
+    )
+)
+"""What can be imported after ``install()`` where megatron-core is not installed."""
+_ABSENT = frozenset(f"{_LAYERS}.{part}" for part in ("data", "random", "inference_layers"))
+
+
+def needed_by(
+    node: ast.Import | ast.ImportFrom, targets: Mapping[str, str]
+) -> Iterator[tuple[int, list[str]]]:
+    """Yield the line of an import, and the modules of Megatron that it needs and that namedmesh does not have.
+
+    Args:
+        node: the import.
+        targets: what stands for each name that it binds.
+    """
+    if isinstance(node, ast.Import):
+        modules = [alias.name for alias in node.names]
+    elif node.level:
+        return
+    elif node.module == _LAYERS:  # its functions are there
+        modules = [name for name in targets.values() if name in _ABSENT]
+    elif node.module in {"megatron", "megatron.core"}:
+        modules = [target for name, target in targets.items() if name != "*"]
+    else:
+        modules = [node.module or ""]
+    absent = [name for name in modules if name.startswith("megatron.") and name not in PROVIDED]
+    if absent:
+        yield node.lineno, absent

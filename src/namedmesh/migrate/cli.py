@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from namedmesh.errors import listing
 from namedmesh.migrate.report import as_json, as_text
-from namedmesh.migrate.scan import Scan, require_libcst, scan
+from namedmesh.migrate.rewrite import RewriteError, rewrite, write
+from namedmesh.migrate.scan import scan
 from namedmesh.plan.spec import UsageError
+
+if TYPE_CHECKING:
+    from namedmesh.migrate.findings import Scan
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -44,8 +50,7 @@ def _migrate(arguments: argparse.Namespace) -> int:
     """Scan, and print the report; 1 if a file could not be read or rewritten."""
     if (arguments.diff or arguments.write) and arguments.format != "text":
         raise UsageError("--diff and --write report as text; leave --format out")
-    require_libcst()
-    result = scan(arguments.paths, megatron=arguments.megatron)
+    result = scan(arguments.paths, megatron=arguments.megatron, processes=os.cpu_count() or 1)
     if arguments.diff or arguments.write:
         result = _rewritten(result, write_them=arguments.write)
     sys.stdout.write(as_json(result) if arguments.format == "json" else as_text(result))
@@ -54,8 +59,6 @@ def _migrate(arguments: argparse.Namespace) -> int:
 
 def _rewritten(result: Scan, *, write_them: bool) -> Scan:
     """Show or write what is certain, and return the rest."""
-    from namedmesh.migrate.rewrite import RewriteError, rewrite, write
-
     rewriting = rewrite(result)
     written: list[str] = []
     for file in rewriting.files:

@@ -11,6 +11,7 @@ import tokenize
 import warnings
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,13 +41,25 @@ class Source:
     code: bytes
     cells: tuple[tuple[int, int], ...] = ()
 
-    def locate(self, line: int) -> tuple[str, int]:
-        """Return the path, with the cell of a notebook, and the line there of a line of the code.
+    @cached_property
+    def text(self) -> str:
+        """The code as text, without a byte order mark.
 
-        Example:
-            >>> Source("a.ipynb", b"", ((1, 0), (4, 2))).locate(5)
-            ('a.ipynb[cell 2]', 2)
+        Raises:
+            UnreadableError: it cannot be decoded.
         """
+        try:
+            return self.code.decode(self.encoding)
+        except (SyntaxError, UnicodeDecodeError) as error:
+            raise UnreadableError(f"cannot be decoded: {error}") from None
+
+    @property
+    def encoding(self) -> str:
+        """The encoding that the code declares."""
+        return tokenize.detect_encoding(io.BytesIO(self.code).readline)[0]
+
+    def locate(self, line: int) -> tuple[str, int]:
+        """Return the path, with the cell of a notebook, and the line there of a line of the code."""
         if not self.cells:
             return self.path, line
         first, cell = self.cells[bisect_right(self.cells, line, key=lambda start: start[0]) - 1]
@@ -58,10 +71,6 @@ def python_files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
 
     Hidden folders are left out, and ``__pycache__``, ``build``, ``node_modules``, ``site-packages`` and virtual
     environments, unless they are given themselves.
-
-    Example:
-        >>> [path.name for path in python_files([Path(__file__).parent]) if path.name.startswith("fi")]
-        ['files.py']
     """
     seen: set[Path] = set()
     for given in map(Path, paths):
@@ -85,23 +94,13 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def key_of(path: Path) -> str:
-    """Return a dotted name that only this file has: its absolute path.
-
-    Example:
-        >>> key_of(Path("/a/b/__init__.py")), key_of(Path("/a/b/c.py"))
-        ('/.a.b', '/.a.b.c')
-    """
+    """Return a dotted name that only this file has: its absolute path."""
     parts = [part.replace(".", "_") for part in path.absolute().with_suffix("").parts]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def module_names(path: Path, roots: Iterable[str | os.PathLike[str]]) -> list[str]:
-    """Return the names that a file may be imported by: from its package's folder, and from each folder up to a root.
-
-    Example:
-        >>> module_names(Path(__file__), [Path(__file__).parents[2]])
-        ['namedmesh.migrate.files']
-    """
+    """Return the names that a file may be imported by: from its package's folder, and from each folder up to a root."""
     path = path.absolute()
     top = path.parent
     while (top / "__init__.py").exists() and top != top.parent:
@@ -132,20 +131,17 @@ def read(path: Path) -> Source:
     return Source(str(path), content)
 
 
-def check_syntax(code: bytes) -> None:
-    """Compile, but do not run, some code.
+def parse(source: Source) -> ast.Module:
+    """Parse some code.
 
     Raises:
         UnreadableError: it cannot be decoded, or is not Python.
     """
-    try:
-        code.decode(tokenize.detect_encoding(io.BytesIO(code).readline)[0])
-    except (SyntaxError, UnicodeDecodeError) as error:
-        raise UnreadableError(f"cannot be decoded: {error}") from None
+    _ = source.text  # of what cannot be decoded, Python reads some
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about escape sequences of the code that is read
-            ast.parse(code)
+            return ast.parse(source.code)
     except SyntaxError as error:
         line = f"line {error.lineno}: " if error.lineno else ""
         raise UnreadableError(f"is not Python: {line}{error.msg}") from None

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-import libcst as cst
-from libcst.helpers import get_full_name_for_node
-
 from namedmesh.migrate.apis import APIS, GPT_NEOX_MPU, MEGATRON, Api
-from namedmesh.migrate.files import UnreadableError, check_syntax, key_of, module_names, read
-from namedmesh.migrate.rules import Signature
+from namedmesh.migrate.files import key_of, module_names
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
-USUAL_NAMES = ("parallel_state", "mpu")
-"""What code calls the legacy module."""
+    from namedmesh.migrate.module import Module
+    from namedmesh.migrate.rules import Signature
+
 _NOT_NEOX = "get_pipe_parallel_group"
 
 
@@ -29,112 +26,10 @@ class Legacy(NamedTuple):
     api: Api
     name: str
 
-
-@dataclass
-class Exports:
-    """What the outermost level of one module binds.
-
-    Args:
-        names: for each name the dotted names that it is bound to; None stands for anything else.
-        stars: the modules that it imports everything from.
-        functions: the source of the parameters of each function, with its name.
-    """
-
-    names: dict[str, list[str | None]] = field(default_factory=dict)
-    stars: list[str] = field(default_factory=list)
-    functions: dict[str, str] = field(default_factory=dict)
-
-
-def imported(node: cst.Import | cst.ImportFrom, key: str, *, is_package: bool) -> Iterator[tuple[str, str]]:
-    """Yield each name that an import binds, and what it stands for; ``*`` for everything of a module.
-
-    Args:
-        node: the import.
-        key: the key of the module that it stands in, for relative imports.
-        is_package: whether that is a package's ``__init__``.
-    """
-    if isinstance(node, cst.Import):
-        for alias in node.names:
-            dotted = alias.evaluated_name
-            yield (
-                (alias.evaluated_alias, dotted) if alias.evaluated_alias else (dotted.partition(".")[0],) * 2
-            )
-        return
-    module = get_full_name_for_node(node.module) or "" if node.module else ""
-    if node.relative:
-        around = key.split(".")
-        around = around[: len(around) + is_package - len(node.relative)]
-        module = ".".join([*around, *module.split(".")] if module else around)
-    if isinstance(node.names, cst.ImportStar):
-        yield "*", module
-        return
-    for alias in node.names:
-        yield alias.evaluated_alias or alias.evaluated_name, f"{module}.{alias.evaluated_name}"
-
-
-class _ExportsVisitor(cst.CSTVisitor):
-    def __init__(self, module: cst.Module, key: str, *, is_package: bool) -> None:
-        super().__init__()
-        self.exports = Exports()
-        self._module, self._key, self._is_package = module, key, is_package
-
-    def _bind(self, name: str, dotted: str | None) -> None:
-        self.exports.names.setdefault(name, []).append(dotted)
-
-    def on_visit(self, node: cst.CSTNode) -> bool:
-        """Note what a statement binds; functions and classes have scopes of their own."""
-        match node:
-            case cst.FunctionDef():
-                parameters = self._module.code_for_node(node.params)  # may end in a comment
-                self.exports.functions[node.name.value] = f"{node.name.value}({parameters}\n)"
-                self._bind(node.name.value, None)
-                return False
-            case cst.ClassDef():
-                self._bind(node.name.value, None)
-                return False
-            case cst.Import() | cst.ImportFrom():
-                for name, dotted in imported(node, self._key, is_package=self._is_package):
-                    if name == "*":
-                        self.exports.stars.append(dotted)
-                    else:
-                        self._bind(name, dotted)
-                return False
-            case cst.Assign() if not is_none(node.value):
-                dotted_value = get_full_name_for_node(node.value) if is_dotted(node.value) else None
-                for target in node.targets:
-                    own = dotted_value and dotted_value != get_full_name_for_node(target.target)
-                    if isinstance(target.target, cst.Name):
-                        self._bind(target.target.value, f"{self._key}.{dotted_value}" if own else None)
-                return False
-            case _:
-                return True
-
-
-def is_dotted(node: cst.BaseExpression) -> bool:
-    """Return whether an expression is a name, or attributes of one."""
-    while isinstance(node, cst.Attribute):
-        node = node.value
-    return isinstance(node, cst.Name)
-
-
-def is_none(node: cst.BaseExpression) -> bool:
-    """Return whether an expression is the literal None."""
-    return isinstance(node, cst.Name) and node.value == "None"
-
-
-def has_usual_name(node: cst.BaseExpression) -> bool:
-    """Return whether an expression is named as the legacy module: ``mpu``, ``self.mpu``, ``cfg.parallel_state``."""
-    if not isinstance(node, (cst.Name, cst.Attribute)):
-        return False
-    name = (get_full_name_for_node(node) or "").rpartition(".")[2]
-    return any(name.strip("_") == usual or name.endswith(f"_{usual}") for usual in USUAL_NAMES)
-
-
-def exports_of(module: cst.Module, path: Path) -> Exports:
-    """Return what a module binds at its outermost level."""
-    visitor = _ExportsVisitor(module, key_of(path), is_package=path.stem == "__init__")
-    module.visit(visitor)
-    return visitor.exports
+    @property
+    def is_known(self) -> bool:
+        """Whether the table has the name, or it is the module itself."""
+        return not self.name or self.name in self.api.table
 
 
 class Names:
@@ -143,12 +38,22 @@ class Names:
     Args:
         files: the files.
         roots: the paths that they were found under.
+        read: reads one of them, if it can be read.
     """
 
-    def __init__(self, files: Sequence[Path], roots: Sequence[str | os.PathLike[str]]) -> None:
+    def __init__(
+        self,
+        files: Sequence[Path],
+        roots: Sequence[str | os.PathLike[str]],
+        read: Callable[[Path], Module | None],
+    ) -> None:
+        self.modules: dict[Path, Module | None] = {}
+        self._read = read
+        self._searched: set[tuple[Path, str]] = (
+            set()
+        )  # by way of star imports, for the name that is asked for
         self._paths: dict[str, list[Path]] = {}
         self._apis: dict[Path, Api] = {}
-        self._exports: dict[Path, Exports] = {}
         modules = {module: api for api in APIS for module in api.modules}
         for path in files:
             for name in {key_of(path), *module_names(path, roots)}:
@@ -161,19 +66,40 @@ class Names:
         parts = dotted.split(".")
         return any(".".join(parts[:n]) in self._paths for n in range(1, len(parts) + 1))
 
-    def has_package(self, dotted: str) -> bool:
-        """Return whether the first two parts of a name, such as ``megatron.core``, are a module of the code base."""
-        return ".".join(dotted.split(".")[:2]) in self._paths
+    @property
+    def packages(self) -> frozenset[str]:
+        """The first two parts, such as ``megatron.core``, of the names that start with ``megatron``."""
+        return frozenset(name for name in self._paths if re.fullmatch(r"megatron(\.\w+)?", name))
 
-    def add(self, path: Path, exports: Exports) -> None:
-        """Remember what a module that was parsed for another reason binds."""
-        self._exports[path] = exports
+    def meanings(
+        self, names: Iterable[str | None], seen: frozenset[tuple[Path, str]] = frozenset()
+    ) -> set[Legacy | None]:
+        """Return what some dotted names stand for: the legacy names, and None if one is or may be anything else.
 
-    def meanings(self, dotted: str, seen: frozenset[tuple[Path, str]] = frozenset()) -> set[Legacy | None]:
-        """Return what a dotted name stands for: the legacy names, and None if it is or may be anything else."""
+        Args:
+            names: the dotted names. None is anything else; those with a ``*`` before them count if a table has them.
+            seen: the modules that were looked into on the way, and the names.
+        """
+        if not seen:
+            self._searched.clear()
+        found: set[Legacy | None] = set()
+        by_star: list[set[Legacy | None]] = []
+        for name in names:
+            if name is None:
+                found.add(None)
+            elif name.startswith("*"):
+                by_star.append(self._meanings_of(name[1:], seen))
+            else:
+                found |= self._meanings_of(name, seen)
+        known = [one for one in by_star if any(legacy and legacy.is_known for legacy in one)]
+        if by_star and not known:
+            found.add(None)
+        return found.union(*known)
+
+    def _meanings_of(self, dotted: str, seen: frozenset[tuple[Path, str]]) -> set[Legacy | None]:
         direct = self._direct(dotted)
         if direct is not None:
-            return direct
+            return {direct}
         parts = dotted.split(".")
         for n in range(len(parts), 0, -1):
             paths = self._paths.get(".".join(parts[:n]))
@@ -182,7 +108,7 @@ class Names:
                 return set().union(*found, [None] if len(paths) > 1 else [])
         return {None}
 
-    def _direct(self, dotted: str) -> set[Legacy | None] | None:
+    def _direct(self, dotted: str) -> Legacy | None:
         """Return what a name is by the import path of an API, or by a folder of that name; None if it is neither."""
         for api in APIS:
             for module in (*api.modules, *api.packages):
@@ -190,7 +116,7 @@ class Names:
                 if found and (not before or before.startswith("./")):
                     name = name.removesuffix(".")
                     if module in api.modules or name in api.table or not name:
-                        return {Legacy(self._spoken(api), name)}
+                        return Legacy(self._spoken(api), name)
         return None
 
     def _inside(self, path: Path, rest: list[str], seen: frozenset[tuple[Path, str]]) -> set[Legacy | None]:
@@ -199,34 +125,43 @@ class Names:
         if not rest or (path, rest[0]) in seen:
             return {None}
         seen |= {(path, rest[0])}
-        exports = self.exports(path)
-        targets = exports.names.get(rest[0])
+        module = self.module(path)
+        if module is None:
+            return {None}
+        targets = module.names.get(rest[0])
         if targets is None:
-            found = [self.meanings(".".join([star, *rest]), seen) - {None} for star in exports.stars]
-            return set().union(*found) or {None}
-        return set().union(
-            *(self.meanings(".".join([target, *rest[1:]]), seen) if target else {None} for target in targets)
-        )
+            if (path, rest[0]) in self._searched:  # modules may import everything of each other
+                return {None}
+            self._searched.add((path, rest[0]))
+            targets = frozenset(f"*{star}.{rest[0]}" for star in module.stars)
+        after = "".join(f".{part}" for part in rest[1:])
+        return self.meanings([target + after if target else None for target in targets], seen) or {None}
 
-    def exports(self, path: Path) -> Exports:
-        """Return what a module binds; nothing if it cannot be parsed."""
-        if path not in self._exports:
-            try:
-                code = read(path).code
-                check_syntax(code)
-                self._exports[path] = exports_of(cst.parse_module(code), path)
-            except (UnreadableError, cst.ParserSyntaxError, RecursionError):
-                self._exports[path] = Exports()
-        return self._exports[path]
+    def module(self, path: Path) -> Module | None:
+        """Return one module; None if it cannot be read."""
+        if path not in self.modules:
+            self.modules[path] = self._read(path)
+        return self.modules[path]
+
+    def _functions(self, path: Path) -> dict[str, Signature]:
+        module = self.module(path)
+        return module.functions if module else {}
+
+    def aliases(self) -> set[str]:
+        """Return the names under which the modules that were read hand out legacy ones."""
+        return {
+            alias
+            for module in list(self.modules.values())
+            if module
+            for alias in module.aliases
+            if self.meanings(module.names[alias]) - {None}
+        }
 
     def definition(self, api: Api, name: str) -> Signature | None:
         """Return the parameters of a legacy function where the code base defines it itself, once."""
-        paths = [
-            path
-            for path, own in self._apis.items()
-            if self._spoken(own) is api and name in self.exports(path).functions
-        ]
-        return Signature.read(self.exports(paths[0]).functions[name]) if len(paths) == 1 else None
+        own = [self._functions(path) for path, spoken in self._apis.items() if self._spoken(spoken) is api]
+        found = [functions[name] for functions in own if name in functions]
+        return found[0] if len(found) == 1 else None
 
     def defines(self, api: Api) -> bool:
         """Return whether the code base has an API's own modules."""
@@ -236,7 +171,7 @@ class Names:
     def _mpu_of_megatron(self) -> bool:
         """Whether the ``megatron.mpu`` of the code base is Megatron's own, before there was a core."""
         paths = [path for path, api in self._apis.items() if api is GPT_NEOX_MPU]
-        return any(paths) and not any(_NOT_NEOX in self.exports(path).functions for path in paths)
+        return any(paths) and not any(_NOT_NEOX in self._functions(path) for path in paths)
 
     def _spoken(self, api: Api) -> Api:
         return MEGATRON if api is GPT_NEOX_MPU and self._mpu_of_megatron else api

@@ -40,12 +40,7 @@ def advise(legacy: str) -> Advice:
 
 
 def rows(section: str) -> Iterator[tuple[str, Advice]]:
-    """Yield each legacy call of a section, as the page shows it, and its advice.
-
-    Example:
-        >>> next((legacy, advice.replacement) for legacy, advice in rows("Groups"))
-        ('get_tensor_model_parallel_group()', 'mesh.group("tp")')
-    """
+    """Yield each legacy call of a section, as the page shows it, and its advice."""
     for row in SECTIONS[section]:
         for legacy in row.calls():
             yield legacy, advise(legacy)

@@ -9,12 +9,12 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from namedmesh.errors import count_of
-from namedmesh.migrate.scan import API, INITIALIZE_NAME
+from namedmesh.migrate.findings import API, INITIALIZE_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from namedmesh.migrate.scan import Finding, Missing, Scan
+    from namedmesh.migrate.findings import Finding, Missing, Scan
 
 _INSTALL = "import namedmesh.compat.megatron; namedmesh.compat.megatron.install()"
 _MISSING = "These imports need megatron-core, and have no replacement without it:"

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import os
 import re
 import shutil
 import tempfile
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import libcst as cst
-from libcst import matchers as m
-from libcst.metadata import MetadataWrapper, PositionProvider
-
 from namedmesh.errors import NamedMeshError, count_of
-from namedmesh.migrate.files import UnreadableError, check_syntax
-from namedmesh.migrate.scan import API, INITIALIZE_NAME, Finding, Problem
+from namedmesh.migrate.files import Source, UnreadableError, parse, read
+from namedmesh.migrate.findings import API, INITIALIZE_NAME, Finding, Problem
+from namedmesh.migrate.positions import lines_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from namedmesh.migrate.scan import Scan
+    from namedmesh.migrate.findings import Scan
 
 _MESH = "namedmesh.current_mesh()"
-_NAME = m.Name("namedmesh")
-_BINDINGS = m.AssignTarget(target=_NAME) | m.Param(name=_NAME) | m.AsName(name=_NAME)
 
 
 class RewriteError(NamedMeshError, RuntimeError):
@@ -53,7 +50,9 @@ class Rewritten:
 
     def diff(self) -> str:
         """Return the difference as ``patch`` takes it."""
-        before, after = (_lines(side.decode(self.encoding)) for side in (self.before, self.after))
+        before, after = (
+            re.findall(r"[^\n]*\n|[^\n]+", side.decode(self.encoding)) for side in (self.before, self.after)
+        )
         lines = difflib.unified_diff(before, after, f"a/{self.path}", f"b/{self.path}")
         return "".join(
             line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
@@ -73,11 +72,6 @@ class Rewriting:
     files: tuple[Rewritten, ...]
     problems: tuple[Problem, ...] = ()
     remarks: tuple[str, ...] = ()
-
-
-def _lines(text: str) -> list[str]:
-    """Return the lines with their ends, where Python and ``patch`` see them."""
-    return [f"{line}\n" for line in text.split("\n")[:-1]] + [line for line in text.split("\n")[-1:] if line]
 
 
 def is_certain(finding: Finding) -> bool:
@@ -182,97 +176,97 @@ def _rewrite(path: str, findings: Sequence[Finding], installs: set[str]) -> Rewr
     Raises:
         UnreadableError: the file is not what it was, or is no Python afterwards.
     """
-    before = Path(path).read_bytes()
-    try:
-        module = cst.parse_module(before)
-    except cst.ParserSyntaxError:
-        raise UnreadableError("was changed while it was read") from None
-    if module.bytes != before:
-        raise UnreadableError(
-            "LibCST does not write it back unchanged, because of a form feed or its line ends"
-        )
-    if m.findall(module, _BINDINGS):
+    source = read(Path(path))
+    tree = parse(source)
+    if any(map(_binds_namedmesh, ast.walk(tree))):
         raise UnreadableError("binds the name 'namedmesh' to something of its own")
-    replacer = _Replacer(findings)
-    module = MetadataWrapper(module, unsafe_skip_copy=True).visit(replacer)
-    if replacer.left:
-        raise UnreadableError("was changed while it was read")
-    lines = []
+    lines = lines_of(source.text)
+    statements = []
     for name in sorted(installs):
-        if f"{name}.install()" not in module.code:
-            lines += [f"import {name}", f"{name}.install()"]
-    if findings and not lines and not _imports_namedmesh(module):
-        lines = ["import namedmesh"]
-    module = _with_lines(module, lines)
-    check_syntax(module.bytes)
-    return Rewritten(path, before, module.bytes, module.encoding, tuple(findings))
+        if f"{name}.install()" not in source.text:
+            statements += [f"import {name}", f"{name}.install()"]
+    if findings and not statements and not _imports_namedmesh(tree):
+        statements = ["import namedmesh"]
+    starts = [0, *accumulate(map(len, lines))]
+    changes = [_insertion(tree, lines, starts, statements)] if statements else []
+    for one in findings:
+        end_line, end_column = one.end or (one.line, one.column)
+        start, end = starts[one.line - 1] + one.column - 1, starts[end_line - 1] + end_column - 1
+        if not isinstance(_expression(source.text[start:end]), ast.Call):
+            raise UnreadableError("was changed while it was read")
+        changes.append((start, end, _replacement(one)))
+    after = Source(path, _changed(source.text, changes).encode(source.encoding))
+    parse(after)
+    return Rewritten(path, source.code, after.code, source.encoding.removesuffix("-sig"), tuple(findings))
 
 
-class _Replacer(cst.CSTTransformer):
-    """Replace the calls at some places."""
-
-    METADATA_DEPENDENCIES = (PositionProvider,)
-
-    def __init__(self, findings: Iterable[Finding]) -> None:
-        super().__init__()
-        self.left = {((one.line, one.column), one.end): one for one in findings}
-
-    def leave_Call(  # noqa: N802  the visitor's own spelling
-        self, original_node: cst.Call, updated_node: cst.Call
-    ) -> cst.BaseExpression:
-        place = self.get_metadata(PositionProvider, original_node)
-        start, end = ((one.line, one.column + 1) for one in (place.start, place.end))
-        finding = self.left.pop((start, end), None)
-        if finding is None:
-            return updated_node
-        new = cst.parse_expression(re.sub(r"\bmesh\.(?=\w)", f"{_MESH}.", finding.replacement))
-        if not isinstance(new, (cst.Call, cst.Attribute, cst.Subscript, cst.List, cst.Dict)):
-            new = new.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
-        return new.with_changes(lpar=[*updated_node.lpar, *new.lpar], rpar=[*new.rpar, *updated_node.rpar])
+def _expression(code: str) -> ast.expr | None:
+    try:
+        return ast.parse(f"({code}\n)", mode="eval").body
+    except SyntaxError:
+        return None
 
 
-def _with_lines(module: cst.Module, lines: Sequence[str]) -> cst.Module:
-    """Insert lines before the first statement that may need what they import."""
-    body = list(module.body)
-    for number, statement in enumerate(body):
-        parts = list(statement.body) if isinstance(statement, cst.SimpleStatementLine) else []
-        kept = sum(1 for _ in _leading(parts, is_first=number == 0))
-        if parts and kept == len(parts):
-            continue
-        new = cst.parse_module("".join(f"{line}\n" for line in lines)).body
-        if kept:  # code on the line of the docstring
-            inserted = [part for one in new if isinstance(one, cst.SimpleStatementLine) for part in one.body]
-            body[number] = statement.with_changes(body=[*parts[:kept], *inserted, *parts[kept:]])
-        else:
-            body[number:number] = new
-        return module.with_changes(body=body)
-    return module
+def _replacement(finding: Finding) -> str:
+    new = re.sub(r"\bmesh\.(?=\w)", f"{_MESH}.", finding.replacement)
+    alone = isinstance(_expression(new), (ast.Call, ast.Attribute, ast.Subscript, ast.List, ast.Dict))
+    return new if alone else f"({new})"
 
 
-def _leading(parts: Sequence[cst.BaseSmallStatement], *, is_first: bool) -> Iterator[cst.BaseSmallStatement]:
-    """Yield the parts of a line that must stay first: a docstring and imports from ``__future__``."""
-    for number, part in enumerate(parts):
-        docstring = (
-            is_first
-            and number == 0
-            and m.matches(part, m.Expr(value=m.SimpleString() | m.ConcatenatedString()))
-        )
-        if not docstring and not m.matches(part, m.ImportFrom(module=m.Name("__future__"))):
+def _changed(text: str, changes: Iterable[tuple[int, int, str]]) -> str:
+    """Replace parts of a text; those inside another one, such as a call in its arguments, go with it."""
+    parts = []
+    done = 0
+    for start, end, new in sorted(changes, key=lambda change: (change[0], -change[1])):
+        if start >= done:
+            parts += [text[done:start], new]
+            done = end
+    return "".join([*parts, text[done:]])
+
+
+def _insertion(
+    tree: ast.Module, lines: Sequence[str], starts: Sequence[int], statements: Sequence[str]
+) -> tuple[int, int, str]:
+    """Return where statements are inserted before the first one that may need them, and their text."""
+    kept = [*_leading(tree.body)]
+    first = tree.body[len(kept)]
+    end_of_line = lines[0][len(lines[0].rstrip("\r\n")) :] or "\n"
+    line = min([first.lineno, *(one.lineno for one in getattr(first, "decorator_list", ()))])
+    if kept:
+        line = (kept[-1].end_lineno or 0) + 1
+    if line > first.lineno:  # code on the line of the docstring
+        before = lines[first.lineno - 1].encode()[: first.col_offset].decode()
+        text, place = "; ".join([*statements, ""]), starts[first.lineno - 1] + len(before)
+    else:
+        text, place = "".join(f"{one}{end_of_line}" for one in statements), starts[line - 1]
+    return place, place, text
+
+
+def _leading(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements that must stay first: a docstring and imports from ``__future__``."""
+    for number, one in enumerate(body):
+        value = one.value if isinstance(one, ast.Expr) and number == 0 else None
+        is_docstring = isinstance(value, ast.Constant) and isinstance(value.value, str)
+        if not is_docstring and not (isinstance(one, ast.ImportFrom) and one.module == "__future__"):
             return
-        yield part
+        yield one
 
 
-def _imports_namedmesh(module: cst.Module) -> bool:
+def _imports_namedmesh(tree: ast.Module) -> bool:
     """Return whether one of the first statements, up to the first that is no import, imports namedmesh."""
-    wanted = m.Import(names=[m.ZeroOrMore(), m.ImportAlias(name=_NAME, asname=None), m.ZeroOrMore()])
-    for number, statement in enumerate(module.body):
-        if not isinstance(statement, cst.SimpleStatementLine):
+    for number, one in enumerate(tree.body):
+        if isinstance(one, ast.Import) and ("namedmesh", None) in [
+            (each.name, each.asname) for each in one.names
+        ]:
+            return True
+        if not isinstance(one, (ast.Import, ast.ImportFrom)) and (number or not isinstance(one, ast.Expr)):
             return False
-        for part in statement.body:
-            if m.matches(part, wanted):
-                return True
-            if not isinstance(part, (cst.Import, cst.ImportFrom)) and (
-                number or not isinstance(part, cst.Expr)
-            ):
-                return False
     return False
+
+
+def _binds_namedmesh(node: ast.AST) -> bool:
+    if isinstance(node, ast.Name):
+        return node.id == "namedmesh" and not isinstance(node.ctx, ast.Load)
+    if isinstance(node, ast.arg):
+        return node.arg == "namedmesh"
+    return isinstance(node, ast.alias) and node.asname == "namedmesh"

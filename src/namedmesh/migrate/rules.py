@@ -60,12 +60,7 @@ _NOTES = {
 
 
 def view_statement(name: str, expression: str = "") -> str:
-    """Return the statement that adds a view, in Megatron's default order, for an expression that uses it.
-
-    Example:
-        >>> view_statement("gather").startswith('mesh.add_view("gather", options={"dp_cp_gather": ')
-        True
-    """
+    """Return the statement that adds a view, in Megatron's default order, for an expression that uses it."""
     options = ""
     if name == "gather":
         options = 'options={"dp_cp_gather": namedmesh.GroupOptions(share=False)}, '
@@ -78,12 +73,7 @@ def view_statement(name: str, expression: str = "") -> str:
 
 
 def axes_of(expression: str) -> set[str]:
-    """Return the words in quotation marks in an expression of the table: the axes that it names.
-
-    Example:
-        >>> sorted(axes_of('mesh.group("dp", "cp")'))
-        ['cp', 'dp']
-    """
+    """Return the words in quotation marks in an expression of the table: the axes that it names."""
     return set(re.findall(r'"(\w+)"', expression))
 
 
@@ -92,10 +82,6 @@ def setup_statements(expression: str) -> list[str]:
 
     Returns:
         The views of the axes that the mesh itself does not have, then the groups over several axes.
-
-    Example:
-        >>> setup_statements('mesh.group("cp", "tp")'), setup_statements('mesh.size("cp", "tp")')
-        (['mesh.flatten("cp", "tp")'], [])
     """
     axes = axes_of(expression)
     statements = [view_statement(view, expression) for view, (own, _) in _VIEWS.items() if axes & {*own}]
@@ -123,10 +109,6 @@ class Signature:
     Args:
         names: their names, in order.
         defaults: the source of the default of each that has one.
-
-    Example:
-        >>> Signature.read("get_x(a, b: int = 1, *, c=None)")
-        Signature(names=('a', 'b', 'c'), defaults={'b': '1', 'c': 'None'})
     """
 
     names: tuple[str, ...]
@@ -137,7 +119,11 @@ class Signature:
         """Read a function's name with its parameters in brackets."""
         function = ast.parse(f"def {source}: ...").body[0]
         assert isinstance(function, ast.FunctionDef)  # noqa: S101  what was parsed is one
-        given = function.args
+        return cls.of(function.args)
+
+    @classmethod
+    def of(cls, given: ast.arguments) -> Signature:
+        """Return the parameters of a function that was parsed."""
         positional = [*given.posonlyargs, *given.args]
         first = len(positional) - len(given.defaults)
         pairs = [*zip(positional[first:], given.defaults, strict=True)]
@@ -159,12 +145,6 @@ class Arguments:
     Args:
         named: the expression given for each parameter.
         rest: the source of ``*args`` and ``**kwargs``, whose content is not known; empty without them.
-
-    Example:
-        >>> call = ast.parse("get_data_parallel_rank(True, **more)", mode="eval").body
-        >>> arguments = Arguments.of(call, ("with_context_parallel", "partial_data_parallel"))
-        >>> arguments.source("with_context_parallel"), arguments.rest
-        ('True', '**more')
     """
 
     named: Mapping[str, ast.expr] = field(default_factory=dict)

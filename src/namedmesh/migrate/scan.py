@@ -3,110 +3,34 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from namedmesh.errors import NamedMeshError
-from namedmesh.migrate.apis import APIS, FAIRSCALE
-from namedmesh.migrate.files import UnreadableError, check_syntax, python_files, read
+from namedmesh.migrate.apis import APIS
+from namedmesh.migrate.files import Source, UnreadableError, parse, python_files, read
+from namedmesh.migrate.findings import API, INITIALIZE_NAME, Finding, Missing, Problem, Scan
+from namedmesh.migrate.module import USUAL_NAMES, Module, Reader
+from namedmesh.migrate.names import Names
 from namedmesh.migrate.rules import axes_of
-from namedmesh.migrate.table import TABLE
+from namedmesh.migrate.uses import findings_of
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
-
-    from namedmesh.migrate.names import Names
 
 _WORD = re.compile(rb"[A-Za-z_]\w+")
 _COMMON = {"logger", "is_initialized", "create_group"}  # names that do not suggest a legacy API by themselves
-_LEGACY_WORDS = frozenset(word.encode() for word in {"mpu", "parallel_state", *TABLE, *FAIRSCALE} - _COMMON)
-_IMPORT = re.compile(rb"^\s*(?:from|import)\s+megatron\b", re.MULTILINE)
-INITIALIZE_NAME = "initialize_model_parallel"
-"""The name of the function that makes the groups, in each of the APIs."""
+_LEGACY_WORDS = frozenset((*USUAL_NAMES, *(name for api in APIS for name in api.table))) - _COMMON
+_IMPORT = re.compile(rb"^\s*(?:from|import)\s+(megatron(?:\.\w+)?)\b", re.MULTILINE)
+_FILES_FOR_A_POOL = 100
 
 
 class MissingExtraError(NamedMeshError, ImportError):
     """A package that a command needs is not installed."""
-
-
-@dataclass(frozen=True, order=True)
-class Finding:
-    """One use of a legacy name.
-
-    Args:
-        path: the file; for a notebook, with the cell.
-        line: the line, from 1.
-        column: the column, from 1.
-        name: the legacy name; empty for one that is known at run time only.
-        legacy: the call, or the name, as it is written.
-        replacement: the expression that replaces it; empty where it stays in the dialect, or is not known.
-        once: statements that every rank runs once before.
-        notes: remarks.
-        certain: whether it is certain what the name is and that nothing changes its answer; a remark says why not.
-        end: the line and the column after the last character of a call; None for what is no call.
-        origin: the module of the API, such as ``megatron.core.parallel_state``.
-        changes: whether it changes what the legacy calls answer.
-    """
-
-    path: str
-    line: int
-    column: int
-    name: str
-    legacy: str
-    replacement: str
-    once: tuple[str, ...]
-    notes: tuple[str, ...]
-    certain: bool
-    end: tuple[int, int] | None = None
-    origin: str = APIS[0].name
-    changes: bool = False
-
-    @property
-    def known(self) -> bool:
-        """Whether the table has the name."""
-        return self.name in API[self.origin].table
-
-
-API = {api.name: api for api in APIS}
-"""The legacy APIs by name."""
-
-
-@dataclass(frozen=True, order=True)
-class Problem:
-    """A file that could not be read or rewritten, and why."""
-
-    path: str
-    message: str
-
-
-@dataclass(frozen=True, order=True)
-class Missing:
-    """An import that finds nothing where megatron-core is not installed, and that namedmesh does not replace."""
-
-    path: str
-    line: int
-    module: str
-
-
-@dataclass(frozen=True)
-class Scan:
-    """The uses of legacy names in some files.
-
-    Args:
-        files: how many files were read.
-        findings: the uses, by file and line.
-        problems: the files that could not be read.
-        missing: imports of Megatron that have no replacement.
-        remarks: what else is to be said about them.
-    """
-
-    files: int
-    findings: tuple[Finding, ...]
-    problems: tuple[Problem, ...]
-    missing: tuple[Missing, ...] = ()
-    remarks: tuple[str, ...] = ()
 
 
 def require_libcst() -> None:
@@ -123,12 +47,13 @@ def require_libcst() -> None:
         ) from None
 
 
-def scan(paths: Sequence[str | os.PathLike[str]], *, megatron: str | None = None) -> Scan:
+def scan(paths: Sequence[str | os.PathLike[str]], *, megatron: str | None = None, processes: int = 1) -> Scan:
     """Find every use of Megatron's, fairscale's or GPT-NeoX's groups, also by way of the code's own modules.
 
     Args:
         paths: modules, notebooks, and folders of them.
         megatron: the release of megatron-core that the code runs with, such as ``"0.13"``, if that is known.
+        processes: how many processes read a large code base.
 
     Raises:
         MissingExtraError: LibCST is not installed.
@@ -138,72 +63,80 @@ def scan(paths: Sequence[str | os.PathLike[str]], *, megatron: str | None = None
         ()
     """
     require_libcst()
-    from namedmesh.migrate.names import Names
-
     files = list(python_files(paths))
-    scanner = _Scanner(Names(files, paths), tuple(map(int, re.findall(r"\d+", megatron or ""))))
-    words = _LEGACY_WORDS
-    seen: set[bytes] = set()
-    while words:  # further names under which the code's own modules hand out legacy ones
-        seen |= words
-        words = scanner.scan(files, words) - seen
+    names = Names(files, paths, _imported)
+    if processes > 1 and len(files) >= _FILES_FOR_A_POOL:
+        with ProcessPoolExecutor(processes) as pool:
+            problems = _read(files, names, partial(pool.map, chunksize=_FILES_FOR_A_POOL // 4))
+    else:
+        problems = _read(files, names, map)
+    packages = names.packages
+    release = tuple(map(int, re.findall(r"\d+", megatron or "")))
+    modules = [module for module in names.modules.values() if module]
+    findings = [found for module in modules for found in sorted(findings_of(module, names, release))]
+    missing = {
+        Missing(*module.source.locate(line), name)
+        for module in modules
+        for line, needed in module.imports
+        for name in needed
+        if ".".join(name.split(".")[:2]) not in packages
+    }
     return Scan(
-        len(files),
-        tuple(sorted(_doubted(scanner.findings))),
-        tuple(sorted(scanner.problems)),
-        tuple(sorted(scanner.missing)),
+        len(files), tuple(sorted(_doubted(findings))), tuple(sorted(problems)), tuple(sorted(missing))
     )
 
 
-class _Scanner:
-    """The findings so far; no tree is kept."""
+def _read(
+    files: Sequence[Path], names: Names, apply: Callable[..., Iterable[Module | Problem | None]]
+) -> list[Problem]:
+    """Read the files that may have uses, and return those that cannot be read.
 
-    def __init__(self, names: Names, release: tuple[int, ...]) -> None:
-        self.findings: list[Finding] = []
-        self.problems: list[Problem] = []
-        self.missing: set[Missing] = set()
-        self._names, self._release = names, release
-        self._done: set[Path] = set()
-        self._aliases: set[bytes] = set()
+    When the code's own modules hand out legacy names under further ones, the files that have these are read (again).
+    """
+    problems: dict[Path, Problem] = {}
+    words, new = frozenset[str](), _LEGACY_WORDS
+    while new:
+        words |= new
+        left = [path for path in files if path not in problems]
+        wanted = frozenset(word.encode() for word in new)
+        packages = names.packages if new == words else None  # the imports are looked at once
+        read_one = partial(_read_one, wanted=wanted, words=words, packages=packages)
+        for path, found in zip(left, apply(read_one, left), strict=True):
+            if isinstance(found, Problem):
+                problems[path] = found
+            elif found is not None:
+                names.modules[path] = found
+        new = frozenset(names.aliases()) - words
+    return list(problems.values())
 
-    def scan(self, files: Iterable[Path], words: frozenset[bytes]) -> frozenset[bytes]:
-        """Scan the files that have one of some words, and were not scanned; return the words that now matter."""
-        for path in files:
-            if path in self._done:
-                continue
-            try:
-                self._scan(path, words)
-            except UnreadableError as error:
-                self._done.add(path)
-                self.problems.append(Problem(str(path), str(error)))
-        return frozenset(self._aliases)
 
-    def _scan(self, path: Path, words: frozenset[bytes]) -> None:
-        import libcst as cst
-
-        from namedmesh.migrate.names import exports_of
-        from namedmesh.migrate.uses import Uses
-
+def _read_one(
+    path: Path, wanted: frozenset[bytes], words: frozenset[str], packages: frozenset[str] | None
+) -> Module | Problem | None:
+    """Read one file, if it has one of the wanted words or imports of Megatron what is not one of the packages."""
+    try:
         source = read(path)
-        has_uses = not words.isdisjoint(_WORD.findall(source.code))
-        if not has_uses and (words is not _LEGACY_WORDS or not _IMPORT.search(source.code)):
-            return
-        if has_uses:
-            self._done.add(path)
-        check_syntax(source.code)
-        try:
-            module = cst.parse_module(source.code)
-            exports = exports_of(module, path)
-            self._names.add(path, exports)
-            uses = Uses(source, path, self._names, self._release).run(module, imports_only=not has_uses)
-        except (cst.ParserSyntaxError, RecursionError) as error:
-            reason = str(error).partition("\n")[0]
-            raise UnreadableError(f"cannot be parsed by LibCST: {reason or type(error).__name__}") from None
-        self.findings += uses.findings
-        self.missing |= uses.missing
-        for name, targets in exports.names.items():
-            if any(self._names.meanings(target) - {None} for target in targets if target):
-                self._aliases.add(name.encode())
+        has_one = not wanted.isdisjoint(_WORD.findall(source.code))
+        if not has_one and packages is not None:
+            has_one = any(name.decode() not in packages for name in _IMPORT.findall(source.code))
+        return _module_of(source, path, words) if has_one else None
+    except UnreadableError as error:
+        return Problem(str(path), str(error))
+
+
+def _module_of(source: Source, path: Path, words: frozenset[str]) -> Module:
+    try:
+        return Reader(source, path, words).read(parse(source))
+    except RecursionError:
+        raise UnreadableError("is nested too deeply") from None
+
+
+def _imported(path: Path) -> Module | None:
+    """Read a module that names nothing legacy itself, and that others import from."""
+    try:
+        return _module_of(read(path), path, _LEGACY_WORDS)
+    except UnreadableError:
+        return None
 
 
 def _doubted(findings: list[Finding]) -> list[Finding]:

@@ -15,7 +15,7 @@ from namedmesh._torch import has_attention_with_lse
 from namedmesh.errors import ShapeError
 from namedmesh.tensor_parallel.collectives import RankGroup, gather_parts
 from namedmesh.tensor_parallel.regions import exchange
-from namedmesh.training.context_pieces import How, attend_in_pieces, chunks_of, rank_order, whole_order
+from namedmesh.training.context_pieces import attend_in_pieces, chunks_of, rank_order, whole_order
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,11 +108,11 @@ def context_attention(
 ) -> Tensor:
     """Compute attention over whole sequences of which each rank has a part, as :func:`shard_sequence` gives it.
 
-    Keys and values are gathered over ``mesh``, and once more in the backward, so that a rank keeps its own only (in compiled
-    code the compiler decides, but on the CPU); each rank keeps its queries. With ``ulysses`` an all-to-all gives each rank whole
-    sequences of some heads instead, and another one takes the result back. Both are exact, have exact gradients, and go together
-    with tensor parallelism: the heads are then those of this ``tp`` rank. Where the device has it, torch's ring attention can do
-    instead:
+    Each rank keeps its queries. The other ranks send it keys and values, and once more in the backward, so that it keeps its own
+    only (in compiled code the compiler decides, but for causal attention on the CPU). With ``ulysses`` an all-to-all gives each
+    rank whole sequences of some heads instead, and another one takes the result back. Both are exact, have exact gradients, and
+    go together with tensor parallelism: the heads are then those of this ``tp`` rank. Where the device has it, torch's ring
+    attention can do instead:
     ``with torch.distributed.tensor.experimental.context_parallel(mesh["cp"], buffers=..., buffer_seq_dims=...)``.
 
     The silent mistakes it prevents: attention within each rank's part only, which trains without complaint; and
@@ -129,17 +129,16 @@ def context_attention(
         length: the length of the sequence before it was padded; needed where not ``is_causal``, since padding
             would be seen.
         scale: as for ``torch.nn.functional.scaled_dot_product_attention``.
-        attn_mask: which keys a query sees, such as those of its document or of a window before it: of the whole sequence in
-            its own order, ``(length, length)`` or more dims in front, and the same for all heads; with ``ulysses``, in place
-            of ``is_causal``.
+        attn_mask: which keys a query sees, such as those of its document or of a window before it, in place of ``is_causal``:
+            of the whole sequence in its own order, ``(length, length)`` or more dims in front, and the same for all heads.
         dropout_p: as for torch's function, with ``ulysses``: each rank has other heads, and draws from its default generator.
 
     Returns:
         ``(batch, heads, length / cp, head_dim)``, this rank's part of what one process computes.
 
     Raises:
-        ShapeError: the parts cannot be those of one sequence, or the heads do not divide, or a mask or
-            dropout is asked for that this way of sharing the work has not; all problems at once.
+        ShapeError: the parts cannot be those of one sequence, or the heads do not divide, or there is dropout
+            without ``ulysses``, all at once; or there is a mask beside ``is_causal``.
 
     Example:
         >>> import namedmesh, torch.distributed as dist
@@ -152,14 +151,12 @@ def context_attention(
         >>> dist.destroy_process_group()
     """
     ranks = RankGroup(mesh)
-    special = []
+    _check(query, key, value, ranks, balanced=balanced, ulysses=ulysses, dropout_p=dropout_p)
+    if attn_mask is not None and is_causal:
+        raise ShapeError("attn_mask: give is_causal=False, and a mask that is causal where that is meant")
     if attn_mask is not None:
-        special.append("attn_mask")
-    if dropout_p:
-        special.append("dropout_p")
-    if special and (not ulysses or (attn_mask is not None and is_causal)):
-        raise ShapeError(f"{' and '.join(special)}: give ulysses=True, and with attn_mask is_causal=False")
-    _check(query, key, value, ranks, balanced=balanced, ulysses=ulysses)
+        padding = query.shape[2] * ranks.size - attn_mask.shape[-2]
+        attn_mask = F.pad(attn_mask, (0, 0, 0, padding), value=1)
     if ulysses:
         gqa = query.shape[1] != key.shape[1]
         query, key, value = (
@@ -167,21 +164,19 @@ def context_attention(
         )
         if not is_causal:
             key, value = key[:, :, :length], value[:, :, :length]
-        if attn_mask is not None and attn_mask.shape[-2] < query.shape[2]:
-            attn_mask = F.pad(attn_mask, (0, 0, 0, query.shape[2] - attn_mask.shape[-2]), value=1)
         mixed = F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=gqa, scale=scale
         )
         return _to_sequence(rank_order(mixed, ranks.size, balanced=balanced), ranks)
-    how = How(is_causal, balanced, length, scale)
-    if has_attention_with_lse(query, value):
-        return attend_in_pieces(query, key, value, ranks, how)
-    size = query.shape[2] // (2 if balanced else 1)
-    masks = [
-        causal_lower_right(size, (part + 1) * size)  # which kernels take, and no matrix
-        for part in chunks_of(ranks.rank, ranks.size, balanced=balanced)
-    ]
-    attend = partial(_attend_to_gathered, ranks=ranks, how=how, masks=masks)
+    if is_causal and has_attention_with_lse(query, value):
+        return attend_in_pieces(query, key, value, ranks, balanced=balanced, scale=scale)
+    if is_causal:
+        seen = _causal(query.shape[2], ranks, balanced=balanced)
+    elif attn_mask is None:
+        seen = [(length, None)]
+    else:
+        seen = [(length, shard_sequence(attn_mask, mesh=mesh, dim=-2, balanced=balanced)[0])]
+    attend = partial(_attend_to_gathered, ranks=ranks, balanced=balanced, scale=scale, seen=seen)
     if torch.compiler.is_compiling():  # whose partitioner decides what is kept
         return attend(query, key, value)
     result: Tensor = checkpoint(
@@ -194,6 +189,14 @@ def context_attention(
     return result
 
 
+def _causal(length: int, ranks: RankGroup, *, balanced: bool) -> list[tuple[int | None, Any]]:
+    """Return how many keys, the first of the sequence, each chunk of this rank's queries sees, and the mask of these."""
+    parts = chunks_of(ranks.rank, ranks.size, balanced=balanced)
+    size = length // len(parts)
+    ends = [(part + 1) * size for part in parts]
+    return [(end, causal_lower_right(size, end)) for end in ends]  # which kernels take, and no matrix
+
+
 def _keep_attention(_: object, operation: Any, *__: object, **___: object) -> CheckpointPolicy:
     """Keep what the kernels of attention return; the gathered keys and values are gathered again."""
     is_attention = "scaled_dot_product" in str(operation)
@@ -201,26 +204,36 @@ def _keep_attention(_: object, operation: Any, *__: object, **___: object) -> Ch
 
 
 def _attend_to_gathered(
-    query: Tensor, key: Tensor, value: Tensor, *, ranks: RankGroup, how: How, masks: list[Any]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    ranks: RankGroup,
+    balanced: bool,
+    scale: float | None,
+    seen: list[tuple[int | None, Any]],
 ) -> Tensor:
-    """Return the attention of this rank's queries to the keys and values of all ranks, with any kernel."""
+    """Return the attention of this rank's queries to the keys and values of all ranks, with any kernel; ``seen`` is by chunk."""
     key, value = (
-        whole_order(gather_parts(each, ranks, 2), ranks.size, balanced=how.balanced) for each in (key, value)
+        whole_order(gather_parts(each, ranks, 2), ranks.size, balanced=balanced) for each in (key, value)
     )
-    attend = partial(
-        F.scaled_dot_product_attention, enable_gqa=query.shape[1] != key.shape[1], scale=how.scale
-    )
-    if not how.is_causal:
-        return attend(query, key[:, :, : how.length], value[:, :, : how.length])
+    gqa = query.shape[1] != key.shape[1]
     results = []
-    for chunk, mask in zip(query.chunk(len(masks), dim=2), masks, strict=True):
-        end = mask.seq_len_kv
-        results.append(attend(chunk, key[:, :, :end], value[:, :, :end], mask))
-    return torch.cat(results, dim=2)
+    for chunk, (end, mask) in zip(query.chunk(len(seen), dim=2), seen, strict=True):
+        keys, values = key[:, :, :end], value[:, :, :end]
+        results.append(F.scaled_dot_product_attention(chunk, keys, values, mask, enable_gqa=gqa, scale=scale))
+    return results[0] if len(results) == 1 else torch.cat(results, dim=2)
 
 
 def _check(
-    query: Tensor, key: Tensor, value: Tensor, ranks: RankGroup, *, balanced: bool, ulysses: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ranks: RankGroup,
+    *,
+    balanced: bool,
+    ulysses: bool,
+    dropout_p: float,
 ) -> None:
     problems = []
     shapes = [tuple(each.shape) for each in (query, key, value)]
@@ -241,6 +254,8 @@ def _check(
             f"{counts[0]} heads and {counts[1]} heads of keys and values cannot be divided among {ranks.size} ranks; "
             "leave ulysses out"
         )
+    if dropout_p and not ulysses:
+        problems.append("dropout_p: give ulysses=True")
     if problems:
         raise ShapeError(*problems)
 

@@ -1,7 +1,7 @@
-"""Attention of a part of a sequence to all of it, in pieces that need no mask: what is before a chunk, and the chunk itself.
+"""Causal attention of a part of a sequence to all of it, in pieces that need no mask: the part itself, and what it sees of the others.
 
 Each piece is one call of the kernel, which does no more than it has to; they are merged by their log-sum-exp. Kept for the
-backward are this rank's own keys and values, which are gathered again then.
+backward are this rank's own keys and values; what it sees of the others' is sent again then.
 """
 
 from __future__ import annotations
@@ -12,19 +12,10 @@ import torch
 from torch import Tensor
 
 from namedmesh._torch import attention_backward, attention_with_lse
-from namedmesh.tensor_parallel.collectives import RankGroup, all_gather, all_to_all
+from namedmesh.tensor_parallel.collectives import RankGroup, all_to_all
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-
-class How(NamedTuple):
-    """What decides which keys a query sees."""
-
-    is_causal: bool
-    balanced: bool
-    length: int | None
-    scale: float | None
 
 
 def chunks_of(rank: int, size: int, *, balanced: bool) -> tuple[int, ...]:
@@ -54,103 +45,100 @@ def _ordered(tensor: Tensor, order: list[int]) -> Tensor:
 
 
 class _Piece(NamedTuple):
-    """Consecutive keys that a chunk of queries sees: from where to where, all of them or causally."""
+    """Keys of other ranks, one after the other, and from which of this rank's queries on they are seen."""
 
-    start: int
-    stop: int
-    causal: bool
-
-
-def _pieces(turn: int, part: int, size: int, ranks: RankGroup, how: How) -> list[_Piece]:
-    """Return what a chunk of queries sees of the keys that are gathered in one turn, in as few pieces as they lie in."""
-    found: list[_Piece] = []
-    for rank in range(ranks.size):
-        chunk = chunks_of(rank, ranks.size, balanced=how.balanced)[turn]
-        count = _seen(chunk, part, size, how)
-        piece = _Piece(rank * size, rank * size + count, how.is_causal and chunk == part)
-        if found and found[-1].stop == piece.start and not (found[-1].causal or piece.causal):
-            found[-1] = found[-1]._replace(stop=piece.stop)
-        elif count:
-            found.append(piece)
-    return found
+    query: int
+    keys: slice
 
 
-def _seen(chunk: int, part: int, size: int, how: How) -> int:
-    """Return how many of the keys in a chunk some query of another chunk sees."""
-    if how.is_causal:
-        return size if chunk <= part else 0
-    return size if how.length is None else min(max(how.length - chunk * size, 0), size)
+class _Seen(NamedTuple):
+    """What ranks see of each other: the first keys of each part. So many come from each rank, and so many go to each."""
+
+    received: list[int]
+    sent: list[int]
+    pieces: list[_Piece]
+
+
+def _seen(length: int, ranks: RankGroup, *, balanced: bool) -> _Seen:
+    """In balanced order all queries see the first chunk of each rank before, and the second half both of each rank after."""
+    before, after = (length // 2, length) if balanced else (length, 0)
+    count_after = ranks.size - ranks.rank - 1
+    received = [before] * ranks.rank + [0] + [after] * count_after
+    sent = [after] * ranks.rank + [0] + [before] * count_after
+    middle, end = before * ranks.rank, sum(received)
+    pieces = [_Piece(0, slice(0, middle)), _Piece(before, slice(middle, end))]
+    return _Seen(received, sent, [piece for piece in pieces if piece.keys.start < piece.keys.stop])
 
 
 class _InPieces(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0917  torch passes them by position
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, ranks: RankGroup, how: How
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        ranks: RankGroup,
+        seen: _Seen,
+        scale: float | None,
     ) -> Tensor:
-        parts = chunks_of(ranks.rank, ranks.size, balanced=how.balanced)
-        chunks = query.chunk(len(parts), 2)
-        found: list[tuple[Tensor, Tensor] | None] = [None] * len(parts)
-        for turn, own in enumerate(_chunks_of_both(key, value, len(parts))):
-            both = all_gather(own, ranks, 0)
-            for place, (part, chunk) in enumerate(zip(parts, chunks, strict=True)):
-                for piece in _pieces(turn, part, chunk.shape[2], ranks, how):
-                    more = _attend(chunk, *_keys_and_values(both, piece), piece.causal, how.scale)
-                    found[place] = _merged(found[place], more)
-        merged, sums = (torch.cat(each, 2) for each in zip(*filter(None, found), strict=True))
-        output = merged.to(query.dtype)
+        output, sums = _attend(query, key, value, True, scale)
+        both = _received(key, value, ranks, seen)
+        for piece in seen.pieces:
+            chunk, *merged = (each[:, :, piece.query :] for each in (query, output, sums))
+            _merge(merged, _attend(chunk, *_keys_and_values(both[piece.keys]), False, scale))
         ctx.save_for_backward(query, key, value, output, sums)
-        ctx.ranks, ctx.how = ranks, how
+        ctx.ranks, ctx.seen, ctx.scale = ranks, seen, scale
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, sums = ctx.saved_tensors
-        ranks, how = ctx.ranks, ctx.how
-        parts = chunks_of(ranks.rank, ranks.size, balanced=how.balanced)
-        known = [each.chunk(len(parts), 2) for each in (gradient, query, output, sums)]
-        of_query = torch.zeros_like(query)
-        of_own = []
-        for turn, own in enumerate(_chunks_of_both(key, value, len(parts))):
-            both = all_gather(own, ranks, 0)
-            of_both = torch.zeros_like(both)
-            for part, to_query, *chunk in zip(parts, of_query.chunk(len(parts), 2), *known, strict=True):
-                for piece in _pieces(turn, part, to_query.shape[2], ranks, how):
-                    found = _attend_backward(chunk, *_keys_and_values(both, piece), piece.causal, how.scale)
-                    for whole, some in zip((to_query, *_keys_and_values(of_both, piece)), found, strict=True):
-                        whole.add_(some)
-            # gloo's reduce-scatter is an all-reduce of everything.
-            of_own.append(all_to_all(of_both, ranks).unflatten(0, (ranks.size, -1)).sum(0))
-        of_key, of_value = torch.cat(of_own).permute(1, 2, 3, 0, 4)
-        return of_query, of_key, of_value, None, None
+        seen, known = ctx.seen, (gradient, query, output, sums)
+        of_query, *of_own = _attend_backward(known, key, value, True, ctx.scale)
+        both = _received(key, value, ctx.ranks, seen)
+        for piece in seen.pieces:
+            chunk = [each[:, :, piece.query :] for each in known]
+            keys_and_values = _keys_and_values(both[piece.keys])
+            more, *found = _attend_backward(chunk, *keys_and_values, False, ctx.scale)
+            of_query[:, :, piece.query :].add_(more)
+            # Gradients take the place of what they are of: the second exchange waits for the first, also where it sends nothing.
+            for whole, some in zip(keys_and_values, found, strict=True):
+                whole.copy_(some)
+        of_own = [each.to(sums.dtype) for each in of_own]
+        for part in all_to_all(both, ctx.ranks, seen.received, seen.sent).split(seen.sent):
+            for own, some in zip(of_own, _keys_and_values(part), strict=True):
+                own[:, :, : part.shape[0]].add_(some)
+        of_key, of_value = (each.to(key.dtype) for each in of_own)
+        return of_query, of_key, of_value, None, None, None
 
 
-def _chunks_of_both(key: Tensor, value: Tensor, count: int) -> tuple[Tensor, ...]:
-    """Return this rank's chunks of keys and values: the sequence, which of the two, batch, heads, width.
-
-    Gathered, each chunk with those in its place on the other ranks, they are in an order in which nearly all that some queries
-    see lies together; what is before their own chunk they may see in any order.
-    """
-    return torch.stack([each.permute(2, 0, 1, 3) for each in (key, value)], 1).chunk(count)
+def _received(key: Tensor, value: Tensor, ranks: RankGroup, seen: _Seen) -> Tensor:
+    """Return what a rank sees of the keys and values: the sequence, which of the two, batch, heads, width."""
+    both = torch.stack([each.permute(2, 0, 1, 3) for each in (key, value)], 1)
+    outgoing = torch.cat([both[:count] for count in seen.sent])
+    return all_to_all(outgoing, ranks, seen.sent, seen.received)
 
 
-def _keys_and_values(both: Tensor, piece: _Piece) -> tuple[Tensor, Tensor]:
-    """Return views of some keys and values in the form that attention takes."""
-    key, value = both[piece.start : piece.stop].permute(1, 2, 3, 0, 4)
+def _keys_and_values(both: Tensor) -> tuple[Tensor, Tensor]:
+    """Return views of keys and values in the form that attention takes."""
+    key, value = both.permute(1, 2, 3, 0, 4)
     return key, value
 
 
-def _merged(one: tuple[Tensor, Tensor] | None, other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return attention to the keys of two pieces, of which each has its result and its log-sum-exp; in the type of the latter."""
-    if one is None:
-        return other
-    both = torch.logaddexp(one[1], other[1])
-    results = [result * (sums - both).exp()[..., None] for result, sums in (one, other)]
-    return results[0] + results[1], both
+def _merge(merged: Sequence[Tensor], more: tuple[Tensor, Tensor]) -> None:
+    """Add attention to further keys to a result and its log-sum-exp, in the type of the latter."""
+    (result, sums), (other, other_sums) = merged, more
+    weight = torch.sigmoid(other_sums - sums)[..., None]
+    result.copy_(torch.lerp(result.to(sums.dtype), other.to(sums.dtype), weight))
+    sums.copy_(torch.logaddexp(sums, other_sums))
 
 
-def attend_in_pieces(query: Tensor, key: Tensor, value: Tensor, ranks: RankGroup, how: How) -> Tensor:
+def attend_in_pieces(
+    query: Tensor, key: Tensor, value: Tensor, ranks: RankGroup, *, balanced: bool, scale: float | None
+) -> Tensor:
     """Return the attention of this rank's queries to the keys and values of all ranks."""
-    result: Tensor = _InPieces.apply(query, key, value, ranks, how)  # type: ignore[no-untyped-call]
+    seen = _seen(query.shape[2], ranks, balanced=balanced)
+    result: Tensor = _InPieces.apply(query, key, value, ranks, seen, scale)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -279,6 +279,12 @@ class ModelParallelUnit(Getters):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.mesh!r}>"
 
+    def sequence_parallel_is_initialized(self) -> bool:
+        """Return whether ranks share a sequence, as Megatron-DeepSpeed asks: the mesh is open and has an axis sp or cp."""
+        return "sequence" in self._answers and not self.mesh.closed
+
+    sequence_data_parallel_is_initialized = sequence_parallel_is_initialized
+
     def _answer(self, kind: str, answer: str) -> Any:
         if answer == "group" and self.mesh.closed:
             raise MeshError(f"the mesh over {self.mesh.layout} was closed; make another, and an mpu of it")
