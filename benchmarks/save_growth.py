@@ -24,7 +24,7 @@ from torch import nn
 
 import namedmesh
 from namedmesh.training import checkpoints
-from namedmesh.training.checkpoint_compare import differing
+from namedmesh.training.checkpoint_compare import differing, table_of
 from namedmesh.training.checkpoint_files import beside, move
 from namedmesh.training.checkpoint_ranks import CheckpointGroup
 from namedmesh.training.checkpoint_state import State
@@ -38,7 +38,8 @@ def measured(ranks: int, names: int) -> tuple[float, float, float]:
         model = nn.ParameterDict({f"layer{number}": torch.zeros(64, 64) for number in range(names)})
         state = State(mesh, model)
         start = time.process_time()
-        differing(mesh, state.compared())
+        entries = state.compared()
+        differing(mesh, list(entries), table_of(entries))
         compared = time.process_time() - start
         states = {
             name: digest(entry.value) for name, entry in state.entries.items() if name.startswith("random")

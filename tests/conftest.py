@@ -22,41 +22,55 @@ if TYPE_CHECKING:
 # A program as its users write it: it imports a package that only some tests put in place.
 collect_ignore = ["old_llama.py"]
 
-# The files that take longest come first, so that no worker is left with one of them while the others have ended.
+# The files that take longest, some of which wait most of the time, come first: no worker is left with one of them in the
+# end, while the others have none.
 LONGEST = (
     "test_example",
-    "test_training_layouts",
-    "test_tp_checkpointing",
-    "test_tp_compile",
-    "test_mesh_training",
-    "test_training_experts",
+    "test_tp_sweep",
+    "test_two_hosts",
+    "test_tp_wirings",
     "test_book",
-    "test_training",
+    "test_tp_accumulation",
     "test_shared_groups",
-    "test_training_compile",
-    "test_tp_training",
-    "test_rendezvous",
-    "test_tp_parity",
-    "test_accessors_compiled",
+    "test_training_layouts",
     "test_tp_kv_heads",
-    "test_training_checkpoints",
-    "test_default_group",
-    "test_tp_mutations",
-    "test_tp_collectives",
+    "test_tp_parity",
+    "test_tp_compile",
+    "test_training_compile",
+    "test_rendezvous",
     "test_megatron_state",
-    "test_deepspeed_training",
+    "test_default_group",
+    "test_tp_checkpointing",
+    "test_training_experts",
+    "test_mesh_training",
+    "test_training",
+    "test_tp_training",
+    "test_deepspeed_groups",
+    "test_training_lost_ranks",
+    "test_tp_fused_experts",
+    "test_tp_comparison",
+    "test_accessors_compiled",
+    "test_training_saving",
 )
 
 
 def pytest_collection() -> None:
+    gc.disable()  # nothing that is imported is garbage
     import torch
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 
     # A forked child deadlocks in an OpenMP pool that its parent has started.
     torch.set_num_threads(1)
-    # Machines are busy: how long an example takes says nothing.
-    settings.register_profile("namedmesh", deadline=None)
+    # The same examples in every run. Machines are busy: how long one takes says nothing.
+    settings.register_profile(
+        "namedmesh", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
     settings.load_profile("namedmesh")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:
@@ -66,9 +80,12 @@ def pytest_sessionfinish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_group_left_behind() -> Iterator[None]:
+def _as_if_alone() -> Iterator[None]:
+    """Begin with the same random numbers whatever ran before in this process, and leave no group behind."""
+    import torch
     import torch.distributed as dist
 
+    torch.manual_seed(0)
     yield
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""For tests of ``install()``: programs of their own, and packages that are not installed."""
+"""Programs of their own, and packages that are not installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import textwrap
 import warnings
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ranks import run_ranks
 
@@ -42,16 +42,19 @@ def run_python(code: str, *, action: Literal["error", "ignore"] = "error", fresh
     code = textwrap.dedent(code)
     if not fresh:
         return run_ranks(1, _program, code, action, init=False, timeout=120)[0]
-    done = subprocess.run(
-        [sys.executable, "-W", action, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": str(Path(namedmesh.__file__).parents[1])},  # what is tested here
-    )
+    done = interpreter("-W", action, "-c", code)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def interpreter(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run an interpreter of its own, which finds what is tested here before what is installed."""
+    paths = [str(Path(namedmesh.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    options = {"env": os.environ} | options
+    options["env"] = {**options["env"], "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, check=False, timeout=120, **options
+    )
 
 
 def _program(code: str, action: Literal["error", "ignore"]) -> str:

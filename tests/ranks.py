@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import signal
 import socket
 import time
 import traceback
@@ -19,16 +20,21 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from namedmesh import launch
 from namedmesh._torch import forget_group_caches
+from namedmesh.attempts import Participant
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from multiprocessing.connection import Connection
+
+    from namedmesh.store import LimitedStore
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch's, about itself
@@ -141,8 +147,13 @@ def _rank_main(  # noqa: PLR0917  multiprocessing passes them by position
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    gc.freeze()  # to look for garbage among the parent's objects would copy all of them
+    # To look for garbage among the parent's objects would copy all of them; no rank lives long enough to need it.
+    gc.disable()
+    gc.freeze()
     faulthandler.dump_traceback_later(max(1.0, timeout - 2), file=2)
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell has it ignored in what it runs in the background
     torch.set_num_threads(1)
     port = channel.recv()
     os.environ.update(
@@ -202,7 +213,41 @@ def summed(group: dist.ProcessGroup | None, value: float = 1.0) -> float:
     return tensor.item()
 
 
+_reserved: list[socket.socket] = []
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that no other process is given while this one lives; whoever names it may listen there."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    _reserved.append(holder)
+    return int(holder.getsockname()[1])
+
+
+@contextmanager
+def limits_begin_with(count: int) -> Iterator[None]:
+    """Let the limit of every agreement begin when so many of its ranks have come, however long that takes.
+
+    Then a short limit names the ranks that a test keeps away, and none that a busy machine delays.
+    """
+    wait, open_store = Participant._wait, launch.open_store
+
+    def wait_from_then(self: Participant, store: LimitedStore, stage: str) -> str:
+        while (
+            not store.has(self.attempt.key(stage))
+            and store.add(self.attempt.key(f"{stage}/count"), 0) < count
+        ):
+            time.sleep(0.01)
+        return wait(self, store, stage)
+
+    def open_within_a_minute(environment: Any, rank: int, timeout: timedelta) -> dist.Store:
+        store = open_store(environment, rank, timedelta(minutes=1))
+        store.set_timeout(timeout)
+        return store
+
+    with (
+        mock.patch.object(Participant, "_wait", wait_from_then),
+        mock.patch.object(launch, "open_store", open_within_a_minute),
+    ):
+        yield

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from messages import error_of
-from ranks import live_groups, run_ranks, summed
+from ranks import limits_begin_with, live_groups, run_ranks, summed
 
 import namedmesh
 from namedmesh import AgreementError, GroupOptions, Layout, attempts, launch
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pytest
 
 WRONG = 2
-MINUTE = timedelta(seconds=60)
+MINUTE, SOON = timedelta(seconds=60), timedelta(seconds=1)
 SLOW = GroupOptions(timeout=MINUTE)
 
 
@@ -71,7 +71,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),
 }
 ABSENT = (
-    "AgreementError: rank 2 of 0 to 3 did not call init_mesh within 3 s; every rank of the mesh must call it, so look at what those "
+    "AgreementError: rank 2 of 0 to 3 did not call init_mesh within 1 s; every rank of the mesh must call it, so look at what those "
     "ranks did instead"
 )
 
@@ -115,21 +115,21 @@ def _absent(call: Callable[[], object]) -> tuple[str, int] | None:
 
 def test_a_rank_that_does_not_come_is_named_within_the_timeout() -> None:
     def call() -> object:
-        return namedmesh.init_mesh(dp=2, tp=2, timeout=timedelta(seconds=3))
+        return namedmesh.init_mesh(dp=2, tp=2, timeout=SOON)
 
     expected = (ABSENT, 0)
-    assert run_ranks(4, _absent, call) == [expected, expected, None, expected]
+    with limits_begin_with(3):
+        assert run_ranks(4, _absent, call) == [expected, expected, None, expected]
 
 
 def _in_file(path: str) -> list[object]:
     """The ranks meet in a file; one comes too late, one asks for something else, then all ask for the same."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", store=dist.FileStore(path, 4), rank=rank, world_size=4)
-    limit = timedelta(seconds=3)
-    told: list[object] = [_absent(lambda: namedmesh.init_mesh(dp=2, tp=2, timeout=limit))]
+    told: list[object] = [_absent(lambda: namedmesh.init_mesh(dp=2, tp=2, timeout=SOON))]
     summed(None)
     if rank == WRONG:
-        told.append(_told(lambda: namedmesh.init_mesh(dp=2, tp=2, timeout=limit)))
+        told.append(_told(lambda: namedmesh.init_mesh(dp=2, tp=2, timeout=SOON)))
     summed(None)
     told.append(_one_is_wrong(_right, lambda: namedmesh.init_mesh(dp=4, tp=1)))
     mesh = namedmesh.init_mesh(dp=2, tp=2)
@@ -141,7 +141,8 @@ def _in_file(path: str) -> list[object]:
 
 def test_a_file_is_as_good_a_store_as_a_server(tmp_path: Path) -> None:
     absent, differ = (ABSENT, 0), (f"AgreementError: {CASES['sizes'][1]}", 0)
-    outcomes = run_ranks(4, _in_file, str(tmp_path / "store"), init=False)
+    with limits_begin_with(3):
+        outcomes = run_ranks(4, _in_file, str(tmp_path / "store"), init=False)
     assert outcomes[WRONG] == [None, absent, differ, 5.0]
     assert [outcomes[rank] for rank in (0, 1, 3)] == [[absent, differ, total] for total in (1.0, 1.0, 5.0)]
 
@@ -225,8 +226,6 @@ def _interrupted(number: int) -> tuple[str, str]:
     """Ranks 0 and 1 wait for rank 2; a signal ends the wait of rank 1."""
     rank = dist.get_rank()
     if rank == 1:
-        # A shell has it ignored in what it runs in the background.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         threading.Thread(target=_send_once_it_waits, args=(os.getpid(), number)).start()
     if rank == WRONG:
         return "", ""

@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch.distributed as dist
 from messages import error_of
-from ranks import live_groups, run_ranks, summed
+from ranks import limits_begin_with, live_groups, run_ranks, summed
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.fsdp import fully_shard
 
@@ -40,18 +40,18 @@ def some_gave_up(name: str, number: int) -> None:
 def _late() -> list[Any]:
     """The late rank calls when the others have given up; then all try again, twice."""
     rank = dist.get_rank()
-    second = timedelta(seconds=1)
+    second, minute = timedelta(seconds=1), timedelta(minutes=1)
     everybody_waited("start")
     if rank == LATE:
         some_gave_up("mesh", 3)
-    errors = [error_of(lambda: namedmesh.init_mesh(dp=2, tp=2, timeout=second * 4))]
+    errors = [error_of(lambda: namedmesh.init_mesh(dp=2, tp=2, timeout=second))]
     if rank != LATE:
         some_gave_up("mesh", 3)
     everybody_waited("mesh tried")
-    mesh = namedmesh.init_mesh(dp=2, tp=2, timeout=second * 30)
+    mesh = namedmesh.init_mesh(dp=2, tp=2, timeout=minute)
     sums = [summed(mesh.group("tp"), rank)]
     mesh.close()
-    short = namedmesh.init_mesh(dp=2, tp=2, timeout=second * 4)
+    short = namedmesh.init_mesh(dp=2, tp=2, timeout=second)
     everybody_waited("mesh made")
     if rank == LATE:
         some_gave_up("product", 3)
@@ -59,16 +59,18 @@ def _late() -> list[Any]:
     if rank != LATE:
         some_gave_up("product", 3)
     everybody_waited("product tried")
-    # Soon after each other, or this would be another absence.
-    sums.append(summed(short.flatten("dp", "tp").get_group(), rank))
+    product = short.flatten("dp", "tp", options=namedmesh.GroupOptions(timeout=minute))
+    sums.append(summed(product.get_group(), rank))
     short.close()
     return [errors, sums, live_groups()]
 
 
 def test_a_latecomer_gets_the_error_of_the_others_and_the_next_try_works() -> None:
-    for rank, (errors, *rest) in enumerate(run_ranks(4, _late)):
+    with limits_begin_with(3):
+        results = run_ranks(4, _late)
+    for rank, (errors, *rest) in enumerate(results):
         assert [text.partition(";")[0] for text in errors] == [
-            f"AgreementError: rank 2 of 0 to 3 did not call {call} within 4 s"
+            f"AgreementError: rank 2 of 0 to 3 did not call {call} within 1 s"
             for call in ("init_mesh", "mesh.flatten")
         ]
         assert rest == [[rank // 2 * 4 + 1.0, 6.0], 1]
@@ -151,7 +153,7 @@ def _ahead() -> list[Any]:
 
 
 def test_a_rank_that_is_several_failed_calls_behind_catches_up() -> None:
-    for errors, total in run_ranks(4, _ahead, timeout=60):
+    for errors, total in run_ranks(4, _ahead):
         assert [f"tp={tp}" in error for tp, error in zip((3, 5, 7), errors, strict=True)] == [True] * 3
         assert total == 2.0
 
@@ -224,7 +226,7 @@ def _different_parts(alone: int) -> list[Any]:
 
 @pytest.mark.parametrize("alone", [0, 1])
 def test_ranks_that_wait_for_each_other_in_different_parts(alone: int) -> None:
-    for error, *rest in run_ranks(4, _different_parts, alone, timeout=40):
+    for error, *rest in run_ranks(4, _different_parts, alone):
         assert rest == [[2.0, 2.0], 1]
         assert error == (
             f"AgreementError: rank {alone} is in init_mesh of ranks 0 to 1 and rank {1 - alone} is in init_mesh of ranks 0 to 3, and each "

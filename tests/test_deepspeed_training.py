@@ -301,7 +301,7 @@ def test_deepspeed_s_pipelines_run_on_our_grid() -> None:
     package = "namedmesh.compat.deepspeed"
     for losses, told in run_ranks(4, _train_pipeline, timeout=120):
         assert losses == pytest.approx(expected, abs=TOLERANCE)
-        assert told == [f"{package}.grid", f"{package}.process_topology", "Layout(pp=2, dp=2)"]
+        assert told == [f"{package}.grid", f"{package}.topology", "Layout(pp=2, dp=2)"]
 
 
 def test_parameters_that_deepspeed_cannot_train_are_refused() -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import warnings
-from contextlib import nullcontext, redirect_stderr
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from datetime import timedelta
 from functools import partial
 from io import StringIO
@@ -220,24 +220,21 @@ def test_losses_with_experts_are_those_of_one_process() -> None:
             assert losses == pytest.approx(expected, abs=1e-9)
 
 
-def save_twice_interrupted(settings: Settings) -> None:
+def interrupted_and_resumed(settings: Settings) -> tuple[set[str], list[float]]:
     losses_of(settings)
-
+    longer = dataclasses.replace(settings, steps=2, resume=settings.checkpoint)
     broken = mock.patch("torch.distributed.checkpoint.save", side_effect=KeyboardInterrupt)
     with broken, pytest.raises(KeyboardInterrupt):
-        losses_of(dataclasses.replace(settings, steps=2, resume=settings.checkpoint))
+        losses_of(longer)
+    return {path.name for path in Path(settings.checkpoint).iterdir()}, losses_of(longer)
 
 
-def test_an_interrupted_save_keeps_the_one_before(tmp_path: Path) -> None:
+def test_an_interrupted_save_keeps_the_one_before(tmp_path: Path, reference: dict[int, list[float]]) -> None:
     settings = dataclasses.replace(TINY, steps=1, checkpoint=str(tmp_path))
-    run_ranks(1, save_twice_interrupted, settings)
-    assert {path.name for path in tmp_path.iterdir()} == {"step-000001", ".step-000002.unfinished"}
-    assert training.latest(tmp_path) == tmp_path / "step-000001"
-    reference = run_ranks(1, one_process, dataclasses.replace(TINY, steps=2))[0]
+    ((left, resumed),) = run_ranks(1, interrupted_and_resumed, settings)
+    assert left == {"step-000001", ".step-000002.unfinished"}
     # The rate of a step depends on where training ends, but the first step's weights are what was saved.
-    resumed = run_ranks(1, losses_of, dataclasses.replace(TINY, steps=2, resume=str(tmp_path)))
-    assert len(resumed[0]) == 1
-    assert resumed[0][0] == pytest.approx(reference[1], abs=1e-2)
+    assert resumed == [pytest.approx(reference[4][1], abs=1e-2)]
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
@@ -281,17 +278,24 @@ def test_a_layout_that_does_not_fit_is_told_with_the_rest() -> None:
     assert "8 ranks" in second
 
 
+def refused(arguments: list[str]) -> tuple[object, list[str]]:
+    out = StringIO()
+    with (
+        redirect_stdout(out),
+        redirect_stderr(out),
+        mock.patch.object(sys, "argv", ["train.py", *arguments]),
+        pytest.raises(SystemExit) as ended,
+    ):
+        runpy.run_path(str(EXAMPLES / "train.py"), run_name="__main__")
+    return ended.value.code, out.getvalue().splitlines()
+
+
 def test_the_script_refuses_on_one_screen(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "train.py"), "--device", "cpu", "--seq", "0"]
     (tmp_path / "file").touch()
-    command += ["--lr", "nan", "--data", str(tmp_path / "none"), "--resume", str(tmp_path)]
-    command += ["--checkpoint", str(tmp_path / "file")]
-    paths = [str(Path(namedmesh.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60)
-    assert done.returncode == 2
-    # Up to torch 2.8 gloo itself talks about the world of one.
-    told = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("[Gloo]")]
+    arguments = ["--device", "cpu", "--seq", "0", "--lr", "nan", "--data", f"{tmp_path}/none"]
+    arguments += ["--resume", str(tmp_path), "--checkpoint", f"{tmp_path}/file"]
+    ((code, told),) = run_ranks(1, refused, arguments, init=False)
+    assert code == 2
     assert told == [
         "importing torch, world size 1 ...",
         "cannot train (rank 0):",
@@ -381,8 +385,8 @@ def test_a_resumed_pipeline_drops_what_it_would_have_dropped(tmp_path: Path) -> 
         assert resumed == whole[2:]
 
 
-def test_a_job_that_is_queued_again_goes_on(tmp_path: Path) -> None:
-    expected = run_ranks(1, one_process, TINY)[0]
+def test_a_job_that_is_queued_again_goes_on(tmp_path: Path, reference: dict[int, list[float]]) -> None:
+    expected = reference[4]
     for first, again, (after_skipped, untrained) in run_ranks(2, requeued, tmp_path):
         assert first == pytest.approx(expected, abs=1e-9)
         assert again == pytest.approx(expected[1:], abs=1e-9)

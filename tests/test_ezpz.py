@@ -15,8 +15,7 @@ from installing import run_python, without
 from messages import refuses
 from ranks import fake_world, live_groups, run_ranks
 
-import namedmesh
-from namedmesh.compat import ezpz, megatron
+from namedmesh.compat import ezpz
 from namedmesh.compat.ezpz import tp
 
 if TYPE_CHECKING:
@@ -165,23 +164,6 @@ def test_a_size_above_the_world_is_cut_down() -> None:
     assert caught[0].filename == __file__
 
 
-def test_bound_beside_megatron_it_hands_out_the_same_groups() -> None:
-    with fake_world(16, 5):
-        mesh = namedmesh.init_mesh(pp=2, dp=2, cp=2, tp=2, device="cpu")
-        with ezpz.bind(mesh) as bound, megatron.bind(mesh):
-            assert bound is ezpz.current_mesh() is megatron.current_mesh()
-            assert tp.get_tensor_parallel_group() is megatron.parallel_state.get_tensor_model_parallel_group()
-            assert tp.get_data_parallel_group() is megatron.parallel_state.get_data_parallel_group()
-            assert tp.get_context_parallel_group() is mesh.group("cp")
-            assert tp.get_pipeline_parallel_ranks() == [5, 13]  # the mesh's order, not ezpz's own
-        assert not tp.tensor_parallel_is_initialized()
-        ezpz.bind(mesh)
-        ezpz.unbind()
-        assert not tp.tensor_parallel_is_initialized()
-        assert not mesh.closed
-        mesh.close()
-
-
 VARIABLES = [name for name in ezpz.dialect.DIALECT.binding.variables if name != "_rank_group"]
 
 
@@ -272,29 +254,8 @@ def test_with_ezpz_its_own_modules_use_it(tmp_path: Path) -> None:
 # --- mistakes -----------------------------------------------------------------------------------------------
 
 
-def started(call: Callable[[], Any]) -> Callable[[], Any]:
-    """On rank 0 of 4 tensor-parallel ranks."""
-
-    def inside() -> Any:
-        with fake_world(4):
-            tp.initialize_tensor_parallel(4)
-            return call()
-
-    return inside
-
-
 NOT_INITIALIZED = " is not there: ezpz's model parallelism ... initialize_tensor_parallel(...), or namedmesh.compat.ezpz.bind(mesh) ..."
 MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (
-        tp.initialize_tensor_parallel,
-        AssertionError,
-        "torch.distributed has no default group; call ... first",
-    ),
-    (
-        started(lambda: tp.initialize_tensor_parallel(2)),
-        AssertionError,
-        "ezpz's model parallelism is already ... tp=4 (4 ranks); ... namedmesh.compat.ezpz.bind(mesh)",
-    ),
     (tp.get_tensor_parallel_group, AssertionError, "the tensor-parallel group" + NOT_INITIALIZED),
     (tp.get_data_parallel_ranks, AssertionError, "the list of data-parallel ranks" + NOT_INITIALIZED),
     (

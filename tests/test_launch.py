@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from installing import interpreter
 from messages import says
 from ranks import fake_world, run_ranks
 
@@ -265,12 +264,6 @@ def test_a_script_ends_without_noise() -> None:
         "dist.destroy_process_group()\n"
     )
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    run = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning:namedmesh", "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
+    run = interpreter("-W", "error::UserWarning:namedmesh", "-c", code, env=environment)
     assert (run.returncode, run.stderr) == (0, "")
     assert "rank 0 of dp=1 (1 rank)\n  dp: 0 of 1, alone\n" in run.stdout

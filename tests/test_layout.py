@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
 import sys
 from math import prod
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from installing import interpreter
 from messages import says
 from packaging.version import Version
 
@@ -401,4 +401,4 @@ def test_a_layout_is_frozen() -> None:
 
 def test_a_layout_needs_no_torch() -> None:
     code = "import sys, namedmesh; namedmesh.Layout(dp=2).groups('dp'); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert interpreter("-c", code).returncode == 0

@@ -451,6 +451,9 @@ def test_binding_a_mesh_that_exists() -> None:
         held = len(mesh.communicators)
         megatron.bind(mesh)
         assert len(mesh.communicators) == held
+        assert parallel_state.get_data_parallel_group_gloo().size() == 4
+        megatron.bind(mesh, create_gloo_process_groups=False)
+        assert parallel_state._DATA_PARALLEL_GROUP_GLOO is None
         parallel_state.destroy_model_parallel()
         assert not parallel_state.is_initialized()
         assert mesh.size("tp") == 2  # it was not ours to close
@@ -736,9 +739,9 @@ MISTAKES: tuple[tuple[dict[str, Any], str], ...] = (
     (
         {"tensor_model_parallel_size": 3},
         "2 problems:\n"
-        "  - the world of 8 ranks cannot be divided by tp=3 x pp=1 x cp=1 = 3; change a size, or start another number of "
-        "ranks\n"
-        "  - the world of 8 ranks cannot be divided by the experts' etp=3 x ep=1 x pp=1 = 3; change a size",
+        "  - tp=3 x pp=1 x cp=1 = 3 does not divide the world of 8 ranks; change a size, or the number of ranks to a multiple of "
+        "3\n"
+        "  - etp=3 x ep=1 x pp=1 = 3 does not divide the world of 8 ranks; ...",
     ),
     (
         {"virtual_pipeline_model_parallel_size": 2},
@@ -753,7 +756,7 @@ MISTAKES: tuple[tuple[dict[str, Any], str], ...] = (
         {"order": "tp-dp", "pipeline_model_parallel_size": 2},
         "the size of pp is 2, but the order 'tp-dp' has no place for it; add 'pp'",
     ),
-    ({"expert_model_parallel_size": 3}, "the world of 8 ranks ... experts' etp=1 x ep=3 x pp=1 = 3; ..."),
+    ({"expert_model_parallel_size": 3}, "etp=1 x ep=3 x pp=1 = 3 does not divide ..."),
     (
         {"nccl_communicator_config_path": "/no/such.yaml"},
         "nccl_communicator_config_path is '/no/such.yaml', and there is no such file; give the path of a YAML file such "
@@ -781,7 +784,7 @@ MISTAKES: tuple[tuple[dict[str, Any], str], ...] = (
     ),
     (
         {"tensor_model_parallel_size": 2, "gtp_remat_size": 3},
-        "the world of 8 ranks ... x gtp_remat=3 = 6; ...",
+        "tp=2 x pp=1 x cp=1 x gtp_remat=3 = 6 does not divide ...",
     ),
     (
         {"rank_offset": 6, "local_world_size": 4},
@@ -867,7 +870,7 @@ def test_use_before_and_twice() -> None:
         )
         assert answers(parallel_state) == told
         # Sizes that do not fit come first, as in the original.
-        with pytest.raises(RuntimeError, match="cannot be divided by tp=3"):
+        with pytest.raises(RuntimeError, match="tp=3 x pp=1 x cp=1 = 3 does not divide"):
             parallel_state.initialize_model_parallel(3, create_gloo_process_groups=False)
         assert answers(parallel_state) == told
 
@@ -890,9 +893,12 @@ def test_meshes_that_megatron_cannot_be_bound_to() -> None:
             with pytest.raises(namedmesh.LayoutError, match=says(text)):
                 megatron.bind(mesh)
             mesh.close()
-            with pytest.raises(namedmesh.MeshError, match=r"^the mesh over .* was closed; bind another one$"):
+            with pytest.raises(
+                namedmesh.MeshError,
+                match=r"^the mesh over .* was closed; give namedmesh\.compat\.megatron\.bind an open",
+            ):
                 megatron.bind(mesh)
-        with pytest.raises(namedmesh.MeshError, match=r"bind\(\) got a int"):
+        with pytest.raises(namedmesh.MeshError, match="bind got a int"):
             megatron.bind(3)  # type: ignore[arg-type]
 
 
@@ -927,5 +933,5 @@ def test_ranks_that_differ_are_reported_instead_of_hanging() -> None:
 
 def test_one_rank_s_mistake_reaches_the_others() -> None:
     *others, guilty = run_ranks(4, _with_another_last, 3)
-    assert "cannot be divided by tp=3" in guilty
+    assert "tp=3 x pp=1 x cp=1 = 3 does not divide" in guilty
     assert all("rank 3 gave up on megatron.initialize_model_parallel" in text for text in others)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+from installing import interpreter
 
 from namedmesh.__main__ import COMMANDS, main
 from namedmesh.compat.migration import Finding, scan
@@ -573,11 +572,5 @@ def test_the_command_runs_as_a_module_without_torch_or_megatron(code: Path) -> N
         "sys.exit(status or 3 * any(name in sys.modules for name in ('torch', 'megatron')))"
     )
     for command in (["-m", "namedmesh"], ["-c", program]):
-        done = subprocess.run(
-            [sys.executable, *command, "migrate", "train.py", "utils.py"],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=code,
-        )
+        done = interpreter(*command, "migrate", "train.py", "utils.py", cwd=code)
         assert (done.returncode, done.stdout, done.stderr) == (0, REPORT, "")

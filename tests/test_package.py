@@ -7,11 +7,11 @@ import importlib
 import inspect
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from installing import interpreter
 
 import namedmesh
 from namedmesh import NamedMeshError, errors
@@ -92,7 +92,7 @@ def test_importing_the_package_does_not_import_torch() -> None:
     code = (
         "import sys, namedmesh; namedmesh.Layout; namedmesh.NamedMeshError; sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert interpreter("-c", code).returncode == 0
 
 
 def test_every_error_is_a_named_mesh_error_over_a_builtin() -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from installing import interpreter
 from messages import says
 
 import namedmesh
@@ -404,14 +405,8 @@ def test_torch_is_not_imported(command: str, tmp_path: Path) -> None:
         "import namedmesh.plan\n[getattr(namedmesh.plan, name) for name in namedmesh.plan.__all__]\n"
         "sys.exit(any(name in sys.modules for name in ('torch', 'numpy')))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *shlex.split(command)],
-        check=False,
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": SOURCE},
-        cwd=tmp_path,
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
+    done = interpreter("-c", code, *shlex.split(command), cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_every_command_says_what_it_does() -> None:

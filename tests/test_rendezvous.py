@@ -5,25 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from agents import end_at_first, run_agent
 from messages import error_of
-from ranks import free_port, run_ranks
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from ranks import free_port, limits_begin_with, run_ranks
 
-from namedmesh import AgreementError, launch
+from namedmesh import AgreementError, attempts, launch
 from namedmesh.agreement import Agreement
 from namedmesh.attempts import Agreements
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-SOON = timedelta(seconds=3)
+SOON = timedelta(seconds=1)
 ABSENT = (
     "rank {} of 0 to {} did not call {} within {:g} s; every rank of the job must call it, so look at what those ranks "
     "did instead"
@@ -54,16 +53,17 @@ def _one_stays_away(absent: int, port: int | None, call: str = "launch.init") ->
 
 @pytest.mark.parametrize("port", [None, "own"], ids=["of an agent", "of rank 0"])
 def test_who_does_not_come_is_named_on_every_rank(port: str | None) -> None:
-    told = run_ranks(4, _one_stays_away, 3, free_port() if port else None, "init_mesh", init=False)
-    assert told == ["AgreementError: " + ABSENT.format(3, 3, "init_mesh", 3)] * 3 + [None]
+    with limits_begin_with(3):
+        told = run_ranks(4, _one_stays_away, 3, free_port() if port else None, "init_mesh", init=False)
+    assert told == ["AgreementError: " + ABSENT.format(3, 3, "init_mesh", 1)] * 3 + [None]
 
 
 def test_without_rank_0_nobody_can_say_more_than_that() -> None:
     port = free_port()
     told = run_ranks(2, _one_stays_away, 0, port, init=False)
     assert told[1] == (
-        f"LaunchError: rank 0, which hosts the store of the job at 127.0.0.1:{port}, did not answer within 3 s; see its "
-        "output for why, and check MASTER_ADDR and MASTER_PORT (The client socket has timed out after 3000ms while "
+        f"LaunchError: rank 0, which hosts the store of the job at 127.0.0.1:{port}, did not answer within 1 s; see its "
+        "output for why, and check MASTER_ADDR and MASTER_PORT (The client socket has timed out after 1000ms while "
         f"trying to connect to (127.0.0.1, {port}).)"
     )
 
@@ -86,8 +86,9 @@ def test_a_latecomer_is_refused_and_the_next_try_works(
     port: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOLD", str(tmp_path / "told"))
-    told = run_ranks(3, _late, free_port() if port else None, init=False)
-    assert told == [("AgreementError: " + ABSENT.format(2, 2, "launch.init", 3), 6.0)] * 3
+    with limits_begin_with(2):
+        told = run_ranks(3, _late, free_port() if port else None, init=False)
+    assert told == [("AgreementError: " + ABSENT.format(2, 2, "launch.init", 1), 6.0)] * 3
 
 
 def _mistaken(port: int | None, who: int) -> tuple[str, float]:
@@ -166,8 +167,9 @@ def _given_up_and_restarted(path: str) -> tuple[str | None, float]:
 
 
 def test_a_restart_does_not_fail_for_what_failed_before(tmp_path: Path) -> None:
-    told = run_ranks(4, _given_up_and_restarted, str(tmp_path / "life"), init=False)
-    text = "AgreementError: " + ABSENT.format(3, 3, "launch.init", 3)
+    with limits_begin_with(3):
+        told = run_ranks(4, _given_up_and_restarted, str(tmp_path / "life"), init=False)
+    text = "AgreementError: " + ABSENT.format(3, 3, "launch.init", 1)
     assert told == [(text, 10.0)] * 3 + [(None, 10.0)]
 
 
@@ -182,7 +184,7 @@ def _meet_in_a_file(path: str, absent: int | None) -> str | float | None:
         rank=rank,
         store=dist.FileStore(path, 3),
         known=Agreements(),
-        timeout=SOON if absent else SOON * 20,
+        timeout=SOON if absent else timedelta(seconds=60),
     )
     try:
         with agreement:
@@ -196,8 +198,9 @@ def _meet_in_a_file(path: str, absent: int | None) -> str | float | None:
 
 def test_a_file_is_as_good_as_a_server(tmp_path: Path) -> None:
     assert run_ranks(3, _meet_in_a_file, str(tmp_path / "a"), None, init=False) == [6.0] * 3
-    told = run_ranks(3, _meet_in_a_file, str(tmp_path / "b"), 1, init=False)
-    text = ABSENT.format(1, 2, "training", 3)
+    with limits_begin_with(2):
+        told = run_ranks(3, _meet_in_a_file, str(tmp_path / "b"), 1, init=False)
+    text = ABSENT.format(1, 2, "training", 1)
     assert told == [text, None, text]
 
 
@@ -236,31 +239,21 @@ def test_two_processes_that_say_they_are_the_same_rank() -> None:
 
 
 def _absent_at_first() -> float:
-    """A worker of torchrun's agent; rank 1 ends before the others meet it, and comes after the restart."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as in a process of its own, not the agent's handler
-    if (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]) == ("0", "1"):
-        sys.exit(3)
+    end_at_first("RANK")
     launch.init("cpu")
     return reduced()
 
 
 def _launched() -> dict[int, float]:
-    """As torchrun starts a job of two ranks, which may be restarted once; with forked workers."""
-    for name in [name for name in os.environ if name.startswith(("TORCHELASTIC_", "MASTER_"))]:
-        del os.environ[name]
-    config = LaunchConfig(
+    return run_agent(
+        _absent_at_first,
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=2,
         run_id="restarted",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        max_restarts=1,
-        monitor_interval=0.1,
-        start_method="fork",
     )
-    results: dict[int, float] = elastic_launch(config, _absent_at_first)()
-    return results
 
 
 def test_torchrun_restarts_a_job_in_which_one_rank_never_came() -> None:
@@ -281,5 +274,6 @@ def _after_one_that_ended_too_early() -> list[float]:
     return [reduced()]
 
 
-def test_a_rank_that_ended_while_it_listed_its_scope_keeps_nobody() -> None:
+def test_a_rank_that_ended_while_it_listed_its_scope_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "_LISTING_LIMIT", SOON)
     assert run_ranks(2, _after_one_that_ended_too_early, init=False) == [[3.0]] * 2

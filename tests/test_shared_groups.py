@@ -42,7 +42,7 @@ def trained(mesh: namedmesh.NamedMesh, *, compiled: bool = False) -> list[float]
     forward = torch.compile(net, backend="aot_eager") if compiled else net
     rows = tiny.batch(8).chunk(2)[mesh.rank("dp")]
     told = []
-    for _ in range(3):
+    for _ in range(2):
         loss = forward(rows).pow(2).mean()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
@@ -78,7 +78,7 @@ def _lives() -> dict[str, list[list[float]]]:
 def test_a_mesh_closed_and_made_again_trains_alike() -> None:
     for found in run_ranks(4, _lives, timeout=150):
         for lives in found.values():
-            assert len(lives[0]) == 6
+            assert len(lives[0]) == 4
             assert all(life == lives[0] for life in lives)
 
 

@@ -565,12 +565,12 @@ def test_every_way_by_which_a_gradient_comes_is_compared() -> None:
 
 def begun_alone() -> tuple[str, int]:
     """A parameter that one rank only begins to train; and how often the ranks compare before, in six passes."""
-    gradient_comparison.BEGINNING_LIMIT = timedelta(seconds=1)
     rank, model = torch.distributed.get_rank(), wrong_model()
     model.gain.requires_grad_(False)
     with mock.patch.object(gradient_comparison, "all_gather", wraps=all_gather) as compared:
         for _ in range(6):
             model(numbers(2, 8)).square().sum().backward()
+    gradient_comparison.BEGINNING_LIMIT = timedelta(seconds=1)
     model.gain.requires_grad_(rank == 1)
     try:
         model(numbers(2, 8)).square().sum().backward()

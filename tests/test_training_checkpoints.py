@@ -108,7 +108,10 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     by_rank = run_ranks(2, refused_on_two_ranks, tmp_path / "two")
     assert by_rank[0] == by_rank[1]
     *others, missing = by_rank[0]
-    assert {text.partition(" the ")[0] for text in missing} == {"'2.weight' is not in", "'1.weight' is in"}
+    assert {text.partition(" the ")[0] for text in missing} == {
+        "rank 1: '2.weight' is not in",
+        "'1.weight' is in",
+    }
     assert others == [
         [
             "'0.weight': other values on rank 1 than on rank 0, and a checkpoint holds one tensor of a name; replicas "
@@ -422,6 +425,6 @@ def test_save_pretrained_and_back(tmp_path: Path) -> None:
 
 
 def test_without_safetensors_a_sentence_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("namedmesh.training.checkpoint_pretrained.find_spec", lambda _: None)
+    monkeypatch.setattr("namedmesh.training.checkpoint_load.find_spec", lambda _: None)
     with pytest.raises(CheckpointError, match="pip install safetensors"):
         training.to_pretrained(tmp_path / "step", tmp_path / "model")

@@ -19,7 +19,7 @@ from namedmesh.tensor_parallel import ExpertParallel, parallelize
 
 
 def compiled_step() -> list[float]:
-    mesh = namedmesh.init_mesh(dp=2, cp=2, tp=2)
+    mesh = namedmesh.init_mesh(dp=2, cp=2)
     counter = CompileCounterWithBackend("eager")
     logits = torch.randn(
         4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
@@ -38,7 +38,10 @@ def compiled_step() -> list[float]:
         (one,), (other,) = (torch.autograd.grad(each, logits) for each in (found, expected))
         differences.append((one - other).abs().max().item())
     assert counter.frame_count == 1
+    torch.distributed.barrier()
+    mesh.close()
 
+    mesh = namedmesh.init_mesh(dp=2, tp=2)
     plain = nn.Parameter(torch.zeros(3))
     sharded = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh["tp"], [Shard(0)]))
     both = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh["dp", "tp"], [Shard(0), Shard(0)]))
@@ -120,5 +123,5 @@ def test_tokens_travel_to_their_experts_and_back(compiled: bool) -> None:
 
 
 def test_loss_and_clipping_are_one_graph_each() -> None:
-    for differences in run_ranks(8, compiled_step):
+    for differences in run_ranks(4, compiled_step):
         assert max(differences) < 1e-9

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from messages import error_of
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -189,10 +190,13 @@ def resumed() -> list[bool]:
     dist.all_gather(gradients, stage.tied.grad, group=mesh.group("pp"))
     told = [all(map(torch.equal, results[0], other)) for other in results[1:]]
     told += [counted == 3, torch.equal(*tied), torch.equal(*gradients), bool(gradients[0].abs().min() > 0)]
+    other = nn.Parameter(stage.tied.detach().float()) if mesh.is_last("pp") else stage.tied
+    said = error_of(lambda: training.tie_stages(mesh, other))
+    told.append(said.startswith("ShapeError: ranks 0 and 1 tie ") and "torch.float64" in said)
     mesh.close()
     return told
 
 
 @PIPELINES
 def test_finding_out_the_shapes_changes_nothing() -> None:
-    assert run_ranks(2, resumed) == [[True] * 6] * 2
+    assert run_ranks(2, resumed) == [[True] * 7] * 2

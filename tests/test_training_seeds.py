@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import suppress
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -38,7 +39,7 @@ def drawn(
             mesh = namedmesh.init_mesh(**sizes, device="cpu")
             if view is not None:
                 mesh.add_view("expert", **view)
-            training.seed_all(7, mesh, *[differ_over] * (differ_over is not None))
+            training.seed_all(7, mesh, differ_over)
             found.append((dict(mesh.coords), draw(), draw("tensor"), draw("expert"), random.random()))
             mesh.close()
     return found
@@ -132,8 +133,8 @@ def test_streams_go_on_where_they_were() -> None:
 def test_what_streams_refuse() -> None:
     streams = Streams()
     streams.add("tensor", 1)
-    with pytest.raises(namedmesh.TrainingError) as raised:
-        streams("tenor")
+    with pytest.raises(namedmesh.TrainingError) as raised, streams("tenor"):
+        pass
     assert str(raised.value) == (
         "there is no stream 'tenor'; did you mean 'tensor'?; the streams are ('tensor',); seed_all() makes them, and "
         "streams.add(name, seed)"
@@ -143,10 +144,11 @@ def test_what_streams_refuse() -> None:
     assert str(raised.value) == (
         "there is a stream 'tensor' already; choose another name, or reset() the streams first"
     )
-    for call in ("state_dict", "reset", "load_state_dict"):
-        arguments: list[Any] = [{}] * (call == "load_state_dict")
+    calls: dict[str, Any] = {"state_dict": streams.state_dict, "reset": streams.reset}
+    calls["load_state_dict"] = partial(streams.load_state_dict, {})
+    for call, function in calls.items():
         with streams("tensor"), pytest.raises(namedmesh.TrainingError) as raised:
-            getattr(streams, call)(*arguments)
+            function()
         assert str(raised.value) == (
             f"{call}() was called inside the stream 'tensor'; call it behind the with block"
         )
@@ -203,9 +205,11 @@ def test_megatrons_shards_are_shards_of_the_same_weights(monkeypatch: pytest.Mon
     for rank in range(2):
         with fake_world(2, rank):
             mesh = namedmesh.init_mesh(tp=2, device="cpu")
-            rows, columns = Fused(4, 6), Fused(8, 3)
-            for module, dim, stride in ((rows, 0, 2), (columns, 1, 1)):
-                marks = {"tensor_model_parallel": True, "partition_dim": dim, "partition_stride": stride}
+            mesh.add_view("expert", ep=2, etp=1)
+            rows, columns, expert = Fused(4, 6), Fused(8, 3), Fused(8, 6)
+            for module, dim, stride in ((rows, 0, 2), (columns, 1, 1), (expert, 0, 1)):
+                marks: dict[str, Any] = {"tensor_model_parallel": True, "allreduce": module is not expert}
+                marks |= {"partition_dim": dim, "partition_stride": stride}
                 for name, value in marks.items():
                     setattr(module.weight, name, value)
                 training.init_parameters(module, 1, distribution=lambda *_: (0.5, 2.0))
@@ -213,6 +217,7 @@ def test_megatrons_shards_are_shards_of_the_same_weights(monkeypatch: pytest.Mon
             blocks = whole.weight.unflatten(0, (2, 2, 2))[:, rank].flatten(0, 1)
             assert torch.equal(rows.weight, blocks)
             assert torch.equal(columns.weight, whole.weight.chunk(2, 1)[rank])
+            assert torch.equal(expert.weight, whole.weight)  # cut over etp, which is 1
             mesh.close()
 
 

@@ -6,27 +6,27 @@ import contextlib
 import io
 import json
 import os
-import signal
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import tiny
 import torch.distributed as dist
 import two_hosts
+from agents import end_at_first, run_agent
 from messages import error_of
-from ranks import summed
+from ranks import limits_begin_with, summed
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import namedmesh
 from namedmesh import launch, training
 from namedmesh.__main__ import main
+from namedmesh.attempts import Participant
 from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize
 from namedmesh.training import checkpoint_files
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from two_hosts import Hosts
 
 PLAN = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
-SOON = timedelta(seconds=4)
+SOON, MINUTE = timedelta(seconds=4), timedelta(minutes=1)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def _trained() -> list[float]:
     """Losses with tensor parallelism on each host, and FSDP across them; and of a mesh the other way round."""
     told = []
     for axes in (("dp", "tp"), ("tp", "dp")):
-        mesh = namedmesh.init_mesh(dict.fromkeys(axes, 2), device="cpu", timeout=timedelta(seconds=30))
+        mesh = namedmesh.init_mesh(dict.fromkeys(axes, 2), device="cpu", timeout=MINUTE)
         net = parallelize(tiny.model(), mesh["tp"], PLAN)
         if axes == ("dp", "tp"):  # FSDP2 needs the data axis before tp
             fully_shard(net, mesh=mesh["dp"])
@@ -78,9 +78,9 @@ def test_a_job_trains_over_the_interface_that_is_named(hosts: Hosts) -> None:
 
 def _loopback() -> tuple[str, float]:
     """Without the interface, and then with the remedy of the message."""
-    said = error_of(lambda: launch.init("cpu", timeout=timedelta(seconds=30)))
+    said = error_of(lambda: launch.init("cpu", timeout=MINUTE))
     os.environ["GLOO_SOCKET_IFNAME"] = two_hosts.LINK
-    launch.init("cpu", timeout=timedelta(seconds=30))
+    launch.init("cpu", timeout=MINUTE)
     total = summed(None)
     ended()
     return said, total
@@ -140,17 +140,23 @@ class Phases:
     def launching(self) -> str:
         """A third rank never comes, so that both wait when the link is cut."""
         os.environ["WORLD_SIZE"] = "3"
-        threading.Timer(1.0, self.cut.ready).start()
-        return error_of(lambda: launch.init("cpu", timeout=SOON * 2))
+        wait = Participant._wait
+
+        def ready_and_wait(*arguments: Any) -> str:
+            threading.Thread(target=self.cut.ready).start()
+            return wait(*arguments)
+
+        with mock.patch.object(Participant, "_wait", ready_and_wait), limits_begin_with(2):
+            return error_of(lambda: launch.init("cpu", timeout=SOON * 2))
 
     def starting(self) -> str:
         self.cut.ready()
         return error_of(lambda: launch.init("cpu", timeout=SOON))
 
     def making(self) -> str:
-        launch.init("cpu", timeout=SOON)
+        self._launch()
         self.cut.ready()
-        return error_of(lambda: namedmesh.init_mesh(dp=2, device="cpu"))
+        return error_of(lambda: namedmesh.init_mesh(dp=2))
 
     def flattening(self) -> str:
         mesh = self._mesh()
@@ -163,7 +169,8 @@ class Phases:
 
     def connecting(self) -> str:
         """The first collective of a group, which connects its members."""
-        mesh = namedmesh.init_mesh(dp=1, tp=2, device="cpu", timeout=SOON, share_groups=False)
+        self._launch()
+        mesh = namedmesh.init_mesh(dp=1, tp=2, share_groups=False)
         return error_of(lambda: self._watched(mesh, lambda: summed(mesh.group("tp"))))
 
     def saving(self) -> str:
@@ -180,8 +187,14 @@ class Phases:
         dist.destroy_process_group()
         return ""
 
+    @staticmethod
+    def _launch() -> None:
+        with limits_begin_with(2):
+            launch.init("cpu", timeout=SOON)
+
     def _mesh(self) -> namedmesh.NamedMesh:
-        mesh = namedmesh.init_mesh(dp=1, tp=2, device="cpu", timeout=SOON)
+        self._launch()
+        mesh = namedmesh.init_mesh(dp=1, tp=2)
         summed(mesh.group("tp"))
         return mesh
 
@@ -230,7 +243,7 @@ def test_a_cut_link_is_told_on_both_sides_in_every_phase(hosts: Hosts, tmp_path:
 
 
 def _reduced() -> float:
-    launch.init("cpu", timeout=timedelta(seconds=40))
+    launch.init("cpu", timeout=MINUTE)
     total = summed(None, dist.get_rank() + 1.0)
     ended()
     return total
@@ -290,10 +303,7 @@ def test_what_launchers_set_is_understood_on_two_hosts(hosts: Hosts, tmp_path: P
 
 
 def _worker() -> float:
-    """A worker of torchrun's agent; that of the second host ends before the others meet it, and comes after a restart."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as in a process of its own, not the agent's handler
-    if (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["GROUP_RANK"]) == ("0", "1"):
-        sys.exit(3)
+    end_at_first("GROUP_RANK")
     return _reduced()
 
 
@@ -301,9 +311,8 @@ def _agent(rendezvous: str, port: int) -> dict[int, float]:
     """What torchrun does on one host of two, with a forked worker."""
     node = int(os.environ["RANK"])
     address = os.environ["MASTER_ADDR"]
-    for name in [name for name in os.environ if name.startswith(("TORCHELASTIC_", "MASTER_"))]:
-        del os.environ[name]
-    config = LaunchConfig(
+    return run_agent(
+        _worker,
         min_nodes=2,
         max_nodes=2,
         nproc_per_node=1,
@@ -311,12 +320,7 @@ def _agent(rendezvous: str, port: int) -> dict[int, float]:
         rdzv_backend=rendezvous,
         rdzv_endpoint=f"{address}:{port}",
         rdzv_configs={"rank": node, "timeout": 60} if rendezvous == "static" else {},
-        max_restarts=1,
-        monitor_interval=0.1,
-        start_method="fork",
     )
-    results: dict[int, float] = elastic_launch(config, _worker)()
-    return results
 
 
 def test_torchrun_restarts_a_job_over_two_hosts(hosts: Hosts) -> None:
@@ -350,7 +354,7 @@ def test_a_checkpoint_directory_that_not_all_hosts_see_is_refused(hosts: Hosts, 
         (tmp_path / name).mkdir()
     for said, left, after in hosts.run(1, _unshared, str(tmp_path)):
         assert said.startswith(
-            f"CheckpointError: {tmp_path}/own/step-000001 on rank 0 is not the directory of rank 1; "
+            f"CheckpointError: rank 1: {tmp_path}/own/step-000001 is another directory than on rank 0; "
         )
         assert left == "[]"
         assert after == ""
@@ -379,6 +383,6 @@ def test_the_doctor_measures_inside_hosts_and_between_them(hosts: Hosts) -> None
         1,
     )
     assert between["slowest pair"] == "host-a - host-b"
-    # 20 megabits a second are 0.0025 GB/s; the loopback interface has a hundred times that on any machine.
-    assert between["GB/s"] < 0.01 < inside["its GB/s"]
+    # 20 megabits a second are 0.0025 GB/s; the loopback interface has a hundred times that, unless others use the cores.
+    assert between["GB/s"] < min(0.01, inside["its GB/s"])
     assert report["cards"] == {"host-a": two_hosts.LINK, "host-b": two_hosts.LINK}

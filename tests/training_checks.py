@@ -143,7 +143,8 @@ def _pipelined(net: nn.Module, mesh: NamedMesh, inputs: Tensor, targets: Tensor,
     schedule = Schedule1F1B(stage, 4, loss_fn=loss, scale_grads=False)
     losses: list[Tensor] = []
     last = mesh.is_last("pp")
-    schedule.step(*[inputs] * mesh.is_first("pp"), target=targets if last else None, losses=losses)
+    given = [inputs] if mesh.is_first("pp") else []
+    schedule.step(*given, target=targets if last else None, losses=losses)
     return sum(each.item() for each in losses) if last else None
 
 

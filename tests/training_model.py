@@ -149,7 +149,7 @@ def loaded_alone(path: str) -> list[list[float]]:
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[float]]:
     """All numbers of a run, as lists: tensors do not leave the process that they are in."""
-    remembered = [value for kept in optimizer.state.values() for value in kept.values()]
+    remembered = [kept[key] for kept in optimizer.state.values() for key in sorted(kept)]
     return [each.flatten().tolist() for each in (*model.state_dict().values(), *remembered)]
 
 

@@ -1,110 +1,65 @@
-"""Where the axes of a legacy API are in a mesh, which may name and split them otherwise."""
+"""Where the axes of a legacy API are in a mesh, which may lack some of them and have dp in two parts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from namedmesh.dialects import EXPERT_AXES
+from namedmesh._torch import is_registered
 from namedmesh.errors import LayoutError, did_you_mean
-from namedmesh.layout import Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection
 
     from torch.distributed import ProcessGroup
 
+    from namedmesh.layout import Layout
     from namedmesh.making import GroupMaker
     from namedmesh.mesh import NamedMesh
+    from namedmesh.options import GroupOptions
 
-__all__ = ["DENSE_AXES", "AxisMap", "axis_groups"]
+__all__ = ["DENSE_AXES", "USUAL_AXES", "axis_groups", "check_axes", "group_over", "own_axes"]
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
 """The axes that every legacy API has groups over."""
 _SPLIT_DP = ("dp_replicate", "dp_shard")
-_GTP = "gtp_remat"
-_VIEW_AXES = (*EXPERT_AXES, "egtp_remat")
+USUAL_AXES = (*DENSE_AXES, *_SPLIT_DP)
+"""The same, with the two parts of dp."""
 
 
-@dataclass(frozen=True)
-class AxisMap:
-    """Two layouts over the same ranks, and the axes in them that stand for each axis of a legacy API.
+def own_axes(layout: Layout, axes: Collection[str]) -> tuple[str, ...]:
+    """Return the axes of a layout that stand for some of a legacy API's, in its order; one that it lacks has size 1.
+
+    Example:
+        >>> from namedmesh import Layout
+        >>> own_axes(Layout(dp_replicate=2, dp_shard=2, tp=2), ("tp", "cp", "dp"))
+        ('dp_replicate', 'dp_shard', 'tp')
+    """
+    named = {*axes, *(_SPLIT_DP if "dp" in axes else ())}
+    return tuple([axis for axis in layout.axes if axis in named])
+
+
+def group_over(
+    mesh: NamedMesh,
+    maker: GroupMaker,
+    layout: Layout,
+    axes: tuple[str, ...],
+    options: GroupOptions | None = None,
+) -> tuple[ProcessGroup, list[int]]:
+    """Return this rank's group over some axes, made unless the mesh has it, and its ranks; without axes of this rank alone.
 
     Args:
-        dense: the layout of tp, gtp_remat, cp, dp and pp.
-        expert: the layout of etp, ep, egtp_remat, edp and pp; the dense one where the API has no experts.
-        names: for each legacy axis, the axes of its layout that it stands for.
-        added: the axes of both layouts that the mesh does not have, of size 1.
+        mesh: the mesh, which owns the group.
+        maker: makes it.
+        layout: the layout of the mesh, or of one of its views.
+        axes: some of its axes, in its order.
+        options: options of the group; by default those that the mesh has for the axes.
     """
-
-    dense: Layout
-    expert: Layout
-    names: Mapping[str, tuple[str, ...]]
-    added: frozenset[str] = frozenset()
-
-    @classmethod
-    def from_layout(cls, layout: Layout, dialect: str, views: Mapping[str, Layout] | None = None) -> AxisMap:
-        """Find the axes of a legacy API in the layout and views of a mesh.
-
-        An axis that the mesh lacks is added, of size 1; ``dp_replicate`` and ``dp_shard`` together are dp. The
-        experts' axes come from the view that has any of them. Without such a view the experts are laid out as
-        everything else: etp is tp, ep is 1, and edp is dp and cp together.
-
-        Args:
-            layout: the layout of the mesh.
-            dialect: the name of the API, for messages.
-            views: the views of the mesh; None if the API has no groups of experts.
-
-        Raises:
-            LayoutError: the layout has an axis that the API has no group for.
-
-        Example:
-            >>> axis_map = AxisMap.from_layout(Layout(dp_replicate=2, dp_shard=2, tp=2), "fairscale")
-            >>> axis_map.dense, axis_map.names["dp"]
-            (Layout(dp_replicate=2, dp_shard=2, tp=2, pp=1, cp=1), ('dp_replicate', 'dp_shard'))
-        """
-        split = tuple(axis for axis in _SPLIT_DP if axis in layout)
-        _check_axes(layout, dialect, split, has_experts=views is not None)
-        names = {axis: (axis,) for axis in (*DENSE_AXES, _GTP, *_VIEW_AXES)} | {"dp": split or ("dp",)}
-        own = [axis for axis in DENSE_AXES if axis != "dp" or not split]
-        if views is None:
-            dense = expert = _with_ones(layout, own)
-        else:
-            dense = _with_ones(layout, [*own, _GTP])
-            view = next((view for view in views.values() if any(axis in view for axis in _VIEW_AXES)), None)
-            if view is not None:
-                expert = _with_ones(view, ("pp", *_VIEW_AXES))
-            else:
-                dense = expert = _with_ones(dense, ("ep", "egtp_remat"))
-                names |= {"etp": names["tp"], "edp": (*names["dp"], "cp", _GTP)}
-        in_mesh = {*layout, *(axis for view in (views or {}).values() for axis in view)}
-        return cls(dense, expert, names, frozenset({*dense, *expert} - in_mesh))
-
-    def locate(self, axes: Iterable[str]) -> tuple[Layout, tuple[str, ...]]:
-        """Return the layout that some legacy axes are in, and its own axes for them, in its order.
-
-        Axes that the mesh does not have are left out, unless there are no others.
-
-        Example:
-            >>> axis_map = AxisMap.from_layout(Layout(pp=2, dp=2, tp=2), "fairscale")
-            >>> axis_map.locate(("tp", "cp", "pp")), axis_map.locate(("cp",))[1]
-            ((Layout(pp=2, dp=2, tp=2, cp=1), ('pp', 'tp')), ('cp',))
-        """
-        axes = tuple(axes)
-        layout = self.expert if any(axis in _VIEW_AXES for axis in axes) else self.dense
-        named = {name for axis in axes for name in self.names[axis]}
-        own = tuple(axis for axis in layout.axes if axis in named)
-        return layout, tuple(axis for axis in own if axis not in self.added) or own
-
-    def size(self, *axes: str) -> int:
-        """Return the number of ranks over some legacy axes."""
-        layout, own = self.locate(axes)
-        return layout.size(*own)
-
-    def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """Return the ranks of every group over some legacy axes."""
-        layout, own = self.locate(axes)
-        return list(layout.groups(*own))
+    if not axes:
+        return maker.alone(), [mesh.global_rank]
+    ranks = list(layout.group(mesh.global_rank, *axes))
+    if len(axes) == 1 and options is None and is_registered(mesh.group(*axes)):
+        return mesh.group(*axes), ranks
+    return maker.make(layout, axes, options or mesh.options_of(axes)), ranks
 
 
 def axis_groups(
@@ -112,52 +67,41 @@ def axis_groups(
 ) -> dict[str, tuple[ProcessGroup, list[int]]]:
     """Return this rank's group over each of pp, dp, cp and tp, and the ranks in it.
 
-    They are the groups of the mesh. A group is made for an axis that the mesh does not have (this rank alone, the
-    same for all such axes), and for a dp that it has in two parts; it belongs to the mesh, and later calls return
-    the same one.
+    Raises:
+        LayoutError: the mesh has an axis that the dialect has no group for.
+    """
+    check_axes(mesh.layout, dialect)
+    return {axis: group_over(mesh, maker, mesh.layout, own_axes(mesh.layout, (axis,))) for axis in DENSE_AXES}
+
+
+def check_axes(
+    layout: Layout,
+    dialect: str,
+    allowed: Collection[str] = USUAL_AXES,
+    *,
+    experts: Collection[str] = (),
+    instead: str = "",
+) -> None:
+    """Refuse a mesh with axes that a legacy API has no group for.
 
     Args:
-        mesh: the mesh.
-        maker: makes the groups that it lacks.
+        layout: the layout of the mesh.
         dialect: the name of the API, for messages.
-
-    Raises:
-        LayoutError: as for :meth:`AxisMap.from_layout`.
+        allowed: the axes that it has groups over.
+        experts: axes of the experts, which are none of the mesh.
+        instead: why, and what to do about them.
     """
-    axis_map = AxisMap.from_layout(mesh.layout, dialect)
-    groups = {}
-    for axis in DENSE_AXES:
-        layout, axes = axis_map.locate((axis,))
-        if len(axes) == 1 and axes[0] in mesh.layout:
-            group = mesh.group(axes[0])
-        else:
-            group = maker.make(layout, axes, mesh.options_of(axes))
-        groups[axis] = group, list(layout.group(mesh.global_rank, *axes))
-    return groups
-
-
-def _check_axes(layout: Layout, dialect: str, split: tuple[str, ...], *, has_experts: bool) -> None:
-    experts = [axis for axis in layout if has_experts and axis in _VIEW_AXES]
-    allowed = (*DENSE_AXES, *_SPLIT_DP, *((_GTP,) if has_experts else ()))
-    problems = [
-        f"axis {axis!r} is one of the experts', and they factor the world another way; leave it out of the mesh and add "
-        "a view for it: mesh.add_view('expert', pp=..., edp=-1, ep=..., etp=...)"
-        for axis in experts
-    ]
-    problems += [
-        f"axis {axis!r} has no place in {dialect}'s groups, which are over {', '.join(allowed)}{did_you_mean(axis, allowed)}"
-        for axis in layout
-        if axis not in allowed and axis not in experts
-    ]
+    problems = []
+    for axis in layout:
+        if axis in experts:
+            problems.append(f"axis {axis!r} is one of the experts', and {instead}")
+        elif axis not in allowed:
+            problems.append(
+                f"axis {axis!r} has no place in {dialect}'s groups, which are over {', '.join(allowed)}"
+                f"{did_you_mean(axis, allowed)}"
+            )
+    split = [repr(axis) for axis in _SPLIT_DP if axis in layout]
     if split and "dp" in layout:
-        problems.append(f"the mesh has both 'dp' and {' and '.join(map(repr, split))}; use one or the other")
+        problems.append(f"the mesh has both 'dp' and {' and '.join(split)}; use one or the other")
     if problems:
         raise LayoutError(*problems)
-
-
-def _with_ones(layout: Layout, axes: Iterable[str]) -> Layout:
-    """Return a layout with the axes that it lacks, of size 1: the same ranks in the same places."""
-    more = [axis for axis in axes if axis not in layout]
-    return Layout.from_shape(
-        (*layout.axes, *more), (*layout.sizes, *(1 for _ in more)), rank_offset=layout.rank_offset
-    )

@@ -21,19 +21,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from types import ModuleType, TracebackType
 
-__all__ = ["Binding", "Bound", "require_default_group"]
+__all__ = ["Binding", "Bound", "require_default_group", "require_open"]
 
 
 def require_default_group(or_call: str = "torch.distributed.init_process_group()") -> None:
-    """Raise ContractError where ``torch.distributed`` has no default group.
-
-    Args:
-        or_call: what makes one, beside ``namedmesh.launch.init()``.
-    """
+    """Raise ContractError where there is no default group, which ``namedmesh.launch.init()`` makes, or another call."""
     if not dist.is_initialized():
         raise ContractError(
             f"torch.distributed has no default group; call namedmesh.launch.init() or {or_call} first"
         )
+
+
+def require_open(mesh: object, call: str) -> None:
+    """Raise MeshError where ``call`` was given something else than an open NamedMesh."""
+    if not isinstance(mesh, NamedMesh):
+        raise MeshError(
+            f"{call} got a {type(mesh).__name__}; give it a NamedMesh, such as NamedMesh.from_device_mesh(...)"
+        )
+    if mesh.closed:
+        raise MeshError(f"the mesh over {mesh.layout} was closed; give {call} an open one")
 
 
 class Binding:
@@ -56,8 +62,7 @@ class Binding:
         self.shown: NamedMesh | None = None
         self.owned: NamedMesh | None = None
         # Of each mesh that is bound: what its groups were made with, and what they are.
-        self._configs: WeakKeyDictionary[NamedMesh, object] = WeakKeyDictionary()
-        self._groups: WeakKeyDictionary[NamedMesh, Mapping[str, Any]] = WeakKeyDictionary()
+        self._bound: WeakKeyDictionary[NamedMesh, tuple[object, Mapping[str, Any]]] = WeakKeyDictionary()
         # Of each module: its variables without a mesh, and those of the meshes that are not shown.
         self._modules: dict[ModuleType, dict[str, Any]] = {}
         self._kept: dict[ModuleType, WeakKeyDictionary[NamedMesh, dict[str, Any]]] = {}
@@ -92,7 +97,7 @@ class Binding:
         empty = _copied(self._modules[module])
         values = self._kept[module].pop(mesh, None) if mesh is not None else None
         if values is None and mesh is not None:
-            groups = self._groups.get(mesh, {})
+            _, groups = self._bound.get(mesh, (None, {}))
             values = {name: groups[name] for name in empty if name in groups}
         vars(module).update(empty | (values or {}))
 
@@ -100,7 +105,7 @@ class Binding:
 
     def is_bound(self, mesh: NamedMesh) -> bool:
         """Return whether there are groups for a mesh."""
-        return mesh in self._groups
+        return mesh in self._bound
 
     def current_mesh(self) -> NamedMesh:
         """Return the mesh that the accessors answer from at this moment.
@@ -120,17 +125,10 @@ class Binding:
         Raises:
             MeshError: ``mesh`` is not an open NamedMesh.
         """
-        if not isinstance(mesh, NamedMesh):
-            raise MeshError(
-                f"bind() got a {type(mesh).__name__}; give it a NamedMesh, such as NamedMesh.from_device_mesh(...)"
-            )
-        if mesh.closed:
-            raise MeshError(f"the mesh over {mesh.layout} was closed; bind another one")
-        if mesh not in self._configs or self._configs[mesh] != config:
+        require_open(mesh, self.bind)
+        if mesh not in self._bound or self._bound[mesh][0] != config:
             return None
-        before, self.base = self.base, mesh
-        self.changed()
-        return Bound(self, mesh, before)
+        return self._show(mesh)
 
     def take(
         self, mesh: NamedMesh, config: object, groups: Mapping[str, Any], *, owned: bool = False
@@ -143,8 +141,7 @@ class Binding:
             groups: the value of each variable that a mesh determines; others stay as they were assigned.
             owned: whether the dialect made the mesh, and closes it.
         """
-        before, self.base = self.base, mesh
-        self._configs[mesh], self._groups[mesh] = config, dict(groups)
+        self._bound[mesh] = config, dict(groups)
         if owned:
             self.owned = mesh
         for module, empty in self._modules.items():
@@ -152,6 +149,10 @@ class Binding:
             if self.shown is None or self.shown is mesh:  # what was assigned before any mesh stays
                 vars(module).update({name: groups[name] for name in empty if name in groups})
         self.shown = self.shown or mesh
+        return self._show(mesh)
+
+    def _show(self, mesh: NamedMesh) -> Bound:
+        before, self.base = self.base, mesh
         self.changed()
         return Bound(self, mesh, before)
 
@@ -186,7 +187,7 @@ class Binding:
             self._drop(self.base)
 
     def destroy(self) -> None:
-        """Forget every group and assignment; a mesh that the dialect made is closed."""
+        """Forget every group and assignment; a mesh that the dialect made is closed, one that was bound stays."""
         if self.owned is not None:
             self.owned.close()  # calls changed()
         elif self.shown is not None:
@@ -217,7 +218,7 @@ class Binding:
 
     def _drop(self, mesh: NamedMesh) -> None:
         """Forget a mesh."""
-        for known in (self._configs, self._groups, *self._kept.values()):
+        for known in (self._bound, *self._kept.values()):
             known.pop(mesh, None)  # type: ignore[attr-defined]
         if self.base is mesh:
             self.base = None

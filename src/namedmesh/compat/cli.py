@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
+
+from namedmesh.compat.install import is_installed
 
 __all__ = ["COMMANDS", "DIALECTS"]
 
@@ -42,21 +43,11 @@ def _run(arguments: argparse.Namespace) -> int:
     sys.argv[:] = words
     if not arguments.module:
         runpy.run_path(words[0], run_name="__main__")
-    elif _is_module(words[0]):
+    elif is_installed(words[0]):
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
     else:
         arguments.parser.error(f"there is no module {words[0]!r}")
     return 0
-
-
-def _is_module(name: str) -> bool:
-    """Return whether there is a module of this name; the packages around it are imported."""
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError as error:
-        if not name.startswith(f"{error.name}."):  # not the package around it, but what that imports
-            raise
-        return False
 
 
 COMMANDS = {

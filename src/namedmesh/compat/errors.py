@@ -6,11 +6,10 @@ ordinary ``raise`` (it holds under ``python -O`` too) of an error that is both.
 
 from __future__ import annotations
 
-from namedmesh.errors import AxisError, NamedMeshError
+from namedmesh.errors import NamedMeshError
 
 __all__ = [
     "ContractAttributeError",
-    "ContractAxisError",
     "ContractError",
     "ContractFileNotFoundError",
     "ContractIndexError",
@@ -33,20 +32,11 @@ class ContractError(NamedMeshError, AssertionError):
 
 
 class ContractRuntimeError(NamedMeshError, RuntimeError):
-    """A call that the legacy API refuses with a ``RuntimeError``.
-
-    Example:
-        >>> isinstance(ContractRuntimeError("no such extension here"), RuntimeError)
-        True
-    """
+    """A call that the legacy API refuses with a ``RuntimeError``."""
 
 
 class ContractKeyError(NamedMeshError, KeyError):
     """A name that the legacy API looks up and does not find."""
-
-
-class ContractAxisError(AxisError, ValueError):
-    """The name of an axis that the legacy API looks up, and does not find, or refuses with a ``ValueError``."""
 
 
 class ContractFileNotFoundError(NamedMeshError, FileNotFoundError):
@@ -54,12 +44,7 @@ class ContractFileNotFoundError(NamedMeshError, FileNotFoundError):
 
 
 class ContractAttributeError(NamedMeshError, AttributeError):
-    """A name that the legacy API looks up on an object that does not have it.
-
-    Example:
-        >>> isinstance(ContractAttributeError("no such axis here"), AttributeError)
-        True
-    """
+    """A name that the legacy API looks up on an object that does not have it."""
 
 
 class ContractIndexError(NamedMeshError, IndexError):

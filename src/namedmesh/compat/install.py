@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from namedmesh.compat.binding import Binding
 
-__all__ = ["Original"]
+__all__ = ["Original", "is_installed"]
 
 _ABSENT = object()
 
@@ -53,7 +53,7 @@ class Original:
         if self.installed:
             return
         try:
-            if self.replace is not None and _is_installed(self.module):
+            if self.replace is not None and is_installed(self.module):
                 module = import_module(self.module)
                 self._take_over(module, self.replace(module))
             else:
@@ -94,7 +94,7 @@ class Original:
 
     def _make_package(self, name: str) -> None:
         """Make an empty package, unless there is one."""
-        if name in sys.modules or _is_installed(name):
+        if name in sys.modules or is_installed(name):
             import_module(name)
             return
         package = ModuleType(name, f"Stands in for {name}, which is not installed.")
@@ -122,9 +122,13 @@ def _forget_since(before: Mapping[str, ModuleType], top: str) -> None:
             del sys.modules[name]
 
 
-def _is_installed(name: str) -> bool:
+def is_installed(name: str) -> bool:
     """Return whether a module can be imported; the packages around it are, to find out."""
     try:
         return name in sys.modules or find_spec(name) is not None
-    except ModuleNotFoundError:  # the package around it is missing
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(
+            f"{error.name}."
+        ):  # not the module or a package around it, but what that imports
+            raise
         return False

@@ -7,46 +7,39 @@ them, and one :class:`ModelParallel`, which fills them.
 from __future__ import annotations
 
 import warnings
-from contextlib import ExitStack
-from math import prod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
 from namedmesh._torch import backward_pass
-from namedmesh.compat.axis_map import AxisMap, axis_groups
+from namedmesh.compat.axis_map import axis_groups, check_axes
 from namedmesh.compat.binding import Binding, Bound, require_default_group
 from namedmesh.compat.errors import ContractError
+from namedmesh.compat.making import new_mesh
+from namedmesh.compat.partition import scatter
 from namedmesh.dialects import DIALECTS, variables_of
-from namedmesh.groups import GroupPool
-from namedmesh.init import version_fields
-from namedmesh.launch import default_group_device
+from namedmesh.errors import LayoutError
 from namedmesh.layout import Layout
-from namedmesh.making import agreed
-from namedmesh.mesh import NamedMesh
 from namedmesh.options import GroupOptions
-from namedmesh.tensor_parallel.collectives import RankGroup
+from namedmesh.tensor_parallel.collectives import RankGroup, gather, sum_backward, sum_forward
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from datetime import timedelta
     from types import ModuleType
 
+    from torch import Tensor
+
     from namedmesh.making import GroupMaker
+    from namedmesh.mesh import NamedMesh
 
 __all__ = ["ModelParallel", "first_rank"]
 
-T = TypeVar("T")
-
 
 def first_rank(group: Any) -> int:
-    """Return the global rank of the first of the tensor-parallel ranks.
-
-    Args:
-        group: their group, or a stand-in for neighboring ranks, as they are in this layout.
-    """
+    """Return the global rank of the first of a group, or of a stand-in for neighboring ranks, as they are in this layout."""
     if isinstance(group, dist.ProcessGroup):
         return dist.get_process_group_ranks(group)[0]
     size: int = group.size()
@@ -109,25 +102,10 @@ class ModelParallel:
         if bound is not None:
             return bound
         with mesh.agreed(f"{self.name}.bind") as maker:
-            AxisMap.from_layout(mesh.layout, self.name)
+            check_axes(mesh.layout, self.name)
             maker.compare({"layout": repr(mesh.layout)})
             groups = self._groups(mesh, maker)
         return self.binding.take(mesh, (), groups)
-
-    def unbind(self) -> None:
-        """Forget the mesh that is bound; it stays as it is, with its groups."""
-        self.binding.unbind()
-
-    def current_mesh(self) -> NamedMesh:
-        """Return the mesh that the accessors answer from at this moment; MeshError where there is none."""
-        return self.binding.current_mesh()
-
-    def destroy(self) -> None:
-        """Forget every group and assignment; groups that were made with them are destroyed.
-
-        A mesh that was bound with :meth:`bind` stays, with its groups.
-        """
-        self.binding.destroy()
 
     def initialize(
         self,
@@ -150,44 +128,31 @@ class ModelParallel:
         world = dist.get_world_size()
         arguments = {name: repr(sizes[axis]) for axis, name in self.sizes.items()}
         arguments |= {"backends": repr(dict(backends)), "timeout": repr(timeout)}
-        pool = GroupPool(defaults=GroupOptions(timeout=timeout))
-        with ExitStack() as on_error:
-            on_error.callback(pool.close)
-            with agreed(pool, f"{self.name}.{self.function}", range(world)) as maker:
-                self.binding.refuse_second()
-                fitted = {**sizes, "tp": min(sizes["tp"], world)}
-                self._check(fitted, world)
-                options = {
-                    axis: GroupOptions(backend=name) for axis, name in backends.items() if name is not None
-                }
+        with new_mesh(f"{self.name}.{self.function}", range(world), GroupOptions(timeout=timeout)) as maker:
+            self.binding.refuse_second()
+            tp = min(sizes["tp"], world)
+            fitted = {"dp": -1, **sizes, "tp": tp}
+            try:
                 axes = DIALECTS[self.name].axes
-                layout = Layout(**{axis: fitted.get(axis, -1) for axis in axes}, world_size=world)
-                maker.compare(
-                    arguments | version_fields(),
-                    [(layout, (axis,), options.get(axis, GroupOptions())) for axis in layout],
+                layout = Layout.from_shape(axes, [fitted[axis] for axis in axes], world_size=world)
+            except LayoutError as error:
+                raise ContractError(*error.problems) from None
+            options = {
+                axis: GroupOptions(backend=name) for axis, name in backends.items() if name is not None
+            }
+            wanted = [(layout, (axis,), options.get(axis, GroupOptions())) for axis in layout]
+            if tp < sizes["tp"]:
+                warnings.warn(
+                    f"{self.sizes['tp']} is {sizes['tp']}, but the world has {world} ranks; {self.name}'s {self.function} goes on "
+                    f"with {world}",
+                    stacklevel=3,
                 )
-                if fitted["tp"] < sizes["tp"]:
-                    warnings.warn(
-                        f"{self.sizes['tp']} is {sizes['tp']}, but the world has {world} ranks; {self.name}'s "
-                        f"{self.function} goes on with {world}",
-                        stacklevel=3,
-                    )
-                device = default_group_device()
-                root = maker.create_mesh(layout, device.type, options)
-                mesh = NamedMesh(layout, root, pool, device, options)
-                on_error.callback(mesh.close)
-                groups = self._groups(mesh, maker)
-            on_error.pop_all()
+            mesh = maker.make(layout, arguments, wanted, options)
+            groups = self._groups(mesh, maker.groups)
         self.binding.take(mesh, (), groups, owned=True)
 
-    def require(self, value: T | None, what: str) -> T:
-        """Return a value that is not None.
-
-        Raises:
-            ContractError: it is None; the message says why ``what`` is not there.
-        """
-        if value is not None:
-            return value
+    def missing(self, what: str) -> Any:
+        """Raise the ContractError of an accessor that has no value; it says why ``what`` is not there."""
         shown = self.binding.shown
         if shown is not None and self.binding.is_bound(shown):
             raise ContractError(f"{what} is not there: it was set to None")
@@ -205,7 +170,7 @@ class ModelParallel:
         if backward_pass() >= 0 and len(self._used) == 1:
             (used,) = self._used
             return used
-        group = self.require(getattr(self._module, self._of_tp), "the tensor-parallel group")
+        group = getattr(self._module, self._of_tp) or self.missing("the tensor-parallel group")
         peers: RankGroup | None = self._module._rank_group  # noqa: SLF001  a variable of the dialect
         if peers is None or peers.group is not group:  # a group that was assigned by hand
             peers = RankGroup(group)
@@ -214,6 +179,24 @@ class ModelParallel:
         if not torch.compiler.is_compiling() and peers not in self._used:
             self._used.add(peers)
         return peers
+
+    # The ways in and out of tensor-parallel regions, each with its partner as backward.
+
+    def copy(self, input_: Tensor) -> Tensor:
+        """Hand in a tensor of any shape that every rank has; its gradient, a part on each rank, is summed."""
+        return sum_backward(input_, self.peers())
+
+    def reduce(self, input_: Tensor) -> Tensor:
+        """Sum the ranks' parts, of any shape, on every rank; the gradient is handed through."""
+        return sum_forward(input_, self.peers())
+
+    def scatter(self, input_: Tensor) -> Tensor:
+        """Keep this rank's ``(..., n / t)`` of an ``(..., n)`` that every rank has; a ContractError if t does not divide n."""
+        return scatter(input_, self.peers(), -1)
+
+    def gather(self, input_: Tensor) -> Tensor:
+        """Join the ranks' ``(..., n / t)`` to ``(..., n)``, on every rank; each gets its shard of the gradient."""
+        return gather(input_, self.peers(), -1)
 
     def _groups(self, mesh: NamedMesh, maker: GroupMaker) -> dict[str, Any]:
         """Return the value of each variable: the groups of the mesh, and their ranks."""
@@ -224,14 +207,3 @@ class ModelParallel:
             if row.ranks:
                 values[row.ranks] = ranks
         return values | {"_rank_group": RankGroup(values[self._of_tp])}
-
-    def _check(self, sizes: Mapping[str, int], world: int) -> None:
-        given = [f"{name}={sizes[axis]}" for axis, name in self.sizes.items()]
-        if min(sizes.values()) < 1:
-            raise ContractError(f"{', '.join(given)}: each of the sizes has to be 1 or more")
-        product = prod(sizes.values())
-        if world % product:
-            raise ContractError(
-                f"the world of {world} ranks cannot be divided by {' x '.join(given)} = {product}; change a size, or start "
-                "another number of ranks"
-            )

@@ -2,7 +2,7 @@
 
 from namedmesh.training.checkpoint_directory import Checkpoints
 from namedmesh.training.checkpoint_files import checkpoint_info, latest
-from namedmesh.training.checkpoint_pretrained import to_pretrained
+from namedmesh.training.checkpoint_load import to_pretrained
 from namedmesh.training.checkpoints import load, save
 from namedmesh.training.clipping import clip_grad_norm_
 from namedmesh.training.context import context_attention, shard_sequence

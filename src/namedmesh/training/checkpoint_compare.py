@@ -7,7 +7,7 @@ names it is one maximum of a matrix; where they have others, as pipeline stages 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,134 +21,101 @@ from namedmesh.training.reduction import all_reduced
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from torch.distributed.tensor import DTensor
-
     from namedmesh.mesh import NamedMesh
+    from namedmesh.training.checkpoint_state import Entry
 
 _SAMPLE = 1024  # elements of a tensor that are compared between ranks, at least
-_TOLERANCE = (
-    1e-3  # replicas may differ by what rounding adds up to over a run; different tensors differ by more
-)
+# Replicas may differ by what rounding adds up to over a run; different tensors differ by more.
+_TOLERANCE = 1e-3
 _NO_NUMBER = 1e300
-
-
-class Compared(NamedTuple):
-    """What ranks compare of an entry.
-
-    Attributes:
-        value: what this rank has.
-        shape: the shape of the whole, which has to be the same everywhere; None where it may differ.
-        shard: which part of the whole this rank has; empty for all of it.
-        exact: whether every bit counts.
-    """
-
-    value: object
-    shape: tuple[int, ...] | None
-    shard: tuple[object, ...]
-    exact: bool
-
-
-def shard_of_dtensor(tensor: DTensor) -> tuple[object, ...]:
-    """Return which part of a DTensor this rank has."""
-    where: Sequence[int] = tensor.device_mesh.get_coordinate() or []
-    placed = zip(tensor.placements, tensor.device_mesh.shape, where, strict=False)
-    return tuple((str(each), size, place) for each, size, place in placed if not each.is_replicate())
+_SHAPE, _SHARD, _NUMBERS = 0, 1, slice(3, 5)  # columns of a table; between them all bits
 
 
 @torch.no_grad()
-def differing(mesh: NamedMesh | None, entries: Mapping[str, Compared]) -> set[str]:
-    """Return the names of the entries that are not the same on all ranks that have them; communicates."""
-    names = sorted(entries)
-    sums = _sums([entries[name] for name in names])
-    if mesh is None:
-        return set()
-    whole, numbers = _table(names, [entries[name] for name in names]), torch.cat([sums, -sums], 1)
-    ids = whole[:, 0]
-    for axis in _axes(mesh):
-        whole, numbers = _reduced(mesh, axis, ids, whole, numbers)
-    same = (whole[:, 1] == ~whole[:, 2]) & (whole[:, 5] == ~whole[:, 6])
-    high, low = numbers[:, : sums.shape[1]], -numbers[:, sums.shape[1] :]
-    limit = _TOLERANCE * torch.maximum(high.abs(), low.abs()).amax(1)
-    same &= (high - low).amax(1) <= limit
-    return {name for name, each in zip(names, same.tolist(), strict=True) if not each}
+def table_of(entries: Mapping[str, Entry]) -> Tensor:
+    """Return a row for each entry: hashes of its shape, its shard and all of its bits, and two numbers of its elements."""
+    rows = [
+        [_hash(each.shape), _hash(each.shard), _exactly(digest(each.value)) if each.exact else 0.0]
+        for each in entries.values()
+    ]
+    return torch.cat([torch.tensor(rows, dtype=torch.float64).reshape(-1, 3), _numbers(entries)], 1)
 
 
-def _axes(mesh: NamedMesh) -> list[str]:
-    axes = dict.fromkeys(axis for layout in (mesh.layout, *mesh.views.values()) for axis in layout)
-    return [axis for axis in axes if mesh.size(axis) > 1]
-
-
-def _table(names: Sequence[str], entries: Sequence[Compared]) -> Tensor:
-    """Return for each entry: its name, and with their inverses its shape, its shard, and all of its bits."""
-    rows = []
-    for name, each in zip(names, entries, strict=True):
-        parts = [_hash(each.shape), _hash(each.shard), digest(each.value) if each.exact else 0]
-        rows.append([_hash(name), *(number for part in parts for number in (part, ~part))])
-    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 7)
+def _exactly(number: int) -> float:
+    """Return the bits of a digest that a float has room for."""
+    return float(number >> 11)
 
 
 @lru_cache(2**16)
-def _hash(value: object) -> int:
-    return digest(str(value))
+def _hash(value: object) -> float:
+    return _exactly(digest(str(value)))
 
 
-def _reduced(
-    mesh: NamedMesh, axis: str, ids: Tensor, whole: Tensor, numbers: Tensor
-) -> tuple[Tensor, Tensor]:
+def differing(mesh: NamedMesh | None, names: Sequence[str], table: Tensor) -> list[str]:
+    """Return the names of the entries that are not the same on all ranks that have them; communicates."""
+    if mesh is None:
+        return []
+    ids = torch.tensor([_hash(name) for name in names], dtype=torch.float64)
+    bounds = torch.cat([table, -table], 1)
+    axes = dict.fromkeys(axis for layout in (mesh.layout, *mesh.views.values()) for axis in layout)
+    for axis in axes:
+        if mesh.size(axis) > 1:
+            bounds = _reduced(mesh, axis, ids, bounds)
+    high, low = bounds[:, :5], -bounds[:, 5:]
+    limits = torch.zeros_like(high)
+    limits[:, _NUMBERS] = _TOLERANCE * torch.maximum(high.abs(), low.abs())[:, _NUMBERS].amax(1, keepdim=True)
+    same = (high - low <= limits).all(1)
+    return [name for name, each in zip(names, same.tolist(), strict=True) if not each]
+
+
+def _reduced(mesh: NamedMesh, axis: str, ids: Tensor, bounds: Tensor) -> Tensor:
     """Return the largest rows over the ranks along an axis, for entries of which they have the same part."""
     mine = digest(ids)
-    bounds = torch.tensor([mine, ~mine, len(ids)], device=mesh.device)
-    high, low, _ = all_reduced(bounds, mesh, (axis,), "max").tolist()
-    if high == ~low:
-        largest = all_reduced(whole.to(mesh.device), mesh, (axis,), "max").cpu()
-        largest_numbers = all_reduced(numbers.to(mesh.device), mesh, (axis,), "max").cpu()
+    high, low = all_reduced(torch.tensor([mine, -mine], device=mesh.device), mesh, (axis,), "max").tolist()
+    if high == -low:
+        largest = all_reduced(bounds.to(mesh.device), mesh, (axis,), "max").cpu()
     else:
-        largest, largest_numbers = _gathered(mesh, axis, ids, whole, numbers)
-    other_part = (largest[:, 3] != ~largest[:, 4])[:, None]
-    kept = largest.clone()
-    kept[:, 3:] = whole[:, 3:]
-    return torch.where(other_part, kept, largest), torch.where(other_part, numbers, largest_numbers)
+        largest = _gathered(mesh, axis, ids, bounds)
+    # Of other parts only the shape of the whole is compared.
+    kept = bounds.clone()
+    for column in (_SHAPE, _SHAPE + 5):
+        kept[:, column] = largest[:, column]
+    other_part = largest[:, _SHARD] != -largest[:, _SHARD + 5]
+    return torch.where(other_part[:, None], kept, largest)
 
 
-def _gathered(
-    mesh: NamedMesh, axis: str, ids: Tensor, whole: Tensor, numbers: Tensor
-) -> tuple[Tensor, Tensor]:
+def _gathered(mesh: NamedMesh, axis: str, ids: Tensor, bounds: Tensor) -> Tensor:
     """Return this rank's rows, as large as those of the same names on any rank along the axis."""
-    group = mesh.group(axis)
-    found: list[tuple[Tensor, Tensor]] = [(whole, numbers)] * mesh.size(axis)
-    dist.all_gather_object(found, (whole, numbers), group=group)
-    rows = torch.cat([each for each, _ in found])
-    names, place = rows[:, 0].unique(return_inverse=True)
-    mine = torch.searchsorted(names, ids.contiguous())
-    results = []
-    for all_rows in (rows, torch.cat([each for _, each in found])):
-        largest = all_rows.new_empty(len(names), all_rows.shape[1])
-        index = place[:, None].expand_as(all_rows)
-        largest.scatter_reduce_(0, index, all_rows, "amax", include_self=False)
-        results.append(largest[mine])
-    return results[0], results[1]
+    found: list[tuple[Tensor, Tensor]] = [(ids, bounds)] * mesh.size(axis)
+    dist.all_gather_object(found, (ids, bounds), group=mesh.group(axis))
+    known, place = torch.cat([each for each, _ in found]).unique(return_inverse=True)
+    rows = torch.cat([each for _, each in found])
+    largest = rows.new_empty(len(known), rows.shape[1])
+    largest.scatter_reduce_(0, place[:, None].expand_as(rows), rows, "amax", include_self=False)
+    return largest[torch.searchsorted(known, ids)]
 
 
-def _sums(entries: Sequence[Compared]) -> Tensor:
+def _numbers(entries: Mapping[str, Entry]) -> Tensor:
     """Return two numbers of each entry's elements, or some of them, that differ between different tensors."""
-    samples = [_sample(each) for each in entries]
-    lengths = torch.tensor([len(each) for each in samples], dtype=torch.int64)
-    sums = torch.zeros(len(samples), 2, dtype=torch.float64)
-    if not lengths.sum():
-        return sums
-    values = torch.cat([each for each in samples if len(each)])
-    lengths = lengths.to(values.device)
-    place = torch.repeat_interleave(torch.arange(len(samples), device=values.device), lengths)
+    samples = [_sample(each) for each in entries.values()]
+    result = torch.zeros(len(samples), 2, dtype=torch.float64)
+    filled = [each for each in samples if len(each)]
+    if not filled:
+        return result
+    device = filled[0].device
+    values = torch.cat([each.to(device) for each in filled])
+    lengths = torch.tensor([len(each) for each in samples], device=device)
+    place = torch.repeat_interleave(torch.arange(len(samples), device=device), lengths)
     first = lengths.cumsum(0) - lengths
-    angles = torch.arange(int(lengths.max()), device=values.device, dtype=torch.float64).cos()
-    weights = angles[torch.arange(len(values), device=values.device) - first[place]]
+    angles = torch.arange(int(lengths.max()), device=device, dtype=torch.float64).cos()
+    weights = angles[torch.arange(len(values), device=device) - first[place]]
     both = torch.stack([values * values, values * weights], 1)
-    sums = sums.to(values.device).index_add_(0, place, both).cpu()
-    sums[:, 0] = sums[:, 0].sqrt()
-    return sums.nan_to_num(nan=_NO_NUMBER, posinf=2 * _NO_NUMBER, neginf=-2 * _NO_NUMBER)
+    result = result.to(device).index_add_(0, place, both).cpu()
+    result[:, 0] = result[:, 0].sqrt()
+    return result.nan_to_num(nan=_NO_NUMBER, posinf=2 * _NO_NUMBER, neginf=-2 * _NO_NUMBER)
 
 
-def _sample(entry: Compared) -> Tensor:
+def _sample(entry: Entry) -> Tensor:
     if entry.exact or not isinstance(entry.value, Tensor):
         return torch.empty(0, dtype=torch.float64)
     local = local_shard(entry.value)
@@ -157,23 +124,27 @@ def _sample(entry: Compared) -> Tensor:
     return local.reshape(-1)[:: max(1, local.numel() // _SAMPLE)].double()
 
 
-Detail = tuple["tuple[int, ...] | None", "tuple[object, ...]", "tuple[float, ...]"]
+Detail = tuple["tuple[int, ...] | None", "tuple[object, ...]", "list[float]"]
 
 
 @torch.no_grad()
-def details(entries: Mapping[str, Compared]) -> dict[str, Detail]:
+def details(entries: Mapping[str, Entry]) -> dict[str, Detail]:
     """Return what tells :func:`contradictions` how entries differ."""
-    sums = _sums(list(entries.values())).tolist()
+    rows = _numbers(entries).tolist()
     return {
-        name: (each.shape, each.shard, tuple(numbers))
-        for (name, each), numbers in zip(entries.items(), sums, strict=True)
+        name: (each.shape, each.shard, row) for (name, each), row in zip(entries.items(), rows, strict=True)
     }
+
+
+def shown(name: str) -> str:
+    """Return the name of an entry as messages have it."""
+    return repr(name.removesuffix("#").partition(".")[2])
 
 
 def contradictions(by_rank: Sequence[Mapping[str, Detail]]) -> list[str]:
     """Return how names stand for different tensors on different ranks, one sentence for each way."""
     shapes: dict[str, tuple[object, int]] = {}
-    seen: dict[object, tuple[tuple[float, ...], int]] = {}
+    seen: dict[object, tuple[list[float], int]] = {}
     found: dict[str, str] = {}
     for rank, entries in enumerate(by_rank):
         for name, (shape, shard, numbers) in entries.items():
@@ -186,7 +157,7 @@ def contradictions(by_rank: Sequence[Mapping[str, Detail]]) -> list[str]:
                 found.setdefault(name, f"other values on rank {rank} than on rank {first}")
     by_cause: dict[str, list[str]] = {}
     for name, what in found.items():
-        by_cause.setdefault(what, []).append(repr(name))
+        by_cause.setdefault(what, []).append(shown(name))
     return [
         f"{listing(names)}: {what}, and a checkpoint holds one tensor of a name; replicas have to be equal, a layer "
         "has its number in the whole model in its name (training.stage_layers), and plain shards are marked with "

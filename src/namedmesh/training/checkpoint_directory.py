@@ -8,25 +8,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from namedmesh.errors import CheckpointError
-from namedmesh.training.checkpoint_files import (
-    clear,
-    find,
-    in_order,
-    latest,
-    names_in,
-    remove,
-)
-from namedmesh.training.checkpoint_load import load_into, verify
+from namedmesh.errors import CheckpointError, ranks_in_words
+from namedmesh.training import checkpoint_files as files
+from namedmesh.training.checkpoint_load import load_into, opened
 from namedmesh.training.checkpoint_ranks import CheckpointGroup
 from namedmesh.training.checkpoint_state import State
-from namedmesh.training.checkpoints import Lineage, collect_together, save_as
+from namedmesh.training.checkpoints import Lineage, save_as
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Sequence
     from concurrent.futures import Future
 
     from namedmesh.mesh import NamedMesh
+    from namedmesh.training.checkpoint_load import About
     from namedmesh.training.checkpoint_state import Model, Optimizers
 
 _NAME = re.compile(r"step-\d+")
@@ -79,8 +74,8 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """Return the checkpoint that was finished last, as :func:`latest` does, after what is written now."""
-        CheckpointGroup.of(self.mesh).background.wait()
-        return latest(self.directory)
+        CheckpointGroup.of(self.mesh).wait()
+        return files.latest(self.directory)
 
     def resume_or_start(
         self,
@@ -106,20 +101,26 @@ class Checkpoints:
             The extra values of the checkpoint, and the number of its step; ``{"step": 0}`` at the beginning.
 
         Raises:
-            CheckpointError: the run is to begin, and the directory holds another one; or as for :func:`load`.
+            CheckpointError: the run is to begin, and the directory holds another one; no checkpoint in it is sound; ranks give
+                another ``resume``; or as for :func:`load`.
         """
         ranks = CheckpointGroup.of(self.mesh)
-        state = collect_together(ranks, partial(State, self.mesh, model, optimizer, data))
-        path = None
+        ranks.on_all(ranks.finish)
+        ranks.on_first(_refuse_other_choices, str(resume))
+        collect = partial(State, self.mesh, model, optimizer, data)
+        found = None
         if resume is True:
-            path = self._last_sound(ranks)
+            found = self._last_sound(ranks)
         elif resume is not False:
-            path = Path(resume)
-        about = None if path is None else load_into(state, path, ranks, cast=cast)
-        self._lineage = Lineage() if about is None else Lineage(about["run"], about["id"])
-        if resume is not True:
-            ranks.run_on_first_rank(lambda _: self._refuse_other_run())
-        return {"step": 0} if about is None else dict(about["extra"])
+            found = opened(Path(resume), ranks)
+        self._lineage, extra = Lineage(), {"step": 0}
+        if found is not None:
+            place, about = found
+            load_into(collect, place, about, ranks, cast=cast)
+            if about is not None:
+                self._lineage, extra = Lineage(about["run"], about["id"]), dict(about["extra"])
+        ranks.on_first(lambda _: self._refuse_other_run())
+        return extra
 
     def save(
         self, step: int, model: Model, optimizer: Optimizers = None, *, data: object = None, **extra: Any
@@ -155,11 +156,11 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for what is written, and raise its error if it was not reported."""
-        CheckpointGroup.of(self.mesh).background.finish()
+        CheckpointGroup.of(self.mesh).finish()
 
     def _refuse_other_run(self) -> None:
         """Refuse to save in a directory of which this run has loaded nothing."""
-        runs = [(about["run"], path.name) for _, path, about in in_order(self.directory) if "run" in about]
+        runs = [(about["run"], path.name) for path, about in files.in_order(self.directory) if "run" in about]
         if runs and self._lineage.run not in dict(runs):
             raise CheckpointError(
                 f"{self.directory} holds another run, up to {runs[-1][1]}; go on with it by "
@@ -168,30 +169,43 @@ class Checkpoints:
 
     def _clear(self) -> None:
         """Remove what interrupted saves and removals of this run left."""
-        for name in names_in(self.directory):
+        for name in files.names_in(self.directory):
             if _NAME.fullmatch(name):
-                clear(self.directory / name)
+                files.clear(self.directory / name)
 
-    def _last_sound(self, ranks: CheckpointGroup) -> Path | None:
-        """Return the checkpoint that was finished last and is as it was written."""
-        paths = ranks.run_on_first_rank(lambda _: [path for _, path, _ in in_order(self.directory)])
-        return next((path for path in reversed(paths) if _is_sound(path, ranks)), None)
+    def _last_sound(self, ranks: CheckpointGroup) -> tuple[Path, About] | None:
+        """Return the checkpoint that was finished last and is as it was written; None where none was ever finished."""
+        paths = ranks.on_first(lambda _: [path for path, _ in files.in_order(self.directory)])
+        for path in reversed(paths):
+            if found := _opened_if_sound(path, ranks):
+                return found
+        if paths:
+            raise CheckpointError(
+                f"no checkpoint in {self.directory} is as it was written; name one to load by resume=, or begin in another directory"
+            )
+        return None
 
     def _remove_older(self, about: dict[str, Any]) -> None:
         if self.keep is None:
             return
-        mine = [path for _, path, other in in_order(self.directory) if other.get("run") == about["run"]]
+        mine = [path for path, other in files.in_order(self.directory) if other.get("run") == about["run"]]
         for path in mine[: -self.keep]:
-            remove(path)
+            files.remove(path)
 
 
-def _is_sound(path: Path, ranks: CheckpointGroup) -> bool:
-    """Return whether a checkpoint is as it was written, and warn of one that is not."""
+def _refuse_other_choices(by_rank: Sequence[str]) -> None:
+    """Refuse to go on where ranks would load other checkpoints."""
+    others = [rank for rank, choice in enumerate(by_rank) if choice != by_rank[0]]
+    if others:
+        raise CheckpointError(
+            f"resume is {by_rank[0]} on rank 0, and {by_rank[others[0]]} on {ranks_in_words(others)}; give all ranks the same"
+        )
+
+
+def _opened_if_sound(path: Path, ranks: CheckpointGroup) -> tuple[Path, About] | None:
     try:
-        place, about = ranks.run_on_first_rank(lambda _: find(path))
-        verify(place, about, ranks)
+        return opened(path, ranks)
     except CheckpointError as error:
         if ranks.rank == 0:
-            warnings.warn(f"left out: {error}", stacklevel=5)
-        return False
-    return True
+            warnings.warn(f"left out: {error}", stacklevel=4)
+        return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import secrets
 import shutil
 import sys
@@ -13,7 +14,7 @@ import warnings
 import zlib
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -23,7 +24,7 @@ from namedmesh.errors import CheckpointError, listing, ranks_in_words
 from namedmesh.layout import Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
 ABOUT = "namedmesh.pt"  # written last: a directory that has it is a whole checkpoint
 _HEAD = b"namedmesh checkpoint 2 %08x\n"  # the format, and the checksum of what follows
@@ -32,6 +33,7 @@ _METADATA = ".metadata"  # DCP's own name for what it says about the tensors
 # Some network file systems show a file on other hosts after a while only.
 _APPEARS_WITHIN = 10.0
 
+T = TypeVar("T")
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 Files = dict[str, tuple[int, int]]
 """The size of each file, and its checksum."""
@@ -91,11 +93,14 @@ def is_whole(path: Path) -> bool:
     return (path / ABOUT).is_file()
 
 
-def make_room(path: Path) -> str:
-    """Make the directory that a checkpoint is written to, and undo what an interrupted one left.
+def place_of(path: Path) -> Path | None:
+    """Return where the finished checkpoint of a path is: one that was being replaced has another place."""
+    places = [place for place in (path, beside(path, "replaced")) if is_whole(place)]
+    return places[0] if places else None
 
-    Returns:
-        A text for :func:`sees_room`, which finds it there on a rank that sees the directory.
+
+def make_room(path: Path) -> str:
+    """Make the directory that a checkpoint is written to, and undo what an interrupted one left; returns a text in it.
 
     Raises:
         CheckpointError: ``path`` is something else than a checkpoint, which would be lost.
@@ -126,33 +131,33 @@ def names_in(directory: Path) -> set[str]:
     """Return the names of the checkpoints in a directory, also of those of which parts are left only."""
     names = set()
     for each in directory.glob("*"):
-        name = each.name
-        for what in ("unfinished", "replaced", "removed"):
-            if name.startswith(".") and name.endswith(f".{what}"):
-                name = name.removeprefix(".").removesuffix(f".{what}")
-        names.add(name)
+        left = re.fullmatch(r"\.(.+)\.(unfinished|replaced|removed)", each.name)
+        names.add(left[1] if left else each.name)
     return names
 
 
-def sees_room(path: Path, nonce: str) -> bool:
-    """Return whether this rank sees the directory that :func:`make_room` made on the first one."""
+def require_room(path: Path, nonce: str) -> None:
+    """Refuse a path that is another directory on this host than where the first rank has called :func:`make_room`."""
     probe = beside(path, "unfinished") / _PROBE
 
-    def has_nonce() -> bool:
+    def is_other() -> bool:
         with suppress(OSError):
-            return probe.read_text(encoding="ascii") == nonce
-        return False
+            return probe.read_text(encoding="ascii") != nonce
+        return True
 
-    return _waited_for(has_nonce)
+    if _still(is_other):
+        raise CheckpointError(
+            f"{path} is another directory than on rank 0; give a path on a file system that all hosts share, such as NFS or "
+            "Lustre"
+        )
 
 
-def _waited_for(condition: Any) -> bool:
+def _still(missing: Callable[[], T]) -> T:
+    """Return what is missing, once nothing is, or some time has passed."""
     deadline = time.monotonic() + _APPEARS_WITHIN
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
+    while (found := missing()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return True
+    return found
 
 
 def measured(directory: Path, names: Iterable[str]) -> Files:
@@ -182,9 +187,12 @@ def damaged(directory: Path, files: Files, *, contents: bool = True) -> list[str
     return [name for name in files if not is_as_written(name)]
 
 
-def damage_in_words(place: Path, names: Sequence[str]) -> str:
-    """Return the sentence about files that are not as they were written."""
-    return f"{listing(names, 4)} in the checkpoint {place} is missing, or not as it was written; load an older checkpoint"
+def refuse_damaged(place: Path, files: Files) -> None:
+    """Refuse a checkpoint of which files are not as they were written."""
+    if broken := damaged(place, files):
+        raise CheckpointError(
+            f"{listing(broken, 4)} in the checkpoint {place} is missing, or not as it was written; load an older checkpoint"
+        )
 
 
 def move(path: Path, about: dict[str, Any], files: Files) -> None:
@@ -195,8 +203,7 @@ def move(path: Path, about: dict[str, Any], files: Files) -> None:
     """
     unfinished, replaced = beside(path, "unfinished"), beside(path, "replaced")
     files |= measured(unfinished, [_METADATA])
-    if not _waited_for(lambda: not damaged(unfinished, files, contents=False)):
-        absent = damaged(unfinished, files, contents=False)
+    if absent := _still(lambda: damaged(unfinished, files, contents=False)):
         raise CheckpointError(
             f"{listing(absent, 4)} of {path} was written, and is not there on rank 0; give a path on a file system that all "
             "hosts share, such as NFS or Lustre"
@@ -236,24 +243,24 @@ def remove(path: Path) -> None:
 
 
 def read_about(path: Path) -> dict[str, Any]:
-    """Return what the checkpoint at ``path`` says about itself, and its ``place``: one that was being replaced has another.
+    """Return what the checkpoint of a path says about itself, and its ``place``.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    for place in (path, beside(path, "replaced")):
-        if is_whole(place):
-            head, _, contents = (place / ABOUT).read_bytes().partition(b"\n")
-            about: dict[str, Any] | None = None
-            if head + b"\n" == _HEAD % zlib.crc32(contents):
-                with suppress(pickle.UnpicklingError):
-                    about = torch.load(io.BytesIO(contents), weights_only=True, map_location="cpu")
-            if about is None:
-                raise CheckpointError(
-                    f"{place / ABOUT} is damaged, or of another version; load an older checkpoint"
-                )
+    place = place_of(path)
+    if place is None:
+        raise CheckpointError(
+            f"there is no finished checkpoint at {path}; name the path that it was saved to"
+        )
+    with suppress(OSError, pickle.UnpicklingError):
+        head, _, contents = (place / ABOUT).read_bytes().partition(b"\n")
+        if head + b"\n" == _HEAD % zlib.crc32(contents):
+            about: dict[str, Any] = torch.load(io.BytesIO(contents), weights_only=True, map_location="cpu")
             return about | {"place": str(place)}
-    raise CheckpointError(f"there is no finished checkpoint at {path}; name the path that it was saved to")
+    raise CheckpointError(
+        f"{place / ABOUT} is damaged, not readable, or of another version; load an older checkpoint"
+    )
 
 
 def find(path: Path) -> tuple[Path, dict[str, Any] | None]:
@@ -304,18 +311,17 @@ def layout_of(about: dict[str, Any]) -> Layout | None:
     return Layout(rank_offset=offset, **sizes)
 
 
-def in_order(directory: Path) -> list[tuple[int, Path, dict[str, Any]]]:
-    """Return the finished checkpoints in a directory as they were finished, and damaged ones, with the ``error``, behind them."""
-    found: list[tuple[int, Path, dict[str, Any]]] = []
+def in_order(directory: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Return the checkpoints in a directory as they were finished, and damaged ones, with the ``error``, behind them."""
+    found: list[tuple[Path, dict[str, Any]]] = []
     for name in sorted(names_in(directory)):
         path = directory / name
-        if is_whole(path) or is_whole(beside(path, "replaced")):
+        if place_of(path) is not None:
             try:
-                about = read_about(path)
+                found.append((path, read_about(path)))
             except CheckpointError as error:
-                about = {"order": sys.maxsize, "error": error}
-            found.append((about["order"], path, about))
-    return sorted(found, key=lambda each: each[0])
+                found.append((path, {"order": sys.maxsize, "error": error}))
+    return sorted(found, key=lambda each: each[1]["order"])
 
 
 def latest(path: str | os.PathLike[str]) -> Path | None:
@@ -338,10 +344,10 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
         'step-850'
     """
     path = Path(path)
-    if is_whole(path) or is_whole(beside(path, "replaced")):
+    if place_of(path) is not None:
         return path
     each: Path
-    for _, each, about in reversed(in_order(path)):
+    for each, about in reversed(in_order(path)):
         problem = about.get("error")
         if problem is None and (absent := damaged(Path(about["place"]), about["files"], contents=False)):
             problem = f"{each}, of which {listing(absent, 4)} is missing or has another size"

@@ -1,7 +1,11 @@
-"""What a checkpoint has for this rank, and whether it fits: everything is known before anything is changed."""
+"""What a checkpoint has for this rank, and whether it fits: everything is known before anything is changed; and Hugging Face's format."""
 
 from __future__ import annotations
 
+import json
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,162 +15,84 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from namedmesh.errors import CheckpointError, listing
-from namedmesh.training.checkpoint_files import (
-    Reader,
-    damage_in_words,
-    damaged,
-    find,
-    layout_of,
-    refuse_io,
-    shapes_in,
-    without_warnings,
-)
-from namedmesh.training.checkpoint_pretrained import require_safetensors
-from namedmesh.training.checkpoint_ranks import CheckpointGroup, attempted
-from namedmesh.training.checkpoint_state import State, groups_of
+from namedmesh.training import checkpoint_files as files
+from namedmesh.training.checkpoint_compare import shown
+from namedmesh.training.checkpoint_state import State, groups_of, local
 from namedmesh.training.contents import decoded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
+    import os
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.optim import Optimizer
 
-    from namedmesh.mesh import NamedMesh
     from namedmesh.training.checkpoint_files import Shapes
+    from namedmesh.training.checkpoint_ranks import CheckpointGroup
 
 _MODEL = "model."
-_NO_OPTIMIZER = "the checkpoint {} was saved without an optimizer; load it without one"
+
+About = dict[str, Any] | None
+"""What a checkpoint says about itself; None for one of Hugging Face."""
 
 
-def load_into(state: State, path: Path, ranks: CheckpointGroup, *, cast: bool) -> dict[str, Any] | None:
-    """Fill everything from a checkpoint; returns what it says about itself, None for one of Hugging Face."""
-    with refuse_io(path, "read"):
-        place, about = ranks.run_on_first_rank(lambda _: find(path))
-        verify(place, about, ranks)
-        if about is None:
-            require_safetensors()
-        source = Source(place, about, ranks)
-        loading = _Loading(state, source, cast=cast)
-        ranks.run_on_first_rank(_judge, loading.problems + source.unknown(state, ranks))
-        source.read(loading.tensors, ranks)
-    loading.put()
-    return about
-
-
-def verify(place: Path, about: dict[str, Any] | None, ranks: CheckpointGroup) -> None:
-    """Read all files of a checkpoint, each rank some of them.
+def opened(path: Path, ranks: CheckpointGroup) -> tuple[Path, About]:
+    """Return where the checkpoint of a path is, and what it says; each rank reads some of its files, to see that they are sound.
 
     Raises:
-        CheckpointError: a rank does not see it, or files are missing or damaged.
+        CheckpointError: there is none, a rank does not see it, or files are missing or damaged.
     """
+    with files.refuse_io(path, "read"):
+        place, about = ranks.on_first(lambda _: files.find(path))
 
-    def check() -> list[str]:
+    def check() -> None:
         if not place.is_dir():
             raise CheckpointError(f"{place} is not seen here, but on rank 0; put it where all hosts see it")
         if about is None:
-            return []
-        files = sorted(about["files"].items())[ranks.rank :: ranks.size]
-        return damaged(place, dict(files))
+            require_safetensors()
+        else:
+            files.refuse_damaged(place, dict(sorted(about["files"].items())[ranks.rank :: ranks.size]))
 
-    def judge(by_rank: Sequence[list[str]]) -> None:
-        if broken := [name for names in by_rank for name in names]:
-            raise CheckpointError(damage_in_words(place, broken))
-
-    ranks.run_on_first_rank(judge, attempted(check))
+    ranks.on_all(check)
+    return place, about
 
 
-def _judge(by_rank: Sequence[list[str]]) -> None:
-    found = dict.fromkeys(problem for problems in by_rank for problem in problems)
-    if found:
-        raise CheckpointError(*found)
-
-
-class Source:
-    """A checkpoint, and which copies in it are for this rank.
-
-    Attributes:
-        shapes: the shape and type of each tensor, by its name in the checkpoint.
-    """
-
-    def __init__(self, place: Path, about: dict[str, Any] | None, ranks: CheckpointGroup) -> None:
-        self.place, self.about = place, about
-        self._prefix = "" if about is not None else _MODEL
-        found = ranks.run_on_first_rank(lambda _: shapes_in(self._reader()))
-        self.shapes: Shapes = {self._prefix + name: each for name, each in found.items()}
-        self._own: dict[str, dict[int, int]] = {} if about is None else about["per_rank"]
-
-    def _reader(self) -> Any:
-        return dcp.HuggingFaceStorageReader(str(self.place)) if self.about is None else Reader(self.place)
-
-    def names(self) -> set[str]:
-        """Return the names of all entries, without the numbers of ranks."""
-        return self._own.keys() | {name for name in self.shapes if not name.startswith("rank.")}
-
-    def copies(self, name: str, mesh: NamedMesh | None) -> list[str]:
-        """Return where a checkpoint has an entry for this rank: once, if all ranks that it stands for had the same."""
-        if name in self._own:
-            before = None if self.about is None else layout_of(self.about)
-            by_rank, stood_for = self._own[name], set(self._own[name])
-            if mesh is not None and before is not None:
-                now = dict(mesh.layout.items())
-                same = {axis: mesh.coords[axis] for axis, size in before.items() if now.get(axis) == size}
-                stood_for &= {rank - before.rank_offset for rank in before.where(**same)}
-            once = {by_rank[rank]: f"rank.{rank}.{name}" for rank in sorted(stood_for, reverse=True)}
-            if once:
-                return sorted(once.values())
-        return [name] if name in self.shapes else []
-
-    def unknown(self, state: State, ranks: CheckpointGroup) -> list[str]:
-        """Return the tensors of a model that no rank has; communicates."""
-        names = sorted(name for name in self.names() if name.startswith(_MODEL))
-        known = torch.tensor([name in state.entries for name in names], dtype=torch.uint8)
-        if ranks.group is not None and names:
-            dist.all_reduce(known, dist.ReduceOp.MAX, group=ranks.group)
-        return [
-            f"{_shown(name)!r} is in the checkpoint {self.place}, and on no rank in the model"
-            for name, each in zip(names, known.tolist(), strict=True)
-            if not each
-        ]
-
-    def read(self, tensors: Mapping[str, Tensor], ranks: CheckpointGroup | None) -> None:
-        """Fill tensors; with ``ranks`` all of them together."""
-        wanted = {name.removeprefix(self._prefix): each for name, each in tensors.items()}
-        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        arguments: dict[str, Any] = {"no_dist": True} if ranks is None else ranks.arguments
-        with without_warnings():
-            dcp.load(wanted, storage_reader=self._reader(), planner=planner, **arguments)
-
-    def values(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return entries that are no tensors; this rank reads them alone."""
-        room = {name: self.room(name) for name in names}
-        if room:
-            self.read(room, None)
-        return {name: decoded(each) for name, each in room.items()}
-
-    def room(self, name: str) -> Tensor:
-        """Return a tensor to read an entry into."""
-        shape, dtype = self.shapes[name]
-        return torch.empty(shape, dtype=dtype)
-
-
-def _shown(name: str) -> str:
-    return name.removeprefix(_MODEL).removesuffix("#")
+def load_into(
+    collect: Callable[[], State], place: Path, about: About, ranks: CheckpointGroup, *, cast: bool
+) -> None:
+    """Fill what ``collect`` returns from a checkpoint."""
+    state = ranks.on_all(collect)
+    with files.refuse_io(place, "read"):
+        reader: Any = files.Reader(place) if about is not None else dcp.HuggingFaceStorageReader(str(place))
+        shapes = ranks.on_first(lambda _: files.shapes_in(reader))
+        loading = ranks.on_all(partial(_Loading, state, reader, shapes, about, cast=cast))
+        loading.add_unknown(ranks)
+        ranks.on_all(loading.refuse_problems)
+        loading.read(loading.tensors, **ranks.arguments)
+    found = loading.found()
+    ranks.on_all(partial(loading.put, found))
 
 
 class _Loading:
-    """The tensors that are read for a state, and what does not fit.
+    """The tensors of a checkpoint that are read for a state, and what does not fit.
 
     Attributes:
         tensors: what to read, by its name in the checkpoint.
         problems: what does not fit.
     """
 
-    def __init__(self, state: State, source: Source, *, cast: bool) -> None:
-        self.state, self.source, self.cast = state, source, cast
+    def __init__(self, state: State, reader: Any, shapes: Shapes, about: About, *, cast: bool) -> None:
+        self.state, self.about, self.cast = state, about, cast
+        self._reader, self._where = reader, f"the checkpoint {reader.path}"
+        self._prefix = "" if about is not None else _MODEL
+        self._shapes = {self._prefix + name: each for name, each in shapes.items()}
+        self._per_rank: dict[str, dict[int, int]] = {} if about is None else about["per_rank"]
+        self._before = None if about is None else files.layout_of(about)
+        once = {name for name in self._shapes if not name.startswith("rank.")}
+        self._names = sorted(self._per_rank.keys() | once)
         self.tensors: dict[str, Tensor] = {}
         self.problems: list[str] = []
-        self._copies: dict[str, list[str]] = {}
+        # Of each entry, where a checkpoint has it for this rank, and the parameter whose part it is.
+        self._wanted: dict[str, tuple[list[str], Tensor | None]] = {}
         self._options: dict[str, dict[str, Any]] = {}
         for name in state.entries:
             if name.startswith(_MODEL):
@@ -175,114 +101,159 @@ class _Loading:
             self._want_optimizers()
         for number in range(len(state.loaders)):
             self._want_data(f"data.{number}#")
-        for name in sorted(source.names()):
-            if name.startswith("random."):
-                copies = source.copies(name, state.mesh)
-                if len(copies) == 1:
-                    self._want(name, copies)
+        for name in self._names_of("random."):
+            copies = self._copies(name)
+            if len(copies) == 1:
+                self._want(name, copies)
 
-    def _want(self, name: str, copies: list[str], target: Tensor | None = None) -> None:
-        self._copies[name] = copies
+    def _names_of(self, prefix: str) -> list[str]:
+        return [name for name in self._names if name.startswith(prefix)]
+
+    def _copies(self, name: str) -> list[str]:
+        """Return where a checkpoint has an entry for this rank: once, if all ranks that it stands for had the same."""
+        if name not in self._per_rank:
+            return [name] if name in self._shapes else []
+        by_rank, stood_for = self._per_rank[name], set(self._per_rank[name])
+        mesh, before = self.state.mesh, self._before
+        if mesh is not None and before is not None:
+            now = dict(mesh.layout.items())
+            same = {axis: mesh.coords[axis] for axis, size in before.items() if now.get(axis) == size}
+            stood_for &= {rank - before.rank_offset for rank in before.where(**same)}
+        once = {by_rank[rank]: f"rank.{rank}.{name}" for rank in sorted(stood_for, reverse=True)}
+        return sorted(once.values())
+
+    def add_unknown(self, ranks: CheckpointGroup) -> None:
+        """Find tensors of a model that no rank has; communicates."""
+        names = self._names_of(_MODEL)
+        known = torch.tensor([name in self.state.entries for name in names], dtype=torch.uint8)
+        if ranks.group is not None and names:
+            dist.all_reduce(known, dist.ReduceOp.MAX, group=ranks.group)
+        self.problems += [
+            f"{shown(name)} is in {self._where}, and on no rank in the model"
+            for name, each in zip(names, known.tolist(), strict=True)
+            if not each
+        ]
+
+    def refuse_problems(self) -> None:
+        """Raise what does not fit."""
+        if self.problems:
+            raise CheckpointError(*self.problems)
+
+    def read(self, tensors: Mapping[str, Tensor], **arguments: Any) -> None:
+        """Fill tensors, on the ranks that the arguments for DCP say."""
+        wanted = {name.removeprefix(self._prefix): each for name, each in tensors.items()}
+        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        with files.without_warnings():
+            dcp.load(wanted, storage_reader=self._reader, planner=planner, **arguments)
+
+    def _room(self, name: str) -> Tensor:
+        shape, dtype = self._shapes[name]
+        return torch.empty(shape, dtype=dtype)
+
+    def _want(
+        self, name: str, copies: list[str], room: Tensor | None = None, parameter: Tensor | None = None
+    ) -> None:
+        self._wanted[name] = copies, parameter
         for copy in copies:
-            self.tensors[copy] = self.source.room(copy) if target is None else target
+            self.tensors[copy] = self._room(copy) if room is None else room
 
     def _want_of_model(self, name: str) -> None:
-        source, entry = self.source, self.state.entries[name]
+        entry = self.state.entries[name]
         extra_state = name.removesuffix("#").endswith("_extra_state")
-        copies = source.copies(name, self.state.mesh)
+        copies = self._copies(name)
         if not copies:
-            elsewhere = any(source.copies(other, self.state.mesh) for other in self.state.aliases(name))
+            elsewhere = any(self._copies(other) for other in self.state.aliases(name))
             # Hugging Face's format has no extra states; a tied tensor is there under one of its names at least.
-            if not elsewhere and not (extra_state and source.about is None):
-                self.problems.append(f"{_shown(name)!r} is not in the checkpoint {source.place}")
+            if not elsewhere and not (extra_state and self.about is None):
+                self.problems.append(f"{shown(name)} is not in {self._where}")
         elif extra_state or not isinstance(entry.value, Tensor):
             self._want(name, copies[:1])
         else:
-            target = self.state.tensor(name)
+            room = self.state.room(name)
             for copy in copies:
-                self._check(name, target, *source.shapes[copy])
+                self._check(name, room, *self._shapes[copy])
             if entry.may_be_averaged and len(copies) > 1:
                 self._want(name, copies)
             else:
-                self._want(name, copies[:1], target)
+                self._want(name, copies[:1], room, entry.parameter)
 
     def _check(self, name: str, target: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        place = self.source.place
         if tuple(target.shape) != shape:
             self.problems.append(
-                f"{_shown(name)!r} has shape {tuple(target.shape)} here, and {shape} in the checkpoint {place}"
+                f"{shown(name)} has shape {tuple(target.shape)} here, and {shape} in {self._where}"
             )
         elif target.dtype != dtype and not self.cast:
             self.problems.append(
-                f"{_shown(name)!r} is {target.dtype} here, and {dtype} in the checkpoint {place}; make the model in that type, or "
+                f"{shown(name)} is {target.dtype} here, and {dtype} in {self._where}; make the model in that type, or "
                 "pass cast=True to load(), which rounds"
             )
 
     def _want_optimizers(self) -> None:
-        source, kept = self.source, dict[str, list[str]]()
-        groups = source.values(name for name in source.names() if name.startswith("group."))
-        if not groups:
-            self.problems.append(_NO_OPTIMIZER.format(source.place))
+        rooms = {name: self._room(name) for name in self._names_of("group.")}
+        if rooms:
+            self.read(rooms, no_dist=True)  # this rank alone
+        groups = [decoded(each) for each in rooms.values()]
+        by_name = {name: group for group in groups for name in group["names"]}
+        if not by_name:
+            self.problems.append(f"{self._where} was saved without an optimizer; load it without one")
             return
-        by_name = {name: group for group in groups.values() for name in group["names"]}
         self._options = {name: group["options"] for name, group in by_name.items()}
-        for name in sorted(source.names()):
-            if name.startswith("optimizer."):
-                kept.setdefault(name.removeprefix("optimizer.").partition(":")[0], []).append(name)
+        kept: dict[str, list[str]] = {}
+        for name in self._names_of("optimizer."):
+            kept.setdefault(name.removeprefix("optimizer.").partition(":")[0], []).append(name)
         for optimizer in self.state.optimizers:
             parameters = self.state.parameters(optimizer)
-            self.problems += _other_options(optimizer, parameters, by_name, source.place)
+            self.problems += _other_options(optimizer, parameters, by_name, self._where)
             for name, parameter in parameters:
-                # In the order in which they were kept.
-                order = [f"optimizer.{name}:{key}" for key in by_name.get(name, {}).get("keys", ())]
-                places = {each: place for place, each in enumerate(order)}
-                for full in sorted(
-                    kept.get(name, ()), key=lambda each: places.get(each.removesuffix("#"), -1)
-                ):
+                for full in kept.get(name, ()):
                     self._want_of_optimizer(full, parameter)
 
     def _want_of_optimizer(self, name: str, parameter: Tensor) -> None:
-        source = self.source
-        copies = source.copies(name, self.state.mesh)
-        shape, dtype = source.shapes[copies[0]] if copies else ((), torch.uint8)
+        copies = self._copies(name)
+        shape, dtype = self._shapes[copies[0]] if copies else ((), torch.uint8)
         alike = (
             shape == tuple(parameter.shape) and dtype.is_floating_point and not isinstance(parameter, DTensor)
         )
         if copies == [name] and not name.endswith("#"):
-            self._want(name, copies, self.state.empty_optimizer_tensor(name, parameter, shape, dtype))
+            self._want(name, copies, self.state.room_in_optimizer(parameter, shape, dtype), parameter)
         elif len(copies) == 1 or (copies and alike):
             self._want(name, copies)
         else:
-            what, _, key = name.removeprefix("optimizer.").removesuffix("#").partition(":")
             self.problems.append(
-                f"the optimizer keeps {key!r} of {what!r} for the part that a rank had, and no rank has this part now; load it on "
-                "the layout that it was saved from, or without the optimizer"
+                f"the optimizer keeps {shown(name)} for the part that a rank had, and no rank has this part now; load it on the "
+                "layout that it was saved from, or without the optimizer"
             )
 
     def _want_data(self, name: str) -> None:
-        copies = self.source.copies(name, self.state.mesh)
+        copies = self._copies(name)
         if len(copies) != 1:
-            known = (
-                "another place in the data for each rank that this one stands for"
-                if copies
-                else "no place in the data"
-            )
+            known = "no place in the data"
+            if copies:
+                known = "another place in the data for each rank that this one stands for"
             self.problems.append(
-                f"the checkpoint {self.source.place} has {known}; load it without data=, and skip the samples that were seen"
+                f"{self._where} has {known}; load it without data=, and skip the samples that were seen"
             )
         self._want(name, copies)
 
-    def put(self) -> None:
-        """Give what was read to the model, the optimizers and the generators."""
-        found = {name: self._joined(copies) for name, copies in self._copies.items()}
+    def found(self) -> dict[str, Tensor]:
+        """Return what was read for each entry; may communicate."""
+        result = {}
+        for name, (copies, parameter) in self._wanted.items():
+            tensors = [self.tensors[copy] for copy in copies]
+            joined = tensors[0] if len(tensors) == 1 else torch.stack(tensors).mean(0)
+            result[name] = local(joined, parameter, self.state.mesh)
+        return result
+
+    def put(self, found: Mapping[str, Tensor]) -> None:
+        """Give what was read to the model, the optimizers, the loaders and the generators."""
         state = self.state
         state.put_model(found)
         kept: dict[str, dict[str, Any]] = {}
         for name, value in found.items():
             if name.startswith("optimizer."):
                 parameter, _, key = name.removeprefix("optimizer.").partition(":")
-                is_value = key.endswith("#")
-                kept.setdefault(parameter, {})[key.removesuffix("#")] = decoded(value) if is_value else value
+                of_parameter = kept.setdefault(parameter, {})
+                of_parameter[key.removesuffix("#")] = decoded(value) if key.endswith("#") else value
         for optimizer in state.optimizers:
             state.put_optimizer(optimizer, self._options, kept)
         for number, loader in enumerate(state.loaders):
@@ -292,23 +263,15 @@ class _Loading:
             {name.removeprefix(prefix): each for name, each in found.items() if name.startswith(prefix)}
         )
 
-    def _joined(self, copies: list[str]) -> Tensor:
-        tensors = [self.tensors[copy] for copy in copies]
-        return tensors[0] if len(tensors) == 1 else torch.stack(tensors).mean(0)
-
 
 def _other_options(
-    optimizer: Optimizer, parameters: Sequence[tuple[str, Tensor]], saved: Mapping[str, Any], place: Path
+    optimizer: Optimizer, parameters: Sequence[tuple[str, Tensor]], saved: Mapping[str, Any], where: str
 ) -> list[str]:
     """Return why an optimizer cannot go on from the options in a checkpoint."""
     found = []
     for group in groups_of(optimizer, parameters):
         names, kinds = group["names"], group["kinds"]
-        found += [
-            f"the optimizer of the checkpoint {place} did not have {name!r}"
-            for name in names
-            if name not in saved
-        ]
+        found += [f"the optimizer of {where} did not have {name!r}" for name in names if name not in saved]
         known = [name for name in names if name in saved]
         options = {repr(saved[name]["options"]): name for name in reversed(known)}
         if len(options) > 1:
@@ -319,7 +282,66 @@ def _other_options(
         for kind in dict.fromkeys(tuple(saved[name]["kinds"]) for name in known):
             if kind[0] not in kinds and kinds[0] not in kind:
                 found.append(
-                    f"the optimizer of {listing(map(repr, known), 4)} was {kind[0]} in the checkpoint {place}, and is {kinds[0]} "
+                    f"the optimizer of {listing(map(repr, known), 4)} was {kind[0]} in {where}, and is {kinds[0]} "
                     "here; make the one that was saved, or load without the optimizer"
                 )
     return found
+
+
+def require_safetensors() -> None:
+    """Refuse to go on without the package that reads and writes the format."""
+    if find_spec("safetensors") is None:
+        raise CheckpointError(
+            "Hugging Face's format needs the package safetensors, which is not installed; pip install safetensors"
+        )
+
+
+def to_pretrained(
+    path: str | os.PathLike[str], directory: str | os.PathLike[str], *, shard_bytes: int = 5 * 2**30
+) -> None:
+    """Write the model of a checkpoint as Hugging Face's ``save_pretrained`` does; one process calls this.
+
+    ``from_pretrained`` reads the result once ``model.config.save_pretrained(directory)`` was called, too, and
+    :func:`load` reads such a directory into any layout. The names are those of your model: they fit if it is one
+    of Hugging Face's. It takes the memory of one file.
+
+    Args:
+        path: the checkpoint.
+        directory: where to write ``model.safetensors``, or several such files and their index.
+        shard_bytes: the largest size of a file (or one tensor, if that is larger).
+
+    Raises:
+        CheckpointError: there is no checkpoint, or the package safetensors is not installed.
+    """
+    require_safetensors()
+    from safetensors.torch import save_file
+
+    place, about = files.find(Path(path))
+    if about is None:
+        raise CheckpointError(f"{place} is in the format of save_pretrained already")
+    files.refuse_damaged(place, about["files"])
+    shapes = files.shapes_in(files.Reader(place))
+    parts: list[dict[str, Tensor]] = []
+    free = 0
+    for key, (shape, dtype) in shapes.items():
+        if key.startswith("model."):
+            tensor = torch.empty(shape, dtype=dtype, device="meta")
+            if tensor.nbytes > free or not parts:
+                parts, free = [*parts, {}], shard_bytes
+            parts[-1][key] = tensor
+            free -= tensor.nbytes
+    target = Path(directory)
+    target.mkdir(parents=True, exist_ok=True)
+    index: dict[str, str] = {}
+    for number, part in enumerate(parts, start=1):
+        several = f"-{number:05}-of-{len(parts):05}" if len(parts) > 1 else ""
+        tensors = {key: torch.empty_like(each, device="cpu") for key, each in part.items()}
+        with files.without_warnings():
+            dcp.load(tensors, storage_reader=files.Reader(place), no_dist=True)
+        named = {key.removeprefix("model."): each for key, each in tensors.items()}
+        save_file(named, target / f"model{several}.safetensors", metadata={"format": "pt"})
+        index |= dict.fromkeys(named, f"model{several}.safetensors")
+    if len(parts) > 1:
+        size = sum(each.nbytes for part in parts for each in part.values())
+        contents = {"metadata": {"total_size": size}, "weight_map": index}
+        (target / "model.safetensors.index.json").write_text(json.dumps(contents, indent=2), encoding="utf-8")

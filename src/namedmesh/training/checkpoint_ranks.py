@@ -1,4 +1,4 @@
-"""The ranks that write or read a checkpoint together: on a group of their own, and what they compare."""
+"""The ranks that write or read a checkpoint together, on a group of their own, also in the background."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any, ClassVar, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Saving(Future[Path]):
-    """A save in the background; whoever asks for its result gets its failure, which is reported then."""
+    """A save in the background, reported once somebody got its result or its error."""
 
     def result(self, timeout: float | None = None) -> Path:
         """Return the path of the checkpoint, once it is in its place."""
@@ -39,52 +39,18 @@ class Saving(Future[Path]):
             if self.done():
                 _unreported.discard(self)
 
+    def run(self, work: Callable[[], Path]) -> None:
+        """Do the work of this save, in its thread."""
+        try:
+            self.set_result(work())
+            _unreported.discard(self)
+        except BaseException as error:  # noqa: BLE001  whoever asks for the result gets it
+            self.set_exception(error)
+
 
 _unreported: set[Saving] = set()
 """The saves that are under way, and those whose failure was not raised anywhere."""
 os.register_at_fork(after_in_child=_unreported.clear)
-
-
-class Background:
-    """The save in the background of some ranks, and its failure until it is reported."""
-
-    def __init__(self) -> None:
-        self._last: Saving | None = None
-
-    def begin(self, work: Callable[[], Path]) -> Saving:
-        """Call a function in the background."""
-        saving = self._last = Saving()
-        _unreported.add(saving)
-
-        def run() -> None:
-            try:
-                saving.set_result(work())
-                _unreported.discard(saving)
-            except BaseException as error:  # noqa: BLE001  whoever asks for the result gets it
-                saving.set_exception(error)
-
-        # No daemon: the interpreter waits for it.
-        Thread(target=run, name="namedmesh checkpoint", daemon=False).start()
-        return saving
-
-    def wait(self) -> None:
-        """Wait for the end of the save."""
-        if self._last is not None:
-            wait([self._last])
-
-    def failure(self) -> BaseException | None:
-        """Wait for the end of the save; returns its error, if it was not reported."""
-        self.wait()
-        saving = self._last
-        if saving is None or saving not in _unreported:
-            return None
-        _unreported.remove(saving)
-        return saving.exception()
-
-    def finish(self) -> None:
-        """Wait for the end of the save, and raise its error if it was not reported."""
-        if error := self.failure():
-            raise error
 
 
 def _wait_for_all() -> None:
@@ -123,14 +89,18 @@ class CheckpointGroup:
 
     Attributes:
         group: the group; None in a process without process groups.
-        background: the save in the background.
+        rank: this rank's place among them.
+        size: how many they are.
+        saving: the last save in the background.
         warned: what the ranks were warned of already.
     """
 
     _of: ClassVar[WeakKeyDictionary[NamedMesh, CheckpointGroup]] = WeakKeyDictionary()
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group, self.background = group, _of_process if group is None else Background()
+        self.group = group
+        self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
+        self.saving: Saving | None = None
         self.warned: set[str] = set()
 
     @classmethod
@@ -149,7 +119,7 @@ class CheckpointGroup:
 
     @classmethod
     def _leave(cls, mesh: NamedMesh) -> None:
-        cls._of.pop(mesh).background.finish()
+        cls._of.pop(mesh).finish()
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -158,32 +128,40 @@ class CheckpointGroup:
             return {"process_group": self.group}
         return {"no_dist": True} if dist.is_initialized() else {}
 
-    @property
-    def rank(self) -> int:
-        """This rank's place among them."""
-        return 0 if self.group is None else self.group.rank()
+    def begin(self, work: Callable[[], Path]) -> Saving:
+        """Save in the background."""
+        self.saving = Saving()
+        _unreported.add(self.saving)
+        # No daemon: the interpreter waits for it.
+        Thread(target=self.saving.run, args=(work,), name="namedmesh checkpoint", daemon=False).start()
+        return self.saving
 
-    @property
-    def size(self) -> int:
-        """How many they are."""
-        return 1 if self.group is None else self.group.size()
+    def wait(self) -> None:
+        """Wait for the end of the save in the background."""
+        if self.saving is not None:
+            wait([self.saving])
 
-    def run_on_first_rank(self, function: Callable[[list[Any]], T], mine: object = None) -> T:
-        """Call ``function`` on the first rank, with a value of each rank; all get its result, or its error.
+    def finish(self) -> None:
+        """Wait for the end of the save in the background, and raise its error if it was not reported."""
+        self.wait()
+        if self.saving in _unreported:
+            self.saving.result()
 
-        A value that is an error is raised on every rank instead.
-        """
-        first = self.rank == 0
-        values: list[Any] = [mine] if self.group is None else [None] * self.size
+    def on_first(self, function: Callable[[list[Any]], T], mine: object = None) -> T:
+        """Call ``function`` on the first rank, with a value of each rank; all get its result, or its error."""
+        values: list[Any] = [mine]
         if self.group is not None:
-            dist.gather_object(mine, values if first else None, group=self.group, group_dst=0)
+            values = [None] * self.size
+            dist.gather_object(mine, values if self.rank == 0 else None, group=self.group, group_dst=0)
         answer: list[Any] = [None, None]
-        if first:
+        if self.rank == 0:
             try:
-                _raise_errors(values)
                 answer[0] = function(values)
-            except Exception as error:  # noqa: BLE001  every rank raises it
+            except (NamedMeshError, OSError) as error:
                 answer[1] = error
+            except Exception as error:  # noqa: BLE001  every rank raises it
+                answer[1] = CheckpointError(*_problems(error))
+                answer[1].__cause__ = error
         if self.group is not None:
             dist.broadcast_object_list(answer, group=self.group, group_src=0)
         if answer[1] is not None:
@@ -191,39 +169,41 @@ class CheckpointGroup:
         result: T = answer[0]
         return result
 
-    def raise_on_all(self, error: BaseException | None) -> None:
-        """Raise the error of any rank on every rank; without one this is a single reduction."""
-        flag = torch.tensor([error is not None], dtype=torch.uint8)
+    def on_all(self, function: Callable[[], T]) -> T:
+        """Call a function on every rank; all raise what it raises on any. Without an error it is a single reduction."""
+        result, error = None, None
+        try:
+            result = function()
+        except Exception as raised:  # noqa: BLE001  every rank raises it
+            error = raised
+        failed = torch.tensor([int(error is not None)])
         if self.group is not None:
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
-        if flag.item():
-            self.run_on_first_rank(lambda _: None, error)
+            dist.all_reduce(failed, dist.ReduceOp.MAX, group=self.group)
+        if failed.item():
+            try:
+                self.on_first(_raise_all, _problems(error))
+            except CheckpointError as found:
+                raise found from (None if isinstance(error, NamedMeshError) else error)
+        return cast("T", result)
 
 
-def attempted(function: Callable[[], T]) -> T | Exception:
-    """Return what a function returns or raises, for :meth:`CheckpointGroup.run_on_first_rank`."""
-    try:
-        return function()
-    except Exception as error:  # noqa: BLE001  raised on every rank
-        return error
+def _problems(error: Exception | None) -> list[str]:
+    """Return an error in words: not every one can be sent to another rank."""
+    if error is None:
+        return []
+    if isinstance(error, NamedMeshError):
+        return list(error.problems)
+    return [f"{type(error).__name__}: {error}".partition("\n")[0]]
 
 
-def _raise_errors(values: list[Any]) -> None:
-    """Raise what ranks have instead of a value, one sentence for each cause."""
-    causes: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        if isinstance(value, NamedMeshError):
-            for problem in value.problems:
-                causes.setdefault(problem, []).append(rank)
-        elif isinstance(value, BaseException):
-            cause = f"{type(value).__name__}: {value}".partition("\n")[0]
-            causes.setdefault(cause, []).append(rank)
-    problems = []
-    for cause, ranks in causes.items():
-        where = "" if len(ranks) == len(values) else f"{ranks_in_words(ranks)}: "
-        problems.append(f"{where}{cause}")
-    if problems:
-        raise CheckpointError(*problems)
-
-
-_of_process = Background()
+def _raise_all(by_rank: list[list[str]]) -> None:
+    """Raise the problems of all ranks, one sentence for each."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, problems in enumerate(by_rank):
+        for problem in problems:
+            ranks_of.setdefault(problem, []).append(rank)
+    found = []
+    for problem, ranks in ranks_of.items():
+        everywhere = len(ranks) == len(by_rank)
+        found.append(problem if everywhere else f"{ranks_in_words(ranks)}: {problem}")
+    raise CheckpointError(*found)

@@ -7,8 +7,8 @@ or ``random.NAME``; ``rank.N.`` stands before what is per rank, and ``#`` behind
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from namedmesh.errors import listing
-from namedmesh.training.checkpoint_compare import Compared, shard_of_dtensor
+from namedmesh.errors import CheckpointError, listing
+from namedmesh.training.checkpoint_compare import shown
 from namedmesh.training.contents import decoded, digest, encoded
+from namedmesh.training.initialization import plain_name, shard_of
 from namedmesh.training.seeds import streams
 
 if TYPE_CHECKING:
@@ -29,36 +30,32 @@ if TYPE_CHECKING:
     Model = nn.Module | Sequence[nn.Module]
     Optimizers = Optimizer | Sequence[Optimizer] | None
 
-# What torch's wrappers put into the names of the modules inside them.
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
+class Entry(NamedTuple):
+    """One thing that a rank has to save, and what ranks compare of it.
 
-def clean(name: str) -> str:
-    """Return the name of a parameter in the model as it was written."""
-    for part in _WRAPPERS:
-        name = name.replace(part, "")
-    return name
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One thing that a rank has to save."""
+    Attributes:
+        value: what it is.
+        parameter: the parameter whose part it is, or which it is.
+        may_be_averaged: whether copies that differ have a mean, for a layout in which nobody is the rank that had one of them.
+        shape: that of the whole, which has to be the same everywhere; None where it may differ.
+        shard: which part of the whole this rank has; empty for all of it.
+        exact: whether every bit counts.
+    """
 
     value: Any
-    parameter: Tensor | None = None
-    """The parameter whose part it is, or which it is."""
-    is_parameter: bool = False
-    """Whether it has to be the same on all ranks that have the same part of it."""
-    may_be_averaged: bool = False
-    """Whether copies that differ have a mean, for a layout in which nobody is the rank that had one of them."""
+    parameter: Tensor | None
+    may_be_averaged: bool
+    shape: tuple[int, ...] | None
+    shard: tuple[object, ...]
+    exact: bool
 
 
 class State:
-    """What this rank saves, by name.
+    """What this rank saves: ``entries``, by name.
 
-    Attributes:
-        entries: everything.
-        problems: names that stand for several tensors, parameters of the optimizer that have none, and what is no plain data.
+    Raises:
+        CheckpointError: names stand for several tensors, or an optimizer has parameters that the model has not.
     """
 
     def __init__(
@@ -69,70 +66,74 @@ class State:
         self.modules = [
             each.module if isinstance(each, DistributedDataParallel) else each for each in modules
         ]
-        if optimizers is None:
-            optimizers = []
-        self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers or ())
         self.loaders: list[Any] = list(data) if isinstance(data, list | tuple) else [data]
         if data is None:
             self.loaders = []
         self.entries: dict[str, Entry] = {}
-        self.problems: list[str] = []
         self.names: dict[int, str] = {}
+        self._problems: list[str] = []
         self._add_model()
         for optimizer in self.optimizers:
             self._add_optimizer(optimizer)
         for number, loader in enumerate(self.loaders):
-            self.entries[f"data.{number}#"] = Entry(loader.state_dict())
+            self._add(f"data.{number}#", loader.state_dict())
         for name, state in self._random().items():
-            self.entries[f"random.{name}"] = Entry(state)
+            self._add(f"random.{name}", state)
+        if self._problems:
+            raise CheckpointError(*self._problems)
+
+    def _add(self, name: str, value: Any, parameter: Tensor | None = None, *, averaged: bool = False) -> None:
+        of_optimizer = name.startswith("optimizer.")
+        shard, shape = self._place(value, parameter)
+        replica = bool(shard) or (isinstance(value, nn.Parameter) and not of_optimizer)
+        exact = not replica and not (averaged and of_optimizer)
+        entry = Entry(value, parameter, averaged, shape if replica else None, shard, exact)
+        if self.entries.setdefault(name, entry).value is not value:
+            self._problems.append(
+                f"{shown(name)} is the name of two values; name a layer by its number in the whole model, as "
+                "training.stage_layers does, and give a parameter to one optimizer"
+            )
 
     def _add_model(self) -> None:
         for module in self.modules:
             own = {id(each) for each in module.buffers()}
             # Kept as variables: the parameters themselves, by which their marks and optimizer state are found.
             for raw, value in module.state_dict(keep_vars=True).items():
-                name = clean(raw)
-                if not isinstance(value, Tensor):
-                    if value is not None:
-                        self.entries[f"model.{name}#"] = Entry(value)
-                    continue
-                is_parameter = isinstance(value, nn.Parameter)
-                averaged = id(value) in own and value.is_floating_point()
-                entry = Entry(value, value, is_parameter=is_parameter, may_be_averaged=averaged)
-                if self.entries.setdefault(f"model.{name}", entry).value is not value:
-                    self.problems.append(
-                        f"{name!r} is the name of two tensors; name a layer by its number in the whole model, "
-                        "as training.stage_layers does"
-                    )
-                self.names.setdefault(id(value), name)
+                name = plain_name(raw)
+                if isinstance(value, Tensor):
+                    averaged = id(value) in own and value.is_floating_point()
+                    self._add(f"model.{name}", value, value, averaged=averaged)
+                    self.names.setdefault(id(value), name)
+                elif value is not None:
+                    self._add(f"model.{name}#", value)
 
     def _add_optimizer(self, optimizer: Optimizer) -> None:
         parameters = self.parameters(optimizer)
         unknown = [tuple(each.shape) for name, each in parameters if not name]
         if unknown:
-            self.problems.append(
+            self._problems.append(
                 f"the optimizer has parameters of shape {listing(unknown)} that the model has not; make it from the "
                 "parameters that the model has now"
             )
         for index, kept in optimizer.state_dict()["state"].items():
             if not isinstance(index, int):
-                self.problems.append(
+                self._problems.append(
                     f"the optimizer keeps {index!r} for itself; a checkpoint has what it keeps for each parameter"
                 )
                 continue
             name, parameter = parameters[index]
             for key, value in kept.items():
-                if not isinstance(value, Tensor):
-                    self.entries[f"optimizer.{name}:{key}#"] = Entry(value)
-                    continue
-                alike = (
-                    value.shape == parameter.shape and not isinstance(parameter, DTensor) and value.ndim > 0
-                )
-                self.entries[f"optimizer.{name}:{key}"] = Entry(
-                    value, parameter, may_be_averaged=alike and value.is_floating_point()
-                )
+                if isinstance(value, Tensor):
+                    alike = value.shape == parameter.shape and value.ndim > 0 and value.is_floating_point()
+                    averaged = alike and not isinstance(parameter, DTensor)
+                    self._add(f"optimizer.{name}:{key}", value, parameter, averaged=averaged)
+                else:
+                    self._add(f"optimizer.{name}:{key}#", value)
         for content in groups_of(optimizer, parameters):
-            self.entries[f"group.{digest(content):x}#"] = Entry(content)
+            name = f"group.{digest(content):x}#"
+            if name not in self.entries:
+                self._add(name, content)
 
     def _random(self) -> dict[str, Tensor]:
         states = streams.state_dict()
@@ -154,67 +155,63 @@ class State:
         value = self.entries[key].value
         return [other for other, entry in self.entries.items() if entry.value is value]
 
-    def compared(self) -> dict[str, Compared]:
+    def compared(self) -> dict[str, Entry]:
         """Return what ranks compare: all but the options, which are named by what they are, and shards of optimizers."""
         found = {}
-        for name, entry in self.entries.items():
-            value = entry.value
-            shard: tuple[object, ...] = ()
-            shape: tuple[int, ...] | None = None
-            if isinstance(value, Tensor):
-                shard = self._shard(entry)
-                shape = self._whole_shape(entry) if entry.is_parameter or shard else None
-            if name.startswith("group.") or (shard and name.startswith("optimizer.")):
-                continue
-            exact = not (
-                shard or entry.is_parameter or (entry.may_be_averaged and name.startswith("optimizer."))
-            )
-            found[name] = Compared(value, shape, shard, exact)
+        for name, entry in sorted(self.entries.items(), key=itemgetter(0)):
+            shard_of_optimizer = entry.shard and name.startswith("optimizer.")
+            if not shard_of_optimizer and not name.startswith("group."):
+                found[name] = entry
         return found
 
-    def _shard(self, entry: Entry) -> tuple[object, ...]:
-        value = entry.value
+    def _place(self, value: Any, parameter: Tensor | None) -> tuple[tuple[object, ...], tuple[int, ...]]:
+        """Return which part of a tensor this rank has, empty for all of it, and the shape of the whole."""
+        if not isinstance(value, Tensor):
+            return (), ()
         if isinstance(value, DTensor):
-            return shard_of_dtensor(value) or ("whole",)
-        cut = None if entry.parameter is None else shard_of(entry.parameter, self.mesh)
-        if cut is None or self.mesh is None or value.shape != entry.parameter.shape:  # type: ignore[union-attr]
-            return ()
-        return (*cut, self.mesh.rank(cut[0]))
+            where: Sequence[int] = value.device_mesh.get_coordinate() or []
+            placed = zip(value.placements, value.device_mesh.shape, where, strict=False)
+            shard = tuple((str(each), size, place) for each, size, place in placed if not each.is_replicate())
+            return shard or ("whole",), tuple(value.shape)
+        shape = list(value.shape)
+        cut = shard_of(parameter, self.mesh)
+        if cut is None or self.mesh is None or parameter is None or value.shape != parameter.shape:
+            return (), tuple(shape)
+        axis, dim, _ = cut
+        shape[dim] *= self.mesh.size(axis)
+        return (*cut, self.mesh.rank(axis)), tuple(shape)
 
-    def _whole_shape(self, entry: Entry) -> tuple[int, ...]:
-        shape = list(entry.value.shape)
-        cut = None if isinstance(entry.value, DTensor) else shard_of(entry.value, self.mesh)
-        if cut is not None and self.mesh is not None:
-            shape[cut[1]] *= self.mesh.size(cut[0])
-        return tuple(shape)
-
-    def tensor(self, name: str) -> Tensor:
-        """Return an entry as a checkpoint holds it.
+    def encoded(self) -> dict[str, Tensor]:
+        """Return all entries that are no tensors as a checkpoint holds them.
 
         Raises:
-            CheckpointError: it is no plain data.
+            CheckpointError: one is no plain data.
         """
-        entry = self.entries[name]
-        if not isinstance(entry.value, Tensor):
-            return encoded(entry.value, repr(name.removesuffix("#").partition(".")[2]))
-        return (
-            entry.value.detach()
-            if entry.parameter is None
-            else whole(entry.value, entry.parameter, self.mesh)
-        )
+        return {
+            name: encoded(entry.value, shown(name))
+            for name, entry in self.entries.items()
+            if not isinstance(entry.value, Tensor)
+        }
 
-    def empty_optimizer_tensor(
-        self, name: str, parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> Tensor:
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors as a checkpoint holds them; may communicate."""
+        return {
+            name: whole(entry.value, entry.parameter, self.mesh)
+            for name, entry in self.entries.items()
+            if isinstance(entry.value, Tensor)
+        }
+
+    def room(self, name: str) -> Tensor:
+        """Return the tensor of a model that is loaded, as a checkpoint holds it: its own memory."""
+        entry = self.entries[name]
+        return whole(entry.value, entry.parameter, self.mesh, exchange=False)
+
+    def room_in_optimizer(self, parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a tensor to load what an optimizer keeps for a parameter into, as a checkpoint holds it."""
-        entry = self.entries.get(name)
-        if entry is not None and isinstance(entry.value, Tensor):
-            present = self.tensor(name)
-            if (tuple(present.shape), present.dtype) == (shape, dtype):
-                return present
-        like = whole(parameter, parameter, self.mesh)
+        like = whole(parameter, parameter, self.mesh, exchange=False)
         if shape == tuple(like.shape) and shape:
-            return whole(torch.zeros_like(parameter.detach(), dtype=dtype), parameter, self.mesh)
+            empty = torch.zeros_like(parameter.detach(), dtype=dtype)
+            return whole(empty, parameter, self.mesh, exchange=False)
         return torch.empty(shape, dtype=dtype)
 
     def put_model(self, loaded: Mapping[str, Tensor]) -> None:
@@ -222,9 +219,9 @@ class State:
         for module in self.modules:
             found: dict[str, Any] = {}
             for raw in module.state_dict(keep_vars=True):
-                name = f"model.{clean(raw)}"
+                name = f"model.{plain_name(raw)}"
                 if name in loaded:
-                    found[raw] = local(loaded[name], self.entries[name].parameter, self.mesh)
+                    found[raw] = loaded[name]
                 elif f"{name}#" in loaded:
                     found[raw] = decoded(loaded[f"{name}#"])
             module.load_state_dict(found, strict=False)
@@ -248,26 +245,20 @@ class State:
         for group, content in zip(packed["param_groups"], groups_of(optimizer, parameters), strict=True):
             group.update(options[content["names"][0]] if content["names"] else {})
         packed["state"] = {
-            number: {key: local(value, parameter, self.mesh) for key, value in loaded[name].items()}
-            for number, (name, parameter) in enumerate(parameters)
-            if name in loaded
+            number: dict(loaded[name]) for number, (name, _) in enumerate(parameters) if name in loaded
         }
-        given = {number: dict(kept) for number, kept in packed["state"].items()}
         optimizer.load_state_dict(packed)
-        # torch gives what is no step the type of the parameter.
-        for number, kept in given.items():
-            state = optimizer.state[parameters[number][1]]
-            for key, value in kept.items():
-                if (
-                    isinstance(value, Tensor)
-                    and isinstance(state.get(key), Tensor)
-                    and state[key].dtype != value.dtype
-                ):
+        for name, parameter in parameters:
+            state = optimizer.state.get(parameter, {})
+            for key, value in loaded.get(name, {}).items():
+                # torch gives what is no step the type of the parameter.
+                both = isinstance(value, Tensor) and isinstance(state.get(key), Tensor)
+                if both and state[key].dtype != value.dtype:
                     state[key] = value.to(state[key].device)
 
 
 def groups_of(optimizer: Optimizer, parameters: Sequence[tuple[str, Tensor]]) -> list[dict[str, Any]]:
-    """Return the options of each group of parameters, the names in it, what is kept for each, and the kind of optimizer."""
+    """Return the options of each group of parameters, the names in it, and the kind of optimizer."""
     names = [name for name, _ in parameters]
     kinds = [each.__name__ for each in type(optimizer).__mro__]
     kinds = kinds[: kinds.index("Optimizer")]
@@ -275,47 +266,32 @@ def groups_of(optimizer: Optimizer, parameters: Sequence[tuple[str, Tensor]]) ->
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key not in {"params", "param_names"}}
         count = len(group["params"])
-        keys = [key for each in group["params"] for key in optimizer.state.get(each, ())]
-        found.append(
-            {"kinds": kinds, "options": options, "names": names[:count], "keys": list(dict.fromkeys(keys))}
-        )
+        found.append({"kinds": kinds, "options": options, "names": names[:count]})
         names = names[count:]
     return found
 
 
-def shard_of(parameter: Tensor, mesh: NamedMesh | None) -> tuple[str, int, int] | None:
-    """Return the axis over which a plain tensor is cut, the dim and the number of blocks, by Megatron's marks."""
-    if (
-        mesh is None
-        or isinstance(parameter, DTensor)
-        or not getattr(parameter, "tensor_model_parallel", False)
-    ):
-        return None
-    axis = "tp" if getattr(parameter, "allreduce", True) or "etp" not in mesh.coords else "etp"
-    if axis not in mesh.coords or mesh.size(axis) == 1:
-        return None
-    return axis, int(getattr(parameter, "partition_dim", 0)), int(getattr(parameter, "partition_stride", 1))
-
-
-def whole(tensor: Tensor, parameter: Tensor, mesh: NamedMesh | None) -> Tensor:
+def whole(
+    tensor: Tensor, parameter: Tensor | None, mesh: NamedMesh | None, *, exchange: bool = True
+) -> Tensor:
     """Return a tensor as a checkpoint holds it: a marked shard becomes a DTensor of the whole, on the same memory.
 
-    Where the whole was cut in blocks, the ranks of the axis exchange them first, and the memory is another.
+    Where the whole was cut in blocks, the ranks of the axis ``exchange`` them first, and the memory is another.
     """
     if isinstance(tensor, DTensor):
         return tensor  # to detach one takes as long as to copy it
     tensor, cut = tensor.detach(), shard_of(parameter, mesh)
-    if mesh is None or cut is None or tensor.shape != parameter.shape:
+    if mesh is None or parameter is None or cut is None or tensor.shape != parameter.shape:
         return tensor
     axis, dim, blocks = cut
-    if blocks > 1:
+    if exchange and blocks > 1:
         tensor = _exchanged(tensor, mesh, axis, dim, (mesh.size(axis), blocks))
     return DTensor.from_local(tensor, mesh[axis], [Shard(dim)], run_check=False)
 
 
-def local(loaded: Any, parameter: Tensor | None, mesh: NamedMesh | None) -> Any:
+def local(loaded: Tensor, parameter: Tensor | None, mesh: NamedMesh | None) -> Tensor:
     """Return the inverse of :func:`whole`."""
-    cut = None if parameter is None else shard_of(parameter, mesh)
+    cut = shard_of(parameter, mesh)
     if mesh is None or cut is None or not isinstance(loaded, DTensor):
         return loaded
     axis, dim, blocks = cut

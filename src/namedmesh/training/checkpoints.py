@@ -5,10 +5,11 @@ from __future__ import annotations
 import secrets
 import shutil
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -16,20 +17,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from namedmesh.errors import CheckpointError, listing, ranks_in_words
-from namedmesh.training.checkpoint_compare import contradictions, details, differing
-from namedmesh.training.checkpoint_files import (
-    Writer,
-    beside,
-    in_order,
-    make_room,
-    measured,
-    move,
-    refuse_io,
-    sees_room,
-    without_warnings,
-)
-from namedmesh.training.checkpoint_load import load_into
-from namedmesh.training.checkpoint_ranks import CheckpointGroup, Saving, attempted
+from namedmesh.training import checkpoint_files as files
+from namedmesh.training.checkpoint_compare import contradictions, details, differing, shown, table_of
+from namedmesh.training.checkpoint_load import load_into, opened
+from namedmesh.training.checkpoint_ranks import CheckpointGroup, Saving
 from namedmesh.training.checkpoint_state import State
 from namedmesh.training.contents import decoded, digest, encoded
 
@@ -39,7 +30,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from namedmesh.mesh import NamedMesh
-    from namedmesh.training.checkpoint_compare import Compared
     from namedmesh.training.checkpoint_state import Model, Optimizers
 
 
@@ -51,12 +41,8 @@ class Lineage:
     parent: str | None = None
 
 
-_lineages: dict[Path, Lineage] = {}
-
-
-def lineage_of(directory: Path) -> Lineage:
-    """Return the run that this process saves in a directory."""
-    return _lineages.setdefault(directory.resolve(), Lineage())
+_lineage = Lineage()
+"""That of what this process saves and loads without a directory of checkpoints."""
 
 
 def save(
@@ -117,15 +103,8 @@ def save(
         ...     training.load(f"{directory}/last", None, model, optimizer)
         {'step': 3}
     """
-    final = Path(path)
-    saved = save_as(
-        final,
-        mesh,
-        partial(State, mesh, model, optimizer, data),
-        extra,
-        lineage_of(final.parent),
-        async_=async_,
-    )
+    collect = partial(State, mesh, model, optimizer, data)
+    saved = save_as(Path(path), mesh, collect, extra, _lineage, async_=async_)
     return saved if async_ else None
 
 
@@ -141,99 +120,55 @@ def save_as(
 ) -> Future[Path]:
     """Save what ``collect`` returns as a part of a run; ``after`` is called on the first rank, once it is in its place."""
     ranks = CheckpointGroup.of(mesh)
-    state = collect_together(ranks, collect)
+
+    def local_part() -> tuple[State, dict[str, Tensor], dict[str, Any]]:
+        _refuse_options(extra)
+        ranks.finish()
+        state = collect()
+        copies = {key: decoded(encoded(value, f"the extra value {key}")) for key, value in extra.items()}
+        return state, state.encoded(), copies
+
+    state, values, copies = ranks.on_all(local_part)
     compared = state.compared()
-    unlike = {name: compared[name] for name in sorted(differing(mesh, compared))}
-    part = attempted(partial(_part_of, state, extra, ranks, unlike))
-    with refuse_io(path):
-        checked = part if isinstance(part, Exception) else part.checked
-        nonce, per_rank = ranks.run_on_first_rank(partial(_checked, path, ranks, extra), checked)
-    part = cast("_Part", part)  # an error was raised on every rank
+    table = ranks.on_all(partial(table_of, compared))
+    unlike = differing(mesh, list(compared), table)
+    wrong = {name: compared[name] for name in unlike if compared[name].shape is not None}
+    own = {name: digest(compared[name].value) for name in unlike if name not in wrong}
+    checked = {"contradictions": details(wrong), "extra": digest(extra), "per_rank": own}
+    with files.refuse_io(path):
+        nonce, per_rank = ranks.on_first(partial(_checked, path, ranks, extra), checked)
+    tensors = {}
+    for name, tensor in (values | state.tensors()).items():
+        tensors[f"rank.{ranks.rank}.{name}" if name in own else name] = tensor
     about = {
         "run": lineage.run,
         "id": nonce,
         "parent": lineage.parent,
         "layout": None if mesh is None else [dict(mesh.layout.items()), mesh.layout.rank_offset],
-        "extra": part.extra,
+        "extra": copies,
         "per_rank": per_rank,
     }
 
     def write(tensors: dict[str, Tensor]) -> Path:
-        written = _write(path, ranks, tensors, about, after)
+        _write(path, ranks, tensors, about, after)
         lineage.parent = nonce
-        return written
+        return path
 
     if async_ and mesh is not None:
-        copied = _copied(part.tensors)
-        return ranks.background.begin(lambda: write(copied()))
+        copied = ranks.on_all(partial(_copied, tensors))
+        return ranks.begin(lambda: write(copied()))
     done = Saving()
-    done.set_result(write(part.tensors))
+    done.set_result(write(tensors))
     return done
 
 
-class _Part(NamedTuple):
-    """What a rank has to save.
-
-    Attributes:
-        tensors: by their names in the checkpoint.
-        extra: copies of the extra values, which may change while a checkpoint is written in the background.
-        checked: what the first rank compares.
-    """
-
-    tensors: dict[str, Tensor]
-    extra: dict[str, Any]
-    checked: dict[str, Any]
-
-
-def _part_of(
-    state: State, extra: Mapping[str, Any], ranks: CheckpointGroup, unlike: Mapping[str, Compared]
-) -> _Part:
-    """Return what this rank has to save, where some entries are unlike those of other ranks.
-
-    Raises:
-        CheckpointError: something is no plain data, or has the name of an option.
-    """
-    _refuse_options(extra)
-    wrong, per_rank = {}, {}
-    for name, compared in unlike.items():
-        if state.entries[name].is_parameter or compared.shard:
-            wrong[name.partition(".")[2]] = compared
-        else:
-            per_rank[name] = digest(state.entries[name].value)
-    tensors = {}
-    for name in state.entries:
-        tensors[f"rank.{ranks.rank}.{name}" if name in unlike else name] = state.tensor(name)
-    copies = {key: decoded(encoded(value, f"the extra value {key}")) for key, value in extra.items()}
-    checked = {"contradictions": details(wrong), "extra": digest(extra), "per_rank": per_rank}
-    return _Part(tensors, copies, checked)
-
-
 def _refuse_options(extra: Mapping[str, Any]) -> None:
-    """Refuse extra values with the name of an option that belongs to another call."""
-    owners = {
-        "keep": "Checkpoints(directory, mesh, keep=...)",
-        "async_": "Checkpoints(directory, mesh, async_=...)",
-        "resume": "Checkpoints.resume_or_start(resume=...)",
-        "cast": "load(..., cast=...)",
-    }
-    problems = [
-        f"{name!r} is no option of save(), and no name for an extra value; write {owner}, or give the value another name"
-        for name, owner in owners.items()
-        if name in extra
-    ]
-    if problems:
-        raise CheckpointError(*problems)
-
-
-def collect_together(ranks: CheckpointGroup, collect: Callable[[], State]) -> State:
-    """Return what this rank has to save or to load, unless a rank has a problem, or did not hear of a failed save."""
-    failed = ranks.background.failure()
-    state = attempted(collect)
-    if not isinstance(state, Exception) and state.problems:
-        state = CheckpointError(*state.problems)
-    error = failed or (state if isinstance(state, Exception) else None)
-    ranks.raise_on_all(error)
-    return cast("State", state)
+    names = extra.keys() & {"keep", "async_", "resume", "cast"}
+    if names:
+        raise CheckpointError(
+            f"{listing(sorted(names))}: an option of another call, and no name for an extra value; give it to Checkpoints(), "
+            "resume_or_start() or load()"
+        )
 
 
 def _checked(
@@ -249,35 +184,24 @@ def _checked(
         )
     names = sorted({name for one in by_rank for name in one["contradictions"]})
     if names and not problems:
-        problems.append(f"{listing(names)}: replicas of one tensor have other values on other ranks")
+        problems.append(
+            f"{listing(map(shown, names))}: replicas of one tensor have other values on other ranks"
+        )
     if problems:
         raise CheckpointError(*problems)
     copies: dict[str, dict[int, int]] = {}
     for rank, one in enumerate(by_rank):
         for name, value in one["per_rank"].items():
             copies.setdefault(name, {})[rank] = value
-    _warn(ranks, [name.removeprefix("model.") for name in copies if name.startswith("model.")])
-    return make_room(path), copies
-
-
-def _warn(ranks: CheckpointGroup, names: Sequence[str]) -> None:
-    if new := [name for name in names if name not in ranks.warned]:
+    models = [name.removeprefix("model.") for name in copies if name.startswith("model.")]
+    if new := [name for name in models if name not in ranks.warned]:
         ranks.warned.update(new)
         warnings.warn(
             f"{listing(new)}: not the same on all ranks, so a checkpoint has the value of each rank; another layout loads their "
             "mean, of integers and other objects the first",
             stacklevel=2,
         )
-
-
-def _refuse_unseen(path: Path, seen: Sequence[bool]) -> None:
-    """Refuse a path that is another directory on other hosts than on that of the first rank."""
-    absent = [rank for rank, one in enumerate(seen) if not one]
-    if absent:
-        raise CheckpointError(
-            f"{path} on rank 0 is not the directory of {ranks_in_words(absent)}; give a path on a file system that all hosts "
-            "share, such as NFS or Lustre"
-        )
+    return files.make_room(path), copies
 
 
 def _write(
@@ -286,57 +210,51 @@ def _write(
     tensors: dict[str, Tensor],
     about: dict[str, Any],
     after: Callable[[dict[str, Any]], None],
-) -> Path:
+) -> None:
     """Write the tensors and put the checkpoint in its place; what cannot be finished is removed."""
-    unfinished = beside(path, "unfinished")
-    writer = Writer(unfinished)
+    unfinished = files.beside(path, "unfinished")
+    writer = files.Writer(unfinished)
     # Without torch's caching of plans: it has one cache for all that a process saves, which a save that fails leaves wrong.
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def finish(by_rank: Sequence[dict[str, tuple[int, int]]]) -> None:
-        order = max((each for each, _, other in in_order(path.parent) if "run" in other), default=0)
-        files = {name: each for one in by_rank for name, each in one.items()}
-        move(path, about | {"order": order + 1}, files)
+        order = max((other["order"] for _, other in files.in_order(path.parent) if "run" in other), default=0)
+        written = {name: each for one in by_rank for name, each in one.items()}
+        files.move(path, about | {"order": order + 1}, written)
         after(about)
 
     try:
-        ranks.run_on_first_rank(partial(_refuse_unseen, path), sees_room(path, about["id"]))
-        with refuse_io(path):
-            if ranks.group is None:
-                with without_warnings():
-                    dcp.save(tensors, storage_writer=writer, planner=planner, **ranks.arguments)
-            else:
+        ranks.on_all(partial(files.require_room, path, about["id"]))
+        with files.refuse_io(path):
+            # Filters of warnings belong to all threads.
+            with files.without_warnings() if ranks.group is None else nullcontext():
                 dcp.save(tensors, storage_writer=writer, planner=planner, **ranks.arguments)
-            ranks.run_on_first_rank(finish, attempted(lambda: measured(unfinished, writer.names)))
+            written = ranks.on_all(lambda: files.measured(unfinished, writer.names))
+            ranks.on_first(finish, written)
     except Exception:
         if ranks.rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    return path
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
     """Copy tensors to the CPU; returns a function that makes DTensors of them again, which takes longer."""
-    copies: dict[str, tuple[Tensor, Tensor]] = {}
+    copies: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, tensor in tensors.items():
             if isinstance(tensor, DTensor) and tensor.device.type == "cpu":
-                copies[name] = tensor, tensor.to_local().clone()
+                copies[name] = tensor.to_local().clone()
             else:
-                copies[name] = tensor, tensor.to("cpu", copy=True)
-
-    def again() -> dict[str, Tensor]:
-        return {name: _like(tensor, local) for name, (tensor, local) in copies.items()}
-
-    return again
+                copies[name] = tensor.to("cpu", copy=True)
+    return lambda: {name: _like(tensors[name], copy) for name, copy in copies.items()}
 
 
+@torch.no_grad()
 def _like(tensor: Tensor, local: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor) or isinstance(local, DTensor):
         return local
     placed: dict[str, Any] = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
-    with torch.no_grad():
-        return DTensor.from_local(local, tensor.device_mesh, tensor.placements, **placed)
+    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, **placed)
 
 
 def load(
@@ -375,13 +293,12 @@ def load(
             in it or in the model, or has another shape or type; its optimizer is of another kind or does not fit. All
             problems at once, on every rank, before anything is changed.
     """
-    final = Path(path)
     ranks = CheckpointGroup.of(mesh)
-    state = collect_together(ranks, partial(State, mesh, model, optimizer, data))
-    about = load_into(state, final, ranks, cast=cast)
+    ranks.on_all(ranks.finish)
+    place, about = opened(Path(path), ranks)
+    load_into(partial(State, mesh, model, optimizer, data), place, about, ranks, cast=cast)
     if about is None:
         return {}
-    lineage = lineage_of(final.parent)
-    lineage.run, lineage.parent = about["run"], about["id"]
+    _lineage.run, _lineage.parent = about["run"], about["id"]
     extra: dict[str, Any] = about["extra"]
     return extra

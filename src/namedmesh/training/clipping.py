@@ -157,12 +157,16 @@ def _holders(parameter: Tensor, grad: Tensor) -> _Holders:
         parameter, "model_parallel", False
     )
     expert = not getattr(parameter, "allreduce", True)
-    marks = ("ep",) * expert + ("etp" if expert else "tp",) * bool(sharded)
+    marks = []
+    if expert:
+        marks.append("ep")
+    if sharded:
+        marks.append("etp" if expert else "tp")
     copy = getattr(parameter, "shared", False) or getattr(parameter, "ds_pipe_replicated", False)
     if not isinstance(grad, DTensor):
-        return _Holders(None, (), marks, bool(copy))
+        return _Holders(None, (), tuple(marks), bool(copy))
     whole = tuple(isinstance(placement, Replicate | Partial) for placement in grad.placements)
-    return _Holders(grad.device_mesh, whole, marks, bool(copy))
+    return _Holders(grad.device_mesh, whole, tuple(marks), bool(copy))
 
 
 def _shard(grad: Tensor) -> Tensor:

@@ -324,9 +324,9 @@ class Pipeline:
     def _part(self, output: Tensor, index: Tensor) -> Tensor:
         """Return what the rows of one microbatch add to the loss of the batch."""
         first = int(index[0])
-        rows = min(first + len(index), self._count) - first
-        # Without a row of the batch, a row's loss times zero: the backward is the same on every rank.
-        last = self._count - max(rows, 1) if rows < 1 else first
-        used = max(rows, 1)
-        loss = self._loss(output[:used], rows_of(self._target, slice(last, last + used)))
-        return loss * (max(rows, 0) / self._count if self._mean else min(max(rows, 0), 1))
+        rows = min(len(index), self._count - first)
+        if rows < 1:
+            # Without a row of the batch, a row's loss times zero: the backward is the same on every rank.
+            return 0 * self._loss(output[:1], rows_of(self._target, slice(self._count - 1, self._count)))
+        loss = self._loss(output[:rows], rows_of(self._target, slice(first, first + rows)))
+        return loss * (rows / self._count) if self._mean else loss

@@ -88,17 +88,14 @@ class Streams:
         self._check_name(name)
         return self._generators[name][device]
 
-    def __call__(self, name: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
         """Draw from a stream inside the block.
 
         Raises:
             TrainingError: there is no such stream.
         """
         self._check_name(name)
-        return self._drawing_from(name)
-
-    @contextmanager
-    def _drawing_from(self, name: str) -> Iterator[None]:
         outside = self._default()
         if self._inside:
             self._keep(self._inside[-1])
@@ -121,13 +118,13 @@ class Streams:
 
         @contextmanager
         def forward() -> Iterator[None]:
-            kept.update({name: self._states_of(name) for name in self._generators})
+            kept.update(self._states())
             around.extend(self._inside)
             yield
 
         @contextmanager
         def again() -> Iterator[None]:
-            now, inside = {name: self._states_of(name) for name in self._generators}, self._inside
+            now, inside = self._states(), self._inside
             self._set(kept)
             self._inside = list(around)
             try:
@@ -141,7 +138,7 @@ class Streams:
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Put back every generator of torch's and of the streams behind the block, which may be inside a stream."""
-        default, now = self._default(), {name: self._states_of(name) for name in self._generators}
+        default, now = self._default(), self._states()
         try:
             yield
         finally:
@@ -163,8 +160,8 @@ class Streams:
         if "numpy" in sys.modules:
             name, keys, *rest = sys.modules["numpy"].random.get_state()
             found["numpy"] = _as_bytes((name, keys.tolist(), *rest))
-        for name in self._generators:
-            found |= {f"{name}/{kind}": state for kind, state in self._states_of(name).items()}
+        for name, states in self._states().items():
+            found |= {f"{name}/{kind}": state for kind, state in states.items()}
         return found
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -204,6 +201,9 @@ class Streams:
 
     def _states_of(self, name: str) -> States:
         return {kind: generator.get_state() for kind, generator in self._generators[name].items()}
+
+    def _states(self) -> dict[str, States]:
+        return {name: self._states_of(name) for name in self._generators}
 
     def _set(self, states: Mapping[str, States]) -> None:
         for name, kinds in states.items():

@@ -18,22 +18,6 @@ if TYPE_CHECKING:
     from namedmesh.mesh import NamedMesh
 
 
-class _Tied:
-    """What :func:`tie_stages` returns."""
-
-    def __init__(self, parameter: Tensor | None, group: dist.ProcessGroup | None) -> None:
-        self._parameter, self._group = parameter, group
-
-    @torch.no_grad()
-    def __call__(self) -> None:
-        """Sum the gradients of the two copies; each stage of the pipeline calls this, after the last backward of a step."""
-        if self._parameter is None or self._group is None:
-            return
-        if self._parameter.grad is None:
-            self._parameter.grad = torch.zeros_like(self._parameter)
-        dist.all_reduce(local_shard(self._parameter.grad), group=self._group)
-
-
 @torch.no_grad()
 def tie_stages(mesh: NamedMesh, parameter: Tensor | None) -> Callable[[], None]:
     """Tie a parameter of the first pipeline stage to one of the last, such as an embedding to the output; communicates.
@@ -50,7 +34,7 @@ def tie_stages(mesh: NamedMesh, parameter: Tensor | None) -> Callable[[], None]:
         A function that sums the two gradients: every rank calls it once a step, before clipping.
 
     Raises:
-        ShapeError: the two have other shapes, or a stage has none; on every rank that has one.
+        ShapeError: the two have other shapes or types, or a stage has none; on the ranks of both.
 
     Example:
         >>> import namedmesh, torch, torch.distributed as dist
@@ -62,22 +46,30 @@ def tie_stages(mesh: NamedMesh, parameter: Tensor | None) -> Callable[[], None]:
         >>> mesh.close(); dist.destroy_process_group()
     """
     if mesh.size("pp") == 1:
-        return _Tied(None, None)
+        return lambda: None
     with mesh.agreed("tie_stages") as maker:
         maker.compare({})
         made = maker.make_sets([(each[0], each[-1]) for each in mesh.layout.groups("pp")], "first_last_pp")
     if not (mesh.is_first("pp") or mesh.is_last("pp")):
-        return _Tied(None, None)
+        return lambda: None
     ((ranks, group),) = [(ranks, group) for ranks, group in made.items() if mesh.global_rank in ranks]
-    shapes: list[Any] = [None, None]
-    dist.all_gather_object(
-        shapes, None if parameter is None else tuple(local_shard(parameter).shape), group=group
-    )
-    if parameter is None or shapes[0] != shapes[1]:
+    described: list[Any] = [None, None]
+    mine = None if parameter is None else (tuple(local_shard(parameter).shape), str(parameter.dtype))
+    dist.all_gather_object(described, mine, group=group)
+    if parameter is None or described[0] != described[1]:
         raise ShapeError(
-            f"ranks {ranks[0]} and {ranks[1]} tie parameters of shapes {shapes[0]} and {shapes[1]}; give both stages the same one"
+            f"ranks {ranks[0]} and {ranks[1]} tie {described[0]} and {described[1]}; give both stages a parameter of one shape "
+            "and type"
         )
     dist.broadcast(local_shard(parameter), src=ranks[0], group=group)
     if mesh.is_last("pp"):
         parameter.shared = True  # type: ignore[attr-defined]
-    return _Tied(parameter, group)
+    tied = parameter
+
+    @torch.no_grad()
+    def sum_gradients() -> None:
+        if tied.grad is None:
+            tied.grad = torch.zeros_like(tied)
+        dist.all_reduce(local_shard(tied.grad), group=group)
+
+    return sum_gradients

@@ -17,7 +17,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from namedmesh.compat.deepspeed.process_topology import (
+from namedmesh.compat.deepspeed.topology import (
     PipeDataParallelTopology,
     PipeModelDataParallelTopology,
     ProcessTopology,
@@ -89,9 +89,7 @@ def install() -> None:
     _ORIGINAL.install()
 
 
-def uninstall() -> None:
-    """Undo :func:`install`."""
-    _ORIGINAL.uninstall()
+uninstall = _ORIGINAL.uninstall
 
 
 def __getattr__(name: str) -> Any:

@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from functools import cached_property
-from typing import TYPE_CHECKING
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from namedmesh.compat.binding import require_default_group
-from namedmesh.compat.deepspeed.model_parallel_unit import Getters, answers, axis_map, check_mesh
-from namedmesh.compat.deepspeed.process_topology import (
+from namedmesh.compat.binding import require_default_group, require_open
+from namedmesh.compat.deepspeed.model_parallel_unit import Getters, answers, axis_map
+from namedmesh.compat.deepspeed.topology import (
+    PipeDataParallelTopology,
     ProcessTopology,
-    default_topology,
+    _prime_factors,
     validate_topology,
 )
-from namedmesh.compat.errors import ContractAttributeError, ContractTypeError
-from namedmesh.errors import LayoutError, did_you_mean, listing
-from namedmesh.groups import GroupPool
-from namedmesh.init import version_fields
-from namedmesh.launch import default_group_device
-from namedmesh.making import agreed
-from namedmesh.mesh import NamedMesh
+from namedmesh.compat.errors import ContractAttributeError
+from namedmesh.compat.making import new_mesh
+from namedmesh.errors import LayoutError, listing
 from namedmesh.options import GroupOptions
 from namedmesh.views import join_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from namedmesh.compat.deepspeed.process_topology import Topology
     from namedmesh.layout import Layout
     from namedmesh.making import GroupMaker
+    from namedmesh.mesh import NamedMesh
 
 __all__ = ["PipelineParallelGrid"]
 
@@ -70,19 +67,6 @@ def topology_of(layout: Layout) -> tuple[ProcessTopology, dict[str, tuple[str, .
             "one right after the other"
         )
     return topology, axes
-
-
-def _check_group(group: object, world: int) -> None:
-    """Refuse a group of fewer ranks than the world: the original ignores it, and uses all ranks.
-
-    Raises:
-        LayoutError: it is one.
-    """
-    if isinstance(group, dist.ProcessGroup) and group.size() != world:
-        raise LayoutError(
-            f"process_group has the ranks {listing(dist.get_process_group_ranks(group))}, but a grid is over the whole "
-            f"world of {world} ranks (DeepSpeed's is, too, whatever group it is given); leave it out"
-        )
 
 
 class PipelineParallelGrid(Getters):
@@ -131,26 +115,23 @@ class PipelineParallelGrid(Getters):
         >>> dist.destroy_process_group()
     """
 
-    def __init__(self, topology: Topology | None = None, process_group: object = None) -> None:
+    def __init__(self, topology: Any = None, process_group: object = None) -> None:
         require_default_group("deepspeed.init_distributed()")
         world = dist.get_world_size()
-        pool = GroupPool()
-        with ExitStack() as on_error:
-            on_error.callback(pool.close)
-            with agreed(pool, _CALL, range(world)) as maker:
-                _check_group(process_group, world)
-                given = default_topology(world) if topology is None else topology
-                ours = validate_topology(given, world, dist.get_rank())
-                layout, device = ours.layout, default_group_device()
-                maker.compare(
-                    {"layout": repr(layout), **version_fields()},
-                    [(layout, (axis,), GroupOptions()) for axis in layout],
+        with new_mesh(_CALL, range(world)) as maker:
+            if isinstance(process_group, dist.ProcessGroup) and process_group.size() != world:
+                raise LayoutError(
+                    f"process_group has the ranks {listing(dist.get_process_group_ranks(process_group))}, but a grid is over "
+                    f"the whole world of {world} ranks (DeepSpeed's is, too, whatever group it is given); leave it out"
                 )
-                mesh = NamedMesh(layout, maker.create_mesh(layout, device.type, {}), pool, device)
-                on_error.callback(mesh.close)
-                axes = {axis: (own,) for axis, own in zip(ours.axes, layout.axes, strict=True)}
-                self._fill(given, ours, mesh, maker, axes)
-            on_error.pop_all()
+            factors = _prime_factors(world)
+            given = topology or PipeDataParallelTopology(prod(factors[::2]), prod(factors[1::2]))
+            ours = validate_topology(given, world, dist.get_rank())
+            layout = ours.layout
+            wanted = [(layout, (axis,), GroupOptions()) for axis in layout]
+            mesh = maker.make(layout, {"layout": repr(layout)}, wanted, {})
+            axes = {axis: (own,) for axis, own in zip(ours.axes, layout.axes, strict=True)}
+            self._fill(given, ours, mesh, maker.groups, axes)
         self._owned = True
 
     @classmethod
@@ -178,7 +159,7 @@ class PipelineParallelGrid(Getters):
             >>> dist.destroy_process_group()
         """
         call = f"{_CALL}.from_mesh"
-        check_mesh(mesh, call)
+        require_open(mesh, call)
         ranks = mesh.layout.ranks
         grid = cls.__new__(cls)
         with mesh.agreed(call) as maker:
@@ -196,21 +177,13 @@ class PipelineParallelGrid(Getters):
 
     def _fill(
         self,
-        given: Topology,
+        given: Any,
         ours: ProcessTopology,
         mesh: NamedMesh,
         maker: GroupMaker,
         axes: Mapping[str, tuple[str, ...]],
     ) -> None:
-        """Set this rank's coordinates and groups.
-
-        Args:
-            given: the topology as it was given, which :meth:`topology` returns.
-            ours: the same as one of ours, which the getters answer from.
-            mesh: the mesh.
-            maker: makes the groups that it lacks.
-            axes: the mesh's axes for each of the topology's.
-        """
+        """Set this rank's coordinates and groups, by the mesh's axes for each of the topology's."""
         self._topo, self._topology, self.mesh = given, ours, mesh
         self.world_size = mesh.layout.world_size
         replica = [own for axis, owns in axes.items() if axis != "data" for own in owns]
@@ -279,7 +252,7 @@ class PipelineParallelGrid(Getters):
         """Return whether the topology has as many ranks as the world."""
         return self._topology.world_size() == dist.get_world_size()
 
-    def topology(self) -> Topology:
+    def topology(self) -> Any:
         """Return the topology, as it was given."""
         return self._topo
 
@@ -292,21 +265,11 @@ class PipelineParallelGrid(Getters):
 
         Raises:
             ContractError: a coordinate outside of its axis.
-            ContractTypeError: a coordinate on pipe beside ``stage_id``.
             LayoutError: a name that is no axis.
         """
-        if "pipe" in kwargs:
-            raise ContractTypeError(
-                f"stage_to_global() got stage_id={stage_id!r} and pipe={kwargs['pipe']!r}, which are the same; give "
-                "stage_id alone"
-            )
         at = self._topology.get_coord(self.global_rank)._asdict()
-        unknown = [axis for axis in kwargs if axis not in at]
-        if unknown:
-            raise LayoutError(
-                *(f"axis {axis!r} is not one of {tuple(at)}{did_you_mean(axis, at)}" for axis in unknown)
-            )
-        return self._topology.get_rank(**{**at, "pipe": stage_id, **kwargs})
+        del at["pipe"]
+        return self._topology.get_rank(pipe=stage_id, **(at | kwargs))
 
     get_stage_id = Getters.get_pipe_parallel_rank
     get_data_parallel_id = Getters.get_data_parallel_rank

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
+from namedmesh.compat.axis_map import check_axes, group_over, own_axes
+from namedmesh.compat.binding import require_open
 from namedmesh.compat.errors import ContractAttributeError
 from namedmesh.errors import LayoutError, MeshError, did_you_mean
-from namedmesh.mesh import NamedMesh
 from namedmesh.views import join_names
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from namedmesh.layout import Layout
     from namedmesh.making import GroupMaker
+    from namedmesh.mesh import NamedMesh
 
 __all__ = [
     "Answers",
@@ -28,8 +30,6 @@ __all__ = [
     "SequenceParallelUnit",
     "answers",
     "axis_map",
-    "check_mesh",
-    "get_or_create_group",
     "mpu",
 ]
 
@@ -69,47 +69,6 @@ def axis_map(layout: Layout) -> dict[str, tuple[str, ...]]:
     return axes
 
 
-def _check_axes(layout: Layout) -> None:
-    """Refuse axes of no kind of parallelism of DeepSpeed's, all of them at once."""
-    known = [name for names in _AXES.values() for name in names]
-    problems = [
-        f"axis {axis!r} is one of the experts', and DeepSpeed makes its own groups for them; leave it out of the mesh"
-        if axis in _EXPERT
-        else f"axis {axis!r} is no kind of parallelism of DeepSpeed's, which are over {', '.join(known)}"
-        f"{did_you_mean(axis, known)}"
-        for axis in layout.axes
-        if axis not in known
-    ]
-    if problems:
-        raise LayoutError(*problems)
-
-
-def get_or_create_group(mesh: NamedMesh, maker: GroupMaker, axes: Sequence[str]) -> dist.ProcessGroup:
-    """Return this rank's group over some axes of a mesh, made unless it exists.
-
-    Args:
-        mesh: the mesh, which owns the group.
-        maker: makes it.
-        axes: in any order; for none, the group of this rank alone.
-    """
-    ordered = tuple(axis for axis in mesh.layout.axes if axis in axes)
-    return maker.make(mesh.layout, ordered, mesh.options_of(ordered)) if ordered else maker.alone()
-
-
-def check_mesh(mesh: object, call: str) -> None:
-    """Check that a mesh is open.
-
-    Raises:
-        MeshError: it is something else, or closed.
-    """
-    if not isinstance(mesh, NamedMesh):
-        raise MeshError(
-            f"{call} got a {type(mesh).__name__}; give it a NamedMesh, such as NamedMesh.from_device_mesh(...)"
-        )
-    if mesh.closed:
-        raise MeshError(f"the mesh over {mesh.layout} was closed; give {call} an open one")
-
-
 class Answers(NamedTuple):
     """What the getters answer for one kind of parallelism: this rank's group, and what follows from its ranks."""
 
@@ -124,21 +83,11 @@ def answers(mesh: NamedMesh, maker: GroupMaker, kinds: Mapping[str, Sequence[str
     """Return what the getters answer for each kind of parallelism, by the axes that it is over."""
     of_kinds = {}
     for kind, axes in kinds.items():
-        ranks = list(mesh.layout.group(mesh.global_rank, *axes)) if axes else [mesh.global_rank]
-        group = get_or_create_group(mesh, maker, axes)
+        group, ranks = group_over(mesh, maker, mesh.layout, own_axes(mesh.layout, axes))
         of_kinds[kind] = Answers(group, ranks, len(ranks), ranks.index(mesh.global_rank), ranks[0])
     return of_kinds
 
 
-# What the members of a group have in common, by the kind of parallelism, and what a getter returns of the group.
-_MEMBERS = {
-    "model": "the ranks of one replica of the model, all its stages and slices",
-    "data": "the ranks that have the same parameters and other samples",
-    "slice": "the ranks that share a layer",
-    "pipe": "the ranks of one pipeline, one for each stage",
-    "sequence": "the ranks that share a sequence",
-    "sequence_data": "the ranks that have the same parameters",
-}
 _RETURNS = {
     "group": "this rank's group of",
     "ranks": "a list of",
@@ -160,7 +109,7 @@ def _getter(kind: str, answer: str) -> Callable[[Getters], Any]:
     def getter(self: Getters) -> Any:
         return self._answer(kind, answer)
 
-    getter.__doc__ = f"Return {_RETURNS[answer]} {_MEMBERS[kind]}."
+    getter.__doc__ = f"Return {_RETURNS[answer]} the {kind}-parallel ranks."
     return getter
 
 
@@ -225,22 +174,23 @@ def mpu(mesh: NamedMesh) -> ModelParallelUnit:
         >>> dist.destroy_process_group()
     """
     call = "deepspeed.mpu"
-    check_mesh(mesh, call)
+    require_open(mesh, call)
     with mesh.agreed(call) as maker:
         axes = axis_map(mesh.layout)
-        _check_axes(mesh.layout)
+        check_axes(
+            mesh.layout,
+            "DeepSpeed",
+            [name for names in _AXES.values() for name in names],
+            experts=_EXPERT,
+            instead="DeepSpeed makes its own groups for them; leave it out of the mesh",
+        )
         maker.compare({"layout": repr(mesh.layout)})
-        return _unit(mesh, maker, axes)
-
-
-def _unit(mesh: NamedMesh, maker: GroupMaker, axes: dict[str, tuple[str, ...]]) -> ModelParallelUnit:
-    """Return the unit of a mesh, by the axes for each kind of parallelism."""
-    kinds = {**axes, "model": axes["pipe"] + axes["model"], "slice": axes["model"]}
-    sequence = kinds.pop("sequence")
-    if not sequence:
-        return ModelParallelUnit(mesh, answers(mesh, maker, kinds))
-    kinds |= {"sequence": sequence, "sequence_data": axes["data"] + sequence}
-    return SequenceParallelUnit(mesh, answers(mesh, maker, kinds))
+        kinds = {**axes, "model": axes["pipe"] + axes["model"], "slice": axes["model"]}
+        sequence = kinds.pop("sequence")
+        if not sequence:
+            return ModelParallelUnit(mesh, answers(mesh, maker, kinds))
+        kinds |= {"sequence": sequence, "sequence_data": axes["data"] + sequence}
+        return SequenceParallelUnit(mesh, answers(mesh, maker, kinds))
 
 
 class ModelParallelUnit(Getters):

@@ -24,8 +24,8 @@ _ORIGINAL = Original(
 )
 
 bind = DIALECT.bind
-unbind = DIALECT.unbind
-current_mesh = DIALECT.current_mesh
+unbind = DIALECT.binding.unbind
+current_mesh = DIALECT.binding.current_mesh
 
 
 def install() -> None:

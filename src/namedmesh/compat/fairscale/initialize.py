@@ -68,9 +68,9 @@ DIALECT = ModelParallel(
 DIALECT.fill(sys.modules[__name__])
 
 bind = DIALECT.bind
-unbind = DIALECT.unbind
-current_mesh = DIALECT.current_mesh
-destroy_model_parallel = DIALECT.destroy
+unbind = DIALECT.binding.unbind
+current_mesh = DIALECT.binding.current_mesh
+destroy_model_parallel = DIALECT.binding.destroy
 
 
 def initialize_model_parallel(
@@ -123,7 +123,7 @@ def model_parallel_is_initialized() -> bool:
 
 def get_model_parallel_group() -> ProcessGroup:
     """Return the model-parallel group."""
-    return _MODEL_PARALLEL_GROUP or DIALECT.require(_MODEL_PARALLEL_GROUP, "the model-parallel group")
+    return _MODEL_PARALLEL_GROUP or DIALECT.missing("the model-parallel group")
 
 
 def get_model_parallel_world_size() -> int:
@@ -138,7 +138,7 @@ def get_model_parallel_rank() -> int:
 
 def get_data_parallel_group() -> ProcessGroup:
     """Return the data-parallel group."""
-    return _DATA_PARALLEL_GROUP or DIALECT.require(_DATA_PARALLEL_GROUP, "the data-parallel group")
+    return _DATA_PARALLEL_GROUP or DIALECT.missing("the data-parallel group")
 
 
 def get_data_parallel_world_size() -> int:
@@ -153,7 +153,7 @@ def get_data_parallel_rank() -> int:
 
 def get_context_parallel_group() -> ProcessGroup:
     """Return the context-parallel group."""
-    return _CONTEXT_PARALLEL_GROUP or DIALECT.require(_CONTEXT_PARALLEL_GROUP, "the context-parallel group")
+    return _CONTEXT_PARALLEL_GROUP or DIALECT.missing("the context-parallel group")
 
 
 def get_context_parallel_world_size() -> int:
@@ -168,23 +168,17 @@ def get_context_parallel_rank() -> int:
 
 def get_context_parallel_ranks() -> list[int]:
     """Return the list of context-parallel ranks."""
-    return _CONTEXT_PARALLEL_GROUP_RANKS or DIALECT.require(
-        _CONTEXT_PARALLEL_GROUP_RANKS, "the list of context-parallel ranks"
-    )
+    return _CONTEXT_PARALLEL_GROUP_RANKS or DIALECT.missing("the list of context-parallel ranks")
 
 
 def get_pipeline_parallel_group() -> ProcessGroup:
     """Return the pipeline-parallel group."""
-    return _PIPELINE_PARALLEL_GROUP or DIALECT.require(
-        _PIPELINE_PARALLEL_GROUP, "the pipeline-parallel group"
-    )
+    return _PIPELINE_PARALLEL_GROUP or DIALECT.missing("the pipeline-parallel group")
 
 
 def get_pipeline_parallel_ranks() -> list[int]:
     """Return the list of pipeline-parallel ranks."""
-    return _PIPELINE_PARALLEL_RANKS or DIALECT.require(
-        _PIPELINE_PARALLEL_RANKS, "the list of pipeline-parallel ranks"
-    )
+    return _PIPELINE_PARALLEL_RANKS or DIALECT.missing("the list of pipeline-parallel ranks")
 
 
 def get_model_parallel_src_rank() -> int:

@@ -63,6 +63,4 @@ def install() -> None:
     ORIGINAL.install()
 
 
-def uninstall() -> None:
-    """Undo :func:`install`."""
-    ORIGINAL.uninstall()
+uninstall = ORIGINAL.uninstall

@@ -1,4 +1,4 @@
-"""The arguments of ``initialize_model_parallel`` and ``bind``, and every check of them before a group is made."""
+"""The arguments of ``initialize_model_parallel`` and ``bind``, their checks, and the layouts that they ask for."""
 
 from __future__ import annotations
 
@@ -6,23 +6,20 @@ import os
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from namedmesh.compat.axis_map import AxisMap
+from namedmesh.compat.axis_map import USUAL_AXES, check_axes, own_axes
 from namedmesh.compat.errors import ContractError, ContractFileNotFoundError, ContractRuntimeError
-from namedmesh.compat.megatron.rank_generator import (
-    default_embedding_ranks,
-    default_position_embedding_ranks,
-    insert_gtp_remat,
-    ordered_tokens,
-)
+from namedmesh.compat.megatron.rank_generator import insert_gtp_remat, ordered_tokens
 from namedmesh.dialects import DENSE, DIALECTS, EXPERT
-from namedmesh.errors import NamedMeshError
+from namedmesh.errors import LayoutError, NamedMeshError
 from namedmesh.layout import Layout
 from namedmesh.options import GroupOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+    from namedmesh.mesh import NamedMesh
 
 BINDABLE = (
     "virtual_pipeline_model_parallel_size",
@@ -36,7 +33,58 @@ BINDABLE = (
 )
 """The arguments that the axes of a mesh do not determine, which ``bind`` takes."""
 
+_EXPERT_AXES = frozenset(("edp", "ep", "etp", "egtp_remat"))
 _EXPERT = {"tp": "etp", "dp": "edp", "gtp_remat": "egtp_remat"}
+_WITHOUT_VIEW = {"etp": ("tp",), "edp": ("dp", "cp", "gtp_remat")}
+
+
+class Factorings(NamedTuple):
+    """The layout of a mesh, and that of its experts; without one they are laid out as everything else.
+
+    Example:
+        >>> factorings = Factorings(Layout(pp=2, dp=4, tp=2), None)
+        >>> factorings.locate(("ep", "etp")), factorings.locate(("edp",))
+        ((Layout(pp=2, dp=4, tp=2), ('tp',)), (Layout(pp=2, dp=4, tp=2), ('dp',)))
+        >>> factorings.size("cp"), factorings.groups("ep")[:2]
+        (1, ((0,), (1,)))
+    """
+
+    dense: Layout
+    expert: Layout | None
+
+    @classmethod
+    def of_mesh(cls, mesh: NamedMesh) -> Factorings:
+        """Return those of a mesh; LayoutError where it has axes that Megatron does not know."""
+        check_axes(
+            mesh.layout,
+            "Megatron",
+            (*USUAL_AXES, "gtp_remat"),
+            experts=_EXPERT_AXES,
+            instead="they factor the world another way; leave it out of the mesh and add a view for it: "
+            "mesh.add_view('expert', pp=..., edp=-1, ep=..., etp=...)",
+        )
+        views = [view for view in mesh.views.values() if not _EXPERT_AXES.isdisjoint(view)]
+        return cls(mesh.layout, views[0] if views else None)
+
+    def locate(self, axes: Collection[str]) -> tuple[Layout, tuple[str, ...]]:
+        """Return the layout that some of Megatron's axes are in, and its own axes for them; those of size 1 may be absent."""
+        if _EXPERT_AXES.isdisjoint(axes):
+            return self.dense, own_axes(self.dense, axes)
+        if self.expert is not None:
+            return self.expert, own_axes(self.expert, axes)
+        return self.dense, own_axes(
+            self.dense, [own for axis in axes for own in _WITHOUT_VIEW.get(axis, (axis,))]
+        )
+
+    def size(self, *axes: str) -> int:
+        """Return the number of ranks over some of Megatron's axes."""
+        layout, own = self.locate(axes)
+        return layout.size(*own) if own else 1
+
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of every group over some of Megatron's axes."""
+        layout, own = self.locate(axes)
+        return layout.groups(*own) if own else tuple((rank,) for rank in layout.ranks)
 
 
 @dataclass(frozen=True)
@@ -68,8 +116,6 @@ class ParallelConfig:
     local_world_size: int | None = None
     create_all_gather_group: bool | None = field(default=False, kw_only=True)
 
-    # What follows from the arguments.
-
     def ranks(self, world_size: int) -> range:
         """Return the ranks of the mesh, in a world of some size."""
         local = self.local_world_size
@@ -81,24 +127,9 @@ class ParallelConfig:
         return (self.sharp_enabled_group or "dp") if self.use_sharp else None
 
     @property
-    def levels(self) -> tuple[int, ...]:
-        """The sizes of the levels of cp, innermost first."""
-        return tuple(self.hierarchical_context_parallel_sizes or ())
-
-    @property
-    def stages_with_embeddings(self) -> dict[str, Callable[[list[int]], list[int]]]:
-        """The callbacks that choose the stages that hold embeddings, by the name of their group."""
-        return {
-            "embedding": self.get_embedding_ranks or default_embedding_ranks,
-            "position_embedding": self.get_position_embedding_ranks or default_position_embedding_ranks,
-        }
-
-    @property
-    def beside_sizes(self) -> tuple[object, ...]:
-        """What the groups of a mesh depend on beside its axes; a mesh that is bound with the same needs no new ones."""
-        bindable = [getattr(self, name) for name in BINDABLE if name != "hierarchical_context_parallel_sizes"]
-        backend = self.pipeline_model_parallel_comm_backend
-        return (*bindable, self.levels, backend, self.sharp_group, self.options)
+    def bindable(self) -> tuple[object, ...]:
+        """What ``bind`` takes: a mesh that is bound with the same needs no new groups."""
+        return tuple([getattr(self, name) for name in BINDABLE])
 
     @cached_property
     def options(self) -> dict[str, GroupOptions]:
@@ -121,10 +152,9 @@ class ParallelConfig:
             options[name] = GroupOptions(nccl=of_group.nccl, high_priority=True)
         return options
 
-    def fields_to_compare(self, axis_map: AxisMap) -> dict[str, str]:
+    def fields_to_compare(self, factorings: Factorings) -> dict[str, str]:
         """Return every argument as text, for the comparison between ranks; a callback as its answer for one pipeline."""
-        layout, axes = axis_map.locate(("pp",))
-        pipeline = list(layout.group(layout.rank_offset, *axes))
+        pipeline = factorings.groups("pp")[0]
         values = {field.name: getattr(self, field.name) for field in fields(self)} | {"options": self.options}
         return {
             name: repr(value(list(pipeline)) if callable(value) else value) for name, value in values.items()
@@ -134,51 +164,57 @@ class ParallelConfig:
     # original raises for the first.
 
     def validate(self, world_size: int) -> tuple[Layout, Layout]:
-        """Check every argument in a world of some size, and return the layouts of the mesh and of its expert view."""
+        """Check every argument in a world of some size, and return the layouts of the mesh and of its experts' view."""
         world = world_size if self.local_world_size is None else self.local_world_size
-        _raise_all([*self._sharp_problems(), *self._size_problems(world, world_size)])
+        errors = [*self._argument_errors(self.pipeline_model_parallel_size)]
+        layouts = []
+        for view in (DENSE, EXPERT):
+            try:
+                layouts.append(self._layout(world, view))
+            except LayoutError as error:  # noqa: PERF203  both layouts are reported
+                errors.append(ContractRuntimeError(*error.problems))
+            except NamedMeshError as error:
+                errors.append(error)
+        _raise_all([*errors, *self._world_errors(world, world_size)])
         _ = self.options
-        dense, expert = self._layout(world, DENSE), self._layout(world, EXPERT)
+        dense, expert = layouts
         pp_inside = not self.order.endswith("pp") and dense["pp"] > 1 and expert["edp"] != dense["dp"]
         if pp_inside or dense.partition("pp") != expert.partition("pp"):
             raise ContractError(
                 f"the pipelines of {dense} and of the experts' {expert} do not fit together in the order "
                 f"{self.order!r}; put pp last in the order, or choose expert sizes that leave edp = dp"
             )
-        _raise_all(self._group_problems(AxisMap.from_layout(dense, "Megatron", {"expert": expert})))
+        _raise_all([*self._group_errors(Factorings(dense, expert))])
         return dense, expert
 
-    def validate_for_mesh(self, axis_map: AxisMap) -> None:
+    def validate_for_mesh(self, factorings: Factorings) -> None:
         """Check what ``bind`` takes against the axes of a mesh."""
-        _raise_all([*self._group_problems(axis_map), *self._virtual_problems(axis_map.size("pp"))])
-
-    def _sizes(self, view: str) -> dict[str, int]:
-        """Return the sizes that the world of a view is divided by, by the tokens of the order; dp is what is left."""
-        tp, etp = self.tensor_model_parallel_size, self.expert_tensor_parallel_size
-        pp, gtp = self.pipeline_model_parallel_size, self.gtp_remat_size
-        sizes = {"tp": tp, "pp": pp, "cp": self.context_parallel_size}
-        if view == EXPERT:
-            sizes = {"tp": tp if etp is None else etp, "ep": self.expert_model_parallel_size, "pp": pp}
-            gtp = self.expert_gtp_remat_size
-        return sizes if gtp == 1 else sizes | {"gtp_remat": gtp}
+        _raise_all([*self._group_errors(factorings), *self._argument_errors(factorings.size("pp"))])
 
     def _layout(self, world: int, view: str) -> Layout:
-        """Return the layout of a view, whose axes are the tokens of the order under other names."""
-        sizes = self._sizes(view)
-        sizes["dp"] = world // prod(sizes.values())
-        tokens = [token for token in reversed(self._tokens(view, sizes)) if token in sizes]
-        names = [_EXPERT.get(token, token) if view == EXPERT else token for token in tokens]
-        return Layout.from_shape(names, [sizes[token] for token in tokens], rank_offset=self.rank_offset)
-
-    def _tokens(self, view: str, sizes: Mapping[str, int]) -> list[str]:
-        """Return the tokens of the order, fastest first; gtp_remat is after tp, and after ep for the experts."""
-        order, names = self.order, ["tp", "pp", "dp", "ep", "cp"]
+        """Return the layout of a view, whose axes are the tokens of the order under other names; dp is what is left."""
+        tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        sizes = {"tp": tp, "pp": pp, "cp": self.context_parallel_size}
+        gtp, names = self.gtp_remat_size, {}
+        if view == EXPERT:
+            etp = self.expert_tensor_parallel_size
+            sizes = {"tp": tp if etp is None else etp, "ep": self.expert_model_parallel_size, "pp": pp}
+            gtp, names = self.expert_gtp_remat_size, _EXPERT
+        if gtp != 1:
+            sizes["gtp_remat"] = gtp
+        sizes["dp"] = -1
+        by_axis = {names.get(token, token): size for token, size in sizes.items()}
+        by_axis = dict(Layout(**by_axis, world_size=world).items())
+        sizes["dp"] = by_axis[names.get("dp", "dp")]
+        order, known = self.order, ["tp", "pp", "dp", "ep", "cp"]
         if "gtp_remat" in sizes or "gtp_remat" in order:  # in lower case only, as the original
             order = insert_gtp_remat(order, "tp" if view == DENSE else "ep")
-            names.append("gtp_remat")
-        return ordered_tokens(order, {name: sizes.get(name, 1) for name in names})
+            known.append("gtp_remat")
+        tokens = ordered_tokens(order, {token: sizes.get(token, 1) for token in known})
+        axes = [names.get(token, token) for token in reversed(tokens) if token in sizes]
+        return Layout.from_shape(axes, [by_axis[axis] for axis in axes], rank_offset=self.rank_offset)
 
-    def _sharp_problems(self) -> Iterator[NamedMeshError]:
+    def _argument_errors(self, pp: int) -> Iterator[NamedMeshError]:
         group, instances = self.sharp_enabled_group, self.num_distributed_optimizer_instances
         if not self.use_sharp and group is not None:
             yield ContractError(
@@ -191,42 +227,20 @@ class ParallelConfig:
                 "sharp_enabled_group is 'dp_replica', which only several optimizer instances have; "
                 "set num_distributed_optimizer_instances, or use 'dp'"
             )
+        for name in ("gtp_remat_size", "expert_gtp_remat_size"):
+            if getattr(self, name) != 1 and instances != 1:
+                yield ContractError(
+                    f"num_distributed_optimizer_instances is {instances} and {name} is {getattr(self, name)}; weights that "
+                    "are gathered for each use go with one optimizer instance only"
+                )
+        virtual = self.virtual_pipeline_model_parallel_size
+        if virtual is not None and pp == 1:
+            yield ContractRuntimeError(
+                f"virtual_pipeline_model_parallel_size is {virtual}, but pipeline_model_parallel_size is 1; virtual "
+                "stages interleave the stages of a pipeline, which needs 2 or more"
+            )
 
-    def _size_problems(self, world: int, world_size: int) -> Iterator[NamedMeshError]:
-        names = [field.name for field in fields(self) if field.name.endswith("_size")]
-        names = [name for name in names if "virtual" not in name] + ["num_distributed_optimizer_instances"]
-        wrong = [
-            ContractRuntimeError(f"{name} is {size!r}; a size is a whole number from 1")
-            for name in names
-            if (size := getattr(self, name)) is not None
-            and (not isinstance(size, int) or isinstance(size, bool) or size < 1)
-        ]
-        if wrong:
-            yield from wrong
-            return
-        gtp = {name: getattr(self, name) for name in ("gtp_remat_size", "expert_gtp_remat_size")}
-        if max(gtp.values()) > 1 and self.num_distributed_optimizer_instances > 1:
-            yield ContractError(
-                f"num_distributed_optimizer_instances is {self.num_distributed_optimizer_instances} and "
-                f"{' and '.join(f'{name} is {size}' for name, size in gtp.items() if size > 1)}; weights that are gathered "
-                "for each use go with one optimizer instance only"
-            )
-        dense, experts = self._sizes(DENSE), self._sizes(EXPERT)
-        if world % prod(dense.values()):
-            yield ContractRuntimeError(
-                f"the world of {world} ranks cannot be divided by {_product(dense)}; change a size, or start another "
-                "number of ranks"
-            )
-        yield from self._virtual_problems(self.pipeline_model_parallel_size)
-        try:
-            self._tokens(DENSE, {**dense, "dp": world // prod(dense.values())})
-        except NamedMeshError as error:
-            yield error
-        if world % prod(experts.values()):
-            named = {_EXPERT.get(axis, axis): size for axis, size in experts.items()}
-            yield ContractRuntimeError(
-                f"the world of {world} ranks cannot be divided by the experts' {_product(named)}; change a size"
-            )
+    def _world_errors(self, world: int, world_size: int) -> Iterator[NamedMeshError]:
         if not 0 <= self.rank_offset <= self.rank_offset + world <= world_size:
             yield ContractRuntimeError(
                 f"rank_offset is {self.rank_offset} and local_world_size is {self.local_world_size}, which are not ranks "
@@ -242,19 +256,12 @@ class ParallelConfig:
                 "the 'ucc' backend needs CUDA_DEVICE_MAX_CONNECTIONS above 1, and the environment says 1"
             )
 
-    def _virtual_problems(self, pp: int) -> Iterator[NamedMeshError]:
-        virtual = self.virtual_pipeline_model_parallel_size
-        if virtual is not None and pp == 1:
-            yield ContractRuntimeError(
-                f"virtual_pipeline_model_parallel_size is {virtual}, but pipeline_model_parallel_size is 1; virtual "
-                "stages interleave the stages of a pipeline, which needs 2 or more"
-            )
-
-    def _group_problems(self, axis_map: AxisMap) -> Iterator[NamedMeshError]:
-        instances, levels = self.num_distributed_optimizer_instances, self.levels
-        dp_cp, cp = axis_map.size("dp", "cp"), axis_map.size("cp")
-        for name, size in (("dp x cp", dp_cp), ("edp", axis_map.size("edp"))):
-            if instances < 1 or size % instances:
+    def _group_errors(self, factorings: Factorings) -> Iterator[NamedMeshError]:
+        instances = self.num_distributed_optimizer_instances
+        levels = self.hierarchical_context_parallel_sizes or ()
+        dp_cp, cp = factorings.size("dp", "cp"), factorings.size("cp")
+        for name, size in (("dp x cp", dp_cp), ("edp", factorings.size("edp"))):
+            if not isinstance(instances, int) or instances < 1 or size % instances:
                 yield ContractError(
                     f"num_distributed_optimizer_instances is {instances}, which does not divide {name} = {size}"
                 )
@@ -278,12 +285,7 @@ def check_net_names(net_names: Mapping[str, object]) -> None:
         raise ContractRuntimeError(*problems)
 
 
-def _product(sizes: Mapping[str, int]) -> str:
-    return f"{' x '.join(f'{axis}={size}' for axis, size in sizes.items())} = {prod(sizes.values())}"
-
-
-def _raise_all(problems: Iterable[NamedMeshError]) -> None:
-    """Raise one error with every problem, of the type of the first."""
-    errors = list(problems)
+def _raise_all(errors: Sequence[NamedMeshError]) -> None:
+    """Raise one error with every problem, each once, of the type of the first."""
     if errors:
-        raise type(errors[0])(*(problem for error in errors for problem in error.problems))
+        raise type(errors[0])(*dict.fromkeys(problem for error in errors for problem in error.problems))

@@ -5,25 +5,24 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from namedmesh.compat.axis_map import group_over
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer
+from namedmesh.compat.megatron.rank_generator import default_embedding_ranks, default_position_embedding_ranks
 from namedmesh.compat.megatron.variables import ROWS
 from namedmesh.dialects import DENSE, EXPERT, MEGATRON_GROUPS
 from namedmesh.options import GroupOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from namedmesh.compat.axis_map import AxisMap
-    from namedmesh.compat.megatron.config import ParallelConfig
+    from namedmesh.compat.megatron.config import Factorings, ParallelConfig
     from namedmesh.dialects import GroupSpec
     from namedmesh.layout import Layout
     from namedmesh.making import GroupMaker
@@ -32,45 +31,45 @@ if TYPE_CHECKING:
 _OVER_AXES = [row for row in MEGATRON_GROUPS if row.members == "all" and row.key != "intra_dist_opt_instance"]
 
 
-def axis_options(axis_map: AxisMap, config: ParallelConfig) -> dict[str, dict[str, GroupOptions]]:
-    """Return the options of the groups over whole axes, by view, under the names that a mesh has for them.
+def group_options(
+    factorings: Factorings, config: ParallelConfig
+) -> tuple[dict[str, dict[str, GroupOptions]], list[tuple[Layout, tuple[str, ...], GroupOptions]]]:
+    """Return the options of the groups over whole axes, for the mesh and for the comparison between ranks.
 
     Megatron gives each group the options of its own name and no other; a mesh lets a group over two axes have those
     of both. So once any options are given, every group has an entry.
+
+    Returns:
+        By view, the options under the names that a mesh has for axes together; and of every group the layout, the axes
+        and the options.
     """
     backend = config.pipeline_model_parallel_comm_backend
-    options: dict[str, dict[str, GroupOptions]] = {DENSE: {}, EXPERT: {}}
-    for row in _OVER_AXES if config.options or backend is not None else ():
-        of_group = config.options.get(row.key, GroupOptions())
+    by_view: dict[str, dict[str, GroupOptions]] = {DENSE: {}, EXPERT: {}}
+    groups = []
+    for row in _OVER_AXES:
+        options = config.options.get(row.key, GroupOptions())
         if row.key == "pp" and backend is not None:
             # The original gives no NCCL settings to a backend that is not NCCL.
-            of_group = GroupOptions(backend="ucc") if backend == "ucc" else replace(of_group, backend="nccl")
-        axes = axis_map.locate(row.axes)[1]
-        if axis_map.added.isdisjoint(axes):
+            options = GroupOptions(backend="ucc") if backend == "ucc" else replace(options, backend="nccl")
+        layout, axes = factorings.locate(row.axes)
+        if not axes:
+            continue
+        if config.options or backend is not None:
             # The first row over these axes; a later one spans gtp_remat too, which is 1.
-            options[row.view].setdefault("_".join(axes), of_group)
-    return options
-
-
-def wanted_groups(
-    axis_map: AxisMap, options: Mapping[str, Mapping[str, GroupOptions]]
-) -> list[tuple[Layout, tuple[str, ...], GroupOptions]]:
-    """Return the layout, axes and options of every group over whole axes."""
-    located = [(row.view, *axis_map.locate(row.axes)) for row in _OVER_AXES]
-    return [
-        (layout, axes, options[view].get("_".join(axes), GroupOptions())) for view, layout, axes in located
-    ]
+            options = by_view[row.view].setdefault("_".join(axes), options)
+        groups.append((layout, axes, options))
+    return by_view, groups
 
 
 def build_groups(
-    mesh: NamedMesh, maker: GroupMaker, axis_map: AxisMap, config: ParallelConfig
+    mesh: NamedMesh, maker: GroupMaker, factorings: Factorings, config: ParallelConfig
 ) -> dict[str, Any]:
     """Create the groups that the mesh does not have yet; every rank of the mesh calls this with the same arguments.
 
     Returns:
         For this rank, the value of every variable that a mesh determines.
     """
-    builder = _Builder(mesh, maker, axis_map, config)
+    builder = _Builder(mesh, maker, factorings, config)
     values = builder.values
     builder.build_data_parallel()
     for row in _OVER_AXES:  # those that span gtp_remat are those that do not where it is 1
@@ -84,17 +83,48 @@ def build_groups(
         values["_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"] = config.virtual_pipeline_model_parallel_size
     values["_GLOBAL_MEMORY_BUFFER"] = GlobalMemoryBuffer(mesh.device)
     # None stands for the default group, as in the original's list.
-    values["_global_process_group_list"] = [None, *(made.group for made in mesh.communicators if made.owned)]
+    values["_global_process_group_list"] = [None, *[made.group for made in mesh.communicators if made.owned]]
     return values
 
 
 class _Builder:
     """Builds groups on one mesh, and keeps them by variable; every rank calls the same methods in the same order."""
 
-    def __init__(self, mesh: NamedMesh, maker: GroupMaker, axis_map: AxisMap, config: ParallelConfig) -> None:
-        self.mesh, self.maker, self.axis_map, self.config = mesh, maker, axis_map, config
+    def __init__(
+        self, mesh: NamedMesh, maker: GroupMaker, factorings: Factorings, config: ParallelConfig
+    ) -> None:
+        self.mesh, self.maker, self.factorings, self.config = mesh, maker, factorings, config
         self.instances = config.num_distributed_optimizer_instances
-        self.values: dict[str, Any] = {}
+        self.values: dict[str, Any] = {row.gloo: None for row in MEGATRON_GROUPS if row.gloo}
+        # Beside weights that are gathered for each use the original makes no gloo groups.
+        dense = config.create_gloo_process_groups and factorings.size("gtp_remat") == 1
+        self.with_gloo = {DENSE: dense, EXPERT: dense and factorings.size("egtp_remat") == 1}
+
+    def build(self, row: GroupSpec) -> None:
+        """Build a group over whole axes, and its gloo group."""
+        layout, axes = self.factorings.locate(row.axes)
+        self.values[row.variable], ranks = group_over(self.mesh, self.maker, layout, axes)
+        if row.ranks:
+            self.values[row.ranks] = ranks
+        if row.gloo and self.with_gloo[row.view]:
+            options = self.mesh.pool.gloo_options(self.mesh.options_of(axes))
+            self.values[row.gloo], _ = group_over(self.mesh, self.maker, layout, axes, options)
+
+    def build_sets(
+        self, row: GroupSpec, sets: Sequence[Sequence[int]], options: GroupOptions | None = None
+    ) -> Any:
+        """Build groups over sets of ranks, of which each rank is in one at most, and return this rank's."""
+        if options is None:
+            # An optimizer instance spans every axis, and has the options of none.
+            spanned = () if row.key == "intra_dist_opt_instance" else self.factorings.locate(row.axes)[1]
+            options = self.config.options.get(row.key) or self.mesh.options_of(spanned)
+        wanted = {row.variable: options}
+        if row.gloo and self.with_gloo[row.view]:
+            wanted[row.gloo] = self.mesh.pool.gloo_options(options)
+        for variable, of_group in wanted.items():
+            made = self.maker.make_sets(sets, row.name, of_group)
+            self.values[variable] = next(iter(made.values()), None)
+        return self.values[row.variable]
 
     def build_data_parallel(self) -> None:
         """Build the groups over dp and cp, which may use SHARP, and the second ones over them."""
@@ -103,43 +133,49 @@ class _Builder:
             self.build(whole)
             if self.config.create_all_gather_group:
                 gather = ROWS["data_parallel with_context_parallel independent_all_gather"]
-                options = replace(self.mesh.options_of(self.axis_map.locate(whole.axes)[1]), share=False)
-                sets = self.axis_map.groups(*whole.axes)
-                self.values[gather.variable] = self._make_set(sets, "dp_cp all-gather", options)
+                options = replace(self.mesh.options_of(self.factorings.locate(whole.axes)[1]), share=False)
+                self.build_sets(gather, self.factorings.groups(*whole.axes), options)
             self.build_part(ROWS["data_parallel with_context_parallel partial_data_parallel"], whole)
 
     def build_context_levels(self) -> None:
         """Build the levels of cp, and the groups of every power of two inside dp and cp."""
-        levels, row = self.config.levels, ROWS["hierarchical_context_parallel"]
+        levels, row = self.config.hierarchical_context_parallel_sizes, ROWS["hierarchical_context_parallel"]
         if levels:
             self.values[row.variable] = [
-                self.build_split(row, size, prod(levels[:level])) for level, size in enumerate(levels)
+                self.build_sets(row, self.split(row, size, prod(levels[:level])))
+                for level, size in enumerate(levels)
             ]
         row = ROWS["hybrid_data_context_parallel"]
-        sizes = hybrid_sizes(self.axis_map.size("dp", "cp")) if self.config.hybrid_context_parallel else []
-        self.values[row.variable] = {size: self.build_split(row, size) for size in sizes}
+        sizes = hybrid_sizes(self.factorings.size("dp", "cp")) if self.config.hybrid_context_parallel else []
+        self.values[row.variable] = {size: self.build_sets(row, self.split(row, size)) for size in sizes}
 
     def build_embeddings(self) -> None:
         """Build the groups of the stages that hold embeddings."""
-        for name, choose in self.config.stages_with_embeddings.items():
+        for name, choose in (
+            ("embedding", self.config.get_embedding_ranks or default_embedding_ranks),
+            (
+                "position_embedding",
+                self.config.get_position_embedding_ranks or default_position_embedding_ranks,
+            ),
+        ):
             row = ROWS[name]
-            sets = [_embedding_stages(choose, list(ranks)) for ranks in self.axis_map.groups("pp")]
-            self.build(row, sets)
-            mine = [ranks for ranks in sets if self.mesh.global_rank in ranks]
-            self.values[row.ranks] = mine[0] if mine else None
+            sets = [_embedding_stages(choose, list(ranks)) for ranks in self.factorings.groups("pp")]
+            self.build_sets(row, sets)
+            self.values[row.ranks] = next((ranks for ranks in sets if self.mesh.global_rank in ranks), None)
 
     def build_optimizer_instances(self) -> None:
         """Build the groups inside each instance of the distributed optimizer, and between them."""
-        whole = ROWS["expert_data_parallel"]
         between = ROWS["inter_distributed_optimizer_instance"]
         with self.sharp("dp_replica", between):
-            self.build_part(ROWS["expert_data_parallel partial_expert_data_parallel"], whole)
-            part = self.axis_map.size("edp") // self.instances
-            self.build(between, self.split(between, self.instances, part) if self.instances > 1 else [])
-        models = self.axis_map.groups("etp", "ep", "pp")
-        of_instances = split_ranks(models, len(models) // self.instances)
-        sets = [list(chain.from_iterable(instance)) for instance in of_instances]
-        self.build(ROWS["intra_distributed_optimizer_instance"], sets)
+            self.build_part(
+                ROWS["expert_data_parallel partial_expert_data_parallel"], ROWS["expert_data_parallel"]
+            )
+            part = self.factorings.size("edp") // self.instances
+            self.build_sets(between, self.split(between, self.instances, part) if self.instances > 1 else [])
+        models = self.factorings.groups("etp", "ep", "pp")
+        instances = split_ranks(models, len(models) // self.instances)
+        sets = [[rank for model in instance for rank in model] for instance in instances]
+        self.build_sets(ROWS["intra_distributed_optimizer_instance"], sets)
         # Weights that are gathered for each use go with one instance.
         for name, part_of in (
             ("data_parallel with_context_parallel", "partial_data_parallel"),
@@ -149,54 +185,19 @@ class _Builder:
             target = ROWS[f"{name} {part_of} with_gtp_remat"].variable
             self.values[target] = self.values[ROWS[without].variable]
 
-    def build(self, row: GroupSpec, sets: Sequence[Sequence[int]] | None = None) -> None:
-        """Build a group, and its gloo group, over whole axes, with its ranks; or the one of some sets of ranks."""
-        layout, axes = self.axis_map.locate(row.axes)
-        make: Callable[[GroupOptions], Any]
-        if sets is None:
-            options = self.mesh.options_of(axes)
-            make = partial(self.maker.make, layout, axes)
-            if row.ranks:
-                self.values[row.ranks] = list(layout.group(self.mesh.global_rank, *axes))
+    def build_part(self, row: GroupSpec, whole: GroupSpec) -> None:
+        """Build the part of a group that is inside one optimizer instance; the group itself where there is one."""
+        if self.instances > 1:
+            self.build_sets(row, self.split(row, self.factorings.size(*row.axes) // self.instances))
         else:
-            # An optimizer instance spans every axis, and has the options of none.
-            spanned = () if row.key == "intra_dist_opt_instance" else axes
-            options = self.config.options.get(row.key) or self.mesh.options_of(spanned)
-            make = partial(self._make_set, sets, row.key)
-        self.values[row.variable] = make(options)
-        if row.gloo:
-            # Beside weights that are gathered for each use the original makes no gloo groups.
-            gathered = self.axis_map.size("gtp_remat") > 1
-            gathered |= row.view == EXPERT and self.axis_map.size("egtp_remat") > 1
-            with_gloo = self.config.create_gloo_process_groups and not gathered
-            self.values[row.gloo] = make(self.mesh.pool.gloo_options(options)) if with_gloo else None
+            self.values[row.variable] = self.values[whole.variable]
+            self.values[row.gloo] = self.values[whole.gloo]
 
     def split(self, row: GroupSpec, size: int, stride: int = 1) -> list[list[int]]:
         """Return the sets of ranks that :func:`split_ranks` makes of every group over the axes of a row."""
         return [
-            part for ranks in self.axis_map.groups(*row.axes) for part in split_ranks(ranks, size, stride)
+            part for ranks in self.factorings.groups(*row.axes) for part in split_ranks(ranks, size, stride)
         ]
-
-    def build_split(self, row: GroupSpec, size: int, stride: int = 1) -> dist.ProcessGroup | None:
-        """Build the groups that :meth:`split` returns the ranks of, and return this rank's."""
-        self.build(row, self.split(row, size, stride))
-        group: dist.ProcessGroup | None = self.values[row.variable]
-        return group
-
-    def build_part(self, row: GroupSpec, whole: GroupSpec) -> None:
-        """Build the part of a group that is inside one optimizer instance; the group itself where there is one."""
-        if self.instances > 1:
-            self.build(row, self.split(row, self.axis_map.size(*row.axes) // self.instances))
-            return
-        self.values[row.variable] = self.values[whole.variable]
-        self.values[row.gloo] = self.values[whole.gloo]
-
-    def _make_set(
-        self, sets: Sequence[Sequence[int]], label: str, options: GroupOptions
-    ) -> dist.ProcessGroup | None:
-        """Return this rank's group among sets of which each rank is in one at most."""
-        made = self.maker.make_sets(sets, label, options)
-        return next(iter(made.values()), None)
 
     @contextmanager
     def sharp(self, name: str, row: GroupSpec) -> Iterator[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 from datetime import timedelta
 from functools import wraps
 from inspect import signature
@@ -11,26 +10,23 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch.distributed as dist
 
-from namedmesh.compat.axis_map import AxisMap
 from namedmesh.compat.binding import Bound, require_default_group
 from namedmesh.compat.errors import ContractTypeError
+from namedmesh.compat.making import new_mesh
 from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer
-from namedmesh.compat.megatron.config import BINDABLE, ParallelConfig
-from namedmesh.compat.megatron.groups import axis_options, build_groups, wanted_groups
+from namedmesh.compat.megatron.config import BINDABLE, Factorings, ParallelConfig
+from namedmesh.compat.megatron.groups import build_groups, group_options
 from namedmesh.compat.megatron.variables import BINDING
 from namedmesh.dialects import DENSE, EXPERT
 from namedmesh.errors import did_you_mean
-from namedmesh.groups import GroupPool
-from namedmesh.init import version_fields
 from namedmesh.launch import default_group_device
-from namedmesh.making import agreed
-from namedmesh.mesh import NamedMesh
 from namedmesh.options import GroupOptions
 from namedmesh.views import View
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from namedmesh.mesh import NamedMesh
 
 _P = ParamSpec("_P")
 
@@ -98,15 +94,15 @@ def bind(mesh: NamedMesh, **options: Any) -> Bound:
             )
         )
     config = ParallelConfig(**options)
-    bound = BINDING.rebind(mesh, config.beside_sizes)
+    bound = BINDING.rebind(mesh, config.bindable)
     if bound is not None:
         return bound
     with mesh.agreed("megatron.bind") as maker:
-        axis_map = AxisMap.from_layout(mesh.layout, "Megatron", mesh.views)
-        config.validate_for_mesh(axis_map)
-        maker.compare(config.fields_to_compare(axis_map) | {"views": repr(mesh.views)})
-        groups = build_groups(mesh, maker, axis_map, config)
-    return BINDING.take(mesh, config.beside_sizes, groups)
+        factorings = Factorings.of_mesh(mesh)
+        config.validate_for_mesh(factorings)
+        maker.compare(config.fields_to_compare(factorings) | {"views": repr(mesh.views)})
+        groups = build_groups(mesh, maker, factorings, config)
+    return BINDING.take(mesh, config.bindable, groups)
 
 
 unbind = BINDING.unbind
@@ -173,28 +169,19 @@ def initialize_model_parallel(config: ParallelConfig) -> None:  # noqa: D417  th
         config.validate(world)
         BINDING.assign("_GLOBAL_MEMORY_BUFFER", GlobalMemoryBuffer(default_group_device()))
         return
-    pool = GroupPool(defaults=GroupOptions(timeout=timedelta(minutes=config.distributed_timeout_minutes)))
-    with ExitStack() as on_error:
-        on_error.callback(pool.close)
-        with agreed(pool, "megatron.initialize_model_parallel", ranks) as maker:
-            dense, expert = config.validate(world)
-            BINDING.refuse_second()
-            axis_map = AxisMap.from_layout(dense, "Megatron", {EXPERT: expert})
-            options = axis_options(axis_map, config)
-            maker.compare(
-                config.fields_to_compare(axis_map) | version_fields(), wanted_groups(axis_map, options)
-            )
-            if config.pipeline_model_parallel_comm_backend == "ucc":
-                _prepare_ucc()
-            device = default_group_device()
-            root = maker.create_mesh(dense, device.type, options[DENSE])
-            mesh = NamedMesh(dense, root, pool, device, options[DENSE])
-            on_error.callback(mesh.close)
-            view = View(expert, mesh.create_view(expert, maker, options[EXPERT]))
-            mesh.take_view(EXPERT, view, options[EXPERT])
-            groups = build_groups(mesh, maker, axis_map, config)
-        on_error.pop_all()
-    BINDING.take(mesh, config.beside_sizes, groups, owned=True)
+    defaults = GroupOptions(timeout=timedelta(minutes=config.distributed_timeout_minutes))
+    with new_mesh("megatron.initialize_model_parallel", ranks, defaults) as maker:
+        dense, expert = config.validate(world)
+        BINDING.refuse_second()
+        factorings = Factorings(dense, expert)
+        options, wanted = group_options(factorings, config)
+        if config.pipeline_model_parallel_comm_backend == "ucc":
+            _prepare_ucc()
+        mesh = maker.make(dense, config.fields_to_compare(factorings), wanted, options[DENSE])
+        view = View(expert, mesh.create_view(expert, maker.groups, options[EXPERT]))
+        mesh.take_view(EXPERT, view, options[EXPERT])
+        groups = build_groups(mesh, maker.groups, factorings, config)
+    BINDING.take(mesh, config.bindable, groups, owned=True)
 
 
 def destroy_model_parallel() -> None:

@@ -140,11 +140,9 @@ def is_unitialized() -> bool:
 
 def model_parallel_is_initialized() -> bool:
     """Return whether there are tensor-, pipeline- and data-parallel groups."""
-    return (
-        _TENSOR_MODEL_PARALLEL_GROUP is not None
-        and _PIPELINE_MODEL_PARALLEL_GROUP is not None
-        and _DATA_PARALLEL_GROUP is not None
-    )
+    if _TENSOR_MODEL_PARALLEL_GROUP is None or _PIPELINE_MODEL_PARALLEL_GROUP is None:
+        return False
+    return _DATA_PARALLEL_GROUP is not None
 
 
 def get_all_ranks() -> str:
@@ -170,7 +168,9 @@ def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
 
 def get_model_parallel_src_rank() -> int:
     """Return the first global rank of the model-parallel group."""
-    return (_MODEL_PARALLEL_GLOBAL_RANKS or missing("_MODEL_PARALLEL_GLOBAL_RANKS"))[0]
+    if _MODEL_PARALLEL_GLOBAL_RANKS is None:
+        missing("_MODEL_PARALLEL_GLOBAL_RANKS")
+    return _MODEL_PARALLEL_GLOBAL_RANKS[0]
 
 
 def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
@@ -180,16 +180,16 @@ def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGr
 
 def get_tensor_model_parallel_src_rank() -> int:
     """Return the first global rank of the tensor-parallel group."""
-    return (_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS or missing("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"))[0]
+    if _TENSOR_MODEL_PARALLEL_GLOBAL_RANKS is None:
+        missing("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS")
+    return _TENSOR_MODEL_PARALLEL_GLOBAL_RANKS[0]
 
 
 def get_tensor_model_parallel_world_size() -> int:
     """Return the number of ranks in :func:`get_tensor_model_parallel_group`, unless a setter overrides it."""
     if _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE is not None:
         return _MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE
-    if _TENSOR_MODEL_PARALLEL_GROUP is None:
-        missing("_TENSOR_MODEL_PARALLEL_GROUP")
-    return _TENSOR_MODEL_PARALLEL_GROUP.size()
+    return (_TENSOR_MODEL_PARALLEL_GROUP or missing("_TENSOR_MODEL_PARALLEL_GROUP")).size()
 
 
 def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
@@ -202,9 +202,7 @@ def get_tensor_model_parallel_rank() -> int:
     """Return this rank's index in :func:`get_tensor_model_parallel_group`, unless a setter overrides it."""
     if _MPU_TENSOR_MODEL_PARALLEL_RANK is not None:
         return _MPU_TENSOR_MODEL_PARALLEL_RANK
-    if _TENSOR_MODEL_PARALLEL_GROUP is None:
-        missing("_TENSOR_MODEL_PARALLEL_GROUP")
-    return _TENSOR_MODEL_PARALLEL_GROUP.rank()
+    return (_TENSOR_MODEL_PARALLEL_GROUP or missing("_TENSOR_MODEL_PARALLEL_GROUP")).rank()
 
 
 def set_tensor_model_parallel_rank(rank: int | None) -> None:
@@ -294,10 +292,10 @@ def get_tensor_and_data_parallel_group(
 ) -> ProcessGroup:
     """Return the group over tp and dp, and cp if ``with_context_parallel``: every rank of one pipeline stage."""
     if with_context_parallel:
-        group = _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP
-    else:
-        group = _TENSOR_AND_DATA_PARALLEL_GROUP
-    return group or missing("_TENSOR_AND_DATA_PARALLEL_GROUP", check_initialized)
+        return _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP or missing(
+            "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", check_initialized
+        )
+    return _TENSOR_AND_DATA_PARALLEL_GROUP or missing("_TENSOR_AND_DATA_PARALLEL_GROUP", check_initialized)
 
 
 def get_amax_reduction_group(
@@ -311,14 +309,11 @@ def get_amax_reduction_group(
     """
     if with_context_parallel:
         if tp_only_amax_red:
-            group, name = _TENSOR_AND_CONTEXT_PARALLEL_GROUP, "_TENSOR_AND_CONTEXT_PARALLEL_GROUP"
-        else:
-            group, name = _TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP, "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP"
-    elif tp_only_amax_red:
-        group, name = _TENSOR_MODEL_PARALLEL_GROUP, "_TENSOR_MODEL_PARALLEL_GROUP"
-    else:
-        group, name = _TENSOR_AND_DATA_PARALLEL_GROUP, "_TENSOR_AND_DATA_PARALLEL_GROUP"
-    return group or missing(name)
+            return get_tensor_and_context_parallel_group()
+        return get_tensor_and_data_parallel_group(with_context_parallel=True)
+    if tp_only_amax_red:
+        return _TENSOR_MODEL_PARALLEL_GROUP or missing("_TENSOR_MODEL_PARALLEL_GROUP")
+    return _TENSOR_AND_DATA_PARALLEL_GROUP or missing("_TENSOR_AND_DATA_PARALLEL_GROUP")
 
 
 # Data-parallel groups, with and without the context-parallel ranks, whole or in parts, on gloo too.
@@ -339,26 +334,24 @@ def get_data_parallel_group(
         partial_data_parallel: only those of this rank's optimizer instance; they include cp.
         independent_all_gather: the second communicator over dp and cp, for all-gathers.
     """
-    if partial_data_parallel:
-        if not with_context_parallel:
+    if not with_context_parallel:
+        if partial_data_parallel:
             raise _partial_without_cp()
+        if with_gtp_remat:
+            return _DATA_PARALLEL_GROUP_WITH_GTP_REMAT or missing("_DATA_PARALLEL_GROUP")
+        return _DATA_PARALLEL_GROUP or missing("_DATA_PARALLEL_GROUP")
+    if partial_data_parallel:
         if with_gtp_remat:
             group = _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT
         else:
             group = _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP
-    elif not with_context_parallel:
-        group = _DATA_PARALLEL_GROUP_WITH_GTP_REMAT if with_gtp_remat else _DATA_PARALLEL_GROUP
     elif independent_all_gather:
-        group = _DATA_PARALLEL_GROUP_WITH_CP_AG
-        if group is None:
-            missing("_DATA_PARALLEL_GROUP_WITH_CP_AG")
+        return _DATA_PARALLEL_GROUP_WITH_CP_AG or missing("_DATA_PARALLEL_GROUP_WITH_CP_AG")
+    elif with_gtp_remat:
+        group = _DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT
     else:
-        group = (
-            _DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT if with_gtp_remat else _DATA_PARALLEL_GROUP_WITH_CP
-        )
-    return group or missing(
-        "_DATA_PARALLEL_GROUP_WITH_CP" if with_context_parallel else "_DATA_PARALLEL_GROUP"
-    )
+        group = _DATA_PARALLEL_GROUP_WITH_CP
+    return group or missing("_DATA_PARALLEL_GROUP_WITH_CP")
 
 
 def _partial_without_cp() -> ContractError:
@@ -400,19 +393,16 @@ def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> ProcessGroup:
     """Return the gloo group over the ranks of :func:`get_data_parallel_group`, for tensors on the CPU."""
-    if not with_context_parallel:
-        if _DATA_PARALLEL_GROUP_GLOO is None:
-            missing("_DATA_PARALLEL_GROUP_GLOO")
+    if with_context_parallel:
         if partial_data_parallel:
-            raise _partial_without_cp()
-        return _DATA_PARALLEL_GROUP_GLOO
-    if not partial_data_parallel:
-        if _DATA_PARALLEL_GROUP_WITH_CP_GLOO is None:
-            missing("_DATA_PARALLEL_GROUP_WITH_CP_GLOO")
-        return _DATA_PARALLEL_GROUP_WITH_CP_GLOO
-    return _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO or missing(
-        "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO"
-    )
+            return _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO or missing(
+                "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO"
+            )
+        return _DATA_PARALLEL_GROUP_WITH_CP_GLOO or missing("_DATA_PARALLEL_GROUP_WITH_CP_GLOO")
+    group = _DATA_PARALLEL_GROUP_GLOO or missing("_DATA_PARALLEL_GROUP_GLOO")
+    if partial_data_parallel:
+        raise _partial_without_cp()
+    return group
 
 
 def has_separate_all_gather_group() -> bool:
@@ -422,10 +412,11 @@ def has_separate_all_gather_group() -> bool:
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """Return the first global rank of the data-parallel group, with the context-parallel ranks if asked."""
-    ranks = _DATA_PARALLEL_GLOBAL_RANKS_WITH_CP if with_context_parallel else _DATA_PARALLEL_GLOBAL_RANKS
-    if ranks is None:
-        missing(f"_DATA_PARALLEL_GLOBAL_RANKS{'_WITH_CP' if with_context_parallel else ''}")
-    return ranks[0]
+    if with_context_parallel:
+        return (_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP or missing("_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP"))[0]
+    if _DATA_PARALLEL_GLOBAL_RANKS is None:
+        missing("_DATA_PARALLEL_GLOBAL_RANKS")
+    return _DATA_PARALLEL_GLOBAL_RANKS[0]
 
 
 def get_hybrid_data_context_parallel_groups(
@@ -463,9 +454,7 @@ def get_pipeline_model_parallel_world_size() -> int:
     """Return the number of ranks in :func:`get_pipeline_model_parallel_group`, unless a setter overrides it."""
     if _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE is not None:
         return _MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE
-    if _PIPELINE_MODEL_PARALLEL_GROUP is None:
-        missing("_PIPELINE_MODEL_PARALLEL_GROUP")
-    return _PIPELINE_MODEL_PARALLEL_GROUP.size()
+    return (_PIPELINE_MODEL_PARALLEL_GROUP or missing("_PIPELINE_MODEL_PARALLEL_GROUP")).size()
 
 
 def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
@@ -478,9 +467,7 @@ def get_pipeline_model_parallel_rank() -> int:
     """Return this rank's index in :func:`get_pipeline_model_parallel_group`, unless a setter overrides it."""
     if _MPU_PIPELINE_MODEL_PARALLEL_RANK is not None:
         return _MPU_PIPELINE_MODEL_PARALLEL_RANK
-    if _PIPELINE_MODEL_PARALLEL_GROUP is None:
-        missing("_PIPELINE_MODEL_PARALLEL_GROUP")
-    return _PIPELINE_MODEL_PARALLEL_GROUP.rank()
+    return (_PIPELINE_MODEL_PARALLEL_GROUP or missing("_PIPELINE_MODEL_PARALLEL_GROUP")).rank()
 
 
 def set_pipeline_model_parallel_rank(rank: int | None) -> None:
@@ -507,7 +494,9 @@ def get_pipeline_model_parallel_prev_rank() -> int:
 
 def get_pipeline_model_parallel_first_rank() -> int:
     """Return the global rank of the first stage."""
-    return (_PIPELINE_GLOBAL_RANKS or missing("_PIPELINE_GLOBAL_RANKS"))[0]
+    if _PIPELINE_GLOBAL_RANKS is None:
+        missing("_PIPELINE_GLOBAL_RANKS")
+    return _PIPELINE_GLOBAL_RANKS[0]
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
@@ -644,7 +633,9 @@ def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGr
 
 def get_expert_model_parallel_src_rank() -> int:
     """Return the first global rank of the expert-parallel group."""
-    return (_EXPERT_MODEL_PARALLEL_RANKS or missing("_EXPERT_MODEL_PARALLEL_RANKS"))[0]
+    if _EXPERT_MODEL_PARALLEL_RANKS is None:
+        missing("_EXPERT_MODEL_PARALLEL_RANKS")
+    return _EXPERT_MODEL_PARALLEL_RANKS[0]
 
 
 def get_expert_model_parallel_world_size() -> int:
@@ -754,15 +745,15 @@ def get_expert_data_parallel_group(
         with_gtp_remat: False for the replicas of this rank's experts only: ``mesh.group("edp")``.
         partial_expert_data_parallel: only those of this rank's optimizer instance.
     """
-    if partial_expert_data_parallel and with_gtp_remat:
-        group = _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT
-    elif partial_expert_data_parallel:
-        group = _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP
+    if not partial_expert_data_parallel:
+        group = _EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT if with_gtp_remat else _EXPERT_DATA_PARALLEL_GROUP
     elif with_gtp_remat:
-        group = _EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT
+        group = _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT
     else:
-        group = _EXPERT_DATA_PARALLEL_GROUP
-    return group or missing("_EXPERT_DATA_PARALLEL_GROUP", check_initialized)
+        group = _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP
+    if group is None:
+        missing("_EXPERT_DATA_PARALLEL_GROUP", check_initialized)
+    return group
 
 
 def get_expert_data_parallel_world_size(

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from namedmesh._torch import set_group_timeout
-from namedmesh.compat.axis_map import AxisMap
 from namedmesh.compat.errors import ContractError, ContractRuntimeError
-from namedmesh.compat.megatron.config import check_net_names
+from namedmesh.compat.megatron.config import Factorings, check_net_names
 from namedmesh.compat.megatron.groups import hybrid_sizes, split_ranks
 from namedmesh.compat.megatron.variables import BINDING, ROWS, missing
 from namedmesh.errors import LayoutError, MeshError
@@ -164,16 +163,16 @@ def create_all_gather_groups(
         raise ContractRuntimeError(
             "create_all_gather_groups() needs the groups of the parallel state; call initialize_model_parallel(...) first"
         ) from None
-    axis_map = AxisMap.from_layout(mesh.layout, "Megatron", mesh.views)
+    factorings = Factorings.of_mesh(mesh)
 
     def create(name: str) -> Any:
         row = ROWS[name]
         options = get_nccl_options(row.key, nccl_comm_cfgs or {})
-        sets, description = axis_map.groups(*row.axes), f"{row.variable}_AG"
+        sets, description = factorings.groups(*row.axes), f"{row.variable}_AG"
         return _create_mine(mesh.global_rank, sets, description, timeout=timeout, pg_options=options)
 
     dense = create("data_parallel with_context_parallel")
-    with_experts = for_expert_parallelism and axis_map.size("ep") > 1
+    with_experts = for_expert_parallelism and factorings.size("ep") > 1
     return dense, create("expert_data_parallel") if with_experts else None
 
 

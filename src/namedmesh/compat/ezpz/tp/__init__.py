@@ -75,7 +75,7 @@ _rank_group: Any = None  # the tensor-parallel ranks, as the layers want them
 
 DIALECT.fill(sys.modules[__name__])
 
-destroy_tensor_parallel = DIALECT.destroy
+destroy_tensor_parallel = DIALECT.binding.destroy
 
 
 def initialize_tensor_parallel(  # noqa: PLR0917  the original's signature
@@ -137,28 +137,22 @@ def tensor_parallel_is_initialized() -> bool:
 
 def get_tensor_parallel_group() -> ProcessGroup:
     """Return the tensor-parallel group."""
-    return _TENSOR_PARALLEL_GROUP or DIALECT.require(_TENSOR_PARALLEL_GROUP, "the tensor-parallel group")
+    return _TENSOR_PARALLEL_GROUP or DIALECT.missing("the tensor-parallel group")
 
 
 def get_tensor_parallel_ranks() -> list[int]:
     """Return the list of tensor-parallel ranks."""
-    return _TENSOR_PARALLEL_RANKS or DIALECT.require(
-        _TENSOR_PARALLEL_RANKS, "the list of tensor-parallel ranks"
-    )
+    return _TENSOR_PARALLEL_RANKS or DIALECT.missing("the list of tensor-parallel ranks")
 
 
 def get_pipeline_parallel_group() -> ProcessGroup:
     """Return the pipeline-parallel group."""
-    return _PIPELINE_PARALLEL_GROUP or DIALECT.require(
-        _PIPELINE_PARALLEL_GROUP, "the pipeline-parallel group"
-    )
+    return _PIPELINE_PARALLEL_GROUP or DIALECT.missing("the pipeline-parallel group")
 
 
 def get_pipeline_parallel_ranks() -> list[int]:
     """Return the list of pipeline-parallel ranks."""
-    return _PIPELINE_PARALLEL_RANKS or DIALECT.require(
-        _PIPELINE_PARALLEL_RANKS, "the list of pipeline-parallel ranks"
-    )
+    return _PIPELINE_PARALLEL_RANKS or DIALECT.missing("the list of pipeline-parallel ranks")
 
 
 def get_pipeline_parallel_world_size() -> int:
@@ -173,14 +167,12 @@ def get_pipeline_parallel_rank() -> int:
 
 def get_context_parallel_group() -> ProcessGroup:
     """Return the context-parallel group."""
-    return _CONTEXT_PARALLEL_GROUP or DIALECT.require(_CONTEXT_PARALLEL_GROUP, "the context-parallel group")
+    return _CONTEXT_PARALLEL_GROUP or DIALECT.missing("the context-parallel group")
 
 
 def get_context_parallel_ranks() -> list[int]:
     """Return the list of context-parallel ranks."""
-    return _CONTEXT_PARALLEL_GROUP_RANKS or DIALECT.require(
-        _CONTEXT_PARALLEL_GROUP_RANKS, "the list of context-parallel ranks"
-    )
+    return _CONTEXT_PARALLEL_GROUP_RANKS or DIALECT.missing("the list of context-parallel ranks")
 
 
 def get_context_parallel_world_size() -> int:
@@ -195,12 +187,12 @@ def get_context_parallel_rank() -> int:
 
 def get_data_parallel_group() -> ProcessGroup:
     """Return the data-parallel group."""
-    return _DATA_PARALLEL_GROUP or DIALECT.require(_DATA_PARALLEL_GROUP, "the data-parallel group")
+    return _DATA_PARALLEL_GROUP or DIALECT.missing("the data-parallel group")
 
 
 def get_data_parallel_ranks() -> list[int]:
     """Return the list of data-parallel ranks."""
-    return _DATA_PARALLEL_RANKS or DIALECT.require(_DATA_PARALLEL_RANKS, "the list of data-parallel ranks")
+    return _DATA_PARALLEL_RANKS or DIALECT.missing("the list of data-parallel ranks")
 
 
 def get_data_parallel_world_size() -> int:
