@@ -83,7 +83,11 @@ def test_every_rank_reports_what_differs() -> None:
 
 
 def test_a_mistake_on_one_rank_is_told_to_the_others() -> None:
-    for wrong in (lambda: namedmesh.init_mesh(dp=1, tp=2), lambda: namedmesh.init_mesh(dp=-1, tp=-1)):
+    for wrong in (
+        lambda: namedmesh.init_mesh(dp=1, tp=2),
+        lambda: namedmesh.init_mesh(dp=-1, tp=-1),
+        lambda: namedmesh.init_mesh(dp=2, tp=2, share_groups="yes"),  # type: ignore[arg-type]
+    ):
         told = run_ranks(4, _one_is_wrong, _right, wrong)
         assert [made for _, made in told] == [0] * 4
         assert told[WRONG][0].startswith("LayoutError: ")

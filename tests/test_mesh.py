@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import namedmesh
-from namedmesh import AxisError, GroupOptions, Layout, LayoutError, MeshError, NamedMesh
+from namedmesh import AxisError, GroupOptions, Layout, LayoutError, MeshError, NamedMesh, making
 from namedmesh.compat import ezpz
 
 if TYPE_CHECKING:
@@ -276,6 +276,39 @@ def test_irregular_sets_are_made_and_shared() -> None:
         first = [(4,)] if rank == 4 else mine
         second = [(2, 3)] if rank in (2, 3) else mine
         assert told == [first, second, True, True, True, 1 if rank in ends or rank == 4 else 0]
+
+
+def _bound() -> list[object]:
+    """A default group that is bound to a device: every rank takes part in every group, and torch splits."""
+
+    def split_group(*, split_ranks: list[list[int]], **options: Any) -> Any:
+        made = [dist.new_group(ranks, **options) for ranks in split_ranks]
+        return next(group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(making, "bound_device", lambda: torch.device("cuda:0"))
+    patch.setattr(dist, "split_group", split_group)
+    before = live_groups()
+    mesh = namedmesh.init_mesh(pp=2, dp=2, tp=1)
+    pipelines = make_sets(mesh, [(0, 2), (1, 3)], "ends")
+    ends = make_sets(mesh, [(0, 3), (1,), (0, 1, 2, 3)], "others")
+    again = make_sets(mesh, [(0, 3)], "more")
+    told: list[object] = [
+        list(pipelines.values()) == [mesh.group("pp")],
+        ends[0, 1, 2, 3] is mesh.flatten("pp", "dp").get_group() is dist.group.WORLD,
+        ends.get((1,)) in (None, mesh.group("tp")),
+        all(ends[ranks] is group for ranks, group in again.items()),
+        sorted(len(ranks) for ranks in ends),
+        [sum_of_ranks(mesh.group(axis)) == sum(mesh.ranks(axis)) for axis in mesh],
+    ]
+    mesh.close()
+    return [*told, live_groups() - before]
+
+
+def test_with_a_bound_device_all_ranks_make_all_groups() -> None:
+    for rank, told in enumerate(run_ranks(4, _bound)):
+        sizes = {0: [2, 4], 1: [1, 4], 2: [4], 3: [2, 4]}[rank]
+        assert told == [True, True, True, True, sizes, [True] * 3, 0]
 
 
 def _adopted() -> list[object]:

@@ -60,9 +60,13 @@ def test_every_private_function_of_torch_is_declared_where_it_is_used() -> None:
     used: set[str] = set()
     declared: set[Any] = set()
     for node in ast.walk(ast.parse(Path(_torch.__file__).read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "_needs":
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "requires_private"
+        ):
             declared |= {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in {"c10d", "_untyped", "torch._C"}:
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in {"c10d", "torch._C"}:
             used.add(node.attr)
     private = {name for name in used if name.startswith("_")}
     # Written, and only where torch is older.

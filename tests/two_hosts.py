@@ -119,7 +119,7 @@ class Hosts:
             _succeeds(libc.setns(namespace.fileno(), _CLONE_NEWNET))
         _succeeds(libc.unshare(_CLONE_NEWNS | _CLONE_NEWUTS))
         _succeeds(libc.sethostname(host.name.encode(), len(host.name)))
-        names = self.directory / f"{host.name}{'-loopback' * loopback_names}"
+        names = self.directory / f"{host.name}-{os.getpid()}"  # another rank may be reading its own
         lines = ["127.0.0.1 localhost", "::1 localhost"]
         for each in self.pair:
             address = "127.0.1.1" if loopback_names and each is host else each.address

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from packaging.version import Version
-from torch.distributed import _functional_collectives
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh.errors import MeshError
@@ -30,6 +29,9 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from torch.distributed.tensor import DTensor
+
+# The types of what it holds differ between versions.
+c10d: Any = distributed_c10d
 
 TORCH = Version(torch.__version__)
 TESTED_UP_TO = "2.15"
@@ -59,36 +61,33 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 _set_timeout: Any = getattr(dist, "set_timeout", None) or getattr(c10d, "_set_pg_timeout", None)
 
 
-# The types of the names of groups differ between versions.
-_c10d: Any = c10d
-
 F = TypeVar("F", bound="Callable[..., Any]")
 
-_moved: list[str] = []
+_missing: list[str] = []
 
 
-def _needs(owner: Any, *names: str, otherwise: Callable[..., Any] | None = None) -> Callable[[F], F]:
+def requires_private(owner: Any, *names: str, fallback: Callable[..., Any] | None = None) -> Callable[[F], F]:
     """Mark a function that uses private names of torch, which a newer torch may no longer have.
 
-    If one of them is missing, the function does ``otherwise``, or raises a MeshError. Importing this module warns
-    once, and names what is missing.
+    If one of them is missing, the function does what ``fallback`` does, or raises a MeshError. Importing this module
+    warns once, and names what is missing.
 
     Args:
         owner: a module, a class, or a function, whose arguments and attributes are meant.
         *names: what it uses of it.
-        otherwise: what public torch alone can do.
+        fallback: what public torch alone can do.
     """
     known = getattr(owner, "__code__", None)
     there = (*known.co_varnames, *known.co_names) if known else dir(owner)
     where = getattr(owner, "__qualname__", owner.__name__).removeprefix("torch.distributed.")
     missing = [f"{where}.{name}" for name in names if name not in there]
-    _moved.extend(name for name in missing if name not in _moved)
+    _missing.extend(name for name in missing if name not in _missing)
 
     def refuse(*_: object, **__: object) -> None:
         raise MeshError(f"torch {torch.__version__} has no {', '.join(missing)}{_REMEDY}")
 
     def mark(function: F) -> F:
-        instead: Any = otherwise or refuse
+        instead: Any = fallback or refuse
         return instead if missing else function
 
     return mark
@@ -116,30 +115,29 @@ S = TypeVar("S", bound=Ends)
 _TAG = "namedmesh"
 
 
-class _Lifetime(list[Any]):
-    """Stands in torch's table of group tags, which torch clears when it destroys the default group."""
+class _EndsWithDefaultGroup(list[Any]):
+    """torch drops this entry of its table of group tags when it destroys the default group.
 
-    def __init__(self) -> None:
+    Its finalizer is our only notice.
+    """
+
+    def __init__(self, state: Ends) -> None:
         super().__init__()
-        self.states: dict[type, Ends] = {}
+        self.state = state
+        weakref.finalize(self, _end_state, state, os.getpid())
 
 
-@_needs(c10d, "_world")
+@requires_private(c10d, "_world")
 def state_of_default_group(kind: Callable[[], S]) -> S:
-    """Return the object of type ``kind`` that belongs to the default group; created once, ended with the group.
+    """Return our one object that belongs to the default group; created by ``kind``, ended with the group.
 
-    torch tells nobody when it destroys the default group. Whoever keeps a reference to one of its groups from
-    then on risks an abort when the interpreter exits: a thread of the group may outlive the interpreter.
+    Whoever keeps a reference to a group when torch destroys the default group risks an abort when the interpreter
+    exits: a thread of the group may outlive the interpreter.
     """
     tags: dict[str, Any] = c10d._world.tags_to_pg
-    lifetime = tags.get(_TAG)
-    if lifetime is None:
-        lifetime = tags[_TAG] = _Lifetime()
-        weakref.finalize(lifetime, _end_states, lifetime.states, os.getpid())
-    states: dict[Any, Any] = lifetime.states
-    if kind not in states:
-        states[kind] = kind()
-    state: S = states[kind]
+    if _TAG not in tags:
+        tags[_TAG] = _EndsWithDefaultGroup(kind())
+    state: S = tags[_TAG].state
     return state
 
 
@@ -166,30 +164,26 @@ def before_default_group_ends(finish: Callable[[], None]) -> None:
             communicators.append(_Finisher(finish))
 
 
-def _end_states(states: dict[type, Ends], process: int) -> None:
+def _end_state(state: Ends, process: int) -> None:
     """Run when the default group is destroyed, or at the interpreter's exit if it never was."""
     if os.getpid() != process:
         # A fork has the objects, and not the threads behind them: nothing is dropped there.
-        for state in states.values():
-            state.ended = True
+        state.ended = True
         return
-    for state in reversed(states.values()):
-        state.end()
-    if _TAG in c10d._world.tags_to_pg and not _exits_with_error():
+    state.end()
+    exits_with_error = getattr(sys, "last_value", None) is not None
+    if _TAG in c10d._world.tags_to_pg and not exits_with_error:
         # At exit. The threads of gloo groups must end before the interpreter does. After an error a collective
         # may be under way that would be waited for, and the process is lost anyway.
         with suppress(RuntimeError, ValueError):
             dist.destroy_process_group()
 
 
-def _exits_with_error() -> bool:
-    return getattr(sys, "last_value", None) is not None
-
-
-@_needs(c10d, "_get_default_store")
+@requires_private(c10d, "_get_default_store")
 def default_store() -> dist.Store:
     """Return the store of the default group: torch has no public way to reach it."""
-    return c10d._get_default_store()
+    store: dist.Store = c10d._get_default_store()
+    return store
 
 
 def new_connection(store: Any) -> dist.Store:
@@ -198,7 +192,7 @@ def new_connection(store: Any) -> dist.Store:
     return connection
 
 
-@_needs(dist.ProcessGroup, "_get_backend", otherwise=lambda: None)
+@requires_private(dist.ProcessGroup, "_get_backend", fallback=lambda: None)
 def default_timeout() -> timedelta | None:
     """Return the timeout of the default group, or None where its backend has none (the fake one)."""
     group = dist.group.WORLD
@@ -214,13 +208,6 @@ def default_timeout() -> timedelta | None:
     return None
 
 
-@_needs(c10d, "_get_default_timeout", otherwise=lambda: False)
-def default_timeout_is_torchs() -> bool:
-    """Return whether groups made without a timeout get the one that the default group has."""
-    own = default_timeout()
-    return own is None or own == c10d._get_default_timeout(c10d.Backend(dist.get_backend()))
-
-
 def bound_device() -> torch.device | None:
     """Return the device that the default group is bound to, if any; a bound group makes subgroups by splitting."""
     return getattr(dist.group.WORLD, "bound_device_id", None)
@@ -229,13 +216,13 @@ def bound_device() -> torch.device | None:
 # Groups.
 
 
-@_needs(c10d, "_world")
+@requires_private(c10d, "_world")
 def is_registered(group: dist.ProcessGroup) -> bool:
     """Return whether torch still has a group, or somebody destroyed it."""
     return group in c10d._world.pg_map
 
 
-def group_name(*identity: object) -> str:
+def group_name(identity: object) -> str:
     """Return the name of a group that only its members create; the same in every life of the same group.
 
     A name that repeats lets compiled code and cached DTensor layouts, which refer to groups by name, find the
@@ -244,8 +231,12 @@ def group_name(*identity: object) -> str:
     return f"{_TAG}_{hashlib.sha256(repr(identity).encode()).hexdigest()[:40]}"
 
 
-@_needs(c10d, "_get_default_timeout", "_new_process_group_helper", "_world")
-@_needs(dist.ProcessGroup, "_set_group_desc")
+@requires_private(
+    c10d, "_get_default_timeout", "_new_process_group_helper", "_register_process_group", "_world"
+)
+@requires_private(
+    dist.ProcessGroup, "_register_backend", "_set_default_backend", "_set_group_desc", "_set_group_name"
+)
 def new_group_among_members(
     ranks: Sequence[int],
     *,
@@ -254,7 +245,7 @@ def new_group_among_members(
     backend: str,
     timeout: timedelta | None,
     pg_options: object = None,
-    group_desc: str | None = None,
+    group_desc: str,
     addresses: dist.Store | None = None,
 ) -> dist.ProcessGroup:
     """Create a group under a given name; only the members call it.
@@ -278,35 +269,50 @@ def new_group_among_members(
     Raises:
         MeshError: torch created the group under another name.
     """
-    members = list(ranks)
+    members, world = list(ranks), c10d._world
     rank = members.index(dist.get_rank())
     store = dist.PrefixStore(store_prefix, default_store())
     full = c10d.Backend(backend)
     timeout = timeout or c10d._get_default_timeout(full)
     devices = c10d.BackendConfig(full).get_device_backend_map()
-    late = [device for device, part in devices.items() if part == "gloo" and addresses is not None]
-    if late and len(late) == len(devices):
-        group = _unconnected_gloo(members, rank, addresses, name, timeout, late)
-        _register(group, full, store, name)
-    else:
-        at_once = ",".join(f"{device}:{part}" for device, part in devices.items() if device not in late)
-        group, _ = _c10d._new_process_group_helper(
+    # new_group reads from the environment only whether gloo is to connect at the first collective.
+    late, at_once = [], []
+    for device, part in devices.items():
+        if part == "gloo" and addresses is not None:
+            late.append(device)
+        else:
+            at_once.append(f"{device}:{part}")
+    group: Any
+    if at_once:
+        group, _ = c10d._new_process_group_helper(
             len(members),
             rank,
             members,
-            c10d.Backend(at_once) if late else full,
+            c10d.Backend(",".join(at_once)) if late else full,
             store,
             name,
             backend_options=pg_options,
             timeout=timeout,
             group_desc=group_desc,
         )
-        if late:
-            _add_gloo(group, members, rank, addresses, name, timeout, late)
-            c10d._world.pg_map[group] = (full, c10d._world.pg_map[group][1])
-            c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(full))
-    group._set_group_desc(group_desc or "undefined")
-    c10d._world.pg_group_ranks[group] = {member: place for place, member in enumerate(members)}
+    else:
+        group = dist.ProcessGroup(addresses, rank, len(members))  # type: ignore[arg-type]
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    if late:
+        gloo = _unconnected_gloo(members, rank, addresses, name, timeout)
+        for device in late:
+            group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, gloo)
+        world.pg_map[group] = full, dist.PrefixStore(f"{name}/", store)
+        world.pg_backend_config[group] = str(c10d.BackendConfig(full))
+    if not at_once:  # what the helper does
+        group._set_group_name(name)
+        tag = f"ptd:{name}"
+        world.pg_names[group], world.pg_to_tag[group] = name, tag
+        for each in ("", tag):
+            world.tags_to_pg.setdefault(each, []).append(group)
+        c10d._register_process_group(name, group)
+    group._set_group_desc(group_desc)
+    world.pg_group_ranks[group] = dict(zip(members, range(len(members)), strict=True))
     if group.group_name != name:
         raise MeshError(
             f"torch {torch.__version__} created a group under the name {group.group_name!r} instead of {name!r}; this "
@@ -316,35 +322,14 @@ def new_group_among_members(
     return made
 
 
-@_needs(dist.ProcessGroup, "_set_default_backend", "_set_group_name")
-def _unconnected_gloo(  # noqa: PLR0917  one call
-    members: list[int], rank: int, addresses: Any, name: str, timeout: timedelta, devices: Sequence[str]
-) -> Any:
-    """Return a gloo group that connects at its first collective: ``new_group`` reads that from the environment only."""
-    group: Any = dist.ProcessGroup(addresses, rank, len(members))
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    _add_gloo(group, members, rank, addresses, name, timeout, devices)
-    group._set_group_name(name)
-    return group
-
-
-@_needs(dist.ProcessGroup, "_register_backend")
-def _add_gloo(  # noqa: PLR0917  one call
-    group: Any,
-    members: list[int],
-    rank: int,
-    addresses: Any,
-    name: str,
-    timeout: timedelta,
-    devices: Sequence[str],
-) -> None:
+def _unconnected_gloo(members: list[int], rank: int, addresses: Any, name: str, timeout: timedelta) -> Any:
+    """Return a backend that connects at its first collective, constructed as torch's own is without options."""
     gloo: Any = c10d.ProcessGroupGloo
     options = gloo._Options()
-    # As torch's own constructor has it where it is given no options; a single letter it takes for nothing.
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if len(interfaces) > 1:
+    if len(interfaces) > 1:  # a single letter torch takes for nothing
         options._devices = [
-            gloo.create_device(interface=name, lazy_init=True) for name in interfaces.split(",")
+            gloo.create_device(interface=each, lazy_init=True) for each in interfaces.split(",")
         ]
     else:
         options._devices = [gloo.create_default_device(lazy_init=True)]
@@ -354,21 +339,7 @@ def _add_gloo(  # noqa: PLR0917  one call
     options.group_name = name
     backend = gloo(addresses, rank, len(members), options)
     backend._set_sequence_number_for_group()
-    for device in devices:
-        group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, backend)
-
-
-@_needs(c10d, "_register_process_group", "_world")
-def _register(group: Any, backend: Any, store: dist.Store, name: str) -> None:
-    """Enter a group into torch's tables, as torch's own functions do."""
-    world, tag = _c10d._world, f"ptd:{name}"
-    world.pg_map[group] = (backend, dist.PrefixStore(f"{name}/", store))
-    world.pg_names[group] = name
-    world.pg_backend_config[group] = str(c10d.BackendConfig(backend))
-    world.tags_to_pg.setdefault("", []).append(group)
-    world.tags_to_pg.setdefault(tag, []).append(group)
-    world.pg_to_tag[group] = tag
-    _c10d._register_process_group(name, group)
+    return backend
 
 
 def connects_without_blocking(backend: str) -> bool:
@@ -379,12 +350,6 @@ def connects_without_blocking(backend: str) -> bool:
         and not int(os.environ.get("TORCH_DIST_INIT_BARRIER", "0"))
         and dist.get_debug_level() != dist.DebugLevel.DETAIL  # torch then wraps what it makes, and compares
     )
-
-
-def destroy_group(group: dist.ProcessGroup) -> None:
-    """Destroy a group if somebody else has not."""
-    if is_registered(group):
-        dist.destroy_process_group(group)
 
 
 def forget_group_caches() -> None:
@@ -455,7 +420,7 @@ def make_flat_mesh(
     return _flattened_in_table(root, axes, name, group)
 
 
-@_needs(DeviceMesh.__init__, *_FIELDS_OF_MESHES if _LAYOUTS_ARE_LISTS else ())
+@requires_private(DeviceMesh.__init__, *_FIELDS_OF_MESHES if _LAYOUTS_ARE_LISTS else ())
 def _flattened_on_root(root: Any, axes: tuple[str, ...], name: str, group: dist.ProcessGroup) -> DeviceMesh:
     mesh = DeviceMesh(
         root.device_type,
@@ -495,8 +460,8 @@ def _flattened_in_table(root: Any, axes: tuple[str, ...], name: str, group: dist
     return mesh
 
 
-@_needs(DeviceMesh, *["_concatenate"] * _MESHES_KNOW_THEIR_ROOT)
-def joined(meshes: Sequence[Any]) -> DeviceMesh:
+@requires_private(DeviceMesh, *(["_concatenate"] if _MESHES_KNOW_THEIR_ROOT else []))
+def concatenate_meshes(meshes: Sequence[Any]) -> DeviceMesh:
     """Return the mesh with the axes of several slices and flattened products of one root, in the given order.
 
     A public slice of the root takes a product's name up to torch 2.9, and warns later.
@@ -554,7 +519,7 @@ def constant_of_mesh(function: F) -> F:
 # Tensors and modules.
 
 
-@_needs(torch._C, "_len_torch_dispatch_stack", otherwise=lambda _: True)
+@requires_private(torch._C, "_len_torch_dispatch_stack", fallback=lambda _: True)
 def needs_functional_collectives(tensor: torch.Tensor) -> bool:
     """Return whether the result of an operation on this tensor may be kept, so that nothing may write into it.
 
@@ -637,7 +602,7 @@ def as_non_view(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.data if tensor._is_view() else tensor
 
 
-@_needs(torch._C, "_will_engine_execute_node", otherwise=lambda ctx: ctx.needs_input_grad)
+@requires_private(torch._C, "_will_engine_execute_node", fallback=lambda ctx: ctx.needs_input_grad)
 def grads_wanted_by_this_pass(ctx: Any) -> tuple[bool, ...]:
     """Return for which tensor inputs of a function this backward pass computes gradients; only in its backward.
 
@@ -657,13 +622,13 @@ def _executes(node: Any) -> bool:
         return True
 
 
-@_needs(torch._C, "_current_graph_task_id")
+@requires_private(torch._C, "_current_graph_task_id")
 def backward_pass() -> int:
     """Return the number of the backward pass that runs in this thread, -1 outside of any."""
     return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
 
 
-@_needs(torch._C, "_are_functorch_transforms_active", otherwise=lambda: False)
+@requires_private(torch._C, "_are_functorch_transforms_active", fallback=lambda: False)
 def in_function_transform() -> bool:
     """Return whether a transform of ``torch.func`` is at work, such as ``vmap`` or ``grad``."""
     return torch._C._are_functorch_transforms_active()
@@ -711,7 +676,7 @@ def reduce_scatter_single(
     return work
 
 
-@_needs(_functional_collectives, "AsyncCollectiveTensor", otherwise=lambda tensor: tensor)
+@requires_private(_functional_collectives, "AsyncCollectiveTensor", fallback=lambda tensor: tensor)
 def synchronous(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor behind an asynchronous result, waited for; any other tensor as it is. Not differentiable."""
     if isinstance(tensor, _functional_collectives.AsyncCollectiveTensor):
@@ -874,7 +839,7 @@ def absent_children(model: torch.nn.Module) -> list[str]:
 # For the dialects.
 
 
-@_needs(c10d, *["_set_pg_timeout"] * (_set_timeout is None))
+@requires_private(c10d, *(["_set_pg_timeout"] if _set_timeout is None else []))
 def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
     """Change the timeout of a group that exists; None is the default group."""
     _set_timeout(timeout, group)
@@ -899,8 +864,8 @@ def symmetric_memory(size: int, group: dist.ProcessGroup) -> tuple[torch.Tensor 
 # Pipelines.
 
 
-def keep_forwards(schedule: Any) -> None:
-    """Take the backwards out of a pipeline schedule with several stages on a rank.
+def remove_backwards(schedule: Any) -> None:
+    """Remove the backwards from a pipeline schedule with several stages on a rank.
 
     torch's ``eval`` skips each backward when its turn comes, and looks for its gradient first: it fails where two
     stages that follow each other are on one rank (up to 2.13, in ZBV, DualPipeV, and with one rank in all).
@@ -925,8 +890,8 @@ def keep_forwards(schedule: Any) -> None:
         }
 
 
-if _moved:
-    warnings.warn(f"torch {torch.__version__} has no {', '.join(_moved)}{_REMEDY}", stacklevel=2)
+if _missing:
+    warnings.warn(f"torch {torch.__version__} has no {', '.join(_missing)}{_REMEDY}", stacklevel=2)
 
 
 # Attention.

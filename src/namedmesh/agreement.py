@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -33,24 +33,11 @@ if TYPE_CHECKING:
 __all__ = ["Agreement"]
 
 # A rank that is interrupted has this many seconds to tell the others.
-_TELLING_LIMIT = 3.0
+_TELLING_LIMIT = 10.0
 # A rank that cannot go on looks so long for the store, to tell the others why.
 _OPENING_LIMIT = timedelta(seconds=60)
 # While a call blocks that waits for other ranks, every this many seconds this one asks whether they have given up.
 _LOOK_EVERY = 2.0
-
-
-class Exchange(Protocol):
-    """Texts that ranks tell each other once all of them have come to the end of an agreement."""
-
-    def texts(self) -> Mapping[str, str]:
-        """Return what this rank tells, by key."""
-
-    def keys(self) -> list[str]:
-        """Return the keys of other ranks that this one wants."""
-
-    def take(self, texts: Mapping[str, str]) -> None:
-        """Take what the others told, by key."""
 
 
 class Agreement:
@@ -72,7 +59,9 @@ class Agreement:
 
     Attributes:
         token: names this agreement, the same on all ranks, and never used again; empty before :meth:`compare`.
-        exchange: what the ranks tell each other at its end.
+        exchange: what the ranks tell each other once all have come to its end: ``texts()`` of this one by key, and
+            ``take(texts)`` those of others that ``keys()`` names.
+        opened: the store that the ranks share, once it was asked.
     """
 
     def __init__(
@@ -88,15 +77,15 @@ class Agreement:
         hosts_store: bool = False,
         alone: bool = False,
     ) -> None:
-        self.call, self.ranks, self.rank, self.hosts_store = call, ranks, rank, hosts_store
+        self.call, self.ranks, self.rank = call, ranks, rank
         self.token = ""
-        self._opened: dist.Store | None = None
-        self._alone = alone or len(ranks) == 1
+        self.exchange: Any = None
+        self.opened: dist.Store | None = None
         self._participant = Participant(call, of, ranks, rank, timeout, known)
+        self._given, self._hosts_store = store, hosts_store
         self._limit = min(ANSWER_LIMIT, max(5.0, timeout.total_seconds()))
-        self._given = store
+        self._alone = alone or len(ranks) == 1
         self._failed = False
-        self.exchange: Exchange | None = None
 
     def __enter__(self) -> Self:
         self._participant.known.lock.acquire()
@@ -149,7 +138,7 @@ class Agreement:
                     if host is not None:
                         me.note_host(store, *host)
                     verdict = me.arrive(
-                        store, request, lambda all_of_them: self._problems(all_of_them, compare)
+                        store, request, lambda given: differences(given, self.ranks) or compare(given)
                     )
                 if verdict == GO:
                     me.forget(store)
@@ -159,11 +148,6 @@ class Agreement:
 
         self._settle(self._ask(questions))
         self.token = me.attempt.name
-
-    @property
-    def opened(self) -> dist.Store | None:
-        """The store that the ranks share, once it was asked."""
-        return self._opened
 
     def new_store(self) -> dist.Store:
         """Return a part of the store that nothing has written to, the same on every rank; after :meth:`compare`."""
@@ -191,9 +175,6 @@ class Agreement:
         with _told_when_terminated(self._tell):
             in_thread(function, look)
 
-    def _problems(self, requests: Sequence[Mapping[str, str]], compare: Compare) -> list[str]:
-        return differences(requests, self.ranks) or compare(requests)
-
     def _finish(self, store: LimitedStore) -> str:
         """Come to the end with all ranks, and exchange what they have to tell each other."""
         me, exchange = self._participant, self.exchange
@@ -205,7 +186,7 @@ class Agreement:
             keys = exchange.keys()
             texts = me.hear(store, keys)
             if texts is None:
-                return me.failure(f"some ranks did not create what rank {self.rank} did in {self.call}")
+                return me.failure([f"some ranks did not create what rank {self.rank} did in {self.call}"])
             exchange.take(dict(zip(keys, texts, strict=True)))
         return verdict
 
@@ -225,23 +206,23 @@ class Agreement:
         with suppress(StoreLostError):
             ask(
                 self._store(),
-                lambda store: self._participant.leave(store, readers, is_host=self.hosts_store),
+                lambda store: self._participant.leave(store, readers, is_host=self._hosts_store),
                 limit=self._limit,
             )
 
     def _tell(self, error: BaseException) -> None:
         """Let the other ranks know why this one gives up."""
         me, interrupted = self._participant, not isinstance(error, Exception)
-        if interrupted and self._opened is None:
+        if interrupted and self.opened is None:
             return
 
         def questions(store: LimitedStore) -> None:
             me.give_up(store, _reason(error))
 
         with suppress(StoreLostError, NamedMeshError):  # there may be nobody to tell
-            if interrupted and self._opened is not None:
+            if interrupted and self.opened is not None:
                 # The connection may still wait for the other ranks, in a thread that nobody waits for any more.
-                ask(new_connection(self._opened), questions, limit=_TELLING_LIMIT)
+                ask(new_connection(self.opened), questions, limit=_TELLING_LIMIT)
             else:
                 ask(self._store(_OPENING_LIMIT), questions, limit=self._limit)
                 self._leave(len(self.ranks))
@@ -260,7 +241,7 @@ class Agreement:
         Raises:
             StoreLostError: its host cannot be reached.
         """
-        if self._opened is None:
+        if self.opened is None:
             given, within = self._given, limit or self._participant.timeout
             # torch tries again after a pause, which may be as long as its limit.
             pause = min(within.total_seconds(), ANSWER_LIMIT)
@@ -281,8 +262,8 @@ class Agreement:
             except BaseException:
                 self._failed = True
                 raise
-            self._opened = dist.PrefixStore("namedmesh/agreements", opened)
-        return self._opened
+            self.opened = dist.PrefixStore("namedmesh/agreements", opened)
+        return self.opened
 
 
 def _reason(error: BaseException) -> str:

@@ -17,6 +17,7 @@ import json
 import os
 import threading
 from collections import defaultdict
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -90,14 +91,13 @@ class Attempt(NamedTuple):
         return store.add(self.key(f"{stage}/count"))
 
 
+@dataclass
 class Progress:
-    """The last attempt of some ranks that this process entered, and what it wrote there."""
+    """The last attempt of some ranks that this process entered, its mark there, and what it told the others."""
 
-    def __init__(self) -> None:
-        self.entered = -1
-        self.mark = ""
-        # What this rank has put into the store in that attempt for the others to read.
-        self.told: list[str] = []
+    entered: int = -1
+    mark: str = ""
+    told: list[str] = field(default_factory=list)
 
 
 class Agreements:
@@ -105,7 +105,7 @@ class Agreements:
 
     Args:
         generation: which life of the job this is, without a colon: a failure in an earlier one is none of a later
-            one's. By default how many default groups this process has had.
+            one's. By default over how many default groups this process has agreed before.
 
     Attributes:
         lock: held during an agreement, so that those of several threads follow one another.
@@ -116,7 +116,6 @@ class Agreements:
 
     def __init__(self, generation: str | None = None) -> None:
         self.generation = str(Agreements._ended) if generation is None else generation
-        self.ended = False
         self.lock = threading.RLock()
         self.store: dist.Store | None = None
         self.process = os.urandom(6).hex()
@@ -127,22 +126,14 @@ class Agreements:
         self.alone = 0
 
     def end(self) -> None:
-        """Count another default group that was destroyed."""
+        """Count another default group that was destroyed, if ranks have agreed on something over it."""
         self.store = None
-        Agreements._ended += 1
+        if self.progress:
+            Agreements._ended += 1
 
 
 class Participant:
-    """One rank in the attempts of one call.
-
-    Args:
-        call: what is being called, for messages.
-        of: what the ranks are those of, for messages.
-        ranks: the ranks that take part.
-        rank: this one.
-        timeout: how long to wait for the others in each stage.
-        known: what this process knows of earlier attempts.
-    """
+    """One rank in the attempts of one call; what it is made with is said at :class:`namedmesh.agreement.Agreement`."""
 
     def __init__(  # noqa: PLR0917  one call
         self, call: str, of: str, ranks: range, rank: int, timeout: timedelta, known: Agreements
@@ -254,21 +245,18 @@ class Participant:
 
     def fail(self, store: LimitedStore, *problems: str) -> str:
         """Let the attempt fail, unless it has; returns its verdict."""
-        return self.attempt.end(store, self.failure(*problems))
+        return self.attempt.end(store, self.failure(problems))
 
-    def failure(self, *problems: str) -> str:
-        """Return the verdict of this attempt, if it fails."""
-        return self._failure(problems, [self.attempt])
+    def failure(self, problems: Sequence[str], *others: Attempt) -> str:
+        """Return the verdict of this attempt, if it fails, and of others for the same reason: no rank hears it twice."""
+        attempts = [each.name for each in (*others, self.attempt)]
+        return f"{_FAILED}{self.known.generation}:{json.dumps([problems, attempts])}"
 
     def read(self, verdict: str) -> list[str]:
         """Return why an attempt failed, from its verdict, and remember that this process has heard of it."""
         problems, attempts = json.loads(verdict.partition(":")[2])
         self.known.heard |= set(attempts)
         return list(problems)
-
-    def _failure(self, problems: Sequence[str], attempts: Sequence[Attempt]) -> str:
-        """Return the verdict of attempts that fail for the same reason, of which no rank has to hear twice."""
-        return f"{_FAILED}{self.known.generation}:{json.dumps([problems, [each.name for each in attempts]])}"
 
     def _is_news(self, verdict: str) -> bool:
         """Return whether a verdict is a failure in this life of the job, of which this process has not heard."""
@@ -309,7 +297,7 @@ class Participant:
         if self.ranks not in scopes:
             first = store.add(f"{listed}/count") == 1
             if first or not store.appears(listed, _LISTING_LIMIT):  # the first one may have ended in between
-                self._append_to(store, "scopes", self.attempt.scope)
+                store.set(f"scopes/{store.add('scopes')}", self.attempt.scope)
                 store.set(listed, "")
         for place in range(len(scopes), store.add("scopes", 0)):
             start, _, stop = store.get(f"scopes/{place + 1}").partition("-")
@@ -329,16 +317,17 @@ class Participant:
         if not waiting or not store.has(there.key("request")):
             return
         call = json.loads(store.get(there.key("request")))["_call"]
-        sides = sorted([(ranks, call, waiting[0]), (self.ranks, self.call, self.rank)], key=_first_and_last)
+        sides = [(ranks.start, ranks.stop, call, waiting[0])]
+        sides.append((self.ranks.start, self.ranks.stop, self.call, self.rank))
         places = [
-            f"rank {rank} is in {name} of ranks {scope.start} to {scope.stop - 1}"
-            for scope, name, rank in sides
+            f"rank {rank} is in {name} of ranks {start} to {stop - 1}"
+            for start, stop, name, rank in sorted(sides)
         ]
         problem = (
             f"{' and '.join(places)}, and each waits for the other; give these ranks the same sizes, and let them make their "
             "meshes in the same order"
         )
-        verdict = self._failure([problem], [there, self.attempt])
+        verdict = self.failure([problem], there)
         for attempt in (there, self.attempt):
             attempt.end(store, verdict)
 
@@ -358,16 +347,9 @@ class Participant:
         return mark
 
     def _append(self, store: LimitedStore, key: str, text: str) -> None:
-        self._append_to(store, self.attempt.key(key), text)
-
-    @staticmethod
-    def _append_to(store: LimitedStore, key: str, text: str) -> None:
-        store.set(f"{key}/{store.add(key)}", text)
+        whole = self.attempt.key(key)
+        store.set(f"{whole}/{store.add(whole)}", text)
 
     def _list(self, store: LimitedStore, key: str) -> list[str]:
         whole = self.attempt.key(key)
         return [store.get(f"{whole}/{place + 1}") for place in range(store.add(whole, 0))]
-
-
-def _first_and_last(side: tuple[range, str, int]) -> tuple[int, int]:
-    return side[0].start, side[0].stop

@@ -16,27 +16,8 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-    from namedmesh.groups import GroupPool
     from namedmesh.layout import Layout
-
-
-class Mesh(Protocol):
-    """What is asked of a mesh here."""
-
-    layout: Layout
-    device: torch.device
-    global_rank: int
-    pool: GroupPool
-    closed: bool
-
-    def close(self) -> None:
-        """Release the groups of the mesh."""
-
-    def ranks(self, *axes: str) -> tuple[int, ...]:
-        """Return the ranks over some axes."""
-
-    def group_named(self, name: str) -> dist.ProcessGroup | None:
-        """Return the group over an axis or a product."""
+    from namedmesh.mesh import NamedMesh
 
 
 class Watcher(Protocol):
@@ -53,15 +34,15 @@ class Watcher(Protocol):
 
 
 # A mesh is alive until it is closed, as its groups are.
-_alive: list[Mesh] = []
-_selected: ContextVar[tuple[Mesh, ...]] = ContextVar("selected", default=())
+_alive: list[NamedMesh] = []
+_selected: ContextVar[tuple[NamedMesh, ...]] = ContextVar("selected", default=())
 # The same of the thread that selected first, with its number: autograd runs backward functions in threads of its own,
 # which see this one, and the variables of a dialect are the process's.
-_of_process: list[tuple[Mesh, int]] = []
+_of_process: list[tuple[NamedMesh, int]] = []
 _watchers: list[Watcher] = []
 
 
-def current() -> Mesh:
+def current() -> NamedMesh:
     """Return the innermost mesh entered with ``with mesh:``; outside of any, the only mesh that is alive.
 
     Raises:
@@ -75,10 +56,10 @@ def current() -> Mesh:
             )
         return mesh
     alive = _living()
-    if len(alive) == 1:
-        return alive[0]
     if not alive:
         raise MeshError("no mesh is alive in this process; call namedmesh.init_mesh(...) first")
+    if len(alive) == 1:
+        return alive[0]
     shown = ", ".join(sorted(str(mesh.layout) for mesh in alive))
     raise MeshError(
         f"{len(alive)} meshes are alive in this process and none is selected: {shown}; select one with 'with mesh:', or "
@@ -92,12 +73,12 @@ def close_all() -> None:
         mesh.close()
 
 
-def _living() -> list[Mesh]:
+def _living() -> list[NamedMesh]:
     """Return the meshes that are alive: not closed, and in a fork, not the parent's after its default group ended."""
     return [mesh for mesh in _alive if not mesh.pool.registry.ended]
 
 
-def selected_mesh() -> Mesh | None:
+def selected_mesh() -> NamedMesh | None:
     """Return the innermost mesh that this thread entered with ``with mesh:``, if there is one.
 
     In a backward pass it is the process's, and in compiled code, which cannot look into a context.
@@ -110,7 +91,7 @@ def selected_mesh() -> Mesh | None:
     return process_selection() if backward_pass() >= 0 else None
 
 
-def process_selection() -> Mesh | None:
+def process_selection() -> NamedMesh | None:
     """Return the mesh that the variables of the dialects show, if one is selected."""
     return _of_process[-1][0] if _of_process else None
 
@@ -159,12 +140,12 @@ def watch(watcher: Watcher) -> None:
     _watchers.append(watcher)
 
 
-def register(mesh: Mesh) -> None:
+def register(mesh: NamedMesh) -> None:
     """Note that a mesh is alive."""
     _alive.append(mesh)
 
 
-def unregister(mesh: Mesh, *, deselect: bool = False) -> None:
+def unregister(mesh: NamedMesh, *, deselect: bool = False) -> None:
     """Note that a mesh was closed; ``deselect`` it, too, where its default group is gone and every mesh with it."""
     _alive[:] = [other for other in _alive if other is not mesh]
     if deselect:
@@ -174,7 +155,7 @@ def unregister(mesh: Mesh, *, deselect: bool = False) -> None:
         watcher.changed(mesh)
 
 
-def select(mesh: Mesh) -> None:
+def select(mesh: NamedMesh) -> None:
     """Make a mesh the current one of this thread, until :func:`deselect`.
 
     Raises:
@@ -196,14 +177,11 @@ def select(mesh: Mesh) -> None:
     _selected.set((*_selected.get(), mesh))
 
 
-def deselect(mesh: Mesh) -> None:
+def deselect(mesh: NamedMesh) -> None:
     """Undo the last :func:`select` of this mesh."""
-    selected = list(_selected.get())
-    for i in reversed(range(len(selected))):
-        if selected[i] is mesh:
-            del selected[i]
-            _selected.set(tuple(selected))
-            break
+    selected = _selected.get()
+    last = max((i for i, other in enumerate(selected) if other is mesh), default=len(selected))
+    _selected.set(selected[:last] + selected[last + 1 :])
     thread = threading.get_ident()
     for i in reversed(range(len(_of_process))):
         if _of_process[i] == (mesh, thread):

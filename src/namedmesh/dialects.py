@@ -347,7 +347,6 @@ def layouts_for(
     *,
     world_size: int | None = None,
     order: str | None = None,
-    check_pipelines: bool = True,
 ) -> DialectLayout:
     """Return the layouts of a dialect for some sizes.
 
@@ -357,7 +356,6 @@ def layouts_for(
         world_size: how many ranks there are; by default as many as the sizes need.
         order: another order, fastest axis first, with ``ep`` where the experts' axis goes; ``etp`` and ``edp``
             take the places of ``tp`` and ``dp``.
-        check_pipelines: refuse an order under which the pipelines of the experts are other ranks.
 
     Raises:
         AxisError: an axis that the dialect does not have, or that the order does not name.
@@ -379,7 +377,7 @@ def layouts_for(
     filled = [sizes.get(axis, -1 if axis == inferred else 1) for axis in requested]
     dense = Layout.from_shape(requested, filled, world_size=world_size)
     expert = _expert(dialect, sizes, tokens, dense)
-    if check_pipelines and expert and "pp" in dense and dense.partition("pp") != expert.partition("pp"):
+    if expert is not None and "pp" in dense and dense.partition("pp") != expert.partition("pp"):
         raise LayoutError(
             f"the pipelines of {dense} and of the experts' {expert} are not the same ranks; put pp first or last in the "
             f"order {'-'.join(tokens)!r}"
@@ -486,11 +484,7 @@ def _expert(
     names |= {axis: "edp" for axis in _DATA if axis != kept and axis in tokens}
     axes = list(dict.fromkeys(names[token] for token in reversed(tokens) if token in names))
     etp = dense["tp"] if dialect.etp_follows_tp and "tp" in dense else 1
-    known = {"etp": etp, "edp": 1 if -1 in _own(sizes) else -1, **sizes}
+    inferred = -1 in [sizes.get(axis) for axis in EXPERT_AXES]
+    known = {"etp": etp, "edp": 1 if inferred else -1, **sizes}
     known |= {axis: dense[axis] for axis in axes if axis in dense}
     return Layout.from_shape(axes, [known.get(axis, 1) for axis in axes], world_size=dense.world_size)
-
-
-def _own(sizes: Mapping[str, int]) -> list[int]:
-    """Return the sizes of the axes that only the experts have."""
-    return [sizes[axis] for axis in EXPERT_AXES if axis in sizes]

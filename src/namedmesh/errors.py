@@ -135,7 +135,7 @@ def count_of(count: int, word: str) -> str:
         >>> count_of(1, "group"), count_of(2, "group")
         ('1 group', '2 groups')
     """
-    return f"{count} {word}{'s' * (count != 1)}"
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 def listing(items: Iterable[object], limit: int = 8) -> str:
@@ -158,4 +158,4 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
         >>> ranks_in_words([3]), ranks_in_words([0, 1])
         ('rank 3', 'ranks 0, 1')
     """
-    return f"rank{'s' * (len(ranks) != 1)} {listing(ranks)}"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {listing(ranks)}"

@@ -1,8 +1,8 @@
 """The process groups of this process: at most one communicator for each set of ranks and options.
 
 The groups belong to the default group and are shared by all meshes of the process: a :class:`GroupRegistry` counts
-their users, and the last one destroys. A :class:`GroupPool` is one mesh's share in them. Nothing here creates a group but
-the one of this rank alone; :class:`namedmesh.making.GroupMaker` does, under an agreement of the ranks.
+their users, and the last one destroys. A :class:`GroupPool` is one mesh's share in them. Nothing here creates a group;
+:class:`namedmesh.making.GroupMaker` does, under an agreement of the ranks.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh._torch import (
     default_timeout,
-    destroy_group,
     forget_group_caches,
     is_registered,
     state_of_default_group,
 )
 from namedmesh.attempts import Agreements
 from namedmesh.errors import MeshError
-from namedmesh.options import GroupOptions, nccl_options, normalized_backend
+from namedmesh.options import GroupOptions, normalized_backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -31,44 +32,53 @@ if TYPE_CHECKING:
 
     from namedmesh.layout import Layout
 
-__all__ = ["Communicator", "GroupPool", "GroupRegistry", "new_group_by_everyone"]
-
-GroupKey = tuple[tuple[int, ...], object, "timedelta | None", object, bool]
-"""What distinguishes the groups that may be shared: ranks, backends, timeout, NCCL settings, priority."""
+__all__ = ["Communicator", "GroupKey", "GroupPool", "GroupRegistry", "new_group_by_everyone"]
 
 
-@dataclass(frozen=True)
-class Communicator:
-    """A process group of a pool: what it is for, who is in it, and whether the pool's meshes created it."""
+class GroupKey(NamedTuple):
+    """What distinguishes process groups: two requests with the same key get the same group.
 
-    label: str
+    Args:
+        ranks: the members, ascending. For a group of one rank that is all: it has no options of its own.
+        backends: the backend of each type of device.
+        timeout: the timeout; None where nothing waits.
+        nccl: settings of the NCCL communicator.
+        high_priority: whether NCCL's kernels run on a stream of high priority.
+        use: what it is for, where groups are not shared.
+    """
+
     ranks: tuple[int, ...]
-    group: dist.ProcessGroup
-    owned: bool
+    backends: tuple[tuple[str, str], ...] = ()
+    timeout: timedelta | None = None
+    nccl: object = ()
+    high_priority: bool = False
+    use: str = ""
 
 
 @dataclass(eq=False)
-class SharedGroup:
-    """A process group that meshes of this process share.
+class Communicator:
+    """A process group that meshes of this process use.
 
     Attributes:
         label: what it is for.
         ranks: its ranks, ascending.
-        token: the agreement under which it was created.
         group: the group.
+        owned: whether meshes created it. Somebody else's is never destroyed.
+        token: the agreement under which it was created.
         users: how many meshes use it; the last one destroys it.
     """
 
     label: str
     ranks: tuple[int, ...]
-    token: str
     group: dist.ProcessGroup
+    owned: bool
+    token: str = ""
     users: int = 0
 
     @property
     def exists(self) -> bool:
-        """Whether torch still has the group, and nobody destroyed it by hand."""
-        return is_registered(self.group)
+        """Whether nobody destroyed a group of ours by hand."""
+        return not self.owned or is_registered(self.group)
 
 
 class GroupRegistry:
@@ -76,7 +86,8 @@ class GroupRegistry:
 
     Attributes:
         lock: guards every table of groups.
-        groups: the groups by ranks and options, in the order they were created.
+        agreements: what this process knows of the agreements of the default group; its lock is held during one.
+        groups: the groups in the order they were created, by key; one that is not shared also by its agreement.
         users: what to end with the default group: meshes and pools.
         ended: whether the default group was destroyed.
     """
@@ -87,22 +98,12 @@ class GroupRegistry:
         self.default_backend = dist.get_backend()
         self.default_timeout = default_timeout()
         self.lock = threading.RLock()
-        self.groups: dict[object, SharedGroup] = {}
+        self.agreements = Agreements()
+        self.groups: dict[GroupKey, Communicator] = {}
         self.users: dict[int, Callable[[], None]] = {}
         self.ended = False
 
-    @classmethod
-    def current(cls) -> GroupRegistry:
-        """Return the registry of the default group.
-
-        Raises:
-            MeshError: there is no default process group.
-        """
-        if not dist.is_initialized():
-            raise MeshError("there is no default process group; call namedmesh.launch.init() first")
-        return state_of_default_group(cls)
-
-    def release(self, groups: Iterable[SharedGroup]) -> None:
+    def release(self, groups: Iterable[Communicator]) -> None:
         """Release groups; those without users are destroyed, the one that was created last first.
 
         One that cannot be destroyed does not keep the others; its error is raised in the end.
@@ -115,7 +116,8 @@ class GroupRegistry:
             ended = [self.groups.pop(key) for key in reversed(unused)]
             for group in ended:
                 try:
-                    destroy_group(group.group)
+                    if group.exists:
+                        dist.destroy_process_group(group.group)
                 except Exception as error:  # noqa: BLE001, PERF203  raised below
                     errors.append(error)
         if ended:
@@ -130,6 +132,7 @@ class GroupRegistry:
             end()
         self.users.clear()
         self.groups.clear()
+        self.agreements.end()
         forget_group_caches()
 
 
@@ -145,81 +148,65 @@ class GroupPool:
     """
 
     def __init__(self, *, defaults: GroupOptions | None = None, share: bool = True) -> None:
-        self.registry = GroupRegistry.current()
+        if not dist.is_initialized():
+            raise MeshError("there is no default process group; call namedmesh.launch.init() first")
+        self.registry = state_of_default_group(GroupRegistry)
         self.rank = self.registry.rank
         self.share = share
         self.defaults = defaults or GroupOptions()
         self.closed = False
-        # This mesh's groups, by ranks and options and, where they are not shared, by label.
-        self.groups: dict[object, SharedGroup] = {}
-        # Groups that somebody else owns, by their ranks; the default group, or one as large, by None.
-        self._borrowed: dict[tuple[int, ...] | None, tuple[str, dist.ProcessGroup]] = {}
-        # What every rank knows to exist, also where it is no member: whole partitions, and irregular sets.
-        self.partitions: list[tuple[Layout, tuple[str, ...], GroupOptions]] = []
+        # Those of this mesh and those that it borrows, in the order they came.
+        self.groups: dict[GroupKey, Communicator] = {}
+        # What every rank knows to exist, also where it is no member: whole partitions, and irregular sets. They are
+        # needed where the default group is bound to a device.
+        self.partitions: list[tuple[Layout, tuple[str, ...], GroupKey]] = []
         self.sets_created: set[GroupKey] = set()
-        self.borrow(tuple(range(self.registry.world_size)), member_of(dist.group.WORLD, self.rank), "world")
+        self.borrow(tuple(range(self.registry.world_size)), dist.group.WORLD, "world")
         self.registry.users[id(self)] = self.end
 
-    @property
-    def agreements(self) -> Agreements:
-        """What this process knows of the agreements of the default group; its lock is held during one."""
-        return state_of_default_group(Agreements)
+    def key(self, ranks: tuple[int, ...], options: GroupOptions, label: str) -> GroupKey:
+        """Return the key of a group over some ranks; its label is part of it where the group is not shared."""
+        if len(ranks) == 1:
+            return GroupKey(ranks)
+        timeout = options.timeout or self.defaults.timeout or self.registry.default_timeout
+        if self.registry.default_backend == "fake":
+            timeout = None  # nothing waits there, and its groups have none
+        use = "" if self.share and options.share else label
+        backends = by_device(self.backend(options))
+        return GroupKey(ranks, backends, timeout, options.nccl, options.high_priority, use)
 
-    @property
-    def communicators(self) -> list[Communicator]:
-        """The process groups that this rank holds through this pool."""
-        borrowed = [
-            Communicator(label, tuple(dist.get_process_group_ranks(group)), group, owned=False)
-            for label, group in self._borrowed.values()
-        ]
-        own = [group for group in self.groups.values() if group.exists]
-        return [*borrowed, *(Communicator(each.label, each.ranks, each.group, owned=True) for each in own)]
+    def key_over(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> GroupKey:
+        """Return the key of this rank's group over some axes."""
+        return self.key(layout.group(self.rank, *axes), options, "_".join(axes))
 
-    # Finding: nothing here communicates.
+    def backend(self, options: GroupOptions) -> str:
+        """Return the backend of a group with these options, as torch takes it."""
+        return (options.backend or self.defaults.backend or self.registry.default_backend).lower()
 
-    def find(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> dist.ProcessGroup | None:
-        """Return this rank's group over ``axes``, if this mesh has one."""
-        ranks = layout.group(self.rank, *axes)
-        borrowed = self.find_borrowed(ranks, options)
-        if borrowed is not None:
-            return borrowed
-        known = self.groups.get(self.key(ranks, options, label_of(axes)))
-        return None if known is None else known.group
-
-    def find_in_process(
-        self, layout: Layout, axes: Sequence[str], options: GroupOptions
-    ) -> dist.ProcessGroup | None:
-        """Return the group over ``axes`` that would be shared, of this mesh or another; None where it would be created."""
-        ranks = layout.group(self.rank, *axes)
-        borrowed = self.find_borrowed(ranks, options)
-        shared = self.find_shared(ranks, options)
-        return borrowed or (None if shared is None else shared.group)
-
-    def find_shared(self, ranks: tuple[int, ...], options: GroupOptions) -> SharedGroup | None:
-        """Return the group over some ranks that the meshes of this process share, if there is one."""
-        if not self.shares(options):
-            return None
-        known = self.registry.groups.get(self.shared_key(ranks, options))
-        return known if known is not None and known.exists else None
-
-    def find_borrowed(self, ranks: tuple[int, ...], options: GroupOptions) -> dist.ProcessGroup | None:
-        """Return the group of somebody else that has these ranks and options, if groups are shared."""
-        _, group = self._borrowed.get(self._borrowed_key(ranks), ("", None))
-        if group is None or len(ranks) == 1:
-            return group
-        backend, timeout = self.resolved(options)
-        fits = (
-            self.shares(options)
-            and by_device(backend) == by_device(dist.get_backend(group))
-            and timeout in (None, self.registry.default_timeout)
-            and not options.nccl
-            and not options.high_priority
+    def gloo_options(self, options: GroupOptions) -> GroupOptions:
+        """Return the options of the gloo group beside a group with the given options; the same where that is gloo."""
+        if self.registry.default_backend == "fake":
+            return options  # there is nobody to connect to, and nothing to send
+        return GroupOptions(
+            backend="gloo", timeout=options.timeout, gloo_twin=options.gloo_twin, share=options.share
         )
-        return group if fits else None
 
-    def borrow(self, ranks: tuple[int, ...], group: dist.ProcessGroup, label: str) -> None:
+    def find(
+        self, layout: Layout, axes: Sequence[str], options: GroupOptions, *, in_process: bool = False
+    ) -> dist.ProcessGroup | None:
+        """Return this mesh's group over ``axes``; with ``in_process``, or that of another mesh, which would be shared."""
+        key = self.key_over(layout, axes, options)
+        known = self.groups.get(key)
+        if in_process and (known is None or not known.exists):
+            known = self.registry.groups.get(key)
+        return known.group if known is not None and known.exists else None
+
+    def borrow(self, ranks: tuple[int, ...], group: Any, label: str) -> None:
         """Take note of a group that somebody else owns; it is used in this mesh, and never destroyed."""
-        self._borrowed[self._borrowed_key(ranks)] = label, group
+        key = GroupKey(ranks)
+        if len(ranks) > 1:
+            key = GroupKey(ranks, by_device(dist.get_backend(group)), self.registry.default_timeout)
+        self.groups[key] = Communicator(label, ranks, group, owned=False)
 
     def check_open(self) -> None:
         """Raise a MeshError where the pool was closed, or the default group destroyed."""
@@ -231,88 +218,30 @@ class GroupPool:
         if self.closed:
             return
         self.closed = True
-        used = {id(group): group for group in self.groups.values()}
+        owned = [group for group in self.groups.values() if group.owned]
         self.end()
         self.registry.users.pop(id(self), None)
-        self.registry.release(used.values())
+        self.registry.release(owned)
 
     def end(self) -> None:
         """Drop every reference to groups. Without :meth:`close`, they are destroyed already."""
         self.groups.clear()
-        self._borrowed.clear()
         self.partitions.clear()
         self.sets_created.clear()
 
-    # What a group is known by, and made with.
 
-    def gloo_options(self, options: GroupOptions) -> GroupOptions:
-        """Return the options of the gloo group beside a group with the given options; the same where that is gloo."""
-        if self.registry.default_backend == "fake":
-            return options  # there is nobody to connect to, and nothing to send
-        return GroupOptions(
-            backend="gloo", timeout=options.timeout, gloo_twin=options.gloo_twin, share=options.share
-        )
-
-    def arguments(self, options: GroupOptions, label: str) -> dict[str, Any]:
-        """Return the keywords with which torch creates a group of these options."""
-        backend, timeout = self.resolved(options)
-        arguments: dict[str, Any] = {
-            "backend": backend,
-            "timeout": timeout,
-            "group_desc": f"namedmesh:{label}",
-        }
-        if "nccl" in dict(by_device(backend)).values() and (options.nccl or options.high_priority):
-            arguments["pg_options"] = nccl_options(options, timeout)
-        return arguments
-
-    def resolved(self, options: GroupOptions) -> tuple[str, timedelta | None]:
-        """Return the backend and the timeout of a group with these options."""
-        registry = self.registry
-        backend = (options.backend or self.defaults.backend or registry.default_backend).lower()
-        timeout = options.timeout or self.defaults.timeout or registry.default_timeout
-        if registry.default_backend == "fake":
-            timeout = None  # nothing waits there, and its groups have none
-        return backend, timeout
-
-    def shares(self, options: GroupOptions) -> bool:
-        """Return whether a group with these options may be shared."""
-        return self.share and options.share
-
-    def key(self, ranks: tuple[int, ...], options: GroupOptions, label: str) -> object:
-        """Return the key of a group: its ranks and options, and its label where it is not shared."""
-        if len(ranks) == 1:
-            return ranks
-        key = self.shared_key(ranks, options)
-        return key if self.shares(options) else (label, key)
-
-    def shared_key(self, ranks: tuple[int, ...], options: GroupOptions) -> GroupKey:
-        """Return the ranks and options of a group."""
-        backend, timeout = self.resolved(options)
-        return (ranks, by_device(backend), timeout, options.nccl, options.high_priority)
-
-    def _borrowed_key(self, ranks: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the ranks, or None for the whole world."""
-        if self.registry.world_size == 1:
-            return (self.rank,)
-        return None if len(ranks) == self.registry.world_size else ranks
-
-
-def label_of(axes: Sequence[str]) -> str:
-    """Return the label of a group over some axes."""
-    return "_".join(axes)
-
-
-def member_of(group: object, rank: int) -> dist.ProcessGroup:
-    """Return a group that this rank is in, of a function of torch that may return something else to others."""
-    if not isinstance(group, dist.ProcessGroup):
-        raise MeshError(f"torch made no group for rank {rank}, which is one of its ranks")
-    return group
+def mesh_on_groups(layout: Layout, groups: Sequence[dist.ProcessGroup], device_type: str) -> DeviceMesh:
+    """Return a torch mesh over all axes of a layout, on this rank's group over each."""
+    ranks = torch.arange(layout.ranks.start, layout.ranks.stop, dtype=torch.int, device="cpu")
+    return DeviceMesh.from_group(
+        list(groups), device_type, mesh=ranks.reshape(layout.sizes), mesh_dim_names=layout.axes
+    )
 
 
 @cache
 def by_device(backend: str) -> tuple[tuple[str, str], ...]:
     """Return the backend of each type of device: the same for every spelling."""
-    return tuple(sorted(normalized_backend(backend).items()))
+    return tuple(normalized_backend(backend).items())
 
 
 def new_group_by_everyone(ranks: Sequence[int] | None, **options: Any) -> Any:

@@ -25,10 +25,6 @@ from namedmesh.views import product_axes
 if TYPE_CHECKING:
     from datetime import timedelta
 
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from namedmesh.making import GroupMaker
-
 _NOT_LAUNCHED_HINT = (
     "No launcher has started this process, so it is a world of its own; start 8 of them with: "
     "torchrun --nproc-per-node 8 SCRIPT"
@@ -93,15 +89,10 @@ def init_mesh(
         device = launch.init(device, backend=backend, timeout=timeout, call="init_mesh")
     if not sizes and isinstance(layout, Mapping) and all(isinstance(axis, str) for axis in layout):
         sizes, layout = dict(layout), None
+    request = _Request(layout, sizes, world_size, rank_offset, part)
     try:
-        _check_types(options, share_groups)
-        return _init_mesh(
-            _Request(layout, sizes, world_size, rank_offset, part),
-            backend,
-            timeout,
-            dict(options or {}),
-            device,
-            share=share_groups,
+        return _make_mesh(
+            request, backend, timeout, {} if options is None else options, device, share=share_groups
         )
     except BaseException as error:
         if not launched:
@@ -110,18 +101,6 @@ def init_mesh(
         if isinstance(error, LayoutError) and not launch.was_launched(os.environ):
             raise LayoutError(*(f"{problem}. {_NOT_LAUNCHED_HINT}" for problem in error.problems)) from None
         raise
-
-
-def _check_types(options: object, share_groups: object) -> None:
-    problems = []
-    if options is not None and not isinstance(options, Mapping):
-        problems.append(
-            f"options are a {type(options).__name__}; give a mapping of axes to GroupOptions, such as {{'tp': GroupOptions(...)}}"
-        )
-    if not isinstance(share_groups, bool):
-        problems.append(f"share_groups is {share_groups!r}; it is True or False")
-    if problems:
-        raise LayoutError(*problems)
 
 
 class _Request(NamedTuple):
@@ -133,12 +112,53 @@ class _Request(NamedTuple):
     rank_offset: int
     part: bool
 
-    def __repr__(self) -> str:
-        if self.layout is not None:
-            return repr(self.layout)
-        return f"Layout({', '.join(self.words())})"
+    def ranks(self, world: int) -> range:
+        """Return the ranks that call, as far as a wrong request determines them: only they can be told."""
+        if not self.part:
+            return range(world)
+        start, layout = self.rank_offset, self.layout
+        if isinstance(layout, Layout):
+            return layout.ranks if layout.ranks.stop <= world else range(0)
+        size = self.world_size
+        if size is None:
+            size = prod(size for size in self.sizes.values() if isinstance(size, int) and size > 0)
+        if not isinstance(start, int) or not isinstance(size, int) or not 0 <= start < start + size <= world:
+            return range(0)
+        return range(start, start + size)
 
-    def words(self) -> list[str]:
+    def resolve(self, world: int, rank: int) -> Layout:
+        """Return the layout, which holds the rank.
+
+        Raises:
+            LayoutError: there is no such layout.
+        """
+        layout = self.layout
+        if layout is None:
+            size = world if self.world_size is None and not self.part else self.world_size
+            layout = Layout(**self.sizes, world_size=size, rank_offset=self.rank_offset)
+        elif self.sizes or self.world_size is not None or self.rank_offset:
+            raise LayoutError(
+                f"both {layout!r} and {', '.join(self._words())} were given; give a layout, which says all of this itself, "
+                "or sizes by name"
+            )
+        if not isinstance(layout, Layout):
+            raise LayoutError(
+                f"{layout!r} is no layout; give a Layout, or sizes by name as in init_mesh(dp=2, tp=2) or init_mesh({{'dp': 2}})"
+            )
+        ranks = layout.ranks
+        if not self.part and ranks != range(world):
+            raise LayoutError(
+                f"{layout} on ranks {ranks.start} to {ranks.stop - 1} is not the world of {world} ranks; change a size, give one "
+                "axis -1 for whatever is left, or say part=True for a mesh over a part"
+            )
+        if ranks.stop > world or rank not in ranks:
+            raise LayoutError(
+                f"{layout} on ranks {ranks.start} to {ranks.stop - 1} does not hold rank {rank} of the world of {world} ranks; "
+                "only the ranks of the part may call init_mesh(part=True)"
+            )
+        return layout
+
+    def _words(self) -> list[str]:
         """Return the sizes and the place that were asked for, as they are written in code."""
         words = [f"{axis}={size!r}" for axis, size in self.sizes.items()]
         if self.world_size is not None:
@@ -148,29 +168,30 @@ class _Request(NamedTuple):
         return words
 
 
-def _init_mesh(
+def _make_mesh(
     request: _Request,
     backend: str | None,
     timeout: timedelta | None,
-    options: dict[str, GroupOptions],
+    options: Mapping[str, GroupOptions],
     device: str | torch.device | None,
     *,
     share: bool,
 ) -> NamedMesh:
     rank, world = dist.get_rank(), dist.get_world_size()
-    # Where the ranks of a part are wrong, only the ranks that it names can be told, and this one only if it is one.
-    ranks = _part_ranks(request, world) if request.part else range(world)
+    ranks = request.ranks(world)
     if rank not in ranks:
-        _resolve(request, world, rank)
-    pool = GroupPool(share=share)
+        request.resolve(world, rank)
+    pool = GroupPool()
     try:
         with agreed(pool, "init_mesh", ranks, timeout=timeout) as maker:
-            pool.defaults = GroupOptions(backend=backend, timeout=timeout)
+            pool.defaults, pool.share = GroupOptions(backend=backend, timeout=timeout), share
             chosen = launch.default_group_device(device)
-            layout = _resolve(request, world, rank)
-            _check_options(options, layout)
-            groups = [(layout, (axis,), options.get(axis, pool.defaults)) for axis in layout]
-            known = {axes[0]: pool.find_in_process(layout, axes, option) for _, axes, option in groups}
+            layout = request.resolve(world, rank)
+            _check_options(options, share, layout)
+            groups, known = [], {}
+            for axis in layout.axes:
+                groups.append((layout, (axis,), options.get(axis, pool.defaults)))
+                known[axis] = pool.find(*groups[-1], in_process=True)
             refuse_ambiguous_mesh(layout, chosen.type, known)
             fields = {
                 "layout": repr(layout),
@@ -181,7 +202,7 @@ def _init_mesh(
                 **version_fields(),
             }
             maker.compare(fields, groups)
-            root = create_root_mesh(layout, maker, chosen, options)
+            root = maker.create_mesh(layout, chosen.type, options)
         return NamedMesh(layout, root, pool, chosen, options)
     except BaseException:
         pool.close()
@@ -193,72 +214,23 @@ def version_fields() -> dict[str, str]:
     return {"torch": str(torch.__version__), "namedmesh": __version__}
 
 
-def create_root_mesh(
-    layout: Layout, maker: GroupMaker, device: torch.device, options: Mapping[str, GroupOptions]
-) -> DeviceMesh:
-    """Return the torch mesh over a layout that the ranks agree on, with its groups; for a NamedMesh to be made on."""
-    root = maker.create_root_mesh(layout, device.type, options)
-    for axis, option in options.items():
-        if option.gloo_twin and axis in layout:
-            maker.make(layout, (axis,), maker.pool.gloo_options(option))
-    return root
-
-
-def _part_ranks(request: _Request, world: int) -> range:
-    """Return the ranks of a part, as far as the request determines them."""
-    start, layout = request.rank_offset, request.layout
-    if isinstance(layout, Layout):
-        start, size = layout.rank_offset, layout.world_size
-    elif request.world_size is not None:
-        size = request.world_size
-    else:
-        size = prod(size for size in request.sizes.values() if isinstance(size, int) and size > 0)
-    if not isinstance(start, int) or not isinstance(size, int) or not 0 <= start < start + size <= world:
-        return range(0)
-    return range(start, start + size)
-
-
-def _resolve(request: _Request, world: int, rank: int) -> Layout:
-    layout, part = request.layout, request.part
-    if layout is not None and (request.sizes or request.world_size is not None or request.rank_offset):
-        raise LayoutError(
-            f"both {layout!r} and {', '.join(request.words())} were given; give a layout, which says all of this itself, or sizes "
-            "by name"
+def _check_options(options: object, share: object, layout: Layout) -> None:
+    problems = []
+    if not isinstance(options, Mapping):
+        problems.append(
+            f"options are a {type(options).__name__}; give a mapping of axes to GroupOptions, such as {{'tp': GroupOptions(...)}}"
         )
-    if layout is not None and not isinstance(layout, Layout):
-        raise LayoutError(
-            f"{layout!r} is no layout; give a Layout, or sizes by name as in init_mesh(dp=2, tp=2) or init_mesh({{'dp': 2}})"
-        )
-    if layout is None:
-        layout = Layout(
-            **request.sizes,
-            world_size=request.world_size if part or request.world_size is not None else world,
-            rank_offset=request.rank_offset,
-        )
-    if not part and layout.ranks != range(world):
-        raise LayoutError(
-            f"{layout} on ranks {layout.ranks.start} to {layout.ranks.stop - 1} is not the world of {world} ranks; "
-            "change a size, give one axis -1 for whatever is left, or say part=True for a mesh over a part"
-        )
-    if layout.ranks.stop > world or rank not in layout.ranks:
-        raise LayoutError(
-            f"{layout} on ranks {layout.ranks.start} to {layout.ranks.stop - 1} does not hold rank {rank} of the world "
-            f"of {world} ranks; only the ranks of the part may call init_mesh(part=True)"
-        )
-    return layout
-
-
-def _check_options(options: Mapping[str, GroupOptions], layout: Layout) -> None:
+    if not isinstance(share, bool):
+        problems.append(f"share_groups is {share!r}; it is True or False")
+    if problems or not isinstance(options, Mapping):
+        raise LayoutError(*problems)
     allowed = dict.fromkeys((*layout.axes, *USUAL_AXES))
-    problems = [
-        f"options are given for axis {name!r}, which is not one of {layout.axes}{did_you_mean(name, allowed)}"
-        for name in options
-        if name not in allowed and not (isinstance(name, str) and product_axes(name, layout.axes))
-    ]
-    problems += [
-        f"options of {name!r} are a {type(option).__name__}; give GroupOptions(...)"
-        for name, option in options.items()
-        if not isinstance(option, GroupOptions)
-    ]
+    for name, option in options.items():
+        if name not in allowed and not (isinstance(name, str) and product_axes(name, layout.axes)):
+            problems.append(
+                f"options are given for axis {name!r}, which is not one of {layout.axes}{did_you_mean(name, allowed)}"
+            )
+        if not isinstance(option, GroupOptions):
+            problems.append(f"options of {name!r} are a {type(option).__name__}; give GroupOptions(...)")
     if problems:
         raise AxisError(*problems)

@@ -7,7 +7,6 @@ what srun, mpirun and mpiexec set; without any of it, a process is a world of on
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -18,12 +17,12 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from namedmesh._torch import bound_device
 from namedmesh.agreement import Agreement
 from namedmesh.attempts import Agreements
-from namedmesh.errors import LaunchError, listing
+from namedmesh.errors import LaunchError, count_of, listing
 from namedmesh.launchers import int_variable, torchrun_variables
 from namedmesh.options import GroupOptions, normalized_backend
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
 __all__ = ["check_environment", "default_group_device", "init", "local_device"]
 
@@ -88,43 +87,10 @@ def init(
             "ranks); call launch.init() once, or leave it to init_mesh()"
         )
     os.environ.update(torchrun_variables(os.environ))
-    rank, world_size = _rank_and_world_size(os.environ)
-    with agreement_of_all(call, rank, world_size, timeout) as agreed:
-        GroupOptions(timeout=timeout)
-        chosen = local_device(device)
-        backend = backend or dist.get_default_backend_for_device(chosen)
-        uses_gloo = "gloo" in normalized_backend(backend).values()
-        agreed.compare({}, may_restart=True, uses_gloo=uses_gloo)
-        store = agreed.new_store()
-
-        def create() -> None:
-            select_device(chosen)
-            dist.init_process_group(
-                backend,
-                store=store,
-                rank=rank,
-                world_size=world_size,
-                timeout=timeout,
-                device_id=chosen if bind_device and chosen.type != "cpu" else None,
-            )
-
-        agreed.run(create)
-    select_device(chosen)
-    return chosen
-
-
-@contextmanager
-def agreement_of_all(call: str, rank: int, world_size: int, timeout: timedelta | None) -> Iterator[Agreement]:
-    """Let all ranks of the job agree on a call that makes the default group, over the store that the launcher names.
-
-    Where the call fails on one rank, it fails on all, and leaves no default group.
-
-    Args:
-        call: what is being called, for messages.
-        rank: this rank.
-        world_size: the number of ranks.
-        timeout: how long they wait for each other; torch's own for anything but a ``timedelta``.
-    """
+    rank, world_size = 0, 1
+    if was_launched(os.environ):
+        check_environment(os.environ)
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     wait = timeout if isinstance(timeout, timedelta) and timeout > timedelta(0) else default_pg_timeout
     agreement = Agreement(
         call,
@@ -138,7 +104,25 @@ def agreement_of_all(call: str, rank: int, world_size: int, timeout: timedelta |
     )
     try:
         with agreement:
-            yield agreement
+            GroupOptions(timeout=timeout)
+            chosen = local_device(device)
+            backend = backend or dist.get_default_backend_for_device(chosen)
+            uses_gloo = "gloo" in normalized_backend(backend).values()
+            agreement.compare({}, may_restart=True, uses_gloo=uses_gloo)
+            store = agreement.new_store()
+
+            def create() -> None:
+                select_device(chosen)
+                dist.init_process_group(
+                    backend,
+                    store=store,
+                    rank=rank,
+                    world_size=world_size,
+                    timeout=timeout,
+                    device_id=chosen if bind_device and chosen.type != "cpu" else None,
+                )
+
+            agreement.run(create)
     except BaseException:
         # Ranks that call late, and the next try, use the store that this process hosts.
         if hosts_store(os.environ, rank):
@@ -147,15 +131,13 @@ def agreement_of_all(call: str, rank: int, world_size: int, timeout: timedelta |
             dist.destroy_process_group()
         raise
     _store_of_failure.clear()
+    select_device(chosen)
+    return chosen
 
 
 def hosts_store(environment: Mapping[str, str], rank: int) -> bool:
     """Return whether this rank hosts the store: rank 0 does, unless torchrun's agent has one already."""
-    return rank == 0 and not _hosted_by_agent(environment)
-
-
-def _hosted_by_agent(environment: Mapping[str, str]) -> bool:
-    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def open_store(environment: Mapping[str, str], rank: int, timeout: timedelta) -> dist.Store:
@@ -183,7 +165,7 @@ def open_store(environment: Mapping[str, str], rank: int, timeout: timedelta) ->
                 f"rank 0 cannot host the store of the job at {host}:{port} ({reason}); set MASTER_ADDR to its host and "
                 "MASTER_PORT to a port that is free there, the same on every rank"
             ) from None
-        owner = "torchrun's agent" if _hosted_by_agent(environment) else "rank 0"
+        owner = "rank 0" if hosts_store(environment, 0) else "torchrun's agent"
         raise LaunchError(
             f"{owner}, which hosts the store of the job at {host}:{port}, did not answer within "
             f"{timeout.total_seconds():g} s; see its output for why, and check MASTER_ADDR and MASTER_PORT ({reason})"
@@ -199,14 +181,6 @@ def select_device(device: torch.device) -> None:
 def was_launched(environment: Mapping[str, str]) -> bool:
     """Return whether torchrun or another launcher has set these variables."""
     return "RANK" in environment or "WORLD_SIZE" in environment
-
-
-def _rank_and_world_size(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Return this process's place in the job; that of one alone, where no launcher set one."""
-    if not was_launched(environment):
-        return 0, 1
-    check_environment(environment)
-    return int(environment["RANK"]), int(environment["WORLD_SIZE"])
 
 
 def local_device(
@@ -241,8 +215,10 @@ def local_device(
         local_rank = (int_variable(environment, "RANK") or 0) % max(count, 1)
     if local_rank < count:
         return torch.device(requested.type, local_rank)
-    if count == 1 and _sees_one_of_its_own(requested.type, environment):
-        return torch.device(requested.type, 0)
+    if count == 1:
+        for name in _VISIBILITY.get(requested.type, ()):
+            if environment.get(name) and "," not in environment[name]:
+                return torch.device(requested.type, 0)  # the launcher gives each process one of its own
     raise LaunchError(
         f"local rank {local_rank} has no {requested.type} device: {_visible(requested.type, count)}; start one process "
         "for each device, make more devices visible, or use device='cpu'"
@@ -307,12 +283,7 @@ def _device_count(kind: str) -> int:
 
 
 def _visible(kind: str, count: int) -> str:
-    return f"{count} {kind} device{'s are' if count != 1 else ' is'} visible to this process"
-
-
-def _sees_one_of_its_own(kind: str, environment: Mapping[str, str]) -> bool:
-    """Return whether a launcher seems to have given each process one device of its own, which is number 0 for it."""
-    return any(environment.get(name) and "," not in environment[name] for name in _VISIBILITY.get(kind, ()))
+    return f"{count_of(count, f'{kind} device')} {'is' if count == 1 else 'are'} visible to this process"
 
 
 def check_environment(environment: Mapping[str, str]) -> None:

@@ -7,8 +7,7 @@ meet: that is the first host of the job, and a port that follows from the job's 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
 from namedmesh.errors import LaunchError
@@ -32,8 +31,7 @@ _JOB_IDS = (
 _HOST_FILES = ("PALS_HOSTFILE", "HYDRA_HOST_FILE", "PBS_NODEFILE")
 
 
-@dataclass(frozen=True)
-class _Launcher:
+class _Launcher(NamedTuple):
     """The names of the variables of one launcher; of several for one thing, the first that is set counts."""
 
     name: str
@@ -44,6 +42,13 @@ class _Launcher:
     local_size: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
     host_list: tuple[str, ...] = ()
+
+    def started(self, environment: Mapping[str, str]) -> bool:
+        """Return whether this launcher started the process."""
+        if self.name == "SLURM":  # the shell of an allocation has the other variables too
+            step = int_variable(environment, "SLURM_STEP_ID")
+            return step is not None and step < _FIRST_STEP_OF_A_SHELL
+        return any(name in environment for name in self.rank + self.size)
 
 
 # From the innermost: mpirun starts its daemons with srun, so its processes also carry what srun set for these.
@@ -84,29 +89,37 @@ _LAUNCHERS = (
 )
 
 
-@dataclass(frozen=True)
 class _Place:
-    """What a launcher says of one process."""
+    """What a launcher says of one process; what it leaves open is None, or an empty text."""
 
-    launcher: _Launcher
-    rank: int | None
-    size: int | None
-    local_rank: int | None
-    local_size: int | None
-    nodes: int | None
-    host_list: str | None
-    job: str | None
+    def __init__(self, launcher: _Launcher, environment: Mapping[str, str]) -> None:
+        self.launcher = launcher
+        self.rank = _int_of(environment, launcher.rank)
+        self.size = _int_of(environment, launcher.size)
+        self.local_rank = _int_of(environment, launcher.local_rank)
+        self.local_size = _int_of(environment, launcher.local_size)
+        self.nodes = _int_of(environment, launcher.nodes)
+        self.host_list = _first_set(environment, launcher.host_list)
+        if launcher.name == "SLURM":
+            self.job = ".".join(environment.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+        else:
+            self.job = _first_set(environment, _JOB_IDS)
 
-    def completed(self, other: _Place) -> _Place:
-        """Return this place with what the other one knows, if it is about the same processes."""
+    def complete(self, other: _Place) -> None:
+        """Take what the other place knows and this one does not, if it is about the same processes."""
         if self.rank != other.rank or (None not in (self.size, other.size) and self.size != other.size):
-            return self
-        missing = {
-            field.name: getattr(other, field.name)
-            for field in fields(self)
-            if getattr(self, field.name) is None
-        }
-        return replace(self, **missing)
+            return
+        for name, value in vars(other).items():
+            if getattr(self, name) in (None, ""):
+                setattr(self, name, value)
+
+
+def _first_set(environment: Mapping[str, str], names: tuple[str, ...]) -> str:
+    return next((environment[name] for name in names if name in environment), "")
+
+
+def _int_of(environment: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+    return next((int_variable(environment, name) for name in names if name in environment), None)
 
 
 def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -134,12 +147,12 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
         >>> torchrun_variables({"SLURM_JOB_ID": "12", "SLURM_NTASKS": "4"})   # a shell of salloc
         {}
     """
-    places = [_place(launcher, environment) for launcher in _LAUNCHERS if _started_by(launcher, environment)]
+    places = [_Place(launcher, environment) for launcher in _LAUNCHERS if launcher.started(environment)]
     if not places:
         return {}
     place = places[0]
     for other in places[1:]:
-        place = place.completed(other)
+        place.complete(other)
     given = {name: int_variable(environment, name) for name in ("RANK", "WORLD_SIZE")}
     from_launcher = {"RANK": place.rank, "WORLD_SIZE": place.size}
     if None not in given.values() and given != from_launcher:
@@ -199,33 +212,6 @@ def int_variable(environment: Mapping[str, str], name: str) -> int | None:
         raise LaunchError(
             f"{name} is {text!r}; it is an int that the launcher sets, such as torchrun"
         ) from None
-
-
-def _started_by(launcher: _Launcher, environment: Mapping[str, str]) -> bool:
-    if launcher.name == "SLURM":  # the shell of an allocation has the other variables too
-        step = int_variable(environment, "SLURM_STEP_ID")
-        return step is not None and step < _FIRST_STEP_OF_A_SHELL
-    return any(name in environment for name in launcher.rank + launcher.size)
-
-
-def _place(launcher: _Launcher, environment: Mapping[str, str]) -> _Place:
-    def number(names: tuple[str, ...]) -> int | None:
-        return next((int_variable(environment, name) for name in names if name in environment), None)
-
-    if launcher.name == "SLURM":
-        job = ".".join(environment.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    else:
-        job = next((environment[name] for name in _JOB_IDS if name in environment), "")
-    return _Place(
-        launcher,
-        rank=number(launcher.rank),
-        size=number(launcher.size),
-        local_rank=number(launcher.local_rank),
-        local_size=number(launcher.local_size),
-        nodes=number(launcher.nodes),
-        host_list=next((environment[name] for name in launcher.host_list if name in environment), None),
-        job=job or None,
-    )
 
 
 def _check(

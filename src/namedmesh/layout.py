@@ -7,16 +7,14 @@ axis is the slowest, the last one the fastest.
 
 from __future__ import annotations
 
+import operator
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from namedmesh.errors import AxisError, LayoutError, count_of, did_you_mean, listing
 from namedmesh.sizes import (
     as_int,
-    axis_name_problems,
-    checked_int,
-    checked_size,
-    fitted,
+    fitted_sizes,
     nearest_axis,
     product,
 )
@@ -67,7 +65,7 @@ class Layout:
     _place: dict[str, int]
 
     def __init__(self, /, *, world_size: int | None = None, rank_offset: int = 0, **sizes: int) -> None:
-        self._fill(tuple(sizes.items()), world_size, rank_offset)
+        self._fill(tuple(sizes), tuple(sizes.values()), world_size, rank_offset)
 
     @classmethod
     def from_shape(
@@ -99,7 +97,7 @@ class Layout:
                 f"{len(axes)} axes {axes} but {len(sizes)} sizes {sizes}; give one size for each axis"
             )
         layout = cls.__new__(cls)
-        layout._fill(tuple(zip(axes, sizes, strict=True)), world_size, rank_offset)
+        layout._fill(axes, sizes, world_size, rank_offset)
         return layout
 
     @classmethod
@@ -144,37 +142,27 @@ class Layout:
             )
         if problems:
             raise LayoutError(*problems)
-        filled = [(axis, sizes.get(axis, -1 if axis == inferred else 1)) for axis in reversed(fastest_first)]
-        layout = cls.__new__(cls)
-        layout._fill(tuple(filled), world_size, rank_offset)
-        return layout
+        known = sizes if inferred is None else {**sizes, inferred: -1}
+        axes = fastest_first[::-1]
+        return cls.from_shape(
+            axes, [known.get(axis, 1) for axis in axes], world_size=world_size, rank_offset=rank_offset
+        )
 
-    def _fill(self, pairs: tuple[tuple[str, Any], ...], world_size: Any, rank_offset: Any) -> None:
-        axes = tuple(name for name, _ in pairs)
-        problems = axis_name_problems(axes)
-        sizes = tuple(checked_size(name, size, problems) for name, size in pairs)
-        world = checked_int("world_size", world_size, 1, problems) if world_size is not None else None
-        offset = checked_int("rank_offset", rank_offset, 0, problems)
-        open_axes = [name for name, size in zip(axes, sizes, strict=True) if size == -1]
-        if len(open_axes) > 1:
-            problems.append(
-                f"axes {listing(map(repr, open_axes))} are all -1; only one axis can be whatever is left"
-            )
-        if open_axes and world_size is None:
-            problems.append(
-                f"axis {open_axes[0]!r} is -1, but the number of ranks is not known; give its size, or world_size"
-            )
-        if not problems:
-            sizes = fitted(axes, sizes, world, problems)
+    def _fill(self, axes: tuple[str, ...], sizes: tuple[Any, ...], world_size: Any, rank_offset: Any) -> None:
+        fitted, problems = fitted_sizes(axes, sizes, world_size, rank_offset)
         if problems:
             raise LayoutError(*problems)
+        strides, place, stride = [1] * len(axes), {}, 1
+        for i in reversed(range(len(axes))):
+            strides[i], place[axes[i]] = stride, i
+            stride *= fitted[i]
         set_once = object.__setattr__
         set_once(self, "axes", axes)
-        set_once(self, "sizes", sizes)
-        set_once(self, "strides", tuple(prod(sizes[i + 1 :]) for i in range(len(sizes))))
-        set_once(self, "world_size", prod(sizes))
-        set_once(self, "rank_offset", offset)
-        set_once(self, "_place", {name: i for i, name in enumerate(axes)})
+        set_once(self, "sizes", fitted)
+        set_once(self, "strides", tuple(strides))
+        set_once(self, "world_size", stride)
+        set_once(self, "rank_offset", operator.index(rank_offset))
+        set_once(self, "_place", place)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"a Layout is frozen: {name!r} cannot be set; make another Layout")
@@ -344,9 +332,10 @@ class Layout:
             ((4, 5), (0, 1, 4, 5))
         """
         chosen = self._chosen(axes)
-        local = self._local(rank)
-        own = sum(local // self.strides[i] % self.sizes[i] * self.strides[i] for i in chosen)
-        return _shifted(self._offsets(chosen), rank - own)
+        local, first = self._local(rank), rank
+        for i in chosen:
+            first -= local // self.strides[i] % self.sizes[i] * self.strides[i]
+        return _shifted(self._offsets(chosen), first)
 
     def group_rank(self, rank: int, /, *axes: str) -> int:
         """Return the position of a rank inside its group over ``axes``.
@@ -426,12 +415,14 @@ class Layout:
 
     def _chosen(self, axes: Sequence[str]) -> list[int]:
         """Return the places of the axes in layout order; every problem with them is in one error."""
-        problems = [self._unknown(axis) for axis in axes if axis not in self]
-        if not axes:
-            problems.append(f"no axis is named; name one or more of {self.axes}")
-        if problems:
-            raise AxisError(*problems)
-        return sorted({self._place[axis] for axis in axes})
+        chosen = [i for i, axis in enumerate(self.axes) if axis in axes]
+        if len(chosen) != len(axes) or not axes:
+            problems = [self._unknown(axis) for axis in axes if axis not in self]
+            if not axes:
+                problems.append(f"no axis is named; name one or more of {self.axes}")
+            if problems:
+                raise AxisError(*problems)
+        return chosen
 
     def _local(self, rank: int) -> int:
         number = as_int(rank)

@@ -9,30 +9,30 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from namedmesh._torch import (
     bound_device,
     connects_without_blocking,
     default_store,
-    default_timeout_is_torchs,
     group_name,
     new_connection,
     new_group_among_members,
 )
 from namedmesh.agreement import Agreement
 from namedmesh.errors import LayoutError, MeshError, listing, ranks_in_words
-from namedmesh.groups import SharedGroup, by_device, label_of, member_of
+from namedmesh.groups import Communicator, GroupKey, by_device, mesh_on_groups
 from namedmesh.launch import hosts_store
-from namedmesh.options import GroupOptions
+from namedmesh.options import nccl_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from namedmesh.groups import GroupKey, GroupPool
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from namedmesh.groups import GroupPool
     from namedmesh.layout import Layout
+    from namedmesh.options import GroupOptions
 
 __all__ = ["GroupMaker", "agreed", "group_of_one"]
 
@@ -50,7 +50,9 @@ class GroupMaker:
     def __init__(self, pool: GroupPool, agreement: Agreement) -> None:
         self.pool, self.agreement = pool, agreement
         self._addresses = agreement.exchange = _Addresses()
-        self._before = set(pool.groups), len(pool.partitions), set(pool.sets_created)
+        # Numbers, not groups: an error's traceback, which may be kept for long, must keep none of them.
+        self._before = {key: id(group) for key, group in pool.groups.items()}
+        self._partitions_before, self._sets_before = len(pool.partitions), set(pool.sets_created)
 
     def compare(
         self,
@@ -66,92 +68,57 @@ class GroupMaker:
         Raises:
             AgreementError: the ranks do not agree.
         """
-        self.pool.check_open()
+        pool, agreement = self.pool, self.agreement
+        pool.check_open()
         wanted = list(groups)
-        existing = [self._token_of(*group) for group in wanted]
-        backends = {part for _, _, options in wanted for _, part in by_device(self.pool.resolved(options)[0])}
-        absent = sorted(name for name in backends if not dist.is_backend_available(name))
+        backends: set[str] = set()
+        tokens: list[str] = []
+        for layout, axes, options in wanted:
+            backends.update(dict(by_device(pool.backend(options))).values())
+            key = pool.key_over(layout, axes, options)
+            known = pool.registry.groups.get(key) if len(key.ranks) > 1 else None
+            tokens.append(known.token if known is not None and known.exists else "")
+        absent = [name for name in sorted(backends) if not dist.is_backend_available(name)]
         if absent:
             raise LayoutError(
                 f"this torch was built without {', '.join(absent)}; choose a backend that it has, or another torch"
             )
-        connected = dict(by_device(self.pool.registry.default_backend)).values()
-        self.agreement.compare(
-            {"call": self.agreement.call, **request, _EXISTING: json.dumps(existing)},
-            lambda requests: _existing_on_some_only(
-                self.agreement.call, wanted, requests, self.agreement.ranks
-            ),
+        connected = dict(by_device(pool.registry.default_backend)).values()
+        agreement.compare(
+            {"call": agreement.call, **request, _EXISTING: json.dumps(tokens)},
+            lambda requests: _existing_on_some_only(agreement.call, wanted, requests, agreement.ranks),
             uses_gloo="gloo" in backends and "gloo" not in connected,
         )
 
     def discard(self) -> None:
         """Release what was created here: it did not come to an end on every rank."""
         pool = self.pool
-        keys, partitions, sets_created = self._before
-        created = [pool.groups.pop(key) for key in set(pool.groups) - keys]
-        del pool.partitions[partitions:]
-        pool.sets_created &= sets_created
-        pool.registry.release(created)
+        created = [key for key, group in pool.groups.items() if self._before.get(key) != id(group)]
+        del pool.partitions[self._partitions_before :]
+        pool.sets_created &= self._sets_before
+        pool.registry.release([pool.groups.pop(key) for key in created])
 
-    def create_root_mesh(
+    def create_mesh(
         self, layout: Layout, device_type: str, options: Mapping[str, GroupOptions]
     ) -> DeviceMesh:
-        """Return the mesh over all axes of a layout.
-
-        With a bound device torch's ``init_device_mesh`` creates the groups, one split for each axis, wherever it
-        can express the request: for a layout over the whole world, without options, whose groups do not exist.
-        Otherwise only the members of a group create it: ``init_device_mesh`` has every rank create every group.
-        Axes of size 1 are left out: it would create a group of one for each rank of each of them.
-        """
-        pool = self.pool
-        large = tuple(axis for axis, size in layout.items() if size > 1)
-        plain = (
-            bound_device() is not None
-            and layout.world_size == pool.registry.world_size
-            and pool.share
-            and not any(axis in options for axis in layout)
-            and pool.defaults == GroupOptions()
-            and default_timeout_is_torchs()
-            and not any(self._token_of(layout, (axis,), pool.defaults) for axis in large)
-        )
-        if plain and large:
-            sizes = tuple(layout[axis] for axis in large)
-            mesh = init_device_mesh(device_type, sizes, mesh_dim_names=large)
-            for axis in large:
-                group = mesh.get_group(axis)
-                if group is not dist.group.WORLD:
-                    pool.partitions.append((layout, (axis,), pool.defaults))
-                    self._share(layout.group(pool.rank, axis), axis, pool.defaults, partial(_given, group))
-            if len(large) == len(layout):
-                return mesh
-        return self.mesh_from_groups(layout, device_type, options)
-
-    def mesh_from_groups(
-        self, layout: Layout, device_type: str, options: Mapping[str, GroupOptions]
-    ) -> DeviceMesh:
-        """Return a mesh over all axes of a layout, on groups that exist or are created now."""
-        groups = [self.make(layout, (axis,), options.get(axis, self.pool.defaults)) for axis in layout.axes]
-        with torch.device("cpu"):
-            ranks = (
-                torch.arange(layout.world_size, dtype=torch.int).reshape(layout.sizes) + layout.rank_offset
-            )
-        return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=layout.axes)
+        """Return a mesh over all axes of a layout, on groups that exist or are created now, and gloo groups beside."""
+        pool, groups = self.pool, []
+        for axis in layout.axes:
+            of_axis = options.get(axis, pool.defaults)
+            groups.append(self.make(layout, (axis,), of_axis))
+            if of_axis.gloo_twin:
+                self.make(layout, (axis,), pool.gloo_options(of_axis))
+        return mesh_on_groups(layout, groups, device_type)
 
     def make(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> dist.ProcessGroup:
         """Return this rank's group over ``axes``, created unless it exists."""
-        pool = self.pool
-        pool.check_open()
-        ranks, label = layout.group(pool.rank, *axes), label_of(axes)
-        borrowed = pool.find_borrowed(ranks, options)
-        if borrowed is not None:
-            return borrowed
-        if len(ranks) == 1:
+        key, label = self.pool.key_over(layout, axes, options), "_".join(axes)
+        if len(key.ranks) == 1:
             return self.alone()
-        pool.partitions.append((layout, tuple(axes), options))
         if bound_device() is None:
-            return self._make_among_members(ranks, label, options)
-        arguments = pool.arguments(options, label)
-        return self._share(ranks, label, options, lambda _: self._split(layout, axes, arguments))
+            return self._get_or_create(key, label, options)
+        self.pool.partitions.append((layout, tuple(axes), key))
+        return self._get_or_create(key, label, options, lambda: self._split(layout, axes, key, options))
 
     def make_sets(
         self, sets: Iterable[Sequence[int]], label: str, options: GroupOptions | None = None
@@ -163,154 +130,130 @@ class GroupMaker:
         one rank costs no communicator.
         """
         pool = self.pool
-        pool.check_open()
         options = options or pool.defaults
-        requested = list(dict.fromkeys(tuple(sorted(members)) for members in sets))
-        if bound_device() is not None:
-            return self._make_sets_together(requested, label, options)
-        # The members of a set know the same groups over it, so they agree on whether it has to be created.
+        requested = dict.fromkeys(tuple(sorted(members)) for members in sets)
+        bound = bound_device() is not None
         mine: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        if bound and any(len(ranks) == 1 for ranks in requested):
+            self.alone()  # everyone takes part
         for ranks in requested:
-            if pool.rank not in ranks:
+            if len(ranks) > 1 and bound:
+                group = self._make_set_with_everyone(ranks, label, options)
+            elif pool.rank not in ranks:
                 continue
-            if len(ranks) == 1:
-                mine[ranks] = self.alone()
-            else:
-                borrowed = pool.find_borrowed(ranks, options)
-                mine[ranks] = borrowed or self._make_among_members(ranks, label, options)
+            elif len(ranks) == 1:
+                group = self.alone()
+            else:  # the members of a set know the same groups over it, so they agree on whether it has to be created
+                group = self._get_or_create(pool.key(ranks, options, label), label, options)
+            if group is not None:
+                mine[ranks] = group
         return mine
 
     def alone(self) -> dist.ProcessGroup:
         """Return the group of this rank alone, one for all axes of size 1."""
-        pool, ranks = self.pool, (self.pool.rank,)
-        if bound_device() is None:
-            return pool.find_borrowed(ranks, pool.defaults) or self._make_among_members(
-                ranks, "self", pool.defaults
-            )
-        everyone = [[rank] for rank in range(pool.registry.world_size)]
-        return self._share(
-            ranks,
-            "self",
-            pool.defaults,
-            lambda _: dist.split_group(split_ranks=everyone, group_desc="namedmesh:self"),
-        )
+        pool = self.pool
+        create: Callable[[], Any] | None = None
+        if bound_device() is not None:
+            everyone = [[rank] for rank in range(pool.registry.world_size)]
+            create = partial(dist.split_group, split_ranks=everyone, group_desc="namedmesh:self")
+        return self._get_or_create(GroupKey((pool.rank,)), "self", pool.defaults, create)
 
     # How a group comes about.
 
-    def _share(
-        self,
-        ranks: tuple[int, ...],
-        label: str,
-        options: GroupOptions,
-        create: Callable[[object], object],
+    def _get_or_create(
+        self, key: GroupKey, label: str, options: GroupOptions, create: Callable[[], Any] | None = None
     ) -> dist.ProcessGroup:
-        """Return the group of this mesh over some ranks, that of another mesh where it has one, or a new one.
+        """Return the group of this mesh that has a key, that of another mesh where it has one, or a new one.
 
-        ``create`` is called with what the group is known by, for a new one.
+        A new one is what ``create`` returns; without it only the members create it.
         """
-        pool, registry = self.pool, self.pool.registry
-        key = pool.key(ranks, options, label)
+        pool, registry, token = self.pool, self.pool.registry, self.agreement.token
         known = pool.groups.get(key)
         if known is None or not known.exists:
-            identity = pool.key(ranks, options, f"{label} {self.agreement.token}")
+            if not token:
+                raise MeshError(
+                    f"a group over {ranks_in_words(key.ranks)} is needed before the ranks agreed on it"
+                )
             with registry.lock:
-                shared = registry.groups.get(identity)
-                if shared is None or not shared.exists:
-                    group = member_of(create(identity), pool.rank)
-                    shared = SharedGroup(label, ranks, self.agreement.token, group)
-                    registry.groups[identity] = shared
-                shared.users += 1
-            known = pool.groups[key] = shared
+                # One that is not shared is another one under each agreement.
+                identity = key._replace(use=f"{key.use} {token}") if key.use else key
+                known = registry.groups.get(identity)
+                if known is None or not known.exists:
+                    group = create() if create is not None else self._create(identity, label, options)
+                    known = Communicator(label, key.ranks, group, owned=True, token=token)
+                    registry.groups[identity] = known
+                known.users += 1
+            pool.groups[key] = known
         return known.group
 
-    def _make_among_members(
-        self, ranks: tuple[int, ...], label: str, options: GroupOptions
-    ) -> dist.ProcessGroup:
-        """Return a group that only its members create. Members that have it know it under the same agreement.
+    def _create(self, key: GroupKey, label: str, options: GroupOptions) -> dist.ProcessGroup:
+        """Create a group that only its members create.
 
         gloo connects at the first collective, as NCCL does: a member that closes its mesh at once would break one
         that is still connecting.
         """
-        arguments, token = self.pool.arguments(options, label), self.agreement.token
-        if not token:
-            raise MeshError(f"a group over {ranks_in_words(ranks)} is needed before the ranks agreed on it")
-
-        def create(identity: object) -> dist.ProcessGroup:
-            name = group_name(ranks, identity, by_device(arguments["backend"]))
-            later = connects_without_blocking(arguments["backend"])
-            return new_group_among_members(
-                ranks,
-                name=name,
-                store_prefix=f"namedmesh/groups/{token}",
-                addresses=self._addresses.store_for(name, ranks, self.pool.rank) if later else None,
-                **arguments,
-            )
-
-        return self._share(ranks, label, options, create)
-
-    def _make_sets_together(
-        self, requested: Sequence[tuple[int, ...]], label: str, options: GroupOptions
-    ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-        """Create every set on every rank of the world, as a bound default group needs it."""
-        pool = self.pool
-        mine: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        if any(len(ranks) == 1 for ranks in requested):
-            alone = self.alone()
-            mine = {ranks: alone for ranks in requested if ranks == (pool.rank,)}
-        for ranks in requested:
-            if len(ranks) == 1:
-                continue
-            if len(ranks) == pool.registry.world_size and (borrowed := pool.find_borrowed(ranks, options)):
-                mine[ranks] = borrowed
-                continue
-            key = pool.shared_key(ranks, options)
-            if self._exists_for_all(key, options):
-                if pool.rank in ranks:
-                    mine[ranks] = pool.groups[key].group
-                continue
-            group = dist.new_group(list(ranks), **pool.arguments(options, label))
-            if pool.shares(options):
-                pool.sets_created.add(key)
-            if pool.rank in ranks:
-                mine[ranks] = self._share(ranks, label, options, partial(_given, group))
-        return mine
-
-    def _exists_for_all(self, key: GroupKey, options: GroupOptions) -> bool:
-        """Return whether the members of a set have a group of this mesh; the same answer on every rank."""
-        pool, ranks = self.pool, key[0]
-        if not pool.shares(options):
-            return False
-        if key in pool.sets_created:
-            return True
-        return any(
-            layout.group(ranks[0], *axes) == ranks and pool.shared_key(ranks, theirs) == key
-            for layout, axes, theirs in pool.partitions
-            if ranks[0] in layout.ranks
+        arguments, name = self._arguments(key, label, options), group_name(key)
+        addresses = None
+        if connects_without_blocking(arguments["backend"]):
+            place = key.ranks.index(self.pool.rank)
+            addresses = self._addresses.store_for(name, len(key.ranks), place)
+        return new_group_among_members(
+            key.ranks,
+            name=name,
+            store_prefix=f"namedmesh/groups/{self.agreement.token}",
+            addresses=addresses,
+            **arguments,
         )
 
-    def _split(self, layout: Layout, axes: Sequence[str], arguments: dict[str, Any]) -> object:
-        """Create the whole partition in one call: with a bound device a communicator is split off the default one."""
+    def _arguments(self, key: GroupKey, label: str, options: GroupOptions) -> dict[str, Any]:
+        """Return the keywords with which torch creates a group."""
+        backend = self.pool.backend(options)
+        arguments: dict[str, Any] = {
+            "backend": backend,
+            "timeout": key.timeout,
+            "group_desc": f"namedmesh:{label}",
+        }
+        if "nccl" in dict(by_device(backend)).values() and (options.nccl or options.high_priority):
+            arguments["pg_options"] = nccl_options(options, key.timeout)
+        return arguments
+
+    def _make_set_with_everyone(
+        self, ranks: tuple[int, ...], label: str, options: GroupOptions
+    ) -> dist.ProcessGroup | None:
+        """Return the group over a set of ranks that every rank of the world creates, as a bound default group needs it."""
         pool = self.pool
-        world = pool.registry.world_size
-        if layout.world_size != world:
+        key = pool.key(ranks, options, label)
+        exists = key in pool.groups if len(ranks) == pool.registry.world_size else self._exists_for_all(key)
+        group: Any = None
+        if not exists:
+            group = dist.new_group(list(ranks), **self._arguments(key, label, options))
+            pool.sets_created.add(key)
+        return self._get_or_create(key, label, options, lambda: group) if pool.rank in ranks else None
+
+    def _exists_for_all(self, key: GroupKey) -> bool:
+        """Return whether the members of a set have a group of this mesh; the same answer on every rank."""
+        first = key.ranks[0]
+        for layout, axes, theirs in self.pool.partitions:
+            if first in layout.ranks and key == theirs._replace(ranks=layout.group(first, *axes)):
+                return True
+        return key in self.pool.sets_created
+
+    def _split(self, layout: Layout, axes: Sequence[str], key: GroupKey, options: GroupOptions) -> object:
+        """Create the whole partition in one call: with a bound device a communicator is split off the default one."""
+        registry = self.pool.registry
+        if layout.world_size != registry.world_size:
             raise MeshError(
-                f"{layout} is a part of the world of {world} ranks, and the default group is bound "
+                f"{layout} is a part of the world of {registry.world_size} ranks, and the default group is bound "
                 f"to {bound_device()}: every rank would have to take part; start without bind_device (or device_id)"
             )
-        backend = arguments.pop("backend")
-        if by_device(backend) != by_device(pool.registry.default_backend):
-            # Only the default backend can be split; any other is created by everyone, group by group.
-            groups = layout.groups(*axes)
-            made = [dist.new_group(list(ranks), backend=backend, **arguments) for ranks in groups]
-            return made[groups.index(layout.group(pool.rank, *axes))]
-        split_ranks = [list(ranks) for ranks in layout.groups(*axes)]
-        return dist.split_group(split_ranks=split_ranks, **arguments)
-
-    def _token_of(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> str:
-        """Return the agreement under which the group over ``axes`` was created that would be shared; empty if none."""
-        ranks = layout.group(self.pool.rank, *axes)
-        shared = self.pool.find_shared(ranks, options) if len(ranks) > 1 else None
-        return "" if shared is None else shared.token
+        groups = layout.groups(*axes)
+        arguments = self._arguments(key, "_".join(axes), options)
+        if key.backends == by_device(registry.default_backend):
+            del arguments["backend"]
+            return dist.split_group(split_ranks=[list(ranks) for ranks in groups], **arguments)
+        # Only the default backend can be split; any other is created by everyone, group by group.
+        made = [dist.new_group(list(ranks), **arguments) for ranks in groups]
+        return made[groups.index(key.ranks)]
 
 
 class _Addresses:
@@ -320,43 +263,34 @@ class _Addresses:
     """
 
     def __init__(self) -> None:
-        self._new: list[tuple[str, tuple[int, ...], int, Any]] = []
+        # Of each group: what its keys begin with, this rank's place in it, those of the others, and where gloo looks.
+        self._new: list[tuple[str, int, list[int], Any]] = []
 
-    def store_for(self, name: str, ranks: tuple[int, ...], rank: int) -> dist.Store:
-        """Return where a new group of this name keeps the addresses of its members, by network interface and rank."""
+    def store_for(self, name: str, size: int, place: int) -> dist.Store:
+        """Return where a new group of this name keeps the addresses of its members, by network interface and place."""
         store = dist.HashStore()
-        self._new.append((name, ranks, ranks.index(rank), store))
+        others = [*range(place), *range(place + 1, size)]
+        self._new.append((f"address/{name}", place, others, store))
         return store
 
     def texts(self) -> dict[str, str]:
         """Return this rank's addresses, by group: one for each network interface."""
-        return {
-            _address_key(name, place): " ".join(
-                store.get(f"{card}/{place}").hex() for card in range(store.num_keys())
-            )
-            for name, _, place, store in self._new
-        }
+        texts = {}
+        for prefix, place, _, store in self._new:
+            addresses = [store.get(f"{card}/{place}").hex() for card in range(store.num_keys())]
+            texts[f"{prefix}/{place}"] = " ".join(addresses)
+        return texts
 
     def keys(self) -> list[str]:
         """Return the keys of the other members' addresses."""
-        return [
-            _address_key(name, other)
-            for name, ranks, place, _ in self._new
-            for other in range(len(ranks))
-            if other != place
-        ]
+        return [f"{prefix}/{other}" for prefix, _, others, _ in self._new for other in others]
 
     def take(self, texts: Mapping[str, str]) -> None:
         """Let gloo find the addresses of the other members."""
-        for name, ranks, place, store in self._new:
-            for other in range(len(ranks)):
-                if other != place:
-                    for card, address in enumerate(texts[_address_key(name, other)].split()):
-                        store.set(f"{card}/{other}", bytes.fromhex(address))
-
-
-def _address_key(name: str, place: int) -> str:
-    return f"address/{name}/{place}"
+        for prefix, _, others, store in self._new:
+            for other in others:
+                for card, address in enumerate(texts[f"{prefix}/{other}"].split()):
+                    store.set(f"{card}/{other}", bytes.fromhex(address))
 
 
 @contextmanager
@@ -376,7 +310,7 @@ def agreed(
     Raises:
         AgreementError: the ranks do not agree, some did not come in time, or one failed.
     """
-    registry, known = pool.registry, pool.agreements
+    registry, known = pool.registry, pool.registry.agreements
     shared = default_store()
 
     def connect(_: timedelta) -> dist.Store:
@@ -410,11 +344,6 @@ def group_of_one(pool: GroupPool) -> dist.ProcessGroup:
     with agreed(pool, "a group of one rank", range(pool.rank, pool.rank + 1)) as maker:
         maker.compare({})
         return maker.alone()
-
-
-def _given(group: object, _: object) -> object:
-    """Return a group that exists."""
-    return group
 
 
 def _existing_on_some_only(

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
-
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from namedmesh import current
 from namedmesh._torch import constant_under_compile, forget, make_flat_mesh
 from namedmesh.adopt import layout_of_groups, layout_of_mesh, meshes_of_transformers
 from namedmesh.errors import AxisError, LayoutError, MeshError, did_you_mean
 from namedmesh.explain import explain_group, explain_mesh, explain_rank
-from namedmesh.groups import Communicator, GroupPool
+from namedmesh.groups import Communicator, GroupPool, mesh_on_groups
 from namedmesh.launch import default_group_device
 from namedmesh.layout import Layout
 from namedmesh.making import agreed
@@ -26,6 +22,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from types import TracebackType
 
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Self
 
     from namedmesh.making import GroupMaker
@@ -81,7 +80,8 @@ class NamedMesh:
         # Options of the groups over one axis or several, by the axes in the order of their layout.
         self._options = {_option_axes(name, layout): option for name, option in (options or {}).items()}
         self._all_views = Views(View(layout, root))
-        self._flat: dict[tuple[str, ...], tuple[str, GroupOptions, DeviceMesh]] = {}
+        # The name and the mesh of each product, by its axes.
+        self._flat: dict[tuple[str, ...], tuple[str, DeviceMesh]] = {}
         # Of each axis and product, under the version and the names that it is asked with; and what nobody foresaw.
         self._places: dict[tuple[str, tuple[str, ...]], Place] = {}
         self._answers: dict[tuple[object, ...], object] = {}
@@ -106,10 +106,7 @@ class NamedMesh:
         """
         layout = layout_of_mesh(mesh)
         pool = GroupPool()
-        groups = {axis: mesh.get_group(axis) for axis in layout.axes}
-        current.refuse_ambiguous_mesh(layout, mesh.device_type, groups)
-        for axis, group in groups.items():
-            pool.borrow(layout.group(pool.rank, axis), group, axis)
+        _borrow(pool, layout, {axis: mesh.get_group(axis) for axis in layout.axes}, mesh.device_type)
         return cls(layout, mesh, pool, default_group_device(mesh.device_type))
 
     @classmethod
@@ -152,15 +149,8 @@ class NamedMesh:
         pool = GroupPool()
         layout = layout_of_groups(groups, pool.rank, rank_offset)
         chosen = default_group_device(device)
-        current.refuse_ambiguous_mesh(layout, chosen.type, groups)
-        for axis, group in groups.items():
-            pool.borrow(layout.group(pool.rank, axis), group, axis)
-        ranks = (
-            torch.arange(layout.world_size, dtype=torch.int, device="cpu").reshape(layout.sizes) + rank_offset
-        )
-        root = DeviceMesh.from_group(
-            list(groups.values()), chosen.type, mesh=ranks, mesh_dim_names=layout.axes
-        )
+        _borrow(pool, layout, groups, chosen.type)
+        root = mesh_on_groups(layout, list(groups.values()), chosen.type)
         return cls(layout, root, pool, chosen)
 
     def adopt_view(self, name: str, root: DeviceMesh) -> None:
@@ -268,7 +258,7 @@ class NamedMesh:
     def communicators(self) -> tuple[Communicator, ...]:
         """The process groups that this rank holds through this mesh, in the order they came."""
         self._check_open()
-        return tuple(self.pool.communicators)
+        return tuple(each for each in self.pool.groups.values() if each.exists)
 
     def is_first(self, axis: str) -> bool:
         """Return whether this rank is the first on an axis, or on a flattened product."""
@@ -321,13 +311,16 @@ class NamedMesh:
         Raises:
             LayoutError: the axes set options that contradict each other.
         """
-        together = self._options.get(ordered)
-        if together is not None:
-            return together
-        combined = GroupOptions()
+        combined = self._options.get(ordered)
+        if combined is not None:
+            return combined
         for axis in ordered:
-            combined = combined.combined(self._options.get((axis,), GroupOptions()), join_names(ordered))
-        return combined
+            of_axis = self._options.get((axis,))
+            if combined is None:
+                combined = of_axis
+            elif of_axis is not None:
+                combined = combined.combined(of_axis, join_names(ordered))
+        return combined or _NO_OPTIONS
 
     def explain(self, group: dist.ProcessGroup | None = None, *, rank: int | None = None) -> str:
         """Describe a process group, the place of a rank, or, without either, the whole mesh."""
@@ -361,7 +354,28 @@ class NamedMesh:
         if options is not None and not isinstance(options, GroupOptions):
             raise LayoutError(f"options are {options!r}; give GroupOptions(...)")
         with self._one_at_a_time():
-            return self._flatten(axes, name, options)
+            with self.agreed("mesh.flatten") as maker:
+                expanded = self._views.expand(axes)
+                view = self._views.of(expanded)
+                ordered = view.ordered(expanded)
+                if len(ordered) == 1 or ordered in self._flat:
+                    return self._flattened_already(ordered, name, options)
+                name = name or "_".join(ordered)
+                self._views.check_product(name, ordered)
+                options = options or self.options_of(ordered)
+                known = {name: self.pool.find(view.layout, ordered, options, in_process=True)}
+                current.refuse_ambiguous_mesh(view.layout, self.device.type, known, ordered)
+                request = {"axes": "-".join(ordered), "name": name, "options": repr(options)}
+                maker.compare(request, [(view.layout, ordered, options)])
+                group = maker.make(view.layout, ordered, options)
+                if options.gloo_twin:
+                    maker.make(view.layout, ordered, self.pool.gloo_options(options))
+            self._options[ordered] = options
+            mesh = make_flat_mesh(view.root, ordered, name, group)
+            self._flat[ordered] = name, mesh
+            self._views.add_product(name, ordered)
+            self._prepare_answers()
+            return mesh
 
     def add_view(
         self, name: str, /, *, options: Mapping[str, GroupOptions] | None = None, **sizes: int
@@ -397,11 +411,7 @@ class NamedMesh:
     ) -> DeviceMesh:
         """Return the torch mesh over a view that the ranks agree on, with its groups; for the dialects too."""
         by_axis = {axis: self._axis_options(axis, options) for axis in layout}
-        root = maker.mesh_from_groups(layout, self.device.type, by_axis)
-        for axis, option in by_axis.items():
-            if option.gloo_twin:
-                maker.make(layout, (axis,), self.pool.gloo_options(option))
-        return root
+        return maker.create_mesh(layout, self.device.type, by_axis)
 
     def take_view(self, name: str, view: View, options: Mapping[str, GroupOptions]) -> DeviceMesh:
         """Add a view whose groups exist, and return its torch mesh."""
@@ -458,7 +468,11 @@ class NamedMesh:
     # Selecting a mesh for code that names none.
 
     def __enter__(self) -> Self:
-        """Make this the current mesh, for :func:`namedmesh.current_mesh` and the dialects."""
+        """Make this the current mesh, for :func:`namedmesh.current_mesh` and the dialects, until the block is left.
+
+        A plain generator that yields inside the block leaves it selected for its caller too, until the generator goes
+        on and leaves the block: take the ``with`` out of the generator, or give what it calls the mesh as an argument.
+        """
         self._check_open()
         current.select(self)
         return self
@@ -529,7 +543,7 @@ class NamedMesh:
                     known = before.get((self._version, (axis,)))
                     mesh: Any = view.root[axis] if known is None else known.mesh
                     self._places[version, (axis,)] = _place_in(view.layout, (axis,), rank, mesh)
-        for ordered, (name, _, mesh) in self._flat.items():
+        for ordered, (name, mesh) in self._flat.items():
             place = _place_in(self._all_views.of(ordered).layout, ordered, rank, mesh)
             self._places[version, (name,)] = place
             self._places[version, ordered] = place._replace(
@@ -581,11 +595,9 @@ class NamedMesh:
             raise AxisError(f"no axis is named; name one or more of {self.layout.axes}")
         view, ordered = self._in_view(axes)
         known = self._places.get((self._version, ordered))
-        group = (
-            known.group
-            if known is not None
-            else self.pool.find(view.layout, ordered, self.options_of(ordered))
-        )
+        if known is not None:
+            return known.group
+        group = self.pool.find(view.layout, ordered, self.options_of(ordered))
         if group is None:
             raise MeshError(
                 f"there is no group over {join_names(ordered)} yet; call mesh.flatten({quoted(ordered)}) once, on every "
@@ -609,41 +621,17 @@ class NamedMesh:
     def _one_at_a_time(self) -> AbstractContextManager[object]:
         """Let a thread that asks for the same as another one find it made."""
         self._check_open()
-        return self.pool.agreements.lock
-
-    def _flatten(self, axes: tuple[str, ...], name: str | None, options: GroupOptions | None) -> DeviceMesh:
-        with self.agreed("mesh.flatten") as maker:
-            expanded = self._views.expand(axes)
-            view = self._views.of(expanded)
-            ordered = view.ordered(expanded)
-            if len(ordered) == 1 or ordered in self._flat:
-                return self._flattened_already(ordered, name, options)
-            name = name or "_".join(ordered)
-            self._views.check_product(name, ordered)
-            options = options or self.options_of(ordered)
-            known = {name: self.pool.find_in_process(view.layout, ordered, options)}
-            current.refuse_ambiguous_mesh(view.layout, self.device.type, known, ordered)
-            request = {"axes": "-".join(ordered), "name": name, "options": repr(options)}
-            maker.compare(request, [(view.layout, ordered, options)])
-            group = maker.make(view.layout, ordered, options)
-            if options.gloo_twin:
-                maker.make(view.layout, ordered, self.pool.gloo_options(options))
-        self._options[ordered] = options
-        mesh = make_flat_mesh(view.root, ordered, name, group)
-        self._flat[ordered] = name, options, mesh
-        self._views.add_product(name, ordered)
-        self._prepare_answers()
-        return mesh
+        return self.pool.registry.agreements.lock
 
     def _flattened_already(
         self, ordered: tuple[str, ...], name: str | None, options: GroupOptions | None
     ) -> DeviceMesh:
         """Return the mesh of a second call of flatten, or of one for a single axis; nothing else may be asked."""
         if len(ordered) == 1:
-            known, group_options, mesh = ordered[0], self.options_of(ordered), self[ordered[0]]
+            known, mesh = ordered[0], self[ordered[0]]
         else:
-            known, group_options, mesh = self._flat[ordered]
-        problems = []
+            known, mesh = self._flat[ordered]
+        group_options, problems = self.options_of(ordered), []
         if name is not None and name != known:
             problems.append(
                 f"{join_names(ordered)} already have the name {known!r}, and name is {name!r}; leave name out"
@@ -669,19 +657,21 @@ class NamedMesh:
         layout = Layout(**sizes, world_size=self.layout.world_size, rank_offset=self.layout.rank_offset)
         self._views.check(name, layout, self.global_rank)
         new = [axis for axis in layout if axis not in self._axes]
-        products = [key for key in options if key not in layout and product_axes(key, layout.axes)]
-        problems = [
-            f"options are given for {axis!r}, an axis that the mesh has already, with its group; give them to init_mesh"
-            if axis in self._axes
-            else f"options are given for {axis!r}, which is not one of the new axes {tuple(new)} of view {name!r}"
-            f"{did_you_mean(axis, new)}"
-            for axis in options
-            if axis not in new and axis not in products
-        ]
+        problems = []
+        for axis in options:
+            if axis in self._axes:
+                problems.append(
+                    f"options are given for {axis!r}, an axis that the mesh has already, with its group; give them to init_mesh"
+                )
+            elif axis not in layout and not product_axes(axis, layout.axes):
+                problems.append(
+                    f"options are given for {axis!r}, which is not one of the new axes {tuple(new)} of view {name!r}"
+                    f"{did_you_mean(axis, new)}"
+                )
         if problems:
             raise AxisError(*problems)
         existing = {
-            axis: self.pool.find_in_process(layout, (axis,), self._axis_options(axis, options))
+            axis: self.pool.find(layout, (axis,), self._axis_options(axis, options), in_process=True)
             for axis in new
         }
         current.refuse_ambiguous_mesh(layout, self.device.type, existing)
@@ -706,9 +696,19 @@ def current_mesh() -> NamedMesh:
         Traceback (most recent call last):
         namedmesh.errors.MeshError: no mesh is alive in this process; call namedmesh.init_mesh(...) first
     """
-    return cast("NamedMesh", current.current())
+    return current.current()
 
 
+def _borrow(
+    pool: GroupPool, layout: Layout, groups: Mapping[str, dist.ProcessGroup], device_type: str
+) -> None:
+    """Take note of groups that somebody else owns, by axis."""
+    current.refuse_ambiguous_mesh(layout, device_type, groups)
+    for axis, group in groups.items():
+        pool.borrow(layout.group(pool.rank, axis), group, axis)
+
+
+_NO_OPTIONS = GroupOptions()
 _versions = count()
 
 

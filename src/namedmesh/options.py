@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from namedmesh.errors import LayoutError, MeshError, NamedMeshError, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 __all__ = ["GroupOptions", "nccl_options", "normalized_backend"]
@@ -65,13 +65,12 @@ class GroupOptions:
     share: bool = True
 
     def __post_init__(self) -> None:
+        settings: dict[str, int | str] = {}
+        problems = []
         try:
-            settings, problems = dict(self.nccl), []
+            settings = dict(self.nccl)
         except (TypeError, ValueError):
-            settings, problems = (
-                {},
-                [f"nccl is {self.nccl!r}; it maps settings to values, as in {{'max_ctas': 32}}"],
-            )
+            problems.append(f"nccl is {self.nccl!r}; it maps settings to values, as in {{'max_ctas': 32}}")
         problems += [
             f"NCCL has no setting {name!r} that a group can give; the settings are {', '.join(_NCCL_FIELDS)}"
             f"{did_you_mean(name, _NCCL_FIELDS)}"
@@ -81,11 +80,12 @@ class GroupOptions:
         backend: object = self.backend
         if backend is not None and not isinstance(backend, str):
             problems.append(f"backend is {backend!r}; it is a name such as 'gloo'")
-        if self.timeout is not None and (
-            not isinstance(self.timeout, timedelta) or not timedelta(0) < self.timeout <= _LONGEST
+        timeout: object = self.timeout
+        if timeout is not None and (
+            not isinstance(timeout, timedelta) or not timedelta(0) < timeout <= _LONGEST
         ):
             problems.append(
-                f"timeout is {self.timeout!r}; it is a datetime.timedelta longer than nothing and of at most a year"
+                f"timeout is {timeout!r}; it is a datetime.timedelta longer than nothing and of at most a year"
             )
         if problems:
             raise LayoutError(*problems)
@@ -105,7 +105,15 @@ class GroupOptions:
             NamedMeshError: PyYAML is not installed.
             LayoutError: the file is not there or does not hold such a mapping; all problems at once.
         """
-        return _from_text(_read(path), str(path))
+        options, problems = {}, []
+        for axis, settings in _read_yaml(path).items():
+            try:
+                options[axis] = cls.from_settings(settings)
+            except LayoutError as error:  # noqa: PERF203  all problems at once
+                problems += [f"{path}, {axis}: {problem}" for problem in error.problems]
+        if problems:
+            raise LayoutError(*problems)
+        return options
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> GroupOptions:
@@ -154,23 +162,15 @@ class GroupOptions:
 
     def __repr__(self) -> str:
         """Return only what was set: the text is compared between ranks and shown in messages."""
-        options = [
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in fields(self)
-            if getattr(self, field.name) != field.default
-        ]
+        options = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                options.append(f"{field.name}={value!r}")
         return f"GroupOptions({', '.join(options)})"
 
 
-def _read(path: str | Path) -> str:
-    try:
-        with open(path, encoding="utf-8") as file:  # noqa: PTH123  a str is as good as a Path here
-            return file.read()
-    except OSError as error:
-        raise LayoutError(f"the options file {str(path)!r} cannot be read: {error.strerror}") from None
-
-
-def _from_text(text: str, path: str) -> dict[str, GroupOptions]:
+def _read_yaml(path: str | Path) -> dict[str, dict[str, Any]]:
     try:
         import yaml  # a file of options is rare: who has one installs the reader
     except ImportError:
@@ -178,25 +178,19 @@ def _from_text(text: str, path: str) -> dict[str, GroupOptions]:
             "options from a YAML file need PyYAML; install it with: pip install PyYAML"
         ) from None
     try:
-        table = yaml.safe_load(text)
+        with open(path, encoding="utf-8") as file:  # noqa: PTH123  a str is as good as a Path here
+            table = yaml.safe_load(file)
+    except OSError as error:
+        raise LayoutError(f"the options file {str(path)!r} cannot be read: {error.strerror}") from None
     except yaml.YAMLError as error:
-        raise LayoutError(f"the options file {path!r} is not YAML: {error}") from None
-    if not isinstance(table, dict) or not all(
+        raise LayoutError(f"the options file {str(path)!r} is not YAML: {error}") from None
+    if isinstance(table, dict) and all(
         isinstance(axis, str) and isinstance(settings, dict) for axis, settings in table.items()
     ):
-        raise LayoutError(
-            f"the options file {path!r} must map names of axes to settings, such as 'tp: {{max_ctas: 32}}'"
-        )
-    options = {}
-    problems: list[str] = []
-    for axis, settings in table.items():
-        try:
-            options[axis] = GroupOptions.from_settings(settings)
-        except LayoutError as error:  # noqa: PERF203  all problems at once
-            problems += [f"{path}, {axis}: {problem}" for problem in error.problems]
-    if problems:
-        raise LayoutError(*problems)
-    return options
+        return table
+    raise LayoutError(
+        f"the options file {str(path)!r} must map names of axes to settings, such as 'tp: {{max_ctas: 32}}'"
+    )
 
 
 def normalized_backend(backend: str | None) -> dict[str, str]:
@@ -222,7 +216,6 @@ def normalized_backend(backend: str | None) -> dict[str, str]:
     import torch  # options themselves need no torch
     import torch.distributed as dist
 
-    known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
     default = dist.Backend.default_device_backend_map
     name = (backend or dist.Backend.UNDEFINED).lower()
     if name == dist.Backend.UNDEFINED:
@@ -230,24 +223,26 @@ def normalized_backend(backend: str | None) -> dict[str, str]:
         kind = accelerator.type if accelerator is not None else "cpu"
         return {kind: default[kind]} if kind in default else {}
     if ":" not in name:
-        pairs = [(kind, name) for kind in dist.Backend.backend_capability.get(name, ["cpu", "cuda", "xpu"])]
+        kinds: Sequence[str] = dist.Backend.backend_capability.get(name, ["cpu", "cuda", "xpu"])
+        named = dict.fromkeys(kinds, name)
     else:
-        pairs = [(kind, which) for kind, _, which in (pair.partition(":") for pair in name.split(","))]
+        pairs = [pair.partition(":")[::2] for pair in name.split(",")]
+        kinds, named = [kind for kind, _ in pairs], dict(pairs)
+    known = [each for each in dist.Backend.backend_list if each != dist.Backend.UNDEFINED]
     problems = [
         f"backend {backend!r} names {which!r}, which is none that torch knows; the backends are "
         f"{', '.join(known)}, or one for each type of device such as 'cpu:gloo,cuda:nccl'{did_you_mean(which, known)}"
-        for which in dict.fromkeys(which for _, which in pairs)
+        for which in dict.fromkeys(named.values())
         if which not in known
     ]
-    kinds = [kind for kind, _ in pairs]
     problems += [
         f"backend {backend!r} names device type {kind!r} {kinds.count(kind)} times; name each one once"
-        for kind in dict.fromkeys(kinds)
+        for kind in named
         if kinds.count(kind) > 1
     ]
     if problems:
         raise LayoutError(*problems)
-    return dict(sorted(pairs))
+    return dict(sorted(named.items()))
 
 
 def nccl_options(options: GroupOptions, timeout: timedelta | None = None) -> object:

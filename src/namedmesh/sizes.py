@@ -8,7 +8,7 @@ from keyword import iskeyword
 from math import gcd, prod
 from typing import TYPE_CHECKING, SupportsIndex, cast
 
-from namedmesh.errors import did_you_mean
+from namedmesh.errors import did_you_mean, listing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -90,48 +90,66 @@ def as_int(value: object) -> int | None:
         return None
 
 
-def checked_int(what: str, value: SupportsIndex, least: int, problems: list[str]) -> int:
-    """Return an int of at least ``least``; anything else is a problem, and ``least`` to go on checking with."""
-    number = as_int(value)
-    if number is None or number < least:
-        problems.append(f"{what} is {value!r}; it is an int of at least {least}")
-        return least
-    return number
+def fitted_sizes(
+    axes: Sequence[str], sizes: Sequence[object], world_size: object, rank_offset: object
+) -> tuple[tuple[int, ...], list[str]]:
+    """Return the sizes of some axes with -1 replaced, and what is wrong with them, a sentence each.
 
-
-def checked_size(axis: object, value: SupportsIndex, problems: list[str]) -> int:
-    """Return the size of an axis, or -1; anything else is a problem, and 1 to go on checking with."""
-    size = as_int(value)
-    if size is None or (size < 1 and size != -1):
+    Example:
+        >>> fitted_sizes(("dp", "tp"), (-1, 2), 8, 0)
+        ((4, 2), [])
+    """
+    problems = axis_name_problems(axes)
+    numbers: list[int] = []
+    for axis, value in zip(axes, sizes, strict=True):
+        size = as_int(value)
+        if size is None or (size < 1 and size != -1):
+            problems.append(
+                f"axis {axis!r} has size {value!r}; a size is an int of at least 1, or -1 for whatever is left"
+            )
+            size = 1
+        numbers.append(size)
+    world = as_int(world_size)
+    if world_size is not None and (world is None or world < 1):
+        problems.append(f"world_size is {world_size!r}; it is an int of at least 1")
+    first = as_int(rank_offset)
+    if first is None or first < 0:
+        problems.append(f"rank_offset is {rank_offset!r}; it is an int of at least 0")
+    open_axes = [axis for axis, size in zip(axes, numbers, strict=True) if size == -1]
+    if len(open_axes) > 1:
         problems.append(
-            f"axis {axis!r} has size {value!r}; a size is an int of at least 1, or -1 for whatever is left"
+            f"axes {listing(map(repr, open_axes))} are all -1; only one axis can be whatever is left"
         )
-        return 1
-    return size
-
-
-def fitted(
-    axes: tuple[str, ...], sizes: tuple[int, ...], world_size: int | None, problems: list[str]
-) -> tuple[int, ...]:
-    """Return the sizes with -1 replaced; a world that they do not fit is a problem."""
-    known = prod([size for size in sizes if size != -1])
-    if world_size is None or (known == world_size and -1 not in sizes):
-        return sizes
-    if -1 in sizes and world_size % known == 0:
-        return tuple(world_size // known if size == -1 else size for size in sizes)
-    if -1 in sizes:
-        fixed = [(axis, size) for axis, size in zip(axes, sizes, strict=True) if size != -1]
-        total = f" = {known}" * (len(fixed) > 1)
+    if open_axes and world_size is None:
         problems.append(
-            f"{product(*zip(*fixed, strict=True))}{total} does not divide the world of {world_size} ranks; "
-            f"change a size, or the number of ranks to a multiple of {known}"
+            f"axis {open_axes[0]!r} is -1, but the number of ranks is not known; give its size, or world_size"
         )
-    else:
-        problems.append(
+    if world is None or problems:
+        return tuple(numbers), problems
+    return _fit_into_world(axes, numbers, world)
+
+
+def _fit_into_world(
+    axes: Sequence[str], sizes: Sequence[int], world_size: int
+) -> tuple[tuple[int, ...], list[str]]:
+    fixed = {axis: size for axis, size in zip(axes, sizes, strict=True) if size != -1}
+    known = prod(fixed.values())
+    if len(fixed) == len(axes):
+        if known == world_size:
+            return tuple(sizes), []
+        problem = (
             f"{product(axes, sizes)} needs {known} ranks, but the world has {world_size}; change a size, or "
             "give one axis -1 for whatever is left"
         )
-    return sizes
+    elif world_size % known == 0:
+        return tuple([fixed.get(axis, world_size // known) for axis in axes]), []
+    else:
+        total = f" = {known}" if len(fixed) > 1 else ""
+        problem = (
+            f"{product(fixed, fixed.values())}{total} does not divide the world of {world_size} ranks; "
+            f"change a size, or the number of ranks to a multiple of {known}"
+        )
+    return tuple(sizes), [problem]
 
 
 def stage_range(layers: int, stage: int, stages: int) -> range:

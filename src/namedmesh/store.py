@@ -49,24 +49,24 @@ class LimitedStore:
 
     def add(self, key: str, amount: int = 1) -> int:
         """Add to a number, which begins at 0, and return the sum."""
-        return self._answer(lambda: self._store.add(key, amount))
+        return self._answer(self._store.add, key, amount)
 
     def set(self, key: str, value: str) -> None:
         """Set a key."""
-        self._answer(lambda: self._store.set(key, value))
+        self._answer(self._store.set, key, value)
 
     def set_all(self, values: Mapping[str, str]) -> None:
         """Set keys, in one question where the store can take it."""
         store: Any = self._store
         if values and store.has_extended_api():
-            self._answer(lambda: store.multi_set(list(values), list(values.values())))
+            self._answer(store.multi_set, list(values), list(values.values()))
         else:
             for key, value in values.items():
                 self.set(key, value)
 
     def get(self, key: str) -> str:
         """Return the value of a key that is set."""
-        return self._answer(lambda: self._store.get(key)).decode()
+        return self._answer(self._store.get, key).decode()
 
     def get_all(self, keys: list[str]) -> list[str]:
         """Return the values of keys that are set, in one question where the store can take it."""
@@ -74,12 +74,12 @@ class LimitedStore:
             return []
         store: Any = self._store
         if store.has_extended_api():
-            return [value.decode() for value in self._answer(lambda: store.multi_get(keys))]
+            return [value.decode() for value in self._answer(store.multi_get, keys)]
         return [self.get(key) for key in keys]
 
     def has(self, *keys: str) -> bool:
         """Return whether keys are set, all of them."""
-        return self._answer(lambda: self._store.check(list(keys)))
+        return self._answer(self._store.check, list(keys))
 
     def first(self, key: str, value: str) -> str:
         """Set a key unless it is set; returns the value that it has then."""
@@ -87,26 +87,22 @@ class LimitedStore:
 
     def swap(self, key: str, expected: str, value: str) -> str:
         """Set a key if it has the expected value (empty: none); returns the value that it has then."""
-        return self._answer(lambda: self._store.compare_set(key, expected, value)).decode()
+        return self._answer(self._store.compare_set, key, expected, value).decode()
 
     def delete(self, *keys: str) -> None:
         """Delete keys."""
         for key in keys:
-            self._answer(lambda key=key: self._store.delete_key(key))  # type: ignore[misc]
+            self._answer(self._store.delete_key, key)
 
     def appears(self, key: str, timeout: timedelta) -> bool:
         """Wait for a key; returns whether it was set in time."""
-
-        def wait() -> bool:
-            try:
-                self._store.wait([key], timeout)
-            except dist.DistNetworkError:
-                raise
-            except RuntimeError:  # a FileStore raises no DistStoreError
-                return False
-            return True
-
-        return self._answer(wait, timeout.total_seconds())
+        try:
+            self._answer(self._store.wait, [key], timeout, waits=timeout.total_seconds())
+        except dist.DistNetworkError:
+            raise
+        except RuntimeError:  # a FileStore raises no DistStoreError
+            return False
+        return True
 
     def overdue(self) -> bool:
         """Return whether the store ought to have answered by now."""
@@ -116,12 +112,12 @@ class LimitedStore:
         """Let the thread end with its next question."""
         self._abandoned = True
 
-    def _answer(self, question: Callable[[], T], waits: float = 0.0) -> T:
+    def _answer(self, question: Callable[..., T], *arguments: Any, waits: float = 0.0) -> T:
         if self._abandoned:
             raise _AbandonedError
         self._deadline = time.monotonic() + self._limit + waits
         try:
-            return question()
+            return question(*arguments)
         finally:
             self._deadline = math.inf
 

@@ -81,12 +81,12 @@ class Views:
         ]
         if unknown:
             raise AxisError(*unknown)
-        where = " and ".join(
-            f"{axis!r} {'in the mesh' if homes[axis] == ROOT_VIEW else f'in view {homes[axis]!r}'}"
-            for axis in axes
-        )
+        places = []
+        for axis in axes:
+            home = "the mesh" if homes[axis] == ROOT_VIEW else f"view {homes[axis]!r}"
+            places.append(f"{axis!r} in {home}")
         raise AxisError(
-            f"axes {join_names(axes)} are not together in one view ({where}); combine axes of one view only"
+            f"axes {join_names(axes)} are not together in one view ({' and '.join(places)}); combine axes of one view only"
         )
 
     def expand(self, names: Sequence[str]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from namedmesh.groups import GroupPool
-from namedmesh.init import create_root_mesh, version_fields
+from namedmesh.init import version_fields
 from namedmesh.launch import default_group_device
 from namedmesh.making import agreed
 from namedmesh.mesh import NamedMesh
@@ -49,7 +49,7 @@ class MeshMaker:
         """
         self.groups.compare({**request, **version_fields()}, groups)
         device = default_group_device()
-        root = create_root_mesh(layout, self.groups, device, options)
+        root = self.groups.create_mesh(layout, device.type, options)
         self.mesh = NamedMesh(layout, root, self.groups.pool, device, options)
         return self.mesh
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from namedmesh._torch import joined, replaced_parameters
+from namedmesh._torch import concatenate_meshes, replaced_parameters
 from namedmesh.errors import PlanError, ShapeError
 from namedmesh.tensor_parallel.collectives import RankGroup, all_to_all, local_shard
 from namedmesh.tensor_parallel.regions import exchange
@@ -103,7 +103,7 @@ def _cut(parameter: Tensor, mesh: DeviceMesh, source: int | None) -> DTensor:
     if not isinstance(parameter, DTensor):
         return distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=source)
     mine = parameter.to_local().detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
-    both = joined([mesh, parameter.device_mesh])
+    both = concatenate_meshes([mesh, parameter.device_mesh])
     placements = (Shard(0), *parameter.placements)
     return DTensor.from_local(
         mine, both, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
-from namedmesh._torch import constant_of_mesh, joined
+from namedmesh._torch import concatenate_meshes, constant_of_mesh
 from namedmesh.errors import AgreementError, AxisError, listing
 from namedmesh.training.contents import digest
 from namedmesh.training.reduction import all_reduced
@@ -257,4 +257,4 @@ def fsdp_mesh(mesh: NamedMesh) -> DeviceMesh:
     sharded = mesh.flatten(*([axis for axis in shard if mesh.size(axis) > 1] or shard[:1]))
     if "dp_replicate" not in mesh.layout or mesh.size("dp_replicate") == 1:
         return sharded
-    return joined([mesh["dp_replicate"], sharded])
+    return concatenate_meshes([mesh["dp_replicate"], sharded])

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from namedmesh._torch import keep_forwards
+from namedmesh._torch import remove_backwards
 from namedmesh.errors import LayoutError, ShapeError
 from namedmesh.sizes import stage_range
 from namedmesh.training.pipeline_parts import Whole, rows_of, tensors_of, unchanged_by_first_run, unpacked
@@ -318,7 +318,7 @@ class Pipeline:
         kind: Any = self._kind if train or not single else ScheduleGPipe
         schedule = kind(stages[0] if single else stages, self._microbatches, loss_fn=loss, scale_grads=False)
         if not train and not single:
-            keep_forwards(schedule)
+            remove_backwards(schedule)
         return schedule
 
     def _part(self, output: Tensor, index: Tensor) -> Tensor:
