@@ -8,6 +8,7 @@ import threading
 from datetime import timedelta
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -309,6 +310,31 @@ def test_with_a_bound_device_all_ranks_make_all_groups() -> None:
     for rank, told in enumerate(run_ranks(4, _bound)):
         sizes = {0: [2, 4], 1: [1, 4], 2: [4], 3: [2, 4]}[rank]
         assert told == [True, True, True, True, sizes, [True] * 3, 0]
+
+
+def _made_by_torch() -> list[object]:
+    patch, torchs = pytest.MonkeyPatch(), mock.Mock(wraps=init_device_mesh)
+    patch.setattr(making, "bound_device", lambda: torch.device("cuda:0"))
+    patch.setattr(making, "default_timeout_is_torchs", lambda: True)
+    patch.setattr(making, "init_device_mesh", torchs)
+    before = live_groups()
+    mesh = namedmesh.init_mesh(pp=2, dp=2)
+    same = namedmesh.init_mesh(stages=2, copies=2)
+    told: list[object] = [
+        torchs.call_count == 1,
+        mesh.device_mesh == init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")),
+        same.group("stages") is mesh.group("pp"),
+        [sum_of_ranks(mesh.group(axis)) for axis in mesh] == [sum(mesh.ranks(axis)) for axis in mesh],
+        live_groups() - before,
+    ]
+    mesh.close()
+    same.close()
+    return [*told, live_groups() - before]
+
+
+def test_with_a_bound_device_torch_makes_a_mesh_that_it_can_express() -> None:
+    # Torch makes its own two for the comparison, which it shares with nobody.
+    assert run_ranks(4, _made_by_torch) == [[True, True, True, True, 4, 2]] * 4
 
 
 def _adopted() -> list[object]:

@@ -208,6 +208,13 @@ def default_timeout() -> timedelta | None:
     return None
 
 
+@requires_private(c10d, "_get_default_timeout", fallback=lambda: False)
+def default_timeout_is_torchs() -> bool:
+    """Return whether groups that are made without a timeout get the one that the default group has."""
+    own = default_timeout()
+    return own is None or own == c10d._get_default_timeout(c10d.Backend(dist.get_backend()))
+
+
 def bound_device() -> torch.device | None:
     """Return the device that the default group is bound to, if any; a bound group makes subgroups by splitting."""
     return getattr(dist.group.WORLD, "bound_device_id", None)

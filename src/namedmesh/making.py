@@ -10,11 +10,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from namedmesh._torch import (
     bound_device,
     connects_without_blocking,
     default_store,
+    default_timeout_is_torchs,
     group_name,
     new_connection,
     new_group_among_members,
@@ -23,7 +25,7 @@ from namedmesh.agreement import Agreement
 from namedmesh.errors import LayoutError, MeshError, listing, ranks_in_words
 from namedmesh.groups import Communicator, GroupKey, by_device, mesh_on_groups
 from namedmesh.launch import hosts_store
-from namedmesh.options import nccl_options
+from namedmesh.options import GroupOptions, nccl_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
 
     from namedmesh.groups import GroupPool
     from namedmesh.layout import Layout
-    from namedmesh.options import GroupOptions
 
 __all__ = ["GroupMaker", "agreed", "group_of_one"]
 
@@ -103,12 +104,33 @@ class GroupMaker:
     ) -> DeviceMesh:
         """Return a mesh over all axes of a layout, on groups that exist or are created now, and gloo groups beside."""
         pool, groups = self.pool, []
+        if self._is_torchs(layout, options):
+            mesh = init_device_mesh(device_type, layout.sizes, mesh_dim_names=layout.axes)
+            for axis in layout.axes:
+                key = pool.key_over(layout, (axis,), pool.defaults)
+                pool.partitions.append((layout, (axis,), key))
+                self._get_or_create(key, axis, pool.defaults, partial(mesh.get_group, axis))
+            return mesh
         for axis in layout.axes:
             of_axis = options.get(axis, pool.defaults)
             groups.append(self.make(layout, (axis,), of_axis))
             if of_axis.gloo_twin:
                 self.make(layout, (axis,), pool.gloo_options(of_axis))
         return mesh_on_groups(layout, groups, device_type)
+
+    def _is_torchs(self, layout: Layout, options: Mapping[str, GroupOptions]) -> bool:
+        """Return whether torch's ``init_device_mesh`` makes what is asked for, and nothing more.
+
+        With a bound device it splits one communicator off for each axis. Without one every rank would create every group. It
+        makes groups of one rank, takes no timeout, and nothing that exists.
+        """
+        pool = self.pool
+        if bound_device() is None or layout.world_size != pool.registry.world_size:
+            return False
+        if not pool.share or options or pool.defaults != GroupOptions() or not default_timeout_is_torchs():
+            return False
+        keys = [pool.key_over(layout, (axis,), pool.defaults) for axis in layout.axes]
+        return all(len(key.ranks) > 1 and key not in pool.registry.groups for key in keys)
 
     def make(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> dist.ProcessGroup:
         """Return this rank's group over ``axes``, created unless it exists."""
