@@ -17,7 +17,7 @@ from namedmesh._torch import backward_pass
 from namedmesh.compat.axis_map import axis_groups, check_axes
 from namedmesh.compat.binding import Binding, Bound, require_default_group
 from namedmesh.compat.errors import ContractError
-from namedmesh.compat.making import new_mesh
+from namedmesh.compat.new_mesh import new_mesh
 from namedmesh.compat.partition import scatter
 from namedmesh.dialects import DIALECTS, variables_of
 from namedmesh.errors import LayoutError

@@ -17,7 +17,7 @@ from namedmesh.compat.deepspeed.topology import (
     validate_topology,
 )
 from namedmesh.compat.errors import ContractAttributeError
-from namedmesh.compat.making import new_mesh
+from namedmesh.compat.new_mesh import new_mesh
 from namedmesh.errors import LayoutError, listing
 from namedmesh.options import GroupOptions
 from namedmesh.views import join_names

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from namedmesh.compat.binding import Bound, require_default_group
 from namedmesh.compat.errors import ContractTypeError
-from namedmesh.compat.making import new_mesh
 from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer
 from namedmesh.compat.megatron.config import BINDABLE, Factorings, ParallelConfig
 from namedmesh.compat.megatron.groups import build_groups, group_options
 from namedmesh.compat.megatron.variables import BINDING
+from namedmesh.compat.new_mesh import new_mesh
 from namedmesh.dialects import DENSE, EXPERT
 from namedmesh.errors import did_you_mean
 from namedmesh.launch import default_group_device
