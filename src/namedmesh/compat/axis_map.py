@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from namedmesh._torch import is_registered
 from namedmesh.errors import LayoutError, did_you_mean
 
 if TYPE_CHECKING:
@@ -56,10 +55,8 @@ def group_over(
     """
     if not axes:
         return maker.alone(), [mesh.global_rank]
-    ranks = list(layout.group(mesh.global_rank, *axes))
-    if len(axes) == 1 and options is None and is_registered(mesh.group(*axes)):
-        return mesh.group(*axes), ranks
-    return maker.make(layout, axes, options or mesh.options_of(axes)), ranks
+    group = maker.make(layout, axes, options or mesh.options_of(axes))
+    return group, list(layout.group(mesh.global_rank, *axes))
 
 
 def axis_groups(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -117,8 +117,7 @@ class Signature:
     @classmethod
     def read(cls, source: str) -> Signature:
         """Read a function's name with its parameters in brackets."""
-        function = ast.parse(f"def {source}: ...").body[0]
-        assert isinstance(function, ast.FunctionDef)  # noqa: S101  what was parsed is one
+        function = cast("ast.FunctionDef", ast.parse(f"def {source}: ...").body[0])
         return cls.of(function.args)
 
     @classmethod

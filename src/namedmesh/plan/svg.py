@@ -240,7 +240,8 @@ class _Picture:
         words = self._words(cell) if ground == "node" else []
         label = cell.label if ground == "node" else f"rank {cell.label}"
         line = y + (size.height - size.font - len(words) * (size.small + 2)) / 2 + size.font * 0.82
-        line -= 3 * (len(colors) > 1)
+        if len(colors) > 1:
+            line -= 3
         for word, font in ((label, size.font), *((word, size.small) for word in words)):
             self._text(
                 x + size.width / 2, line, word, font, fill=colors[0].text if plain else "", anchor="middle"

@@ -53,13 +53,13 @@ def fold(rows: Iterable[tuple[str, _Details]]) -> list[tuple[str, _Details]]:
             else:
                 known.append([number, number])
                 result.append((pattern, details, known[-1]))
-        folded = [
-            (
-                name if run is None else name.replace("{}", str(run[0]) + f"-{run[1]}" * (run[1] > run[0])),
-                details,
-            )
-            for name, details, run in result
-        ]
+        folded = []
+        for name, details, run in result:
+            numbers = ""
+            if run is not None:
+                first, last = run
+                numbers = str(first) if first == last else f"{first}-{last}"
+            folded.append((name.replace("{}", numbers), details))
     return folded
 
 

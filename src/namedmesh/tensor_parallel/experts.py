@@ -66,20 +66,20 @@ class ShardedExperts(LocalParameters):
             for name, _ in module.named_parameters(recurse=False)
             if isinstance(placements.get(name, Replicate()), Replicate)
         ]
-        first = [
+        fused = [
             f"ShardedExperts finds {name!r} of {type(module).__name__} fused along its first dim, which fully_shard cuts; "
             f"name a later dim of stacked experts"
             for name in self.fused
             if getattr(placements.get(name), "dim", None) == 0
         ]
         if self.fused and not HAS_BLOCKS:
-            first.append(
+            fused.append(
                 f"ShardedExperts with fused={self.fused} needs torch 2.12 or newer, and this is {TORCH}: its DTensors cannot "
                 "be gathered from parts of gate and up; update torch, or have gate and up as two parameters"
             )
         return (
             super().incompatibilities(module)
-            + first
+            + fused
             + [
                 f"ShardedExperts sums the output over the ranks, but {name!r} of {type(module).__name__} is whole on "
                 f"every rank and would count once for each; name a layout that shards it"

@@ -138,7 +138,7 @@ def context_attention(
 
     Raises:
         ShapeError: the parts cannot be those of one sequence, or the heads do not divide, or there is dropout
-            without ``ulysses``, all at once; or there is a mask beside ``is_causal``.
+            without ``ulysses``, or a mask beside ``is_causal``; all problems at once.
 
     Example:
         >>> import namedmesh, torch.distributed as dist
@@ -151,9 +151,10 @@ def context_attention(
         >>> dist.destroy_process_group()
     """
     ranks = RankGroup(mesh)
-    _check(query, key, value, ranks, balanced=balanced, ulysses=ulysses, dropout_p=dropout_p)
-    if attn_mask is not None and is_causal:
-        raise ShapeError("attn_mask: give is_causal=False, and a mask that is causal where that is meant")
+    problems = _shape_problems(query, key, value, ranks, balanced=balanced, ulysses=ulysses)
+    problems += _way_problems(attn_mask, dropout_p, is_causal=is_causal, ulysses=ulysses)
+    if problems:
+        raise ShapeError(*problems)
     if attn_mask is not None:
         padding = query.shape[2] * ranks.size - attn_mask.shape[-2]
         attn_mask = F.pad(attn_mask, (0, 0, 0, padding), value=1)
@@ -225,16 +226,9 @@ def _attend_to_gathered(
     return results[0] if len(results) == 1 else torch.cat(results, dim=2)
 
 
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    ranks: RankGroup,
-    *,
-    balanced: bool,
-    ulysses: bool,
-    dropout_p: float,
-) -> None:
+def _shape_problems(
+    query: Tensor, key: Tensor, value: Tensor, ranks: RankGroup, *, balanced: bool, ulysses: bool
+) -> list[str]:
     problems = []
     shapes = [tuple(each.shape) for each in (query, key, value)]
     if key.shape != value.shape or query.shape[2] != key.shape[2]:
@@ -254,10 +248,16 @@ def _check(
             f"{counts[0]} heads and {counts[1]} heads of keys and values cannot be divided among {ranks.size} ranks; "
             "leave ulysses out"
         )
+    return problems
+
+
+def _way_problems(attn_mask: Tensor | None, dropout_p: float, *, is_causal: bool, ulysses: bool) -> list[str]:
+    problems = []
     if dropout_p and not ulysses:
         problems.append("dropout_p: give ulysses=True")
-    if problems:
-        raise ShapeError(*problems)
+    if attn_mask is not None and is_causal:
+        problems.append("attn_mask: give is_causal=False, and a mask that is causal where that is meant")
+    return problems
 
 
 def _to_heads(tensor: Tensor, ranks: RankGroup) -> Tensor:
