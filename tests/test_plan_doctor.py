@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import os
-from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -115,7 +114,7 @@ def test_a_wrong_group_is_named_with_its_axis_and_ranks() -> None:
         results = run_ranks(4, with_wrong_groups, 0, 1, 2, 3, init=False)
     assert [status for status, _, _ in results] == [1, 1, 1, 1]
     assert results[0][1] == (
-        "pp=2 x tp=2 (4 ranks), gloo on cpu, 1 host\n\n"
+        "pp=2 x tp=2 (4 ranks), gloo on cpu\n\n"
         "wrong: axis tp, rank 0: its group has ranks 0, 2 instead of 0, 1\n"
         "wrong: axis tp, rank 1: its group has ranks 1, 3 instead of 0, 1\n"
         "wrong: axis tp, rank 2: its group has ranks 0, 2 instead of 2, 3\n"
@@ -206,22 +205,15 @@ def test_an_absent_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert " within 1 s; " in err
 
 
-def seen(axis: str, ranks: tuple[int, ...], bandwidth: float, problem: str = "") -> checks.AxisReport:
-    return checks.AxisReport(axis, ranks, problem, latency=0.001, bandwidth=bandwidth)
-
-
 def test_the_slowest_group_and_rank_are_named() -> None:
-    reports = {}
+    reports = []
     for rank in range(4):
         pair = rank - rank % 2, rank - rank % 2 + 1
-        axes = [seen("tp", pair, (10.0 - rank) * 1e9)]
-        reports[rank] = checks.RankReport(rank, "node", local=2.0 if rank == 3 else 1.0, axes=axes)
-    again: dict[int, checks.RankReport | None] = {
-        rank: checks.RankReport.from_data(json.loads(json.dumps(asdict(one))))
-        for rank, one in reports.items()
-    }
+        axes = {"tp": checks.Speed(pair, 0.001, (10.0 - rank) * 1e9)}
+        reports.append(report.RankReport("node", "", "", 2.0 if rank == 3 else 1.0, axes))
+    again = [report.RankReport.from_data(json.loads(json.dumps(one))) for one in reports]
     assert again == reports
-    data = report.doctor_document(again, [], "a job").data()
+    data = report.doctor_document("a job", again).data()
     assert (data["slowest_rank"], data["slowest_factor"], data["problems"]) == (3, 2.0, [])
     [axis] = data["axes"]
     assert axis == {
@@ -229,12 +221,32 @@ def test_the_slowest_group_and_rank_are_named() -> None:
     }  # fmt: skip
 
 
-def test_a_rank_that_stops_answering_is_named() -> None:
-    one = checks.RankReport(0, "node", axes=[seen("tp", (0, 1), 1.0, "no end within 3 s")])
-    assert report.problems_of({0: one, 1: None}) == [
-        "axis tp, rank 0: no end within 3 s",
-        "rank 1 stopped answering in the middle of the checks",
-    ]
+def test_a_problem_of_several_ranks_is_named_once() -> None:
+    found = {0: ("tp", "no end"), 1: ("", ""), 2: ("tp", "no end"), 3: ("pp", "no end")}
+    assert report.problems_of(found) == ["axis tp, ranks 0, 2: no end", "axis pp, rank 3: no end"]
+
+
+def that_ends(rank: int) -> tuple[int, str, str]:
+    """One rank ends during the checks."""
+    real = checks.check_groups
+
+    def ended(*arguments: Any) -> Any:
+        if int(os.environ["RANK"]) == rank:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "check_groups", ended)
+        with contextlib.suppress(KeyboardInterrupt):
+            return doctor("tp=2", "--timeout", "1")
+    return 9, "", ""
+
+
+def test_a_rank_that_ends_during_the_checks_is_named() -> None:
+    with limits_begin_with(1):
+        results = run_ranks(2, that_ends, 1, init=False)
+    assert [status for status, _, _ in results] == [1, 9]
+    assert "rank 1 of 0 to 1 did not call the checks of namedmesh doctor within 2 s" in results[0][2]
 
 
 def test_a_sum_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,14 +288,14 @@ def test_every_pair_of_hosts_meets_once_and_no_rank_twice_in_a_round(count: int)
 
 
 def test_a_slow_pair_of_hosts_is_named() -> None:
-    speeds = {("a", "b"): 10e9, ("a", "c"): 1e9, ("b", "c"): 12e9, ("a", "a"): 50e9}
-    found = [checks.LinkReport(pair, 1e-5, speed) for pair, speed in speeds.items()]
-    one = checks.RankReport(0, "a", "place", "eth0", axes=[seen("tp", (0, 1), 1.0)])
+    speeds = {(0, 1): 10e9, (0, 2): 1e9, (1, 2): 12e9, (0, 3): 50e9}
+    reports = [report.RankReport(host, host, "eth0", 1.0, {}) for host in "abca"]
+    found = [checks.Speed(pair, 1e-5, speed) for pair, speed in speeds.items()]
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
-        show(report.doctor_document({0: one}, found, "a job"), "text")
+        show(report.doctor_document("a job", reports, found), "text")
     lines = text.getvalue().splitlines()
     assert "slow: a - c, 0.10 of the median of 3 pairs of hosts" in lines
-    assert "network of the gloo groups: a eth0" in lines
+    assert "network of the gloo groups: a eth0, b eth0, c eth0" in lines
     between = next(line for line in lines if line.startswith("between hosts"))
     assert between.split()[2:5] == ["3", "10", "10"]

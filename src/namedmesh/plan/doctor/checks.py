@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import socket
 import statistics
 import time
-from dataclasses import dataclass, field
 from functools import partial
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from namedmesh.errors import listing
-from namedmesh.hosts import gloo_address, host_identity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from datetime import timedelta
 
     from namedmesh.mesh import NamedMesh
@@ -33,42 +31,12 @@ class Group(NamedTuple):
     group: dist.ProcessGroup | None
 
 
-@dataclass
-class AxisReport:
-    """The result of one rank on one axis: seconds of a small all-reduce, bytes per second of a large one."""
+class Speed(NamedTuple):
+    """What some ranks measured: seconds of a small message or all-reduce, bytes per second of a large one."""
 
-    axis: str
     ranks: tuple[int, ...]
-    problem: str = ""
-    latency: float = 0.0
-    bandwidth: float = 0.0
-
-
-@dataclass
-class RankReport:
-    """The results of one rank.
-
-    Attributes:
-        rank: the rank.
-        host: the name of its host.
-        place: the same for ranks that reach each other over the loopback interface, which are on one host.
-        card: the network interface of its gloo groups, or their address.
-        local: the seconds of a matrix product that needs no other rank.
-        axes: its groups.
-    """
-
-    rank: int
-    host: str = ""
-    place: str = ""
-    card: str = ""
-    local: float = 0.0
-    axes: list[AxisReport] = field(default_factory=list)
-
-    @classmethod
-    def from_data(cls, data: dict[str, Any]) -> RankReport:
-        """Make a report of the JSON values that ``asdict`` made of one."""
-        axes = [AxisReport(**{**axis, "ranks": tuple(axis["ranks"])}) for axis in data["axes"]]
-        return cls(**{**data, "axes": axes})
+    latency: float
+    bandwidth: float
 
 
 def groups_to_check(mesh: NamedMesh) -> list[Group]:
@@ -77,29 +45,16 @@ def groups_to_check(mesh: NamedMesh) -> list[Group]:
     return [*groups, Group(WORLD, tuple(mesh.layout.ranks), dist.group.WORLD)]
 
 
-def check_groups(
-    groups: list[Group], rank: int, device: torch.device, *, timeout: timedelta, megabytes: float
-) -> RankReport:
-    """Check and measure each group in turn; every rank of the mesh calls this, and it communicates.
+def check_groups(groups: list[Group], rank: int, device: torch.device, timeout: timedelta) -> tuple[str, str]:
+    """Check each group in turn, and return the axis and the problem of the first that has one; communicates.
 
-    The first group that gives a wrong result, or none within ``timeout``, ends it: later results would mean nothing. The large
-    all-reduce has ``megabytes``.
+    It ends with that: results of later groups would mean nothing.
     """
-    report = RankReport(rank, socket.gethostname(), host_identity(), gloo_address())
     for group in groups:
-        report.axes.append(AxisReport(group.axis, group.ranks, _problem(group, rank, device, timeout)))
-        if report.axes[-1].problem:
-            return report
-    # A matrix product needs no other rank: it distinguishes a slow rank from a slow link.
-    matrix = torch.ones((256, 256) if device.type == "cpu" else (4096, 4096), device=device)
-    report.local = _timed(lambda: torch.mm(matrix, matrix), device, _LOCAL_ROUNDS)
-    for group, axis in zip(groups, report.axes, strict=True):
-        try:
-            axis.latency, axis.bandwidth = _measure(group, device, megabytes)
-        except (RuntimeError, TimeoutError) as error:  # noqa: PERF203  what fails ends it
-            axis.problem = first_line(error)
-            return report
-    return report
+        problem = _problem(group, rank, device, timeout)
+        if problem:
+            return group.axis, problem
+    return "", ""
 
 
 def _problem(group: Group, rank: int, device: torch.device, timeout: timedelta) -> str:
@@ -107,12 +62,12 @@ def _problem(group: Group, rank: int, device: torch.device, timeout: timedelta) 
     try:
         mine = torch.tensor([rank], dtype=torch.int64, device=device)
         members = [torch.empty_like(mine) for _ in range(dist.get_world_size(group.group))]
-        _wait(dist.all_gather(members, mine, group=group.group, async_op=True), timeout)
+        wait(dist.all_gather(members, mine, group=group.group, async_op=True), timeout)
         ranks = tuple(int(member.item()) for member in members)
         if ranks != group.ranks:
             return f"its group has ranks {listing(ranks)} instead of {listing(group.ranks)}"
         total = mine + 1
-        _wait(dist.all_reduce(total, group=group.group, async_op=True), timeout)
+        wait(dist.all_reduce(total, group=group.group, async_op=True), timeout)
         expected = sum(group.ranks) + len(group.ranks)
         if int(total.item()) != expected:
             return f"an all-reduce gave {int(total.item())} instead of {expected}"
@@ -121,7 +76,7 @@ def _problem(group: Group, rank: int, device: torch.device, timeout: timedelta) 
     return ""
 
 
-def _wait(work: Any, timeout: timedelta) -> None:
+def wait(work: Any, timeout: timedelta) -> None:
     """Wait for a collective by polling: its own timeout may abort the process."""
     deadline = time.monotonic() + timeout.total_seconds()
     pause = 0.0
@@ -138,8 +93,14 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _measure(group: Group, device: torch.device, megabytes: float) -> tuple[float, float]:
-    """Return the seconds of a small all-reduce, and the bus bandwidth of a large one in bytes per second.
+def measure_work(device: torch.device) -> float:
+    """Return the seconds of a matrix product, which needs no other rank: a slow rank is no slow link."""
+    matrix = torch.ones((256, 256) if device.type == "cpu" else (4096, 4096), device=device)
+    return _timed(lambda: torch.mm(matrix, matrix), device, _LOCAL_ROUNDS)
+
+
+def measure_group(group: Group, device: torch.device, megabytes: float) -> Speed:
+    """Measure a small all-reduce, and the bus bandwidth of a large one.
 
     A ring sends 2 (n-1)/n of the bytes over each link; that is what counts, whatever the algorithm.
     """
@@ -147,7 +108,7 @@ def _measure(group: Group, device: torch.device, megabytes: float) -> tuple[floa
     latency = _timed(lambda: dist.all_reduce(small, group=group.group), device, _LATENCY_ROUNDS)
     seconds = _timed(lambda: dist.all_reduce(large, group=group.group), device, _BANDWIDTH_ROUNDS)
     size = len(group.ranks)
-    return latency, 2 * (size - 1) / size * large.numel() * 4 / seconds
+    return Speed(group.ranks, latency, 2 * (size - 1) / size * large.numel() * 4 / seconds)
 
 
 def _small_and_large(device: torch.device, megabytes: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,27 +133,21 @@ def _synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-@dataclass
-class LinkReport:
-    """The link between two ranks: their hosts, seconds of a small message, bytes per second of a large one."""
-
-    hosts: Sequence[str]
-    latency: float
-    bandwidth: float
-
-    @property
-    def crosses(self) -> bool:
-        """Whether the ranks are on two hosts."""
-        return self.hosts[0] != self.hosts[1]
+def hosts_of_ranks(place: str, device: torch.device) -> list[int]:
+    """Return a number for each rank that ranks of one host share, of which ``place`` is the text; communicates."""
+    mine = torch.tensor([int.from_bytes(sha256(place.encode()).digest()[:7], "big")], device=device)
+    places = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(places, mine)
+    return [int(each.item()) for each in places]
 
 
-def pairs_to_measure(hosts: Mapping[int, str]) -> list[list[tuple[int, int]]]:
+def pairs_to_measure(hosts: Mapping[int, Any]) -> list[list[tuple[int, int]]]:
     """Return pairs of ranks in rounds: no rank is in two pairs of one round.
 
     The first round has two ranks of each host. In the others the first ranks of all hosts meet each other once, as in a
     tournament, so that there are as many rounds as hosts.
     """
-    by_host: dict[str, list[int]] = {}
+    by_host: dict[Any, list[int]] = {}
     for rank, host in hosts.items():
         by_host.setdefault(host, []).append(rank)
     inside = [(ranks[0], ranks[1]) for ranks in by_host.values() if len(ranks) > 1]
@@ -207,44 +162,31 @@ def pairs_to_measure(hosts: Mapping[int, str]) -> list[list[tuple[int, int]]]:
     return rounds
 
 
-def hosts_to_measure(reports: Mapping[int, RankReport | None]) -> list[str]:
-    """Return the name of each rank's host, which no other host has; none where there is one, or a rank has a problem."""
-    present = [report for report in reports.values() if report is not None]
-    names = {report.place: report.host for report in present}
-    if (
-        len(names) == 1
-        or len(present) < len(reports)
-        or any(axis.problem for each in present for axis in each.axes)
-    ):
-        return []
-    for number, (place, name) in enumerate(names.items()):
-        if list(names.values()).count(name) > 1:
-            names[place] = f"{name} ({number})"
-    return [names[report.place] for report in present]
+def measure_links(hosts: list[int], rank: int, device: torch.device, megabytes: float) -> list[Speed]:
+    """Measure links inside hosts and between them over the default group, if there are several; communicates.
 
-
-def measure_links(
-    hosts: Mapping[int, str], rank: int, device: torch.device, megabytes: float
-) -> list[LinkReport]:
-    """Measure pairs of ranks over the default group, and return the links whose first rank this is.
-
-    Every rank calls this with the host of each, and it communicates; a large message has ``megabytes``.
+    Every rank calls this with the host of each, and gets all links.
     """
-    found = []
+    if len(set(hosts)) == 1:
+        return []
+    rounds = pairs_to_measure(dict(enumerate(hosts)))
     small, large = _small_and_large(device, megabytes)
-    for pairs in pairs_to_measure(hosts):
+    links = [pair for pairs in rounds for pair in pairs]
+    measured = torch.zeros((len(links), 2), device=device)
+    for pairs in rounds:
         dist.barrier()
         for first, second in pairs:
             if rank == first:
-                latency = _timed(partial(_ask, small, small, second), device, _LINK_ROUNDS)
+                latency = _timed(partial(_ask, small, small, second), device, _LINK_ROUNDS) / 2
                 seconds = _timed(partial(_ask, large, small, second), device, _LINK_ROUNDS)
                 # The answer to the large message is a small one.
-                bandwidth = large.numel() * 4 / max(seconds - latency / 2, 1e-9)
-                found.append(LinkReport((hosts[first], hosts[second]), latency / 2, bandwidth))
+                bandwidth = large.numel() * 4 / max(seconds - latency, 1e-9)
+                measured[links.index((first, second))] = torch.tensor((latency, bandwidth))
             elif rank == second:
                 for message in (small, large):
                     _timed(partial(_answer, message, small, first), device, _LINK_ROUNDS)
-    return found
+    dist.all_reduce(measured)  # of each, one rank has more than zeros
+    return [Speed(link, *speed) for link, speed in zip(links, measured.tolist(), strict=True)]
 
 
 def _ask(message: torch.Tensor, answer: torch.Tensor, other: int) -> None:

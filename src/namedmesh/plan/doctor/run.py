@@ -3,44 +3,44 @@
 from __future__ import annotations
 
 import json
-import os
+import socket
 import sys
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from namedmesh import launch
-from namedmesh._torch import default_store
 from namedmesh.dialects import EXPERT
 from namedmesh.errors import AgreementError, LayoutError, NamedMeshError, count_of
+from namedmesh.hosts import gloo_address, host_identity
 from namedmesh.init import init_mesh
-from namedmesh.launch import hosts_store
+from namedmesh.making import agreed
 from namedmesh.options import normalized_backend
 from namedmesh.plan.core import resolve
 from namedmesh.plan.doctor.checks import (
-    LinkReport,
-    RankReport,
     check_groups,
     first_line,
     groups_to_check,
-    hosts_to_measure,
+    hosts_of_ranks,
+    measure_group,
     measure_links,
+    measure_work,
+    wait,
 )
-from namedmesh.plan.doctor.report import doctor_document, problems_of
+from namedmesh.plan.doctor.report import RankReport, doctor_document, problems_of
 from namedmesh.plan.spec import UsageError
 from namedmesh.plan.tables import show
-from namedmesh.store import LimitedStore, StoreLostError, ask
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping, Sequence
 
     from namedmesh.dialects import DialectLayout
-
-T = TypeVar("T")
+    from namedmesh.mesh import NamedMesh
+    from namedmesh.plan.doctor.checks import Speed
 
 _LONGEST, _LARGEST = 1e9, 1e9  # seconds as torch can count them, and megabytes as memory can hold
 _LEAVE_TIMEOUT = timedelta(seconds=10)
@@ -83,17 +83,19 @@ def run_doctor(
         here = launch.init(device, backend=backend, timeout=timeout, call="namedmesh doctor")
     except AgreementError as error:
         raise AgreementError(f"{error}, or wait longer with --timeout") from None
-    board, rank = _Board(), dist.get_rank()
     try:
         arrangement = resolve(spec, world_size=dist.get_world_size(), **keywords)
-        _check(board, arrangement, here, timeout, megabytes or (4 if here.type == "cpu" else 64), form)
+        _check(arrangement, here, timeout, megabytes or (4 if here.type == "cpu" else 64), form)
     except NamedMeshError:
         raise
     except RuntimeError as error:  # torch's, about a rank that ended or cannot be reached
-        sys.stderr.write(f"namedmesh doctor: rank {rank} could not make its groups: {first_line(error)}\n")
+        sys.stderr.write(
+            f"namedmesh doctor: rank {dist.get_rank()} could not make its groups: {first_line(error)}\n"
+        )
         return 1
     finally:
-        board.leave()
+        with suppress(RuntimeError, TimeoutError):  # the store ends with rank 0
+            wait(dist.barrier(async_op=True), _LEAVE_TIMEOUT)
         dist.destroy_process_group()
     return 0
 
@@ -113,75 +115,56 @@ def _check_settings(seconds: float, megabytes: float | None, backend: str | None
         raise UsageError(*problems)
 
 
-class _Board:
-    """What the ranks tell each other beside the groups that they check: texts in the store of the job."""
-
-    def __init__(self) -> None:
-        self._store = dist.PrefixStore("doctor", default_store())
-
-    def put(self, key: str, text: str) -> None:
-        """Set a key."""
-        self._ask(lambda store: store.set(key, text))
-
-    def read(self, key: str, timeout: timedelta) -> str | None:
-        """Return the text of a key; None if it is not set in time."""
-        return self._ask(lambda store: store.get(key) if store.appears(key, timeout) else None)
-
-    def leave(self) -> None:
-        """Count this rank as one that has read all it needs; the host of the store stays until all have."""
-
-        def questions(store: LimitedStore) -> None:
-            if store.add("left") == dist.get_world_size():
-                store.set("all left", "")
-            if hosts_store(os.environ, dist.get_rank()):
-                store.appears("all left", _LEAVE_TIMEOUT)
-
-        with suppress(AgreementError):
-            self._ask(questions)
-
-    def _ask(self, questions: Callable[[LimitedStore], T]) -> T:
-        try:
-            return ask(self._store, questions)
-        except StoreLostError as error:
-            raise AgreementError(f"the store of the job is lost during namedmesh doctor: {error}") from None
-
-
-def _check(  # noqa: PLR0917  what run_doctor was given
-    board: _Board,
-    arrangement: DialectLayout,
-    device: torch.device,
-    timeout: timedelta,
-    megabytes: float,
-    form: str,
+def _check(
+    arrangement: DialectLayout, device: torch.device, timeout: timedelta, megabytes: float, form: str
 ) -> None:
     """Check the groups, show the report on rank 0, and raise the problems on every rank."""
     rank = dist.get_rank()
     mesh = init_mesh(arrangement.dense, device=device.type)
+    headline = f"{mesh.layout}, {dist.get_backend()} on {device.type}"
     try:
         if arrangement.expert is not None:
             sizes: dict[str, Any] = dict(arrangement.expert.items())
             mesh.add_view(EXPERT, **sizes)
-        report = check_groups(groups_to_check(mesh), rank, device, timeout=timeout, megabytes=megabytes)
-        board.put(f"report/{rank}", json.dumps(asdict(report)))
-        reports: dict[int, RankReport | None] = {}
+        reports, links = _measured(mesh, device, timeout, megabytes)
         if rank == 0:
-            # A rank that waits for a stuck collective reports after its own timeout.
-            for each in mesh.layout.ranks:
-                text = board.read(f"report/{each}", 2 * timeout)
-                reports[each] = None if text is None else RankReport.from_data(json.loads(text))
-            board.put("hosts", json.dumps(hosts_to_measure(reports)))
-        hosts = dict(enumerate(json.loads(board.read("hosts", 3 * timeout) or "[]")))
-        links = measure_links(hosts, rank, device, megabytes) if hosts else []
-        board.put(f"links/{rank}", json.dumps([asdict(link) for link in links]))
+            headline += f", {count_of(len({report.place for report in reports}), 'host')}"
+            show(doctor_document(headline, reports, links), form)
+    except AgreementError as error:
         if rank == 0:
-            texts = [board.read(f"links/{each}", 2 * timeout) or "[]" for each in hosts]
-            found = [LinkReport(**link) for text in texts for link in json.loads(text)]
-            board.put("problems", json.dumps(problems_of(reports)))
-            count = len({report.host for report in reports.values() if report is not None})
-            headline = f"{mesh.layout}, {dist.get_backend()} on {device.type}, {count_of(count, 'host')}"
-            show(doctor_document(reports, found, headline), form)
-        problems = json.loads(board.read("problems", 3 * timeout) or '["rank 0 made no report"]')
-        if problems:
-            raise AgreementError(*problems)
+            show(doctor_document(headline, problems=error.problems), form)
+        raise
     finally:
         mesh.close()
+
+
+def _measured(
+    mesh: NamedMesh, device: torch.device, timeout: timedelta, megabytes: float
+) -> tuple[list[RankReport], list[Speed]]:
+    """Check and measure; return the reports of all ranks on rank 0, and the links between hosts.
+
+    Raises:
+        AgreementError: the problems that any rank found, on every rank.
+    """
+    rank, ranks, groups = mesh.global_rank, mesh.layout.ranks, groups_to_check(mesh)
+    found = check_groups(groups, rank, device, timeout)
+    # A rank that waits for a stuck collective comes after its own timeout.
+    with agreed(mesh.pool, "the checks of namedmesh doctor", ranks, timeout=2 * timeout) as maker:
+        maker.agreement.compare({"_found": json.dumps([rank, *found])}, _problems_in)
+        if found[1]:  # a rank alone has nobody to agree with
+            raise AgreementError(*problems_of({rank: found}))
+        local = measure_work(device)
+        axes = {group.axis: measure_group(group, device, megabytes) for group in groups}
+        report = RankReport(socket.gethostname(), host_identity(), gloo_address(), local, axes)
+        links = measure_links(hosts_of_ranks(report.place, device), rank, device, megabytes)
+        texts = {str(rank): json.dumps(report)}
+        heard = {**texts}
+        maker.agreement.exchange = SimpleNamespace(
+            texts=lambda: texts, keys=lambda: [*map(str, ranks)] if rank == 0 else [], take=heard.update
+        )
+    return [RankReport.from_data(json.loads(text)) for text in heard.values()], links
+
+
+def _problems_in(requests: Sequence[Mapping[str, str]]) -> list[str]:
+    each = (json.loads(request["_found"]) for request in requests)
+    return problems_of({rank: (axis, problem) for rank, axis, problem in each})
