@@ -13,8 +13,8 @@ from messages import says
 
 from namedmesh import Layout, LayoutError
 from namedmesh.dialects import DIALECTS, GroupSpec
-from namedmesh.plan import Members, Plan, make_plan, plan_rank
-from namedmesh.plan.members import first_groups, group_of, group_of_kind, nth_group
+from namedmesh.plan import Groups, Members, Plan, make_plan, plan_rank
+from namedmesh.plan.members import group_of
 from namedmesh.plan.nodes import bandwidth_bound, better_order, crossing_groups, placements
 
 small = st.integers(1, 4)
@@ -45,7 +45,7 @@ def plans(draw: st.DrawFn) -> Plan:
 def test_groups_that_are_described_are_those_that_are_listed(case: tuple[Layout, list[str]]) -> None:
     layout, axes = case
     listed = layout.groups(*axes)
-    described = [nth_group(layout, index, *axes) for index in range(layout.count(*axes))]
+    described = Groups(GroupSpec("", tuple(axes)), layout).first(layout.world_size)
     assert [tuple(group) for group in described] == list(listed)
     for rank in layout.ranks:
         mine = group_of(layout, rank, *axes)
@@ -55,7 +55,7 @@ def test_groups_that_are_described_are_those_that_are_listed(case: tuple[Layout,
 
 
 def test_a_group_has_no_rank_beyond_its_end() -> None:
-    with pytest.raises(IndexError, match="a group of 2 ranks has no rank at 2"):
+    with pytest.raises(IndexError):
         Members(0, ((2, 4),))[2]
     stranger: Any = "3"
     assert stranger not in Members(0, ((4, 1),))
@@ -151,15 +151,12 @@ def test_a_better_order_is_better(plan: Plan, block: int) -> None:
 
 def test_embedding_groups_are_the_ends_of_a_pipeline() -> None:
     layout = Layout(pp=4, dp=2)
-    ends, first = (
-        GroupSpec("embedding", ("pp",), members="ends"),
-        GroupSpec("position", ("pp",), members="first"),
-    )
-    assert [group[:] for group in first_groups(layout, ends, 9)] == [(0, 6), (1, 7)]
-    assert [group[:] for group in first_groups(layout, first, 9)] == [(0,), (1,)]
-    assert group_of_kind(layout, 2, ends) is None
-    one = Layout(pp=1, dp=2)
-    assert [group[:] for group in first_groups(one, ends, 9)] == [(0,), (1,)]
+    ends = GroupSpec("embedding", ("pp",), members="ends")
+    first = GroupSpec("position", ("pp",), members="first")
+    assert [group[:] for group in Groups(ends, layout).first(9)] == [(0, 6), (1, 7)]
+    assert [group[:] for group in Groups(first, layout).first(9)] == [(0,), (1,)]
+    assert Groups(ends, layout).of_rank(2) is None
+    assert [group[:] for group in Groups(ends, Layout(pp=1, dp=2)).first(9)] == [(0,), (1,)]
 
 
 def test_the_worked_example() -> None:

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 COMMANDS: dict[str, str] = {
-    **dict.fromkeys(("plan", "partitions", "shard", "diff", "doctor"), "namedmesh.plan.cli"),
+    "plan": "namedmesh.plan.cli",
+    "partitions": "namedmesh.plan.partitions_cli",
+    **dict.fromkeys(("shard", "diff", "doctor"), "namedmesh.plan.cli"),
     "migrate": "namedmesh.migrate.cli",
     "run": "namedmesh.compat.cli",
     "verify": "namedmesh.verify_cli",

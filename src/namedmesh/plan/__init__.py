@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from namedmesh.plan.comparison import Comparison, Difference, compare
     from namedmesh.plan.config import read_config
-    from namedmesh.plan.core import Groups, Plan, make_plan
+    from namedmesh.plan.core import Plan, make_plan
     from namedmesh.plan.hardware import Hardware, load_hardware
     from namedmesh.plan.html import draw_html
     from namedmesh.plan.job import Job
-    from namedmesh.plan.members import Members
+    from namedmesh.plan.members import Groups, Members
     from namedmesh.plan.memory import Memory, estimate_memory
     from namedmesh.plan.model import Model
     from namedmesh.plan.nodes import Placement
@@ -39,11 +39,11 @@ __all__ = [
 _HOMES = {
     "comparison": ("Comparison", "Difference", "compare"),
     "config": ("read_config",),
-    "core": ("Groups", "Plan", "make_plan"),
+    "core": ("Plan", "make_plan"),
     "hardware": ("Hardware", "load_hardware"),
     "html": ("draw_html",),
     "job": ("Job",),
-    "members": ("Members",),
+    "members": ("Groups", "Members"),
     "memory": ("Memory", "estimate_memory"),
     "model": ("Model",),
     "nodes": ("Placement",),

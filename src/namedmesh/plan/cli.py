@@ -1,4 +1,4 @@
-"""The commands ``namedmesh plan``, ``partitions``, ``shard``, ``diff`` and ``doctor``.
+"""The commands ``namedmesh plan``, ``shard``, ``diff`` and ``doctor``.
 
 Each has a function that declares its arguments and one that runs it and returns the exit status; a mistake is raised,
 and ``namedmesh.__main__`` prints it. What only one command needs is imported when that command runs.
@@ -15,8 +15,6 @@ from namedmesh.plan.tables import FORMATS, show
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
-
-    from namedmesh.plan.core import Plan
 
 _DIFFERENT = 3  # beside 1, a layout that is wrong, and 2, arguments that are
 _AXIS_HELP = {
@@ -88,49 +86,42 @@ def _plan(arguments: Namespace) -> int:
     from namedmesh.plan.core import make_plan
     from namedmesh.plan.text import plan_document, rank_document
 
-    _check_suffixes(arguments)
+    paths = _paths(arguments)
     spec, keywords = _layout_arguments(arguments)
-    plan = make_plan(
-        spec,
-        world_size=arguments.world_size,
-        gpus_per_node=arguments.gpus_per_node,
-        nvlink_domain=arguments.nvlink_domain,
-        **keywords,
-    )
-    if arguments.rank is None:
-        document = plan_document(plan, everything=arguments.all, color_by=arguments.color_by)
+    numbers = {name: getattr(arguments, name) for name in ("world_size", "gpus_per_node", "nvlink_domain")}
+    plan = make_plan(spec, **numbers, **keywords)
+    rank, color = arguments.rank, arguments.color_by
+    if rank is None:
+        document = plan_document(plan, everything=arguments.all, color_by=color)
     else:
-        from namedmesh.plan.ranks import plan_rank
-
-        document = rank_document(plan, plan_rank(plan, arguments.rank))
+        document = rank_document(plan, rank)
     show(document, arguments.format)
-    _draw(plan, arguments)
+    if "svg" in paths:
+        from namedmesh.plan.svg import draw_svg
+
+        _write(paths["svg"], draw_svg(plan, color_by=color))
+    if "html" in paths:
+        from namedmesh.plan.html import draw_html
+
+        _write(paths["html"], draw_html(plan, color_by=color, rank=rank))
     return 0
 
 
-def _draw(plan: Plan, arguments: Namespace) -> None:
-    """Write the pictures that the arguments name."""
-    if arguments.svg is not None:
-        from namedmesh.plan.svg import draw_svg
-
-        _write(arguments.svg, draw_svg(plan, color_by=arguments.color_by))
-    if arguments.html is not None:
-        from namedmesh.plan.html import draw_html
-
-        _write(arguments.html, draw_html(plan, color_by=arguments.color_by, rank=arguments.rank))
-
-
-def _check_suffixes(arguments: Namespace) -> None:
-    """Refuse a name that says another format than what is written."""
-    wrong = []
-    for path, suffixes in ((arguments.svg, (".svg",)), (arguments.html, (".html", ".htm"))):
-        suffix = "" if path is None else Path(path).suffix
+def _paths(arguments: Namespace) -> dict[str, str]:
+    """Return the pictures that are asked for, and their files; a name that says another format is refused."""
+    paths, wrong = {}, []
+    for form, suffixes in (("svg", (".svg",)), ("html", (".html", ".htm"))):
+        path = getattr(arguments, form)
+        if path is None:
+            continue
+        paths[form], suffix = path, Path(path).suffix
         if suffix and suffix.lower() not in suffixes:
             wrong.append(
-                f"{path!r} ends in {suffix}, but --{suffixes[0][1:]} writes {suffixes[0][1:].upper()}; name a file that ends in {suffixes[0]}"
+                f"{path!r} ends in {suffix}, but --{form} writes {form.upper()}; name a file that ends in .{form}"
             )
     if wrong:
         raise UsageError(*wrong)
+    return paths
 
 
 def _write(path: str, text: str) -> None:
@@ -138,18 +129,6 @@ def _write(path: str, text: str) -> None:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{path!r} cannot be written: {error.strerror}") from None
-
-
-def _configure_partitions(parser: ArgumentParser) -> None:
-    from namedmesh.plan.partitions_cli import configure
-
-    configure(parser)
-
-
-def _partitions(arguments: Namespace) -> int:
-    from namedmesh.plan.partitions_cli import run
-
-    return run(arguments)
 
 
 def _configure_shard(parser: ArgumentParser) -> None:
@@ -169,15 +148,12 @@ def _configure_shard(parser: ArgumentParser) -> None:
 def _shard(arguments: Namespace) -> int:
     from namedmesh.plan import weights
 
-    _check_suffixes(arguments)
+    paths = _paths(arguments)
     cut = weights.cut_weight(arguments.inputs, arguments.outputs, tp=arguments.tp, style=arguments.style)
     show(weights.shard_document(cut, everything=arguments.all), arguments.format)
-    for path, draw in (
-        (arguments.svg, weights.draw_weights_svg),
-        (arguments.html, weights.draw_weights_html),
-    ):
-        if path is not None:
-            _write(path, draw(*weights.drawn_weight(cut)))
+    for form, draw in (("svg", weights.draw_weights_svg), ("html", weights.draw_weights_html)):
+        if form in paths:
+            _write(paths[form], draw(*weights.drawn_weight(cut)))
     return 0
 
 
@@ -238,11 +214,6 @@ COMMANDS = {
         "what a layout amounts to: sizes, groups, replicas, communicators, nodes; without a GPU or torch",
         _configure_plan,
         _plan,
-    ),
-    "partitions": (
-        "every tp x cp x pp x dp of a world, or the best; what sizes, batch or memory rule out is struck; the exit status is 3 if nothing fits",
-        _configure_partitions,
-        _partitions,
     ),
     "shard": (
         "how the weight of a linear layer is sharded over tensor-parallel ranks",

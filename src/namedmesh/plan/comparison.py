@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from namedmesh.dialects import DialectLayout, GroupSpec
 from namedmesh.errors import LayoutError
 from namedmesh.plan.core import resolve
-from namedmesh.plan.members import Members, first_groups, in_words
+from namedmesh.plan.members import Groups, Members, in_words
 from namedmesh.plan.tables import Document, Table
 
 if TYPE_CHECKING:
@@ -103,8 +103,8 @@ def _groups_over(layout: Layout, names: set[str]) -> tuple[Any, int | None, int 
     axes = tuple(axis for axis in layout if axis in names)
     if not axes:  # an axis that a layout does not have is one of size 1
         return (), None, None, ()
-    first = tuple(first_groups(layout, GroupSpec("", axes), _EXAMPLES))
-    return layout.partition(*axes)[2], layout.size(*axes), layout.count(*axes), first
+    groups = Groups(GroupSpec("", axes), layout)
+    return layout.partition(*axes)[2], groups.size, groups.count, tuple(groups.first(_EXAMPLES))
 
 
 def diff_document(comparison: Comparison) -> Document:

@@ -9,62 +9,12 @@ from typing import TYPE_CHECKING
 from namedmesh.dialects import DIALECTS, PLAIN, DialectLayout, GroupSpec, groups_of, layouts_for
 from namedmesh.errors import AxisError, LayoutError, did_you_mean
 from namedmesh.layout import Layout
-from namedmesh.plan.members import Members, first_groups, group_of_kind
+from namedmesh.plan.members import Groups, Members
 from namedmesh.plan.nodes import Placement, node_warnings, placements
 from namedmesh.plan.spec import Spec, UsageError, near_misses, parse_spec, size_problems
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-
-@dataclass(frozen=True)
-class Groups:
-    """The groups of one kind.
-
-    Args:
-        kind: the kind, with its axes.
-        layout: the layout that the axes are of.
-        communicator: what serves it if groups over the same ranks are shared: ``"own"``, ``"world"`` (the
-            default group), ``"none"`` (a single rank), or the name of the kind that has the same ranks.
-    """
-
-    kind: GroupSpec
-    layout: Layout
-    communicator: str = ""
-
-    @property
-    def name(self) -> str:
-        """The dialect's name of the kind."""
-        return self.kind.name
-
-    @property
-    def size(self) -> int:
-        """How many ranks a group has."""
-        size = self.layout.size(*self.kind.axes) if self.kind.axes else 1
-        return {"all": size, "ends": min(size, 2), "first": 1}[self.kind.members]
-
-    @property
-    def count(self) -> int:
-        """How many groups there are."""
-        return self.layout.count(*self.kind.axes) if self.kind.axes else self.layout.world_size
-
-    @property
-    def process_groups(self) -> int:
-        """How many process groups a rank has of this kind, those of gloo included."""
-        return self.kind.gloo_groups + 1
-
-    def first(self, limit: int) -> list[Members]:
-        """Return the first groups, by their lowest rank; the cost is that of ``limit``.
-
-        Example:
-            >>> [group[:] for group in make_plan("pp=2,tp=2").groups("tp").first(1)]
-            [(0, 1)]
-        """
-        return first_groups(self.layout, self.kind, limit)
-
-    def of_rank(self, rank: int) -> Members | None:
-        """Return the group that a rank is in, if it is in one."""
-        return group_of_kind(self.layout, rank, self.kind)
 
 
 @dataclass(frozen=True)

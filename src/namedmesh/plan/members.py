@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, cast, overload
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from namedmesh.dialects import GroupSpec
     from namedmesh.layout import Layout
@@ -36,42 +36,26 @@ class Members(Sequence[int]):
     def __len__(self) -> int:
         return prod(size for size, _ in self.runs)
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return tuple(self._at(i) for i in range(*index.indices(len(self))))
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"a group of {len(self)} ranks has no rank at {index}")
-        return self._at(index % len(self))
-
-    def _at(self, index: int) -> int:
-        rank = self.first
+            return tuple(map(self.__getitem__, range(*index.indices(len(self)))))
+        left, rank = range(len(self))[index], self.first
         for size, stride in reversed(self.runs):
-            index, at = divmod(index, size)
+            left, at = divmod(left, size)
             rank += at * stride
         return rank
-
-    def __iter__(self) -> Iterator[int]:
-        return map(self._at, range(len(self)))
 
     def __contains__(self, rank: object) -> bool:
         if not isinstance(rank, int) or rank < self.first:
             return False
         left = rank - self.first
         for size, stride in self.runs:
-            at = left // stride
-            if at >= size:
-                return False
-            left -= at * stride
+            left -= min(left // stride, size - 1) * stride
         return left == 0
 
 
-def _runs(layout: Layout, axes: Iterable[str]) -> Runs:
+def runs_over(layout: Layout, axes: Iterable[str]) -> Runs:
+    """Return (size, stride) of each loop over the ranks of a group; none over no axis."""
     axes = tuple(axes)
     return cast("Runs", layout.partition(*axes)[2]) if axes else ()
 
@@ -83,40 +67,70 @@ def group_of(layout: Layout, rank: int, *axes: str) -> Members:
         AxisError: a name that is no axis.
         LayoutError: the rank is not in the layout.
     """
-    coords = layout.coords(rank)
-    own = sum(
-        coords[axis] * stride
-        for axis, stride in zip(layout.axes, layout.strides, strict=True)
-        if axis in axes
-    )
-    return Members(rank - own, _runs(layout, axes))
+    runs = runs_over(layout, axes)
+    offset = Members(0, runs)[layout.group_rank(rank, *axes)] if axes else 0
+    return Members(rank - offset, runs)
 
 
-def nth_group(layout: Layout, index: int, *axes: str) -> Members:
-    """Return one group of the partition, by its index in :meth:`namedmesh.Layout.groups`."""
-    others = [axis for axis in layout.axes if axis not in axes]
-    firsts = Members(layout.rank_offset, _runs(layout, others))
-    return Members(firsts[index], _runs(layout, axes))
+@dataclass(frozen=True)
+class Groups:
+    """The groups of one kind.
 
+    Args:
+        kind: the kind, with its axes.
+        layout: the layout that the axes are of.
+        communicator: what serves it if groups over the same ranks are shared: ``"own"``, ``"world"`` (the
+            default group), ``"none"`` (a single rank), or the name of the kind that has the same ranks.
+    """
 
-def first_groups(layout: Layout, kind: GroupSpec, limit: int) -> list[Members]:
-    """Return the first groups of a kind, in the order of the partition; over no axis, each rank is a group."""
-    count = min(limit, layout.count(*kind.axes) if kind.axes else layout.world_size)
-    return [_part(nth_group(layout, index, *kind.axes), kind) for index in range(count)]
+    kind: GroupSpec
+    layout: Layout
+    communicator: str = ""
 
+    @property
+    def name(self) -> str:
+        """The dialect's name of the kind."""
+        return self.kind.name
 
-def group_of_kind(layout: Layout, rank: int, kind: GroupSpec) -> Members | None:
-    """Return the group of a kind that a rank is in, if it is in one."""
-    group = _part(group_of(layout, rank, *kind.axes), kind)
-    return group if rank in group else None
+    @property
+    def size(self) -> int:
+        """How many ranks a group has."""
+        size = self.layout.size(*self.kind.axes) if self.kind.axes else 1
+        return {"all": size, "ends": min(size, 2), "first": 1}[self.kind.members]
 
+    @property
+    def count(self) -> int:
+        """How many groups there are."""
+        return self.layout.count(*self.kind.axes) if self.kind.axes else self.layout.world_size
 
-def _part(ranks: Members, kind: GroupSpec) -> Members:
-    if kind.members == "first" or (kind.members == "ends" and len(ranks) == 1):
-        return Members(ranks.first, ())
-    if kind.members == "ends":
-        return Members(ranks.first, ((2, ranks[-1] - ranks.first),))
-    return ranks
+    @property
+    def process_groups(self) -> int:
+        """How many process groups a rank has of this kind, those of gloo included."""
+        return self.kind.gloo_groups + 1
+
+    def first(self, limit: int) -> list[Members]:
+        """Return the first groups, by their lowest rank; the cost is that of ``limit``.
+
+        Example:
+            >>> from namedmesh.plan import make_plan
+            >>> [group[:] for group in make_plan("pp=2,tp=2").groups("tp").first(1)]
+            [(0, 1)]
+        """
+        others = [axis for axis in self.layout if axis not in self.kind.axes]
+        firsts = Members(self.layout.rank_offset, runs_over(self.layout, others))
+        runs = runs_over(self.layout, self.kind.axes)
+        return [self._part(Members(first, runs)) for first in firsts[:limit]]
+
+    def of_rank(self, rank: int) -> Members | None:
+        """Return the group that a rank is in, if it is in one."""
+        group = self._part(group_of(self.layout, rank, *self.kind.axes))
+        return group if rank in group else None
+
+    def _part(self, ranks: Members) -> Members:
+        if self.kind.members == "all":
+            return ranks
+        ends = self.kind.members == "ends" and len(ranks) > 1
+        return Members(ranks.first, ((2, ranks[-1] - ranks.first),) if ends else ())
 
 
 def in_words(ranks: Sequence[int], limit: int = 16) -> str:

@@ -84,17 +84,9 @@ def plan_rank(plan: Plan, rank: int) -> RankPlan:
     """
     dense, expert = plan.layout, plan.expert
     axes = _on_axes(dense, rank)
-    experts: tuple[OnAxis, ...] = ()
-    expert_copies = Members(rank, ())
-    if expert is not None:
-        experts = _on_axes(expert, rank)
-        expert_copies = _over_others(expert, rank, _EXPERT_SHARDS)
-    groups = {}
-    for kind in plan.kinds:
-        group = kind.of_rank(rank)
-        if group is not None:
-            groups[kind.name] = group
+    experts = _on_axes(expert, rank) if expert is not None else ()
     data = tuple(axis for axis in dense if axis in _DATA)
+    groups = {kind.name: kind.of_rank(rank) for kind in plan.kinds}
     return RankPlan(
         rank,
         axes + tuple(own for own in experts if own.axis not in dense),
@@ -107,8 +99,8 @@ def plan_rank(plan: Plan, rank: int) -> RankPlan:
         slice=_shards(axes, plan.replica_axes),
         copies=_over_others(dense, rank, plan.replica_axes),
         expert_slice=_shards(experts, _EXPERT_SHARDS),
-        expert_copies=expert_copies,
-        groups=groups,
+        expert_copies=Members(rank, ()) if expert is None else _over_others(expert, rank, _EXPERT_SHARDS),
+        groups={name: group for name, group in groups.items() if group is not None},
     )
 
 

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from namedmesh.errors import count_of
 from namedmesh.plan.cells import Grid
-from namedmesh.plan.members import Members, in_words
+from namedmesh.plan.members import Groups, Members, in_words
+from namedmesh.plan.ranks import plan_rank
 from namedmesh.plan.tables import Document, Table, Value
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from namedmesh.plan.core import Groups, Plan
+    from namedmesh.plan.core import Plan
     from namedmesh.plan.ranks import OnAxis, RankPlan
 
 _WIDTH = 100
@@ -54,8 +55,9 @@ def plan_document(plan: Plan, *, everything: bool = False, color_by: str | None 
     )
 
 
-def rank_document(plan: Plan, one: RankPlan) -> Document:
+def rank_document(plan: Plan, rank: int) -> Document:
     """Write one rank as text."""
+    one = plan_rank(plan, rank)
     where = f", node {one.node}" if one.node is not None else ""
     lines = [f"rank {one.rank} of {plan.layout}{where}"]
     for own in one.axes:
