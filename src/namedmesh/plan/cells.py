@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from namedmesh.errors import AxisError, did_you_mean
 from namedmesh.plan.members import group_of
@@ -22,8 +22,7 @@ _RAMP = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 3
 _MOST_SHADES = 64
 
 
-@dataclass(frozen=True)
-class Shade:
+class Shade(NamedTuple):
     """A background, and the color of text that can be read on it."""
 
     fill: str
@@ -122,6 +121,11 @@ class Grid:
         self.boxes = tuple(boxes)
 
     @property
+    def cells(self) -> list[Cell]:
+        """All cells, in the order of their ranks."""
+        return [cell for box in self.boxes for row in box.rows for cell in row]
+
+    @property
     def axes(self) -> dict[str, Layout]:
         """The axes that can give the colors, with the layout of each."""
         plan = self.plan
@@ -207,37 +211,24 @@ class Grid:
             for start, stop in zip(starts, [*starts[1:], len(row)], strict=True)
         ]
 
-    def blocks(self, name: str | None, width: int) -> list[list[tuple[str, str, str]]]:
-        """Return lines for a terminal: boxes side by side, the cells as blocks of text, background and color.
+    def blocks(self, name: str | None) -> list[list[tuple[str, str, str]]]:
+        """Return lines for a terminal, of which each cell is a single rank: texts with their background and color.
 
         Raises:
             AxisError: there is no such axis.
         """
         axis = self.color_axis(name)
-        size = max(len(cell.label) for box in self.boxes for row in box.rows for cell in row) + 2
-        wide = max(
-            max(len(row) for box in self.boxes for row in box.rows) * size,
-            *(len(box.label) for box in self.boxes),
-        )
+        size = max(len(cell.label) for cell in self.cells) + 2
+        wide = max(len(box.label) for box in self.boxes) + 1
         colors = shades(self.axes[axis][axis])
         step = -(-len(colors) // _STRIPES)
-        lines = [
-            [(f" {axis} {at} ", shade.fill, shade.text) for at, shade in list(enumerate(colors))[::step]]
-        ]
-        across = max(1, width // (wide + 2))
-        for start in range(0, len(self.boxes), across):
-            boxes = self.boxes[start : start + across]
-            lines += [[], [(f"{box.label:<{wide + 2}}", "", "") for box in boxes]]
-            for number in range(max(len(box.rows) for box in boxes)):
-                line = []
-                for box in boxes:
-                    row = box.rows[number] if number < len(box.rows) else ()
-                    for cell in row:
-                        found = self.shades(cell, axis)
-                        shade = found[0] if len(found) == 1 else Shade("", "")
-                        line.append((f"{cell.label:^{size}}", shade.fill, shade.text))
-                    line.append((" " * (wide + 2 - len(row) * size), "", ""))
-                lines.append(line)
+        legend = [(f" {axis} {at} ", *colors[at]) for at in range(0, len(colors), step)]
+        lines = [legend, []]
+        for box in self.boxes:
+            for number, row in enumerate(box.rows):
+                label = "" if number else box.label
+                colored = [(f"{cell.label:^{size}}", *self.shades(cell, axis)[0]) for cell in row]
+                lines.append([(f"{label:<{wide}}", "", ""), *colored])
         return lines
 
 

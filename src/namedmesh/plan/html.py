@@ -47,9 +47,8 @@ def draw_html(plan: Plan, *, color_by: str | None = None, rank: int | None = Non
     if rank is not None:
         plan.layout.coords(rank)  # raises if there is no such rank
     data = _layout_data(grid)
-    cells = [cell for box in grid.boxes for row in box.rows for cell in row]
     classes, note = "", ""
-    if len(cells) > _MANY:
+    if len(grid.cells) > _MANY:
         classes = "many "
     colored, outlines = [own["name"] for own in data["axes"]], ["none", *grid.axes]
     if grid.block > 1:
@@ -72,7 +71,7 @@ def draw_html(plan: Plan, *, color_by: str | None = None, rank: int | None = Non
         last=plan.world_size - 1,
         rank="" if rank is None else rank,
         classes=classes,
-        width=max(len(cell.label) for cell in cells) + 1,
+        width=max(len(cell.label) for cell in grid.cells) + 1,
         nodes="\n".join(nodes),
         layout=json.dumps(data).replace("<", "\\u003c"),  # cannot end the element that contains it
         script=_read("page.js"),

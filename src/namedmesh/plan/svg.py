@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 from math import ceil, sqrt
+from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
 from namedmesh.plan.cells import Cell, Grid, Outline, shades
@@ -24,23 +25,6 @@ _FEW, _SOME = 16, 128
 _SHORT = 4  # letters of an axis of which two fit on a line
 _TICKS = 16
 _NESTED, _LEVELS = 32, 3  # ranks and axes that are drawn as boxes in boxes
-# Classes, with what each paints, in a light picture and in a dark one.
-_PAINT = {
-    "paper": ("fill", "#ffffff", "#14181d"),
-    "ink": ("fill", "#1f2933", "#e6eaee"),
-    "soft": ("fill", "#52606d", "#a7b1bb"),
-    "node": ("fill", "#f3f5f8", "#1e242b"),
-    "outer": ("fill", "#fdf6ec", "#2a2118"),
-    "inner": ("fill", "#eaf1fe", "#172338"),
-    "slow": ("fill", "#9a3412", "#f0a65a"),
-    "middle": ("fill", "#166534", "#6fcf97"),
-    "fast": ("fill", "#1d4ed8", "#8fb4ff"),
-    "edge": ("stroke", "#7b8794", "#7b8794"),
-    "group": ("stroke", "#1f2933", "#e6eaee"),
-    "crosses": ("stroke", "#c2185b", "#ff80ab"),
-    "rim": ("stroke", "#9a3412", "#f0a65a"),
-    "line": ("stroke", "#1d4ed8", "#8fb4ff"),
-}
 
 
 def draw_svg(plan: Plan, *, color_by: str | None = None) -> str:
@@ -73,16 +57,6 @@ def draw_svg(plan: Plan, *, color_by: str | None = None) -> str:
     return picture.nodes()
 
 
-def _style() -> str:
-    def rules(mode: int) -> str:
-        return " ".join(f".{name} {{ {paint[0]}: {paint[mode]}; }}" for name, paint in _PAINT.items())
-
-    return (
-        f"<style>{rules(1)} .group {{ fill: none; stroke-width: 1.75; }} .crosses {{ stroke-dasharray: 6 3; }} "
-        f"@media (prefers-color-scheme: dark) {{ {rules(2)} }}</style>"
-    )
-
-
 @dataclass(frozen=True)
 class _Size:
     """The size of a cell, and of its text."""
@@ -96,12 +70,58 @@ class _Size:
     per_line: int = 2
 
 
-class _Picture:
+class Drawing:
+    """The elements of an SVG picture of some width."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.parts: list[str] = []
+
+    def rect(  # noqa: PLR0917  as SVG has them
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        classes: str = "",
+        rounded: int = 0,
+        *,
+        fill: str = "",
+        title: str = "",
+    ) -> None:
+        """Draw a rectangle, in the paint of classes or in a color; a title shows when the mouse is over it."""
+        place = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
+        named = {"class": classes, "fill": fill, "rx": rounded}
+        paint = "".join(f' {name}="{value}"' for name, value in named.items() if value)
+        end = f"><title>{escape(title)}</title></rect>" if title else "/>"
+        self.parts.append(f"<rect {place}{paint}{end}")
+
+    def text(
+        self, x: float, y: float, text: str, size: int, ink: str = "ink", *, fill: str = "", anchor: str = ""
+    ) -> None:
+        """Draw a line of text, in the ink of a class or in a color."""
+        paint = f'fill="{fill}"' if fill else f'class="{ink}"'
+        where = f' text-anchor="{anchor}"' if anchor else ""
+        self.parts.append(
+            f'<text x="{x:g}" y="{y:g}" font-size="{size}" {paint}{where}>{escape(text)}</text>'
+        )
+
+    def page(self, title: str, height: int) -> str:
+        """Return the document, which follows the reader's preference for light or dark."""
+        start = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {height}" width="{self.width}" '
+            f'height="{height}" font-family="Helvetica, Arial, sans-serif" role="img">\n<title>{escape(title)}</title>\n'
+        )
+        css = " ".join(Path(__file__).with_name("picture.css").read_text(encoding="utf-8").split())
+        paper = f'<rect class="paper" width="{self.width}" height="{height}"/>'
+        return f"{start}<style>{css}</style>\n" + "\n".join([paper, *self.parts, "</svg>\n"])
+
+
+class _Picture(Drawing):
     def __init__(self, grid: Grid, axis: str) -> None:
+        super().__init__(_NARROWEST)
         self.grid, self.axis, self.layout = grid, axis, grid.plan.layout
         self.size = _cell_size(grid)
-        self.parts: list[str] = []
-        self.width = _NARROWEST
 
     def nodes(self) -> str:
         """Draw the ranks in their nodes, and the nodes in the NVLink domains around them."""
@@ -124,16 +144,15 @@ class _Picture:
             x = _MARGIN + number % wide * (block_width + size.pad)
             y = top + number // wide * (block_height + size.pad)
             if frame:
-                self._rect(x, y, block_width, block_height, "paper edge domain", 14)
-                self._text(x + frame, y + frame + 8, block[0].around, 13, "soft")
+                self.rect(x, y, block_width, block_height, "paper edge domain", 14)
+                self.text(x + frame, y + frame + 8, block[0].around, 13, "soft")
                 y += _LABEL
             for place, box in enumerate(block):
                 left = x + frame + place % across * (box_width + size.pad)
                 height = box_height - (rows - len(box.rows)) * (size.height + size.gap)
                 self._box(box, left, y + frame + place // across * (box_height + size.pad), box_width, height)
-        return self._document(
-            top + ceil(len(blocks) / wide) * (block_height + size.pad) - size.pad, f"colored by {self.axis}"
-        )
+        bottom = top + ceil(len(blocks) / wide) * (block_height + size.pad) - size.pad
+        return self.page(f"{self.layout}, colored by {self.axis}", bottom + _MARGIN)
 
     def nested(self, axes: list[str]) -> str:
         """Draw boxes in boxes: the slowest axis outside, the fastest from left to right."""
@@ -152,25 +171,23 @@ class _Picture:
             x = _MARGIN + block % across * (wide + 24)
             y = top + block // across * (tall + 60) + 22
             if slow:
-                self._text(x + wide / 2, y - 8, f"{_short(slow, 24)} = {block}", 15, "slow", anchor="middle")
-                self._rect(x, y, wide, tall, "outer rim", 14)
+                self.text(x + wide / 2, y - 8, f"{_short(slow, 24)} = {block}", 15, "slow", anchor="middle")
+                self.rect(x, y, wide, tall, "outer rim", 14)
             for line in range(lines):
                 at = y + 12 + line * (high + 20)
                 if middle:
-                    self._text(x + 10, at + high / 2 + 9, f"{_short(middle, 12)} {line}", 13, "middle")
-                self._rect(x + gutter - 6, at, columns * step + 4, high + 8, "inner line", 12)
+                    self.text(x + 10, at + high / 2 + 9, f"{_short(middle, 12)} {line}", 13, "middle")
+                self.rect(x + gutter - 6, at, columns * step + 4, high + 8, "inner line", 12)
                 for column in range(columns):
                     rank = (block * lines + line) * columns + column
-                    self._cell(Cell(rank, 1), x + gutter + column * step + 2, at + 8, "paper edge")
+                    self._cell(Cell(rank, 1), x + gutter + column * step + 2, at + 8, nested=True)
             for column in range(columns):
                 middle_x = x + gutter + column * step + 47
-                self._text(
+                self.text(
                     middle_x, y + tall + 18, f"{_short(fast, 8)} = {column}", 13, "fast", anchor="middle"
                 )
-        return self._document(top + ceil(count / across) * (tall + 60), "boxes of " + ", ".join(axes))
-
-    def _document(self, bottom: float, note: str) -> str:
-        return svg_page(f"{self.layout}, {note}", self.width, round(bottom) + _MARGIN, self.parts)
+        bottom = top + ceil(count / across) * (tall + 60)
+        return self.page(f"{self.layout}, boxes of {', '.join(axes)}", bottom + _MARGIN)
 
     def _head(self, notes: list[str]) -> int:
         """Draw the heading, the notes and the legend; return the y coordinate below."""
@@ -178,7 +195,7 @@ class _Picture:
         for text, size, ink in ((str(self.layout), 20, "ink"), *((note, 14, "soft") for note in notes)):
             for line in wrap(text, (self.width - 2 * _MARGIN) // round(size * 0.58), break_on_hyphens=False):
                 y += size + 5
-                self._text(_MARGIN, y, line, size, ink)
+                self.text(_MARGIN, y, line, size, ink)
         if not notes:
             return y + 14
         size = self.grid.axes[self.axis][self.axis]
@@ -191,21 +208,21 @@ class _Picture:
             wide = 34 + 9 * len(name)
             if x + wide > self.width - _MARGIN:
                 x, y = _MARGIN, y + 24
-            self._rect(x, y, 18, 18, "edge", 4, colors[at * len(colors) // size].fill)
-            self._text(x + 24, y + 14, name, 14)
+            self.rect(x, y, 18, 18, "edge", 4, fill=colors[at * len(colors) // size].fill)
+            self.text(x + 24, y + 14, name, 14)
             x += wide
         return y + 36
 
     def _box(self, box: Box, x: int, y: int, width: int, height: int) -> None:
         if box.label:
-            self._rect(x, y, width, height, "node edge", 10)
-            self._text(x + self.size.pad, y + self.size.pad + 6, box.label, 13, "soft")
+            self.rect(x, y, width, height, "node edge", 10)
+            self.text(x + self.size.pad, y + self.size.pad + 6, box.label, 13, "soft")
             y += _LABEL
         for number, row in enumerate(box.rows):
             top = y + self.size.pad + number * (self.size.height + self.size.gap)
             step, left = self.size.width + self.size.gap, x + self.size.pad
             for column, cell in enumerate(row):
-                self._cell(cell, left + column * step, top, "node")
+                self._cell(cell, left + column * step, top)
             for outline in self.grid.outlines(row):
                 self._outline(outline, left, top, x, x + width)
 
@@ -222,30 +239,28 @@ class _Picture:
         classes = "group crosses" if outline.crosses else "group"
         self.parts.append(f'<path class="{classes}" d="{line}" stroke-linejoin="round"/>')
 
-    def _cell(self, cell: Cell, x: int, y: int, ground: str) -> None:
+    def _cell(self, cell: Cell, x: int, y: int, *, nested: bool = False) -> None:
         size = self.size
-        colors = [] if ground != "node" else self.grid.shades(cell, self.axis)
+        colors = [] if nested else self.grid.shades(cell, self.axis)
         plain = len(colors) == 1
         self.parts.append(
             f'<g class="rank" data-rank="{cell.first}"><title>{escape(self.grid.describe(cell))}</title>'
         )
-        fill = colors[0].fill if plain else ""
-        self._rect(x, y, size.width, size.height, "" if plain else ground, 5, fill)
-        stripe = size.width / max(1, len(colors))
-        for number, shade in enumerate([] if plain else colors):
-            self.parts.append(
-                f'<rect x="{x + number * stripe:g}" y="{y + size.height - 6}" width="{stripe:g}" height="6" '
-                f'fill="{shade.fill}"/>'
-            )
-        words = self._words(cell) if ground == "node" else []
-        label = cell.label if ground == "node" else f"rank {cell.label}"
+        if plain:
+            self.rect(x, y, size.width, size.height, rounded=5, fill=colors[0].fill)
+        else:
+            self.rect(x, y, size.width, size.height, "paper edge" if nested else "node", 5)
+            stripe = size.width / max(1, len(colors))
+            for number, shade in enumerate(colors):
+                self.rect(x + number * stripe, y + size.height - 6, stripe, 6, fill=shade.fill)
+        words = [] if nested else self._words(cell)
+        label = f"rank {cell.label}" if nested else cell.label
         line = y + (size.height - size.font - len(words) * (size.small + 2)) / 2 + size.font * 0.82
         if len(colors) > 1:
             line -= 3
+        ink = colors[0].text if plain else ""
         for word, font in ((label, size.font), *((word, size.small) for word in words)):
-            self._text(
-                x + size.width / 2, line, word, font, fill=colors[0].text if plain else "", anchor="middle"
-            )
+            self.text(x + size.width / 2, line, word, font, fill=ink, anchor="middle")
             line += size.small + 3
         self.parts.append("</g>")
 
@@ -259,38 +274,6 @@ class _Picture:
         step = self.size.per_line
         return [" ".join(words[i : i + step]) for i in range(0, len(words), step)]
 
-    def _rect(  # noqa: PLR0917  as SVG has them
-        self, x: float, y: float, width: float, height: float, classes: str, round_: int, fill: str = ""
-    ) -> None:
-        paint = f'class="{classes}" ' if classes else ""
-        if fill:
-            paint += f'fill="{fill}" '
-        self.parts.append(
-            f'<rect {paint}x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{round_}"/>'
-        )
-
-    def _text(self, *arguments: Any, **keywords: Any) -> None:
-        self.parts.append(svg_text(*arguments, **keywords))
-
-
-def svg_page(title: str, width: int, height: int, parts: list[str]) -> str:
-    """Return a document of some elements, which follows the reader's preference for light or dark."""
-    start = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" font-family="Helvetica, Arial, sans-serif" role="img">'
-    )
-    paper = f'<rect class="paper" width="{width}" height="{height}"/>'
-    return "\n".join([start, f"<title>{escape(title)}</title>", _style(), paper, *parts, "</svg>"]) + "\n"
-
-
-def svg_text(
-    x: float, y: float, text: str, size: int, ink: str = "ink", *, fill: str = "", anchor: str = ""
-) -> str:
-    """Return a line of text, in the ink of a class or in a color."""
-    paint = f'fill="{fill}"' if fill else f'class="{ink}"'
-    where = f' text-anchor="{anchor}"' if anchor else ""
-    return f'<text x="{x:g}" y="{y:g}" font-size="{size}" {paint}{where}>{escape(text)}</text>'
-
 
 def _across(count: int, width: int, height: int, room: int, gap: int) -> int:
     """Return how many boxes stand side by side, for a picture that is half as wide again as it is high."""
@@ -302,7 +285,7 @@ def _short(name: str, letters: int) -> str:
 
 
 def _cell_size(grid: Grid) -> _Size:
-    count = sum(len(row) for box in grid.boxes for row in box.rows)
+    count = len(grid.cells)
     layout = grid.plan.layout
     digits = len(str(grid.plan.world_size - 1))
     longest = max((len(axis) for axis in layout if layout[axis] > 1), default=2)

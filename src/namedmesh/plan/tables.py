@@ -39,13 +39,13 @@ class Document:
         parts: paragraphs and tables, for people.
         data: makes the same as JSON values.
         table: makes the rows that a spreadsheet wants.
-        picture: makes lines for a terminal of some width: texts, each with its background and its color.
+        picture: makes lines for a terminal: texts, each with its background and its color.
     """
 
     parts: tuple[str | Table, ...]
     data: Callable[[], dict[str, Any]]
     table: Callable[[], Table]
-    picture: Callable[[int], Sequence[Sequence[tuple[str, str, str]]]] | None = None
+    picture: Callable[[], Sequence[Sequence[tuple[str, str, str]]]] | None = None
 
 
 def show(document: Document, how: str) -> None:
@@ -59,7 +59,7 @@ def show(document: Document, how: str) -> None:
     width = shutil.get_terminal_size().columns
     colors = os.environ.get("COLORTERM") in {"truecolor", "24bit"} and not os.environ.get("NO_COLOR")
     if document.picture is not None and colors:
-        for line in document.picture(width):
+        for line in document.picture():
             sys.stdout.write("".join(_painted(*cell) for cell in line).rstrip() + "\n")
         sys.stdout.write("\n")
     sys.stdout.write(rendered(document, how, width))

@@ -51,7 +51,7 @@ def plan_document(plan: Plan, *, everything: bool = False, color_by: str | None 
         tuple(parts),
         lambda: _plan_data(plan, everything),
         lambda: _groups_table(plan, everything),
-        (lambda width: Grid(plan).blocks(color_by, width)) if plan.world_size <= _PICTURED else None,
+        (lambda: Grid(plan).blocks(color_by)) if plan.world_size <= _PICTURED else None,
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.plan.cells import shades
 from namedmesh.plan.spec import size_problems
-from namedmesh.plan.svg import svg_page, svg_text
+from namedmesh.plan.svg import Drawing
 from namedmesh.plan.tables import Document, Table
 
 if TYPE_CHECKING:
@@ -65,21 +65,20 @@ def fold(rows: Iterable[tuple[str, _Details]]) -> list[tuple[str, _Details]]:
 
 def draw_weights_svg(title: str, weights: Sequence[Weight]) -> str:
     """Draw each weight to scale, with the shard of each rank in the color of the rank."""
-    parts: list[str] = []
     longest = max((side for weight in weights for side in weight.shape), default=1)
     texts = [text for weight in weights for text in (weight.name, _description(weight))]
     wide = max([20, *map(len, texts)]) * 8 + 32
+    drawing = Drawing(max(512, wide + _LONGEST + 48, len(title) * 11))
+    drawing.text(24, 38, title, 18)
     y = 72
     for weight in weights:
-        height, width = (
-            max(_SHORTEST, round(_LONGEST * side / longest)) for side in (*weight.shape, 1, 1)[:2]
-        )
-        parts.append(svg_text(24, y + 14, weight.name, 14))
-        parts.append(svg_text(24, y + 30, _description(weight), 12, "soft"))
-        parts += _shards(weight, wide, y, width, height)
+        sides = (*weight.shape, 1, 1)[:2]
+        height, width = (max(_SHORTEST, round(_LONGEST * side / longest)) for side in sides)
+        drawing.text(24, y + 14, weight.name, 14)
+        drawing.text(24, y + 30, _description(weight), 12, "soft")
+        _draw_shards(drawing, weight, (wide, y, width, height))
         y += max(height, 30) + 14
-    parts[:0] = [svg_text(24, 38, title, 18)]
-    return svg_page(title, max(512, wide + _LONGEST + 48, len(title) * 11), y + 10, parts)
+    return drawing.page(title, y + 10)
 
 
 def draw_weights_html(title: str, weights: Sequence[Weight]) -> str:
@@ -97,30 +96,26 @@ def _description(weight: Weight) -> str:
     return f"{shape}, " + ("whole on every rank" if weight.dim is None else f"dim {weight.dim} sharded")
 
 
-def _shards(weight: Weight, x: int, y: int, width: int, height: int) -> list[str]:
+def _draw_shards(drawing: Drawing, weight: Weight, box: tuple[float, float, float, float]) -> None:
     total = sum(weight.sizes)
     if weight.dim is None or not total:
-        return [f'<rect class="node edge" x="{x}" y="{y}" width="{width}" height="{height}"/>']
-    colors, start, parts = shades(len(weight.sizes)), 0, []
+        drawing.rect(*box, "node edge")
+        return
+    colors, start = shades(len(weight.sizes)), 0
     for rank, size in enumerate(weight.sizes):
         shade = colors[rank * len(colors) // len(weight.sizes)]
-        low, part = start / total, size / total
-        box = (
-            (x, y + low * height, width, part * height)
-            if weight.dim == 0
-            else (x + low * width, y, part * width, height)
-        )
-        left, top, wide, high = box
-        parts.append(
-            f'<rect class="shard" x="{left:g}" y="{top:g}" width="{wide:g}" height="{high:g}" fill="{shade.fill}">'
-            f"<title>rank {rank}: {escape(weight.name)}[{', '.join([':'] * weight.dim + [f'{start}:{start + size}'])}]</title></rect>"
-        )
-        if len(weight.sizes) <= _NUMBERED and min(wide, high) >= _SHORTEST - 2:
-            parts.append(
-                svg_text(left + wide / 2, top + high / 2 + 4, str(rank), 11, fill=shade.text, anchor="middle")
-            )
+        x, y, width, height = box
+        if weight.dim == 0:
+            y, height = y + start / total * height, size / total * height
+        else:
+            x, width = x + start / total * width, size / total * width
+        indices = ", ".join([":"] * weight.dim + [f"{start}:{start + size}"])
+        title = f"rank {rank}: {weight.name}[{indices}]"
+        drawing.rect(x, y, width, height, "shard", fill=shade.fill, title=title)
+        if len(weight.sizes) <= _NUMBERED and min(width, height) >= _SHORTEST - 2:
+            drawing.text(x + width / 2, y + height / 2 + 4, str(rank), 11, fill=shade.text, anchor="middle")
         start += size
-    return [*parts, f'<rect class="edge" x="{x}" y="{y}" width="{width}" height="{height}" fill="none"/>']
+    drawing.rect(*box, "edge", fill="none")
 
 
 @dataclass(frozen=True)
