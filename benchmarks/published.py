@@ -19,7 +19,7 @@ from published_runs import GROUPS, RUNS, Run
 from namedmesh.plan import Job, Memory, best_partitions, estimate_memory, estimate_step, list_partitions
 from namedmesh.plan.job import axes_of, shares
 from namedmesh.plan.memory import memory_of_share
-from namedmesh.plan.why import find_partition
+from namedmesh.plan.partitions import find_partition
 
 MEMORY_GOAL, SPEED_GOAL, RANK_GOAL = 0.15, 0.25, 5
 

@@ -28,8 +28,8 @@ from namedmesh.plan import (
     make_plan,
     nearest_misses,
 )
+from namedmesh.plan.partitions import explain, find_partition, misses_text, remedies
 from namedmesh.plan.spec import parse_amount
-from namedmesh.plan.why import explain, find_partition, misses_text, remedies
 
 LLAMA_8B = Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256)
 LLAMA_405B = Model(layers=126, hidden=16384, heads=128, kv_heads=8, ffn=53248, vocab=128256)

@@ -11,22 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from namedmesh.plan.comparison import Comparison, Difference, compare
-    from namedmesh.plan.config import read_config
-    from namedmesh.plan.core import Plan, make_plan
+    from namedmesh.plan.core import Plan, RankPlan, make_plan, plan_rank
     from namedmesh.plan.hardware import Hardware, load_hardware
     from namedmesh.plan.html import draw_html
     from namedmesh.plan.job import Job
     from namedmesh.plan.members import Groups, Members
     from namedmesh.plan.memory import Memory, estimate_memory
-    from namedmesh.plan.model import Model
+    from namedmesh.plan.model import Model, read_config
     from namedmesh.plan.nodes import Placement
-    from namedmesh.plan.partitions import Partition, best_partitions, list_partitions, nearest_misses
-    from namedmesh.plan.ranks import RankPlan, plan_rank
+    from namedmesh.plan.partitions import Partition, best_partitions, explain, list_partitions, nearest_misses
     from namedmesh.plan.spec import Spec, SpecError, UsageError, parse_spec
     from namedmesh.plan.step import Step, estimate_step
     from namedmesh.plan.svg import draw_svg
     from namedmesh.plan.weights import Cut, Piece, cut_weight
-    from namedmesh.plan.why import explain
 
 __all__ = [
     "Comparison", "Cut", "Difference", "Groups", "Hardware", "Job", "Members", "Memory", "Model",
@@ -38,22 +35,19 @@ __all__ = [
 
 _HOMES = {
     "comparison": ("Comparison", "Difference", "compare"),
-    "config": ("read_config",),
-    "core": ("Plan", "make_plan"),
+    "core": ("Plan", "RankPlan", "make_plan", "plan_rank"),
     "hardware": ("Hardware", "load_hardware"),
     "html": ("draw_html",),
     "job": ("Job",),
     "members": ("Groups", "Members"),
     "memory": ("Memory", "estimate_memory"),
-    "model": ("Model",),
+    "model": ("Model", "read_config"),
     "nodes": ("Placement",),
-    "partitions": ("Partition", "best_partitions", "list_partitions", "nearest_misses"),
-    "ranks": ("RankPlan", "plan_rank"),
+    "partitions": ("Partition", "best_partitions", "explain", "list_partitions", "nearest_misses"),
     "spec": ("Spec", "SpecError", "UsageError", "parse_spec"),
     "step": ("Step", "estimate_step"),
     "svg": ("draw_svg",),
     "weights": ("Cut", "Piece", "cut_weight"),
-    "why": ("explain",),
 }
 
 

@@ -11,11 +11,19 @@ from namedmesh.errors import count_of
 from namedmesh.plan.cli import add_format, add_integer
 from namedmesh.plan.hardware import hardware_names, load_hardware
 from namedmesh.plan.job import CHOICES, Job
-from namedmesh.plan.model import Model
-from namedmesh.plan.partitions import AXES, Partition, best_partitions, list_partitions, nearest_misses
+from namedmesh.plan.model import Model, read_config
+from namedmesh.plan.partitions import (
+    AXES,
+    Partition,
+    best_partitions,
+    explain,
+    find_partition,
+    list_partitions,
+    misses_text,
+    nearest_misses,
+)
 from namedmesh.plan.spec import UsageError, parse_amount, parse_spec
 from namedmesh.plan.tables import Document, Table, Value, show
-from namedmesh.plan.why import explain, find_partition, misses_text
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -152,8 +160,6 @@ def _job(arguments: Namespace) -> tuple[Job, list[str]]:
     """Return the job that the arguments describe, and what its configuration says that it cannot express."""
     model, notes = Model(), list[str]()
     if arguments.config is not None:
-        from namedmesh.plan.config import read_config
-
         model, notes = read_config(arguments.config)
     sizes = {one.name: getattr(arguments, one.name) for one in fields(Model)}
     for name in _AMOUNTS:

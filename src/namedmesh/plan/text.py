@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from namedmesh.errors import count_of
 from namedmesh.plan.cells import Grid
+from namedmesh.plan.core import plan_rank
 from namedmesh.plan.members import Groups, Members, in_words
-from namedmesh.plan.ranks import plan_rank
 from namedmesh.plan.tables import Document, Table, Value
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from namedmesh.plan.core import Plan
-    from namedmesh.plan.ranks import OnAxis, RankPlan
+    from namedmesh.plan.core import OnAxis, Plan, RankPlan
 
 _WIDTH = 100
 _LINES = 3
