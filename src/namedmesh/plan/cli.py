@@ -197,16 +197,7 @@ def _configure_doctor(parser: ArgumentParser) -> None:
 def _doctor(arguments: Namespace) -> int:
     from namedmesh.plan.doctor.run import run_doctor
 
-    spec, keywords = _layout_arguments(arguments)
-    return run_doctor(
-        spec,
-        keywords,
-        seconds=arguments.timeout,
-        device=arguments.device,
-        backend=arguments.backend,
-        megabytes=arguments.megabytes,
-        form=arguments.format,
-    )
+    return run_doctor(*_layout_arguments(arguments), arguments)
 
 
 COMMANDS = {

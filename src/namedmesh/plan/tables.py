@@ -6,11 +6,12 @@ What only one of them needs is imported when it is written: a command costs litt
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 FORMATS = ("text", "json", "csv", "markdown")
 Value = str | int | float | None
@@ -91,73 +92,56 @@ def rendered(document: Document, how: str, width: int | None = None) -> str:
 def as_text(table: Table, width: int | None = None) -> str:
     """Render a table with aligned columns, numbers to the right; words that do not fit a width go on below."""
     margin = 2 if table.struck else 0
-    if width is not None:
-        width -= margin
-        table = _without_columns(table, width)
-    rows = _cells(table)
-    right = [_is_number_column(table, i) for i in range(len(table.columns))]
-    widths = _widths(table, width)
+    rows = [table.columns, *(tuple(map(_text, row)) for row in table.rows)]
+    kept, widths = _fitted(table, rows, None if width is None else width - margin)
+    right = [_is_number_column(table, i) for i in kept]
     written = []
     for number, row in enumerate(rows):
         mark = "x " if number - 1 in table.struck else "  "
-        for below, line in enumerate(_lines(row, widths)):
+        for line in _lines([row[i] for i in kept], widths):
             cells = [
                 cell.rjust(size) if to_right else cell.ljust(size)
                 for cell, size, to_right in zip(line, widths, right, strict=True)
             ]
-            written.append(((mark if below == 0 else "  ")[:margin] + "  ".join(cells)).rstrip())
+            written.append((mark[:margin] + "  ".join(cells)).rstrip())
+            mark = "  "
     return "\n".join(written)
 
 
-def _cells(table: Table) -> list[list[str]]:
-    return [list(table.columns), *([_text(cell) for cell in row] for row in table.rows)]
+def _fitted(table: Table, rows: Sequence[Sequence[str]], width: int | None) -> tuple[list[int], list[int]]:
+    """Return the columns that fit a width, and the width of each.
 
-
-def _narrowest(table: Table) -> list[int]:
-    """Return the least width of each column: numbers and the words of titles stay whole."""
-    rows = _cells(table)
+    The optional ones go first, one after the other; then the widest get narrower, as far as numbers and words of titles allow.
+    """
+    kept = list(range(len(table.columns)))
+    widths = [max(len(row[i]) for row in rows) for i in kept]
+    if width is None:
+        return kept, widths
     least = []
     for i, title in enumerate(table.columns):
-        whole = max(map(len, title.replace("-", "- ").split()), default=0)
         cells = max((len(row[i]) for row in rows[1:]), default=0)
-        least.append(max(whole, cells if _is_number_column(table, i) else min(_NARROWEST, cells)))
-    return least
-
-
-def _without_columns(table: Table, width: int) -> Table:
-    """Leave out the columns that may be, one after the other, until the others fit."""
+        words = map(len, title.replace("-", "- ").split())
+        whole = cells if _is_number_column(table, i) else min(_NARROWEST, cells)
+        least.append(max([whole, *words]))
     for name in table.optional:
-        if sum(_narrowest(table)) + 2 * (len(table.columns) - 1) <= width:
-            break
-        keep = [i for i, column in enumerate(table.columns) if column != name]
-        rows = tuple(tuple(row[i] for i in keep) for row in table.rows)
-        table = replace(table, columns=tuple(table.columns[i] for i in keep), rows=rows)
-    return table
-
-
-def _widths(table: Table, width: int | None) -> list[int]:
-    """Return the width of each column; taken from the widest until the line fits, or none is left to take from."""
-    widths = [max(map(len, column)) for column in zip(*_cells(table), strict=True)]
-    if width is None:
-        return widths
-    least = _narrowest(table)
-    while sum(widths) + 2 * (len(widths) - 1) > width:
-        wide = [i for i, size in enumerate(widths) if size > least[i]]
+        if sum(least[i] + 2 for i in kept) - 2 > width:
+            kept = [i for i in kept if table.columns[i] != name]
+    while sum(widths[i] + 2 for i in kept) - 2 > width:
+        wide = [i for i in kept if widths[i] > least[i]]
         if not wide:
             break
         widths[max(wide, key=widths.__getitem__)] -= 1
-    return widths
+    return kept, [widths[i] for i in kept]
 
 
-def _lines(row: Sequence[str], widths: Sequence[int]) -> list[list[str]]:
+def _lines(row: Sequence[str], widths: Sequence[int]) -> Iterable[Sequence[str]]:
     """Return a row as one line or, where a cell is too wide, several."""
     if all(len(cell) <= size for cell, size in zip(row, widths, strict=True)):
-        return [list(row)]
+        return [row]
     from textwrap import wrap
 
-    columns = [wrap(cell, size) or [""] for cell, size in zip(row, widths, strict=True)]
-    height = max(map(len, columns))
-    return [[column[i] if i < len(column) else "" for column in columns] for i in range(height)]
+    columns = [wrap(cell, size) for cell, size in zip(row, widths, strict=True)]
+    return zip_longest(*columns, fillvalue="")
 
 
 def _text(cell: Value) -> str:

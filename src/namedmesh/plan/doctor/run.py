@@ -36,6 +36,7 @@ from namedmesh.plan.spec import UsageError
 from namedmesh.plan.tables import show
 
 if TYPE_CHECKING:
+    from argparse import Namespace
     from collections.abc import Mapping, Sequence
 
     from namedmesh.dialects import DialectLayout
@@ -46,26 +47,13 @@ _LONGEST, _LARGEST = 1e9, 1e9  # seconds as torch can count them, and megabytes 
 _LEAVE_TIMEOUT = timedelta(seconds=10)
 
 
-def run_doctor(
-    spec: str,
-    keywords: Mapping[str, Any],
-    *,
-    seconds: float,
-    device: str | None,
-    backend: str | None,
-    megabytes: float | None,
-    form: str,
-) -> int:
+def run_doctor(spec: str, keywords: Mapping[str, Any], arguments: Namespace) -> int:
     """Check a layout on the ranks of this job, and print one report; communicates.
 
     Args:
         spec: a spec string, or nothing.
         keywords: what :func:`namedmesh.plan.make_plan` takes instead.
-        seconds: how long to wait for ranks that do not come, and for collectives that do not end.
-        device: as for :func:`namedmesh.init_mesh`.
-        backend: likewise.
-        megabytes: the size of the large all-reduce; by default 4 on the CPU and 64 on an accelerator.
-        form: the format of the report.
+        arguments: the other arguments of the command.
 
     Returns:
         On every rank 0 if all is well, or 1 if the groups could not be made.
@@ -77,15 +65,18 @@ def run_doctor(
             there.
         AgreementError: ranks that did not come, or the problems that the checks found; the same on every rank.
     """
-    _check_settings(seconds, megabytes, backend)
-    timeout = timedelta(seconds=seconds)
+    _check_settings(arguments)
+    timeout = timedelta(seconds=arguments.timeout)
     try:
-        here = launch.init(device, backend=backend, timeout=timeout, call="namedmesh doctor")
+        here = launch.init(
+            arguments.device, backend=arguments.backend, timeout=timeout, call="namedmesh doctor"
+        )
     except AgreementError as error:
         raise AgreementError(f"{error}, or wait longer with --timeout") from None
     try:
         arrangement = resolve(spec, world_size=dist.get_world_size(), **keywords)
-        _check(arrangement, here, timeout, megabytes or (4 if here.type == "cpu" else 64), form)
+        megabytes = arguments.megabytes or (4 if here.type == "cpu" else 64)
+        _check(arrangement, here, timeout, megabytes, arguments.format)
     except NamedMeshError:
         raise
     except RuntimeError as error:  # torch's, about a rank that ended or cannot be reached
@@ -100,15 +91,14 @@ def run_doctor(
     return 0
 
 
-def _check_settings(seconds: float, megabytes: float | None, backend: str | None) -> None:
-    numbers = (("timeout", seconds, _LONGEST), ("megabytes", megabytes, _LARGEST))
-    problems = [
-        f"{name} is {value:g}; it is a number above 0 and below {most:g}"
-        for name, value, most in numbers
-        if value is not None and not 0 < value < most
-    ]
+def _check_settings(arguments: Namespace) -> None:
+    problems = []
+    for name, most in (("timeout", _LONGEST), ("megabytes", _LARGEST)):
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < most:
+            problems.append(f"{name} is {value:g}; it is a number above 0 and below {most:g}")
     try:
-        normalized_backend(backend)
+        normalized_backend(arguments.backend)
     except LayoutError as error:
         problems += error.problems
     if problems:
