@@ -16,7 +16,7 @@ from ranks import free_port, limits_begin_with, run_ranks, summed
 
 from namedmesh.__main__ import main
 from namedmesh.init import init_mesh
-from namedmesh.plan.doctor import checks, report, run
+from namedmesh.plan.doctor import checks, run
 from namedmesh.plan.tables import show
 
 if TYPE_CHECKING:
@@ -210,10 +210,10 @@ def test_the_slowest_group_and_rank_are_named() -> None:
     for rank in range(4):
         pair = rank - rank % 2, rank - rank % 2 + 1
         axes = {"tp": checks.Speed(pair, 0.001, (10.0 - rank) * 1e9)}
-        reports.append(report.RankReport("node", "", "", 2.0 if rank == 3 else 1.0, axes))
-    again = [report.RankReport.from_data(json.loads(json.dumps(one))) for one in reports]
+        reports.append(run.RankReport("node", "", "", 2.0 if rank == 3 else 1.0, axes))
+    again = [run.RankReport.from_data(json.loads(json.dumps(one))) for one in reports]
     assert again == reports
-    data = report.doctor_document("a job", again).data()
+    data = run.doctor_document("a job", again).data()
     assert (data["slowest_rank"], data["slowest_factor"], data["problems"]) == (3, 2.0, [])
     [axis] = data["axes"]
     assert axis == {
@@ -223,7 +223,7 @@ def test_the_slowest_group_and_rank_are_named() -> None:
 
 def test_a_problem_of_several_ranks_is_named_once() -> None:
     found = {0: ("tp", "no end"), 1: ("", ""), 2: ("tp", "no end"), 3: ("pp", "no end")}
-    assert report.problems_of(found) == ["axis tp, ranks 0, 2: no end", "axis pp, rank 3: no end"]
+    assert run.problems_of(found) == ["axis tp, ranks 0, 2: no end", "axis pp, rank 3: no end"]
 
 
 def that_ends(rank: int) -> tuple[int, str, str]:
@@ -289,11 +289,11 @@ def test_every_pair_of_hosts_meets_once_and_no_rank_twice_in_a_round(count: int)
 
 def test_a_slow_pair_of_hosts_is_named() -> None:
     speeds = {(0, 1): 10e9, (0, 2): 1e9, (1, 2): 12e9, (0, 3): 50e9}
-    reports = [report.RankReport(host, host, "eth0", 1.0, {}) for host in "abca"]
+    reports = [run.RankReport(host, host, "eth0", 1.0, {}) for host in "abca"]
     found = [checks.Speed(pair, 1e-5, speed) for pair, speed in speeds.items()]
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
-        show(report.doctor_document("a job", reports, found), "text")
+        show(run.doctor_document("a job", reports, found), "text")
     lines = text.getvalue().splitlines()
     assert "slow: a - c, 0.10 of the median of 3 pairs of hosts" in lines
     assert "network of the gloo groups: a eth0, b eth0, c eth0" in lines

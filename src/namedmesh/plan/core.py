@@ -75,15 +75,13 @@ class Plan:
     @property
     def communicators(self) -> int:
         """How many communicators it holds if groups over the same ranks are shared, beside the world's."""
-        shared = set()
+        most: dict[str, int] = {}
         for groups in self.kinds:
-            ranks = groups.of_rank(0)
-            if ranks is None or len(ranks) == 1:
-                continue
-            # The default group is there already; a gloo group over the same ranks is not.
-            start = 1 if len(ranks) == self.world_size else 0
-            shared |= {(ranks, number) for number in range(start, groups.process_groups)}
-        return len(shared)
+            if groups.communicator != "none":
+                owner = groups.name if groups.communicator == "own" else groups.communicator
+                most[owner] = max(most.get(owner, 0), groups.process_groups)
+        # The default group is there already; a gloo group over the same ranks is not.
+        return sum(most.values()) - (1 if "world" in most else 0)
 
     @property
     def calls(self) -> int:
@@ -97,10 +95,9 @@ class Plan:
             AxisError: no kind of groups has this name.
         """
         by_name = {groups.name: groups for groups in self.kinds}
-        if name in by_name:
-            return by_name[name]
-        names = tuple(by_name)
-        raise AxisError(f"{name!r} is not one of {names}{did_you_mean(name, names)}")
+        if name not in by_name:
+            raise AxisError(f"{name!r} is not one of {tuple(by_name)}{did_you_mean(name, by_name)}")
+        return by_name[name]
 
 
 def make_plan(

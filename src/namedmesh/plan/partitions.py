@@ -21,11 +21,15 @@ if TYPE_CHECKING:
 
 _MOST = 10**7  # beyond, there may be millions of them
 AXES = Axes._fields
-NO_MEMORY = "needs"
-"""How the reason begins of a partition that memory rules out, and nothing else."""
 
 _LARGEST = 4  # how many differences are named
 _LEAST = 0.005  # and from which part of the whole on
+_REMEDIES: tuple[dict[str, Any], ...] = (
+    *({"stage": stage} for stage in (1, 2, 3)),
+    *({"checkpointing": policy} for policy in ("selective", "op", "full")),
+    *({"micro_batch": 1}, {"sequence_parallel": True}, {"optimizer_bytes": 8}, {"fused_loss": True}),
+    {"checkpointing": "full", "fused_loss": True},
+)
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "gathered", "activations", "loss", "backward", "merged")
 
 
@@ -81,7 +85,7 @@ class Partition:
         if self.limit is None or self.memory is None or self.memory.total <= self.limit:
             return self.mismatches
         needed = self.memory.total
-        return (f"{NO_MEMORY} {needed / 1e9:.1f} GB of {self.limit / 1e9:.1f} at stage {self.job.stage}",)
+        return (f"needs {needed / 1e9:.1f} GB of {self.limit / 1e9:.1f} at stage {self.job.stage}",)
 
     @cached_property
     def crossing(self) -> tuple[str, ...]:
@@ -193,7 +197,7 @@ def best_partitions(partitions: Iterable[Partition], count: int) -> tuple[Partit
 
 def nearest_misses(partitions: Iterable[Partition], count: int) -> tuple[Partition, ...]:
     """Return the partitions that only the memory rules out, those that need the least first."""
-    over = [one for one in partitions if any(reason.startswith(NO_MEMORY) for reason in one.reasons)]
+    over = [one for one in partitions if one.reasons and not one.mismatches]
     return tuple(sorted(over, key=lambda one: one.memory.total if one.memory else 0.0)[:count])
 
 
@@ -232,17 +236,12 @@ def _incompatibilities(job: Job, axis: str, size: int) -> tuple[str, ...]:
         return (
             f"a global batch of {job.global_batch} does not divide by dp={size} x micro-batches of {job.micro_batch}",
         )
-    divisions = {
-        "tp": (
-            ("heads", model.heads),
-            ("hidden features", model.hidden),
-            ("vocabulary entries", model.vocab),
-        ),
-        "ep": (("experts", model.experts),),
-    }
+    divided = {"heads": model.heads, "hidden features": model.hidden, "vocabulary entries": model.vocab}
+    if axis != "tp":
+        divided = {"experts": model.experts} if axis == "ep" else {}
     reasons = [
         f"{count} {what} do not divide by {axis}={size}"
-        for what, count in divisions.get(axis, ())
+        for what, count in divided.items()
         if count is not None and count % size
     ]
     kv_heads = model.kv_heads if axis == "tp" and model.kv_rank is None else None
@@ -276,43 +275,36 @@ def explain(first: Partition, second: Partition) -> str:
     Raises:
         LayoutError: sizes that the seconds need are not known, or a partition has no step to time.
     """
-    faster, slower = _step(first), _step(second)
-    if faster.total > slower.total:
-        first, second, faster, slower = second, first, slower, faster
-    both = f"{faster.total:.3g} s a step against {slower.total:.3g} s, {1 - faster.total / slower.total:.1%} less"
-    lines = [f"{first.words} is faster than {second.words}: {both}"]
-    lines += _differences(faster.seconds, slower.seconds, faster.total, "s")
+    for one in (first, second):
+        if one.step is None:
+            missing = one.job.missing
+            why = f"the seconds of a step need {', '.join(missing)}" if missing else "; ".join(one.reasons)
+            raise LayoutError(f"{one.words} has no step to explain: {why}")
+    first, second = sorted((first, second), key=lambda one: one.step.total if one.step else 0.0)
+    ours, theirs = (one.step.seconds if one.step else {} for one in (first, second))
+    fast, slow = sum(ours.values()), sum(theirs.values())
+    lines = [
+        f"{first.words} is faster than {second.words}: {fast:.3g} s a step against {slow:.3g} s, {1 - fast / slow:.1%} less"
+    ]
+    lines += _differences(ours, theirs, fast, "s")
     if first.memory is not None and second.memory is not None:
-        totals = [memory.total / 1e9 for memory in (first.memory, second.memory)]
-        lines.append(f"it needs {totals[0]:.3g} GB a GPU against {totals[1]:.3g} GB")
-        lines += _differences(_gigabytes(first.memory), _gigabytes(second.memory), totals[0], "GB")
+        memories = (first.memory, second.memory)
+        ours, theirs = ({part: getattr(each, part) / 1e9 for part in MEMORY_PARTS} for each in memories)
+        needed, other = (each.total / 1e9 for each in memories)
+        lines.append(f"it needs {needed:.3g} GB a GPU against {other:.3g} GB")
+        lines += _differences(ours, theirs, needed, "GB")
     lines += [f"{one.words} is ruled out: {'; '.join(one.reasons)}" for one in (first, second) if one.reasons]
     return "\n".join(lines)
 
 
-def _step(partition: Partition) -> Step:
-    if partition.step is not None:
-        return partition.step
-    missing = partition.job.missing
-    why = f"the seconds of a step need {', '.join(missing)}" if missing else "; ".join(partition.reasons)
-    raise LayoutError(f"{partition.words} has no step to explain: {why}")
-
-
-def _gigabytes(memory: Memory) -> dict[str, float]:
-    return {part: getattr(memory, part) / 1e9 for part in MEMORY_PARTS}
-
-
-def _differences(
-    ours: Mapping[str, float], theirs: Mapping[str, float], whole: float, unit: str
-) -> list[str]:
+def _differences(ours: dict[str, float], theirs: dict[str, float], whole: float, unit: str) -> list[str]:
     """Return a line for each of the largest differences."""
-    parts = dict.fromkeys((*ours, *theirs))
-    gaps = {part: theirs.get(part, 0.0) - ours.get(part, 0.0) for part in parts}
-    large = [part for part in parts if abs(gaps[part]) >= _LEAST * whole]
-    largest = sorted(large, key=lambda part: -abs(gaps[part]))[:_LARGEST]
+    pairs = {part: (ours.get(part, 0.0), theirs.get(part, 0.0)) for part in (*ours, *theirs)}
+    gaps = {part: abs(other - own) for part, (own, other) in pairs.items()}
+    large = [part for part, gap in gaps.items() if gap >= _LEAST * whole]
+    largest = sorted(large, key=gaps.__getitem__, reverse=True)[:_LARGEST]
     return [
-        f"  {part}: {ours.get(part, 0.0):.3g} {unit} against {theirs.get(part, 0.0):.3g} {unit}"
-        for part in largest
+        "  {}: {:.3g} {unit} against {:.3g} {unit}".format(part, *pairs[part], unit=unit) for part in largest
     ]
 
 
@@ -322,30 +314,24 @@ def remedies(partition: Partition) -> list[str]:
     if limit is None or partition.memory is None:
         return []
     found = []
-    for words, fields in _changes(job):
-        changed = replace(job, **fields)
+    for change in _REMEDIES:
+        if change.get("stage", job.stage + 1) <= job.stage or ("fused_loss" in change and not job.is_torch):
+            continue
+        changed = replace(job, **change)
+        if "checkpointing" in change:
+            changed = replace(changed, recompute=())
         if changed == job or (job.global_batch is not None and changed.micro_batches(partition.dp) is None):
             continue
         if estimate_memory(changed, partition.sizes).total <= limit:
-            found.append(words)
-    single = [words for words in found if words.count("--") == 1]
-    return single or found
+            found.append(change)
+    single = [change for change in found if len(change) == 1]
+    return [" ".join(map(_as_flag, change.items())) for change in single or found]
 
 
-def _changes(job: Job) -> list[tuple[str, dict[str, Any]]]:
-    changes: list[tuple[str, dict[str, Any]]] = []
-    changes += [(f"--stage {stage}", {"stage": stage}) for stage in range(job.stage + 1, 4)]
-    for policy in ("selective", "op", "full"):
-        changes.append((f"--checkpointing {policy}", {"checkpointing": policy, "recompute": ()}))
-    changes += [
-        ("--micro-batch 1", {"micro_batch": 1}),
-        ("--sequence-parallel", {"sequence_parallel": True}),
-        ("--optimizer-bytes 8", {"optimizer_bytes": 8}),
-    ]
-    if job.is_torch:
-        both = {"checkpointing": "full", "recompute": (), "fused_loss": True}
-        changes += [("--fused-loss", {"fused_loss": True}), ("--checkpointing full --fused-loss", both)]
-    return changes
+def _as_flag(field: tuple[str, Any]) -> str:
+    name, value = field
+    flag = f"--{name.replace('_', '-')}"
+    return flag if value is True else f"{flag} {value}"
 
 
 def misses_text(misses: Sequence[Partition]) -> str:

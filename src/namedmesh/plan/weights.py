@@ -38,28 +38,24 @@ def fold(rows: Iterable[tuple[str, _Details]]) -> list[tuple[str, _Details]]:
     folded = list(rows)
     depth = max((name.count(".") for name, _ in folded), default=0)
     for place in range(depth, -1, -1):
-        runs: dict[tuple[str, _Details], list[list[int]]] = {}
-        result: list[tuple[str, _Details, list[int] | None]] = []
+        runs: dict[tuple[str, _Details], list[int]] = {}
+        result: list[tuple[str, _Details, list[int]]] = []
         for name, details in folded:
             parts = name.split(".")
             if place >= len(parts) or re.fullmatch(r"[0-9]+", parts[place]) is None:
-                result.append((name, details, None))
+                result.append((name, details, []))
                 continue
             number = int(parts[place])
             pattern = ".".join([*parts[:place], "{}", *parts[place + 1 :]])
-            known = runs.setdefault((pattern, details), [])
-            if known and known[-1][1] == number - 1:
-                known[-1][1] = number
-            else:
-                known.append([number, number])
-                result.append((pattern, details, known[-1]))
-        folded = []
-        for name, details, run in result:
-            numbers = ""
-            if run is not None:
-                first, last = run
-                numbers = str(first) if first == last else f"{first}-{last}"
-            folded.append((name.replace("{}", numbers), details))
+            run = runs.get((pattern, details), [])
+            if not run or run[-1] != number - 1:
+                run = runs[pattern, details] = []
+                result.append((pattern, details, run))
+            run.append(number)
+        folded = [
+            (name.replace("{}", "-".join(map(str, dict.fromkeys((*run[:1], *run[-1:]))))), details)
+            for name, details, run in result
+        ]
     return folded
 
 
