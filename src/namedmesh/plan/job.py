@@ -212,26 +212,18 @@ class Share(NamedTuple):
         return self.dense + self.expert
 
 
-def stages_of(job: Job, pp: int, rank: int) -> tuple[list[int], int]:
-    """Return the stages of a pipeline rank, and how many stages there are.
+def share_of(job: Job, pp: int, rank: int) -> Share:
+    """Return what a pipeline rank has, by the stages that ``namedmesh.training.stage_layers`` makes.
 
     DualPipe keeps the stages of two ranks on each, and sends micro-batches in from both ends.
     """
+    indices, stages = [rank + pp * turn for turn in range(job.stages_per_rank)], pp * job.stages_per_rank
     if job.schedule == "dualpipe" and pp > 1:
-        return [rank, pp - 1 - rank], pp
-    return [rank + pp * turn for turn in range(job.stages_per_rank)], pp * job.stages_per_rank
-
-
-def share_of(job: Job, pp: int, rank: int) -> Share:
-    """Return what a pipeline rank has, by the stages that ``namedmesh.training.stage_layers`` makes."""
-    indices, stages = stages_of(job, pp, rank)
+        indices, stages = [rank, pp - 1 - rank], pp
     first, last = 0 in indices, stages - 1 in indices
-    if not job.model.layers:
-        return Share(rank, 0, 0, first, last)
-    dense_layers = job.model.layers - job.model.expert_layers
-    ranges = [stage_range(job.model.layers, index, stages) for index in indices]
-    dense = sum(len(range(one.start, min(one.stop, dense_layers))) for one in ranges)
-    return Share(rank, dense, sum(map(len, ranges)) - dense, first, last)
+    layers = [layer for index in indices for layer in stage_range(job.model.layers or 0, index, stages)]
+    dense = sum(layer < (job.model.layers or 0) - job.model.expert_layers for layer in layers)
+    return Share(rank, dense, len(layers) - dense, first, last)
 
 
 @lru_cache(maxsize=4096)

@@ -30,7 +30,6 @@ _REMEDIES: tuple[dict[str, Any], ...] = (
     *({"micro_batch": 1}, {"sequence_parallel": True}, {"optimizer_bytes": 8}, {"fused_loss": True}),
     {"checkpointing": "full", "fused_loss": True},
 )
-MEMORY_PARTS = ("weights", "gradients", "optimizer", "gathered", "activations", "loss", "backward", "merged")
 
 
 @dataclass(frozen=True)
@@ -289,7 +288,9 @@ def explain(first: Partition, second: Partition) -> str:
     lines += _differences(ours, theirs, fast, "s")
     if first.memory is not None and second.memory is not None:
         memories = (first.memory, second.memory)
-        ours, theirs = ({part: getattr(each, part) / 1e9 for part in MEMORY_PARTS} for each in memories)
+        ours, theirs = (
+            {part: size / 1e9 for part, size in vars(each).items() if part != "rank"} for each in memories
+        )
         needed, other = (each.total / 1e9 for each in memories)
         lines.append(f"it needs {needed:.3g} GB a GPU against {other:.3g} GB")
         lines += _differences(ours, theirs, needed, "GB")

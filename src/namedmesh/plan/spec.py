@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 _ITEM = re.compile(r"[^,\s]+")
+_USUAL = (*AXES, *EXPERT_AXES)
+_NO_SIZE = "{0!r} has no size; write {0}=2, or {0}=-1 for whatever is left"
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 _BYTES = {"b": 1}
 _BYTES |= {f"{letter}b": 10 ** (3 * (i + 1)) for i, letter in enumerate("kmgt")}
@@ -95,7 +97,11 @@ def parse_spec(text: str) -> Spec:
     items = list(_ITEM.finditer(text))
     named = bool(items) and "=" not in items[0].group()
     if named:
-        dialect = _dialect(items[0], marks)
+        name = items[0].group()
+        dialect = DIALECTS.get(name)
+        if dialect is None:
+            what = f"{name!r} is not one of {', '.join(DIALECTS)}{did_you_mean(name, DIALECTS)}"
+            marks.append((*items[0].span(), _NO_SIZE.format(name) if name in _USUAL else what))
     for item in items[named:]:
         _read_item(item, dialect, sizes, marks)
     if not items[named:]:
@@ -107,12 +113,8 @@ def parse_spec(text: str) -> Spec:
 
 def near_misses(axes: Iterable[str]) -> list[str]:
     """Return a warning for each axis whose name is nearly a usual one: allowed, but perhaps a typo."""
-    usual = (*AXES, *EXPERT_AXES)
-    return [
-        f"axis {axis!r} is not one of the usual names{hint}"
-        for axis in axes
-        if axis not in usual and (hint := did_you_mean(axis, usual))
-    ]
+    unusual = {axis: did_you_mean(axis, _USUAL) for axis in axes if axis not in _USUAL}
+    return [f"axis {axis!r} is not one of the usual names{hint}" for axis, hint in unusual.items() if hint]
 
 
 def size_problems(sizes: Mapping[str, int | None]) -> list[str]:
@@ -124,26 +126,13 @@ def size_problems(sizes: Mapping[str, int | None]) -> list[str]:
     ]
 
 
-def _dialect(item: re.Match[str], marks: list[tuple[int, int, str]]) -> Dialect | None:
-    name = item.group()
-    if name not in DIALECTS:
-        if name in {*AXES, *EXPERT_AXES}:
-            what = f"axis {name!r} has no size; write {name}=2, or {name}=-1 for whatever is left"
-        else:
-            what = f"{name!r} is not one of {', '.join(DIALECTS)}{did_you_mean(name, DIALECTS)}"
-        marks.append((*item.span(), what))
-    return DIALECTS.get(name)
-
-
 def _read_item(
     item: re.Match[str], dialect: Dialect | None, sizes: dict[str, int], marks: list[tuple[int, int, str]]
 ) -> None:
     name, equals, value = item.group().partition("=")
     start, stop = item.span()
     if not equals:
-        marks.append(
-            (start, stop, f"{name!r} has no size; write {name}=2, or {name}=-1 for whatever is left")
-        )
+        marks.append((start, stop, _NO_SIZE.format(name)))
         return
     middle = start + len(name)
     problem = _name_problem(name, dialect, sizes)
