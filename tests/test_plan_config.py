@@ -91,6 +91,8 @@ def test_what_a_configuration_cannot_say_is_named(tmp_path: Path) -> None:
         "shared_expert_intermediate_size",
         "num_nextn_predict_layers",
     }
+    _, notes = read_config(written(tmp_path, {**QWEN3_MOE, "moe_layer_freq": [0, 1, 1]}))
+    assert notes[0].startswith("moe_layer_freq may change the sizes")
     model, notes = read_config(written(tmp_path, {"text_config": LLAMA, "vision_config": {"hidden_size": 1}}))
     assert model.total == 8_030_261_248
     assert notes == ["vision_config is not read: only the text model is counted"]

@@ -186,13 +186,6 @@ def test_a_weight_is_cut_as_torch_chunks_it(inputs: int, outputs: int, tp: int, 
     assert cut.even == ((outputs if style == "column" else inputs) % tp == 0)
 
 
-def test_the_worked_cuts() -> None:
-    column = cut_weight(1024, 512, tp=16, style="column")
-    assert {piece.shape for piece in column.pieces} == {(1024, 32)}
-    row = cut_weight(1024, 512, tp=16, style="row")
-    assert {piece.shape for piece in row.pieces} == {(64, 512)}
-
-
 @given(
     st.sampled_from(list(DIALECTS)),
     st.sampled_from(list(DIALECTS)),
