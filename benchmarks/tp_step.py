@@ -145,9 +145,10 @@ def by_hand(hidden: int, wide: int) -> nn.Module:
     """Return blocks of the two functions, filled with the reference's weights."""
     rank, blocks = dist.get_rank(), []
     for block in reference(hidden, wide):
-        rows, columns = block.first.weight.chunk(TP_SIZE, 0), block.second.weight.chunk(TP_SIZE, 1)
-        first = ByHand(_Column, rows[rank], block.first.bias.chunk(TP_SIZE)[rank])
-        blocks.append(Block(first, ByHand(_Row, columns[rank], block.second.bias)))
+        first: Any = block.first
+        second: Any = block.second
+        mine = ByHand(_Column, first.weight.chunk(TP_SIZE, 0)[rank], first.bias.chunk(TP_SIZE)[rank])
+        blocks.append(Block(mine, ByHand(_Row, second.weight.chunk(TP_SIZE, 1)[rank], second.bias)))
     return nn.Sequential(*blocks)
 
 
