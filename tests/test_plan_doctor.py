@@ -226,6 +226,24 @@ def test_a_problem_of_several_ranks_is_named_once() -> None:
     assert run.problems_of(found) == ["axis tp, ranks 0, 2: no end", "axis pp, rank 3: no end"]
 
 
+def with_a_failing_measurement() -> tuple[int, str, str]:
+    def fail(*_: object) -> None:
+        raise RuntimeError("Connection closed by peer\nand much more")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ["RANK"] == "1":
+            patch.setattr(run, "measure_group", fail)
+        return doctor("tp=2", "--timeout", "3")
+
+
+def test_a_measurement_that_fails_is_named_with_its_axis() -> None:
+    with limits_begin_with(2):
+        (status, out, _), (other, _, err) = run_ranks(2, with_a_failing_measurement, init=False)
+    assert (status, other) == (1, 1)
+    assert err == "namedmesh doctor: axis tp, rank 1: Connection closed by peer\n"
+    assert "wrong: " in out
+
+
 def that_ends(rank: int) -> tuple[int, str, str]:
     """One rank ends during the checks."""
     real = checks.check_groups

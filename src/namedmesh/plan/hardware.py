@@ -67,11 +67,6 @@ class Hardware:
         return self.peak[precision] * self.matmul[precision]
 
     @property
-    def attention_rate(self) -> float:
-        """The operations of fused attention in a second."""
-        return self.peak["bf16"] * self.attention
-
-    @property
     def memory_rate(self) -> float:
         """The bytes that elementwise kernels read or write in a second."""
         return self.memory_bandwidth * self.memory_fraction

@@ -185,8 +185,6 @@ def partitions_document(
     cells = [_cells(partition) for partition in shown]
     columns = tuple(cells[0]) if cells else ()
     columns = tuple(column for column in columns if column in _DENSE or any(row[column] for row in cells))
-    if not (shown and shown[0].job.model.experts):
-        columns = tuple(column for column in columns if column not in {"ep", "etp"})
     rows = tuple(tuple(row[column] for column in columns) for row in cells)
     struck = frozenset(i for i, partition in enumerate(shown) if not partition.fits)
     table = Table(columns, rows, struck, _OPTIONAL)
@@ -231,8 +229,13 @@ def _cells(partition: Partition) -> dict[str, Value]:
     if step is not None:
         sent = _largest(step.sent, " > ", lambda amount: f"{amount / 1e9:.3g}")
         time = _largest(step.seconds, ", ", lambda seconds: f"{seconds / step.total:.0%}")
+    sizes = (
+        partition.sizes
+        if partition.job.model.experts
+        else dict(zip(_DENSE, partition.sizes.values(), strict=False))
+    )
     return {
-        **partition.sizes,
+        **sizes,
         "micro batches": partition.micro_batches,
         "GB": round(memory.total / 1e9, 1) if memory is not None else None,
         "tokens/s": round(partition.tokens_per_second) or None,

@@ -176,7 +176,7 @@ def _computation(
     scores = 2 * tokens * (job.seq or 0) * (model.heads or 1) * (query + value) / axes.tp * share.layers
     attended_again = job.checkpointing == "full" or (job.checkpointing == "selective" and not job.is_torch)
     if job.fused_attention:
-        attended, backward = scores / 2 / hardware.attention_rate, _FUSED_BACKWARD
+        attended, backward = scores / 2 / (hardware.peak["bf16"] * hardware.attention), _FUSED_BACKWARD
     else:
         attended, backward = scores / hardware.matmul_rate("bf16"), 2.0
     loss = (model.vocab or 0) / axes.tp * loss_bytes(job, axes.tp) if share.last else 0.0

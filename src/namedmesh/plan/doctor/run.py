@@ -23,6 +23,7 @@ from namedmesh.making import agreed
 from namedmesh.options import normalized_backend
 from namedmesh.plan.core import resolve
 from namedmesh.plan.doctor.checks import (
+    Group,
     Speed,
     check_groups,
     first_line,
@@ -147,7 +148,7 @@ def _measured(
         if found[1]:  # a rank alone has nobody to agree with
             raise AgreementError(*problems_of({rank: found}))
         local = measure_work(device)
-        axes = {group.axis: measure_group(group, device, megabytes) for group in groups}
+        axes = {group.axis: _speed(group, rank, device, megabytes) for group in groups}
         report = RankReport(socket.gethostname(), host_identity(), gloo_address(), local, axes)
         links = measure_links(hosts_of_ranks(report.place, device), rank, device, megabytes)
         texts = {str(rank): json.dumps(report)}
@@ -156,6 +157,13 @@ def _measured(
             texts=lambda: texts, keys=lambda: [*map(str, ranks)] if rank == 0 else [], take=heard.update
         )
     return [RankReport.from_data(json.loads(text)) for text in heard.values()], links
+
+
+def _speed(group: Group, rank: int, device: torch.device, megabytes: float) -> Speed:
+    try:
+        return measure_group(group, device, megabytes)
+    except RuntimeError as error:
+        raise AgreementError(*problems_of({rank: (group.axis, first_line(error))})) from None
 
 
 def _problems_in(requests: Sequence[Mapping[str, str]]) -> list[str]:
