@@ -229,13 +229,9 @@ def _cells(partition: Partition) -> dict[str, Value]:
     if step is not None:
         sent = _largest(step.sent, " > ", lambda amount: f"{amount / 1e9:.3g}")
         time = _largest(step.seconds, ", ", lambda seconds: f"{seconds / step.total:.0%}")
-    sizes = (
-        partition.sizes
-        if partition.job.model.experts
-        else dict(zip(_DENSE, partition.sizes.values(), strict=False))
-    )
+    axes = AXES if partition.job.model.experts else _DENSE
     return {
-        **sizes,
+        **{axis: partition.sizes[axis] for axis in axes},
         "micro batches": partition.micro_batches,
         "GB": round(memory.total / 1e9, 1) if memory is not None else None,
         "tokens/s": round(partition.tokens_per_second) or None,
