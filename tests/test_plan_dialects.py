@@ -56,6 +56,8 @@ def test_experts_follow_the_tensor_parallel_size_of_megatron() -> None:
         DIALECTS["megatron"], {"tp": 2, "ep": 4, "etp": 1}, world_size=8, order="tp-ep-dp-pp-cp"
     )
     assert other.expert == Layout(pp=1, edp=2, ep=4, etp=1)
+    stages_last = layouts_for(PLAIN, {"tp": 2, "pp": 2, "ep": 2}, world_size=16, order="tp-ep-dp-pp")
+    assert stages_last.expert == Layout(pp=2, edp=2, ep=2, etp=2)
     last = layouts_for(PLAIN, {"tp": 2, "ep": -1, "edp": 2, "etp": 1}, world_size=16)
     assert last.expert == Layout(pp=1, edp=2, ep=8, etp=1)
 

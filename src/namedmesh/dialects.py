@@ -481,7 +481,8 @@ def _expert(
     kept = "dp_replicate" if "dp_replicate" in dialect.expert else None
     if kept is not None:
         names[kept] = kept
-    names |= {axis: "edp" for axis in _DATA if axis != kept and axis in tokens}
+    data = [axis for axis in _DATA if axis in dense] or _DATA  # an order may name only some of them
+    names |= {axis: "edp" for axis in data if axis != kept}
     axes = list(dict.fromkeys(names[token] for token in reversed(tokens) if token in names))
     etp = dense["tp"] if dialect.etp_follows_tp and "tp" in dense else 1
     inferred = -1 in [sizes.get(axis) for axis in EXPERT_AXES]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import permutations
 from math import gcd
 
 from namedmesh.dialects import DENSE, EXPERT, DialectLayout, layouts_for
-from namedmesh.errors import NamedMeshError, count_of
+from namedmesh.errors import count_of
 
 _BANDWIDTH_BOUND = ("tp", "etp", "ep")
 # What an order string names: where tp and dp stand decides where etp and edp do.
@@ -120,33 +119,23 @@ def bandwidth_bound(placed: tuple[Placement, ...]) -> list[Placement]:
 
 
 def better_order(arrangement: DialectLayout, block: int) -> str | None:
-    """Find an order of the axes, fastest first, under which tp and ep stay inside a block, close to the given one, if there is one."""
-    dialect, sizes = arrangement.dialect, dict(arrangement.dense.items())
-    if arrangement.expert is not None:
-        sizes |= {axis: size for axis, size in arrangement.expert.items() if axis not in sizes}
-    now = [axis for axis in reversed(arrangement.dense.axes) if axis in _TOKENS]
-    if arrangement.expert is not None:
-        fastest_data = min(now.index(axis) for axis in now if axis.startswith("dp"))
-        now.insert(fastest_data, "ep")
-    if not dialect.orderable or set(now) - {"ep"} != set(arrangement.dense.axes):
+    """Return the order of the axes, fastest first, with tp and ep in front, if that keeps them inside a block."""
+    dialect, dense, expert = arrangement.dialect, arrangement.dense, arrangement.expert
+    sizes = dict(dense.items())
+    tokens = [axis for axis in reversed(dense.axes) if axis in _TOKENS]
+    if not dialect.orderable or len(tokens) < len(dense):
         return None
-    candidates = sorted(permutations(now), key=lambda tokens: _moves(tokens, now))
-    for tokens in candidates:
-        try:
-            made = layouts_for(
-                dialect, sizes, world_size=arrangement.dense.world_size, order="-".join(tokens)
-            )
-        except NamedMeshError:  # the experts' pipelines would be other ranks
-            continue
-        if not bandwidth_bound(placements(made, block)):
-            return made.dense.order if made.expert is None else "-".join(tokens)
-    return None
-
-
-def _moves(tokens: tuple[str, ...], now: list[str]) -> int:
-    """Count the pairs of axes that are swapped."""
-    positions = [now.index(token) for token in tokens]
-    return sum(a > b for i, a in enumerate(positions) for b in positions[i + 1 :])
+    places = {"tp": 0, "ep": 1}
+    if expert is not None:
+        sizes = dict(expert.items()) | sizes
+        fastest_data = min(tokens.index(axis) for axis in tokens if axis.startswith("dp"))
+        tokens.insert(fastest_data, "ep")
+        places["pp"] = 3  # in the middle, the experts' pipelines would be other ranks
+    order = "-".join(sorted(tokens, key=lambda token: places.get(token, 2)))
+    made = layouts_for(dialect, sizes, world_size=dense.world_size, order=order)
+    if bandwidth_bound(placements(made, block)):
+        return None
+    return order if expert is not None else made.dense.order
 
 
 def node_warnings(
