@@ -25,6 +25,8 @@ _FEW, _SOME = 16, 128
 _SHORT = 4  # letters of an axis of which two fit on a line
 _TICKS = 16
 _NESTED, _LEVELS = 32, 3  # ranks and axes that are drawn as boxes in boxes
+Rect = tuple[float, float, float, float]
+"""The left, the top, the width and the height."""
 
 
 def draw_svg(plan: Plan, *, color_by: str | None = None) -> str:
@@ -77,20 +79,11 @@ class Drawing:
         self.width = width
         self.parts: list[str] = []
 
-    def rect(  # noqa: PLR0917  as SVG has them
-        self,
-        x: float,
-        y: float,
-        width: float,
-        height: float,
-        classes: str = "",
-        rounded: int = 0,
-        *,
-        fill: str = "",
-        title: str = "",
+    def rect(
+        self, box: Rect, classes: str = "", rounded: int = 0, *, fill: str = "", title: str = ""
     ) -> None:
         """Draw a rectangle, in the paint of classes or in a color; a title shows when the mouse is over it."""
-        place = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
+        place = 'x="{:g}" y="{:g}" width="{:g}" height="{:g}"'.format(*box)
         named = {"class": classes, "fill": fill, "rx": rounded}
         paint = "".join(f' {name}="{value}"' for name, value in named.items() if value)
         end = f"><title>{escape(title)}</title></rect>" if title else "/>"
@@ -144,7 +137,7 @@ class _Picture(Drawing):
             x = _MARGIN + number % wide * (block_width + size.pad)
             y = top + number // wide * (block_height + size.pad)
             if frame:
-                self.rect(x, y, block_width, block_height, "paper edge domain", 14)
+                self.rect((x, y, block_width, block_height), "paper edge domain", 14)
                 self.text(x + frame, y + frame + 8, block[0].around, 13, "soft")
                 y += _LABEL
             for place, box in enumerate(block):
@@ -172,12 +165,12 @@ class _Picture(Drawing):
             y = top + block // across * (tall + 60) + 22
             if slow:
                 self.text(x + wide / 2, y - 8, f"{_short(slow, 24)} = {block}", 15, "slow", anchor="middle")
-                self.rect(x, y, wide, tall, "outer rim", 14)
+                self.rect((x, y, wide, tall), "outer rim", 14)
             for line in range(lines):
                 at = y + 12 + line * (high + 20)
                 if middle:
                     self.text(x + 10, at + high / 2 + 9, f"{_short(middle, 12)} {line}", 13, "middle")
-                self.rect(x + gutter - 6, at, columns * step + 4, high + 8, "inner line", 12)
+                self.rect((x + gutter - 6, at, columns * step + 4, high + 8), "inner line", 12)
                 for column in range(columns):
                     rank = (block * lines + line) * columns + column
                     self._cell(Cell(rank, 1), x + gutter + column * step + 2, at + 8, nested=True)
@@ -208,14 +201,14 @@ class _Picture(Drawing):
             wide = 34 + 9 * len(name)
             if x + wide > self.width - _MARGIN:
                 x, y = _MARGIN, y + 24
-            self.rect(x, y, 18, 18, "edge", 4, fill=colors[at * len(colors) // size].fill)
+            self.rect((x, y, 18, 18), "edge", 4, fill=colors[at * len(colors) // size].fill)
             self.text(x + 24, y + 14, name, 14)
             x += wide
         return y + 36
 
     def _box(self, box: Box, x: int, y: int, width: int, height: int) -> None:
         if box.label:
-            self.rect(x, y, width, height, "node edge", 10)
+            self.rect((x, y, width, height), "node edge", 10)
             self.text(x + self.size.pad, y + self.size.pad + 6, box.label, 13, "soft")
             y += _LABEL
         for number, row in enumerate(box.rows):
@@ -247,12 +240,12 @@ class _Picture(Drawing):
             f'<g class="rank" data-rank="{cell.first}"><title>{escape(self.grid.describe(cell))}</title>'
         )
         if plain:
-            self.rect(x, y, size.width, size.height, rounded=5, fill=colors[0].fill)
+            self.rect((x, y, size.width, size.height), rounded=5, fill=colors[0].fill)
         else:
-            self.rect(x, y, size.width, size.height, "paper edge" if nested else "node", 5)
+            self.rect((x, y, size.width, size.height), "paper edge" if nested else "node", 5)
             stripe = size.width / max(1, len(colors))
             for number, shade in enumerate(colors):
-                self.rect(x + number * stripe, y + size.height - 6, stripe, 6, fill=shade.fill)
+                self.rect((x + number * stripe, y + size.height - 6, stripe, 6), fill=shade.fill)
         words = [] if nested else self._words(cell)
         label = f"rank {cell.label}" if nested else cell.label
         line = y + (size.height - size.font - len(words) * (size.small + 2)) / 2 + size.font * 0.82

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.plan.cells import shades
 from namedmesh.plan.spec import size_problems
-from namedmesh.plan.svg import Drawing
+from namedmesh.plan.svg import Drawing, Rect
 from namedmesh.plan.tables import Document, Table
 
 if TYPE_CHECKING:
@@ -92,10 +92,10 @@ def _description(weight: Weight) -> str:
     return f"{shape}, " + ("whole on every rank" if weight.dim is None else f"dim {weight.dim} sharded")
 
 
-def _draw_shards(drawing: Drawing, weight: Weight, box: tuple[float, float, float, float]) -> None:
+def _draw_shards(drawing: Drawing, weight: Weight, box: Rect) -> None:
     total = sum(weight.sizes)
     if weight.dim is None or not total:
-        drawing.rect(*box, "node edge")
+        drawing.rect(box, "node edge")
         return
     colors, start = shades(len(weight.sizes)), 0
     for rank, size in enumerate(weight.sizes):
@@ -107,11 +107,11 @@ def _draw_shards(drawing: Drawing, weight: Weight, box: tuple[float, float, floa
             x, width = x + start / total * width, size / total * width
         indices = ", ".join([":"] * weight.dim + [f"{start}:{start + size}"])
         title = f"rank {rank}: {weight.name}[{indices}]"
-        drawing.rect(x, y, width, height, "shard", fill=shade.fill, title=title)
+        drawing.rect((x, y, width, height), "shard", fill=shade.fill, title=title)
         if len(weight.sizes) <= _NUMBERED and min(width, height) >= _SHORTEST - 2:
             drawing.text(x + width / 2, y + height / 2 + 4, str(rank), 11, fill=shade.text, anchor="middle")
         start += size
-    drawing.rect(*box, "edge", fill="none")
+    drawing.rect(box, "edge", fill="none")
 
 
 @dataclass(frozen=True)
