@@ -20,11 +20,10 @@ from namedmesh.plan import (
     estimate_step,
     load_hardware,
 )
-from namedmesh.plan.communication import collective, context_parallel
 from namedmesh.plan.hardware import hardware_names
 from namedmesh.plan.job import Axes, axes_of, bubble, in_flight, share_of
 from namedmesh.plan.memory import saved
-from namedmesh.plan.step import layer_bytes
+from namedmesh.plan.step import collective, context_parallel, layer_bytes
 from namedmesh.sizes import stage_range
 
 LLAMA_8B = Model(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256)

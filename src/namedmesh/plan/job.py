@@ -155,6 +155,11 @@ class Job:
         return self.trainer == "torch"
 
     @property
+    def passes(self) -> int:
+        """How often a layer is computed: forward, backward, and perhaps again."""
+        return 3 if self.checkpointing == "full" else 2
+
+    @property
     def gathers(self) -> bool:
         """Whether weights are sharded, and gathered to compute."""
         return self.stage == WHOLE_WEIGHTS

@@ -11,8 +11,8 @@ from namedmesh.plan.job import Axes, Job, Share, axes_of, in_flight, kv_heads_on
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_REDUCED = 4
-"""Bytes of a gradient while FSDP2 accumulates and reduces it: torchtitan's ``reduce_dtype`` is float32."""
+REDUCED = 4
+"""Bytes of a gradient that is accumulated or on its way: torchtitan's ``reduce_dtype`` is float32, as Megatron's."""
 _FP8, _FP12 = 1.0, 1.5
 _PREFETCHED = 2  # FSDP2 gathers the next layer while one computes
 # Bytes that the loss needs for each logit. Eager, in float32: the logits, their log-softmax, its gradient and that of the
@@ -187,12 +187,12 @@ def _gathered(job: Job, held: Parameters, pp: int, *, accumulates: bool) -> tupl
     Gradients accumulate beside the most activations where a forward follows the first backward.
     """
     number, layer = job.number_bytes, held.layer + held.expert_layer
-    reduced = _REDUCED * layer
+    reduced = REDUCED * layer
     if pp == 1:
         return number * held.ends, (_PREFETCHED + 1) * number * layer + reduced + number * held.ends
     # In a pipeline weights stay gathered, and gradients are reduced after the last micro-batch.
     whole = held.shared + held.experts
-    accumulated = _REDUCED * whole if accumulates else 0.0
+    accumulated = REDUCED * whole if accumulates else 0.0
     return number * whole + accumulated, number * layer + reduced
 
 

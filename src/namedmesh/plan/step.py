@@ -1,4 +1,4 @@
-"""Estimate the seconds of a training step, by what they go to."""
+"""Estimate the seconds of a training step, by what they go to, and what a rank sends over each axis."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from namedmesh.plan import communication as send
 from namedmesh.plan.job import Axes, Job, Share, axes_of, bubble, kv_heads_on_rank, shares
-from namedmesh.plan.memory import Parameters, feed_forward, loss_bytes, parameters_of, saved
+from namedmesh.plan.memory import REDUCED, Parameters, feed_forward, loss_bytes, parameters_of, saved
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from namedmesh.plan.hardware import Hardware
+
+# Seconds of one hop of a ring, NVLink and network, and of a hop of a tree over the network: NCCL src/graph/tuning.cc.
+_HOP_INSIDE, _HOP_ACROSS = 3.4e-6, 9.6e-6
 # Operations of fused attention's backward pass, in those of its forward: five products for two (Dao, FlashAttention-2,
 # 2023, section 3.1). Otherwise two for one, as for any product.
 _FUSED_BACKWARD = 2.5
@@ -109,10 +112,10 @@ def _of_share(job: Job, axes: Axes, share: Share) -> Step:
     work = _computation(job, axes, share, tokens, held)
     if count > 1 and not _reduces_each(job, axes):
         work["elementwise"][1] += _ACCUMULATED * (held.shared + held.experts) / job.hardware.memory_rate
-    traffic = dict(zip(("tp", "etp"), send.tensor_parallel(job, axes, share, tokens), strict=True))
-    traffic["cp"], gradients = send.context_parallel(job, axes, share, tokens)
-    traffic["ep"] = send.expert_parallel(job, axes, share, tokens)
-    traffic["pp"] = send.pipeline_parallel(job, axes, tokens)
+    traffic = dict(zip(("tp", "etp"), tensor_parallel(job, axes, share, tokens), strict=True))
+    traffic["cp"], gradients = context_parallel(job, axes, share, tokens)
+    traffic["ep"] = expert_parallel(job, axes, share, tokens)
+    traffic["pp"] = pipeline_parallel(job, axes, tokens)
     seconds = {part: sum(both) for part, both in work.items()}
     computing, attention = sum(seconds.values()), seconds["attention"]
     waits = {axis: one.seconds for axis, one in traffic.items()}
@@ -183,7 +186,7 @@ def _computation(
     moved = [loss, loss]
     for layers, experts in ((share.dense, False), (share.expert, True)):
         if layers:
-            one = layer_bytes(job, axes, experts=experts)
+            one = layer_bytes(job, axes._replace(pp=1, dp=1, ep=1), experts=experts)
             moved = [moved[0] + one.forward * layers, moved[1] + one.backward * layers]
     return {
         "matmul": [products + head, products * 2 + again + 2 * head],
@@ -211,14 +214,23 @@ def _copies(job: Job, axes: Axes, held: Parameters, gathers: int) -> float:
     sharded = held.shared if axes.data > 1 else 0.0
     sharded += held.experts if axes.edp > 1 else 0.0
     number = job.number_bytes
-    return (gathers * 2 * number + number + send.REDUCED) * sharded / job.hardware.memory_rate
+    return (gathers * 2 * number + number + REDUCED) * sharded / job.hardware.memory_rate
 
 
 def _data_parallel(  # noqa: PLR0917  what it is computed from
     job: Job, axes: Axes, share: Share, held: Parameters, work: dict[str, list[float]], rounds: int
 ) -> tuple[float, float]:
-    """Return the seconds of gathers and reductions that do not hide, and the bytes sent."""
-    gather, reduce = send.data_parallel(job, axes, held)
+    """Return the seconds of gathers of weights and reductions of gradients that do not hide, and the bytes sent.
+
+    At stage 0 gradients are all-reduced: reduced and gathered. From stage 1 on weights are gathered, in bf16; source: the
+    ZeRO paper, section 7. The axes are dp with cp, and for routed experts edp.
+    """
+    gather = reduce = Traffic()
+    groups = ((held.shared, axes.data, axes.tp), (held.experts, axes.edp, axes.etp * axes.ep))
+    for count, size, stride in groups:
+        reduced = collective(job.hardware, REDUCED * count, size, stride)
+        reduce += reduced
+        gather += collective(job.hardware, job.number_bytes * count, size, stride) if job.stage else reduced
     each = gather + reduce
     if _reduces_each(job, axes):
         each += gather
@@ -240,13 +252,9 @@ class Passes(NamedTuple):
     backward: float
 
 
-def layer_bytes(job: Job, axes: Axes, *, experts: bool) -> Passes:
-    """Return the bytes of one layer."""
-    return _layer_bytes(job, axes._replace(pp=1, dp=1, ep=1), experts)  # many layouts share the others
-
-
 @lru_cache(maxsize=4096)
-def _layer_bytes(job: Job, axes: Axes, experts: bool) -> Passes:
+def layer_bytes(job: Job, axes: Axes, *, experts: bool) -> Passes:
+    """Return the bytes of one layer, whatever the sizes of pp, dp and ep."""
     one = saved(job, axes, experts=experts)
     forward, backward = _FORWARD * one.all, _BACKWARD * one.all + _AGAIN * (one.all - one.kept)
     again = {"full": 1.0, "op": 0.5}.get(job.checkpointing, 0.0)  # of products; of the rest, all or nothing
@@ -296,3 +304,96 @@ def _operands(job: Job, axes: Axes, experts: bool) -> tuple[float, float]:
     inner = feed_forward(job, axes, experts=experts)
     made = heads * query + kv_heads_on_rank(model, tp) * (query + value) + inner.gradients
     return 2 * hidden + heads * output + inner.width, 2 * hidden + made
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The bytes that one rank sends over an axis for one micro-batch, or for a step, and the seconds it takes alone."""
+
+    sent: float = 0.0
+    seconds: float = 0.0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.sent + other.sent, self.seconds + other.seconds)
+
+    def __mul__(self, times: float) -> Traffic:
+        return Traffic(self.sent * times, self.seconds * times)
+
+
+def collective(hardware: Hardware, whole: float, size: int, stride: int) -> Traffic:
+    """Return an all-gather or a reduce-scatter of ``whole`` bytes round a ring of ``size`` ranks, ``stride`` apart."""
+    if size == 1:
+        return Traffic()
+    sent = whole * (size - 1) / size
+    across = -(-size // hardware.members(size, stride)) - 1
+    latency = (size - 1 - across) * _HOP_INSIDE + across * _HOP_ACROSS
+    return Traffic(sent, sent / hardware.bandwidth(size, stride) + latency)
+
+
+def tensor_parallel(job: Job, axes: Axes, share: Share, tokens: float) -> tuple[Traffic, Traffic]:
+    """Return the traffic of a micro-batch over tp and over etp.
+
+    Each half of a layer gathers or reduces the residual stream at both ends, forward and backward: an all-gather and a
+    reduce-scatter with sequence parallelism, an all-reduce without (Korthikanti et al., section 4.2.2); once more where the
+    layer is computed again. Routed experts do that over etp, with their own tokens.
+    """
+    model = job.model
+    stream = tokens * (model.hidden or 0) * job.number_bytes
+    halves = 2 * share.dense + (2 if model.shared_experts else 1) * share.expert
+    tp = collective(job.hardware, stream, axes.tp, 1) * (2 * job.passes * halves)
+    routed = stream / axes.tp * model.top_k * axes.etp
+    etp = collective(job.hardware, routed, axes.etp, 1) * (2 * job.passes * share.expert)
+    return tp, etp
+
+
+def context_parallel(job: Job, axes: Axes, share: Share, tokens: float) -> tuple[Traffic, Traffic]:
+    """Return the traffic of a micro-batch over cp: of keys and values, forward and backward, and of their gradients.
+
+    They are gathered, and gradients exchanged, or both go round a ring (Liu, Zaharia and Abbeel, "Ring Attention with Blockwise
+    Transformers", 2023). torch's ``context_parallel`` gathers them all, and sends gradients of float32 round a ring, with a hop
+    more; torchtitan's Llama repeats the heads of keys and values for all its queries before (its ``repeat_kv``). Latent
+    attention has as many heads as queries.
+    """
+    if axes.cp == 1:
+        return Traffic(), Traffic()
+    query, value, _ = job.model.features
+    heads = float(kv_heads_on_rank(job.model, axes.tp))
+    is_torchs = job.keys_over_cp == "torch"
+    if job.model.kv_rank or is_torchs:
+        heads = (job.model.heads or 1) / axes.tp
+    whole = tokens * heads * (query + value) * job.number_bytes * axes.cp
+    once = collective(job.hardware, whole, axes.cp, axes.tp) * share.layers
+    gradients = once * (4 / job.number_bytes * axes.cp / (axes.cp - 1)) if is_torchs else once
+    return once * job.passes, gradients
+
+
+def expert_parallel(job: Job, axes: Axes, share: Share, tokens: float) -> Traffic:
+    """Return the traffic of a micro-batch over ep: tokens go to their experts and back, forward and backward.
+
+    Source: Lepikhin et al., "GShard", 2020, section 3. What leaves the domain goes through the rank's own NIC, once for
+    each group of experts where their number is limited (DeepSeek-V3, section 3.2.2); the rest over the fast links, meanwhile.
+    """
+    if axes.ep == 1 or not share.expert:
+        return Traffic()
+    model, hardware = job.model, job.hardware
+    members = hardware.members(axes.ep, axes.etp)
+    one = tokens / axes.tp * (model.hidden or 0) * job.number_bytes
+    outside = (axes.ep - members) / axes.ep * one * min(model.top_k, model.expert_groups or model.top_k)
+    inside = (members - 1) / axes.ep * one * model.top_k
+    seconds = max(outside / hardware.nic_rate, inside / hardware.domain_rate)
+    return Traffic(outside + inside, seconds) * (2 * job.passes * share.expert)
+
+
+def pipeline_parallel(job: Job, axes: Axes, tokens: float) -> Traffic:
+    """Return the traffic of a micro-batch over pp: activations go to the next stage, and their gradients back.
+
+    The tensor-parallel ranks send a part each, and gather the whole where it is not sharded over the sequence (Narayanan et
+    al., SC 2021, section 4.1).
+    """
+    if axes.pp == 1:
+        return Traffic()
+    whole = tokens * (job.model.hidden or 0) * job.number_bytes
+    once = Traffic(whole / axes.tp, whole / axes.tp / job.hardware.bandwidth(axes.pp, axes.tp * axes.data))
+    if not job.sequence_parallel:
+        once += collective(job.hardware, whole, axes.tp, 1)
+    return once * (2 * job.stages_per_rank)
