@@ -109,7 +109,7 @@ def _of_share(job: Job, axes: Axes, share: Share) -> Step:
     count = job.micro_batches(axes.dp) or 1
     tokens = job.micro_batch * (job.seq or 0) / axes.cp
     held = parameters_of(job, axes, share)
-    work = _computation(job, axes, share, tokens, held)
+    work = _computation(job, axes._replace(pp=1, dp=1, ep=1), share, tokens, held)
     if count > 1 and not _reduces_each(job, axes):
         work["elementwise"][1] += _ACCUMULATED * (held.shared + held.experts) / job.hardware.memory_rate
     traffic = dict(zip(("tp", "etp"), tensor_parallel(job, axes, share, tokens), strict=True))
@@ -186,7 +186,7 @@ def _computation(
     moved = [loss, loss]
     for layers, experts in ((share.dense, False), (share.expert, True)):
         if layers:
-            one = layer_bytes(job, axes._replace(pp=1, dp=1, ep=1), experts=experts)
+            one = layer_bytes(job, axes, experts)
             moved = [moved[0] + one.forward * layers, moved[1] + one.backward * layers]
     return {
         "matmul": [products + head, products * 2 + again + 2 * head],
@@ -253,8 +253,8 @@ class Passes(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def layer_bytes(job: Job, axes: Axes, *, experts: bool) -> Passes:
-    """Return the bytes of one layer, whatever the sizes of pp, dp and ep."""
+def layer_bytes(job: Job, axes: Axes, experts: bool) -> Passes:
+    """Return the bytes of one layer, which many layouts share: those that differ in pp, dp and ep."""
     one = saved(job, axes, experts=experts)
     forward, backward = _FORWARD * one.all, _BACKWARD * one.all + _AGAIN * (one.all - one.kept)
     again = {"full": 1.0, "op": 0.5}.get(job.checkpointing, 0.0)  # of products; of the rest, all or nothing
