@@ -51,10 +51,10 @@ def _hash(value: object) -> float:
     return _exactly(digest(str(value)))
 
 
-def differing(mesh: NamedMesh | None, names: Sequence[str], table: Tensor) -> list[str]:
-    """Return the names of the entries that are not the same on all ranks that have them; communicates."""
+def differing(mesh: NamedMesh | None, names: Sequence[str], table: Tensor) -> dict[str, list[float]]:
+    """Return the entries that are not the same on all ranks that have them, and this rank's numbers of each; communicates."""
     if mesh is None:
-        return []
+        return {}
     ids = torch.tensor([_hash(name) for name in names], dtype=torch.float64)
     bounds = torch.cat([table, -table], 1)
     axes = dict.fromkeys(axis for layout in (mesh.layout, *mesh.views.values()) for axis in layout)
@@ -65,7 +65,8 @@ def differing(mesh: NamedMesh | None, names: Sequence[str], table: Tensor) -> li
     limits = torch.zeros_like(high)
     limits[:, _NUMBERS] = _TOLERANCE * torch.maximum(high.abs(), low.abs())[:, _NUMBERS].amax(1, keepdim=True)
     same = (high - low <= limits).all(1)
-    return [name for name, each in zip(names, same.tolist(), strict=True) if not each]
+    rows = zip(names, table[:, _NUMBERS].tolist(), same.tolist(), strict=True)
+    return {name: numbers for name, numbers, each in rows if not each}
 
 
 def _reduced(mesh: NamedMesh, axis: str, ids: Tensor, bounds: Tensor) -> Tensor:
@@ -125,36 +126,21 @@ def _sample(entry: Entry) -> Tensor:
 
 
 Detail = tuple["tuple[int, ...] | None", "tuple[object, ...]", "list[float]"]
-
-
-@torch.no_grad()
-def details(entries: Mapping[str, Entry]) -> dict[str, Detail]:
-    """Return what tells :func:`contradictions` how entries differ."""
-    rows = _numbers(entries).tolist()
-    return {
-        name: (each.shape, each.shard, row) for (name, each), row in zip(entries.items(), rows, strict=True)
-    }
+"""The shape of the whole, the part of it, and the numbers of an entry that differs."""
 
 
 def shown(name: str) -> str:
     """Return the name of an entry as messages have it."""
-    return repr(name.removesuffix("#").partition(".")[2])
+    return repr(name.partition(".")[2])
 
 
 def contradictions(by_rank: Sequence[Mapping[str, Detail]]) -> list[str]:
     """Return how names stand for different tensors on different ranks, one sentence for each way."""
-    shapes: dict[str, tuple[object, int]] = {}
-    seen: dict[object, tuple[list[float], int]] = {}
-    found: dict[str, str] = {}
+    ranks_of: dict[str, dict[int, Detail]] = {}
     for rank, entries in enumerate(by_rank):
-        for name, (shape, shard, numbers) in entries.items():
-            first_shape, first = shapes.setdefault(name, (shape, rank))
-            if shape != first_shape:
-                found.setdefault(name, f"shape {first_shape} on rank {first} and {shape} on rank {rank}")
-            first_numbers, first = seen.setdefault((name, shard), (numbers, rank))
-            pairs = list(zip(numbers, first_numbers, strict=True))
-            if max(abs(a - b) for a, b in pairs) > _TOLERANCE * max(abs(number) for number in pairs[0]):
-                found.setdefault(name, f"other values on rank {rank} than on rank {first}")
+        for name, entry in entries.items():
+            ranks_of.setdefault(name, {})[rank] = entry
+    found = {name: _how_it_differs(entries) for name, entries in ranks_of.items()}
     by_cause: dict[str, list[str]] = {}
     for name, what in found.items():
         by_cause.setdefault(what, []).append(shown(name))
@@ -164,3 +150,17 @@ def contradictions(by_rank: Sequence[Mapping[str, Detail]]) -> list[str]:
         "tensor_model_parallel and partition_dim"
         for what, names in by_cause.items()
     ]
+
+
+def _how_it_differs(entries: Mapping[int, Detail]) -> str:
+    first, (shape, shard, numbers) = next(iter(entries.items()))
+    for rank, (other, _, _) in entries.items():
+        if other != shape:
+            return f"shape {shape} on rank {first} and {other} on rank {rank}"
+    distance = {
+        rank: max(abs(one - other) for one, other in zip(numbers, others, strict=True))
+        for rank, (_, part, others) in entries.items()
+        if part == shard
+    }
+    farthest = max(distance, key=lambda rank: distance[rank])
+    return f"other values on rank {farthest} than on rank {first}"

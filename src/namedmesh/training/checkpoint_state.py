@@ -2,7 +2,7 @@
 
 An entry is *sharded* (a DTensor, or a shard with Megatron's marks), *shared* (the same on every rank that has it), or *per
 rank*. A name is ``model.NAME``, ``optimizer.PARAMETER:KEY``, ``group.HASH`` (the options of some parameters), ``data.NUMBER``
-or ``random.NAME``; ``rank.N.`` stands before what is per rank, and ``#`` behind what is no tensor.
+or ``random.NAME``; ``rank.N.`` stands before what is per rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from namedmesh.errors import CheckpointError, listing
 from namedmesh.training.checkpoint_compare import shown
-from namedmesh.training.contents import decoded, digest, encoded
+from namedmesh.training.contents import digest, plain
 from namedmesh.training.initialization import plain_name, shard_of
 from namedmesh.training.seeds import streams
 
@@ -77,7 +77,7 @@ class State:
         for optimizer in self.optimizers:
             self._add_optimizer(optimizer)
         for number, loader in enumerate(self.loaders):
-            self._add(f"data.{number}#", loader.state_dict())
+            self._add(f"data.{number}", loader.state_dict())
         for name, state in self._random().items():
             self._add(f"random.{name}", state)
         if self._problems:
@@ -106,7 +106,7 @@ class State:
                     self._add(f"model.{name}", value, value, averaged=averaged)
                     self.names.setdefault(id(value), name)
                 elif value is not None:
-                    self._add(f"model.{name}#", value)
+                    self._add(f"model.{name}", value)
 
     def _add_optimizer(self, optimizer: Optimizer) -> None:
         parameters = self.parameters(optimizer)
@@ -124,14 +124,12 @@ class State:
                 continue
             name, parameter = parameters[index]
             for key, value in kept.items():
-                if isinstance(value, Tensor):
-                    alike = value.shape == parameter.shape and value.ndim > 0 and value.is_floating_point()
-                    averaged = alike and not isinstance(parameter, DTensor)
-                    self._add(f"optimizer.{name}:{key}", value, parameter, averaged=averaged)
-                else:
-                    self._add(f"optimizer.{name}:{key}#", value)
+                averaged = False
+                if isinstance(value, Tensor) and value.ndim and not isinstance(parameter, DTensor):
+                    averaged = value.shape == parameter.shape and value.is_floating_point()
+                self._add(f"optimizer.{name}:{key}", value, parameter, averaged=averaged)
         for content in groups_of(optimizer, parameters):
-            name = f"group.{digest(content):x}#"
+            name = f"group.{digest(content):x}"
             if name not in self.entries:
                 self._add(name, content)
 
@@ -181,14 +179,14 @@ class State:
         shape[dim] *= self.mesh.size(axis)
         return (*cut, self.mesh.rank(axis)), tuple(shape)
 
-    def encoded(self) -> dict[str, Tensor]:
-        """Return all entries that are no tensors as a checkpoint holds them.
+    def objects(self) -> dict[str, Any]:
+        """Return copies of all entries that are no tensors.
 
         Raises:
             CheckpointError: one is no plain data.
         """
         return {
-            name: encoded(entry.value, shown(name))
+            name: plain(entry.value, shown(name))
             for name, entry in self.entries.items()
             if not isinstance(entry.value, Tensor)
         }
@@ -214,7 +212,7 @@ class State:
             return whole(empty, parameter, self.mesh, exchange=False)
         return torch.empty(shape, dtype=dtype)
 
-    def put_model(self, loaded: Mapping[str, Tensor]) -> None:
+    def put_model(self, loaded: Mapping[str, Any]) -> None:
         """Load parameters, buffers and extra states through ``load_state_dict``."""
         for module in self.modules:
             found: dict[str, Any] = {}
@@ -222,8 +220,6 @@ class State:
                 name = f"model.{plain_name(raw)}"
                 if name in loaded:
                     found[raw] = loaded[name]
-                elif f"{name}#" in loaded:
-                    found[raw] = decoded(loaded[f"{name}#"])
             module.load_state_dict(found, strict=False)
 
     def put_random(self, loaded: Mapping[str, Tensor]) -> None:
