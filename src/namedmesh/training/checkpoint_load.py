@@ -18,6 +18,7 @@ from namedmesh.errors import CheckpointError, listing
 from namedmesh.training import checkpoint_files as files
 from namedmesh.training.checkpoint_compare import shown
 from namedmesh.training.checkpoint_state import State, groups_of, local
+from namedmesh.training.seeds import streams
 
 if TYPE_CHECKING:
     import os
@@ -250,10 +251,8 @@ class _Loading:
             state.put_optimizer(optimizer, self._options, kept)
         for number, loader in enumerate(state.loaders):
             loader.load_state_dict(found[f"data.{number}"])
-        prefix = "random."
-        state.put_random(
-            {name.removeprefix(prefix): each for name, each in found.items() if name.startswith(prefix)}
-        )
+        random = {name: each for name, each in found.items() if name.startswith("random.")}
+        streams.load_state_dict({name.removeprefix("random."): each for name, each in random.items()})
 
 
 def _other_options(

@@ -32,23 +32,18 @@ if TYPE_CHECKING:
 
 
 class Entry(NamedTuple):
-    """One thing that a rank has to save, and what ranks compare of it.
-
-    Attributes:
-        value: what it is.
-        parameter: the parameter whose part it is, or which it is.
-        may_be_averaged: whether copies that differ have a mean, for a layout in which nobody is the rank that had one of them.
-        shape: that of the whole, which has to be the same everywhere; None where it may differ.
-        shard: which part of the whole this rank has; empty for all of it.
-        exact: whether every bit counts.
-    """
+    """One thing that a rank has to save, and what ranks compare of it."""
 
     value: Any
-    parameter: Tensor | None
-    may_be_averaged: bool
-    shape: tuple[int, ...] | None
-    shard: tuple[object, ...]
-    exact: bool
+    parameter: Tensor | None  # the one whose part it is, or which it is
+    may_be_averaged: (
+        bool  # copies that differ have a mean, for a layout in which nobody is the rank that had one of them
+    )
+    shape: (
+        tuple[int, ...] | None
+    )  # that of the whole, which has to be the same everywhere; None where it may differ
+    shard: tuple[object, ...]  # which part of the whole this rank has; empty for all of it
+    exact: bool  # every bit counts
 
 
 class State:
@@ -62,6 +57,8 @@ class State:
         self, mesh: NamedMesh | None, model: Model, optimizers: Optimizers = None, data: object = None
     ) -> None:
         self.mesh = mesh
+        if mesh is not None:
+            streams.follow(mesh.device)
         modules = [model] if isinstance(model, nn.Module) else list(model)
         self.modules = [
             each.module if isinstance(each, DistributedDataParallel) else each for each in modules
@@ -78,7 +75,7 @@ class State:
             self._add_optimizer(optimizer)
         for number, loader in enumerate(self.loaders):
             self._add(f"data.{number}", loader.state_dict())
-        for name, state in self._random().items():
+        for name, state in streams.state_dict().items():
             self._add(f"random.{name}", state)
         if self._problems:
             raise CheckpointError(*self._problems)
@@ -133,13 +130,6 @@ class State:
             if name not in self.entries:
                 self._add(name, content)
 
-    def _random(self) -> dict[str, Tensor]:
-        states = streams.state_dict()
-        if self.mesh is not None and self.mesh.device.type not in states:
-            device = self.mesh.device
-            states[device.type] = torch.get_device_module(device).get_rng_state(device)
-        return states
-
     def parameters(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
         """Return an optimizer's parameters with their names, in the order in which torch numbers them."""
         return [
@@ -166,18 +156,13 @@ class State:
         """Return which part of a tensor this rank has, empty for all of it, and the shape of the whole."""
         if not isinstance(value, Tensor):
             return (), ()
-        if isinstance(value, DTensor):
-            where: Sequence[int] = value.device_mesh.get_coordinate() or []
-            placed = zip(value.placements, value.device_mesh.shape, where, strict=False)
-            shard = tuple((str(each), size, place) for each, size, place in placed if not each.is_replicate())
-            return shard or ("whole",), tuple(value.shape)
-        shape = list(value.shape)
-        cut = shard_of(parameter, self.mesh)
-        if cut is None or self.mesh is None or parameter is None or value.shape != parameter.shape:
-            return (), tuple(shape)
-        axis, dim, _ = cut
-        shape[dim] *= self.mesh.size(axis)
-        return (*cut, self.mesh.rank(axis)), tuple(shape)
+        value = whole(value, parameter, self.mesh, exchange=False)
+        if not isinstance(value, DTensor):
+            return (), tuple(value.shape)
+        where: Sequence[int] = value.device_mesh.get_coordinate() or []
+        placed = zip(value.placements, value.device_mesh.shape, where, strict=False)
+        shard = tuple((str(each), size, place) for each, size, place in placed if not each.is_replicate())
+        return shard or ("whole",), tuple(value.shape)
 
     def objects(self) -> dict[str, Any]:
         """Return copies of all entries that are no tensors.
@@ -221,13 +206,6 @@ class State:
                 if name in loaded:
                     found[raw] = loaded[name]
             module.load_state_dict(found, strict=False)
-
-    def put_random(self, loaded: Mapping[str, Tensor]) -> None:
-        """Let random generators and streams go on as they were."""
-        streams.load_state_dict(loaded)
-        if self.mesh is not None and self.mesh.device.type != "cpu" and self.mesh.device.type in loaded:
-            device = self.mesh.device
-            torch.get_device_module(device).set_rng_state(loaded[device.type], device)
 
     def put_optimizer(
         self,
