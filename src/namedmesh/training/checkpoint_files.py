@@ -96,11 +96,7 @@ def is_whole(path: Path) -> bool:
 
 
 def make_room(path: Path) -> str:
-    """Make the directory that tensors are written to, after what interrupted saves left is removed; returns its name.
-
-    Raises:
-        CheckpointError: ``path`` is something else than a checkpoint.
-    """
+    """Make the directory that tensors are written to, unless the path is no checkpoint's, and remove what interrupted saves left."""
     clear(path)
     if path.exists() and not is_whole(path) and not (path.is_dir() and not any(path.iterdir())):
         raise CheckpointError(
@@ -179,11 +175,7 @@ def refuse_damaged(path: Path, about: dict[str, Any], names: Iterable[str]) -> N
 
 
 def finish(path: Path, about: dict[str, Any]) -> None:
-    """Put a checkpoint in the place of the one before.
-
-    Raises:
-        CheckpointError: not all that the ranks wrote is there.
-    """
+    """Put a checkpoint, of which all files are there, in the place of the one before."""
     data = data_of(path, about)
     about["files"][_METADATA] = _measure(data / _METADATA)
     if absent := _still(lambda: damaged(data, about["files"], contents=False)):
@@ -223,11 +215,7 @@ def remove(path: Path) -> None:
 
 
 def read_about(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint says about itself.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
+    """Return what a checkpoint says about itself."""
     if not is_whole(path):
         raise CheckpointError(
             f"there is no finished checkpoint at {path}; name the path that it was saved to"
@@ -243,11 +231,7 @@ def read_about(path: Path) -> dict[str, Any]:
 
 
 def find(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint says about itself; one in Hugging Face's format has no ``id``.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
+    """Return what a checkpoint says about itself, or refuse it; one in Hugging Face's format has no ``id``."""
     if not is_whole(path) and any(path.glob("*.safetensors")):
         run = secrets.token_hex(8)
         return {"id": None, "run": run, "layout": None, "extra": {}, "per_rank": {}, "files": {}}

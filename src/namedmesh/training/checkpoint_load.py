@@ -33,11 +33,7 @@ _MODEL = "model."
 
 
 def opened(path: Path, ranks: CheckpointGroup) -> dict[str, Any]:
-    """Return what a checkpoint says about itself; each rank reads some of its files, to see that they are sound.
-
-    Raises:
-        CheckpointError: there is none, a rank does not see it, or files are missing or damaged.
-    """
+    """Return what a sound checkpoint says about itself, of which each rank reads some files, or refuse it."""
     with files.refuse_io(path, "read"):
         about = ranks.on_first(lambda _: files.find(path))
 

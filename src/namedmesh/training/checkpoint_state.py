@@ -47,11 +47,7 @@ class Entry(NamedTuple):
 
 
 class State:
-    """What this rank saves: ``entries``, by name.
-
-    Raises:
-        CheckpointError: names stand for several tensors, or an optimizer has parameters that the model has not.
-    """
+    """What this rank saves: ``entries``, by name; refused where one stands for several values."""
 
     def __init__(
         self, mesh: NamedMesh | None, model: Model, optimizers: Optimizers = None, data: object = None
@@ -165,11 +161,7 @@ class State:
         return shard or ("whole",), tuple(value.shape)
 
     def objects(self) -> dict[str, Any]:
-        """Return copies of all entries that are no tensors.
-
-        Raises:
-            CheckpointError: one is no plain data.
-        """
+        """Return copies of all entries that are no tensors, which have to be plain data."""
         return {
             name: plain(entry.value, shown(name))
             for name, entry in self.entries.items()

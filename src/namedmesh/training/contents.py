@@ -84,11 +84,7 @@ def _parts_of_object(value: Any, inside: tuple[int, ...]) -> Iterator[bytes]:
 
 
 def plain(value: object, what: str) -> Any:
-    """Return a copy of a value as a checkpoint gives it back.
-
-    Raises:
-        CheckpointError: it holds something of a class of its own, which only code could read back.
-    """
+    """Return a copy of a value as a checkpoint gives it back; refuse what only code could read back."""
     written = io.BytesIO()
     try:
         torch.save(value, written)
