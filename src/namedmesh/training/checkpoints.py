@@ -120,19 +120,15 @@ def save_as(
     """Save what ``collect`` returns as a part of a run; ``after`` is called on the first rank, once it is in its place."""
     ranks = CheckpointGroup.of(mesh)
 
-    def local_part() -> tuple[State, dict[str, Any], dict[str, Any]]:
+    def local_part() -> tuple[State, dict[str, Any], dict[str, Any], Tensor]:
         _refuse_options(extra)
         ranks.finish()
         state = collect()
-        return (
-            state,
-            state.objects(),
-            {key: plain(each, f"the extra value {key}") for key, each in extra.items()},
-        )
+        copies = {key: plain(each, f"the extra value {key}") for key, each in extra.items()}
+        return state, state.objects(), copies, table_of(state.compared())
 
-    state, objects, copies = ranks.on_all(local_part)
+    state, objects, copies, table = ranks.on_all(local_part)
     compared = state.compared()
-    table = ranks.on_all(partial(table_of, compared))
     unlike = differing(mesh, list(compared), table)
     wrong = {name: each for name, each in unlike.items() if compared[name].shape is not None}
     own = {name: digest(compared[name].value) for name in unlike if name not in wrong}
