@@ -120,7 +120,14 @@ def test_what_interrupted_saves_leave_is_removed(tmp_path: Path) -> None:
         run.save(5, model)
     assert len(files_left(tmp_path / "step-000005")) == 3
     assert training.load(tmp_path / "step-000005", None, model) == {"step": 5}
+    (tmp_path / "step-000005" / "tokenizer.json").touch()
+    run.save(5, model)
+    assert (
+        len(files_left(tmp_path / "step-000005")) == 3
+    )  # what somebody put there stays with it, and goes with it
     run.save(6, model)
+    run.save(7, model)
+    assert files_left(tmp_path) == ["step-000006", "step-000007"]
     assert [len(files_left(tmp_path / name)) for name in files_left(tmp_path)] == [2, 2]
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 ABOUT = "namedmesh.pt"  # put in its place last: it names the directory beside it, and replaces the one before it at once
 _HEAD = b"namedmesh checkpoint 3 %08x\n"  # the format, and the checksum of what follows
 _ANY_DATA = "data-" + 16 * "[0-9a-f]"
+_SHARE = "give a path on a file system that all hosts share, such as NFS or Lustre"
 _METADATA = ".metadata"  # DCP's own name for what it says about the tensors
 # Some network file systems show a file on other hosts after a while only.
 _APPEARS_WITHIN = 10.0
@@ -125,10 +126,7 @@ def clear(path: Path) -> None:
 def require_room(path: Path, about: dict[str, Any]) -> None:
     """Refuse a path that is another directory on this host than where the first rank has called :func:`make_room`."""
     if _still(lambda: not data_of(path, about).is_dir()):
-        raise CheckpointError(
-            f"{path} is another directory than on rank 0; give a path on a file system that all hosts share, such as NFS or "
-            "Lustre"
-        )
+        raise CheckpointError(f"{path} is another directory than on rank 0; {_SHARE}")
 
 
 def _still(missing: Callable[[], T]) -> T:
@@ -180,8 +178,7 @@ def finish(path: Path, about: dict[str, Any]) -> None:
     about["files"][_METADATA] = _measure(data / _METADATA)
     if absent := _still(lambda: damaged(data, about["files"], contents=False)):
         raise CheckpointError(
-            f"{listing(absent, 4)} of {path} was written, and is not there on rank 0; give a path on a file system that all "
-            "hosts share, such as NFS or Lustre"
+            f"{listing(absent, 4)} of {path} was written, and is not there on rank 0; {_SHARE}"
         )
     contents = io.BytesIO()
     torch.save(about, contents)
@@ -208,10 +205,10 @@ def _sync(*directories: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; an interruption leaves none."""
+    """Remove a checkpoint, with what else is in its directory; an interruption leaves none."""
     (path / ABOUT).unlink()
     _sync(path)
-    clear(path)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def read_about(path: Path) -> dict[str, Any]:
