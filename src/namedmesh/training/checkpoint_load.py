@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from namedmesh.errors import CheckpointError, listing
 from namedmesh.training import checkpoint_files as files
 from namedmesh.training.checkpoint_compare import shown
-from namedmesh.training.checkpoint_state import State, groups_of, local
+from namedmesh.training.checkpoint_state import State, groups_of, local, whole
 from namedmesh.training.seeds import streams
 
 if TYPE_CHECKING:
@@ -60,8 +60,7 @@ def load_into(
             reader = files.Reader(files.data_of(path, about))
         shapes = ranks.on_first(lambda _: files.shapes_in(reader))
         loading = ranks.on_all(partial(_Loading, state, path, reader, shapes, about, cast=cast))
-        loading.add_unknown(ranks)
-        ranks.on_all(loading.refuse_problems)
+        ranks.on_all(partial(loading.refuse_what_does_not_fit, ranks))
         loading.read(loading.values, **ranks.arguments)
     found = loading.found()
     ranks.on_all(partial(loading.put, found))
@@ -83,7 +82,7 @@ class _Loading:
         once = {name for name in self._shapes if not name.startswith("rank.")}
         self._names = sorted(self._per_rank.keys() | once)
         self.values: dict[str, Any] = {}
-        self.problems: list[str] = []
+        self._problems: list[str] = []
         # Of each entry, where a checkpoint has it for this rank, and the parameter whose part it is.
         self._wanted: dict[str, tuple[list[str], Tensor | None]] = {}
         self._options: dict[str, dict[str, Any]] = {}
@@ -115,22 +114,19 @@ class _Loading:
         once = {by_rank[rank]: f"rank.{rank}.{name}" for rank in sorted(stood_for, reverse=True)}
         return sorted(once.values())
 
-    def add_unknown(self, ranks: CheckpointGroup) -> None:
-        """Find tensors of a model that no rank has; communicates."""
+    def refuse_what_does_not_fit(self, ranks: CheckpointGroup) -> None:
+        """Raise all problems, also of tensors of a model that no rank has; communicates."""
         names = self._names_of(_MODEL)
         known = torch.tensor([name in self.state.entries for name in names], dtype=torch.uint8)
         if ranks.group is not None and names:
             dist.all_reduce(known, dist.ReduceOp.MAX, group=ranks.group)
-        self.problems += [
+        self._problems += [
             f"{shown(name)} is in {self._where}, and on no rank in the model"
             for name, each in zip(names, known.tolist(), strict=True)
             if not each
         ]
-
-    def refuse_problems(self) -> None:
-        """Raise what does not fit."""
-        if self.problems:
-            raise CheckpointError(*self.problems)
+        if self._problems:
+            raise CheckpointError(*self._problems)
 
     def read(self, values: dict[str, Any], **ranks: Any) -> None:
         """Fill tensors, and replace what is none, on the ranks that the arguments for DCP say."""
@@ -154,14 +150,15 @@ class _Loading:
         extra_state = name.endswith("_extra_state")
         copies = self._copies(name)
         if not copies:
-            elsewhere = any(self._copies(other) for other in self.state.aliases(name))
+            aliases = [other for other, each in self.state.entries.items() if each.value is entry.value]
+            elsewhere = any(self._copies(other) for other in aliases)
             # Hugging Face's format has no extra states; a tied tensor is there under one of its names at least.
             if not elsewhere and not (extra_state and self._pretrained):
-                self.problems.append(f"{shown(name)} is not in {self._where}")
+                self._problems.append(f"{shown(name)} is not in {self._where}")
         elif extra_state or not isinstance(entry.value, Tensor):
             self._want(name, copies[:1])
         else:
-            room = self.state.room(name)
+            room = whole(entry.value, entry.parameter, self.state.mesh, exchange=False)  # its own memory
             for copy in copies:
                 self._check(name, room, self._shapes[copy])
             if entry.may_be_averaged and len(copies) > 1:
@@ -172,11 +169,11 @@ class _Loading:
     def _check(self, name: str, target: Tensor, known: tuple[tuple[int, ...], torch.dtype] | None) -> None:
         shape, dtype = known or (None, None)
         if tuple(target.shape) != shape:
-            self.problems.append(
+            self._problems.append(
                 f"{shown(name)} has shape {tuple(target.shape)} here, and {shape} in {self._where}"
             )
         elif target.dtype != dtype and not self.cast:
-            self.problems.append(
+            self._problems.append(
                 f"{shown(name)} is {target.dtype} here, and {dtype} in {self._where}; make the model in that type, or "
                 "pass cast=True to load(), which rounds"
             )
@@ -187,7 +184,7 @@ class _Loading:
             self.read(groups, no_dist=True)  # this rank alone
         by_name = {name: group for group in groups.values() for name in group["names"]}
         if not by_name:
-            self.problems.append(f"{self._where} was saved without an optimizer; load it without one")
+            self._problems.append(f"{self._where} was saved without an optimizer; load it without one")
             return
         self._options = {name: group["options"] for name, group in by_name.items()}
         kept: dict[str, list[str]] = {}
@@ -195,7 +192,7 @@ class _Loading:
             kept.setdefault(name.removeprefix("optimizer.").partition(":")[0], []).append(name)
         for optimizer in self.state.optimizers:
             parameters = self.state.parameters(optimizer)
-            self.problems += _other_options(optimizer, parameters, by_name, self._where)
+            self._problems += _other_options(optimizer, parameters, by_name, self._where)
             for name, parameter in parameters:
                 for full in kept.get(name, ()):
                     self._want_of_optimizer(full, parameter)
@@ -205,11 +202,17 @@ class _Loading:
         known = self._shapes[copies[0]] if copies else None
         has_mean = known is not None and known[0] == tuple(parameter.shape) and known[1].is_floating_point
         if copies == [name] and known is not None:
-            self._want(name, copies, self.state.room_in_optimizer(parameter, *known), parameter)
+            room = whole(parameter, parameter, self.state.mesh, exchange=False)
+            if known[0] == tuple(room.shape) and known[0]:
+                empty = torch.zeros_like(parameter.detach(), dtype=known[1])
+                room = whole(empty, parameter, self.state.mesh, exchange=False)
+            else:
+                room = torch.empty(known[0], dtype=known[1])
+            self._want(name, copies, room, parameter)
         elif len(copies) == 1 or (has_mean and not isinstance(parameter, DTensor)):
             self._want(name, copies)
         else:
-            self.problems.append(
+            self._problems.append(
                 f"the optimizer keeps {shown(name)} for the part that a rank had, and no rank has this part now; load it on the "
                 "layout that it was saved from, or without the optimizer"
             )
@@ -220,7 +223,7 @@ class _Loading:
             known = "no place in the data"
             if copies:
                 known = "another place in the data for each rank that this one stands for"
-            self.problems.append(
+            self._problems.append(
                 f"{self._where} has {known}; load it without data=, and skip the samples that were seen"
             )
         self._want(name, copies)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -134,11 +133,6 @@ class State:
             for each in group["params"]
         ]
 
-    def aliases(self, key: str) -> list[str]:
-        """Return the names that the tensor of this name has."""
-        value = self.entries[key].value
-        return [other for other, entry in self.entries.items() if entry.value is value]
-
     def compared(self) -> dict[str, Entry]:
         """Return what ranks compare: all but the options, which are named by what they are, and shards of optimizers."""
         found = {}
@@ -175,19 +169,6 @@ class State:
             for name, entry in self.entries.items()
             if isinstance(entry.value, Tensor)
         }
-
-    def room(self, name: str) -> Tensor:
-        """Return the tensor of a model that is loaded, as a checkpoint holds it: its own memory."""
-        entry = self.entries[name]
-        return whole(entry.value, entry.parameter, self.mesh, exchange=False)
-
-    def room_in_optimizer(self, parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a tensor to load what an optimizer keeps for a parameter into, as a checkpoint holds it."""
-        like = whole(parameter, parameter, self.mesh, exchange=False)
-        if shape == tuple(like.shape) and shape:
-            empty = torch.zeros_like(parameter.detach(), dtype=dtype)
-            return whole(empty, parameter, self.mesh, exchange=False)
-        return torch.empty(shape, dtype=dtype)
 
     def put_model(self, loaded: Mapping[str, Any]) -> None:
         """Load parameters, buffers and extra states through ``load_state_dict``."""
