@@ -49,6 +49,9 @@ _NAMES_COUNT_GROUPS = Version("2.14.0a0") > TORCH
 # Up to 2.11 DTensor gathers what is sharded in blocks in the wrong order, or not at all.
 HAS_BLOCKS = Version("2.12.0a0") <= TORCH
 
+# Up to 2.12 the compiler takes the sums of attention in float64 for float32.
+_COMPILES_SUMS_OF_DOUBLES = Version("2.13.0a0") <= TORCH
+
 # The compiler of torch 2.11 drops the gradient of what a custom function returns, if an operation wrote into it.
 _DROPS_GRADIENTS = Version("2.11.0a0") <= TORCH < Version("2.12.0a0")
 
@@ -909,6 +912,8 @@ if _missing:
 def has_attention_with_lse(query: torch.Tensor, value: torch.Tensor) -> bool:
     """Return whether :func:`attention_with_lse` can do this: torch's kernel for the CPU, and widths that are one."""
     op = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+    if not _COMPILES_SUMS_OF_DOUBLES and query.dtype == torch.float64 and torch.compiler.is_compiling():
+        return False
     return op is not None and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
 
