@@ -15,11 +15,10 @@ import torch.distributed as dist
 
 from namedmesh._torch import backward_pass
 from namedmesh.compat.axis_map import axis_groups, check_axes
-from namedmesh.compat.binding import Binding, Bound, require_default_group
+from namedmesh.compat.binding import Binding, Bound, new_mesh, require_default_group
 from namedmesh.compat.errors import ContractError
-from namedmesh.compat.new_mesh import new_mesh
 from namedmesh.compat.partition import scatter
-from namedmesh.dialects import DIALECTS, variables_of
+from namedmesh.dialects import DIALECTS
 from namedmesh.errors import LayoutError
 from namedmesh.layout import Layout
 from namedmesh.options import GroupOptions
@@ -60,8 +59,7 @@ class ModelParallel:
         self.place = f"namedmesh.compat.{name}"
         self._rows = DIALECTS[name].kinds
         self._of_tp = next(row.variable for row in self._rows if row.axes == ("tp",))
-        variables = [*variables_of(self._rows), "_rank_group"]
-        self.binding = Binding(f"{name}'s model parallelism", function, f"{self.place}.bind", variables)
+        self.binding = Binding(f"{name}'s model parallelism", function, f"{self.place}.bind")
         self._module: Any = None
         self._used: WeakSet[RankGroup] = WeakSet()  # the module keeps them, for as long as their mesh is open
 

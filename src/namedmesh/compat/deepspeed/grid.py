@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from namedmesh.compat.binding import require_default_group, require_open
+from namedmesh.compat.binding import new_mesh, require_default_group, require_open
 from namedmesh.compat.deepspeed.model_parallel_unit import Getters, answers, axis_map
 from namedmesh.compat.deepspeed.topology import (
     PipeDataParallelTopology,
@@ -17,7 +17,6 @@ from namedmesh.compat.deepspeed.topology import (
     validate_topology,
 )
 from namedmesh.compat.errors import ContractAttributeError
-from namedmesh.compat.new_mesh import new_mesh
 from namedmesh.errors import LayoutError, listing
 from namedmesh.options import GroupOptions
 from namedmesh.views import join_names

@@ -31,14 +31,16 @@ import torch.distributed as dist
 
 from namedmesh.compat.errors import ContractError, ContractKeyError
 from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer, GlobalSymmetricMemoryBuffer
+from namedmesh.compat.megatron.groups import (
+    default_embedding_ranks as default_embedding_ranks,
+    default_position_embedding_ranks as default_position_embedding_ranks,
+)
 from namedmesh.compat.megatron.initialize import (
     destroy_model_parallel as destroy_model_parallel,
     initialize_model_parallel as initialize_model_parallel,
 )
 from namedmesh.compat.megatron.rank_generator import (
     RankGenerator as RankGenerator,
-    default_embedding_ranks as default_embedding_ranks,
-    default_position_embedding_ranks as default_position_embedding_ranks,
     generate_masked_orthogonal_rank_groups as generate_masked_orthogonal_rank_groups,
 )
 from namedmesh.compat.megatron.single_groups import (
