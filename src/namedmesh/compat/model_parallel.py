@@ -15,12 +15,15 @@ import torch.distributed as dist
 
 from namedmesh._torch import backward_pass
 from namedmesh.compat.axis_map import axis_groups, check_axes
-from namedmesh.compat.binding import Binding, Bound, new_mesh, require_default_group
+from namedmesh.compat.binding import Binding, Bound, require_default_group
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.partition import scatter
 from namedmesh.dialects import DIALECTS
 from namedmesh.errors import LayoutError
+from namedmesh.groups import GroupPool
+from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
+from namedmesh.making import agreed
 from namedmesh.options import GroupOptions
 from namedmesh.tensor_parallel.collectives import RankGroup, gather, sum_backward, sum_forward
 
@@ -126,7 +129,8 @@ class ModelParallel:
         world = dist.get_world_size()
         arguments = {name: repr(sizes[axis]) for axis, name in self.sizes.items()}
         arguments |= {"backends": repr(dict(backends)), "timeout": repr(timeout)}
-        with new_mesh(f"{self.name}.{self.function}", range(world), GroupOptions(timeout=timeout)) as maker:
+        pool = GroupPool(defaults=GroupOptions(timeout=timeout))
+        with agreed(pool, f"{self.name}.{self.function}", range(world)) as maker:
             self.binding.refuse_second()
             tp = min(sizes["tp"], world)
             fitted = {"dp": -1, **sizes, "tp": tp}
@@ -138,15 +142,14 @@ class ModelParallel:
             options = {
                 axis: GroupOptions(backend=name) for axis, name in backends.items() if name is not None
             }
-            wanted = [(layout, (axis,), options.get(axis, GroupOptions())) for axis in layout]
             if tp < sizes["tp"]:
                 warnings.warn(
                     f"{self.sizes['tp']} is {sizes['tp']}, but the world has {world} ranks; {self.name}'s {self.function} goes on "
                     f"with {world}",
                     stacklevel=3,
                 )
-            mesh = maker.make(layout, arguments, wanted, options)
-            groups = self._groups(mesh, maker.groups)
+            mesh = make_mesh(maker, layout, arguments, options)
+            groups = self._groups(mesh, maker)
         self.binding.take(mesh, (), groups, owned=True)
 
     def missing(self, what: str) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch.distributed as dist
 
-from namedmesh.compat.binding import Bound, new_mesh, require_default_group
+from namedmesh.compat.binding import Bound, require_default_group
 from namedmesh.compat.errors import ContractTypeError
 from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer
 from namedmesh.compat.megatron.config import BINDABLE, Factorings, ParallelConfig
@@ -18,7 +18,10 @@ from namedmesh.compat.megatron.groups import build_groups, group_options
 from namedmesh.compat.megatron.variables import BINDING
 from namedmesh.dialects import DENSE, EXPERT
 from namedmesh.errors import did_you_mean
+from namedmesh.groups import GroupPool
+from namedmesh.init import make_mesh
 from namedmesh.launch import default_group_device
+from namedmesh.making import agreed
 from namedmesh.options import GroupOptions
 from namedmesh.views import View
 
@@ -169,7 +172,7 @@ def initialize_model_parallel(config: ParallelConfig) -> None:  # noqa: D417  th
         BINDING.assign({"_GLOBAL_MEMORY_BUFFER": GlobalMemoryBuffer(default_group_device())})
         return
     defaults = GroupOptions(timeout=timedelta(minutes=config.distributed_timeout_minutes))
-    with new_mesh("megatron.initialize_model_parallel", ranks, defaults) as maker:
+    with agreed(GroupPool(defaults=defaults), "megatron.initialize_model_parallel", ranks) as maker:
         dense, expert = config.validate(world)
         BINDING.refuse_second()
         factorings = Factorings(dense, expert)
@@ -177,10 +180,10 @@ def initialize_model_parallel(config: ParallelConfig) -> None:  # noqa: D417  th
         if config.pipeline_model_parallel_comm_backend == "ucc":
             _prepare_ucc()
         fields = config.fields_to_compare(factorings)
-        mesh = maker.make(dense, fields, wanted, options[DENSE])
-        view = View(expert, mesh.create_view(expert, maker.groups, options[EXPERT]))
+        mesh = make_mesh(maker, dense, fields, options[DENSE], groups=wanted)
+        view = View(expert, mesh.create_view(expert, maker, options[EXPERT]))
         mesh.take_view(EXPERT, view, options[EXPERT])
-        groups = build_groups(mesh, maker.groups, factorings, config)
+        groups = build_groups(mesh, maker, factorings, config)
     BINDING.take(mesh, config.bindable, groups, owned=True)
 
 
