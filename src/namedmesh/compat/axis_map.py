@@ -33,7 +33,11 @@ def own_axes(layout: Layout, axes: Collection[str]) -> tuple[str, ...]:
         >>> own_axes(Layout(dp_replicate=2, dp_shard=2, tp=2), ("tp", "cp", "dp"))
         ('dp_replicate', 'dp_shard', 'tp')
     """
-    named = {*axes, *(_SPLIT_DP if "dp" in axes else ())}
+    named = {*axes}
+    if "dp" in axes:
+        named |= {*_SPLIT_DP}
+    if "cp" in axes:
+        named.add("sp")  # DeepSpeed's name, where a dialect takes it
     return tuple([axis for axis in layout.axes if axis in named])
 
 

@@ -59,7 +59,7 @@ class Factorings(NamedTuple):
         check_axes(
             mesh.layout,
             "Megatron",
-            (*USUAL_AXES, "gtp_remat"),
+            (*USUAL_AXES, "sp", "gtp_remat"),
             experts=_EXPERT_AXES,
             instead="they factor the world another way; leave it out of the mesh and add a view for it: "
             "mesh.add_view('expert', pp=..., edp=-1, ep=..., etp=...)",

@@ -55,9 +55,9 @@ def bind(mesh: NamedMesh, **options: Any) -> Bound:
     """Answer from a mesh that exists; communicates the first time.
 
     Every rank of the mesh calls it. Groups that the mesh has are used, the others that Megatron knows are made,
-    and belong to the mesh. The mesh has axes ``tp``, ``cp``, ``dp`` (or ``dp_replicate`` and ``dp_shard``) and
-    ``pp``, in any order; one that it lacks is of size 1. The experts' are in a view with ``etp``, ``ep`` and
-    ``edp``.
+    and belong to the mesh. The mesh has axes ``tp``, ``cp`` (or DeepSpeed's ``sp``), ``dp`` (or ``dp_replicate`` and
+    ``dp_shard``) and ``pp``, in any order; one that it lacks is of size 1. The experts' are in a view with ``etp``,
+    ``ep`` and ``edp``.
 
     Args:
         mesh: the mesh.

@@ -25,6 +25,7 @@ Example:
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -782,6 +783,90 @@ def get_inter_distributed_optimizer_instance_group(check_initialized: bool = Tru
     return _INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP or missing(
         "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", check_initialized
     )
+
+
+# The names of Megatron-DeepSpeed. Its sequence parallelism is cp here, or an axis sp of a mesh that is bound.
+
+
+def sequence_parallel_is_initialized() -> bool:
+    """Return whether there are sequence- and data-parallel groups, of one rank too."""
+    return _CONTEXT_PARALLEL_GROUP is not None and _DATA_PARALLEL_GROUP is not None
+
+
+def sequence_data_parallel_is_initialized() -> bool:
+    """Return whether there is a group over the data- and sequence-parallel ranks."""
+    return _DATA_PARALLEL_GROUP_WITH_CP is not None
+
+
+def get_sequence_parallel_group() -> ProcessGroup:
+    """Return the group of the ranks that share each sequence, :func:`get_context_parallel_group`."""
+    return get_context_parallel_group()
+
+
+def get_sequence_parallel_world_size() -> int:
+    """Return the number of ranks in :func:`get_sequence_parallel_group`."""
+    return get_sequence_parallel_group().size()
+
+
+def get_sequence_parallel_rank() -> int:
+    """Return this rank's index in :func:`get_sequence_parallel_group`."""
+    return get_sequence_parallel_group().rank()
+
+
+def get_sequence_parallel_src_rank() -> int:
+    """Return the first global rank of :func:`get_sequence_parallel_group`."""
+    return get_context_parallel_global_ranks()[0]
+
+
+def get_sequence_data_parallel_group() -> ProcessGroup:
+    """Return the group of the ranks with the same parameters, over which ZeRO shards: ``mesh.group("dp", "cp")``."""
+    return get_data_parallel_group(with_context_parallel=True, with_gtp_remat=False)
+
+
+def get_sequence_data_parallel_world_size() -> int:
+    """Return the number of ranks in :func:`get_sequence_data_parallel_group`."""
+    return get_sequence_data_parallel_group().size()
+
+
+def get_sequence_data_parallel_rank() -> int:
+    """Return this rank's index in :func:`get_sequence_data_parallel_group`."""
+    return get_sequence_data_parallel_group().rank()
+
+
+def get_data_parallel_group_ranks() -> list[int]:
+    """Return the global ranks of the data-parallel group, ascending."""
+    return _DATA_PARALLEL_GLOBAL_RANKS or missing("_DATA_PARALLEL_GLOBAL_RANKS")
+
+
+def get_model_parallel_world_size() -> int:
+    """Return the number of tensor-parallel ranks; ContractError where there is a pipeline, too."""
+    _refuse_pipeline("get_model_parallel_world_size", "get_tensor_model_parallel_world_size")
+    return get_tensor_model_parallel_world_size()
+
+
+def get_model_parallel_rank() -> int:
+    """Return this rank's index among the tensor-parallel ranks; ContractError where there is a pipeline, too."""
+    _refuse_pipeline("get_model_parallel_rank", "get_tensor_model_parallel_rank")
+    return get_tensor_model_parallel_rank()
+
+
+def _refuse_pipeline(name: str, instead: str) -> None:
+    stages = get_pipeline_model_parallel_world_size()
+    if stages != 1:
+        raise ContractError(
+            f"{name}() is of the tensor-parallel ranks, and there are {stages} pipeline stages, which are model-parallel, "
+            f"too; call {instead}()"
+        )
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        # The mpu of trees before megatron.core has the layers, mappings and helpers for tensors, too.
+        tensor_parallel = import_module(f"{__package__}.tensor_parallel")
+        if name in tensor_parallel.__all__:
+            return getattr(tensor_parallel, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 # Buffers.
