@@ -33,6 +33,8 @@ BINDABLE = (
     "create_all_gather_group",
 )
 """The arguments that the axes of a mesh do not determine, which ``bind`` takes."""
+bindable = attrgetter(*BINDABLE)
+"""What a configuration has of these: a mesh that is bound with the same needs no new groups."""
 
 _EXPERT_AXES = frozenset(("edp", "ep", "etp", "egtp_remat"))
 _EXPERT = {"tp": "etp", "dp": "edp", "gtp_remat": "egtp_remat"}
@@ -116,11 +118,6 @@ class ParallelConfig:
     rank_offset: int = 0
     local_world_size: int | None = None
     create_all_gather_group: bool | None = field(default=False, kw_only=True)
-
-    @property
-    def bindable(self) -> tuple[object, ...]:
-        """What ``bind`` takes: a mesh that is bound with the same needs no new groups."""
-        return attrgetter(*BINDABLE)(self)
 
     @cached_property
     def options(self) -> dict[str, GroupOptions]:

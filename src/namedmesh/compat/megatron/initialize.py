@@ -13,7 +13,7 @@ import torch.distributed as dist
 from namedmesh.compat.binding import Bound, require_default_group
 from namedmesh.compat.errors import ContractTypeError
 from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer
-from namedmesh.compat.megatron.config import BINDABLE, Factorings, ParallelConfig
+from namedmesh.compat.megatron.config import BINDABLE, Factorings, ParallelConfig, bindable
 from namedmesh.compat.megatron.groups import build_groups, group_options
 from namedmesh.compat.megatron.variables import BINDING
 from namedmesh.dialects import DENSE, EXPERT
@@ -96,7 +96,7 @@ def bind(mesh: NamedMesh, **options: Any) -> Bound:
             )
         )
     config = ParallelConfig(**options)
-    bound = BINDING.rebind(mesh, config.bindable)
+    bound = BINDING.rebind(mesh, bindable(config))
     if bound is not None:
         return bound
     with mesh.agreed("megatron.bind") as maker:
@@ -104,7 +104,7 @@ def bind(mesh: NamedMesh, **options: Any) -> Bound:
         config.validate_for_mesh(factorings)
         maker.compare(config.fields_to_compare(factorings) | {"views": repr(mesh.views)})
         groups = build_groups(mesh, maker, factorings, config)
-    return BINDING.take(mesh, config.bindable, groups)
+    return BINDING.take(mesh, bindable(config), groups)
 
 
 unbind = BINDING.unbind
@@ -184,7 +184,7 @@ def initialize_model_parallel(config: ParallelConfig) -> None:  # noqa: D417  th
         view = View(expert, mesh.create_view(expert, maker, options[EXPERT]))
         mesh.take_view(EXPERT, view, options[EXPERT])
         groups = build_groups(mesh, maker, factorings, config)
-    BINDING.take(mesh, config.bindable, groups, owned=True)
+    BINDING.take(mesh, bindable(config), groups, owned=True)
 
 
 def destroy_model_parallel() -> None:
