@@ -23,7 +23,6 @@ from namedmesh.init import make_mesh
 from namedmesh.launch import default_group_device
 from namedmesh.making import agreed
 from namedmesh.options import GroupOptions
-from namedmesh.views import View
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -181,7 +180,7 @@ def initialize_model_parallel(config: ParallelConfig) -> None:  # noqa: D417  th
             _prepare_ucc()
         fields = config.fields_to_compare(factorings)
         mesh = make_mesh(maker, dense, fields, options[DENSE], groups=wanted)
-        view = View(expert, mesh.create_view(expert, maker, options[EXPERT]))
+        view = mesh.create_view(expert, maker, options[EXPERT])
         mesh.take_view(EXPERT, view, options[EXPERT])
         groups = build_groups(mesh, maker, factorings, config)
     BINDING.take(mesh, bindable(config), groups, owned=True)
