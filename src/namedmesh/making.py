@@ -51,8 +51,8 @@ class GroupMaker:
     def __init__(self, pool: GroupPool, agreement: Agreement) -> None:
         self.pool, self.agreement = pool, agreement
         self._addresses = agreement.exchange = _Addresses()
-        # Numbers, not groups: an error's traceback, which may be kept for long, must keep none of them.
-        self._before = {key: id(group) for key, group in pool.groups.items()}
+        # Keys, not groups: an error's traceback, which may be kept for long, must keep none of them.
+        self._taken: set[GroupKey] = set()
         self._partitions_before, self._sets_before = len(pool.partitions), set(pool.sets_created)
 
     def compare(
@@ -70,7 +70,8 @@ class GroupMaker:
             AgreementError: the ranks do not agree.
         """
         pool, agreement = self.pool, self.agreement
-        pool.check_open()
+        if pool.closed or pool.registry.ended:
+            raise MeshError("the mesh was closed; make another with init_mesh()")
         wanted = list(groups)
         backends: set[str] = set()
         tokens: list[str] = []
@@ -94,10 +95,9 @@ class GroupMaker:
     def discard(self) -> None:
         """Release what was created here: it did not come to an end on every rank."""
         pool = self.pool
-        created = [key for key, group in pool.groups.items() if self._before.get(key) != id(group)]
         del pool.partitions[self._partitions_before :]
         pool.sets_created &= self._sets_before
-        pool.registry.release([pool.groups.pop(key) for key in created])
+        pool.registry.release([pool.groups.pop(key) for key in self._taken])
 
     def create_mesh(
         self, layout: Layout, device_type: str, options: Mapping[str, GroupOptions]
@@ -206,6 +206,7 @@ class GroupMaker:
                     registry.groups[identity] = known
                 known.users += 1
             pool.groups[key] = known
+            self._taken.add(key)
         return known.group
 
     def _create(self, key: GroupKey, label: str, options: GroupOptions) -> dist.ProcessGroup:
@@ -321,7 +322,8 @@ def agreed(
 ) -> Iterator[GroupMaker]:
     """Create groups: a context in which all ranks compare what they were asked for, and then create the same.
 
-    What leaves it with an exception on one rank fails on all of them, and no group is left over.
+    What leaves it with an exception on one rank fails on all of them, and no group is left over; nor is a mesh that
+    was made inside.
 
     Args:
         pool: the mesh's share in the groups of the process.
@@ -352,12 +354,15 @@ def agreed(
         hosts_store=hosts_store(os.environ, pool.rank),
         alone=registry.default_backend == "fake",
     )
-    maker = GroupMaker(pool, agreement)
+    maker, has_mesh = GroupMaker(pool, agreement), pool.end_mesh is not None
     try:
         with agreement:
             yield maker
     except BaseException:
-        maker.discard()
+        if has_mesh:
+            maker.discard()
+        else:
+            pool.close()
         raise
 
 

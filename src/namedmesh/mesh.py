@@ -33,16 +33,11 @@ __all__ = ["NamedMesh", "current_mesh"]
 
 
 class Place(NamedTuple):
-    """This rank's place on an axis or a product: among how many ranks, the how manieth, on which mesh and group."""
+    """This rank's place on an axis or a product: among which ranks, the how manieth, on which group."""
 
-    size: int
+    ranks: tuple[int, ...]
     rank: int
-    mesh: DeviceMesh | None
     group: dist.ProcessGroup
-
-
-def _place_in(layout: Layout, axes: tuple[str, ...], rank: int, mesh: DeviceMesh) -> Place:
-    return Place(layout.size(*axes), layout.group_rank(rank, *axes), mesh, mesh.get_group())
 
 
 class NamedMesh:
@@ -80,17 +75,15 @@ class NamedMesh:
         # Options of the groups over one axis or several, by the axes in the order of their layout.
         self._options = {_option_axes(name, layout): option for name, option in (options or {}).items()}
         self._all_views = Views(View(layout, root))
-        # The name and the mesh of each product, by its axes.
-        self._flat: dict[tuple[str, ...], tuple[str, DeviceMesh]] = {}
+        # Slices over some axes, and the meshes of products, by the names that they are asked with.
+        self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
         # Of each axis and product, under the version and the names that it is asked with; and what nobody foresaw.
         self._places: dict[tuple[str, tuple[str, ...]], Place] = {}
         self._answers: dict[tuple[object, ...], object] = {}
         self._before_close: list[Callable[[], None]] = []
-        # Guards the constants of compiled code: no two meshes, and no two states of one, have the same.
-        self._version = _next_version()
         self._prepare_answers()
         current.register(self)
-        pool.registry.users[id(self)] = self._end_with_default_group
+        pool.end_mesh = self._end
 
     # Adopting what exists.
 
@@ -187,11 +180,7 @@ class NamedMesh:
             LayoutError: axes out of order.
             MeshError: the mesh is closed.
         """
-        names = (axes,) if isinstance(axes, str) else tuple(axes)
-        place = self._places.get((self._version, names))
-        if place is None or place.mesh is None:
-            return self._slice(names, self._version)
-        return place.mesh
+        return self._slice((axes,) if isinstance(axes, str) else tuple(axes), self._version)
 
     def __contains__(self, axis: object) -> bool:
         """Return whether ``mesh[axis]`` answers: for axes, those of views included, and flattened products by name."""
@@ -212,17 +201,15 @@ class NamedMesh:
             AxisError: a name that is no axis, or axes of two views at once.
             MeshError: the mesh is closed, or there is no group over these axes yet.
         """
-        try:
-            return self._places[
-                self._version, axes
-            ].group  # compiled code guards the version, and not the group
+        try:  # compiled code guards the version, and not the group
+            return self._places[self._version, axes].group
         except KeyError:
             return self._find_group(axes, self._version)
 
     def size(self, *axes: str) -> int:
         """Return the number of ranks in this rank's group over ``axes``; without axes, in the whole mesh."""
         try:
-            return self._places[self._version, axes].size
+            return len(self._places[self._version, axes].ranks)
         except KeyError:
             return len(self._find_ranks(axes, self._version))
 
@@ -235,7 +222,10 @@ class NamedMesh:
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
         """Return the global ranks in this rank's group over ``axes``, ascending; without axes, of the whole mesh."""
-        return self._find_ranks(axes, self._version)
+        try:
+            return self._places[self._version, axes].ranks
+        except KeyError:
+            return self._find_ranks(axes, self._version)
 
     @property
     def coords(self) -> dict[str, int]:
@@ -358,7 +348,7 @@ class NamedMesh:
                 expanded = self._views.expand(axes)
                 view = self._views.of(expanded)
                 ordered = view.ordered(expanded)
-                if len(ordered) == 1 or ordered in self._flat:
+                if (self._version, ordered) in self._places:
                     return self._flattened_already(ordered, name, options)
                 name = name or "_".join(ordered)
                 self._views.check_product(name, ordered)
@@ -371,11 +361,10 @@ class NamedMesh:
                 if options.gloo_twin:
                     maker.make(view.layout, ordered, self.pool.gloo_options(options))
             self._options[ordered] = options
-            mesh = make_flat_mesh(view.root, ordered, name, group)
-            self._flat[ordered] = name, mesh
+            self._meshes[name,] = make_flat_mesh(view.root, ordered, name, group)
             self._views.add_product(name, ordered)
             self._prepare_answers()
-            return mesh
+            return self._meshes[name,]
 
     def add_view(
         self, name: str, /, *, options: Mapping[str, GroupOptions] | None = None, **sizes: int
@@ -434,8 +423,6 @@ class NamedMesh:
                 finish()
         finally:
             self._before_close.clear()
-            self._end("was closed")
-            current.unregister(self)
             self.pool.close()
 
     def before_close(self, finish: Callable[[], None]) -> None:
@@ -450,20 +437,17 @@ class NamedMesh:
         """
         self._before_close.append(finish)
 
-    def _end_with_default_group(self) -> None:
-        """Drop every reference to groups: torch is destroying the default group."""
-        self._end("ended with the default process group, which was destroyed")
-        current.unregister(self, deselect=True)
-
     def _end(self, reason: str) -> None:
+        """Drop every reference to groups: the pool is being closed, or torch destroys the default group."""
         self.closed, self._end_reason = True, reason
         self._version = _next_version()
         for view in self._all_views:
             forget(view.root)
         self._all_views = Views(View(self.layout, None))
-        for answers in (self._places, self._flat, self._answers):
+        for answers in (self._places, self._meshes, self._answers):
             answers.clear()  # what a closed mesh is asked for, it has to look up, and finds that it is closed
-        self.pool.registry.users.pop(id(self), None)
+        # A mesh whose default group is gone is not selected any more.
+        current.unregister(self, deselect=self.pool.registry.ended)
 
     # Selecting a mesh for code that names none.
 
@@ -533,23 +517,23 @@ class NamedMesh:
 
     def _prepare_answers(self) -> None:
         """Work out the answers for each axis and product: under ``torch.compile`` an accessor must not learn."""
-        version, rank, before = _next_version(), self.global_rank, dict(self._places)
-        self._places.clear()
-        self._axes: dict[str, None] = {}
+        # Guards the constants of compiled code: no two meshes, and no two states of one, have the same.
+        version = _next_version()
+        places: dict[tuple[str, tuple[str, ...]], Place] = {}
         for view in self._all_views:
-            for axis in view.layout:
-                if axis not in self._axes:
-                    self._axes[axis] = None
-                    known = before.get((self._version, (axis,)))
-                    mesh: Any = view.root[axis] if known is None else known.mesh
-                    self._places[version, (axis,)] = _place_in(view.layout, (axis,), rank, mesh)
-        for ordered, (name, mesh) in self._flat.items():
-            place = _place_in(self._all_views.of(ordered).layout, ordered, rank, mesh)
-            self._places[version, (name,)] = place
-            self._places[version, ordered] = place._replace(
-                mesh=None
-            )  # a slice over several axes is another mesh
-        self._version = version
+            for axis in view.layout.axes:
+                if (version, (axis,)) not in places:
+                    group = view.root.get_group(axis)
+                    places[version, (axis,)] = self._place(view.layout, (axis,), group)
+        self._axes = tuple([axis for _, (axis,) in places])
+        for name, ordered in self._all_views.products.items():
+            place = self._place(self._all_views.of(ordered).layout, ordered, self._meshes[name,].get_group())
+            places[version, (name,)] = places[version, ordered] = place
+        self._places, self._version = places, version
+
+    def _place(self, layout: Layout, axes: tuple[str, ...], group: dist.ProcessGroup) -> Place:
+        ranks = layout.group(self.global_rank, *axes)
+        return Place(ranks, ranks.index(self.global_rank), group)
 
     def _in_view(self, axes: Sequence[str]) -> tuple[View, tuple[str, ...]]:
         """Return the view that has the axes, and the axes in its order; without axes, the whole mesh."""
@@ -565,16 +549,16 @@ class NamedMesh:
         return self._answers[key]
 
     @constant_under_compile
-    def _find_ranks(self, axes: tuple[str, ...], version: str) -> tuple[int, ...]:
+    def _find_ranks(self, axes: tuple[str, ...], _version: str) -> tuple[int, ...]:
         """Return the ranks over axes that no answer stands ready for."""
         view, ordered = self._in_view(axes)
-        key = ("ranks", ordered, version)
-        if key not in self._answers:
-            self._answers[key] = view.layout.group(self.global_rank, *ordered)
-        return self._answers[key]  # type: ignore[return-value]
+        return view.layout.group(self.global_rank, *ordered)
 
     @constant_under_compile
     def _slice(self, axes: tuple[str, ...], _version: str) -> DeviceMesh:
+        known = self._meshes.get(axes)
+        if known is not None:
+            return known
         view = self._views.of(axes)
         if len(set(axes)) != len(axes) or not axes:
             raise AxisError(f"axes {axes} are not a selection of {view.layout.axes}; name each axis once")
@@ -584,10 +568,7 @@ class NamedMesh:
                 f"mesh[{quoted(axes)}] is out of order; torch slices in the order of the mesh: "
                 f"mesh[{quoted(in_order)}]"
             )
-        key = ("mesh", axes)
-        if key not in self._answers:
-            self._answers[key] = view.root[axes]
-        return self._answers[key]  # type: ignore[return-value]
+        return self._meshes.setdefault(axes, view.root[axes])
 
     @constant_under_compile
     def _find_group(self, axes: tuple[str, ...], _version: str) -> dist.ProcessGroup:
@@ -627,10 +608,7 @@ class NamedMesh:
         self, ordered: tuple[str, ...], name: str | None, options: GroupOptions | None
     ) -> DeviceMesh:
         """Return the mesh of a second call of flatten, or of one for a single axis; nothing else may be asked."""
-        if len(ordered) == 1:
-            known, mesh = ordered[0], self[ordered[0]]
-        else:
-            known, mesh = self._flat[ordered]
+        known = self._views.name_of(ordered)
         group_options, problems = self.options_of(ordered), []
         if name is not None and name != known:
             problems.append(
@@ -643,7 +621,7 @@ class NamedMesh:
             )
         if problems:
             raise LayoutError(*problems)
-        return mesh
+        return self[known]
 
     def _checked_view(
         self, name: str, options: Mapping[str, GroupOptions], sizes: Mapping[str, int]

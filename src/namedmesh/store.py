@@ -40,12 +40,15 @@ class LimitedStore:
     Args:
         store: the store.
         limit: the seconds within which it answers a question that waits for no other rank.
+
+    Attributes:
+        abandoned: whether nobody waits any more: the thread ends with its next question.
     """
 
     def __init__(self, store: dist.Store, limit: float) -> None:
         self._store, self._limit = store, limit
+        self.abandoned = False
         self._deadline = math.inf
-        self._abandoned = False
 
     def add(self, key: str, amount: int = 1) -> int:
         """Add to a number, which begins at 0, and return the sum."""
@@ -108,12 +111,8 @@ class LimitedStore:
         """Return whether the store ought to have answered by now."""
         return time.monotonic() > self._deadline
 
-    def abandon(self) -> None:
-        """Let the thread end with its next question."""
-        self._abandoned = True
-
     def _answer(self, question: Callable[..., T], *arguments: Any, waits: float = 0.0) -> T:
-        if self._abandoned:
+        if self.abandoned:
             raise _AbandonedError
         self._deadline = time.monotonic() + self._limit + waits
         try:
@@ -149,7 +148,7 @@ def ask(store: dist.Store, questions: Callable[[LimitedStore], T], *, limit: flo
             "the process that hosts it, rank 0 or torchrun's agent, has ended; see its output for why"
         ) from None
     finally:
-        limited.abandon()
+        limited.abandoned = True
 
 
 def in_thread(function: Callable[[], T], look: Callable[[], None]) -> T:

@@ -38,11 +38,14 @@ class Views:
 
     Args:
         first: the mesh's own view.
+
+    Attributes:
+        products: the axes of each flattened product, by its name.
     """
 
     def __init__(self, first: View) -> None:
         self._views = {ROOT_VIEW: first}
-        self._products: dict[str, tuple[str, ...]] = {}
+        self.products: dict[str, tuple[str, ...]] = {}
 
     def __iter__(self) -> Iterator[View]:
         return iter(self._views.values())
@@ -91,15 +94,19 @@ class Views:
 
     def expand(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return axes as they are, and the axes of flattened products in place of the products' names."""
-        return tuple(axis for name in names for axis in self._products.get(name, (name,)))
+        return tuple(axis for name in names for axis in self.products.get(name, (name,)))
 
     def add(self, name: str, view: View) -> None:
         """Add a view that :meth:`check` had nothing against."""
         self._views[name] = view
 
+    def name_of(self, axes: tuple[str, ...]) -> str:
+        """Return the name of an axis, or of some axes that have one together."""
+        return next((name for name, each in self.products.items() if each == axes), axes[0])
+
     def add_product(self, name: str, axes: tuple[str, ...]) -> None:
         """Name some axes taken together."""
-        self._products[name] = axes
+        self.products[name] = axes
 
     def check(self, name: str, layout: Layout, rank: int) -> None:
         """Refuse a new view that contradicts the others.
@@ -121,7 +128,7 @@ class Views:
         problems += [
             f"axis {axis!r} has the name of a flattened product; choose another name"
             for axis in layout
-            if axis in self._products
+            if axis in self.products
         ]
         if problems:
             raise LayoutError(*problems)
@@ -138,9 +145,9 @@ class Views:
             )
         if name in self.homes():
             raise LayoutError(f"the name {name!r} is taken by an axis; give the product another with name=")
-        if self._products.get(name, axes) != axes:
+        if self.products.get(name, axes) != axes:
             raise LayoutError(
-                f"the name {name!r} is taken by the product of {join_names(self._products[name])}; give this one another "
+                f"the name {name!r} is taken by the product of {join_names(self.products[name])}; give this one another "
                 "with name="
             )
 

@@ -15,9 +15,10 @@ from namedmesh.compat.deepspeed.topology import (
     _prime_factors,
     validate_topology,
 )
-from namedmesh.compat.new_mesh import new_mesh
 from namedmesh.errors import LayoutError, listing
-from namedmesh.options import GroupOptions
+from namedmesh.groups import GroupPool
+from namedmesh.init import make_mesh
+from namedmesh.making import agreed
 from namedmesh.views import join_names
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class PipelineParallelGrid(Getters):
     def __init__(self, topology: Any = None, process_group: object = None) -> None:
         require_default_group("deepspeed.init_distributed()")
         world = dist.get_world_size()
-        with new_mesh(_CALL, range(world)) as maker:
+        with agreed(GroupPool(), _CALL, range(world)) as maker:
             if isinstance(process_group, dist.ProcessGroup) and process_group.size() != world:
                 raise LayoutError(
                     f"process_group has the ranks {listing(dist.get_process_group_ranks(process_group))}, but a grid is over "
@@ -124,10 +125,9 @@ class PipelineParallelGrid(Getters):
             given = topology or PipeDataParallelTopology(prod(factors[::2]), prod(factors[1::2]))
             ours = validate_topology(given, world, dist.get_rank())
             layout = ours.layout
-            wanted = [(layout, (axis,), GroupOptions()) for axis in layout]
-            mesh = maker.make(layout, {"layout": repr(layout)}, wanted, {})
+            mesh = make_mesh(maker, layout, {"layout": repr(layout)}, {})
             axes = {axis: (own,) for axis, own in zip(ours.axes, layout.axes, strict=True)}
-            self._fill(given, ours, mesh, maker.groups, axes)
+            self._fill(given, ours, mesh, maker, axes)
         self._owned = True
 
     @classmethod

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from namedmesh.compat.axis_map import USUAL_AXES, check_axes, own_axes
@@ -116,20 +117,10 @@ class ParallelConfig:
     local_world_size: int | None = None
     create_all_gather_group: bool | None = field(default=False, kw_only=True)
 
-    def ranks(self, world_size: int) -> range:
-        """Return the ranks of the mesh, in a world of some size."""
-        local = self.local_world_size
-        return range(world_size) if local is None else range(self.rank_offset, self.rank_offset + local)
-
-    @property
-    def sharp_group(self) -> str | None:
-        """Which groups use SHARP: ``"dp"``, ``"dp_replica"``, or None."""
-        return (self.sharp_enabled_group or "dp") if self.use_sharp else None
-
     @property
     def bindable(self) -> tuple[object, ...]:
         """What ``bind`` takes: a mesh that is bound with the same needs no new groups."""
-        return tuple([getattr(self, name) for name in BINDABLE])
+        return attrgetter(*BINDABLE)(self)
 
     @cached_property
     def options(self) -> dict[str, GroupOptions]:
@@ -154,11 +145,11 @@ class ParallelConfig:
 
     def fields_to_compare(self, factorings: Factorings) -> dict[str, str]:
         """Return every argument as text, for the comparison between ranks; a callback as its answer for one pipeline."""
-        pipeline = factorings.groups("pp")[0]
-        values = {field.name: getattr(self, field.name) for field in fields(self)} | {"options": self.options}
-        return {
-            name: repr(value(list(pipeline)) if callable(value) else value) for name, value in values.items()
-        }
+        pipeline = list(factorings.groups("pp")[0])
+        values = {}
+        for name, value in vars(self).items():
+            values[name] = repr(value(pipeline) if callable(value) else value)
+        return values | {"options": repr(self.options)}
 
     # The checks, in the order of the original's. An error carries all problems of its step; its type is what the
     # original raises for the first.
@@ -193,12 +184,16 @@ class ParallelConfig:
 
     def _layout(self, world: int, view: str) -> Layout:
         """Return the layout of a view, whose axes are the tokens of the order under other names; dp is what is left."""
-        tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
-        sizes = {"tp": tp, "pp": pp, "cp": self.context_parallel_size}
-        gtp, names = self.gtp_remat_size, {}
+        tp, etp = self.tensor_model_parallel_size, self.expert_tensor_parallel_size
+        sizes = {"tp": tp, "pp": self.pipeline_model_parallel_size, "cp": self.context_parallel_size}
+        names: Mapping[str, str] = {}
+        gtp = self.gtp_remat_size
         if view == EXPERT:
-            etp = self.expert_tensor_parallel_size
-            sizes = {"tp": tp if etp is None else etp, "ep": self.expert_model_parallel_size, "pp": pp}
+            sizes = {
+                "tp": tp if etp is None else etp,
+                "ep": self.expert_model_parallel_size,
+                "pp": sizes["pp"],
+            }
             gtp, names = self.expert_gtp_remat_size, _EXPERT
         if gtp != 1:
             sizes["gtp_remat"] = gtp

@@ -14,13 +14,12 @@ import torch.distributed as dist
 from namedmesh.compat.axis_map import group_over
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer
-from namedmesh.compat.megatron.rank_generator import default_embedding_ranks, default_position_embedding_ranks
 from namedmesh.compat.megatron.variables import ROWS
 from namedmesh.dialects import DENSE, EXPERT, MEGATRON_GROUPS
 from namedmesh.options import GroupOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from namedmesh.compat.megatron.config import Factorings, ParallelConfig
     from namedmesh.dialects import GroupSpec
@@ -29,6 +28,22 @@ if TYPE_CHECKING:
     from namedmesh.mesh import NamedMesh
 
 _OVER_AXES = [row for row in MEGATRON_GROUPS if row.members == "all" and row.key != "intra_dist_opt_instance"]
+
+
+def default_embedding_ranks(pp_ranks: Iterable[int]) -> list[int]:
+    """Return the ranks of a pipeline that hold the word embeddings: the first and the last stage.
+
+    Example:
+        >>> default_embedding_ranks([0, 4, 8, 12]), default_embedding_ranks([3])
+        ([0, 12], [3])
+    """
+    ranks = list(pp_ranks)
+    return ranks if len(ranks) == 1 else [ranks[0], ranks[-1]]
+
+
+def default_position_embedding_ranks(pp_ranks: Iterable[int]) -> list[int]:
+    """Return the ranks of a pipeline that hold the position embeddings: the first stage."""
+    return [next(iter(pp_ranks))]
 
 
 def group_options(
@@ -52,12 +67,11 @@ def group_options(
             # The original gives no NCCL settings to a backend that is not NCCL.
             options = GroupOptions(backend="ucc") if backend == "ucc" else replace(options, backend="nccl")
         layout, axes = factorings.locate(row.axes)
-        if not axes:
-            continue
-        if config.options or backend is not None:
-            # The first row over these axes; a later one spans gtp_remat too, which is 1.
-            options = by_view[row.view].setdefault("_".join(axes), options)
-        groups.append((layout, axes, options))
+        if axes:
+            if config.options or backend is not None:
+                # The first row over these axes; a later one spans gtp_remat too, which is 1.
+                options = by_view[row.view].setdefault("_".join(axes), options)
+            groups.append((layout, axes, options))
     return by_view, groups
 
 
@@ -95,7 +109,11 @@ class _Builder:
     ) -> None:
         self.mesh, self.maker, self.factorings, self.config = mesh, maker, factorings, config
         self.instances = config.num_distributed_optimizer_instances
-        self.values: dict[str, Any] = {row.gloo: None for row in MEGATRON_GROUPS if row.gloo}
+        # Groups that nobody asked for are None also where they were there before.
+        self.values: dict[str, Any] = {}
+        for row in MEGATRON_GROUPS:
+            if row.gloo:
+                self.values[row.gloo] = None
         # Beside weights that are gathered for each use the original makes no gloo groups.
         dense = config.create_gloo_process_groups and factorings.size("gtp_remat") == 1
         self.with_gloo = {DENSE: dense, EXPERT: dense and factorings.size("egtp_remat") == 1}
@@ -146,8 +164,11 @@ class _Builder:
                 for level, size in enumerate(levels)
             ]
         row = ROWS["hybrid_data_context_parallel"]
-        sizes = hybrid_sizes(self.factorings.size("dp", "cp")) if self.config.hybrid_context_parallel else []
-        self.values[row.variable] = {size: self.build_sets(row, self.split(row, size)) for size in sizes}
+        hybrid = {}
+        if self.config.hybrid_context_parallel:
+            for size in hybrid_sizes(self.factorings.size("dp", "cp")):
+                hybrid[size] = self.build_sets(row, self.split(row, size))
+        self.values[row.variable] = hybrid
 
     def build_embeddings(self) -> None:
         """Build the groups of the stages that hold embeddings."""
@@ -158,10 +179,13 @@ class _Builder:
                 self.config.get_position_embedding_ranks or default_position_embedding_ranks,
             ),
         ):
-            row = ROWS[name]
-            sets = [_embedding_stages(choose, list(ranks)) for ranks in self.factorings.groups("pp")]
+            row, sets = ROWS[name], []
+            self.values[row.ranks] = None
+            for pipeline in self.factorings.groups("pp"):
+                sets.append(_embedding_stages(choose, list(pipeline)))
+                if self.mesh.global_rank in sets[-1]:
+                    self.values[row.ranks] = sets[-1]
             self.build_sets(row, sets)
-            self.values[row.ranks] = next((ranks for ranks in sets if self.mesh.global_rank in ranks), None)
 
     def build_optimizer_instances(self) -> None:
         """Build the groups inside each instance of the distributed optimizer, and between them."""
@@ -195,9 +219,10 @@ class _Builder:
 
     def split(self, row: GroupSpec, size: int, stride: int = 1) -> list[list[int]]:
         """Return the sets of ranks that :func:`split_ranks` makes of every group over the axes of a row."""
-        return [
-            part for ranks in self.factorings.groups(*row.axes) for part in split_ranks(ranks, size, stride)
-        ]
+        parts = []
+        for ranks in self.factorings.groups(*row.axes):
+            parts += split_ranks(ranks, size, stride)
+        return parts
 
     @contextmanager
     def sharp(self, name: str, row: GroupSpec) -> Iterator[None]:
@@ -205,7 +230,8 @@ class _Builder:
 
         NCCL reads the environment when it creates a communicator, which a first collective makes sure of.
         """
-        if self.config.sharp_group != name:
+        config = self.config
+        if not config.use_sharp or (config.sharp_enabled_group or "dp") != name:
             yield
             return
         os.environ["NCCL_COLLNET_ENABLE"] = "1"

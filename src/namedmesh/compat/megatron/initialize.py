@@ -16,10 +16,12 @@ from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer
 from namedmesh.compat.megatron.config import BINDABLE, Factorings, ParallelConfig
 from namedmesh.compat.megatron.groups import build_groups, group_options
 from namedmesh.compat.megatron.variables import BINDING
-from namedmesh.compat.new_mesh import new_mesh
 from namedmesh.dialects import DENSE, EXPERT
 from namedmesh.errors import did_you_mean
+from namedmesh.groups import GroupPool
+from namedmesh.init import make_mesh
 from namedmesh.launch import default_group_device
+from namedmesh.making import agreed
 from namedmesh.options import GroupOptions
 from namedmesh.views import View
 
@@ -163,24 +165,25 @@ def initialize_model_parallel(config: ParallelConfig) -> None:  # noqa: D417  th
         >>> dist.destroy_process_group()
     """
     require_default_group()
-    world = dist.get_world_size()
-    ranks = config.ranks(world)
+    world, start, size = dist.get_world_size(), config.rank_offset, config.local_world_size
+    ranks = range(world) if size is None else range(start, start + size)
     if dist.get_rank() not in ranks:
         config.validate(world)
-        BINDING.assign("_GLOBAL_MEMORY_BUFFER", GlobalMemoryBuffer(default_group_device()))
+        BINDING.assign({"_GLOBAL_MEMORY_BUFFER": GlobalMemoryBuffer(default_group_device())})
         return
     defaults = GroupOptions(timeout=timedelta(minutes=config.distributed_timeout_minutes))
-    with new_mesh("megatron.initialize_model_parallel", ranks, defaults) as maker:
+    with agreed(GroupPool(defaults=defaults), "megatron.initialize_model_parallel", ranks) as maker:
         dense, expert = config.validate(world)
         BINDING.refuse_second()
         factorings = Factorings(dense, expert)
         options, wanted = group_options(factorings, config)
         if config.pipeline_model_parallel_comm_backend == "ucc":
             _prepare_ucc()
-        mesh = maker.make(dense, config.fields_to_compare(factorings), wanted, options[DENSE])
-        view = View(expert, mesh.create_view(expert, maker.groups, options[EXPERT]))
+        fields = config.fields_to_compare(factorings)
+        mesh = make_mesh(maker, dense, fields, options[DENSE], groups=wanted)
+        view = View(expert, mesh.create_view(expert, maker, options[EXPERT]))
         mesh.take_view(EXPERT, view, options[EXPERT])
-        groups = build_groups(mesh, maker.groups, factorings, config)
+        groups = build_groups(mesh, maker, factorings, config)
     BINDING.take(mesh, config.bindable, groups, owned=True)
 
 

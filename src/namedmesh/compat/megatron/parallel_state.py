@@ -32,14 +32,16 @@ import torch.distributed as dist
 
 from namedmesh.compat.errors import ContractError, ContractKeyError
 from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer, GlobalSymmetricMemoryBuffer
+from namedmesh.compat.megatron.groups import (
+    default_embedding_ranks as default_embedding_ranks,
+    default_position_embedding_ranks as default_position_embedding_ranks,
+)
 from namedmesh.compat.megatron.initialize import (
     destroy_model_parallel as destroy_model_parallel,
     initialize_model_parallel as initialize_model_parallel,
 )
 from namedmesh.compat.megatron.rank_generator import (
     RankGenerator as RankGenerator,
-    default_embedding_ranks as default_embedding_ranks,
-    default_position_embedding_ranks as default_position_embedding_ranks,
     generate_masked_orthogonal_rank_groups as generate_masked_orthogonal_rank_groups,
 )
 from namedmesh.compat.megatron.single_groups import (
@@ -169,9 +171,7 @@ def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
 
 def get_model_parallel_src_rank() -> int:
     """Return the first global rank of the model-parallel group."""
-    if _MODEL_PARALLEL_GLOBAL_RANKS is None:
-        missing("_MODEL_PARALLEL_GLOBAL_RANKS")
-    return _MODEL_PARALLEL_GLOBAL_RANKS[0]
+    return (_MODEL_PARALLEL_GLOBAL_RANKS or missing("_MODEL_PARALLEL_GLOBAL_RANKS"))[0]
 
 
 def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
@@ -181,9 +181,7 @@ def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGr
 
 def get_tensor_model_parallel_src_rank() -> int:
     """Return the first global rank of the tensor-parallel group."""
-    if _TENSOR_MODEL_PARALLEL_GLOBAL_RANKS is None:
-        missing("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS")
-    return _TENSOR_MODEL_PARALLEL_GLOBAL_RANKS[0]
+    return (_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS or missing("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"))[0]
 
 
 def get_tensor_model_parallel_world_size() -> int:
@@ -224,16 +222,12 @@ def get_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[in
 
 def get_gtp_weight_remat_world_size() -> int:
     """Return the number of ranks in :func:`get_gtp_weight_remat_group`."""
-    if _GTP_WEIGHT_REMAT_GROUP is None:
-        return 0
-    return _GTP_WEIGHT_REMAT_GROUP.size()
+    return _GTP_WEIGHT_REMAT_GROUP.size() if _GTP_WEIGHT_REMAT_GROUP else 0
 
 
 def get_gtp_weight_remat_rank() -> int:
     """Return this rank's index in :func:`get_gtp_weight_remat_group`."""
-    if _GTP_WEIGHT_REMAT_GROUP is None:
-        return 0
-    return _GTP_WEIGHT_REMAT_GROUP.rank()
+    return _GTP_WEIGHT_REMAT_GROUP.rank() if _GTP_WEIGHT_REMAT_GROUP else 0
 
 
 def get_context_parallel_group(check_initialized: bool = True) -> ProcessGroup:
@@ -415,9 +409,7 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """Return the first global rank of the data-parallel group, with the context-parallel ranks if asked."""
     if with_context_parallel:
         return (_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP or missing("_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP"))[0]
-    if _DATA_PARALLEL_GLOBAL_RANKS is None:
-        missing("_DATA_PARALLEL_GLOBAL_RANKS")
-    return _DATA_PARALLEL_GLOBAL_RANKS[0]
+    return (_DATA_PARALLEL_GLOBAL_RANKS or missing("_DATA_PARALLEL_GLOBAL_RANKS"))[0]
 
 
 def get_hybrid_data_context_parallel_groups(
@@ -431,9 +423,7 @@ def get_hybrid_data_context_parallel_groups(
             raised for any other.
     """
     if get_data_parallel_world_size(with_context_parallel=True) == group_size:
-        if check_initialized and _DATA_PARALLEL_GROUP_WITH_CP is None:
-            missing("_DATA_PARALLEL_GROUP_WITH_CP")
-        return _DATA_PARALLEL_GROUP_WITH_CP
+        return _DATA_PARALLEL_GROUP_WITH_CP or missing("_DATA_PARALLEL_GROUP_WITH_CP", check_initialized)
     groups = _HYBRID_DP_CP_GROUPS or {}
     if group_size not in groups:
         raise ContractKeyError(
@@ -477,32 +467,27 @@ def set_pipeline_model_parallel_rank(rank: int | None) -> None:
     _MPU_PIPELINE_MODEL_PARALLEL_RANK = rank
 
 
-def _pipeline_ranks() -> list[int]:
-    return _PIPELINE_GLOBAL_RANKS or missing("_PIPELINE_GLOBAL_RANKS")
-
-
 def get_pipeline_model_parallel_next_rank() -> int:
     """Return the global rank of the next stage; after the last comes the first: ``mesh.next("pp")``."""
-    ranks = _pipeline_ranks()
+    ranks = _PIPELINE_GLOBAL_RANKS or missing("_PIPELINE_GLOBAL_RANKS")
     return ranks[(get_pipeline_model_parallel_rank() + 1) % get_pipeline_model_parallel_world_size()]
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
     """Return the global rank of the previous stage; before the first comes the last: ``mesh.prev("pp")``."""
-    ranks = _pipeline_ranks()
+    ranks = _PIPELINE_GLOBAL_RANKS or missing("_PIPELINE_GLOBAL_RANKS")
     return ranks[(get_pipeline_model_parallel_rank() - 1) % get_pipeline_model_parallel_world_size()]
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
     """Return the global rank of the first stage."""
-    if _PIPELINE_GLOBAL_RANKS is None:
-        missing("_PIPELINE_GLOBAL_RANKS")
-    return _PIPELINE_GLOBAL_RANKS[0]
+    return (_PIPELINE_GLOBAL_RANKS or missing("_PIPELINE_GLOBAL_RANKS"))[0]
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
     """Return the global rank of the last stage."""
-    return _pipeline_ranks()[get_pipeline_model_parallel_world_size() - 1]
+    ranks = _PIPELINE_GLOBAL_RANKS or missing("_PIPELINE_GLOBAL_RANKS")
+    return ranks[get_pipeline_model_parallel_world_size() - 1]
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
@@ -615,16 +600,12 @@ def get_expert_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> 
 
 def get_expert_gtp_weight_remat_world_size() -> int:
     """Return the number of ranks in :func:`get_expert_gtp_weight_remat_group`."""
-    if _EXPERT_GTP_WEIGHT_REMAT_GROUP is None:
-        return 0
-    return _EXPERT_GTP_WEIGHT_REMAT_GROUP.size()
+    return _EXPERT_GTP_WEIGHT_REMAT_GROUP.size() if _EXPERT_GTP_WEIGHT_REMAT_GROUP else 0
 
 
 def get_expert_gtp_weight_remat_rank() -> int:
     """Return this rank's index in :func:`get_expert_gtp_weight_remat_group`."""
-    if _EXPERT_GTP_WEIGHT_REMAT_GROUP is None:
-        return 0
-    return _EXPERT_GTP_WEIGHT_REMAT_GROUP.rank()
+    return _EXPERT_GTP_WEIGHT_REMAT_GROUP.rank() if _EXPERT_GTP_WEIGHT_REMAT_GROUP else 0
 
 
 def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
@@ -634,9 +615,7 @@ def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGr
 
 def get_expert_model_parallel_src_rank() -> int:
     """Return the first global rank of the expert-parallel group."""
-    if _EXPERT_MODEL_PARALLEL_RANKS is None:
-        missing("_EXPERT_MODEL_PARALLEL_RANKS")
-    return _EXPERT_MODEL_PARALLEL_RANKS[0]
+    return (_EXPERT_MODEL_PARALLEL_RANKS or missing("_EXPERT_MODEL_PARALLEL_RANKS"))[0]
 
 
 def get_expert_model_parallel_world_size() -> int:
@@ -731,8 +710,8 @@ def get_expert_tensor_model_pipeline_parallel_group(
     """Return the group over etp, ep and pp, and egtp_remat if asked: one full set of the experts of the model."""
     if with_egtp_remat:
         group = _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP
-    else:
-        group = _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP
+        return group or missing("_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP", check_initialized)
+    group = _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP
     return group or missing("_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", check_initialized)
 
 

@@ -1,4 +1,4 @@
-"""Megatron's ``RankGenerator``, its rank arithmetic, and its default embedding stages, on :class:`namedmesh.Layout`."""
+"""Megatron's ``RankGenerator`` and its rank arithmetic, on :class:`namedmesh.Layout`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.layout import Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 
 def ordered_tokens(order: str, sizes: Mapping[str, int]) -> list[str]:
@@ -164,19 +164,3 @@ def generate_masked_orthogonal_rank_groups(
             "change a size"
         )
     return groups[:count]
-
-
-def default_embedding_ranks(pp_ranks: Iterable[int]) -> list[int]:
-    """Return the ranks of a pipeline that hold the word embeddings: the first and the last stage.
-
-    Example:
-        >>> default_embedding_ranks([0, 4, 8, 12]), default_embedding_ranks([3])
-        ([0, 12], [3])
-    """
-    ranks = list(pp_ranks)
-    return ranks if len(ranks) == 1 else [ranks[0], ranks[-1]]
-
-
-def default_position_embedding_ranks(pp_ranks: Iterable[int]) -> list[int]:
-    """Return the ranks of a pipeline that hold the position embeddings: the first stage."""
-    return [next(iter(pp_ranks))]
