@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,6 @@ from namedmesh.compat.deepspeed.topology import (
     _prime_factors,
     validate_topology,
 )
-from namedmesh.compat.errors import ContractAttributeError
 from namedmesh.errors import LayoutError, listing
 from namedmesh.groups import GroupPool
 from namedmesh.init import make_mesh
@@ -38,8 +36,7 @@ _CALL = "deepspeed.PipelineParallelGrid"
 def topology_of(layout: Layout) -> tuple[ProcessTopology, dict[str, tuple[str, ...]]]:
     """Return a topology over the ranks of a layout, and the layout's axes for each of its own.
 
-    Axes of no kind of parallelism of DeepSpeed's keep their names. A grid needs pipe and data: one that the layout
-    lacks has size 1.
+    Other axes keep their names. A grid needs pipe and data: one that the layout lacks has size 1.
 
     Raises:
         LayoutError: two axes stand for the same kind, or dp_replicate and dp_shard do not adjoin.
@@ -89,13 +86,12 @@ class PipelineParallelGrid(Getters):
             ``model_parallel_size`` and ``slice_parallel_size``, which are the same.
         stage_id: this rank's coordinate on pipe; ``is_first_stage`` and ``is_last_stage`` follow from it.
         data_parallel_id: its coordinate on data.
-        ds_model_proc_group: the group of every rank with the same coordinate on data, that is of one replica of the
-            model; ``ds_model_world_size`` is its size and ``ds_model_rank`` this rank's position in it.
-        dp_group: the ranks along data, ``dp_proc_group`` their group, and ``dp_groups`` those of all such groups.
-        pp_group: the ranks along pipe, ``pp_proc_group`` their group, and ``pipe_groups`` those of all such groups.
+        ds_model_proc_group: the group of one replica of the model, the ranks with the same coordinate on data;
+            ``ds_model_world_size`` is its size and ``ds_model_rank`` this rank's position in it.
+        dp_group: the ranks along data, ``dp_proc_group`` their group, and ``dp_groups`` those of all such groups; so
+            ``pp_group``, ``pp_proc_group`` and ``pipe_groups`` along pipe, and ``slice_group``, ``slice_proc_group`` and
+            ``model_groups`` along model, the last one only if the model is sharded.
         p2p_groups: for each rank, it and the next in its pipeline; after the last stage comes the first.
-        slice_group: the ranks along model, ``slice_proc_group`` their group, and ``model_groups`` those of all such
-            groups, which exists only if the model is sharded.
 
     Raises:
         ContractError: ``torch.distributed`` has no default group, or the topology is not one of all its ranks.
@@ -199,49 +195,11 @@ class PipelineParallelGrid(Getters):
         self.model_parallel_size = self.slice_parallel_size
         self.is_first_stage = self.stage_id == 0
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
-
-    @cached_property
-    def dp_groups(self) -> list[list[int]]:
-        """The ranks of every group along data."""
-        return self._topology.get_axis_comm_lists("data")
-
-    @cached_property
-    def pipe_groups(self) -> list[list[int]]:
-        """The ranks of every group along pipe."""
-        return self._topology.get_axis_comm_lists("pipe")
-
-    @cached_property
-    def p2p_groups(self) -> list[list[int]]:
-        """For each rank, it and the next in its pipeline; after the last stage comes the first."""
-        layout = self._topology.layout
-        pipe = self._topology.mesh_axis("pipe")
-        return [[rank, layout.neighbour(rank, pipe)] for rank in layout.ranks]
-
-    @cached_property
-    def model_groups(self) -> list[list[int]]:
-        """The ranks of every group along model.
-
-        Raises:
-            ContractAttributeError: there is one rank along model; the original has no such attribute then.
-        """
-        self._check_sharded("model_groups")
-        return self._topology.get_axis_comm_lists("model")
-
-    @cached_property
-    def mp_group(self) -> list[int]:
-        """An empty list: the original never fills it.
-
-        Raises:
-            ContractAttributeError: there is one rank along model; the original has no such attribute then.
-        """
-        self._check_sharded("mp_group")
-        return []
-
-    def _check_sharded(self, name: str) -> None:
-        if self.model_parallel_size == 1:
-            raise ContractAttributeError(
-                f"the grid has no {name}, because its model-parallel size is 1; DeepSpeed's has none then either"
-            )
+        self.dp_groups, self.pipe_groups = map(ours.get_axis_comm_lists, ("data", "pipe"))
+        pipe = ours.mesh_axis("pipe")
+        self.p2p_groups = [[rank, ours.layout.neighbour(rank, pipe)] for rank in ours.layout.ranks]
+        if self.model_parallel_size > 1:  # the original has these only then, and never fills the second
+            self.model_groups, self.mp_group = ours.get_axis_comm_lists("model"), list[int]()
 
     def close(self) -> None:
         """Destroy the groups that the grid made; those of a mesh that existed before stay."""

@@ -1,7 +1,7 @@
 """DeepSpeed's topologies: named axes over ranks, computed by a :class:`namedmesh.Layout`.
 
-``install()`` puts this module in place of the original's. Ranks are row-major, the last axis the fastest. Nothing here needs a process group, or torch: a topology of a
-million ranks costs what one of eight costs, until its whole :attr:`ProcessTopology.mapping` is read.
+``install()`` puts this module in place of the original's. Ranks are row-major, the last axis the fastest. Nothing here
+needs a process group, or torch. A topology of a million ranks costs what one of eight does, until all are asked for.
 """
 
 from __future__ import annotations
@@ -99,10 +99,7 @@ class ProcessTopology:
         self._names = dict(zip(axes, self.layout.axes, strict=True))
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """Return the rank at some coordinates.
-
-        Args:
-            **coord_kwargs: one coordinate for each axis.
+        """Return the rank at some coordinates, one for each axis.
 
         Raises:
             LayoutError: too few coordinates, or too many.
@@ -115,17 +112,22 @@ class ProcessTopology:
                 f"get_rank() got {len(coord_kwargs)} coordinates, {given}, for {self._words}; give one for "
                 "each axis, or ask filter_match() for all ranks that share some"
             )
-        unknown = [self._unknown(axis) for axis in coord_kwargs if axis not in self._names]
+        unknown, outside, coords = [], [], {}
+        for axis, at in coord_kwargs.items():
+            if axis not in self._names:
+                unknown.append(self._unknown(axis))
+            elif at in range(self.get_dim(axis)):
+                coords[self._names[axis]] = int(at)
+            else:
+                outside.append(
+                    f"coordinate {axis}={at!r} is outside of its axis; the coordinates of {axis!r} are 0 to "
+                    f"{self.get_dim(axis) - 1}"
+                )
         if unknown:
             raise ContractTypeError(*unknown)
-        outside = [
-            f"coordinate {axis}={at!r} is outside of its axis; the coordinates of {axis!r} are 0 to {self.get_dim(axis) - 1}"
-            for axis, at in coord_kwargs.items()
-            if at not in range(self.get_dim(axis))
-        ]
         if outside:
             raise ContractError(*outside)
-        return self.layout.rank(**{self._names[axis]: int(at) for axis, at in coord_kwargs.items()})
+        return self.layout.rank(**coords)
 
     def get_axis_names(self) -> Sequence[str]:
         """Return the names, slowest axis first."""
@@ -173,20 +175,13 @@ class ProcessTopology:
         return self.ProcessCoord(*self.layout.coords(int(rank)).values())
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """Return the ranks of every group along an axis; none if the topology does not have it.
-
-        Returns:
-            Groups by their first rank, ranks inside a group ascending.
-        """
+        """Return the ranks of every group along an axis, by their first rank; none if the topology does not have it."""
         if axis not in self.axes:
             return []
         return [list(ranks) for ranks in self.layout.groups(self._names[axis])]
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """Return every rank at some coordinates, ascending; none where a coordinate is outside of its axis.
-
-        Args:
-            **filter_kwargs: a coordinate for some of the axes.
+        """Return every rank at coordinates on some axes, ascending; none where one is outside of its axis.
 
         Raises:
             ContractAttributeError: a name that is no axis.
@@ -246,11 +241,7 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Pipelines and their replicas, which are neighboring ranks: the axes pipe and data.
-
-    Args:
-        num_pp: how many stages a pipeline has.
-        num_dp: how many pipelines there are.
+    """``num_dp`` pipelines of ``num_pp`` stages, replicas on neighboring ranks: the axes pipe and data.
 
     Example:
         >>> PipeDataParallelTopology(num_pp=2, num_dp=2).get_axis_comm_lists("data")
@@ -262,12 +253,7 @@ class PipeDataParallelTopology(ProcessTopology):
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Pipelines whose stages are sharded over neighboring ranks, and their replicas: the axes pipe, data and model.
-
-    Args:
-        num_pp: how many stages a pipeline has.
-        num_mp: over how many ranks the layers of a stage are sharded.
-        num_dp: how many replicas there are.
+    """The same, with stages that are sharded over ``num_mp`` neighboring ranks: the axes pipe, data and model.
 
     Example:
         >>> PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=2).get_axis_comm_lists("data")
@@ -317,11 +303,7 @@ def _mesh_names(axes: Sequence[str]) -> list[str]:
 
 
 def validate_topology(topology: Any, world: int, rank: int) -> ProcessTopology:
-    """Return a topology for a grid, ours, DeepSpeed's or one like them, as one of ours.
-
-    It has as many ranks as the world (ContractError), the axes pipe and data (ContractAttributeError), and this rank where
-    row-major order has it (LayoutError).
-    """
+    """Return a topology for a grid, ours or DeepSpeed's, as one of ours; refuse one that no grid can have."""
     ours = topology
     if not isinstance(ours, ProcessTopology):
         axes = topology.get_axis_names()
@@ -332,14 +314,11 @@ def validate_topology(topology: Any, world: int, rank: int) -> ProcessTopology:
             f"the topology {sizes} has {ours.world_size()} ranks, but the world has {world}; change a size, or start "
             "another number of ranks"
         )
-    missing = [axis for axis in ("pipe", "data") if axis not in ours.axes]
-    if missing:
-        raise ContractAttributeError(
-            *(
+    for axis in ("pipe", "data"):
+        if axis not in ours.axes:
+            raise ContractAttributeError(
                 f"the topology {sizes} has no axis {axis!r}; give it one, of size 1 if need be"
-                for axis in missing
             )
-        )
     theirs, expected = tuple(topology.get_coord(rank=rank)), tuple(ours.layout.coords(rank).values())
     if theirs != expected:
         raise LayoutError(
