@@ -19,7 +19,7 @@ from namedmesh.mesh import NamedMesh
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-    from types import ModuleType, TracebackType
+    from types import ModuleType
 
 __all__ = ["Binding", "Bound", "require_default_group", "require_open"]
 
@@ -229,28 +229,18 @@ class Binding:
 
 
 class Bound:
-    """A mesh that a dialect is bound to: until the next one, or with ``with``, in the block, which selects it.
-
-    Args:
-        binding: the binding of the dialect.
-        mesh: the mesh.
-        before: the mesh that the dialect was bound to before, if any.
-    """
+    """A mesh that a dialect is bound to: until the next one, or with ``with``, in the block, which selects it."""
 
     def __init__(self, binding: Binding, mesh: NamedMesh, before: NamedMesh | None) -> None:
-        self.mesh = mesh
-        self._binding = binding
-        self._before = before
+        self.mesh, self._binding, self._before = mesh, binding, before
 
     def __enter__(self) -> NamedMesh:
         return self.mesh.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         before = self._before
         self._binding.base = None if before is not None and before.closed else before
-        self.mesh.__exit__(kind, error, trace)
+        self.mesh.__exit__(*error)
 
 
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
