@@ -437,7 +437,7 @@ class NamedMesh:
     def _end(self, reason: str) -> None:
         """Drop every reference to groups: the pool is being closed, or torch destroys the default group."""
         self.closed, self._end_reason = True, reason
-        self._version = _next_version()
+        self._version = str(next(_versions))
         for view in self._all_views:
             view.forget()
         self._all_views = Views(View(self.layout, self.device.type, {}))
@@ -515,7 +515,7 @@ class NamedMesh:
     def _prepare_answers(self) -> None:
         """Work out the answers for each axis and product: under ``torch.compile`` an accessor must not learn."""
         # Guards the constants of compiled code: no two meshes, and no two states of one, have the same.
-        version = _next_version()
+        version = str(next(_versions))
         places: dict[tuple[str, tuple[str, ...]], Place] = {}
         for view in self._all_views:
             for axis in view.layout.axes:
@@ -685,12 +685,7 @@ def _borrow(pool: GroupPool, view: View) -> None:
 
 
 _NO_OPTIONS = GroupOptions()
-_versions = count()
-
-
-def _next_version() -> str:
-    """Return a text that no other mesh has; the compiler guards texts, but makes changed numbers symbolic."""
-    return str(next(_versions))
+_versions = count()  # used as texts: the compiler guards those, but makes numbers symbolic that changed
 
 
 def _option_axes(name: str, layout: Layout) -> tuple[str, ...]:
