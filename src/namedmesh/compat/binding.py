@@ -237,10 +237,10 @@ class Bound:
     def __enter__(self) -> NamedMesh:
         return self.mesh.__enter__()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *_error: object) -> None:
         before = self._before
         self._binding.base = None if before is not None and before.closed else before
-        self.mesh.__exit__(*error)
+        self.mesh.__exit__(None, None, None)
 
 
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
