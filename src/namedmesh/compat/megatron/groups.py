@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -52,15 +53,15 @@ def group_options(
     """Return the options of the groups over whole axes, for the mesh and for the comparison between ranks.
 
     Megatron gives each group the options of its own name and no other; a mesh lets a group over two axes have those
-    of both. So once any options are given, every group has an entry.
+    of both. So every group has an entry.
 
     Returns:
         By view, the options under the names that a mesh has for axes together; and of every group the layout, the axes
         and the options.
     """
-    backend = config.pipeline_model_parallel_comm_backend
+    backend, default = config.pipeline_model_parallel_comm_backend, GroupOptions()
     by_view: dict[str, dict[str, GroupOptions]] = {DENSE: {}, EXPERT: {}}
-    groups, default = [], GroupOptions()
+    groups = []
     for row in _OVER_AXES:
         options = config.options.get(row.key, default)
         if row.key == "pp" and backend is not None:
@@ -68,9 +69,8 @@ def group_options(
             options = GroupOptions(backend="ucc") if backend == "ucc" else replace(options, backend="nccl")
         layout, axes = factorings.locate(row.axes)
         if axes:
-            if config.options or backend is not None:
-                # The first row over these axes; a later one spans gtp_remat too, which is 1.
-                options = by_view[row.view].setdefault("_".join(axes), options)
+            # The first row over these axes; a later one spans gtp_remat too, which is 1.
+            options = by_view[row.view].setdefault("_".join(axes), options)
             groups.append((layout, axes, options))
     return by_view, groups
 
@@ -198,7 +198,7 @@ class _Builder:
             self.build_sets(between, self.split(between, self.instances, part) if self.instances > 1 else [])
         models = self.factorings.groups("etp", "ep", "pp")
         instances = split_ranks(models, len(models) // self.instances)
-        sets = [[rank for model in instance for rank in model] for instance in instances]
+        sets = [list(chain(*instance)) for instance in instances]
         self.build_sets(ROWS["intra_distributed_optimizer_instance"], sets)
         # Weights that are gathered for each use go with one instance.
         for name, part_of in (
