@@ -151,7 +151,8 @@ class ProcessTopology:
         """Return the coordinates of a rank, as a named tuple; LayoutError for a rank that is not in the topology."""
         if rank not in self.layout.ranks:  # by equality, as the original
             raise LayoutError(
-                f"rank {rank!r} is not in the topology of {product(self.axes, self.dims)}; its ranks are 0 to {self.layout.world_size - 1}"
+                f"rank {rank!r} is not in the topology of {product(self.axes, self.dims)}; its ranks are 0 to "
+                f"{self.layout.world_size - 1}"
             )
         return self.ProcessCoord(*self.layout.coords(int(rank)).values())
 
@@ -248,20 +249,19 @@ def _prime_factors(N: int) -> list[int]:  # noqa: N803  the original's name
 
 
 def _mesh_names(axes: Sequence[str]) -> list[str]:
-    """Return the names that a mesh has for the axes of a topology: the canonical ones, unless they are in use.
+    """Return the names that a mesh has for the axes of a topology: the canonical ones, unless one is in use.
 
     Example:
         >>> _mesh_names(["pipe", "data", "expert"]), _mesh_names(["pipe", "pp", "device"])
         (['pp', 'dp', 'expert'], ['pipe', 'pp', 'device_axis'])
     """
-    mesh_axes: list[str] = []
-    for axis in axes:
-        name = _CANONICAL.get(axis, axis)
-        name = axis if name != axis and name in axes else name
-        while name in {*RESERVED, "self"} or name in mesh_axes or (name != axis and name in axes):
-            name += "_axis"
-        mesh_axes.append(name)
-    return mesh_axes
+    names = [_CANONICAL.get(axis, axis) for axis in axes]
+    if len({*names}) < len(names):
+        names = [*axes]
+    for place, name in enumerate(names):
+        if name in {*RESERVED, "self"}:
+            names[place] += "_axis"
+    return names
 
 
 def validate_topology(topology: Any, world: int, rank: int) -> ProcessTopology:
