@@ -215,7 +215,11 @@ CASES_ON_GLOO: tuple[dict[str, Any], ...] = (
 )
 
 
-def _on_gloo(arguments: dict[str, Any]) -> Any:
+def _on_gloo() -> list[Any]:
+    return [_case_on_gloo(arguments) for arguments in CASES_ON_GLOO]
+
+
+def _case_on_gloo(arguments: dict[str, Any]) -> Any:
     theirs = oracle()
     before = live_groups()
     told = [_outcome(theirs.initialize_model_parallel, theirs, arguments, theirs)]
@@ -240,14 +244,14 @@ def _groups_of(value: Any) -> list[dist.ProcessGroup]:
 
 
 @pytest.mark.oracle("megatron.core")
-@pytest.mark.parametrize("arguments", CASES_ON_GLOO)
-def test_the_same_answers_and_working_groups_on_gloo(arguments: dict[str, Any]) -> None:
-    for told, sums, left in run_ranks(8, _on_gloo, arguments, timeout=180):
-        assert told[0] == told[1]
-        assert len(sums) >= 20
-        assert all(measured == expected for measured, expected, _ in sums.values())
-        assert {backend for _, _, backend in sums.values()} == {"gloo"}
-        assert left
+def test_the_same_answers_and_working_groups_on_gloo() -> None:
+    for results in run_ranks(8, _on_gloo, timeout=180):
+        for arguments, (told, sums, left) in zip(CASES_ON_GLOO, results, strict=True):
+            assert told[0] == told[1], arguments
+            assert len(sums) >= 20
+            assert all(measured == expected for measured, expected, _ in sums.values())
+            assert {backend for _, _, backend in sums.values()} == {"gloo"}
+            assert left
 
 
 @pytest.mark.oracle(NEWEST)
@@ -591,19 +595,17 @@ def test_leaving_a_binding_goes_back_even_if_the_mesh_before_is_closed() -> None
         second.close()
 
 
-SETTERS = (
-    ("set_tensor_model_parallel_world_size", "get_tensor_model_parallel_world_size"),
-    ("set_tensor_model_parallel_rank", "get_tensor_model_parallel_rank"),
-    ("set_pipeline_model_parallel_world_size", "get_pipeline_model_parallel_world_size"),
-    ("set_pipeline_model_parallel_rank", "get_pipeline_model_parallel_rank"),
-    ("set_data_parallel_rank", "get_data_parallel_rank"),
-    ("set_expert_model_parallel_world_size", "get_expert_model_parallel_world_size"),
-    ("set_expert_model_parallel_rank", "get_expert_model_parallel_rank"),
-    ("set_expert_tensor_parallel_world_size", "get_expert_tensor_parallel_world_size"),
-    ("set_expert_tensor_parallel_rank", "get_expert_tensor_parallel_rank"),
-    ("set_virtual_pipeline_model_parallel_world_size", "get_virtual_pipeline_model_parallel_world_size"),
-    ("set_virtual_pipeline_model_parallel_rank", "get_virtual_pipeline_model_parallel_rank"),
-)
+SETTABLE = [
+    f"{kind}_{answer}"
+    for kind in (
+        "tensor_model_parallel",
+        "pipeline_model_parallel",
+        "expert_model_parallel",
+        "expert_tensor_parallel",
+        "virtual_pipeline_model_parallel",
+    )
+    for answer in ("world_size", "rank")
+]
 
 
 @pytest.mark.oracle("megatron.core")
@@ -619,9 +621,9 @@ def test_what_is_set_takes_precedence_as_in_the_original(initialized: bool) -> N
             if initialized:
                 initialize(2, 4, create_gloo_process_groups=False)
             seen = []
-            for number, (setter, getter) in enumerate(SETTERS):
-                getattr(module, setter)(number % 3)
-                seen.append(getattr(module, getter)())
+            for number, name in enumerate([*SETTABLE, "data_parallel_rank"]):
+                getattr(module, f"set_{name}")(number % 3)
+                seen.append(getattr(module, f"get_{name}")())
             if module is theirs:
                 seen.append(answers(theirs))
             reset(module)

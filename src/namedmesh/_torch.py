@@ -21,6 +21,7 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _python_dispatch
 
 from namedmesh.errors import MeshError
 
@@ -510,6 +511,18 @@ def constant_of_mesh(function: F) -> F:
     @wraps(function)
     def call(mesh: Any, *args: Any) -> Any:
         return mesh._constant(function, mesh._version, *args)
+
+    return call  # type: ignore[return-value]
+
+
+@requires_private(_python_dispatch, "_disable_current_modes", fallback=lambda function: function)
+def without_modes(function: F) -> F:
+    """Let a function make real tensors, whatever modes its caller is in: that of fake tensors is one."""
+
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        with _python_dispatch._disable_current_modes():
+            return function(*args)
 
     return call  # type: ignore[return-value]
 

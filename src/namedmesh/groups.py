@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh._torch import (
     default_timeout,
@@ -233,14 +231,6 @@ class GroupPool:
         self.groups.clear()
         self.partitions.clear()
         self.sets_created.clear()
-
-
-def mesh_on_groups(layout: Layout, groups: Sequence[dist.ProcessGroup], device_type: str) -> DeviceMesh:
-    """Return a torch mesh over all axes of a layout, on this rank's group over each."""
-    ranks = torch.arange(layout.ranks.start, layout.ranks.stop, dtype=torch.int, device="cpu")
-    return DeviceMesh.from_group(
-        list(groups), device_type, mesh=ranks.reshape(layout.sizes), mesh_dim_names=layout.axes
-    )
 
 
 @cache

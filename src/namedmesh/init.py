@@ -212,8 +212,7 @@ def make_mesh(
     wanted = [(layout, (axis,), options.get(axis, pool.defaults)) for axis in layout.axes]
     versions = {"torch": str(torch.__version__), "namedmesh": __version__}
     maker.compare({**request, **versions}, [*wanted, *groups])
-    root = maker.create_mesh(layout, device.type, options)
-    return NamedMesh(layout, root, pool, device, options)
+    return NamedMesh(maker.create_view(layout, device.type, options), pool, device, options)
 
 
 def _check_options(options: object, share: object, layout: Layout) -> None:

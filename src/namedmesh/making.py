@@ -23,14 +23,13 @@ from namedmesh._torch import (
 )
 from namedmesh.agreement import Agreement
 from namedmesh.errors import LayoutError, MeshError, listing, ranks_in_words
-from namedmesh.groups import Communicator, GroupKey, by_device, mesh_on_groups
+from namedmesh.groups import Communicator, GroupKey, by_device
 from namedmesh.launch import hosts_store
 from namedmesh.options import GroupOptions, nccl_options
+from namedmesh.views import View
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from torch.distributed.device_mesh import DeviceMesh
 
     from namedmesh.groups import GroupPool
     from namedmesh.layout import Layout
@@ -99,24 +98,19 @@ class GroupMaker:
         pool.sets_created &= self._sets_before
         pool.registry.release([pool.groups.pop(key) for key in self._taken])
 
-    def create_mesh(
-        self, layout: Layout, device_type: str, options: Mapping[str, GroupOptions]
-    ) -> DeviceMesh:
-        """Return a mesh over all axes of a layout, on groups that exist or are created now, and gloo groups beside."""
-        pool, groups = self.pool, []
+    def create_view(self, layout: Layout, device_type: str, options: Mapping[str, GroupOptions]) -> View:
+        """Return a layout with groups over all its axes that exist or are created now, and gloo groups beside."""
+        pool, mesh = self.pool, None
         if self._is_torchs(layout, options):
             mesh = init_device_mesh(device_type, layout.sizes, mesh_dim_names=layout.axes)
-            for axis in layout.axes:
-                key = pool.key_over(layout, (axis,), pool.defaults)
-                pool.partitions.append((layout, (axis,), key))
-                self._get_or_create(key, axis, pool.defaults, partial(mesh.get_group, axis))
-            return mesh
+        groups: dict[str, dist.ProcessGroup] = {}
         for axis in layout.axes:
             of_axis = options.get(axis, pool.defaults)
-            groups.append(self.make(layout, (axis,), of_axis))
+            create = None if mesh is None else partial(mesh.get_group, axis)
+            groups[axis] = self.make(layout, (axis,), of_axis, create)
             if of_axis.gloo_twin:
                 self.make(layout, (axis,), pool.gloo_options(of_axis))
-        return mesh_on_groups(layout, groups, device_type)
+        return View(layout, device_type, groups, mesh)
 
     def _is_torchs(self, layout: Layout, options: Mapping[str, GroupOptions]) -> bool:
         """Return whether torch's ``init_device_mesh`` makes what is asked for, and nothing more.
@@ -132,15 +126,21 @@ class GroupMaker:
         keys = [pool.key_over(layout, (axis,), pool.defaults) for axis in layout.axes]
         return all(len(key.ranks) > 1 and key not in pool.registry.groups for key in keys)
 
-    def make(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> dist.ProcessGroup:
-        """Return this rank's group over ``axes``, created unless it exists."""
-        key, label = self.pool.key_over(layout, axes, options), "_".join(axes)
+    def make(
+        self,
+        layout: Layout,
+        axes: Sequence[str],
+        options: GroupOptions,
+        create: Callable[[], Any] | None = None,
+    ) -> dist.ProcessGroup:
+        """Return this rank's group over ``axes``; unless it exists, it is what ``create`` returns, or created here."""
+        key = self.pool.key_over(layout, axes, options)
         if len(key.ranks) == 1:
             return self.alone()
-        if bound_device() is None:
-            return self._get_or_create(key, label, options)
-        self.pool.partitions.append((layout, tuple(axes), key))
-        return self._get_or_create(key, label, options, lambda: self._split(layout, axes, key, options))
+        if bound_device() is not None:
+            self.pool.partitions.append((layout, tuple(axes), key))
+            create = create or partial(self._split, layout, axes, key, options)
+        return self._get_or_create(key, "_".join(axes), options, create)
 
     def make_sets(
         self, sets: Iterable[Sequence[int]], label: str, options: GroupOptions | None = None

@@ -6,11 +6,11 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from namedmesh import current
-from namedmesh._torch import constant_under_compile, forget, make_flat_mesh
+from namedmesh._torch import constant_under_compile, make_flat_mesh
 from namedmesh.adopt import layout_of_groups, layout_of_mesh, meshes_of_transformers
 from namedmesh.errors import AxisError, LayoutError, MeshError, did_you_mean
 from namedmesh.explain import explain_group, explain_mesh, explain_rank
-from namedmesh.groups import Communicator, GroupPool, mesh_on_groups
+from namedmesh.groups import Communicator, GroupPool
 from namedmesh.launch import default_group_device
 from namedmesh.layout import Layout
 from namedmesh.making import agreed
@@ -60,21 +60,20 @@ class NamedMesh:
 
     def __init__(
         self,
-        layout: Layout,
-        root: DeviceMesh,
+        view: View,
         pool: GroupPool,
         device: torch.device,
         options: Mapping[str, GroupOptions] | None = None,
     ) -> None:
-        """Bind a layout to a torch mesh over the same ranks; :func:`namedmesh.init_mesh` is the usual way."""
-        self.layout = layout
+        """Bind a layout to process groups over the same ranks; :func:`namedmesh.init_mesh` is the usual way."""
+        self.layout = layout = view.layout
         self.pool = pool
         self.device = device
         self.global_rank = pool.rank
         self.closed = False
         # Options of the groups over one axis or several, by the axes in the order of their layout.
         self._options = {_option_axes(name, layout): option for name, option in (options or {}).items()}
-        self._all_views = Views(View(layout, root))
+        self._all_views = Views(view)
         # Slices over some axes, and the meshes of products, by the names that they are asked with.
         self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
         # Of each axis and product, under the version and the names that it is asked with; and what nobody foresaw.
@@ -99,8 +98,9 @@ class NamedMesh:
         """
         layout = layout_of_mesh(mesh)
         pool = GroupPool()
-        _borrow(pool, layout, {axis: mesh.get_group(axis) for axis in layout.axes}, mesh.device_type)
-        return cls(layout, mesh, pool, default_group_device(mesh.device_type))
+        view = View(layout, mesh.device_type, {axis: mesh.get_group(axis) for axis in layout.axes}, mesh)
+        _borrow(pool, view)
+        return cls(view, pool, default_group_device(mesh.device_type))
 
     @classmethod
     def from_transformers(cls, model: object) -> NamedMesh:
@@ -142,9 +142,9 @@ class NamedMesh:
         pool = GroupPool()
         layout = layout_of_groups(groups, pool.rank, rank_offset)
         chosen = default_group_device(device)
-        _borrow(pool, layout, groups, chosen.type)
-        root = mesh_on_groups(layout, list(groups.values()), chosen.type)
-        return cls(layout, root, pool, chosen)
+        view = View(layout, chosen.type, dict(groups))
+        _borrow(pool, view)
+        return cls(view, pool, chosen)
 
     def adopt_view(self, name: str, root: DeviceMesh) -> None:
         """Add another factoring of the same ranks that exists as a torch mesh; its groups are used as they are.
@@ -162,12 +162,13 @@ class NamedMesh:
                 f"{layout} is not over the ranks of {self.layout}; adopt a mesh over the same ranks"
             )
         self._views.check(name, layout, self.global_rank)
-        groups = {axis: root.get_group(axis) for axis in layout if axis not in self}
-        current.refuse_ambiguous_mesh(layout, root.device_type, groups)
-        for axis, group in groups.items():
+        groups = {axis: root.get_group(axis) for axis in layout}
+        new = {axis: group for axis, group in groups.items() if axis not in self}
+        current.refuse_ambiguous_mesh(layout, root.device_type, new)
+        for axis, group in new.items():
             if self.pool.find(layout, (axis,), self.pool.defaults) is None:
                 self.pool.borrow(layout.group(self.global_rank, axis), group, axis)
-        self._views.add(name, View(layout, root))
+        self._views.add(name, View(layout, root.device_type, groups, root))
         self._prepare_answers()
 
     # Accessors. Nothing here communicates.
@@ -236,8 +237,7 @@ class NamedMesh:
     @property
     def device_mesh(self) -> DeviceMesh:
         """The torch mesh over all axes of the layout."""
-        root: DeviceMesh = self._views.first.root
-        return root
+        return self._root(self._version)
 
     @property
     def views(self) -> dict[str, Layout]:
@@ -392,23 +392,20 @@ class NamedMesh:
                 maker.compare(
                     request, [(layout, (axis,), self._axis_options(axis, options)) for axis in layout]
                 )
-                root = self.create_view(layout, maker, options)
-            return self.take_view(name, View(layout, root), options)
+                view = self.create_view(layout, maker, options)
+            self.take_view(name, view, options)
+            return view.root
 
-    def create_view(
-        self, layout: Layout, maker: GroupMaker, options: Mapping[str, GroupOptions]
-    ) -> DeviceMesh:
-        """Return the torch mesh over a view that the ranks agree on, with its groups; for the dialects too."""
+    def create_view(self, layout: Layout, maker: GroupMaker, options: Mapping[str, GroupOptions]) -> View:
+        """Return a view that the ranks agree on, with its groups; for the dialects too."""
         by_axis = {axis: self._axis_options(axis, options) for axis in layout}
-        return maker.create_mesh(layout, self.device.type, by_axis)
+        return maker.create_view(layout, self.device.type, by_axis)
 
-    def take_view(self, name: str, view: View, options: Mapping[str, GroupOptions]) -> DeviceMesh:
-        """Add a view whose groups exist, and return its torch mesh."""
+    def take_view(self, name: str, view: View, options: Mapping[str, GroupOptions]) -> None:
+        """Add a view whose groups exist."""
         self._options |= {_option_axes(key, view.layout): option for key, option in options.items()}
         self._views.add(name, view)
         self._prepare_answers()
-        root: DeviceMesh = view.root
-        return root
 
     def close(self) -> None:
         """Release the groups of this mesh; the last mesh that uses a group destroys it. A second call does nothing.
@@ -440,10 +437,10 @@ class NamedMesh:
     def _end(self, reason: str) -> None:
         """Drop every reference to groups: the pool is being closed, or torch destroys the default group."""
         self.closed, self._end_reason = True, reason
-        self._version = _next_version()
+        self._version = str(next(_versions))
         for view in self._all_views:
-            forget(view.root)
-        self._all_views = Views(View(self.layout, None))
+            view.forget()
+        self._all_views = Views(View(self.layout, self.device.type, {}))
         for answers in (self._places, self._meshes, self._answers):
             answers.clear()  # what a closed mesh is asked for, it has to look up, and finds that it is closed
         # A mesh whose default group is gone is not selected any more.
@@ -518,13 +515,12 @@ class NamedMesh:
     def _prepare_answers(self) -> None:
         """Work out the answers for each axis and product: under ``torch.compile`` an accessor must not learn."""
         # Guards the constants of compiled code: no two meshes, and no two states of one, have the same.
-        version = _next_version()
+        version = str(next(_versions))
         places: dict[tuple[str, tuple[str, ...]], Place] = {}
         for view in self._all_views:
             for axis in view.layout.axes:
                 if (version, (axis,)) not in places:
-                    group = view.root.get_group(axis)
-                    places[version, (axis,)] = self._place(view.layout, (axis,), group)
+                    places[version, (axis,)] = self._place(view.layout, (axis,), view.groups[axis])
         self._axes = tuple([axis for _, (axis,) in places])
         for name, ordered in self._all_views.products.items():
             place = self._place(self._all_views.of(ordered).layout, ordered, self._meshes[name,].get_group())
@@ -555,6 +551,10 @@ class NamedMesh:
         return view.layout.group(self.global_rank, *ordered)
 
     @constant_under_compile
+    def _root(self, _version: str) -> DeviceMesh:
+        return self._views.first.root
+
+    @constant_under_compile
     def _slice(self, axes: tuple[str, ...], _version: str) -> DeviceMesh:
         known = self._meshes.get(axes)
         if known is not None:
@@ -568,7 +568,7 @@ class NamedMesh:
                 f"mesh[{quoted(axes)}] is out of order; torch slices in the order of the mesh: "
                 f"mesh[{quoted(in_order)}]"
             )
-        return self._meshes.setdefault(axes, view.root[axes])
+        return self._meshes.setdefault(axes, view.slice(axes))
 
     @constant_under_compile
     def _find_group(self, axes: tuple[str, ...], _version: str) -> dist.ProcessGroup:
@@ -677,22 +677,15 @@ def current_mesh() -> NamedMesh:
     return current.current()
 
 
-def _borrow(
-    pool: GroupPool, layout: Layout, groups: Mapping[str, dist.ProcessGroup], device_type: str
-) -> None:
-    """Take note of groups that somebody else owns, by axis."""
-    current.refuse_ambiguous_mesh(layout, device_type, groups)
-    for axis, group in groups.items():
-        pool.borrow(layout.group(pool.rank, axis), group, axis)
+def _borrow(pool: GroupPool, view: View) -> None:
+    """Take note of groups that somebody else owns."""
+    current.refuse_ambiguous_mesh(view.layout, view.device_type, view.groups)
+    for axis, group in view.groups.items():
+        pool.borrow(view.layout.group(pool.rank, axis), group, axis)
 
 
 _NO_OPTIONS = GroupOptions()
-_versions = count()
-
-
-def _next_version() -> str:
-    """Return a text that no other mesh has; the compiler guards texts, but makes changed numbers symbolic."""
-    return str(next(_versions))
+_versions = count()  # used as texts: the compiler guards those, but makes numbers symbolic that changed
 
 
 def _option_axes(name: str, layout: Layout) -> tuple[str, ...]:

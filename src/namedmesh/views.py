@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from threading import Lock
+from typing import TYPE_CHECKING
 
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from namedmesh._torch import forget, without_modes
 from namedmesh.errors import AxisError, LayoutError, listing
 from namedmesh.sizes import nearest_axis
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import torch.distributed as dist
 
     from namedmesh.layout import Layout
 
@@ -16,11 +23,54 @@ ROOT_VIEW = "mesh"
 """The name of the view that the mesh was made with."""
 
 
-class View(NamedTuple):
-    """One factoring of the ranks: a layout and the torch mesh over it, or None once the mesh is closed."""
+class View:
+    """One factoring of the ranks: a layout, this rank's groups, and the torch mesh over both.
 
-    layout: Layout
-    root: Any
+    Args:
+        layout: the layout.
+        device_type: the kind of device of the torch mesh.
+        groups: this rank's group on each axis; none once the mesh is closed.
+        root: the torch mesh, where it exists. Otherwise it is made when it is asked for: nothing is sent for it, and it
+            takes longer than a group.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        device_type: str,
+        groups: Mapping[str, dist.ProcessGroup],
+        root: DeviceMesh | None = None,
+    ) -> None:
+        self.layout, self.groups = layout, groups
+        self.device_type, self._root, self._lock = device_type, root, Lock()
+
+    @property
+    def root(self) -> DeviceMesh:
+        """The torch mesh over all axes; the same object each time."""
+        with self._lock:
+            if self._root is None:
+                self._root = self._make_root()
+            return self._root
+
+    @without_modes
+    def _make_root(self) -> DeviceMesh:
+        ranks = torch.arange(self.layout.ranks.start, self.layout.ranks.stop, dtype=torch.int, device="cpu")
+        return DeviceMesh.from_group(
+            [self.groups[axis] for axis in self.layout.axes],
+            self.device_type,
+            mesh=ranks.reshape(self.layout.sizes),
+            mesh_dim_names=self.layout.axes,
+        )
+
+    @without_modes
+    def slice(self, axes: tuple[str, ...]) -> DeviceMesh:
+        """Return the torch mesh over some axes, in its order."""
+        return self.root[axes]
+
+    def forget(self) -> None:
+        """Let what still refers to the torch mesh keep no group alive."""
+        if self._root is not None:
+            forget(self._root)
 
     def ordered(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Return the given axes in the order of the layout.

@@ -19,7 +19,7 @@ from namedmesh.mesh import NamedMesh
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-    from types import ModuleType, TracebackType
+    from types import ModuleType
 
 __all__ = ["Binding", "Bound", "require_default_group", "require_open"]
 
@@ -166,10 +166,14 @@ class Binding:
             ContractError: it is initialized, or bound, or groups were assigned by hand.
             MeshError: another mesh is selected.
         """
-        mesh = self.owned or self.base
-        if mesh is not None or self._assigned():
-            shown = mesh or self.shown
-            what = "groups that were assigned by hand" if shown is None else str(shown.layout)
+        assigned = False
+        for module, empty in self._modules.items():
+            for name, value in empty.items():
+                if name.endswith(("_GROUP", "_RANKS")) and vars(module)[name] is not value:
+                    assigned = True
+        if assigned or self.owned is not None or self.base is not None:
+            mesh = self.owned or self.base or self.shown
+            what = "groups that were assigned by hand" if mesh is None else str(mesh.layout)
             raise ContractError(
                 f"{self.dialect} is already initialized, for {what}; call the function that destroys it first, or bind "
                 f"another mesh beside it with {self.bind}(mesh)"
@@ -180,14 +184,6 @@ class Binding:
                 f"bind it with {self.bind}(mesh), or call {self.initialize}(...) outside of the 'with' block"
             )
 
-    def _assigned(self) -> bool:
-        """Return whether groups are there that no mesh accounts for."""
-        for module, empty in self._modules.items():
-            for name, value in empty.items():
-                if name.endswith(("_GROUP", "_RANKS")) and vars(module)[name] is not value:
-                    return True
-        return False
-
     def unbind(self) -> None:
         """Forget the mesh that is bound; it stays as it is, with its groups."""
         if self.base is not None:
@@ -197,10 +193,8 @@ class Binding:
         """Forget every group and assignment; a mesh that the dialect made is closed, one that was bound stays."""
         if self.owned is not None:
             self.owned.close()  # calls changed()
-        elif self.shown is not None:
-            self._drop(self.shown)
         else:
-            self._show_nothing()
+            self._drop(self.shown)
 
     # Called by whatever selects, deselects or closes a mesh.
 
@@ -218,47 +212,35 @@ class Binding:
             self._fill(module, mesh)
         self.shown = mesh
 
-    def _show_nothing(self) -> None:
-        self.shown = None
-        for module in self._modules:
-            self._fill(module, None)
-
-    def _drop(self, mesh: NamedMesh) -> None:
-        """Forget a mesh."""
+    def _drop(self, mesh: NamedMesh | None) -> None:
+        """Forget a mesh, or without one, what was assigned."""
         for known in (self._bound, *self._kept.values()):
-            known.pop(mesh, None)  # type: ignore[attr-defined]
+            if mesh is not None:
+                known.pop(mesh, None)  # type: ignore[attr-defined]
         if self.base is mesh:
             self.base = None
         if self.owned is mesh:
             self.owned = None
         if self.shown is mesh:
-            self._show_nothing()
+            self.shown = None
+            for module in self._modules:
+                self._fill(module, None)
         self.changed()
 
 
 class Bound:
-    """A mesh that a dialect is bound to: until the next one, or with ``with``, in the block, which selects it.
-
-    Args:
-        binding: the binding of the dialect.
-        mesh: the mesh.
-        before: the mesh that the dialect was bound to before, if any.
-    """
+    """A mesh that a dialect is bound to: until the next one, or with ``with``, in the block, which selects it."""
 
     def __init__(self, binding: Binding, mesh: NamedMesh, before: NamedMesh | None) -> None:
-        self.mesh = mesh
-        self._binding = binding
-        self._before = before
+        self.mesh, self._binding, self._before = mesh, binding, before
 
     def __enter__(self) -> NamedMesh:
         return self.mesh.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         before = self._before
         self._binding.base = None if before is not None and before.closed else before
-        self.mesh.__exit__(kind, error, trace)
+        self.mesh.__exit__(None, None, None)
 
 
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,10 +10,14 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from namedmesh.compat.axis_map import USUAL_AXES, check_axes, own_axes
-from namedmesh.compat.errors import ContractError, ContractFileNotFoundError, ContractRuntimeError
-from namedmesh.compat.megatron.rank_generator import insert_gtp_remat, ordered_tokens
-from namedmesh.dialects import DENSE, DIALECTS, EXPERT
-from namedmesh.errors import LayoutError, NamedMeshError
+from namedmesh.compat.errors import (
+    ContractError,
+    ContractFileNotFoundError,
+    ContractKeyError,
+    ContractRuntimeError,
+)
+from namedmesh.dialects import DENSE, DIALECTS, EXPERT, parse_order
+from namedmesh.errors import LayoutError, NamedMeshError, did_you_mean
 from namedmesh.layout import Layout
 from namedmesh.options import GroupOptions
 
@@ -33,6 +37,8 @@ BINDABLE = (
     "create_all_gather_group",
 )
 """The arguments that the axes of a mesh do not determine, which ``bind`` takes."""
+bindable = attrgetter(*BINDABLE)
+"""What a configuration has of these: a mesh that is bound with the same needs no new groups."""
 
 _EXPERT_AXES = frozenset(("edp", "ep", "etp", "egtp_remat"))
 _EXPERT = {"tp": "etp", "dp": "edp", "gtp_remat": "egtp_remat"}
@@ -116,11 +122,6 @@ class ParallelConfig:
     rank_offset: int = 0
     local_world_size: int | None = None
     create_all_gather_group: bool | None = field(default=False, kw_only=True)
-
-    @property
-    def bindable(self) -> tuple[object, ...]:
-        """What ``bind`` takes: a mesh that is bound with the same needs no new groups."""
-        return attrgetter(*BINDABLE)(self)
 
     @cached_property
     def options(self) -> dict[str, GroupOptions]:
@@ -267,6 +268,46 @@ class ParallelConfig:
                 f"hierarchical_context_parallel_sizes are {list(levels)}, which multiply to {prod(levels)}; "
                 f"they have to multiply to the context-parallel size, which is {cp}"
             )
+
+
+def ordered_tokens(order: str, sizes: Mapping[str, int]) -> list[str]:
+    """Return the tokens of an order string, fastest first, with those that it omits at the end.
+
+    The sizes are by token, in the order in which omitted ones are added. A token of a size other than 1 has to have a
+    place in the order (ContractRuntimeError), which names nothing else (ContractKeyError).
+    """
+    order = order.lower()
+    parsed = parse_order(order, tuple(sizes))
+    # "tp-dpp" has a mistake rather than no place for dp: the original searches the string, too.
+    problems = [
+        f"the size of {token} is {sizes[token]}, but the order {order!r} has no place for it; add {token!r}"
+        for token in parsed.omitted
+        if token not in order and sizes[token] != 1
+    ]
+    if problems:
+        raise ContractRuntimeError(*problems)
+    if parsed.unknown:
+        raise ContractKeyError(
+            *(
+                f"{token!r} in the order {order!r} is not one of {', '.join(sizes)}{did_you_mean(token, sizes)}"
+                for token in parsed.unknown
+            )
+        )
+    return parsed.tokens
+
+
+def insert_gtp_remat(order: str, after: str) -> str:
+    """Return an order string with the axis ``gtp_remat`` after another one, or after tp; it stays where it is named.
+
+    Example:
+        >>> insert_gtp_remat("tp-cp-ep-dp-pp", "ep"), insert_gtp_remat("tp-dp", "ep"), insert_gtp_remat("dp-pp", "tp")
+        ('tp-cp-ep-gtp_remat-dp-pp', 'tp-gtp_remat-dp', 'gtp_remat-dp-pp')
+    """
+    tokens = order.split("-")
+    if "gtp_remat" not in tokens:
+        before = after if after in tokens else "tp"
+        tokens.insert(tokens.index(before) + 1 if before in tokens else 0, "gtp_remat")
+    return "-".join(tokens)
 
 
 def check_net_names(net_names: Mapping[str, object]) -> None:

@@ -60,9 +60,9 @@ def group_options(
     """
     backend = config.pipeline_model_parallel_comm_backend
     by_view: dict[str, dict[str, GroupOptions]] = {DENSE: {}, EXPERT: {}}
-    groups = []
+    groups, default = [], GroupOptions()
     for row in _OVER_AXES:
-        options = config.options.get(row.key, GroupOptions())
+        options = config.options.get(row.key, default)
         if row.key == "pp" and backend is not None:
             # The original gives no NCCL settings to a backend that is not NCCL.
             options = GroupOptions(backend="ucc") if backend == "ucc" else replace(options, backend="nccl")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from namedmesh.compat.binding import Bound, require_default_group
 from namedmesh.compat.errors import ContractTypeError
 from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer
-from namedmesh.compat.megatron.config import BINDABLE, Factorings, ParallelConfig
+from namedmesh.compat.megatron.config import BINDABLE, Factorings, ParallelConfig, bindable
 from namedmesh.compat.megatron.groups import build_groups, group_options
 from namedmesh.compat.megatron.variables import BINDING
 from namedmesh.dialects import DENSE, EXPERT
@@ -23,7 +23,6 @@ from namedmesh.init import make_mesh
 from namedmesh.launch import default_group_device
 from namedmesh.making import agreed
 from namedmesh.options import GroupOptions
-from namedmesh.views import View
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,7 +95,7 @@ def bind(mesh: NamedMesh, **options: Any) -> Bound:
             )
         )
     config = ParallelConfig(**options)
-    bound = BINDING.rebind(mesh, config.bindable)
+    bound = BINDING.rebind(mesh, bindable(config))
     if bound is not None:
         return bound
     with mesh.agreed("megatron.bind") as maker:
@@ -104,7 +103,7 @@ def bind(mesh: NamedMesh, **options: Any) -> Bound:
         config.validate_for_mesh(factorings)
         maker.compare(config.fields_to_compare(factorings) | {"views": repr(mesh.views)})
         groups = build_groups(mesh, maker, factorings, config)
-    return BINDING.take(mesh, config.bindable, groups)
+    return BINDING.take(mesh, bindable(config), groups)
 
 
 unbind = BINDING.unbind
@@ -181,10 +180,10 @@ def initialize_model_parallel(config: ParallelConfig) -> None:  # noqa: D417  th
             _prepare_ucc()
         fields = config.fields_to_compare(factorings)
         mesh = make_mesh(maker, dense, fields, options[DENSE], groups=wanted)
-        view = View(expert, mesh.create_view(expert, maker, options[EXPERT]))
+        view = mesh.create_view(expert, maker, options[EXPERT])
         mesh.take_view(EXPERT, view, options[EXPERT])
         groups = build_groups(mesh, maker, factorings, config)
-    BINDING.take(mesh, config.bindable, groups, owned=True)
+    BINDING.take(mesh, bindable(config), groups, owned=True)
 
 
 def destroy_model_parallel() -> None:

@@ -709,10 +709,12 @@ def get_expert_tensor_model_pipeline_parallel_group(
 ) -> ProcessGroup:
     """Return the group over etp, ep and pp, and egtp_remat if asked: one full set of the experts of the model."""
     if with_egtp_remat:
-        group = _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP
-        return group or missing("_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP", check_initialized)
-    group = _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP
-    return group or missing("_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", check_initialized)
+        return _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP or missing(
+            "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", check_initialized
+        )
+    return _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP or missing(
+        "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", check_initialized
+    )
 
 
 def get_expert_data_parallel_group(
@@ -726,14 +728,16 @@ def get_expert_data_parallel_group(
         partial_expert_data_parallel: only those of this rank's optimizer instance.
     """
     if not partial_expert_data_parallel:
-        group = _EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT if with_gtp_remat else _EXPERT_DATA_PARALLEL_GROUP
+        if with_gtp_remat:
+            return _EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT or missing(
+                "_EXPERT_DATA_PARALLEL_GROUP", check_initialized
+            )
+        group = _EXPERT_DATA_PARALLEL_GROUP
     elif with_gtp_remat:
         group = _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT
     else:
         group = _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP
-    if group is None:
-        missing("_EXPERT_DATA_PARALLEL_GROUP", check_initialized)
-    return group
+    return group or missing("_EXPERT_DATA_PARALLEL_GROUP", check_initialized)
 
 
 def get_expert_data_parallel_world_size(
