@@ -216,6 +216,11 @@ def test_degrees_that_do_not_fit_are_refused_all_at_once() -> None:
             dims.get_mesh(["tp", "dp_shard"])
         with pytest.raises(LayoutError, match="axes 'tp' are not all of a mesh of parameters"):
             dims.resolve_mesh(["tp"])
+        whole, part = (SimpleNamespace(axes=lambda axes=axes: axes) for axes in (["dp", "tp"], ["tp"]))
+        assert dims.resolve_shared_mesh([whole, None]) is dims.get_mesh(["dp_shard", "tp"])
+        assert dims.resolve_shared_mesh([None]) is None
+        with pytest.raises(AssertionError, match="the layouts of one boundary are over"):
+            dims.resolve_shared_mesh([whole, part])
         with pytest.raises(LayoutError, match="is of the backend 'spmd_types', and this is 'full_dtensor'"):
             dims.spmd_dense_mesh()
         assert dims.mesh is not None

@@ -137,11 +137,10 @@ class SpmdLayout:
         return tuple(self.axis_types)
 
     def shard_types(self) -> dict[MeshAxisName, Any]:
-        """Return the type of each axis, that of one that shards a dim as ``spmd_types.S(dim)``.
+        """Return the type of each axis, that of one that shards a dim as ``S(dim)`` of the package ``spmd_types``.
 
         Raises:
             ContractTypeError: the partition names something else than a :class:`MeshAxisName`.
-            ModuleNotFoundError: the package ``spmd_types``, which torchtitan needs, is not installed.
         """
         types = dict(self.axis_types)
         for dim, entry in enumerate(self.partition_spec or ()):
@@ -179,6 +178,7 @@ class ParallelDims:
 
     Raises:
         ContractError: an ``AssertionError``, too: degrees that are below 1, or do not make up the world.
+        LayoutError: of its methods, a ``ValueError``, too.
 
     Example:
         >>> import torch.distributed as dist
@@ -316,8 +316,7 @@ class ParallelDims:
             include_singleton_axes: whether axes that are not in use count, too.
 
         Raises:
-            LayoutError: a ``ValueError``, too: an unknown name, names that are in no factoring together, out of order
-                or repeated.
+            LayoutError: an unknown name, or names that are in no factoring together, out of order or repeated.
         """
         names = (dims,) if isinstance(dims, str) else tuple(dims)
         known = self._known()
@@ -349,8 +348,8 @@ class ParallelDims:
 
     def get_all_one_dimensional_meshes(self) -> dict[str, DeviceMesh]:
         """Return the meshes of one axis that are in use and have more than one rank, by name."""
-        used = [name for name, mesh in self._known().items() if mesh.size() > 1]
-        return {name: self._known()[name] for name in used if self._in_use(name)}
+        used = {name: mesh for name, mesh in self._known().items() if self._in_use(name)}
+        return {name: mesh for name, mesh in used.items() if mesh.size() > 1}
 
     def spmd_meshes(self) -> list[DeviceMesh]:
         """Return the meshes that parameters are sharded over: that of the dense ones, and that of the experts."""
@@ -396,19 +395,15 @@ class ParallelDims:
         )
 
     def resolve_shared_mesh(self, placements: Iterable[Any]) -> DeviceMesh | None:
-        """Return the mesh of :meth:`resolve_mesh` for layouts over the same axes; None among them is skipped.
+        """Return the mesh of :meth:`resolve_mesh` for layouts over the same axes; ContractError where they differ.
 
         Args:
-            placements: objects with a method ``axes()``, or None.
-
-        Raises:
-            ContractError: an ``AssertionError``, too: layouts over different axes.
+            placements: objects with a method ``axes()``, or None, which are skipped.
         """
-        axes = {tuple(layout.axes()) for layout in placements if layout is not None}
+        axes = {tuple(_texts(layout.axes())) for layout in placements if layout is not None}
         if len(axes) > 1:
-            shown = ", ".join(sorted(str(tuple(map(str, each))) for each in axes))
             raise ContractError(
-                f"the layouts of one boundary are over {shown}; give all of them the same axes"
+                f"the layouts of one boundary are over {sorted(axes)}; give all of them the same axes"
             )
         return self.resolve_mesh(axes.pop()) if axes else None
 

@@ -72,8 +72,7 @@ def install() -> None:
     """Let DeepSpeed's pipelines work on our topologies and grids; a second call does nothing.
 
     Where DeepSpeed is installed, the classes of ``deepspeed.runtime.pipe.topology`` are ours, also where they were
-    imported before: its ``PipelineModule`` makes grids of ours, and takes topologies of ours. Where it is not, the module
-    is this dialect's. Which mesh its engine works on is said by :func:`bind`.
+    imported before. Where it is not, the module is this dialect's. Which mesh its engine works on is said by :func:`bind`.
 
     Example, as the first lines of a program::
 

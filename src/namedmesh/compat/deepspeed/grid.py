@@ -162,8 +162,7 @@ class PipelineParallelGrid(Getters):
             if len(ranks) != dist.get_world_size():
                 raise LayoutError(
                     f"{mesh.layout} on ranks {ranks.start} to {ranks.stop - 1} is a part of the world of "
-                    f"{dist.get_world_size()} ranks, and a grid of DeepSpeed's is over all of them; give it a mesh over "
-                    "the world"
+                    f"{dist.get_world_size()} ranks, and a grid of DeepSpeed's is over all of them; make a mesh over the world"
                 )
             topology, axes = topology_of(mesh.layout)
             maker.compare({"layout": repr(mesh.layout)})
@@ -186,18 +185,17 @@ class PipelineParallelGrid(Getters):
         kinds = {"pipe": axes["pipe"], "data": axes["data"], "model": replica, "slice": axes.get("model", ())}
         self._answers = answers(mesh, maker, kinds)
         self.global_rank = mesh.global_rank
-        self.pp_proc_group, self.pp_group, self.pipe_parallel_size, self.stage_id, _ = self._answers["pipe"]
-        self.dp_proc_group, self.dp_group, self.data_parallel_size, self.data_parallel_id, _ = self._answers[
-            "data"
-        ]
-        self.slice_proc_group, self.slice_group, self.slice_parallel_size, *_ = self._answers["slice"]
-        self.ds_model_proc_group, _, self.ds_model_world_size, self.ds_model_rank, _ = self._answers["model"]
+        pipe, data, model, part = self._answers.values()
+        self.pp_proc_group, self.pp_group, self.pipe_parallel_size, self.stage_id, _ = pipe
+        self.dp_proc_group, self.dp_group, self.data_parallel_size, self.data_parallel_id, _ = data
+        self.ds_model_proc_group, _, self.ds_model_world_size, self.ds_model_rank, _ = model
+        self.slice_proc_group, self.slice_group, self.slice_parallel_size, *_ = part
         self.model_parallel_size = self.slice_parallel_size
         self.is_first_stage = self.stage_id == 0
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
         self.dp_groups, self.pipe_groups = map(ours.get_axis_comm_lists, ("data", "pipe"))
-        pipe = ours.mesh_axis("pipe")
-        self.p2p_groups = [[rank, ours.layout.neighbour(rank, pipe)] for rank in ours.layout.ranks]
+        along_pipe = ours.mesh_axis("pipe")
+        self.p2p_groups = [[rank, ours.layout.neighbour(rank, along_pipe)] for rank in ours.layout.ranks]
         if self.model_parallel_size > 1:  # the original has these only then, and never fills the second
             self.model_groups, self.mp_group = ours.get_axis_comm_lists("model"), list[int]()
 
@@ -215,11 +213,7 @@ class PipelineParallelGrid(Getters):
         return self._topo
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """Return the rank of another stage at this rank's other coordinates.
-
-        Args:
-            stage_id: the stage.
-            **kwargs: coordinates on other axes, in place of this rank's.
+        """Return the rank of another stage at this rank's other coordinates, or those that ``kwargs`` give in their place.
 
         Raises:
             ContractError: a coordinate outside of its axis.

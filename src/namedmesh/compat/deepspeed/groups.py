@@ -50,9 +50,9 @@ def bind(mesh: NamedMesh) -> Bound:
     """Let DeepSpeed's engine, MoE layers and ZeRO take their groups from a mesh.
 
     Call it on every rank of the mesh before ``deepspeed.initialize``. The variables of ``deepspeed.utils.groups`` are
-    filled until the mesh is closed. The mesh becomes the mpu. A view with axes ``ep`` and ``edp``, and ``etp`` where the
-    experts' layers are sharded, gives the groups of MoE layers whose ``ep_size`` is the size of ``ep``; without one, and
-    for what a mesh has no axis for (hpZ, quantized gradients), DeepSpeed makes groups of its own.
+    filled until the mesh is closed; its mpu is the mesh's. A view with axes ``ep`` and ``edp``, and ``etp`` where the
+    experts' layers are sharded, gives the groups of MoE layers whose ``ep_size`` is the size of ``ep``. For anything else
+    DeepSpeed makes groups of its own.
 
     Args:
         mesh: a mesh that :func:`namedmesh.compat.deepspeed.mpu` takes.

@@ -186,8 +186,6 @@ class ModelParallelUnit(Getters):
 
     def __getattr__(self, name: str) -> Any:
         # DeepSpeed looks for names with hasattr: an answer here would change what it does.
-        if name.startswith("__"):
-            raise AttributeError(name)
         if name == "initialize_sequence_parallel":
             why = "DeepSpeed takes it for a sign that there is no data-parallel group"
         elif "sequence" in name:
@@ -225,12 +223,11 @@ class SequenceParallelUnit(ModelParallelUnit):
 
     DeepSpeed reduces gradients, and shards optimizer states, over the *sequence-data*-parallel ranks: those of the
     data- and sequence-parallel axes together. Up to ZeRO stage 2 it divides the sum by the number of data-parallel
-    ranks only, so a rank's loss has to be its part of the mean over the sequence: the mean over its own tokens,
-    divided by the number of parts.
+    ranks only: a rank's loss has to be the mean over its own tokens, divided by the number of parts.
 
-    Stage 3 is different, and says nothing about it: ``deepspeed.initialize`` shards the parameters over the
-    data-parallel ranks alone, and the gradients of the parts are never added. Shard them before, over all ranks that
-    have the same ones; the loss is then the mean over a rank's own tokens, undivided::
+    With stage 3 ``deepspeed.initialize`` shards the parameters over the data-parallel ranks alone, and silently never
+    adds the gradients of the parts. Shard them before, over all ranks that have the same ones; the loss is then the mean
+    over a rank's own tokens, undivided::
 
         group = unit.get_sequence_data_parallel_group()
         deepspeed.zero.Init(module=model, data_parallel_group=group, config_dict_or_path=config, mpu=unit)

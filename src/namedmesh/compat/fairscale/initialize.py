@@ -66,24 +66,15 @@ bind = DIALECT.bind
 unbind = DIALECT.binding.unbind
 current_mesh = DIALECT.binding.current_mesh
 destroy_model_parallel = DIALECT.binding.destroy
-(
-    get_model_parallel_group,
-    get_model_parallel_ranks,
-    get_model_parallel_rank,
-    get_model_parallel_world_size,
-) = DIALECT.accessors("model")
-(
-    get_data_parallel_group,
-    get_data_parallel_ranks,
-    get_data_parallel_rank,
-    get_data_parallel_world_size,
-) = DIALECT.accessors("data")
-(
-    get_context_parallel_group,
-    get_context_parallel_ranks,
-    get_context_parallel_rank,
-    get_context_parallel_world_size,
-) = DIALECT.accessors("context")
+_model = DIALECT.accessors("model")
+get_model_parallel_group, get_model_parallel_ranks = _model[:2]
+get_model_parallel_rank, get_model_parallel_world_size = _model[2:]
+_data = DIALECT.accessors("data")
+get_data_parallel_group, get_data_parallel_ranks = _data[:2]
+get_data_parallel_rank, get_data_parallel_world_size = _data[2:]
+_context = DIALECT.accessors("context")
+get_context_parallel_group, get_context_parallel_ranks = _context[:2]
+get_context_parallel_rank, get_context_parallel_world_size = _context[2:]
 get_pipeline_parallel_group, get_pipeline_parallel_ranks = DIALECT.accessors("pipeline")[:2]
 
 
@@ -116,9 +107,6 @@ def initialize_model_parallel(
         ContractError: there is no default group, a second initialization, or sizes that do not divide the
             world. After an error everything is as before.
         AgreementError: the other ranks did not call this, or not with the same arguments.
-
-    Warns:
-        UserWarning: the size was reduced.
     """
     DIALECT.initialize(
         {"tp": int(model_parallel_size_), "pp": pipeline_length, "cp": context_parallel_size},

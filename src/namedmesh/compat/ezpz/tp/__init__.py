@@ -75,24 +75,15 @@ DIALECT.fill(sys.modules[__name__])
 
 destroy_tensor_parallel = DIALECT.binding.destroy
 get_tensor_parallel_group, get_tensor_parallel_ranks = DIALECT.accessors("tensor")[:2]
-(
-    get_data_parallel_group,
-    get_data_parallel_ranks,
-    get_data_parallel_rank,
-    get_data_parallel_world_size,
-) = DIALECT.accessors("data")
-(
-    get_context_parallel_group,
-    get_context_parallel_ranks,
-    get_context_parallel_rank,
-    get_context_parallel_world_size,
-) = DIALECT.accessors("context")
-(
-    get_pipeline_parallel_group,
-    get_pipeline_parallel_ranks,
-    get_pipeline_parallel_rank,
-    get_pipeline_parallel_world_size,
-) = DIALECT.accessors("pipeline")
+_data = DIALECT.accessors("data")
+get_data_parallel_group, get_data_parallel_ranks = _data[:2]
+get_data_parallel_rank, get_data_parallel_world_size = _data[2:]
+_context = DIALECT.accessors("context")
+get_context_parallel_group, get_context_parallel_ranks = _context[:2]
+get_context_parallel_rank, get_context_parallel_world_size = _context[2:]
+_pipeline = DIALECT.accessors("pipeline")
+get_pipeline_parallel_group, get_pipeline_parallel_ranks = _pipeline[:2]
+get_pipeline_parallel_rank, get_pipeline_parallel_world_size = _pipeline[2:]
 
 
 def initialize_tensor_parallel(  # noqa: PLR0917  the original's signature
@@ -126,9 +117,6 @@ def initialize_tensor_parallel(  # noqa: PLR0917  the original's signature
         ContractError: there is no default group, a second initialization, or sizes that do not divide the
             world. After an error everything is as before.
         AgreementError: the other ranks did not call this, or not with the same arguments.
-
-    Warns:
-        UserWarning: the size was reduced.
     """
     DIALECT.initialize(
         {"tp": tensor_parallel_size, "pp": pipeline_parallel_size, "cp": context_parallel_size},
