@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from namedmesh.making import GroupMaker
     from namedmesh.mesh import NamedMesh
 
-_OVER_AXES = [row for row in MEGATRON_GROUPS if row.members == "all" and row.key != "intra_dist_opt_instance"]
+OVER_AXES = [row for row in MEGATRON_GROUPS if row.members == "all" and row.key != "intra_dist_opt_instance"]
+"""The groups over whole axes."""
 
 
 def default_embedding_ranks(pp_ranks: Iterable[int]) -> list[int]:
@@ -62,7 +63,7 @@ def group_options(
     backend, default = config.pipeline_model_parallel_comm_backend, GroupOptions()
     by_view: dict[str, dict[str, GroupOptions]] = {DENSE: {}, EXPERT: {}}
     groups = []
-    for row in _OVER_AXES:
+    for row in OVER_AXES:
         options = config.options.get(row.key, default)
         if row.key == "pp" and backend is not None:
             # The original gives no NCCL settings to a backend that is not NCCL.
@@ -86,7 +87,7 @@ def build_groups(
     builder = _Builder(mesh, maker, factorings, config)
     values = builder.values
     builder.build_data_parallel()
-    for row in _OVER_AXES:  # those that span gtp_remat are those that do not where it is 1
+    for row in OVER_AXES:  # those that span gtp_remat are those that do not where it is 1
         if row.variable not in values:
             builder.build(row)
     builder.build_context_levels()
