@@ -110,10 +110,9 @@ class _Builder:
     ) -> None:
         self.mesh, self.maker, self.factorings, self.config = mesh, maker, factorings, config
         self.instances = config.num_distributed_optimizer_instances
-        # Groups that nobody asked for are None also where they were there before.
         self.values: dict[str, Any] = {}
         for row in MEGATRON_GROUPS:
-            if row.gloo:
+            if row.gloo:  # where none is requested it is None, whatever the mesh was bound with before
                 self.values[row.gloo] = None
         # Beside weights that are gathered for each use the original makes no gloo groups.
         dense = config.create_gloo_process_groups and factorings.size("gtp_remat") == 1
