@@ -157,17 +157,17 @@ class ModelParallel:
         self, kind: str
     ) -> tuple[Callable[[], ProcessGroup], Callable[[], list[int]], Callable[[], int], Callable[[], int]]:
         """Return the accessors of one kind of group, by the dialect's name of it: of the group, its ranks, rank and size."""
-        variables = vars(self._module)
+        variables, words = vars(self._module), f"{kind}-parallel"
         row = next(row for row in self._rows if row.name == kind)
-        words = f"{kind}-parallel"
+        of_group, of_ranks = row.variable, row.ranks
 
         def get_group() -> ProcessGroup:
-            return variables[row.variable] or self.missing(f"the {words} group")  # type: ignore[no-any-return]
+            return variables[of_group] or self.missing(f"the {words} group")  # type: ignore[no-any-return]
 
         def get_ranks() -> list[int]:
-            if not row.ranks:  # the original has no variable for them
+            if not of_ranks:  # the original has no variable for them
                 return dist.get_process_group_ranks(get_group())
-            return variables[row.ranks] or self.missing(f"the list of {words} ranks")  # type: ignore[no-any-return]
+            return variables[of_ranks] or self.missing(f"the list of {words} ranks")  # type: ignore[no-any-return]
 
         def get_rank() -> int:
             return get_group().rank()

@@ -132,8 +132,9 @@ def initialize_tensor_parallel(  # noqa: PLR0917  the original's signature
 
 def tensor_parallel_is_initialized() -> bool:
     """Return whether there are tensor-, pipeline-, context- and data-parallel groups."""
-    groups = _TENSOR_PARALLEL_GROUP, _PIPELINE_PARALLEL_GROUP, _CONTEXT_PARALLEL_GROUP, _DATA_PARALLEL_GROUP
-    return None not in groups
+    if _TENSOR_PARALLEL_GROUP is None or _PIPELINE_PARALLEL_GROUP is None:
+        return False
+    return _CONTEXT_PARALLEL_GROUP is not None and _DATA_PARALLEL_GROUP is not None
 
 
 def get_tensor_parallel_rank() -> int:
