@@ -14,23 +14,26 @@ import torch
 import torch.distributed as dist
 
 from namedmesh._torch import backward_pass
-from namedmesh.compat.axis_map import axis_groups, check_axes
+from namedmesh.compat.axis_map import axis_groups, check_axes, compare_mesh
 from namedmesh.compat.binding import Binding, Bound, require_default_group
 from namedmesh.compat.errors import ContractError
-from namedmesh.compat.new_mesh import new_mesh
 from namedmesh.compat.partition import scatter
-from namedmesh.dialects import DIALECTS, variables_of
+from namedmesh.dialects import DIALECTS
 from namedmesh.errors import LayoutError
+from namedmesh.groups import GroupPool
+from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
+from namedmesh.making import agreed
 from namedmesh.options import GroupOptions
 from namedmesh.tensor_parallel.collectives import RankGroup, gather, sum_backward, sum_forward
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from datetime import timedelta
     from types import ModuleType
 
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
     from namedmesh.making import GroupMaker
     from namedmesh.mesh import NamedMesh
@@ -60,8 +63,7 @@ class ModelParallel:
         self.place = f"namedmesh.compat.{name}"
         self._rows = DIALECTS[name].kinds
         self._of_tp = next(row.variable for row in self._rows if row.axes == ("tp",))
-        variables = [*variables_of(self._rows), "_rank_group"]
-        self.binding = Binding(f"{name}'s model parallelism", function, f"{self.place}.bind", variables)
+        self.binding = Binding(f"{name}'s model parallelism", function, f"{self.place}.bind")
         self._module: Any = None
         self._used: WeakSet[RankGroup] = WeakSet()  # the module keeps them, for as long as their mesh is open
 
@@ -103,7 +105,7 @@ class ModelParallel:
             return bound
         with mesh.agreed(f"{self.name}.bind") as maker:
             check_axes(mesh.layout, self.name)
-            maker.compare({"layout": repr(mesh.layout)})
+            compare_mesh(mesh, maker, [row.axes for row in self._rows])
             groups = self._groups(mesh, maker)
         return self.binding.take(mesh, (), groups)
 
@@ -128,7 +130,8 @@ class ModelParallel:
         world = dist.get_world_size()
         arguments = {name: repr(sizes[axis]) for axis, name in self.sizes.items()}
         arguments |= {"backends": repr(dict(backends)), "timeout": repr(timeout)}
-        with new_mesh(f"{self.name}.{self.function}", range(world), GroupOptions(timeout=timeout)) as maker:
+        pool = GroupPool(defaults=GroupOptions(timeout=timeout))
+        with agreed(pool, f"{self.name}.{self.function}", range(world)) as maker:
             self.binding.refuse_second()
             tp = min(sizes["tp"], world)
             fitted = {"dp": -1, **sizes, "tp": tp}
@@ -140,16 +143,49 @@ class ModelParallel:
             options = {
                 axis: GroupOptions(backend=name) for axis, name in backends.items() if name is not None
             }
-            wanted = [(layout, (axis,), options.get(axis, GroupOptions())) for axis in layout]
             if tp < sizes["tp"]:
                 warnings.warn(
                     f"{self.sizes['tp']} is {sizes['tp']}, but the world has {world} ranks; {self.name}'s {self.function} goes on "
                     f"with {world}",
                     stacklevel=3,
                 )
-            mesh = maker.make(layout, arguments, wanted, options)
-            groups = self._groups(mesh, maker.groups)
+            mesh = make_mesh(maker, layout, arguments, options)
+            groups = self._groups(mesh, maker)
         self.binding.take(mesh, (), groups, owned=True)
+
+    def accessors(
+        self, kind: str
+    ) -> tuple[Callable[[], ProcessGroup], Callable[[], list[int]], Callable[[], int], Callable[[], int]]:
+        """Return the accessors of one kind of group, by the dialect's name of it: of the group, its ranks, rank and size."""
+        variables, words = vars(self._module), f"{kind}-parallel"
+        row = next(row for row in self._rows if row.name == kind)
+        of_group, of_ranks = row.variable, row.ranks
+
+        def get_group() -> ProcessGroup:
+            return variables[of_group] or self.missing(f"the {words} group")  # type: ignore[no-any-return]
+
+        def get_ranks() -> list[int]:
+            if not of_ranks:  # the original has no variable for them
+                return dist.get_process_group_ranks(get_group())
+            return variables[of_ranks] or self.missing(f"the list of {words} ranks")  # type: ignore[no-any-return]
+
+        def get_rank() -> int:
+            return get_group().rank()
+
+        def get_world_size() -> int:
+            return get_group().size()
+
+        answers = {
+            get_group: ("group", f"the {words} group"),
+            get_ranks: ("ranks", f"the list of {words} ranks"),
+            get_rank: ("rank", f"the index of this rank in the {words} group"),
+            get_world_size: ("world_size", f"the number of ranks in the {words} group"),
+        }
+        for accessor, (name, answer) in answers.items():
+            accessor.__name__ = accessor.__qualname__ = f"get_{kind}_parallel_{name}"
+            accessor.__module__ = self._module.__name__
+            accessor.__doc__ = f"Return {answer}."
+        return get_group, get_ranks, get_rank, get_world_size
 
     def missing(self, what: str) -> Any:
         """Raise the ContractError of an accessor that has no value; it says why ``what`` is not there."""
