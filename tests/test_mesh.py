@@ -726,11 +726,12 @@ def test_explanations() -> None:
         mesh.close()
 
 
-def test_a_slice_that_is_first_asked_for_among_fake_tensors_is_a_real_one() -> None:
+def test_a_slice_that_is_first_asked_for_in_other_modes_is_a_real_one() -> None:
     with fake_world(8, 5):
         mesh = namedmesh.init_mesh(dp=4, tp=2)
-        with FakeTensorMode():
+        with torch.device("meta"), FakeTensorMode(), torch.inference_mode():
             data, whole = mesh["dp"], mesh.device_mesh
+        assert not data.mesh.is_inference()
         assert (tuple(data.get_coordinate() or ()), tuple(whole.get_coordinate() or ())) == ((2,), (2, 1))
         assert data.mesh.tolist() == [1, 3, 5, 7]
         assert whole["dp"].get_group() is mesh.group("dp")

@@ -517,11 +517,11 @@ def constant_of_mesh(function: F) -> F:
 
 @requires_private(_python_dispatch, "_disable_current_modes", fallback=lambda function: function)
 def without_modes(function: F) -> F:
-    """Let a function make real tensors, whatever modes its caller is in: that of fake tensors is one."""
+    """Let a function make real tensors, whatever modes its caller is in: those of fake tensors and inference are such."""
 
     @wraps(function)
     def call(*args: Any) -> Any:
-        with _python_dispatch._disable_current_modes():
+        with _python_dispatch._disable_current_modes(), torch.inference_mode(False):
             return function(*args)
 
     return call  # type: ignore[return-value]

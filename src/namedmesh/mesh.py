@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from namedmesh.making import GroupMaker
 
-__all__ = ["NamedMesh", "current_mesh"]
+__all__ = ["NamedMesh"]
 
 
 class Place(NamedTuple):
@@ -168,7 +168,7 @@ class NamedMesh:
         for axis, group in new.items():
             if self.pool.find(layout, (axis,), self.pool.defaults) is None:
                 self.pool.borrow(layout.group(self.global_rank, axis), group, axis)
-        self._views.add(name, View(layout, root.device_type, groups, root))
+        self._views[name] = View(layout, root.device_type, groups, root)
         self._prepare_answers()
 
     # Accessors. Nothing here communicates.
@@ -343,7 +343,9 @@ class NamedMesh:
         """
         if options is not None and not isinstance(options, GroupOptions):
             raise LayoutError(f"options are {options!r}; give GroupOptions(...)")
-        with self._one_at_a_time():
+        with (
+            self.pool.registry.agreements.lock
+        ):  # a thread that asks for the same as another one finds it made
             with self.agreed("mesh.flatten") as maker:
                 expanded = self._views.expand(axes)
                 view = self._views.of(expanded)
@@ -362,7 +364,7 @@ class NamedMesh:
                     maker.make(view.layout, ordered, self.pool.gloo_options(options))
             self._options[ordered] = options
             self._meshes[name,] = make_flat_mesh(view.root, ordered, name, group)
-            self._views.add_product(name, ordered)
+            self._views.products[name] = ordered
             self._prepare_answers()
             return self._meshes[name,]
 
@@ -385,7 +387,9 @@ class NamedMesh:
             AgreementError: the other ranks did not call this, or not with the same arguments.
         """
         options = options or {}
-        with self._one_at_a_time():
+        with (
+            self.pool.registry.agreements.lock
+        ):  # a thread that asks for the same as another one finds it made
             with self.agreed(f"mesh.add_view({name!r})") as maker:
                 layout = self._checked_view(name, options, sizes)
                 request = {"layout": repr(layout), "options": repr(dict(options))}
@@ -404,7 +408,7 @@ class NamedMesh:
     def take_view(self, name: str, view: View, options: Mapping[str, GroupOptions]) -> None:
         """Add a view whose groups exist."""
         self._options |= {_option_axes(key, view.layout): option for key, option in options.items()}
-        self._views.add(name, view)
+        self._views[name] = view
         self._prepare_answers()
 
     def close(self) -> None:
@@ -438,7 +442,7 @@ class NamedMesh:
         """Drop every reference to groups: the pool is being closed, or torch destroys the default group."""
         self.closed, self._end_reason = True, reason
         self._version = str(next(_versions))
-        for view in self._all_views:
+        for view in self._all_views.values():
             view.forget()
         self._all_views = Views(View(self.layout, self.device.type, {}))
         for answers in (self._places, self._meshes, self._answers):
@@ -517,7 +521,7 @@ class NamedMesh:
         # Guards the constants of compiled code: no two meshes, and no two states of one, have the same.
         version = str(next(_versions))
         places: dict[tuple[str, tuple[str, ...]], Place] = {}
-        for view in self._all_views:
+        for view in self._all_views.values():
             for axis in view.layout.axes:
                 if (version, (axis,)) not in places:
                     places[version, (axis,)] = self._place(view.layout, (axis,), view.groups[axis])
@@ -552,7 +556,7 @@ class NamedMesh:
 
     @constant_under_compile
     def _root(self, _version: str) -> DeviceMesh:
-        return self._views.first.root
+        return self._views[ROOT_VIEW].root
 
     @constant_under_compile
     def _slice(self, axes: tuple[str, ...], _version: str) -> DeviceMesh:
@@ -599,11 +603,6 @@ class NamedMesh:
 
     # Behind what communicates.
 
-    def _one_at_a_time(self) -> AbstractContextManager[object]:
-        """Let a thread that asks for the same as another one find it made."""
-        self._check_open()
-        return self.pool.registry.agreements.lock
-
     def _flattened_already(
         self, ordered: tuple[str, ...], name: str | None, options: GroupOptions | None
     ) -> DeviceMesh:
@@ -636,7 +635,10 @@ class NamedMesh:
         self._views.check(name, layout, self.global_rank)
         new = [axis for axis in layout if axis not in self._axes]
         problems = []
-        for axis in options:
+        given: Mapping[str, object] = options
+        for axis, option in given.items():
+            if not isinstance(option, GroupOptions):
+                problems.append(f"options of {axis!r} are a {type(option).__name__}; give GroupOptions(...)")
             if axis in self._axes:
                 problems.append(
                     f"options are given for {axis!r}, an axis that the mesh has already, with its group; give them to init_mesh"
@@ -658,23 +660,6 @@ class NamedMesh:
     def _axis_options(self, axis: str, options: Mapping[str, GroupOptions]) -> GroupOptions:
         """Return the options of an axis of a new view."""
         return options.get(axis) or self._options.get((axis,)) or self.pool.defaults
-
-
-def current_mesh() -> NamedMesh:
-    """Return the mesh that code without a mesh argument works on.
-
-    Returns:
-        The innermost mesh entered with ``with mesh:``; outside of any, the only mesh that is alive.
-
-    Raises:
-        MeshError: there is no mesh, or there are several and none was selected, or the selected one is closed.
-
-    Example:
-        >>> current_mesh()
-        Traceback (most recent call last):
-        namedmesh.errors.MeshError: no mesh is alive in this process; call namedmesh.init_mesh(...) first
-    """
-    return current.current()
 
 
 def _borrow(pool: GroupPool, view: View) -> None:

@@ -13,7 +13,7 @@ from namedmesh.errors import AxisError, LayoutError, listing
 from namedmesh.sizes import nearest_axis
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch.distributed as dist
 
@@ -83,8 +83,8 @@ class View:
         return tuple(axis for axis in self.layout.axes if axis in axes)
 
 
-class Views:
-    """The views of a mesh, in the order they were added; the first is the mesh's own.
+class Views(dict[str, View]):
+    """The views of a mesh by name, in the order they were added; the first is the mesh's own.
 
     Args:
         first: the mesh's own view.
@@ -94,25 +94,17 @@ class Views:
     """
 
     def __init__(self, first: View) -> None:
-        self._views = {ROOT_VIEW: first}
+        super().__init__({ROOT_VIEW: first})
         self.products: dict[str, tuple[str, ...]] = {}
-
-    def __iter__(self) -> Iterator[View]:
-        return iter(self._views.values())
-
-    @property
-    def first(self) -> View:
-        """The view that the mesh was made with."""
-        return self._views[ROOT_VIEW]
 
     def layouts(self) -> dict[str, Layout]:
         """Return the layouts by the names of the views."""
-        return {name: view.layout for name, view in self._views.items()}
+        return {name: view.layout for name, view in self.items()}
 
     def homes(self) -> dict[str, str]:
         """Return every axis, and the first view that has it."""
         homes: dict[str, str] = {}
-        for name, view in self._views.items():
+        for name, view in self.items():
             for axis in view.layout:
                 homes.setdefault(axis, name)
         return homes
@@ -123,7 +115,7 @@ class Views:
         Raises:
             AxisError: a name that is no axis, or axes that are not together in one view.
         """
-        for view in self:
+        for view in self.values():
             if all(axis in view.layout for axis in axes):
                 return view
         homes = self.homes()
@@ -146,17 +138,9 @@ class Views:
         """Return axes as they are, and the axes of flattened products in place of the products' names."""
         return tuple(axis for name in names for axis in self.products.get(name, (name,)))
 
-    def add(self, name: str, view: View) -> None:
-        """Add a view that :meth:`check` had nothing against."""
-        self._views[name] = view
-
     def name_of(self, axes: tuple[str, ...]) -> str:
         """Return the name of an axis, or of some axes that have one together."""
         return next((name for name, each in self.products.items() if each == axes), axes[0])
-
-    def add_product(self, name: str, axes: tuple[str, ...]) -> None:
-        """Name some axes taken together."""
-        self.products[name] = axes
 
     def check(self, name: str, layout: Layout, rank: int) -> None:
         """Refuse a new view that contradicts the others.
@@ -166,14 +150,14 @@ class Views:
         """
         problems = []
         for axis, home in self.homes().items():
-            other = self._views[home].layout
+            other = self[home].layout
             if axis in layout and layout.partition(axis) != other.partition(axis):
                 problems.append(
                     f"axis {axis!r} groups rank {rank} with {listing(layout.group(rank, axis))} in view {name!r}, but with "
                     f"{listing(other.group(rank, axis))} in {other}; an axis that views share must be the same ranks in both: "
                     "change sizes or order, or give it a name of its own"
                 )
-        if name in self._views:
+        if name in self:
             problems.append(f"the name {name!r} is taken by another view; choose another")
         problems += [
             f"axis {axis!r} has the name of a flattened product; choose another name"

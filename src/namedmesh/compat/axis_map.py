@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from namedmesh.errors import LayoutError, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
 
     from torch.distributed import ProcessGroup
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from namedmesh.mesh import NamedMesh
     from namedmesh.options import GroupOptions
 
-__all__ = ["DENSE_AXES", "USUAL_AXES", "axis_groups", "check_axes", "group_over", "own_axes"]
+__all__ = ["DENSE_AXES", "USUAL_AXES", "axis_groups", "check_axes", "compare_mesh", "group_over", "own_axes"]
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
 """The axes that every legacy API has groups over."""
@@ -61,6 +61,20 @@ def group_over(
         return maker.alone(), [mesh.global_rank]
     group = maker.make(layout, axes, options or mesh.options_of(axes))
     return group, list(layout.group(mesh.global_rank, *axes))
+
+
+def compare_mesh(mesh: NamedMesh, maker: GroupMaker, kinds: Iterable[Collection[str]]) -> None:
+    """Compare a mesh, and the groups over some of its axes that will be made, with the other ranks; communicates.
+
+    Raises:
+        AgreementError: the ranks do not agree, or only some of them have a group already.
+    """
+    groups = []
+    for axes in kinds:
+        own = own_axes(mesh.layout, axes)
+        if own:
+            groups.append((mesh.layout, own, mesh.options_of(own)))
+    maker.compare({"layout": repr(mesh.layout)}, groups)
 
 
 def axis_groups(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from namedmesh._torch import backward_pass
-from namedmesh.compat.axis_map import axis_groups, check_axes
+from namedmesh.compat.axis_map import axis_groups, check_axes, compare_mesh
 from namedmesh.compat.binding import Binding, Bound, require_default_group
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.partition import scatter
@@ -105,7 +105,7 @@ class ModelParallel:
             return bound
         with mesh.agreed(f"{self.name}.bind") as maker:
             check_axes(mesh.layout, self.name)
-            maker.compare({"layout": repr(mesh.layout)})
+            compare_mesh(mesh, maker, [row.axes for row in self._rows])
             groups = self._groups(mesh, maker)
         return self.binding.take(mesh, (), groups)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from namedmesh.compat.axis_map import compare_mesh
 from namedmesh.compat.binding import require_default_group, require_open
 from namedmesh.compat.deepspeed.model_parallel_unit import Getters, answers, axis_map
 from namedmesh.compat.deepspeed.topology import (
@@ -65,6 +66,17 @@ def topology_of(layout: Layout) -> tuple[ProcessTopology, dict[str, tuple[str, .
             "one right after the other"
         )
     return topology, axes
+
+
+def _kinds(axes: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Return the mesh's axes of each kind of group, from those of each axis of the topology."""
+    replica = [own for axis, owns in axes.items() if axis != "data" for own in owns]
+    return {
+        "pipe": axes["pipe"],
+        "data": axes["data"],
+        "model": tuple(replica),
+        "slice": axes.get("model", ()),
+    }
 
 
 class PipelineParallelGrid(Getters):
@@ -165,7 +177,7 @@ class PipelineParallelGrid(Getters):
                     f"{dist.get_world_size()} ranks, and a grid of DeepSpeed's is over all of them; make a mesh over the world"
                 )
             topology, axes = topology_of(mesh.layout)
-            maker.compare({"layout": repr(mesh.layout)})
+            compare_mesh(mesh, maker, _kinds(axes).values())
             grid._fill(topology, topology, mesh, maker, axes)
         grid._owned = False
         return grid
@@ -181,9 +193,7 @@ class PipelineParallelGrid(Getters):
         """Set this rank's coordinates and groups, by the mesh's axes for each of the topology's."""
         self._topo, self._topology, self.mesh = given, ours, mesh
         self.world_size = mesh.layout.world_size
-        replica = [own for axis, owns in axes.items() if axis != "data" for own in owns]
-        kinds = {"pipe": axes["pipe"], "data": axes["data"], "model": replica, "slice": axes.get("model", ())}
-        self._answers = answers(mesh, maker, kinds)
+        self._answers = answers(mesh, maker, _kinds(axes))
         self.global_rank = mesh.global_rank
         pipe, data, model, part = self._answers.values()
         self.pp_proc_group, self.pp_group, self.pipe_parallel_size, self.stage_id, _ = pipe

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
-from namedmesh.compat.axis_map import check_axes, group_over, own_axes
+from namedmesh.compat.axis_map import check_axes, compare_mesh, group_over, own_axes
 from namedmesh.compat.binding import require_open
 from namedmesh.compat.errors import ContractAttributeError
 from namedmesh.errors import LayoutError, MeshError, did_you_mean
@@ -163,13 +163,13 @@ def mpu(mesh: NamedMesh) -> ModelParallelUnit:
             experts=_EXPERT,
             instead="DeepSpeed makes its own groups for them; leave it out of the mesh",
         )
-        maker.compare({"layout": repr(mesh.layout)})
         kinds = {**axes, "model": axes["pipe"] + axes["model"], "slice": axes["model"]}
         sequence = kinds.pop("sequence")
-        if not sequence:
-            return ModelParallelUnit(mesh, answers(mesh, maker, kinds))
-        kinds |= {"sequence": sequence, "sequence_data": axes["data"] + sequence}
-        return SequenceParallelUnit(mesh, answers(mesh, maker, kinds))
+        if sequence:
+            kinds |= {"sequence": sequence, "sequence_data": axes["data"] + sequence}
+        compare_mesh(mesh, maker, kinds.values())
+        unit = SequenceParallelUnit if sequence else ModelParallelUnit
+        return unit(mesh, answers(mesh, maker, kinds))
 
 
 class ModelParallelUnit(Getters):

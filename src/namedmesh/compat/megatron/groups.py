@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from namedmesh.making import GroupMaker
     from namedmesh.mesh import NamedMesh
 
-_OVER_AXES = [row for row in MEGATRON_GROUPS if row.members == "all" and row.key != "intra_dist_opt_instance"]
+OVER_AXES = [row for row in MEGATRON_GROUPS if row.members == "all" and row.key != "intra_dist_opt_instance"]
+"""The groups over whole axes."""
 
 
 def default_embedding_ranks(pp_ranks: Iterable[int]) -> list[int]:
@@ -52,25 +54,24 @@ def group_options(
     """Return the options of the groups over whole axes, for the mesh and for the comparison between ranks.
 
     Megatron gives each group the options of its own name and no other; a mesh lets a group over two axes have those
-    of both. So once any options are given, every group has an entry.
+    of both. So every group has an entry.
 
     Returns:
         By view, the options under the names that a mesh has for axes together; and of every group the layout, the axes
         and the options.
     """
-    backend = config.pipeline_model_parallel_comm_backend
+    backend, default = config.pipeline_model_parallel_comm_backend, GroupOptions()
     by_view: dict[str, dict[str, GroupOptions]] = {DENSE: {}, EXPERT: {}}
-    groups, default = [], GroupOptions()
-    for row in _OVER_AXES:
+    groups = []
+    for row in OVER_AXES:
         options = config.options.get(row.key, default)
         if row.key == "pp" and backend is not None:
             # The original gives no NCCL settings to a backend that is not NCCL.
             options = GroupOptions(backend="ucc") if backend == "ucc" else replace(options, backend="nccl")
         layout, axes = factorings.locate(row.axes)
         if axes:
-            if config.options or backend is not None:
-                # The first row over these axes; a later one spans gtp_remat too, which is 1.
-                options = by_view[row.view].setdefault("_".join(axes), options)
+            # The first row over these axes; a later one spans gtp_remat too, which is 1.
+            options = by_view[row.view].setdefault("_".join(axes), options)
             groups.append((layout, axes, options))
     return by_view, groups
 
@@ -86,7 +87,7 @@ def build_groups(
     builder = _Builder(mesh, maker, factorings, config)
     values = builder.values
     builder.build_data_parallel()
-    for row in _OVER_AXES:  # those that span gtp_remat are those that do not where it is 1
+    for row in OVER_AXES:  # those that span gtp_remat are those that do not where it is 1
         if row.variable not in values:
             builder.build(row)
     builder.build_context_levels()
@@ -109,10 +110,9 @@ class _Builder:
     ) -> None:
         self.mesh, self.maker, self.factorings, self.config = mesh, maker, factorings, config
         self.instances = config.num_distributed_optimizer_instances
-        # Groups that nobody asked for are None also where they were there before.
         self.values: dict[str, Any] = {}
         for row in MEGATRON_GROUPS:
-            if row.gloo:
+            if row.gloo:  # where none is requested it is None, whatever the mesh was bound with before
                 self.values[row.gloo] = None
         # Beside weights that are gathered for each use the original makes no gloo groups.
         dense = config.create_gloo_process_groups and factorings.size("gtp_remat") == 1
@@ -198,7 +198,7 @@ class _Builder:
             self.build_sets(between, self.split(between, self.instances, part) if self.instances > 1 else [])
         models = self.factorings.groups("etp", "ep", "pp")
         instances = split_ranks(models, len(models) // self.instances)
-        sets = [[rank for model in instance for rank in model] for instance in instances]
+        sets = [list(chain(*instance)) for instance in instances]
         self.build_sets(ROWS["intra_distributed_optimizer_instance"], sets)
         # Weights that are gathered for each use go with one instance.
         for name, part_of in (

@@ -14,7 +14,7 @@ from namedmesh.compat.binding import Bound, require_default_group
 from namedmesh.compat.errors import ContractTypeError
 from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer
 from namedmesh.compat.megatron.config import BINDABLE, Factorings, ParallelConfig, bindable
-from namedmesh.compat.megatron.groups import build_groups, group_options
+from namedmesh.compat.megatron.groups import OVER_AXES, build_groups, group_options
 from namedmesh.compat.megatron.variables import BINDING
 from namedmesh.dialects import DENSE, EXPERT
 from namedmesh.errors import did_you_mean
@@ -101,7 +101,9 @@ def bind(mesh: NamedMesh, **options: Any) -> Bound:
     with mesh.agreed("megatron.bind") as maker:
         factorings = Factorings.of_mesh(mesh)
         config.validate_for_mesh(factorings)
-        maker.compare(config.fields_to_compare(factorings) | {"views": repr(mesh.views)})
+        fields = config.fields_to_compare(factorings) | {"views": repr(mesh.views)}
+        located = [factorings.locate(row.axes) for row in OVER_AXES]
+        maker.compare(fields, [(layout, axes, mesh.options_of(axes)) for layout, axes in located if axes])
         groups = build_groups(mesh, maker, factorings, config)
     return BINDING.take(mesh, bindable(config), groups)
 
