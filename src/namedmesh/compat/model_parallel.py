@@ -28,12 +28,11 @@ from namedmesh.options import GroupOptions
 from namedmesh.tensor_parallel.collectives import RankGroup, gather, sum_backward, sum_forward
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from datetime import timedelta
     from types import ModuleType
 
     from torch import Tensor
-    from torch.distributed import ProcessGroup
 
     from namedmesh.making import GroupMaker
     from namedmesh.mesh import NamedMesh
@@ -152,40 +151,6 @@ class ModelParallel:
             mesh = make_mesh(maker, layout, arguments, options)
             groups = self._groups(mesh, maker)
         self.binding.take(mesh, (), groups, owned=True)
-
-    def accessors(
-        self, kind: str
-    ) -> tuple[Callable[[], ProcessGroup], Callable[[], list[int]], Callable[[], int], Callable[[], int]]:
-        """Return the accessors of one kind of group, by the dialect's name of it: of the group, its ranks, rank and size."""
-        variables, words = vars(self._module), f"{kind}-parallel"
-        row = next(row for row in self._rows if row.name == kind)
-        of_group, of_ranks = row.variable, row.ranks
-
-        def get_group() -> ProcessGroup:
-            return variables[of_group] or self.missing(f"the {words} group")  # type: ignore[no-any-return]
-
-        def get_ranks() -> list[int]:
-            if not of_ranks:  # the original has no variable for them
-                return dist.get_process_group_ranks(get_group())
-            return variables[of_ranks] or self.missing(f"the list of {words} ranks")  # type: ignore[no-any-return]
-
-        def get_rank() -> int:
-            return get_group().rank()
-
-        def get_world_size() -> int:
-            return get_group().size()
-
-        answers = {
-            get_group: ("group", f"the {words} group"),
-            get_ranks: ("ranks", f"the list of {words} ranks"),
-            get_rank: ("rank", f"the index of this rank in the {words} group"),
-            get_world_size: ("world_size", f"the number of ranks in the {words} group"),
-        }
-        for accessor, (name, answer) in answers.items():
-            accessor.__name__ = accessor.__qualname__ = f"get_{kind}_parallel_{name}"
-            accessor.__module__ = self._module.__name__
-            accessor.__doc__ = f"Return {answer}."
-        return get_group, get_ranks, get_rank, get_world_size
 
     def missing(self, what: str) -> Any:
         """Raise the ContractError of an accessor that has no value; it says why ``what`` is not there."""

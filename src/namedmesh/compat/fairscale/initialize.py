@@ -19,9 +19,14 @@ Example:
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 from namedmesh.compat.model_parallel import ModelParallel, first_rank
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = [
     "bind",
@@ -66,16 +71,6 @@ bind = DIALECT.bind
 unbind = DIALECT.binding.unbind
 current_mesh = DIALECT.binding.current_mesh
 destroy_model_parallel = DIALECT.binding.destroy
-_model = DIALECT.accessors("model")
-get_model_parallel_group, get_model_parallel_ranks = _model[:2]
-get_model_parallel_rank, get_model_parallel_world_size = _model[2:]
-_data = DIALECT.accessors("data")
-get_data_parallel_group, get_data_parallel_ranks = _data[:2]
-get_data_parallel_rank, get_data_parallel_world_size = _data[2:]
-_context = DIALECT.accessors("context")
-get_context_parallel_group, get_context_parallel_ranks = _context[:2]
-get_context_parallel_rank, get_context_parallel_world_size = _context[2:]
-get_pipeline_parallel_group, get_pipeline_parallel_ranks = DIALECT.accessors("pipeline")[:2]
 
 
 def initialize_model_parallel(
@@ -121,6 +116,76 @@ def model_parallel_is_initialized() -> bool:
     return _PIPELINE_PARALLEL_GROUP is not None
 
 
+def get_model_parallel_group() -> ProcessGroup:
+    """Return the model-parallel group."""
+    return _MODEL_PARALLEL_GROUP or DIALECT.missing("the model-parallel group")
+
+
+def get_model_parallel_world_size() -> int:
+    """Return the number of ranks in the model-parallel group."""
+    return get_model_parallel_group().size()
+
+
+def get_model_parallel_rank() -> int:
+    """Return the index of this rank in the model-parallel group."""
+    return get_model_parallel_group().rank()
+
+
+def get_data_parallel_group() -> ProcessGroup:
+    """Return the data-parallel group."""
+    return _DATA_PARALLEL_GROUP or DIALECT.missing("the data-parallel group")
+
+
+def get_data_parallel_world_size() -> int:
+    """Return the number of ranks in the data-parallel group."""
+    return get_data_parallel_group().size()
+
+
+def get_data_parallel_rank() -> int:
+    """Return the index of this rank in the data-parallel group."""
+    return get_data_parallel_group().rank()
+
+
+def get_context_parallel_group() -> ProcessGroup:
+    """Return the context-parallel group."""
+    return _CONTEXT_PARALLEL_GROUP or DIALECT.missing("the context-parallel group")
+
+
+def get_context_parallel_world_size() -> int:
+    """Return the number of ranks in the context-parallel group."""
+    return get_context_parallel_group().size()
+
+
+def get_context_parallel_rank() -> int:
+    """Return the index of this rank in the context-parallel group."""
+    return get_context_parallel_group().rank()
+
+
+def get_context_parallel_ranks() -> list[int]:
+    """Return the list of context-parallel ranks."""
+    return _CONTEXT_PARALLEL_GROUP_RANKS or DIALECT.missing("the list of context-parallel ranks")
+
+
+def get_pipeline_parallel_group() -> ProcessGroup:
+    """Return the pipeline-parallel group."""
+    return _PIPELINE_PARALLEL_GROUP or DIALECT.missing("the pipeline-parallel group")
+
+
+def get_pipeline_parallel_ranks() -> list[int]:
+    """Return the list of pipeline-parallel ranks."""
+    return _PIPELINE_PARALLEL_RANKS or DIALECT.missing("the list of pipeline-parallel ranks")
+
+
 def get_model_parallel_src_rank() -> int:
     """Return the global rank of the first of the model-parallel ranks."""
     return first_rank(get_model_parallel_group())
+
+
+def get_model_parallel_ranks() -> list[int]:
+    """Return the global ranks of the model-parallel group."""
+    return dist.get_process_group_ranks(get_model_parallel_group())
+
+
+def get_data_parallel_ranks() -> list[int]:
+    """Return the global ranks of the data-parallel group; the original has no variable for them."""
+    return dist.get_process_group_ranks(get_data_parallel_group())

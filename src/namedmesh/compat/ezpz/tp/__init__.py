@@ -31,6 +31,8 @@ from namedmesh.compat.model_parallel import first_rank
 if TYPE_CHECKING:
     from datetime import timedelta
 
+    from torch.distributed import ProcessGroup
+
 __all__ = [
     "VocabUtility",
     "destroy_tensor_parallel",
@@ -74,16 +76,6 @@ _rank_group: Any = None  # the tensor-parallel ranks, as the layers want them
 DIALECT.fill(sys.modules[__name__])
 
 destroy_tensor_parallel = DIALECT.binding.destroy
-get_tensor_parallel_group, get_tensor_parallel_ranks = DIALECT.accessors("tensor")[:2]
-_data = DIALECT.accessors("data")
-get_data_parallel_group, get_data_parallel_ranks = _data[:2]
-get_data_parallel_rank, get_data_parallel_world_size = _data[2:]
-_context = DIALECT.accessors("context")
-get_context_parallel_group, get_context_parallel_ranks = _context[:2]
-get_context_parallel_rank, get_context_parallel_world_size = _context[2:]
-_pipeline = DIALECT.accessors("pipeline")
-get_pipeline_parallel_group, get_pipeline_parallel_ranks = _pipeline[:2]
-get_pipeline_parallel_rank, get_pipeline_parallel_world_size = _pipeline[2:]
 
 
 def initialize_tensor_parallel(  # noqa: PLR0917  the original's signature
@@ -135,6 +127,76 @@ def tensor_parallel_is_initialized() -> bool:
     if _TENSOR_PARALLEL_GROUP is None or _PIPELINE_PARALLEL_GROUP is None:
         return False
     return _CONTEXT_PARALLEL_GROUP is not None and _DATA_PARALLEL_GROUP is not None
+
+
+def get_tensor_parallel_group() -> ProcessGroup:
+    """Return the tensor-parallel group."""
+    return _TENSOR_PARALLEL_GROUP or DIALECT.missing("the tensor-parallel group")
+
+
+def get_tensor_parallel_ranks() -> list[int]:
+    """Return the list of tensor-parallel ranks."""
+    return _TENSOR_PARALLEL_RANKS or DIALECT.missing("the list of tensor-parallel ranks")
+
+
+def get_pipeline_parallel_group() -> ProcessGroup:
+    """Return the pipeline-parallel group."""
+    return _PIPELINE_PARALLEL_GROUP or DIALECT.missing("the pipeline-parallel group")
+
+
+def get_pipeline_parallel_ranks() -> list[int]:
+    """Return the list of pipeline-parallel ranks."""
+    return _PIPELINE_PARALLEL_RANKS or DIALECT.missing("the list of pipeline-parallel ranks")
+
+
+def get_pipeline_parallel_world_size() -> int:
+    """Return the number of ranks in the pipeline-parallel group."""
+    return get_pipeline_parallel_group().size()
+
+
+def get_pipeline_parallel_rank() -> int:
+    """Return the index of this rank in the pipeline-parallel group."""
+    return get_pipeline_parallel_group().rank()
+
+
+def get_context_parallel_group() -> ProcessGroup:
+    """Return the context-parallel group."""
+    return _CONTEXT_PARALLEL_GROUP or DIALECT.missing("the context-parallel group")
+
+
+def get_context_parallel_ranks() -> list[int]:
+    """Return the list of context-parallel ranks."""
+    return _CONTEXT_PARALLEL_GROUP_RANKS or DIALECT.missing("the list of context-parallel ranks")
+
+
+def get_context_parallel_world_size() -> int:
+    """Return the number of ranks in the context-parallel group."""
+    return get_context_parallel_group().size()
+
+
+def get_context_parallel_rank() -> int:
+    """Return the index of this rank in the context-parallel group."""
+    return get_context_parallel_group().rank()
+
+
+def get_data_parallel_group() -> ProcessGroup:
+    """Return the data-parallel group."""
+    return _DATA_PARALLEL_GROUP or DIALECT.missing("the data-parallel group")
+
+
+def get_data_parallel_ranks() -> list[int]:
+    """Return the list of data-parallel ranks."""
+    return _DATA_PARALLEL_RANKS or DIALECT.missing("the list of data-parallel ranks")
+
+
+def get_data_parallel_world_size() -> int:
+    """Return the number of ranks in the data-parallel group."""
+    return get_data_parallel_group().size()
+
+
+def get_data_parallel_rank() -> int:
+    """Return the index of this rank in the data-parallel group."""
+    return get_data_parallel_group().rank()
 
 
 def get_tensor_parallel_rank() -> int:
