@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from namedmesh._torch import synchronous
 from namedmesh.tensor_parallel.collectives import all_gather, gather, local_shard, sum_forward, sum_scatter
 from namedmesh.tensor_parallel.module_setup import StyleContext, check_divides, sharded_dim
 from namedmesh.tensor_parallel.vocabulary import Lookup, lookup
@@ -21,16 +22,11 @@ class ColwiseEmbedding(nn.Embedding):
         """Return this rank's shard of every looked-up vector, or whole vectors if the output layout is replicated."""
         setup = self._setup
         ids = _whole_ids(setup, input)
-        last = input.ndim
-        whole_output = isinstance(setup.output_layout, Replicate)
-        if ids is None or not (whole_output or sharded_dim(setup.output_layout, input.ndim + 1) == last):
-            return _through_dtensor(self, input)
-        output = F.embedding(
-            ids, local_shard(self.weight), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq
-        )
-        if whole_output:
-            output = gather(output, setup.peers, last)
-        return setup.wrap_output(output)
+        weight = local_shard(self.weight)
+        output = F.embedding(ids, weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
+        if setup.whole_output:
+            return setup.deliver(self, gather(output, setup.peers, ids.ndim), Replicate())
+        return setup.deliver(self, output, Shard(-1))
 
 
 class RowwiseEmbedding(nn.Embedding):
@@ -41,17 +37,13 @@ class RowwiseEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
         """Return the sum of all ranks' lookups, of which one is not zero: whole, or sharded along the output layout."""
         setup = self._setup
-        scatter_dim = sharded_dim(setup.output_layout, input.ndim + 1)
         ids = _whole_ids(setup, input)
-        if ids is None or (scatter_dim is None and not isinstance(setup.output_layout, Replicate)):
-            return _through_dtensor(self, input)
         partial = self._my_rows(ids)
+        scatter_dim = sharded_dim(setup.output_layout, partial.ndim)
         if scatter_dim is None:
-            output = sum_forward(partial, setup.peers)
-        else:
-            check_divides(self, "the output", partial.shape, scatter_dim, setup.peers.size)
-            output = sum_scatter(partial, setup.peers, scatter_dim)
-        return setup.wrap_output(output)
+            return setup.deliver(self, sum_forward(partial, setup.peers), Replicate())
+        check_divides(self, "the output", partial.shape, scatter_dim, setup.peers.size)
+        return setup.deliver(self, sum_scatter(partial, setup.peers, scatter_dim), setup.output_layout)
 
     def _my_rows(self, ids: Tensor) -> Tensor:
         """Return the vectors of the ids that are in this rank's shard of the vocabulary, zeros for the others."""
@@ -74,22 +66,11 @@ class RowwiseEmbedding(nn.Embedding):
                 )
 
 
-def _whole_ids(setup: StyleContext, ids: Tensor) -> Tensor | None:
-    """Return the ids of all ranks as a plain tensor, gathered if they are sharded; None if the layout is another."""
-    local = setup.local_input(ids)
-    if local is None or isinstance(setup.input_layout, Replicate):
-        return local
-    dim = sharded_dim(setup.input_layout, local.ndim)
-    return None if dim is None else all_gather(local, setup.peers, dim)
-
-
-def _through_dtensor(module: ColwiseEmbedding | RowwiseEmbedding, ids: Tensor) -> Tensor:
-    """Return the same lookup in DTensor arithmetic: for other layouts."""
-    setup = module._setup  # noqa: SLF001  the module is one of ours
-    output = F.embedding(
-        setup.redistribute_input(ids, Replicate()),
-        module.weight,
-        module.padding_idx,
-        scale_grad_by_freq=module.scale_grad_by_freq,
-    )
-    return setup.redistribute_output(module, output)
+def _whole_ids(setup: StyleContext, ids: Tensor) -> Tensor:
+    """Return the ids of all ranks as a plain tensor, gathered if they are sharded."""
+    dim = sharded_dim(setup.input_layout, ids.ndim)
+    if dim is not None and not isinstance(ids, DTensor):
+        return all_gather(ids, setup.peers, dim)
+    if isinstance(setup.input_layout, Replicate) and not isinstance(ids, DTensor):
+        return ids
+    return synchronous(setup.redistribute_input(ids, Replicate()).to_local())

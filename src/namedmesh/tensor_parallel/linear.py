@@ -62,16 +62,11 @@ class ColwiseLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
         """Return this rank's output features, or what the style's output layout says."""
         setup = self._setup
-        last = input.ndim - 1
         operand = column_operand(self, setup, input)
-        if operand is None or not (
-            setup.whole_output or sharded_dim(setup.output_layout, input.ndim) == last
-        ):
-            return through_dtensor(self, input, Replicate())
         output = column(operand.value, self.weight, self.bias, *operand[1:])
         if setup.whole_output:
-            output = gather(output, setup.peers, last)
-        return output if setup.use_local_output else setup.wrap_output(output)
+            return setup.deliver(self, gather(output, setup.peers, output.ndim - 1), Replicate())
+        return setup.deliver(self, output, Shard(-1))
 
 
 class RowwiseLinear(nn.Linear):
@@ -83,22 +78,21 @@ class RowwiseLinear(nn.Linear):
         """Return the sum of all ranks' products: whole, or sharded along another dim."""
         setup = self._setup
         last = input.ndim - 1
-        layout = setup.layout_of(input)
-        whole_input = isinstance(layout, Replicate)
-        scatter_dim = None if setup.whole_output else sharded_dim(setup.output_layout, input.ndim)
-        if not (whole_input or (layout is not None and sharded_dim(layout, input.ndim) == last)) or not (
-            setup.whole_output or scatter_dim is not None
-        ):
-            return through_dtensor(self, input, Shard(-1))
-        local = local_shard(input)
+        is_shard = not isinstance(input, DTensor) and sharded_dim(setup.input_layout, input.ndim) == last
+        if not is_shard:
+            check_features(self, input, self.in_features)
+        scatter_dim = sharded_dim(setup.output_layout, input.ndim)
         if scatter_dim is not None:
-            shape = torch.Size((*local.shape[:-1], self.out_features))
+            shape = torch.Size((*input.shape[:-1], self.out_features))
             check_divides(self, "the output", shape, scatter_dim, setup.peers.size)
-        if whole_input:
-            check_features(self, local, self.in_features)
-            local = split(local, setup.peers, last)
+        if is_shard:
+            local = input
+        elif isinstance(setup.input_layout, Replicate) and not isinstance(input, DTensor):
+            local = split(input, setup.peers, last)
+        else:
+            local = setup.redistribute_input(input, Shard(-1)).to_local()
         output = row(local, self.weight, self.bias, setup.peers, scatter_dim)
-        return output if setup.use_local_output else setup.wrap_output(output)
+        return setup.deliver(self, output, Replicate() if scatter_dim is None else setup.output_layout)
 
 
 class ColumnOperand(NamedTuple):
@@ -110,47 +104,27 @@ class ColumnOperand(NamedTuple):
     factor: int = 1
 
 
-def column_operand(module: nn.Module, setup: StyleContext, value: Tensor) -> ColumnOperand | None:
-    """Return an input of a column layer for explicit collectives; None if they cannot move what it is laid out as.
+def column_operand(module: nn.Module, setup: StyleContext, value: Tensor) -> ColumnOperand:
+    """Return an input of a column layer for explicit collectives.
 
     Raises:
         PlanError: the style is to gather an input that is gathered already.
     """
-    layout = setup.layout_of(value)
-    if layout is None:
-        return None
-    gather_dim = None
-    if not isinstance(layout, Replicate):
-        gather_dim = sharded_dim(layout, value.ndim)
-        if gather_dim is None or gather_dim == value.ndim - 1:
-            return None
-    if not isinstance(value, DTensor):
-        if shared_by(module, setup.peers, value) is None:
-            return ColumnOperand(value, setup.peers, gather_dim)
-        if gather_dim is not None:
-            raise PlanError(
-                f"{name_of(module)}: the input is laid out as {placement_name(layout)} by this style, but a SharedInput above has made it whole; "
-                f"leave input_layouts at Replicate(), or take the SharedInput out of the plan"
-            )
-        return ColumnOperand(value, ALONE, None, setup.peers.size)
-    if gather_dim is None:
+    gather_dim = sharded_dim(setup.input_layout, value.ndim)
+    known = gather_dim is not None or isinstance(setup.input_layout, Replicate)
+    if isinstance(value, DTensor) or not known:
         # As in DTensor arithmetic: whoever made it sums the parts of its gradient, of all its users at once.
-        return ColumnOperand(value.to_local(grad_placements=(Partial(),)), ALONE, None)
-    return ColumnOperand(value.to_local(), setup.peers, gather_dim)
-
-
-def through_dtensor(
-    module: ColwiseLinear | RowwiseLinear, value: Tensor, desired: Replicate | Shard
-) -> Tensor:
-    """Return the same layer in DTensor arithmetic: for layouts the short way does not know."""
-    setup = module._setup  # noqa: SLF001  the module is one of ours
-    annotated = setup.as_dtensor(value)
-    if annotated.placements != (desired,):
-        annotated = annotated.redistribute(placements=(desired,))
-        local = annotated.to_local()
-        if not local.is_contiguous():  # which the DTensor does not know, and a linear of several dims needs
-            annotated = DTensor.from_local(local.contiguous(), setup.mesh, (desired,), run_check=False)
-    return setup.redistribute_output(module, F.linear(annotated, module.weight, module.bias))
+        whole = setup.redistribute_input(value, Replicate())
+        return ColumnOperand(whole.to_local(grad_placements=(Partial(),)), ALONE, None)
+    if shared_by(module, setup.peers, value) is None:
+        return ColumnOperand(value, setup.peers, gather_dim)
+    if gather_dim is not None:
+        raise PlanError(
+            f"{name_of(module)}: the input is laid out as {placement_name(setup.input_layout)} by this style, but a "
+            f"SharedInput above has made it whole; leave input_layouts at Replicate(), or take the SharedInput out of "
+            f"the plan"
+        )
+    return ColumnOperand(value, ALONE, None, setup.peers.size)
 
 
 def column(  # noqa: PLR0917  the operands, and how they are laid out

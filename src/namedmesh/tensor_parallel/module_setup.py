@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from namedmesh.errors import ShapeError
-from namedmesh.tensor_parallel.collectives import RankGroup, local_shard, own_shard
+from namedmesh.tensor_parallel.collectives import RankGroup, own_shard
 
 if TYPE_CHECKING:
     import torch
@@ -49,41 +49,22 @@ class StyleContext:
     def __reduce__(self) -> tuple[object, ...]:
         return StyleContext, (self.mesh, self.input_layout, self.output_layout, self.use_local_output)
 
-    def wrap_output(self, local: Tensor) -> Tensor:
-        """Return the output of the style: plain, or as a DTensor."""
-        if self.use_local_output:
-            return local
-        return DTensor.from_local(local, self.mesh, (self.output_layout,), run_check=False)
+    def deliver(self, module: torch.nn.Module, local: Tensor, made: Placement) -> Tensor:
+        """Return the output of the style, from this rank's plain tensor in the layout that the module made."""
+        if not same_layout(made, self.output_layout, local.ndim):
+            return self.redistribute_output(module, self._as_dtensor(local, made))
+        return local if self.use_local_output else self._as_dtensor(local, made)
 
-    def layout_of(self, value: Tensor) -> Placement | None:
-        """Return how an input is laid out; None if its shards are none that explicit collectives can move."""
-        if not isinstance(value, DTensor):
-            return self.input_layout
-        layout = value.placements[0]
-        if value.device_mesh != self.mesh:
-            return None
-        dim = sharded_dim(layout, value.ndim)
-        # torch pads shards of different lengths; a collective of its own may not get them.
-        return layout if dim is None or value.shape[dim] % self.peers.size == 0 else None
-
-    def local_input(self, value: Tensor) -> Tensor | None:
-        """Return the local tensor of an input that is laid out as annotated; None if it has another layout."""
-        layout = self.layout_of(value)
-        if layout is None or not same_layout(layout, self.input_layout, value.ndim):
-            return None
-        return local_shard(value)
-
-    def as_dtensor(self, tensor: Tensor) -> DTensor:
-        """Return an input as a DTensor in the layout that the style declares."""
+    def _as_dtensor(self, tensor: Tensor, layout: Placement) -> DTensor:
         if isinstance(tensor, DTensor):
             return tensor
-        return DTensor.from_local(tensor, self.mesh, (self.input_layout,), run_check=False)
+        return DTensor.from_local(tensor, self.mesh, (layout,), run_check=False)
 
     def redistribute_input(self, tensor: Tensor, desired: Placement) -> DTensor:
-        """Return an input as a DTensor, moved to the layout that DTensor arithmetic needs."""
-        annotated = self.as_dtensor(tensor)
-        if annotated.placements != (desired,):
-            annotated = annotated.redistribute(placements=(desired,))
+        """Return an input as a DTensor, moved from the layout that it has, or that the style declares."""
+        annotated = self._as_dtensor(tensor, self.input_layout)
+        if annotated.placements != (desired,) or annotated.device_mesh != self.mesh:
+            annotated = annotated.redistribute(self.mesh, (desired,))
         return annotated
 
     def redistribute_output(self, module: torch.nn.Module, output: Tensor) -> Tensor:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812  torch's own spelling
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import Shard, distribute_module
 
-from namedmesh.tensor_parallel.collectives import local_shard, whole_parameter
+from namedmesh.tensor_parallel.collectives import whole_parameter
 from namedmesh.tensor_parallel.linear import column, column_operand
 from namedmesh.tensor_parallel.module_setup import StyleContext
 from namedmesh.tensor_parallel.styles import shard_parameters
@@ -52,9 +51,4 @@ def column_of(module: nn.Module, value: Tensor, weight: Tensor, bias: Tensor | N
     """Return a column layer of this rank's rows: as many on every rank, wherever they come from."""
     setup: StyleContext = module._setup  # type: ignore[assignment]  # noqa: SLF001  the module is one of ours
     operand = column_operand(module, setup, value)
-    if operand is not None:
-        return column(operand.value, weight, bias, *operand[1:])
-    whole = setup.as_dtensor(value).redistribute(placements=[Replicate()])
-    rows = DTensor.from_local(weight, setup.mesh, [Shard(0)], run_check=False)
-    added = None if bias is None else DTensor.from_local(bias, setup.mesh, [Shard(0)], run_check=False)
-    return local_shard(F.linear(whole, rows, added))
+    return column(operand.value, weight, bias, *operand[1:])

@@ -20,7 +20,6 @@ from namedmesh.errors import MeshError
 from namedmesh.tensor_parallel.collectives import (
     all_gather,
     all_reduce,
-    local_shard,
     passed,
     reduce_scatter,
     with_backward,
@@ -116,12 +115,12 @@ class Shared:
 
     def _share(self, value: Tensor) -> Tensor:
         setup = self.setup
-        layout = setup.layout_of(value)
-        dim = None if layout is None else sharded_dim(layout, value.ndim)
-        if layout is None or (dim is None and not isinstance(layout, Replicate)):
-            return local_shard(setup.as_dtensor(value).redistribute(placements=(Replicate(),)))
-        if isinstance(value, DTensor):
-            value = value.to_local()
+        dim = sharded_dim(setup.input_layout, value.ndim)
+        if isinstance(value, DTensor) or (dim is None and not isinstance(setup.input_layout, Replicate)):
+            if dim is not None and value.shape[dim] % setup.peers.size:  # torch pads such shards
+                dim = None
+            layout = Replicate() if dim is None else setup.input_layout
+            value = setup.redistribute_input(value, layout).to_local()
         if setup.peers.size > 1:
             value = (
                 _mean_backward(value, setup.peers) if dim is None else _gather_mean(value, setup.peers, dim)
