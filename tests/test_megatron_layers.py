@@ -26,8 +26,7 @@ from namedmesh.compat.megatron.tensor_parallel import layers as our_layers
 from namedmesh.compat.megatron.tensor_parallel import mappings as our_mappings
 from namedmesh.compat.megatron.tensor_parallel import utils as our_utils
 from namedmesh.compat.sharded_layer import block_shard, fill_shard
-from namedmesh.tensor_parallel.collectives import RankGroup
-from namedmesh.tensor_parallel.regions import exchange
+from namedmesh.tensor_parallel.collectives import RankGroup, exchange
 
 if TYPE_CHECKING:
     from collections.abc import Callable

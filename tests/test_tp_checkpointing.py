@@ -33,8 +33,7 @@ from namedmesh.tensor_parallel import (
     llama_plan,
     parallelize,
 )
-from namedmesh.tensor_parallel.collectives import RankGroup, all_gather, gather_parts
-from namedmesh.tensor_parallel.regions import exchange
+from namedmesh.tensor_parallel.collectives import RankGroup, all_gather, exchange, gather_parts
 from namedmesh.tensor_parallel.vocabulary import cross_entropy
 
 if TYPE_CHECKING:

@@ -37,8 +37,7 @@ from namedmesh.tensor_parallel import (
     reduce_gradients,
 )
 from namedmesh.tensor_parallel import cross_entropy as sharded_cross_entropy
-from namedmesh.tensor_parallel.collectives import RankGroup, gather_parts
-from namedmesh.tensor_parallel.regions import exchange
+from namedmesh.tensor_parallel.collectives import RankGroup, exchange, gather_parts
 from namedmesh.tensor_parallel.vocabulary import cross_entropy
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
+    from namedmesh.tensor_parallel.placements import Entry
     from namedmesh.tensor_parallel.plan import Plan
-    from namedmesh.tensor_parallel.plan_entry import Entry
 
 
 def parallelize(

@@ -17,7 +17,7 @@ from namedmesh.tensor_parallel.module_setup import sharded_dim
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from namedmesh.tensor_parallel.plan_entry import Entry
+    from namedmesh.tensor_parallel.placements import Entry
 
 _QUERY_HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")

@@ -11,8 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from namedmesh._torch import concatenate_meshes, replaced_parameters
 from namedmesh.errors import PlanError, ShapeError
-from namedmesh.tensor_parallel.collectives import RankGroup, all_to_all, local_shard
-from namedmesh.tensor_parallel.regions import exchange
+from namedmesh.tensor_parallel.collectives import RankGroup, all_to_all, exchange, local_shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable

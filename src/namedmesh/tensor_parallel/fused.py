@@ -11,8 +11,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 
 from namedmesh.errors import PlanError, listing
 from namedmesh.tensor_parallel.attention_heads import sharded_features
-from namedmesh.tensor_parallel.blocks import Blocks
-from namedmesh.tensor_parallel.other_rows import column_of, with_forward
+from namedmesh.tensor_parallel.other_rows import Blocks, column_of, with_forward
 from namedmesh.tensor_parallel.placements import incompatibilities
 from namedmesh.tensor_parallel.styles import ColwiseParallel
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
     from namedmesh.tensor_parallel.module_setup import StyleContext
-    from namedmesh.tensor_parallel.plan_entry import Entry
+    from namedmesh.tensor_parallel.placements import Entry
 
 
 class FusedColwiseParallel(ColwiseParallel):

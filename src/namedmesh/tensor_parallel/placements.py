@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -25,6 +26,23 @@ if TYPE_CHECKING:
 
 _SHARDING = (ColwiseParallel, RowwiseParallel)
 _PREPARING = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One module of the model and the style that the plan gives it.
+
+    Args:
+        fqn: the module's fully qualified name; empty for the model itself.
+        module: the module.
+        style: what will be applied to it.
+        key: the key of the plan that names it.
+    """
+
+    fqn: str
+    module: nn.Module
+    style: ParallelStyle
+    key: str
 
 
 class ActivationStyle(ParallelStyle):

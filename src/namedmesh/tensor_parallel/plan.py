@@ -26,11 +26,11 @@ from namedmesh.tensor_parallel.attention_heads import head_problems, with_counts
 from namedmesh.tensor_parallel.fused import fused_problems
 from namedmesh.tensor_parallel.module_setup import NAME
 from namedmesh.tensor_parallel.placements import (
+    Entry,
     accepts_sharded_module,
     incompatibilities,
     parameter_placements,
 )
-from namedmesh.tensor_parallel.plan_entry import Entry
 from namedmesh.tensor_parallel.shared_input import SharedInput
 from namedmesh.tensor_parallel.tied_parameters import find_ties
 

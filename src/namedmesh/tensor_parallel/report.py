@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from torch.distributed.tensor.placement_types import Placement
 
+    from namedmesh.tensor_parallel.placements import Entry
     from namedmesh.tensor_parallel.plan import Plan
-    from namedmesh.tensor_parallel.plan_entry import Entry
 
 
 @dataclass(frozen=True)

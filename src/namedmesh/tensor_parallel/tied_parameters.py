@@ -12,7 +12,7 @@ from namedmesh.tensor_parallel.placements import parameter_placements, placement
 if TYPE_CHECKING:
     from torch import nn
 
-    from namedmesh.tensor_parallel.plan_entry import Entry
+    from namedmesh.tensor_parallel.placements import Entry
 
 
 @dataclass(frozen=True)

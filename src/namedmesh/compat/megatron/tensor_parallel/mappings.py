@@ -18,13 +18,14 @@ from namedmesh.compat.partition import check_even, scatter, shapes_as_contract
 from namedmesh.errors import ShapeError
 from namedmesh.tensor_parallel.collectives import (
     RankGroup,
+    check_lengths,
+    exchange,
     gather,
     gather_parts,
     sum_backward,
     sum_forward,
     sum_scatter,
 )
-from namedmesh.tensor_parallel.regions import check_lengths, exchange
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
