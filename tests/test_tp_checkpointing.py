@@ -23,6 +23,7 @@ from namedmesh._torch import TORCH
 from namedmesh.compat import ezpz, fairscale, megatron
 from namedmesh.compat.ezpz import tp as ezpz_tp
 from namedmesh.compat.megatron import tensor_parallel as megatron_layers
+from namedmesh.compat.vocabulary import cross_entropy
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
     LocalParameters,
@@ -34,7 +35,6 @@ from namedmesh.tensor_parallel import (
     parallelize,
 )
 from namedmesh.tensor_parallel.collectives import RankGroup, all_gather, exchange, gather_parts
-from namedmesh.tensor_parallel.vocabulary import cross_entropy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -22,6 +22,7 @@ from tp_models import Llama
 
 from namedmesh.compat import parallel_layers
 from namedmesh.compat.megatron.tensor_parallel import layers as megatron
+from namedmesh.compat.vocabulary import cross_entropy
 from namedmesh.errors import GradientError
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
@@ -38,7 +39,6 @@ from namedmesh.tensor_parallel import (
 )
 from namedmesh.tensor_parallel import cross_entropy as sharded_cross_entropy
 from namedmesh.tensor_parallel.collectives import RankGroup, exchange, gather_parts
-from namedmesh.tensor_parallel.vocabulary import cross_entropy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

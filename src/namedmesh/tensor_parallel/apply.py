@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import copy
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from namedmesh._torch import apply_style
 from namedmesh.tensor_parallel.gradient_comparison import GradientComparison, Whole
 from namedmesh.tensor_parallel.gradient_sums import reduce_before_use
-from namedmesh.tensor_parallel.guards import avoid_native_path, install_guards, restored_on_error
+from namedmesh.tensor_parallel.guards import install_guards
 from namedmesh.tensor_parallel.module_setup import NAME
 from namedmesh.tensor_parallel.placements import accepts_sharded_module, whole_sides
 from namedmesh.tensor_parallel.plan import resolve
-from namedmesh.tensor_parallel.saving import save_whole_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
-    from torch import nn
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -84,7 +89,7 @@ def parallelize(
         >>> dist.destroy_process_group()
     """
     resolved = resolve(model, mesh, plan, must_divide)
-    with restored_on_error(model):
+    with _restored_on_error(model):
         for entry in resolved.entries:
             applied = _apply_entry(entry, mesh, src_data_rank)
             if entry.module is model:
@@ -94,8 +99,8 @@ def parallelize(
     reduce_before_use(model)
     if check and mesh.size() > 1 and not any(_has_own_data(entry.style) for entry in resolved.entries):
         GradientComparison(model, mesh, _whole_activations(resolved.entries))
-    avoid_native_path(model)
-    save_whole_tensors(model)
+    _avoid_native_path(model)
+    _save_whole_tensors(model)
     return model
 
 
@@ -121,3 +126,83 @@ def _apply_entry(entry: Entry, mesh: DeviceMesh, src_data_rank: int | None) -> n
     for name, parameter in applied.named_parameters():
         parameter.requires_grad_(trainable.get(name, parameter.requires_grad))
     return applied
+
+
+def _avoid_native_path(model: nn.Module) -> None:
+    """Make encoder layers with sharded parts run their Python forward in evaluation too.
+
+    Without gradients torch hands the weights of such a layer to one native function, past the modules, and what is not
+    padding to the layers as a nested tensor, which only that function takes.
+    """
+    for module in model.modules():
+        if not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+            continue
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0  # neither: the native function knows these two only
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+
+
+@contextmanager
+def _restored_on_error(model: nn.Module) -> Iterator[None]:
+    """Restore every module if the block fails: no model is left half sharded."""
+    before = [
+        (module, type(module), {name: _shallow(value) for name, value in vars(module).items()})
+        for module in model.modules()
+    ]
+    try:
+        yield
+    except BaseException:
+        for module, kind, state in before:
+            module.__class__ = kind
+            vars(module).clear()
+            vars(module).update(state)
+        raise
+
+
+def _shallow(value: object) -> object:
+    """Return a copy of a container; parameters, hooks and submodules stand in such."""
+    return copy.copy(value) if isinstance(value, dict | set | list) else value
+
+
+def _save_whole_tensors(model: nn.Module) -> None:
+    """Let the ``save_pretrained`` of a Hugging Face model write whole tensors, on rank 0; others are left alone.
+
+    Afterwards every rank that shares a parameter calls ``model.save_pretrained(...)``, which gathers one parameter
+    after the other.
+    """
+    if hasattr(model, "save_pretrained"):
+        vars(model)["save_pretrained"] = partial(_save_pretrained, model)
+
+
+def _save_pretrained(
+    model: Any,
+    save_directory: Any,
+    is_main_process: bool = True,
+    state_dict: Mapping[str, Any] | None = None,
+    *arguments: Any,
+    **options: Any,
+) -> Any:
+    """Write what ``save_pretrained`` of the class would of the model that is not sharded."""
+    writes = is_main_process and dist.get_rank() == 0
+    whole = _whole(model.state_dict() if state_dict is None else state_dict, keep=writes)
+    saved = type(model).save_pretrained(model, save_directory, writes, whole, *arguments, **options)
+    dist.barrier()  # nobody reads what is being written
+    return saved
+
+
+def _whole(state_dict: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
+    """Return the tensors of a state dict, gathered on the CPU; those that share memory still do."""
+    whole: dict[str, Any] = {}
+    gathered: dict[tuple[int, torch.Size], torch.Tensor] = {}
+    for name, value in state_dict.items():
+        result = value
+        if isinstance(value, DTensor):
+            place = (value.to_local().data_ptr(), value.shape)
+            if place not in gathered:
+                full = value.full_tensor().detach()
+                gathered[place] = full.cpu() if keep else full[:0]
+            result = gathered[place]
+        if keep:
+            whole[name] = result
+    return whole

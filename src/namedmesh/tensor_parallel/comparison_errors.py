@@ -12,6 +12,25 @@ if TYPE_CHECKING:
     from torch import nn
 
 _SHOWN = 8
+_SENTENCES = {
+    "input": (
+        "the input of {names}: the plan says that {ranks} have the same, but they differ, {far}; give every rank the "
+        "same batch, the same values of what is whole and the same random numbers (namedmesh.training.streams), or "
+        "say with input_layouts how the input is sharded"
+    ),
+    "output": (
+        "the output of {names}: {ranks} have all of it, but their gradients of it differ, {far}: each uses it with its "
+        "own part of something; leave a column layer's output sharded, with output_layouts=Shard(-1) (keys and values: "
+        "KeyValueParallel()), and use the output of a row layer only where all ranks compute the same"
+    ),
+    "parameter": (
+        "{names}: whole on each of {ranks}, but their gradients differ, {far}: each has a part, and they would train "
+        "apart; where the ranks use a module on their own features or tokens add {entries} to the plan, which sums the "
+        "parts; where they use their own features of what a linear makes, give it a style: ColwiseParallel(), "
+        "KeyValueParallel() for keys and values, SumTailGradient(width) if all use its last width features; what all "
+        "ranks use alike stays whole (KeepWhole()), and can differ because of what follows it only"
+    ),
+}
 
 
 def problems_of(
@@ -26,40 +45,19 @@ def problems_of(
         size: the number of its ranks.
     """
     problems = []
-    for kind, sentence in (("input", _inputs), ("output", _outputs), ("parameter", _parameters)):
+    for kind, sentence in _SENTENCES.items():
         found = {name: apart for (each, name), apart in different.items() if each == kind}
-        if found:
-            far = f"by up to {max(found.values()):.2g} of the size"
-            problems.append(sentence(model, list(found), far, f"the {size} ranks of {axis}"))
+        if not found:
+            continue
+        words = {
+            "names": listing((name or "the model" for name in found), _SHOWN),
+            "far": f"by up to {max(found.values()):.2g} of the size",
+            "ranks": f"the {size} ranks of {axis}",
+        }
+        if kind == "parameter":
+            words["entries"] = listing(_entries(model, list(found)), _SHOWN)
+        problems.append(sentence.format(**words))
     return problems
-
-
-def _inputs(_model: nn.Module, names: list[str], far: str, ranks: str) -> str:
-    return (
-        f"the input of {listing(map(_shown, names), _SHOWN)}: the plan says that {ranks} have the same, but they differ, "
-        f"{far}; give every rank the same batch, the same values of what is whole and the same random numbers "
-        f"(namedmesh.training.streams), or say with input_layouts how the input is sharded"
-    )
-
-
-def _outputs(_model: nn.Module, names: list[str], far: str, ranks: str) -> str:
-    return (
-        f"the output of {listing(map(_shown, names), _SHOWN)}: {ranks} have all of it, but their gradients of it differ, "
-        f"{far}: each uses it with its own part of something; leave a column layer's output sharded, with "
-        f"output_layouts=Shard(-1) (keys and values: KeyValueParallel()), and use the output of a row layer only where "
-        f"all ranks compute the same"
-    )
-
-
-def _parameters(model: nn.Module, names: list[str], far: str, ranks: str) -> str:
-    entries = listing(_entries(model, names), _SHOWN)
-    return (
-        f"{listing(names, _SHOWN)}: whole on each of {ranks}, but their gradients differ, {far}: each has a part, and they "
-        f"would train apart; where the ranks use a module on their own features or tokens add {entries} to the plan, "
-        f"which sums the parts; where they use their own features of what a linear makes, give it a style: "
-        f"ColwiseParallel(), KeyValueParallel() for keys and values, SumTailGradient(width) if all use its last width "
-        f"features; what all ranks use alike stays whole (KeepWhole()), and can differ because of what follows it only"
-    )
 
 
 def _entries(model: nn.Module, names: list[str]) -> list[str]:
@@ -76,7 +74,3 @@ def _entries(model: nn.Module, names: list[str]) -> list[str]:
             placements = "{" + ", ".join(f"{name!r}: Replicate()" for name in own_names) + "}"
         entries.append(f"{owner!r}: LocalParameters({placements})")
     return entries
-
-
-def _shown(name: str) -> str:
-    return name or "the model"

@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from namedmesh._torch import synchronous
 from namedmesh.tensor_parallel.collectives import all_gather, gather, local_shard, sum_forward, sum_scatter
 from namedmesh.tensor_parallel.module_setup import StyleContext, check_divides, sharded_dim
-from namedmesh.tensor_parallel.vocabulary import Lookup, lookup
 
 
 class ColwiseEmbedding(nn.Embedding):
@@ -50,7 +49,7 @@ class RowwiseEmbedding(nn.Embedding):
         rows = self.num_embeddings // self._setup.peers.size
         self._refuse_strangers(ids)
         first = self._setup.peers.rank * rows
-        return lookup(ids, local_shard(self.weight), first, Lookup(padding_idx=self.padding_idx))
+        return lookup(ids, local_shard(self.weight), first, padding_idx=self.padding_idx)
 
     def _refuse_strangers(self, ids: Tensor) -> None:
         """Refuse an id outside the vocabulary: it belongs to no rank, and its vector would silently be zeros."""
@@ -74,3 +73,50 @@ def _whole_ids(setup: StyleContext, ids: Tensor) -> Tensor:
     if isinstance(setup.input_layout, Replicate) and not isinstance(ids, DTensor):
         return ids
     return synchronous(setup.redistribute_input(ids, Replicate()).to_local())
+
+
+def lookup(
+    ids: Tensor,
+    weight: Tensor,
+    first: int,
+    *,
+    padding_idx: int | None = None,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+    by_index: bool = False,
+) -> Tensor:
+    """Return the vectors of the ids that are in this rank's part of the vocabulary, zeros for the others.
+
+    Part number r of equal parts of n entries holds the ids from r * n up to, and without, (r + 1) * n.
+
+    Args:
+        ids: any shape.
+        weight: this rank's rows, as a plain tensor.
+        first: the id of the first of them.
+        padding_idx: the id, in the whole vocabulary, whose vector gets no gradient; not negative.
+        scale_grad_by_freq: divide each vector's gradient by how often it was looked up.
+        sparse: make the gradient a sparse tensor.
+        by_index: index the weight instead of calling ``embedding``, whose gradient adds up in another order
+            each time on some devices.
+
+    Example:
+        >>> part = torch.tensor([[1.0, 2.0], [3.0, 4.0]])    # of the ids 2 and 3
+        >>> lookup(torch.tensor([0, 3, 2]), part, first=2).tolist()
+        [[0.0, 0.0], [3.0, 4.0], [1.0, 2.0]]
+    """
+    rows = weight.shape[0]
+    elsewhere, mine = in_part(ids, first, rows)
+    in_mine = padding_idx is not None and first <= padding_idx < first + rows
+    padding = padding_idx - first if padding_idx is not None and in_mine else None
+    if scale_grad_by_freq:
+        # Without the others, which would count as the id that stands in for them.
+        vectors = F.embedding(mine[~elsewhere], weight, padding, scale_grad_by_freq=True, sparse=sparse)
+        return vectors.new_zeros(*ids.shape, weight.shape[1]).index_put((~elsewhere,), vectors)
+    vectors = weight[mine] if by_index else F.embedding(mine, weight, padding, sparse=sparse)
+    return vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
+
+
+def in_part(ids: Tensor, first: int, length: int) -> tuple[Tensor, Tensor]:
+    """Return which ids are outside this rank's part; and each id's place in it, with 0 standing in for those outside."""
+    elsewhere = (ids < first) | (ids >= first + length)
+    return elsewhere, (ids - first).masked_fill(elsewhere, 0)

@@ -11,34 +11,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 COLUMNS = 6
-"""How many numbers a rank sends for each name: whether it has the tensor, the fingerprint, and how it rounds."""
+"""How many numbers a rank sends for each name: the state of the tensor, the fingerprint, and how it rounds."""
 
-_PART, _NEEDS_NONE = 2.0, 3.0
+ABSENT, PRESENT, PART, NEEDS_NONE = 0.0, 1.0, 2.0, 3.0
+"""The states: this rank has none, it has one, a part of a sum over the ranks, or a parameter that needs no gradient."""
+
+SETTLED, FROZEN = 1.0, -1.0
+"""What :func:`verdicts` says of a tensor that all ranks have alike, and of a parameter that needs a gradient on none."""
+
 _CHUNK = 1 << 20
 _FREQUENCIES = (1.0, 0.7, 0.3)
 
 
-SETTLED = 1.0
-"""What :func:`verdicts` says of a tensor that every rank has, and the same, with numbers other than zero."""
-
-
-def absent() -> list[float]:
-    """Return the row of a tensor that this rank does not have."""
-    return [0.0] * COLUMNS
-
-
-FROZEN = -1.0
-"""What it says of a parameter that needs a gradient on no rank."""
-
-
-def frozen() -> list[float]:
-    """Return the row of a parameter that needs no gradient."""
-    return [_NEEDS_NONE, *[0.0] * (COLUMNS - 1)]
-
-
-def part_of_sum() -> list[float]:
-    """Return the row of a gradient of which every rank has a part, and that is summed over the ranks before it is used."""
-    return [_PART, *[0.0] * (COLUMNS - 1)]
+def row_of(state: float) -> list[float]:
+    """Return the row of what has no numbers to compare."""
+    return [state, *[0.0] * (COLUMNS - 1)]
 
 
 def fingerprint(value: Tensor, dtypes: set[torch.dtype]) -> list[float]:
@@ -67,7 +54,7 @@ def fingerprint(value: Tensor, dtypes: set[torch.dtype]) -> list[float]:
         place = torch.arange(start, start + part.numel(), dtype=torch.float64, device=flat.device)
         sums += torch.stack([part @ part, *(part @ (place * rate).cos() for rate in _FREQUENCIES)])
     squares, *weighted = sums.tolist()
-    return [1.0, math.sqrt(squares), *weighted, eps]
+    return [PRESENT, math.sqrt(squares), *weighted, eps]
 
 
 def verdicts(rows: Tensor) -> list[float]:
@@ -79,7 +66,7 @@ def verdicts(rows: Tensor) -> list[float]:
 
     Returns:
         For each tensor 0 where nothing is settled, :data:`SETTLED`, :data:`FROZEN`, or for ranks that have different ones
-        that and how far they are apart, as a part of the size.
+        the first and how far they are apart, as a part of the size.
     """
     rows = rows.cpu()
     largest = float(rows[:, :, 1].nan_to_num(0.0, 0.0, 0.0).max()) if rows.numel() else 0.0
@@ -88,9 +75,9 @@ def verdicts(rows: Tensor) -> list[float]:
 
 def _verdict(rows: Tensor, largest: float) -> float:
     has, numbers, eps = rows[:, 0], rows[:, 1:-1], float(rows[:, -1].max())
-    if bool((has == _PART).all()):
+    if bool((has == PART).all()):
         return SETTLED
-    if bool((has == _NEEDS_NONE).all()):
+    if bool((has == NEEDS_NONE).all()):
         return FROZEN
     size = float(numbers[:, 0].max())
     # Where a gradient is zero but for rounding, the terms that cancel out in it may be much larger than eps says; but a

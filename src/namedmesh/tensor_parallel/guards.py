@@ -5,8 +5,6 @@ Left alone, torch splits it into unequal shards, and the next gather of them end
 
 from __future__ import annotations
 
-import copy
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 from namedmesh.tensor_parallel.module_setup import check_divides, same_layout, sharded_dim
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch.distributed.tensor.parallel import ParallelStyle
     from torch.distributed.tensor.placement_types import Placement
@@ -46,43 +44,6 @@ def install_guards(module: nn.Module, style: ParallelStyle, tp_size: int) -> Non
     elif isinstance(style, ColwiseParallel | RowwiseParallel) and type(style).__module__.startswith("torch."):
         # The fast styles look for themselves. Here the output is still a DTensor of the global shape.
         _guard_outputs(module, (None,), style.output_layouts, tp_size)
-
-
-def avoid_native_path(model: nn.Module) -> None:
-    """Make encoder layers with sharded parts run their Python forward in evaluation too.
-
-    Without gradients torch hands the weights of such a layer to one native function, past the modules, and what is not
-    padding to the layers as a nested tensor, which only that function takes.
-    """
-    for module in model.modules():
-        if not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-            continue
-        if isinstance(module, nn.TransformerEncoderLayer):
-            module.activation_relu_or_gelu = 0  # neither: the native function knows these two only
-        elif isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False
-
-
-@contextmanager
-def restored_on_error(model: nn.Module) -> Iterator[None]:
-    """Restore every module if the block fails: no model is left half sharded."""
-    before = [
-        (module, type(module), {name: _shallow(value) for name, value in vars(module).items()})
-        for module in model.modules()
-    ]
-    try:
-        yield
-    except BaseException:
-        for module, kind, state in before:
-            module.__class__ = kind
-            vars(module).clear()
-            vars(module).update(state)
-        raise
-
-
-def _shallow(value: object) -> object:
-    """Return a copy of a container; parameters, hooks and submodules stand in such."""
-    return copy.copy(value) if isinstance(value, dict | set | list) else value
 
 
 def _guard_inputs(module: nn.Module, style: PrepareModuleInput, tp_size: int) -> None:

@@ -54,8 +54,8 @@ from namedmesh.compat.megatron.tensor_parallel.utils import accelerator, current
 from namedmesh.compat.partition import check_shards, scatter
 from namedmesh.compat.sharded_layer import ParallelLayer
 from namedmesh.tensor_parallel.collectives import ALONE, RankGroup, gather, sum_forward, sum_scatter
+from namedmesh.tensor_parallel.embedding import lookup
 from namedmesh.tensor_parallel.linear import column, row
-from namedmesh.tensor_parallel.vocabulary import Lookup, lookup
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -379,9 +379,7 @@ class VocabParallelEmbedding(_Layer):
             input_: ids, ``(b, s)``, the same on every rank. On several ranks one outside of the vocabulary gets zeros.
         """
         group = self._group
-        vectors = lookup(
-            input_, self.weight, self.vocab_start_index, Lookup(by_index=self.deterministic_mode)
-        )
+        vectors = lookup(input_, self.weight, self.vocab_start_index, by_index=self.deterministic_mode)
         if not self.reduce_scatter_embeddings:
             return sum_forward(vectors, group)
         check_shards(vectors.shape[1], group.size, what="the length of dim 1 of the ids")
