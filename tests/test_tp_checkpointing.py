@@ -263,7 +263,7 @@ def legacy_difference(
             for parameter in model.parameters():
                 if getattr(parameter, "sequence_parallel", False):
                     assert parameter.grad is not None
-                    torch.distributed.all_reduce(parameter.grad, group=peers.group)
+                    torch.distributed.all_reduce(parameter.grad, group=peers.process_group)
         reference(x).square().sum().backward()
         for one in optimizers:
             one.step()
@@ -368,9 +368,12 @@ def parts(mesh: DeviceMesh) -> dict[str, tuple[Callable[[Tensor], Tensor], Tenso
         "loss": (lambda x: cross_entropy(x[:, :3], target, peers), x),
         "smoothed loss": (lambda x: cross_entropy(x[:, :3], target, peers, 0.1), x),
         "gathered parts": (lambda x: gather_parts(x, peers, 1), x),
-        "gathered, uneven": (lambda x: gathered(x[: 1 + peers.rank], True, peers.group, [1, 2]), x),
-        "gathered alike, uneven": (lambda x: gathered(x[: 1 + peers.rank], False, peers.group, [1, 2]), x),
-        "scattered, uneven": (lambda x: scattered(x, peers.group, [0, 2]), x),
+        "gathered, uneven": (lambda x: gathered(x[: 1 + peers.rank], True, peers.process_group, [1, 2]), x),
+        "gathered alike, uneven": (
+            lambda x: gathered(x[: 1 + peers.rank], False, peers.process_group, [1, 2]),
+            x,
+        ),
+        "scattered, uneven": (lambda x: scattered(x, peers.process_group, [0, 2]), x),
         "exchanged": (lambda x: exchange(x, peers), x),
         "exchanged, uneven": (lambda x: exchange(x, peers, [0, 2], [0, 0] if peers.rank == 0 else [2, 2]), x),
         "copied": (lambda x: mappings.copy_to_model_parallel_region(x * 2) * 3, x),

@@ -134,21 +134,27 @@ def is_text(node: ast.expr) -> bool:
 def pairs() -> dict[Site, Any]:
     """The collectives that compute a function or its backward, each with the cell that holds it."""
     names = {getattr(collectives, name): name for name in REMOVED}
-    found = {}
-    for module in modules():
-        for value in vars(module).values():
-            function = getattr(value, "__self__", None)
-            if not inspect.isclass(function) or not issubclass(function, torch.autograd.Function):
+    found, seen = {}, set()
+    for module in (collectives, *modules()):
+        for attribute, value in vars(module).items():
+            function = autograd_function(value)
+            if function is None or function in seen:
                 continue
+            seen.add(function)
             for line, method in enumerate((function.forward, function.backward)):
                 for cell in method.__closure__ or ():
                     if (name := names.get(cell.cell_contents)) is not None:
-                        found[Site(f"{module.__name__}.{attribute_of(module, value)}", line, name)] = cell
+                        found[Site(f"{module.__name__}.{attribute}", line, name)] = cell
     return found
 
 
-def attribute_of(module: ModuleType, value: object) -> str:
-    return next(name for name, other in vars(module).items() if other is value)
+def autograd_function(value: object) -> Any:
+    """The class behind a collective that was made with its backward."""
+    for cell in (getattr(value, "__closure__", None) or ()) if inspect.isfunction(value) else ():
+        made = getattr(cell.cell_contents, "__self__", None)
+        if inspect.isclass(made) and issubclass(made, torch.autograd.Function):
+            return made
+    return None
 
 
 class Switch:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def shorten(
-    weight: Tensor, ids: Tensor, max_norm: float, norm_type: float, peers: RankGroup | None = None
+    weight: Tensor, ids: Tensor, max_norm: float, norm_type: float, group: RankGroup | None = None
 ) -> None:
     """Scale down, in the weight, those of some vectors whose norm is above a limit.
 
@@ -27,7 +27,7 @@ def shorten(
         ids: which vectors; one may come several times.
         max_norm: the limit.
         norm_type: which norm.
-        peers: the ranks that each have a part of the features, if they are sharded; each shortens its own part.
+        group: the ranks that each have a part of the features, if they are sharded; each shortens its own part.
 
     Example:
         >>> weight = torch.tensor([[3.0, 4.0], [6.0, 8.0]])
@@ -40,40 +40,40 @@ def shorten(
         chosen = ids.unique()
         vectors = weight[chosen]
         norms = torch.linalg.vector_norm(vectors, norm_type, dim=-1, keepdim=True)
-        if peers is not None and peers.size > 1:
-            norms = _norm_of_parts(norms, norm_type, peers)
+        if group is not None and group.size > 1:
+            norms = _norm_of_parts(norms, norm_type, group)
         # The small number is that of nn.Embedding.
         weight[chosen] = torch.where(norms > max_norm, vectors * (max_norm / (norms + 1e-7)), vectors)
 
 
-def _norm_of_parts(norms: Tensor, norm_type: float, peers: RankGroup) -> Tensor:
-    """Return the norms of whole vectors, from those of the peers' parts of them."""
+def _norm_of_parts(norms: Tensor, norm_type: float, group: RankGroup) -> Tensor:
+    """Return the norms of whole vectors, from those of the group' parts of them."""
     if norm_type == math.inf:
-        return all_reduce(norms, peers, "max", mine=True)
+        return all_reduce(norms, group, "max", mine=True)
     if norm_type == 0:  # the number of features that are not zero
-        return all_reduce(norms, peers, mine=True)
-    return all_reduce(norms.pow(norm_type), peers, mine=True).pow(1 / norm_type)
+        return all_reduce(norms, group, mine=True)
+    return all_reduce(norms.pow(norm_type), group, mine=True).pow(1 / norm_type)
 
 
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
-    peers: RankGroup,
+    group: RankGroup,
     label_smoothing: float = 0.0,
     *,
     dtype: torch.dtype | None = torch.float32,
 ) -> Tensor:
-    """Return the cross entropy of logits whose vocabulary is sharded over the peers, for each token.
+    """Return the cross entropy of logits whose vocabulary is sharded over the ranks, for each token.
 
-    Without smoothing every peer gets the same, the loss over the whole vocabulary. With smoothing, the share
-    of the probability that is taken off the target is spread over **this rank's part** of the vocabulary: peers get
+    Without smoothing every rank gets the same, the loss over the whole vocabulary. With smoothing, the share
+    of the probability that is taken off the target is spread over **this rank's part** of the vocabulary: ranks get
     different losses, whose mean is the loss smoothed over all of it but for the factor that normalizes it.
 
     Args:
         logits: ``(..., local part of the vocabulary)``; left as it is.
-        target: ``(...)``, ids in the whole vocabulary, the same on every peer. For an id outside of it the
+        target: ``(...)``, ids in the whole vocabulary, the same on every rank. For an id outside of it the
             loss is the logarithm of the softmax's denominator, and means nothing: mask it.
-        peers: the ranks over which the vocabulary is sharded.
+        group: the ranks over which the vocabulary is sharded.
         label_smoothing: from 0 up to, and without, 1.
         dtype: what to compute in, and the type of the loss; None for that of the logits.
 
@@ -103,4 +103,4 @@ def cross_entropy(
     dtype = dtype or logits.dtype
     if torch.promote_types(logits.dtype, dtype) is not dtype:
         logits = logits.to(dtype)
-    return rows_cross_entropy(logits, target, None, peers, Rows(dtype, spread, over_part=True))
+    return rows_cross_entropy(logits, target, None, group, Rows(dtype, spread, over_part=True))

@@ -24,7 +24,7 @@ class ColwiseEmbedding(nn.Embedding):
         weight = local_shard(self.weight)
         output = F.embedding(ids, weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
         if setup.whole_output:
-            return setup.deliver(self, gather(output, setup.peers, ids.ndim), Replicate())
+            return setup.deliver(self, gather(output, setup.group, ids.ndim), Replicate())
         return setup.deliver(self, output, Shard(-1))
 
 
@@ -40,15 +40,15 @@ class RowwiseEmbedding(nn.Embedding):
         partial = self._my_rows(ids)
         scatter_dim = sharded_dim(setup.output_layout, partial.ndim)
         if scatter_dim is None:
-            return setup.deliver(self, sum_forward(partial, setup.peers), Replicate())
-        check_divides(self, "the output", partial.shape, scatter_dim, setup.peers.size)
-        return setup.deliver(self, sum_scatter(partial, setup.peers, scatter_dim), setup.output_layout)
+            return setup.deliver(self, sum_forward(partial, setup.group), Replicate())
+        check_divides(self, "the output", partial.shape, scatter_dim, setup.group.size)
+        return setup.deliver(self, sum_scatter(partial, setup.group, scatter_dim), setup.output_layout)
 
     def _my_rows(self, ids: Tensor) -> Tensor:
         """Return the vectors of the ids that are in this rank's shard of the vocabulary, zeros for the others."""
-        rows = self.num_embeddings // self._setup.peers.size
+        rows = self.num_embeddings // self._setup.group.size
         self._refuse_strangers(ids)
-        first = self._setup.peers.rank * rows
+        first = self._setup.group.rank * rows
         return lookup(ids, local_shard(self.weight), first, padding_idx=self.padding_idx)
 
     def _refuse_strangers(self, ids: Tensor) -> None:
@@ -69,7 +69,7 @@ def _whole_ids(setup: StyleContext, ids: Tensor) -> Tensor:
     """Return the ids of all ranks as a plain tensor, gathered if they are sharded."""
     dim = sharded_dim(setup.input_layout, ids.ndim)
     if dim is not None and not isinstance(ids, DTensor):
-        return all_gather(ids, setup.peers, dim)
+        return all_gather(ids, setup.group, dim)
     if isinstance(setup.input_layout, Replicate) and not isinstance(ids, DTensor):
         return ids
     return synchronous(setup.redistribute_input(ids, Replicate()).to_local())

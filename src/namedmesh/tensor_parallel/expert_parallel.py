@@ -115,8 +115,8 @@ class ExpertForward:
     An object, and no closure, because a deep copy of the module must not call the forward of the original.
     """
 
-    def __init__(self, module: nn.Module, original: Callable[..., Any], peers: RankGroup) -> None:
-        self.module, self.original, self.peers = module, original, peers
+    def __init__(self, module: nn.Module, original: Callable[..., Any], group: RankGroup) -> None:
+        self.module, self.original, self.group = module, original, group
         self.names = tuple(name for name, _ in module.named_parameters(recurse=False))
         self.experts = module.get_parameter(self.names[0]).shape[0]
         self.gradient_scale = 1.0
@@ -129,7 +129,7 @@ class ExpertForward:
                 f"the numbers of tokens have shape {tuple(counts.shape)}; pass one number for each of the {self.experts} "
                 "experts"
             )
-        ranks = self.peers.size
+        ranks = self.group.size
         weights = {name: self._weight(name) for name in self.names}
         output: Tensor
         if ranks == 1:
@@ -137,16 +137,16 @@ class ExpertForward:
                 output = self.original(tokens, counts)
             return output
         # Of each rank, how many tokens come for each of this rank's experts.
-        arriving = all_to_all(counts, self.peers).view(ranks, -1)
+        arriving = all_to_all(counts, self.group).view(ranks, -1)
         totals = torch.stack([counts.view(ranks, -1).sum(1), arriving.sum(1)])
         send, receive = totals.tolist()
-        arrived = exchange(tokens, self.peers, send, receive)
+        arrived = exchange(tokens, self.group, send, receive)
         expert = torch.arange(arriving.shape[1], device=tokens.device).repeat(ranks)
         expert = expert.repeat_interleave(arriving.flatten(), output_size=arrived.shape[0])
         order = expert.argsort(stable=True)
         with replaced_parameters(self.module, weights):
             output = self.original(arrived[order], arriving.sum(0))
-        return exchange(output[order.argsort()], self.peers, receive, send)
+        return exchange(output[order.argsort()], self.group, receive, send)
 
     def _weight(self, name: str) -> Tensor:
         weight = getattr(self.module, name)

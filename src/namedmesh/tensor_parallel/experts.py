@@ -89,11 +89,11 @@ class ShardedExperts(LocalParameters):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)
-        peers = RankGroup(device_mesh)
+        group = RankGroup(device_mesh)
 
         def shared(value: Any) -> Any:
             differentiable = isinstance(value, torch.Tensor) and value.requires_grad
-            return sum_backward(value, peers) if differentiable else value
+            return sum_backward(value, group) if differentiable else value
 
         def prepare(
             _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -101,7 +101,7 @@ class ShardedExperts(LocalParameters):
             return tuple(map(shared, args)), {name: shared(value) for name, value in kwargs.items()}
 
         module.register_forward_pre_hook(prepare, with_kwargs=True)
-        module.register_forward_hook(lambda _module, _args, output: sum_forward(output, peers))
+        module.register_forward_hook(lambda _module, _args, output: sum_forward(output, group))
         return module
 
 

@@ -132,9 +132,9 @@ class FusedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
         """Return this rank's part of every block, in the order of the blocks."""
-        blocks, peers = self._blocks, self._setup.peers
-        bias = None if self.bias is None else blocks.of(self.bias, peers)
-        return column_of(self, input, blocks.of(self.weight, peers), bias)
+        blocks, group = self._blocks, self._setup.group
+        bias = None if self.bias is None else blocks.of(self.bias, group)
+        return column_of(self, input, blocks.of(self.weight, group), bias)
 
 
 def fused_problems(entries: list[Entry], tp_size: int) -> list[str]:

@@ -125,7 +125,7 @@ class GradientComparison:
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, activations: Mapping[str, Whole]) -> None:
-        self.model, self.peers, self.device = model, RankGroup(mesh), mesh.device_type
+        self.model, self.group, self.device = model, RankGroup(mesh), mesh.device_type
         self.ranks = dist.get_process_group_ranks(mesh.get_group())
         self.axis = (mesh.mesh_dim_names or ("the mesh",))[0]
         self.rows: dict[tuple[str, str], list[float]] = {}
@@ -168,7 +168,7 @@ class GradientComparison:
             return
         _watched[self] = None  # a copy of the model has a copy of this, which is not registered
         found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        if not all(communicates(tensor, self.peers.group) for tensor in found) or not self._pending():
+        if not all(communicates(tensor, self.group.process_group) for tensor in found) or not self._pending():
             return
         if torch.is_autocast_enabled(self.device):
             self.dtypes.add(torch.get_autocast_dtype(self.device))
@@ -280,7 +280,7 @@ class GradientComparison:
 
     def _note(self, key: tuple[str, str], value: Tensor) -> None:
         """Note what this rank has of an activation, the last time it comes by: a pipeline's first inputs are empty."""
-        if communicates(value, self.peers.group):
+        if communicates(value, self.group.process_group):
             self.rows[key] = fingerprint(local_shard(value), self.dtypes)
 
     def _row_of(self, key: tuple[str, str], found: Mapping[str, Tensor]) -> list[float]:
@@ -304,7 +304,7 @@ class GradientComparison:
         """
         found = self._open()
         some = next(self.model.parameters(), None)
-        if some is None or not communicates(some, self.peers.group):
+        if some is None or not communicates(some, self.group.process_group):
             return
         every = [("parameter", name) for name in self.parameters] + self.activations
         rows = [self._row_of(key, found) for key in every]
@@ -312,7 +312,7 @@ class GradientComparison:
         left = any(parameter.grad is not None for parameter in self.model.parameters())
         rows.append(row_of(float(left)))
         mine = torch.tensor(rows, dtype=torch.float64, device=self.device)
-        gathered = all_gather(mine.view(1, -1, COLUMNS), self.peers, 0)
+        gathered = all_gather(mine.view(1, -1, COLUMNS), self.group, 0)
         self.rows.clear()
         if not gathered[:, -1, 0].any():
             return
@@ -322,7 +322,7 @@ class GradientComparison:
         outcomes = dict(zip(every, found_out.tolist(), strict=True))
         different = {key: value - SETTLED for key, value in outcomes.items() if value > SETTLED}
         if different:
-            raise GradientError(*problems_of(self.model, different, self.axis, self.peers.size))
+            raise GradientError(*problems_of(self.model, different, self.axis, self.group.size))
         self.frozen = {name for (_, name), value in outcomes.items() if value == FROZEN}
         self._close([key for key, value in outcomes.items() if value == SETTLED])
 

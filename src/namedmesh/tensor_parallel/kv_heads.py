@@ -129,7 +129,7 @@ class KeyValueLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
         """Return the heads that this rank's queries attend to."""
-        mine, count = self._shared.of_rank(self._setup.peers.rank), self._shared.heads
+        mine, count = self._shared.of_rank(self._setup.group.rank), self._shared.heads
         weight = rows_of(self.weight, mine, count)
         bias = None if self.bias is None else rows_of(self.bias, mine, count)
         return column_of(self, input, weight, bias)

@@ -25,7 +25,7 @@ from namedmesh._torch import (
     synchronous,
 )
 from namedmesh.errors import MeshError, PlanError
-from namedmesh.tensor_parallel.autocast import autocast_shards, autocast_value
+from namedmesh.tensor_parallel.autocast import autocast_shard, autocast_value
 from namedmesh.tensor_parallel.collectives import (
     ALONE,
     all_gather,
@@ -46,7 +46,7 @@ from namedmesh.tensor_parallel.module_setup import (
     sharded_dim,
 )
 from namedmesh.tensor_parallel.placements import placement_name
-from namedmesh.tensor_parallel.shared_input import shared_by
+from namedmesh.tensor_parallel.shared_input import sums_gradient_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,7 +65,7 @@ class ColwiseLinear(nn.Linear):
         operand = column_operand(self, setup, input)
         output = column(operand.value, self.weight, self.bias, *operand[1:])
         if setup.whole_output:
-            return setup.deliver(self, gather(output, setup.peers, output.ndim - 1), Replicate())
+            return setup.deliver(self, gather(output, setup.group, output.ndim - 1), Replicate())
         return setup.deliver(self, output, Shard(-1))
 
 
@@ -84,14 +84,14 @@ class RowwiseLinear(nn.Linear):
         scatter_dim = sharded_dim(setup.output_layout, input.ndim)
         if scatter_dim is not None:
             shape = torch.Size((*input.shape[:-1], self.out_features))
-            check_divides(self, "the output", shape, scatter_dim, setup.peers.size)
+            check_divides(self, "the output", shape, scatter_dim, setup.group.size)
         if is_shard:
             local = input
         elif isinstance(setup.input_layout, Replicate) and not isinstance(input, DTensor):
-            local = split(input, setup.peers, last)
+            local = split(input, setup.group, last)
         else:
             local = setup.redistribute_input(input, Shard(-1)).to_local()
-        output = row(local, self.weight, self.bias, setup.peers, scatter_dim)
+        output = row(local, self.weight, self.bias, setup.group, scatter_dim)
         return setup.deliver(self, output, Replicate() if scatter_dim is None else setup.output_layout)
 
 
@@ -99,7 +99,7 @@ class ColumnOperand(NamedTuple):
     """The input of a column layer as a plain tensor, and how its gradient is summed; see :func:`column`."""
 
     value: Tensor
-    peers: RankGroup
+    group: RankGroup
     gather_dim: int | None
     factor: int = 1
 
@@ -116,22 +116,22 @@ def column_operand(module: nn.Module, setup: StyleContext, value: Tensor) -> Col
         # As in DTensor arithmetic: whoever made it sums the parts of its gradient, of all its users at once.
         whole = setup.redistribute_input(value, Replicate())
         return ColumnOperand(whole.to_local(grad_placements=(Partial(),)), ALONE, None)
-    if shared_by(module, setup.peers, value) is None:
-        return ColumnOperand(value, setup.peers, gather_dim)
+    if not sums_gradient_of(module, setup.group, value):
+        return ColumnOperand(value, setup.group, gather_dim)
     if gather_dim is not None:
         raise PlanError(
             f"{name_of(module)}: the input is laid out as {placement_name(setup.input_layout)} by this style, but a "
             f"SharedInput above has made it whole; leave input_layouts at Replicate(), or take the SharedInput out of "
             f"the plan"
         )
-    return ColumnOperand(value, ALONE, None, setup.peers.size)
+    return ColumnOperand(value, ALONE, None, setup.group.size)
 
 
 def column(  # noqa: PLR0917  the operands, and how they are laid out
     value: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    peers: RankGroup,
+    group: RankGroup,
     gather_dim: int | None = None,
     factor: int = 1,
     *,
@@ -140,41 +140,44 @@ def column(  # noqa: PLR0917  the operands, and how they are laid out
     """Return this rank's output features: ``value @ weight.T + bias`` with its rows of the weight and of the bias.
 
     Args:
-        value: what every peer has; or, with ``gather_dim``, this rank's shard of it along that dim.
+        value: what every rank has; or, with ``gather_dim``, this rank's shard of it along that dim.
         weight: a DTensor or a plain shard, ``(local outputs, inputs)``; its gradient is of the same kind.
         bias: this rank's part of the bias, or None.
-        peers: over whom the gradient of the input is summed.
+        group: over whom the gradient of the input is summed.
         gather_dim: gather the input along this dim first; its gradient is reduced and scattered.
         factor: what the input's gradient is multiplied by, for whoever takes the mean over the ranks.
         gather_again: keep only the shard of the input for the backward, and gather it there once more: less
             memory, one more collective.
     """
-    if (
-        torch.compiler.is_compiling()
-    ):  # which makes no DTensors in a backward of ours, and moves gradients by itself
-        weight, bias = local_shard(weight), None if bias is None else local_shard(bias)
-    elif in_function_transform():
-        _refuse_transforms()
-    return _column(autocast_value(value), weight, bias, peers, gather_dim, gather_again, factor)
+    return _column(*_operands(value, weight, bias), group, gather_dim, gather_again, factor)
 
 
 def row(
-    value: Tensor, weight: Tensor, bias: Tensor | None, peers: RankGroup, scatter_dim: int | None = None
+    value: Tensor, weight: Tensor, bias: Tensor | None, group: RankGroup, scatter_dim: int | None = None
 ) -> Tensor:
-    """Return the peers' sum of ``value @ weight.T``, plus the bias, with this rank's columns of the weight.
+    """Return the ranks' sum of ``value @ weight.T``, plus the bias, with this rank's columns of the weight.
 
     Args:
         value: this rank's input features.
         weight: a DTensor or a plain shard, ``(outputs, local inputs)``; its gradient is of the same kind.
-        bias: the whole bias, which counts once, or None. Its gradient is the whole one, on every peer.
-        peers: over whom the output is summed.
+        bias: the whole bias, which counts once, or None. Its gradient is the whole one, on every rank.
+        group: over whom the output is summed.
         scatter_dim: keep only this rank's shard of the sum, along this dim.
     """
+    return _row(*_operands(value, weight, bias), group, scatter_dim)
+
+
+def _operands(value: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the operands as the functions below take them."""
+    # The compiler makes no DTensors in a backward of ours, and moves gradients by itself.
     if torch.compiler.is_compiling():
-        weight, bias = local_shard(weight), None if bias is None else local_shard(bias)
-    elif in_function_transform():
-        _refuse_transforms()
-    return _row(autocast_value(value), weight, bias, peers, scatter_dim)
+        return autocast_value(value), local_shard(weight), None if bias is None else local_shard(bias)
+    if in_function_transform():
+        raise MeshError(
+            "the fast parallel styles do not take part in transforms of torch.func, such as grad, vmap and jvp; leave "
+            "the layers that it passes through out of the plan, or use loss.backward()"
+        )
+    return autocast_value(value), weight, bias
 
 
 def _refuse_double_backward() -> None:
@@ -184,13 +187,6 @@ def _refuse_double_backward() -> None:
             "the fast parallel styles have no second derivative, and backward was called with "
             "create_graph=True; leave the layers that it passes through out of the plan"
         )
-
-
-def _refuse_transforms() -> None:
-    raise MeshError(
-        "the fast parallel styles do not take part in transforms of torch.func, such as grad, vmap and jvp; leave the "
-        "layers that it passes through out of the plan, or use loss.backward()"
-    )
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -241,18 +237,18 @@ class _Column(torch.autograd.Function):
         value: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        peers: RankGroup,
+        group: RankGroup,
         gather_dim: int | None,
         gather_again: bool,
         factor: int,
     ) -> Tensor:
         shard = value = synchronous(value)
         if gather_dim is not None:
-            value = all_gather(shard, peers, gather_dim)
+            value = all_gather(shard, group, gather_dim)
         gather_again = gather_again and gather_dim is not None
-        mine, added = autocast_shards(weight, bias)
+        mine, added = autocast_shard(weight), None if bias is None else autocast_shard(bias)
         _keep(ctx, shard if gather_again else value, weight, bias, mine)
-        ctx.peers, ctx.gather_dim, ctx.gather_again, ctx.factor = peers, gather_dim, gather_again, factor
+        ctx.group, ctx.gather_dim, ctx.gather_again, ctx.factor = group, gather_dim, gather_again, factor
         return as_non_view(F.linear(value, mine, added))
 
     @staticmethod
@@ -264,13 +260,13 @@ class _Column(torch.autograd.Function):
         gradient = synchronous(gradient)
         pending = gathering = None
         if now[1] and value is not None and ctx.gather_again:
-            gathering = start_all_gather(value, ctx.peers, ctx.gather_dim)
+            gathering = start_all_gather(value, ctx.group, ctx.gather_dim)
         if now[0]:
             part = _input_part(gradient, mine, ctx.factor)
             if ctx.gather_dim is None:
-                pending = start_all_reduce(part, ctx.peers, mine=True)
+                pending = start_all_reduce(part, ctx.group, mine=True)
             else:
-                pending = start_reduce_scatter(part, ctx.peers, ctx.gather_dim)
+                pending = start_reduce_scatter(part, ctx.group, ctx.gather_dim)
         if gathering is not None:
             value = gathering.wait()
         gradients = _parameter_gradients(now, gradient, value, weight, bias)
@@ -287,21 +283,22 @@ class _Row(torch.autograd.Function):
         value: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        peers: RankGroup,
+        group: RankGroup,
         scatter_dim: int | None,
     ) -> Tensor:
-        value, (mine, added) = synchronous(value), autocast_shards(weight, bias)
+        value, mine = synchronous(value), autocast_shard(weight)
         _keep(ctx, value, weight, bias, mine)
-        ctx.peers, ctx.scatter_dim, ctx.gathered = peers, scatter_dim, None
+        ctx.group, ctx.scatter_dim, ctx.gathered = group, scatter_dim, None
         output = F.linear(value, mine)
         if scatter_dim is None:
-            output = all_reduce(output, peers, mine=True)
+            output = all_reduce(output, group, mine=True)
         else:
-            output = reduce_scatter(output, peers, scatter_dim)
-        if added is not None:
-            if scatter_dim == output.ndim - 1 and peers.size > 1:
+            output = reduce_scatter(output, group, scatter_dim)
+        if bias is not None:
+            added = autocast_shard(bias)
+            if scatter_dim == output.ndim - 1 and group.size > 1:
                 width = output.shape[-1]
-                added = added.narrow(0, peers.rank * width, width)
+                added = added.narrow(0, group.rank * width, width)
             # After the sum: the bias counts once. In place, unless somebody may have kept the sum.
             output = output + added if needs_functional_collectives(output) else output.add_(added)
         return as_non_view(output)
@@ -326,7 +323,7 @@ def _gathered_gradient(ctx: Any, gradient: Tensor, *, later: bool) -> Tensor:
     if known is not None and known[0] is gradient:
         whole: Tensor = known[1]
     else:
-        whole = all_gather(synchronous(gradient), ctx.peers, ctx.scatter_dim)
+        whole = all_gather(synchronous(gradient), ctx.group, ctx.scatter_dim)
     if later:
         ctx.gathered = gradient, whole
     return whole

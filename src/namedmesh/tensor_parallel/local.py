@@ -128,8 +128,8 @@ class SumOutput(ActivationStyle):
     whole_output = True
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        peers = RankGroup(device_mesh)
-        module.register_forward_hook(lambda _module, _args, output: sum_forward(output, peers))
+        group = RankGroup(device_mesh)
+        module.register_forward_hook(lambda _module, _args, output: sum_forward(output, group))
         return module
 
 
@@ -156,11 +156,11 @@ class SumTailGradient(ActivationStyle):
         return f"SumTailGradient({self.width})"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        peers, width = RankGroup(device_mesh), self.width
+        group, width = RankGroup(device_mesh), self.width
 
         def sum_tail(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
             rest, tail = output.split([output.shape[-1] - width, width], dim=-1)
-            return torch.cat([rest, sum_backward(tail, peers)], dim=-1)
+            return torch.cat([rest, sum_backward(tail, group)], dim=-1)
 
         module.register_forward_hook(sum_tail)
         return module

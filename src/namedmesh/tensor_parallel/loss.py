@@ -62,12 +62,12 @@ def cross_entropy(
         >>> cross_entropy(torch.zeros(3, 4), torch.tensor([0, 1, -100]))
         tensor(1.3863)
     """
-    local, peers = _part(logits, mesh)
+    local, group = _part(logits, mesh)
     _check(logits.shape, target, reduction, label_smoothing)
-    _refuse_strangers(target, local.shape[-1] * peers.size, ignore_index)
+    _refuse_strangers(target, local.shape[-1] * group.size, ignore_index)
     dtype = torch.promote_types(local.dtype, torch.float32)
     counts = target != ignore_index
-    losses = rows_cross_entropy(local, target, counts, peers, Rows(dtype, label_smoothing, z_loss))
+    losses = rows_cross_entropy(local, target, counts, group, Rows(dtype, label_smoothing, z_loss))
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -132,7 +132,7 @@ class Rows(NamedTuple):
         dtype: the type.
         spread: what is taken off the target and spread evenly over all entries.
         z_loss: what the square of the logarithm of the softmax's denominator is multiplied by and added.
-        over_part: spread over the entries of this rank only, which then has another loss than its peers.
+        over_part: spread over the entries of this rank only, which then has another loss than its group.
     """
 
     dtype: torch.dtype
@@ -146,11 +146,11 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: PLR0917  autograd passes them by position
-        ctx: Any, logits: Tensor, target: Tensor, counts: Tensor | None, peers: RankGroup, rows: Rows
+        ctx: Any, logits: Tensor, target: Tensor, counts: Tensor | None, group: RankGroup, rows: Rows
     ) -> Tensor:
         part = logits.shape[-1]
-        elsewhere, mine = in_part(target, peers.rank * part, part)
-        highest = all_reduce(logits.amax(-1).to(rows.dtype), peers, "max", mine=True)
+        elsewhere, mine = in_part(target, group.rank * part, part)
+        highest = all_reduce(logits.amax(-1).to(rows.dtype), group, "max", mine=True)
         shifted = logits - highest.unsqueeze(
             -1
         )  # in the larger of the two types, with no copy of the logits in it
@@ -158,8 +158,8 @@ class _CrossEntropy(torch.autograd.Function):
         mean = shifted.mean(-1) if rows.spread else torch.zeros_like(of_target)
         # Into the memory of the difference, unless somebody may have kept that.
         total = torch.exp(shifted, out=None if needs_functional_collectives(shifted) else shifted).sum(-1)
-        sums = [of_target, total] if rows.over_part else [of_target, total, mean / peers.size]
-        of_target, total, *means = all_reduce(torch.stack(sums), peers, mine=True).unbind()
+        sums = [of_target, total] if rows.over_part else [of_target, total, mean / group.size]
+        of_target, total, *means = all_reduce(torch.stack(sums), group, mine=True).unbind()
         mean = means[0] if means else mean
         normalizer = total.log()
         loss = normalizer - (1 - rows.spread) * of_target - rows.spread * mean
@@ -167,7 +167,7 @@ class _CrossEntropy(torch.autograd.Function):
         if rows.z_loss:
             loss = loss + rows.z_loss * lse.square()
         ctx.save_for_backward(logits, lse, elsewhere, mine, counts)
-        ctx.rows, ctx.entries = rows, part if rows.over_part else part * peers.size
+        ctx.rows, ctx.entries = rows, part if rows.over_part else part * group.size
         return loss if counts is None else loss.masked_fill(~counts, 0)
 
     @staticmethod
@@ -186,4 +186,4 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 rows_cross_entropy: Callable[[Tensor, Tensor, Tensor | None, RankGroup, Rows], Tensor] = _CrossEntropy.apply
-"""The cross entropy of each row of logits, with its target, whether it counts (None: all do), the peers, and how."""
+"""The cross entropy of each row of logits, with its target, whether it counts (None: all do), the ranks, and how."""

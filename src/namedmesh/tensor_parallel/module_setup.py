@@ -1,4 +1,4 @@
-"""What a sharded module knows about its parallel style: its peers, its layouts, and its name in errors."""
+"""What a sharded module knows about its parallel style: its group, its layouts, and its name in errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from namedmesh.errors import ShapeError
-from namedmesh.tensor_parallel.collectives import RankGroup, own_shard
+from namedmesh.tensor_parallel.collectives import RankGroup, own_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -35,11 +35,11 @@ class StyleContext:
     input_layout: Placement
     output_layout: Placement
     use_local_output: bool
-    peers: RankGroup = field(init=False, repr=False, compare=False)
+    group: RankGroup = field(init=False, repr=False, compare=False)
     whole_output: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "peers", RankGroup(self.mesh))
+        object.__setattr__(self, "group", RankGroup(self.mesh))
         object.__setattr__(self, "whole_output", isinstance(self.output_layout, Replicate))
 
     def __deepcopy__(self, memo: dict[int, object]) -> StyleContext:
@@ -78,9 +78,9 @@ class StyleContext:
         if not same_layout(output.placements[0], self.output_layout, output.ndim):
             dim = sharded_dim(self.output_layout, output.ndim)
             if dim is not None:
-                check_divides(module, "the output", output.shape, dim, self.peers.size)
+                check_divides(module, "the output", output.shape, dim, self.group.size)
             output = output.redistribute(placements=(self.output_layout,))
-        return own_shard(output, self.peers) if self.use_local_output else output
+        return own_tensor(output.to_local(), self.group) if self.use_local_output else output
 
 
 def same_layout(one: Placement, other: Placement, ndim: int) -> bool:

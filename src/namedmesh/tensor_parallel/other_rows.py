@@ -96,20 +96,20 @@ class Blocks:
         moves = [move for holder in range(self.size) for move in self.moved(holder, rank)]
         return torch.cat([whole[low:high] for low, high in moves])
 
-    def collect(self, shard: Tensor, peers: RankGroup) -> Tensor:
+    def collect(self, shard: Tensor, group: RankGroup) -> Tensor:
         """Return the rows that this rank works on, from the ranks that hold them; their gradients go back."""
-        first = peers.rank * shard.shape[0]
-        sent = [self.moved(peers.rank, worker) for worker in range(self.size)]
-        received = [self.moved(holder, peers.rank) for holder in range(self.size)]
+        first = group.rank * shard.shape[0]
+        sent = [self.moved(group.rank, worker) for worker in range(self.size)]
+        received = [self.moved(holder, group.rank) for holder in range(self.size)]
         outgoing = torch.cat([shard[low - first : high - first] for ranges in sent for low, high in ranges])
-        return exchange(outgoing, peers, _lengths(sent), _lengths(received))
+        return exchange(outgoing, group, _lengths(sent), _lengths(received))
 
-    def of(self, parameter: Tensor, peers: RankGroup) -> Tensor:
+    def of(self, parameter: Tensor, group: RankGroup) -> Tensor:
         """Return the plain rows that this rank works on, of a parameter whose rows are sharded."""
         if torch.compiler.is_compiling() and isinstance(parameter, DTensor):
             # What the compiler knows to trace: all rows are gathered, and the parts of their gradients summed.
-            return self.select(whole_parameter(parameter), peers.rank)
-        return self.collect(local_shard(parameter), peers)
+            return self.select(whole_parameter(parameter), group.rank)
+        return self.collect(local_shard(parameter), group)
 
 
 def _lengths(moves: list[list[tuple[int, int]]]) -> list[int]:

@@ -148,7 +148,7 @@ def _shard(
         return module
     distribute_module(module, mesh, partition)
     if norm is not None:
-        use_local_norm(module, norm, Shard(0 if isinstance(style, ColwiseParallel) else 1), setup.peers)
+        use_local_norm(module, norm, Shard(0 if isinstance(style, ColwiseParallel) else 1), setup.group)
     module.__class__ = ours
     module._setup = setup  # type: ignore[assignment]  # noqa: SLF001  it is one of ours now
     return module

@@ -39,12 +39,12 @@ class LocalWeightNorm:
     Args:
         dim: the dim of which every slice has a norm of its own, -1 for one norm of the whole weight.
         sharded: the dim that is sharded over the ranks.
-        peers: the ranks.
+        group: the ranks.
     """
 
     dim: int
     sharded: int
-    peers: RankGroup
+    group: RankGroup
 
     def __call__(self, module: nn.Module, _inputs: object) -> None:
         """Leave the shard where the module's forward looks for its weight."""
@@ -56,14 +56,14 @@ class LocalWeightNorm:
             norm = torch.linalg.vector_norm(shard, dim=dims, keepdim=True)
         else:
             size = whole_parameter(magnitude)
-            squares = sum_forward(shard.abs().square().sum(dims, keepdim=True), self.peers)
-            norm = sum_backward(squares, self.peers).sqrt()
+            squares = sum_forward(shard.abs().square().sum(dims, keepdim=True), self.group)
+            norm = sum_backward(squares, self.group).sqrt()
         module.weight = shard * (size / norm)
 
 
-def use_local_norm(module: nn.Module, norm: WeightNorm, sharded: Shard, peers: RankGroup) -> None:
+def use_local_norm(module: nn.Module, norm: WeightNorm, sharded: Shard, group: RankGroup) -> None:
     """Replace torch's hook with ours."""
     hooks = pre_hooks(module)
     key = next(key for key, hook in hooks.items() if hook is norm)
-    hooks[key] = LocalWeightNorm(norm.dim, sharded.dim, peers)
+    hooks[key] = LocalWeightNorm(norm.dim, sharded.dim, group)
     module.weight = None  # type: ignore[assignment]  # the next forward computes it

@@ -99,7 +99,7 @@ class _Layer(ParallelLayer):
     @property
     def tp_group(self) -> ProcessGroup | None:
         """The ranks that share the layer; None where ``torch.distributed`` has not been initialized."""
-        return self._group.group
+        return self._group.process_group
 
 
 class _Linear(_Layer):
