@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-# The weight norm that torch calls old, which one of the checks is about.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
-
 WORLD = 2
 TOLERANCE = 1e-9
 

@@ -10,8 +10,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from namedmesh._torch import concatenate_meshes, replaced_parameters
-from namedmesh.errors import PlanError, ShapeError
+from namedmesh.errors import ShapeError
 from namedmesh.tensor_parallel.collectives import RankGroup, all_to_all, exchange, local_shard
+from namedmesh.tensor_parallel.placements import refuse_incompatible
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -87,9 +88,7 @@ class ExpertParallel(ParallelStyle):
         return [reason]
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        problems = self.incompatibilities(module)
-        if problems:
-            raise PlanError(*problems)
+        refuse_incompatible(self, module)
         for name, parameter in list(module.named_parameters(recurse=False)):
             cut = _cut(parameter, device_mesh, self.src_data_rank)
             module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from namedmesh.errors import PlanError
 from namedmesh.sizes import SharedHeads
 from namedmesh.tensor_parallel.other_rows import column_of, rows_of, with_forward
-from namedmesh.tensor_parallel.placements import incompatibilities
+from namedmesh.tensor_parallel.placements import refuse_incompatible
 from namedmesh.tensor_parallel.styles import ColwiseParallel
 
 if TYPE_CHECKING:
@@ -112,9 +111,7 @@ class KeyValueParallel(ColwiseParallel):
         bound = self.on_ranks(device_mesh.size(), None, None, self.attentions)
         if bound.shared is None:
             return super()._apply(module, device_mesh)
-        problems = incompatibilities(bound, module)
-        if problems:
-            raise PlanError(*(f"{type(module).__name__}: {problem}" for problem in problems))
+        refuse_incompatible(bound, module)
         bound.src_data_rank = self.src_data_rank
         for attention in self.attentions:
             setattr(attention, GROUPS, bound.shared.repeats)

@@ -10,7 +10,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from namedmesh._torch import replaced_parameters
-from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel.collectives import (
     RankGroup,
     local_shard,
@@ -18,7 +17,7 @@ from namedmesh.tensor_parallel.collectives import (
     sum_forward,
     whole_parameter,
 )
-from namedmesh.tensor_parallel.placements import ActivationStyle
+from namedmesh.tensor_parallel.placements import ActivationStyle, refuse_incompatible
 from namedmesh.tensor_parallel.styles import shard_parameters
 
 if TYPE_CHECKING:
@@ -74,9 +73,7 @@ class LocalParameters(ParallelStyle):
         ]
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        problems = self.incompatibilities(module)
-        if problems:
-            raise PlanError(*problems)
+        refuse_incompatible(self, module)
         shard_parameters(self)("", module, device_mesh)
         # Inside all hooks, where FSDP2 has put the whole parameters already. An object, and no closure,
         # because a deep copy of the module must not call the forward of the original.

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from namedmesh.tensor_parallel.weight_norm import norm_placements, weight_norm
+from namedmesh.errors import PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,9 +77,7 @@ def _sharded_placements(style: ParallelStyle, module: nn.Module) -> dict[str, Pl
     column = isinstance(style, ColwiseParallel)
     if isinstance(module, nn.Embedding):
         return {"weight": Shard(1) if column else Shard(0)}
-    sharded = Shard(0) if column else Shard(1)
-    norm = weight_norm(module)
-    placements: dict[str, Placement] = {"weight": sharded} if norm is None else norm_placements(norm, sharded)
+    placements: dict[str, Placement] = {"weight": Shard(0) if column else Shard(1)}
     if getattr(module, "bias", None) is not None:
         placements["bias"] = Shard(0) if column else Replicate()
     return placements
@@ -108,6 +106,13 @@ def incompatibilities(style: ParallelStyle, module: nn.Module) -> list[str]:
     return []
 
 
+def refuse_incompatible(style: ParallelStyle, module: nn.Module) -> None:
+    """Raise a PlanError if a style cannot be applied to a module."""
+    problems = incompatibilities(style, module)
+    if problems:
+        raise PlanError(*(f"{type(module).__name__}: {problem}" for problem in problems))
+
+
 def _nesting_problems(style: ParallelStyle, module: nn.Module) -> list[str]:
     nested = next((name for name, _ in module.named_parameters() if "." in name), None)
     if nested is None:
@@ -128,10 +133,11 @@ def _sharding_problems(style: ParallelStyle, module: nn.Module) -> list[str]:
         )
         return [reason]
     reasons = []
-    if weight_norm(module) is None and "weight" not in dict(module.named_parameters(recurse=False)):
+    if "weight" not in dict(module.named_parameters(recurse=False)):
         reasons.append(
             "its weight is computed from other parameters at every forward; remove the parametrization "
-            "(torch.nn.utils.parametrize.remove_parametrizations), or leave the module out of the plan"
+            "(torch.nn.utils.parametrize.remove_parametrizations, torch.nn.utils.remove_weight_norm), or leave the "
+            "module out of the plan"
         )
     if isinstance(module, nn.Linear):
         return reasons

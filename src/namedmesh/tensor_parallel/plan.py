@@ -12,11 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
     ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    RowwiseParallel,
 )
 
 from namedmesh._torch import absent_children
@@ -32,7 +28,6 @@ from namedmesh.tensor_parallel.placements import (
     parameter_placements,
     placement_name,
 )
-from namedmesh.tensor_parallel.shared_input import SharedInput
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,10 +35,8 @@ if TYPE_CHECKING:
 Plan: TypeAlias = "ParallelStyle | Mapping[str, ParallelStyle]"
 
 _SIZE_NAMES = {
-    ("Linear", 0): "out_features",
-    ("Linear", 1): "in_features",
-    ("Embedding", 0): "num_embeddings",
-    ("Embedding", 1): "embedding_dim",
+    nn.Linear: ("out_features", "in_features"),
+    nn.Embedding: ("num_embeddings", "embedding_dim"),
 }
 
 
@@ -221,37 +214,18 @@ def _size_problems(entries: list[Entry], tp_size: int) -> list[str]:
             size = entry.module.get_parameter(name).shape[dim]
             if size % (tp_size * parts):
                 places[entry.key, _size_name(entry.module, name, dim), size, parts].append(entry.fqn)
-    # What is left out of a plan that shards the sequence still gets shards of it.
-    sequence = any(map(_shards_the_sequence, entries))
-    leave_out = "" if sequence else ", or leave {key!r} out of the plan"
     return [
         f"{listing((fqn or 'the model' for fqn in fqns), 3)}: {what} {size} is not divisible by "
         f"{f'{parts} times ' if parts > 1 else ''}the tp size {tp_size}; pad it to "
-        f"{-(-size // (tp_size * parts)) * tp_size * parts}{leave_out.format(key=key)}"
-        for (key, what, size, parts), fqns in places.items()
+        f"{-(-size // (tp_size * parts)) * tp_size * parts}"
+        for (_, what, size, parts), fqns in places.items()
     ]
 
 
-def _shards_the_sequence(entry: Entry) -> bool:
-    """Return whether each rank has its shard of another dim than the features at the input or output of an entry."""
-    style = entry.style
-    if isinstance(style, PrepareModuleInputOutput):
-        style = style.prepare_module_input
-    layouts: tuple[object, ...] = ()
-    if isinstance(style, ColwiseParallel | PrepareModuleInput):
-        layouts = tuple(style.input_layouts or ())
-    elif isinstance(style, RowwiseParallel):
-        layouts = tuple(style.output_layouts)
-    elif isinstance(style, SharedInput):
-        layouts = (style.input_layouts,)
-    last = (-1, 2)  # of activations (batch, sequence, features)
-    return any(isinstance(layout, Shard) and layout.dim not in last for layout in layouts)
-
-
 def _size_name(module: nn.Module, parameter: str, dim: int) -> str:
-    for kind in type(module).__mro__:
-        if (kind.__name__, dim) in _SIZE_NAMES:
-            return _SIZE_NAMES[kind.__name__, dim]
+    for kind, names in _SIZE_NAMES.items():
+        if isinstance(module, kind):
+            return names[dim]
     return f"dim {dim} of {parameter}"
 
 

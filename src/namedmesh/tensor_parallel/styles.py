@@ -11,12 +11,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwisePar
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
 
 from namedmesh._torch import distribute_blocks
-from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel.embedding import ColwiseEmbedding, RowwiseEmbedding
 from namedmesh.tensor_parallel.linear import ColwiseLinear, RowwiseLinear
 from namedmesh.tensor_parallel.module_setup import StyleContext
-from namedmesh.tensor_parallel.placements import incompatibilities, parameter_placements
-from namedmesh.tensor_parallel.weight_norm import use_local_norm, weight_norm
+from namedmesh.tensor_parallel.placements import parameter_placements, refuse_incompatible
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -120,22 +118,16 @@ def _shard(
     local_compute: Kinds,
 ) -> nn.Module:
     """Shard the parameters, then give the module the forward for them."""
-    problems = incompatibilities(style, module)
-    norm = weight_norm(module)
-    if problems:
-        raise PlanError(*(f"{type(module).__name__}: {problem}" for problem in problems))
+    refuse_incompatible(style, module)
     setup = StyleContext(mesh, style.input_layouts[0], style.output_layouts[0], style.use_local_output)
     partition = shard_parameters(style)
     # A subclass may do anything in its forward, and so may a forward set on the instance.
-    ours = None if "forward" in vars(module) else local_compute.get(type(module))
-    if ours is None and norm is None and style.local_forward:
-        partition("", module, mesh)  # and not the modules inside, which work on plain tensors
+    own: Any = type(module)
+    kind: Any = None if "forward" in vars(module) else local_compute.get(own)
+    if kind is None and style.local_forward:
         sharded: Any = next(ours for base, ours in local_compute.items() if isinstance(module, base))
-        kind: Any = type(module)
-        module.__class__ = _on_sharded_base(kind, sharded)
-        module._setup = setup  # type: ignore[assignment]  # noqa: SLF001  it is one of ours now
-        return module
-    if ours is None:
+        kind = _on_sharded_base(own, sharded)
+    if kind is None:
         # A forward that is not torch's own gets and gives DTensors.
         distribute_module(
             module,
@@ -146,10 +138,8 @@ def _shard(
             lambda module, output, _mesh: setup.redistribute_output(module, output),  # type: ignore[arg-type]
         )
         return module
-    distribute_module(module, mesh, partition)
-    if norm is not None:
-        use_local_norm(module, norm, Shard(0 if isinstance(style, ColwiseParallel) else 1), setup.group)
-    module.__class__ = ours
+    partition("", module, mesh)  # and not the modules inside, which work on plain tensors
+    module.__class__ = kind
     module._setup = setup  # type: ignore[assignment]  # noqa: SLF001  it is one of ours now
     return module
 
