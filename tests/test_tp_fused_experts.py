@@ -24,7 +24,7 @@ import namedmesh
 from namedmesh import training
 from namedmesh._torch import HAS_BLOCKS
 from namedmesh.errors import PlanError
-from namedmesh.tensor_parallel import ShardedExperts, experts, parallelize, plan_from_hf, plan_report
+from namedmesh.tensor_parallel import ShardedExperts, local, parallelize, plan_from_hf, plan_report
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -227,7 +227,7 @@ def test_a_first_dim_cannot_be_fused() -> None:
 
 
 def test_before_torch_2_12_fused_experts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts, "HAS_BLOCKS", False)
+    monkeypatch.setattr(local, "HAS_BLOCKS", False)
     model = Mixture("packed_colwise")
     with pytest.raises(PlanError, match=r"experts: ShardedExperts with fused=.* needs torch 2\.12 or newer"):
         plan_report(model, 2, plan_from_hf(model))

@@ -70,7 +70,7 @@ def _whole_ids(setup: StyleContext, ids: Tensor) -> Tensor:
     dim = sharded_dim(setup.input_layout, ids.ndim)
     if dim is not None and not isinstance(ids, DTensor):
         return all_gather(ids, setup.group, dim)
-    if isinstance(setup.input_layout, Replicate) and not isinstance(ids, DTensor):
+    if setup.whole_input and not isinstance(ids, DTensor):
         return ids
     return synchronous(setup.redistribute_input(ids, Replicate()).to_local())
 

@@ -11,7 +11,14 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from namedmesh._torch import concatenate_meshes, replaced_parameters
 from namedmesh.errors import ShapeError
-from namedmesh.tensor_parallel.collectives import RankGroup, all_to_all, exchange, local_shard
+from namedmesh.tensor_parallel.collectives import (
+    RankGroup,
+    all_to_all,
+    exchange,
+    local_shard,
+    passed,
+    with_backward,
+)
 from namedmesh.tensor_parallel.placements import refuse_incompatible
 
 if TYPE_CHECKING:
@@ -148,22 +155,19 @@ class ExpertForward:
         return exchange(output[order.argsort()], self.group, receive, send)
 
     def _weight(self, name: str) -> Tensor:
-        weight = getattr(self.module, name)
-        weight = local_shard(weight)
-        return weight if self.gradient_scale == 1 else _scale_gradient(weight, self.gradient_scale)
+        weight = local_shard(getattr(self.module, name))
+        return (
+            weight if self.gradient_scale == 1 else _scale_gradient(weight, self.group, self.gradient_scale)
+        )
 
 
-class _ScaleGradient(torch.autograd.Function):
-    """Pass a tensor; multiply its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.scale, None
+def _unchanged(tensor: Tensor, group: RankGroup, _scale: float) -> Tensor:
+    return passed(tensor, group)
 
 
-_scale_gradient: Callable[[Tensor, float], Tensor] = _ScaleGradient.apply
+def _times(gradient: Tensor, _group: RankGroup, scale: float) -> Tensor:
+    return gradient * scale
+
+
+_scale_gradient = with_backward(_unchanged, _times, on_one_rank=True)
+"""Pass a tensor; multiply its gradient."""

@@ -25,7 +25,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from namedmesh._torch import at_end_of_backward, backward_pass, communicates, default_store
 from namedmesh.errors import GradientError, listing, ranks_in_words
 from namedmesh.tensor_parallel.collectives import RankGroup, all_gather, local_shard
-from namedmesh.tensor_parallel.comparison_errors import problems_of
 from namedmesh.tensor_parallel.fingerprints import (
     ABSENT,
     COLUMNS,
@@ -34,6 +33,7 @@ from namedmesh.tensor_parallel.fingerprints import (
     PART,
     SETTLED,
     fingerprint,
+    problems_of,
     row_of,
     verdicts,
 )

@@ -19,7 +19,7 @@ from namedmesh._torch import CLIPS_PARTIAL_GRADIENTS, synchronous
 from namedmesh.tensor_parallel.collectives import RankGroup, all_reduce
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -131,18 +131,14 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     reduce_gradients(parameters)
-    # A closure runs the backward inside the step.
-    if len(args) > 1 and args[1] is not None:
-        return (args[0], _reducing(args[1], parameters), *args[2:]), kwargs
-    if kwargs.get("closure") is not None:
-        return args, kwargs | {"closure": _reducing(kwargs["closure"], parameters)}
-    return None
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return None
 
-
-def _reducing(closure: Callable[[], Any], parameters: list[Tensor]) -> Callable[[], Any]:
-    def call() -> Any:
-        loss = closure()
+    def reducing() -> Any:
+        loss = closure()  # which runs the backward inside the step
         reduce_gradients(parameters)
         return loss
 
-    return call
+    rest = {name: value for name, value in kwargs.items() if name != "closure"}
+    return (args[0], reducing, *args[2:]), rest

@@ -12,10 +12,15 @@ from torch.distributed.tensor.parallel import SequenceParallel
 
 from namedmesh.errors import PlanError, did_you_mean
 from namedmesh.tensor_parallel.adapters import adapted_model
-from namedmesh.tensor_parallel.experts import IdentityExpert, ShardedExperts
 from namedmesh.tensor_parallel.fused import FusedColwiseParallel
 from namedmesh.tensor_parallel.kv_heads import KeyValueParallel
-from namedmesh.tensor_parallel.local import LocalParameters, SumOutput, SumTailGradient
+from namedmesh.tensor_parallel.local import (
+    IdentityExpert,
+    LocalParameters,
+    ShardedExperts,
+    SumOutput,
+    SumTailGradient,
+)
 from namedmesh.tensor_parallel.plan import matches
 from namedmesh.tensor_parallel.styles import ColwiseParallel, RowwiseParallel
 
@@ -253,9 +258,9 @@ class _Reader:
     def _column(self, fqn: str) -> ParallelStyle:
         if any(token in _KEYS_AND_VALUES for token in fqn.split(".")[-2:]):
             return KeyValueParallel()
-        heads = getattr(_text_config(self.model), "num_attention_heads", None)
-        if fqn.endswith("query_key_value") and heads is not None:  # GPT-NeoX's: head by head
-            return FusedColwiseParallel(interleaved=heads)
+        if fqn.endswith("query_key_value"):  # GPT-NeoX's: head by head
+            heads = getattr(_text_config(self.model), "num_attention_heads", None)
+            return ColwiseParallel() if heads is None else FusedColwiseParallel(interleaved=heads)
         return ColwiseParallel()
 
     def _owner(self, fqn: str, name: str) -> ParallelStyle | None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from namedmesh.sizes import SharedHeads
-from namedmesh.tensor_parallel.other_rows import column_of, rows_of, with_forward
+from namedmesh.tensor_parallel.collectives import whole_parameter
 from namedmesh.tensor_parallel.placements import refuse_incompatible
-from namedmesh.tensor_parallel.styles import ColwiseParallel
+from namedmesh.tensor_parallel.styles import ColwiseParallel, column_of, with_forward
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -127,6 +128,21 @@ class KeyValueLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
         """Return the heads that this rank's queries attend to."""
         mine, count = self._shared.of_rank(self._setup.group.rank), self._shared.heads
-        weight = rows_of(self.weight, mine, count)
-        bias = None if self.bias is None else rows_of(self.bias, mine, count)
+        weight = _rows_of(self.weight, mine, count)
+        bias = None if self.bias is None else _rows_of(self.bias, mine, count)
         return column_of(self, input, weight, bias)
+
+
+def _rows_of(parameter: Tensor, blocks: Sequence[int], count: int) -> Tensor:
+    """Return some of the ``count`` equal blocks of rows of a parameter that every rank has whole, as a plain tensor.
+
+    The gradient of the parameter is summed over the ranks, each of which makes the part of its own blocks.
+    """
+    whole = whole_parameter(parameter)
+    width = whole.shape[0] // count
+    first, last = blocks[0], blocks[-1]
+    if list(blocks) == list(range(first, last + 1)):
+        return whole.narrow(0, first * width, (last + 1 - first) * width)
+    index = torch.tensor(blocks, device=whole.device)
+    picked: Tensor = whole.unflatten(0, (count, width)).index_select(0, index).flatten(0, 1)
+    return picked

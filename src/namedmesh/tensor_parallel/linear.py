@@ -87,7 +87,7 @@ class RowwiseLinear(nn.Linear):
             check_divides(self, "the output", shape, scatter_dim, setup.group.size)
         if is_shard:
             local = input
-        elif isinstance(setup.input_layout, Replicate) and not isinstance(input, DTensor):
+        elif setup.whole_input and not isinstance(input, DTensor):
             local = split(input, setup.group, last)
         else:
             local = setup.redistribute_input(input, Shard(-1)).to_local()
@@ -111,7 +111,7 @@ def column_operand(module: nn.Module, setup: StyleContext, value: Tensor) -> Col
         PlanError: the style is to gather an input that is gathered already.
     """
     gather_dim = sharded_dim(setup.input_layout, value.ndim)
-    known = gather_dim is not None or isinstance(setup.input_layout, Replicate)
+    known = gather_dim is not None or setup.whole_input
     if isinstance(value, DTensor) or not known:
         # As in DTensor arithmetic: whoever made it sums the parts of its gradient, of all its users at once.
         whole = setup.redistribute_input(value, Replicate())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -13,7 +13,6 @@ from namedmesh.tensor_parallel.collectives import RankGroup, own_tensor
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
 NAME = "_namedmesh_name"
@@ -22,32 +21,34 @@ NAME = "_namedmesh_name"
 
 @dataclass(frozen=True)
 class StyleContext:
-    """The style of one sharded module, bound to a mesh.
+    """The style of one sharded module, bound to ranks.
 
     Args:
-        mesh: the one-dimensional mesh.
+        group: the ranks, of a one-dimensional mesh.
         input_layout: how a plain input tensor is laid out over the mesh.
         output_layout: how the output is.
         use_local_output: hand out this rank's plain tensor instead of a DTensor.
     """
 
-    mesh: DeviceMesh
+    group: RankGroup
     input_layout: Placement
     output_layout: Placement
-    use_local_output: bool
-    group: RankGroup = field(init=False, repr=False, compare=False)
-    whole_output: bool = field(init=False, repr=False, compare=False)
+    use_local_output: bool = True
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "group", RankGroup(self.mesh))
-        object.__setattr__(self, "whole_output", isinstance(self.output_layout, Replicate))
+    @property
+    def mesh(self) -> Any:
+        """The mesh."""
+        return self.group.source
 
-    def __deepcopy__(self, memo: dict[int, object]) -> StyleContext:
-        # Immutable, and a process group cannot be copied.
-        return self
+    @property
+    def whole_input(self) -> bool:
+        """Whether every rank has all of the input."""
+        return isinstance(self.input_layout, Replicate)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return StyleContext, (self.mesh, self.input_layout, self.output_layout, self.use_local_output)
+    @property
+    def whole_output(self) -> bool:
+        """Whether every rank gets all of the output."""
+        return isinstance(self.output_layout, Replicate)
 
     def deliver(self, module: torch.nn.Module, local: Tensor, made: Placement) -> Tensor:
         """Return the output of the style, from this rank's plain tensor in the layout that the module made."""

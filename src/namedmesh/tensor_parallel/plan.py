@@ -40,18 +40,8 @@ _SIZE_NAMES = {
 }
 
 
-@dataclass(frozen=True)
-class Tie:
-    """The modules that hold one parameter, each with the name it has there."""
-
-    holders: tuple[tuple[nn.Module, str], ...]
-
-    def restore(self) -> None:
-        """Set the first holder's parameter on every other one."""
-        module, name = self.holders[0]
-        shared = module.get_parameter(name)
-        for other, other_name in self.holders[1:]:
-            other.register_parameter(other_name, shared)
+Holders: TypeAlias = "list[tuple[str, nn.Module, str]]"
+"""The modules that hold one parameter: the name of each, the module, and the parameter's name there."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +49,7 @@ class Resolved:
     """A plan that fits its model: what to apply, in order, and which parameters to tie again afterwards."""
 
     entries: tuple[Entry, ...]
-    ties: tuple[Tie, ...]
+    ties: tuple[Holders, ...]
 
 
 def resolve(
@@ -229,7 +219,7 @@ def _size_name(module: nn.Module, parameter: str, dim: int) -> str:
     return f"dim {dim} of {parameter}"
 
 
-def _find_ties(model: nn.Module, entries: list[Entry]) -> tuple[list[Tie], list[str]]:
+def _find_ties(model: nn.Module, entries: list[Entry]) -> tuple[list[Holders], list[str]]:
     """Return the ties to restore after a plan is applied, and those that the plan would break."""
     layouts: dict[tuple[int, str], str] = {}
     for entry in entries:
@@ -246,13 +236,13 @@ def _find_ties(model: nn.Module, entries: list[Entry]) -> tuple[list[Tie], list[
         if distinct == {None}:
             continue
         if len(distinct) == 1:
-            ties.append(Tie(tuple((module, name) for _, module, name in names)))
+            ties.append(names)
         else:
             problems.append(_broken(named))
     return ties, problems
 
 
-def _shared(model: nn.Module) -> dict[int, list[tuple[str, nn.Module, str]]]:
+def _shared(model: nn.Module) -> dict[int, Holders]:
     """Return the parameters that more than one module holds: every holder, with its fully qualified name."""
     modules = dict(model.named_modules(remove_duplicate=False))
     holders: dict[int, dict[tuple[int, str], tuple[str, nn.Module, str]]] = defaultdict(dict)

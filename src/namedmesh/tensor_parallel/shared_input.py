@@ -19,6 +19,7 @@ from namedmesh._torch import has_hooks, version_of
 from namedmesh.errors import MeshError
 from namedmesh.tensor_parallel.autocast import autocast_dtype
 from namedmesh.tensor_parallel.collectives import (
+    RankGroup,
     all_gather,
     all_reduce,
     passed,
@@ -31,8 +32,6 @@ from namedmesh.tensor_parallel.placements import ActivationStyle
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
-
-    from namedmesh.tensor_parallel.collectives import RankGroup
 
 SHARED_INPUT = "_namedmesh_shared_input"
 """The attribute in which a linear finds the :class:`Shared` of the nearest module around it that shares its input."""
@@ -73,7 +72,7 @@ class SharedInput(ActivationStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         name = next(iter(inspect.signature(module.forward).parameters))
-        setup = StyleContext(device_mesh, self.input_layouts, Replicate(), use_local_output=True)
+        setup = StyleContext(RankGroup(device_mesh), self.input_layouts, Replicate())
         shared = Shared(setup, name, sum(1 for _ in module.modules()))
         module.register_forward_pre_hook(shared.open, with_kwargs=True)
         module.register_forward_hook(shared.close)
@@ -109,7 +108,7 @@ class Shared:
     def _share(self, value: Tensor) -> Tensor:
         setup = self.setup
         dim = sharded_dim(setup.input_layout, value.ndim)
-        if isinstance(value, DTensor) or (dim is None and not isinstance(setup.input_layout, Replicate)):
+        if isinstance(value, DTensor) or (dim is None and not setup.whole_input):
             if dim is not None and value.shape[dim] % setup.group.size:  # torch pads such shards
                 dim = None
             layout = Replicate() if dim is None else setup.input_layout

@@ -11,14 +11,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwisePar
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
 
 from namedmesh._torch import distribute_blocks
+from namedmesh.tensor_parallel.collectives import RankGroup
 from namedmesh.tensor_parallel.embedding import ColwiseEmbedding, RowwiseEmbedding
-from namedmesh.tensor_parallel.linear import ColwiseLinear, RowwiseLinear
+from namedmesh.tensor_parallel.linear import ColwiseLinear, RowwiseLinear, column, column_operand
 from namedmesh.tensor_parallel.module_setup import StyleContext
 from namedmesh.tensor_parallel.placements import parameter_placements, refuse_incompatible
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
     from torch.distributed.tensor.placement_types import Placement
@@ -119,7 +121,8 @@ def _shard(
 ) -> nn.Module:
     """Shard the parameters, then give the module the forward for them."""
     refuse_incompatible(style, module)
-    setup = StyleContext(mesh, style.input_layouts[0], style.output_layouts[0], style.use_local_output)
+    layouts = style.input_layouts[0], style.output_layouts[0]
+    setup = StyleContext(RankGroup(mesh), *layouts, style.use_local_output)
     partition = shard_parameters(style)
     # A subclass may do anything in its forward, and so may a forward set on the instance.
     own: Any = type(module)
@@ -148,6 +151,25 @@ def _shard(
 def _on_sharded_base(kind: Any, ours: Any) -> type[nn.Module]:
     """Return the class again, with ours where its ``super().forward`` goes."""
     return type(kind.__name__, (kind, ours), {"__module__": kind.__module__})
+
+
+def with_forward(
+    style: TorchColwiseParallel, module: nn.Module, mesh: DeviceMesh, kind: type[nn.Module], **attributes: Any
+) -> nn.Module:
+    """Lay out a linear's parameters as its style says, and give it the forward of another class."""
+    distribute_module(module, mesh, shard_parameters(style))
+    module.__class__ = kind
+    setup = StyleContext(RankGroup(mesh), style.input_layouts[0], Shard(-1))
+    for name, value in {"_setup": setup, **attributes}.items():
+        setattr(module, name, value)
+    return module
+
+
+def column_of(module: nn.Module, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return a column layer of this rank's rows: as many on every rank, wherever they come from."""
+    setup: StyleContext = module._setup  # type: ignore[assignment]  # noqa: SLF001  the module is one of ours
+    operand = column_operand(module, setup, value)
+    return column(operand.value, weight, bias, *operand[1:])
 
 
 def shard_parameters(style: ParallelStyle) -> Callable[[str, nn.Module, DeviceMesh], None]:
