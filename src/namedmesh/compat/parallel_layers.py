@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.partition import scatter
 from namedmesh.compat.sharded_layer import ParallelLayer
-from namedmesh.compat.vocabulary import shorten
+from namedmesh.compat.vocabulary import lookup, shorten
 from namedmesh.tensor_parallel.collectives import all_gather, gather, sum_forward
-from namedmesh.tensor_parallel.embedding import in_part, lookup
+from namedmesh.tensor_parallel.embedding import in_part
 from namedmesh.tensor_parallel.linear import column, row
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What only legacy layers do with a sharded vocabulary: a limit for norms, and a loss that smooths over a rank's part."""
+"""What legacy layers do with a sharded vocabulary: lookups with all options, and a loss that smooths over a rank's part."""
 
 from __future__ import annotations
 
@@ -6,15 +6,55 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F  # noqa: N812  torch's own spelling
 
 from namedmesh.errors import ShapeError
 from namedmesh.tensor_parallel.collectives import all_reduce
+from namedmesh.tensor_parallel.embedding import in_part, padding_in_part
 from namedmesh.tensor_parallel.loss import Rows, rows_cross_entropy, target_problems
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from namedmesh.tensor_parallel.collectives import RankGroup
+
+
+def lookup(
+    ids: Tensor,
+    weight: Tensor,
+    first: int,
+    *,
+    padding_idx: int | None = None,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+    by_index: bool = False,
+) -> Tensor:
+    """Return the vectors of the ids that are in this rank's part of the vocabulary, zeros for the others.
+
+    Args:
+        ids: any shape.
+        weight: this rank's rows, as a plain tensor.
+        first: the id of the first of them.
+        padding_idx: the id, in the whole vocabulary, whose vector gets no gradient; not negative.
+        scale_grad_by_freq: divide each vector's gradient by how often it was looked up.
+        sparse: make the gradient a sparse tensor.
+        by_index: index the weight instead of calling ``embedding``, whose gradient adds up in another order
+            each time on some devices.
+
+    Example:
+        >>> part = torch.tensor([[1.0, 2.0], [3.0, 4.0]])    # of the ids 2 and 3
+        >>> lookup(torch.tensor([0, 3, 2]), part, first=2).tolist()
+        [[0.0, 0.0], [3.0, 4.0], [1.0, 2.0]]
+    """
+    rows = weight.shape[0]
+    elsewhere, mine = in_part(ids, first, rows)
+    padding = None if padding_idx is None else padding_in_part(padding_idx, first, rows)
+    if scale_grad_by_freq:
+        # Without the others, which would count as the id that stands in for them.
+        vectors = F.embedding(mine[~elsewhere], weight, padding, scale_grad_by_freq=True, sparse=sparse)
+        return vectors.new_zeros(*ids.shape, weight.shape[1]).index_put((~elsewhere,), vectors)
+    vectors = weight[mine] if by_index else F.embedding(mine, weight, padding, sparse=sparse)
+    return vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
 def shorten(

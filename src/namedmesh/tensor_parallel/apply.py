@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,14 +22,14 @@ from torch.distributed.tensor.parallel import (
 )
 
 from namedmesh._torch import apply_style
-from namedmesh.tensor_parallel.gradient_comparison import GradientComparison, Whole
+from namedmesh.tensor_parallel.gradient_comparison import GradientComparison
 from namedmesh.tensor_parallel.gradient_sums import reduce_before_use
 from namedmesh.tensor_parallel.module_setup import NAME, check_divides, same_layout, sharded_dim
 from namedmesh.tensor_parallel.placements import accepts_sharded_module, whole_sides
 from namedmesh.tensor_parallel.plan import resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 
     from namedmesh.tensor_parallel.placements import Entry
     from namedmesh.tensor_parallel.plan import Plan
+
+
+Move: TypeAlias = "tuple[Placement | None, Placement | None]"
+"""From one layout to another."""
 
 
 def parallelize(
@@ -107,22 +111,14 @@ def parallelize(
             for _, module, name in others:
                 module.register_parameter(name, first.get_parameter(own_name))
     reduce_before_use(model)
-    if check and mesh.size() > 1 and not any(_has_own_data(entry.style) for entry in resolved.entries):
-        GradientComparison(model, mesh, _whole_activations(resolved.entries))
+    # Ranks that have data of their own have other gradients of everything.
+    own_data = any(getattr(entry.style, "ranks_have_own_data", False) for entry in resolved.entries)
+    if check and mesh.size() > 1 and not own_data:
+        sides = ((entry.fqn, entry.module, *whole_sides(entry.style)) for entry in resolved.entries)
+        GradientComparison(model, mesh, sides)
     _avoid_native_path(model)
     _save_whole_tensors(model)
     return model
-
-
-def _has_own_data(style: ParallelStyle) -> bool:
-    """Return whether the ranks of a style's axis have data of their own, and so other gradients of everything."""
-    return bool(getattr(style, "ranks_have_own_data", False))
-
-
-def _whole_activations(entries: Iterable[Entry]) -> dict[str, Whole]:
-    """Return the modules of which an input or an output is whole on every rank."""
-    sides = {entry.fqn: Whole(entry.module, *whole_sides(entry.style)) for entry in entries}
-    return {name: whole for name, whole in sides.items() if whole.input or whole.output}
 
 
 def _apply_entry(entry: Entry, mesh: DeviceMesh, src_data_rank: int | None) -> nn.Module:
@@ -156,10 +152,13 @@ def _avoid_native_path(model: nn.Module) -> None:
 @contextmanager
 def _restored_on_error(model: nn.Module) -> Iterator[None]:
     """Restore every module if the block fails: no model is left half sharded."""
-    before = [
-        (module, type(module), {name: _shallow(value) for name, value in vars(module).items()})
-        for module in model.modules()
-    ]
+    before = []
+    for module in model.modules():
+        state = vars(module).copy()
+        for name, value in state.items():
+            if isinstance(value, dict | set | list):  # parameters, hooks and submodules stand in such
+                state[name] = copy.copy(value)
+        before.append((module, type(module), state))
     try:
         yield
     except BaseException:
@@ -168,11 +167,6 @@ def _restored_on_error(model: nn.Module) -> Iterator[None]:
             vars(module).clear()
             vars(module).update(state)
         raise
-
-
-def _shallow(value: object) -> object:
-    """Return a copy of a container; parameters, hooks and submodules stand in such."""
-    return copy.copy(value) if isinstance(value, dict | set | list) else value
 
 
 def _save_whole_tensors(model: nn.Module) -> None:
@@ -224,58 +218,45 @@ def _whole(state_dict: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
 
 def _install_guards(module: nn.Module, style: ParallelStyle, tp_size: int) -> None:
     """Register the checks that a style needs; before the style itself, so that they run before its hooks."""
-    if tp_size == 1:
-        return
+    inputs, outputs = _moves_of(style)
+
+    def check_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given: dict[int | str, Any] = dict(enumerate(args))
+        given.update(kwargs)
+        for place, move in inputs.items():
+            _check_move(module, f"input {place!r}", given.get(place), *move, tp_size)
+
+    def check_outputs(module: nn.Module, _args: Any, output: Any) -> None:
+        given = output if isinstance(output, tuple) else (output,)
+        for value, move in zip(given, outputs, strict=False):
+            _check_move(module, "the output", value, *move, tp_size)
+
+    if inputs and tp_size > 1:
+        module.register_forward_pre_hook(check_inputs, with_kwargs=True)
+    if outputs and tp_size > 1:
+        module.register_forward_hook(check_outputs)
+
+
+def _moves_of(style: ParallelStyle) -> tuple[dict[int | str, Move], list[Move]]:
+    """Return how a style moves inputs, by place or name, and outputs."""
+    if isinstance(style, PrepareModuleInputOutput):
+        return _moves_of(style.prepare_module_input)[0], _moves_of(style.prepare_module_output)[1]
+    inputs: dict[int | str, Move] = {}
+    outputs: list[Move] = []
     if isinstance(style, PrepareModuleInput):
-        _guard_inputs(module, style, tp_size)
+        inputs.update(
+            enumerate(zip(style.input_layouts or (), style.desired_input_layouts or (), strict=False))
+        )
+        for name, layout in style.input_kwarg_layouts.items():
+            inputs[name] = layout, style.desired_input_kwarg_layouts.get(name)
     elif isinstance(style, PrepareModuleOutput):
-        _guard_outputs(module, style.output_layouts, style.desired_output_layouts, tp_size)
-    elif isinstance(style, PrepareModuleInputOutput):
-        _install_guards(module, style.prepare_module_input, tp_size)
-        _install_guards(module, style.prepare_module_output, tp_size)
+        outputs += zip(style.output_layouts, style.desired_output_layouts, strict=False)
     elif isinstance(style, SequenceParallel):
-        _guard_sequence(module, style, tp_size)
+        inputs[0] = None, style.sequence_sharding[0]  # a plain input counts as a shard already
     elif isinstance(style, ColwiseParallel | RowwiseParallel) and type(style).__module__.startswith("torch."):
         # The fast styles look for themselves. Here the output is still a DTensor of the global shape.
-        _guard_outputs(module, (None,), style.output_layouts, tp_size)
-
-
-def _guard_inputs(module: nn.Module, style: PrepareModuleInput, tp_size: int) -> None:
-    layouts, desired = style.input_layouts or (), style.desired_input_layouts or ()
-
-    def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for index, (value, layout, wanted) in enumerate(zip(args, layouts, desired, strict=False)):
-            _check_move(module, f"input {index}", value, layout, wanted, tp_size)
-        for name, layout in style.input_kwarg_layouts.items():
-            wanted = style.desired_input_kwarg_layouts.get(name)
-            _check_move(module, f"input {name!r}", kwargs.get(name), layout, wanted, tp_size)
-
-    module.register_forward_pre_hook(check, with_kwargs=True)
-
-
-def _guard_outputs(
-    module: nn.Module,
-    layouts: Sequence[Placement | None],
-    desired: Sequence[Placement | None],
-    tp_size: int,
-) -> None:
-    def check(module: nn.Module, _args: Any, output: Any) -> None:
-        outputs = output if isinstance(output, tuple) else (output,)
-        for value, layout, wanted in zip(outputs, layouts, desired, strict=False):
-            _check_move(module, "the output", value, layout, wanted, tp_size)
-
-    module.register_forward_hook(check)
-
-
-def _guard_sequence(module: nn.Module, style: SequenceParallel, tp_size: int) -> None:
-    (wanted,) = style.sequence_sharding
-
-    def check(module: nn.Module, args: tuple[Any, ...]) -> None:
-        # A plain input counts as a shard already; only a DTensor of another layout gets sharded.
-        if args and isinstance(args[0], DTensor):
-            _check_move(module, "input 0", args[0], None, wanted, tp_size)
-
-    module.register_forward_pre_hook(check)
+        outputs += [(None, wanted) for wanted in style.output_layouts]
+    return inputs, outputs
 
 
 def _check_move(  # noqa: PLR0917  one line at each call

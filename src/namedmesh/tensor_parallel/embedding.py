@@ -46,23 +46,14 @@ class RowwiseEmbedding(nn.Embedding):
 
     def _my_rows(self, ids: Tensor) -> Tensor:
         """Return the vectors of the ids that are in this rank's shard of the vocabulary, zeros for the others."""
-        rows = self.num_embeddings // self._setup.group.size
-        self._refuse_strangers(ids)
-        first = self._setup.group.rank * rows
-        return lookup(ids, local_shard(self.weight), first, padding_idx=self.padding_idx)
-
-    def _refuse_strangers(self, ids: Tensor) -> None:
-        """Refuse an id outside the vocabulary: it belongs to no rank, and its vector would silently be zeros."""
-        if torch.compiler.is_compiling():  # which does not look at values
-            return
-        plain = type(ids) is Tensor and ids.device.type == "cpu"  # looking at values there costs little
-        if plain and ids.numel() and ids.dtype in {torch.int32, torch.int64}:
-            low, high = torch.aminmax(ids)
-            if low < 0 or high >= self.num_embeddings:
-                raise IndexError(
-                    f"index out of range in self: the ids run from {int(low)} to {int(high)}, "
-                    f"the vocabulary from 0 to {self.num_embeddings - 1}"
-                )
+        refuse_strangers(ids, self.num_embeddings, "index out of range in self: the ids")
+        weight = local_shard(self.weight)
+        first = self._setup.group.rank * weight.shape[0]
+        elsewhere, mine = in_part(ids, first, weight.shape[0])
+        padding = (
+            None if self.padding_idx is None else padding_in_part(self.padding_idx, first, weight.shape[0])
+        )
+        return F.embedding(mine, weight, padding).masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
 def _whole_ids(setup: StyleContext, ids: Tensor) -> Tensor:
@@ -75,48 +66,32 @@ def _whole_ids(setup: StyleContext, ids: Tensor) -> Tensor:
     return synchronous(setup.redistribute_input(ids, Replicate()).to_local())
 
 
-def lookup(
-    ids: Tensor,
-    weight: Tensor,
-    first: int,
-    *,
-    padding_idx: int | None = None,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-    by_index: bool = False,
-) -> Tensor:
-    """Return the vectors of the ids that are in this rank's part of the vocabulary, zeros for the others.
-
-    Part number r of equal parts of n entries holds the ids from r * n up to, and without, (r + 1) * n.
-
-    Args:
-        ids: any shape.
-        weight: this rank's rows, as a plain tensor.
-        first: the id of the first of them.
-        padding_idx: the id, in the whole vocabulary, whose vector gets no gradient; not negative.
-        scale_grad_by_freq: divide each vector's gradient by how often it was looked up.
-        sparse: make the gradient a sparse tensor.
-        by_index: index the weight instead of calling ``embedding``, whose gradient adds up in another order
-            each time on some devices.
-
-    Example:
-        >>> part = torch.tensor([[1.0, 2.0], [3.0, 4.0]])    # of the ids 2 and 3
-        >>> lookup(torch.tensor([0, 3, 2]), part, first=2).tolist()
-        [[0.0, 0.0], [3.0, 4.0], [1.0, 2.0]]
-    """
-    rows = weight.shape[0]
-    elsewhere, mine = in_part(ids, first, rows)
-    in_mine = padding_idx is not None and first <= padding_idx < first + rows
-    padding = padding_idx - first if padding_idx is not None and in_mine else None
-    if scale_grad_by_freq:
-        # Without the others, which would count as the id that stands in for them.
-        vectors = F.embedding(mine[~elsewhere], weight, padding, scale_grad_by_freq=True, sparse=sparse)
-        return vectors.new_zeros(*ids.shape, weight.shape[1]).index_put((~elsewhere,), vectors)
-    vectors = weight[mine] if by_index else F.embedding(mine, weight, padding, sparse=sparse)
-    return vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
+def refuse_strangers(ids: Tensor, vocabulary: int, what: str) -> None:
+    """Refuse an id outside the vocabulary: it belongs to no rank, and its vector would silently be zeros."""
+    # The compiler does not look at values, and on a CPU it costs little.
+    if (
+        torch.compiler.is_compiling()
+        or type(ids) is not Tensor
+        or ids.device.type != "cpu"
+        or not ids.numel()
+    ):
+        return
+    low, high = torch.aminmax(ids)
+    if low < 0 or high >= vocabulary:
+        raise IndexError(
+            f"{what} run from {int(low)} to {int(high)}, the vocabulary from 0 to {vocabulary - 1}"
+        )
 
 
 def in_part(ids: Tensor, first: int, length: int) -> tuple[Tensor, Tensor]:
-    """Return which ids are outside this rank's part; and each id's place in it, with 0 standing in for those outside."""
+    """Return which ids are outside this rank's part; and each id's place in it, with 0 standing in for those outside.
+
+    Part number r of equal parts of n entries holds the ids from r * n up to, and without, (r + 1) * n.
+    """
     elsewhere = (ids < first) | (ids >= first + length)
     return elsewhere, (ids - first).masked_fill(elsewhere, 0)
+
+
+def padding_in_part(padding_idx: int, first: int, length: int) -> int | None:
+    """Return the place in this rank's part of the id whose vector gets no gradient; None where it is elsewhere."""
+    return padding_idx - first if first <= padding_idx < first + length else None

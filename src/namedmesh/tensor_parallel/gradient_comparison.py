@@ -14,7 +14,7 @@ from dataclasses import fields, is_dataclass
 from datetime import timedelta
 from functools import cache, cached_property, partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -40,10 +40,12 @@ from namedmesh.tensor_parallel.fingerprints import (
 from namedmesh.tensor_parallel.gradient_sums import reduce_before_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.hooks import RemovableHandle
+
+Sides: TypeAlias = tuple[str, nn.Module, bool, bool]
 
 _EVERY_PASS = 16
 
@@ -98,21 +100,7 @@ def compare_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
         >>> dist.destroy_process_group()
     """
     if mesh.size() > 1:
-        GradientComparison(model, mesh, {})
-
-
-class Whole(NamedTuple):
-    """Which sides of a module are the same on every rank.
-
-    Args:
-        module: the module.
-        input: its first input is.
-        output: its output is, and so is the gradient of that.
-    """
-
-    module: nn.Module
-    input: bool
-    output: bool
+        GradientComparison(model, mesh, ())
 
 
 class GradientComparison:
@@ -121,10 +109,10 @@ class GradientComparison:
     Args:
         model: the model.
         mesh: the axis.
-        activations: modules whose inputs or outputs are the same on every rank, by name.
+        sides: modules by name, and whether the first input and the output of each are the same on every rank.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, activations: Mapping[str, Whole]) -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, sides: Iterable[Sides]) -> None:
         self.model, self.group, self.device = model, RankGroup(mesh), mesh.device_type
         self.ranks = dist.get_process_group_ranks(mesh.get_group())
         self.axis = (mesh.mesh_dim_names or ("the mesh",))[0]
@@ -136,7 +124,7 @@ class GradientComparison:
         self.frozen: set[str] = set()
         self.handles: list[RemovableHandle] = []
         self.activations: list[tuple[str, str]] = []
-        for name, (module, whole_input, whole_output) in activations.items():
+        for name, module, whole_input, whole_output in sides:
             # Methods, and no closures, so that a copy of the model has a copy of this.
             if whole_input:
                 self.activations.append(("input", name))

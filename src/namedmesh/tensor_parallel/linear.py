@@ -62,8 +62,8 @@ class ColwiseLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
         """Return this rank's output features, or what the style's output layout says."""
         setup = self._setup
-        operand = column_operand(self, setup, input)
-        output = column(operand.value, self.weight, self.bias, *operand[1:])
+        value, layout = column_operand(self, setup, input)
+        output = column(value, self.weight, self.bias, *layout)
         if setup.whole_output:
             return setup.deliver(self, gather(output, setup.group, output.ndim - 1), Replicate())
         return setup.deliver(self, output, Shard(-1))
@@ -95,16 +95,16 @@ class RowwiseLinear(nn.Linear):
         return setup.deliver(self, output, Replicate() if scatter_dim is None else setup.output_layout)
 
 
-class ColumnOperand(NamedTuple):
-    """The input of a column layer as a plain tensor, and how its gradient is summed; see :func:`column`."""
+class ColumnInput(NamedTuple):
+    """How the input of a column layer is laid out, and how its gradient is summed; see :func:`column`."""
 
-    value: Tensor
     group: RankGroup
-    gather_dim: int | None
+    gather_dim: int | None = None
     factor: int = 1
+    gather_again: bool = False
 
 
-def column_operand(module: nn.Module, setup: StyleContext, value: Tensor) -> ColumnOperand:
+def column_operand(module: nn.Module, setup: StyleContext, value: Tensor) -> tuple[Tensor, ColumnInput]:
     """Return an input of a column layer for explicit collectives.
 
     Raises:
@@ -115,16 +115,16 @@ def column_operand(module: nn.Module, setup: StyleContext, value: Tensor) -> Col
     if isinstance(value, DTensor) or not known:
         # As in DTensor arithmetic: whoever made it sums the parts of its gradient, of all its users at once.
         whole = setup.redistribute_input(value, Replicate())
-        return ColumnOperand(whole.to_local(grad_placements=(Partial(),)), ALONE, None)
+        return whole.to_local(grad_placements=(Partial(),)), ColumnInput(ALONE)
     if not sums_gradient_of(module, setup.group, value):
-        return ColumnOperand(value, setup.group, gather_dim)
+        return value, ColumnInput(setup.group, gather_dim)
     if gather_dim is not None:
         raise PlanError(
             f"{name_of(module)}: the input is laid out as {placement_name(setup.input_layout)} by this style, but a "
             f"SharedInput above has made it whole; leave input_layouts at Replicate(), or take the SharedInput out of "
             f"the plan"
         )
-    return ColumnOperand(value, ALONE, None, setup.group.size)
+    return value, ColumnInput(ALONE, factor=setup.group.size)
 
 
 def column(  # noqa: PLR0917  the operands, and how they are laid out
@@ -134,7 +134,6 @@ def column(  # noqa: PLR0917  the operands, and how they are laid out
     group: RankGroup,
     gather_dim: int | None = None,
     factor: int = 1,
-    *,
     gather_again: bool = False,
 ) -> Tensor:
     """Return this rank's output features: ``value @ weight.T + bias`` with its rows of the weight and of the bias.
@@ -149,7 +148,8 @@ def column(  # noqa: PLR0917  the operands, and how they are laid out
         gather_again: keep only the shard of the input for the backward, and gather it there once more: less
             memory, one more collective.
     """
-    return _column(*_operands(value, weight, bias), group, gather_dim, gather_again, factor)
+    layout = ColumnInput(group, gather_dim, factor, gather_again)
+    return _column(*_operands(value, weight, bias), layout)
 
 
 def row(
@@ -224,7 +224,6 @@ def _parameter_gradients(
 
 
 def _gradient(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return a gradient of this rank's shard of a parameter, of the same kind as the parameter."""
     return gradient_like(parameter, local) if isinstance(parameter, DTensor) else local
 
 
@@ -232,23 +231,13 @@ class _Column(torch.autograd.Function):
     """``gather(x) @ W.T + b`` with this rank's rows of W; the input's gradient is summed while W's is computed."""
 
     @staticmethod
-    def forward(  # noqa: PLR0917  autograd passes them by position
-        ctx: Any,
-        value: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        group: RankGroup,
-        gather_dim: int | None,
-        gather_again: bool,
-        factor: int,
-    ) -> Tensor:
+    def forward(ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None, layout: ColumnInput) -> Tensor:
         shard = value = synchronous(value)
-        if gather_dim is not None:
-            value = all_gather(shard, group, gather_dim)
-        gather_again = gather_again and gather_dim is not None
+        if layout.gather_dim is not None:
+            value = all_gather(shard, layout.group, layout.gather_dim)
         mine, added = autocast_shard(weight), None if bias is None else autocast_shard(bias)
-        _keep(ctx, shard if gather_again else value, weight, bias, mine)
-        ctx.group, ctx.gather_dim, ctx.gather_again, ctx.factor = group, gather_dim, gather_again, factor
+        _keep(ctx, shard if layout.gather_again else value, weight, bias, mine)
+        ctx.layout = layout
         return as_non_view(F.linear(value, mine, added))
 
     @staticmethod
@@ -256,22 +245,23 @@ class _Column(torch.autograd.Function):
         _refuse_double_backward()
         now = grads_wanted_by_this_pass(ctx)
         value, weight, bias, mine = ctx.saved_tensors
+        group, gather_dim, factor, gather_again = ctx.layout
         mine = local_tensor(weight) if mine is None else mine
         gradient = synchronous(gradient)
         pending = gathering = None
-        if now[1] and value is not None and ctx.gather_again:
-            gathering = start_all_gather(value, ctx.group, ctx.gather_dim)
+        if now[1] and value is not None and gather_again and gather_dim is not None:
+            gathering = start_all_gather(value, group, gather_dim)
         if now[0]:
-            part = _input_part(gradient, mine, ctx.factor)
-            if ctx.gather_dim is None:
-                pending = start_all_reduce(part, ctx.group, mine=True)
+            part = _input_part(gradient, mine, factor)
+            if gather_dim is None:
+                pending = start_all_reduce(part, group, mine=True)
             else:
-                pending = start_reduce_scatter(part, ctx.group, ctx.gather_dim)
+                pending = start_reduce_scatter(part, group, gather_dim)
         if gathering is not None:
             value = gathering.wait()
         gradients = _parameter_gradients(now, gradient, value, weight, bias)
         # Contiguous: a pipeline sends it to the stage before as it is.
-        return None if pending is None else pending.wait().contiguous(), *gradients, None, None, None, None
+        return None if pending is None else pending.wait().contiguous(), *gradients, None
 
 
 class _Row(torch.autograd.Function):
@@ -341,5 +331,5 @@ def _keep(ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None, mine: Te
 
 
 # The functions to call: torch leaves ``apply`` without types.
-_column: Callable[[Tensor, Tensor, Tensor | None, RankGroup, int | None, bool, int], Tensor] = _Column.apply
+_column: Callable[[Tensor, Tensor, Tensor | None, ColumnInput], Tensor] = _Column.apply
 _row: Callable[[Tensor, Tensor, Tensor | None, RankGroup, int | None], Tensor] = _Row.apply

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from namedmesh._torch import needs_functional_collectives
 from namedmesh.errors import ShapeError
 from namedmesh.tensor_parallel.collectives import RankGroup, all_reduce
-from namedmesh.tensor_parallel.embedding import in_part
+from namedmesh.tensor_parallel.embedding import in_part, refuse_strangers
 from namedmesh.tensor_parallel.module_setup import sharded_dim
 
 if TYPE_CHECKING:
@@ -64,9 +64,10 @@ def cross_entropy(
     """
     local, group = _part(logits, mesh)
     _check(logits.shape, target, reduction, label_smoothing)
-    _refuse_strangers(target, local.shape[-1] * group.size, ignore_index)
     dtype = torch.promote_types(local.dtype, torch.float32)
     counts = target != ignore_index
+    vocabulary = local.shape[-1] * group.size
+    refuse_strangers(target.masked_fill(~counts, 0), vocabulary, "target is out of bounds: the ids")
     losses = rows_cross_entropy(local, target, counts, group, Rows(dtype, label_smoothing, z_loss))
     if reduction == "none":
         return losses
@@ -112,17 +113,6 @@ def target_problems(shape: torch.Size, target: Tensor) -> list[str]:
         f"logits: shape {tuple(shape[:-1])}"
     )
     return [reason]
-
-
-def _refuse_strangers(target: Tensor, vocabulary: int, ignore_index: int) -> None:
-    if torch.compiler.is_compiling() or type(target) is not Tensor or target.device.type != "cpu":
-        return
-    strange = target[(target != ignore_index) & ((target < 0) | (target >= vocabulary))]
-    if strange.numel():
-        raise IndexError(
-            f"target {int(strange[0])} is out of bounds: the vocabulary runs from 0 to {vocabulary - 1}, and "
-            f"ignore_index is {ignore_index}"
-        )
 
 
 class Rows(NamedTuple):

@@ -168,8 +168,8 @@ def with_forward(
 def column_of(module: nn.Module, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return a column layer of this rank's rows: as many on every rank, wherever they come from."""
     setup: StyleContext = module._setup  # type: ignore[assignment]  # noqa: SLF001  the module is one of ours
-    operand = column_operand(module, setup, value)
-    return column(operand.value, weight, bias, *operand[1:])
+    value, layout = column_operand(module, setup, value)
+    return column(value, weight, bias, *layout)
 
 
 def shard_parameters(style: ParallelStyle) -> Callable[[str, nn.Module, DeviceMesh], None]:

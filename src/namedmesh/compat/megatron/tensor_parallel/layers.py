@@ -53,8 +53,8 @@ from namedmesh.compat.megatron.tensor_parallel.attributes import (
 from namedmesh.compat.megatron.tensor_parallel.utils import accelerator, current_group
 from namedmesh.compat.partition import check_shards, scatter
 from namedmesh.compat.sharded_layer import ParallelLayer
+from namedmesh.compat.vocabulary import lookup
 from namedmesh.tensor_parallel.collectives import ALONE, RankGroup, gather, sum_forward, sum_scatter
-from namedmesh.tensor_parallel.embedding import lookup
 from namedmesh.tensor_parallel.linear import column, row
 
 if TYPE_CHECKING:
