@@ -375,7 +375,10 @@ def parts(mesh: DeviceMesh) -> dict[str, tuple[Callable[[Tensor], Tensor], Tenso
         ),
         "scattered, uneven": (lambda x: scattered(x, peers.process_group, [0, 2]), x),
         "exchanged": (lambda x: exchange(x, peers), x),
-        "exchanged, uneven": (lambda x: exchange(x, peers, [0, 2], [0, 0] if peers.rank == 0 else [2, 2]), x),
+        "exchanged, uneven": (
+            lambda x: exchange(x, peers, ([0, 2], [0, 0] if peers.rank == 0 else [2, 2])),
+            x,
+        ),
         "copied": (lambda x: mappings.copy_to_model_parallel_region(x * 2) * 3, x),
         "reduced": (lambda x: mappings.reduce_from_model_parallel_region(x * 2) * 3, x),
         "cut": (lambda x: mappings.scatter_to_model_parallel_region(x * 2) * 3, x),

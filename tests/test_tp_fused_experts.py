@@ -241,8 +241,8 @@ def test_before_torch_2_12_fused_experts_are_refused(monkeypatch: pytest.MonkeyP
 def test_fused_halves_that_do_not_divide() -> None:
     model = Mixture("packed_colwise")
     text = (
-        "2 problems:\n  - experts: dim 1 of gate_up_proj 16 is not divisible by 2 times the tp size 3; pad it to 18, ...\n"
-        "  - experts: dim 2 of down_proj 8 ... the tp size 3; pad it to 9, ..."
+        "2 problems:\n  - experts: dim 1 of gate_up_proj 16 is not divisible by 2 times the tp size 3; pad it to 18\n"
+        "  - experts: dim 2 of down_proj 8 ... the tp size 3; pad it to 9"
     )
     with pytest.raises(PlanError, match=says(text)):
         plan_report(model, 3, plan_from_hf(model))

@@ -187,7 +187,7 @@ REMEDIES = {
         lambda: Llama(hidden=47), SEQUENCE_LLAMA, "in_features 47 .*; pad it to 48$", SEQUENCE_LLAMA, Llama
     ),
     "a vocabulary that does not divide": Remedy(
-        lambda: Llama(vocab=31), llama_plan(), "num_embeddings 31 .*; pad it to 32$", llama_plan(), Llama
+        lambda: Llama(vocab=31), llama_plan(), "out_features 31 .*; pad it to 32$", llama_plan(), Llama
     ),
     "a norm between shards of the sequence": Remedy(
         Llama,

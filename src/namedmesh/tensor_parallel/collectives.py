@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from namedmesh._torch import (
     synchronous,
     wait_tensor,
 )
-from namedmesh.errors import MeshError, ShapeError
+from namedmesh.errors import MeshError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -304,63 +304,16 @@ sum_scatter = with_backward(reduce_scatter, all_gather)
 """Keep this rank's shard, along a dim, of the sum over the ranks; the gradient is gathered."""
 
 
-def exchange(
-    outgoing: Tensor,
-    group: RankGroup,
-    send: Sequence[int] | None = None,
-    receive: Sequence[int] | None = None,
-) -> Tensor:
-    """Send one shard of dim 0 to each rank, and join what is received in rank order.
-
-    Args:
-        outgoing: the shards to send, one after the other.
-        group: the ranks.
-        send: the lengths of the shards; equal ones by default.
-        receive: the lengths of what each rank sends here; equal ones by default.
-
-    Raises:
-        ShapeError: the lengths are not one for each rank, or do not add up to the length of dim 0; or by
-            default, the number of ranks does not divide it.
-    """
-    if not torch.compiler.is_compiling():  # lengths that are computed are known when the graph runs
-        send, receive = (None if sizes is None else check_lengths(sizes, group) for sizes in (send, receive))
-        _check_sum(outgoing, group, send)
-    return _exchange(outgoing, group, (send, receive))
+Lengths: TypeAlias = "tuple[Sequence[int] | None, Sequence[int] | None]"
 
 
-def _check_sum(outgoing: Tensor, group: RankGroup, send: list[int] | None) -> None:
-    length = outgoing.shape[0]
-    if send is not None and sum(send) != length:
-        raise ShapeError(
-            f"the lengths to send {send} add up to {sum(send)}, but dim 0 of shape {tuple(outgoing.shape)} has length "
-            f"{length}; they must add up to it"
-        )
-    if send is None and length % group.size:  # by default it is sharded into equal shards
-        raise ShapeError(
-            f"dim 0 of shape {tuple(outgoing.shape)} has length {length}, which cannot be split into "
-            f"{group.size} equal shards; pass the length of each shard"
-        )
-
-
-def check_lengths(sizes: Sequence[int], group: RankGroup) -> list[int]:
-    """Return the lengths of the ranks' shards as integers; a ShapeError where they are not one for each rank."""
-    lengths = [int(size) for size in sizes]
-    if len(lengths) != group.size or min(lengths) < 0:
-        raise ShapeError(
-            f"the sizes are {lengths}, for {group.size} ranks; pass one length for each rank, none negative"
-        )
-    return lengths
-
-
-_Lengths = tuple["Sequence[int] | None", "Sequence[int] | None"]
-
-
-def _exchange_forward(outgoing: Tensor, group: RankGroup, lengths: _Lengths) -> Tensor:
+def _exchange(outgoing: Tensor, group: RankGroup, lengths: Lengths = (None, None)) -> Tensor:
     return all_to_all(outgoing, group, *lengths)
 
 
-def _exchange_backward(gradient: Tensor, group: RankGroup, lengths: _Lengths) -> Tensor:
-    return _exchange(gradient, group, lengths[::-1])  # which has a derivative again
+def _exchange_back(gradient: Tensor, group: RankGroup, lengths: Lengths = (None, None)) -> Tensor:
+    return exchange(gradient, group, lengths[::-1])  # which has a derivative again
 
 
-_exchange: Callable[..., Tensor] = with_backward(_exchange_forward, _exchange_backward)
+exchange = with_backward(_exchange, _exchange_back)
+"""Send one shard of dim 0 to each rank, and join what is received in rank order; of equal lengths, or of those given."""

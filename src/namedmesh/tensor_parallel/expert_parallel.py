@@ -146,13 +146,13 @@ class ExpertForward:
         arriving = all_to_all(counts, self.group).view(ranks, -1)
         totals = torch.stack([counts.view(ranks, -1).sum(1), arriving.sum(1)])
         send, receive = totals.tolist()
-        arrived = exchange(tokens, self.group, send, receive)
+        arrived = exchange(tokens, self.group, (send, receive))
         expert = torch.arange(arriving.shape[1], device=tokens.device).repeat(ranks)
         expert = expert.repeat_interleave(arriving.flatten(), output_size=arrived.shape[0])
         order = expert.argsort(stable=True)
         with replaced_parameters(self.module, weights):
             output = self.original(arrived[order], arriving.sum(0))
-        return exchange(output[order.argsort()], self.group, receive, send)
+        return exchange(output[order.argsort()], self.group, (receive, send))
 
     def _weight(self, name: str) -> Tensor:
         weight = local_shard(getattr(self.module, name))

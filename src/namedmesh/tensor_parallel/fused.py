@@ -15,7 +15,7 @@ from namedmesh.errors import PlanError, listing
 from namedmesh.tensor_parallel.attention_heads import sharded_features
 from namedmesh.tensor_parallel.collectives import exchange, local_shard, whole_parameter
 from namedmesh.tensor_parallel.placements import refuse_incompatible
-from namedmesh.tensor_parallel.styles import ColwiseParallel, column_of, with_forward
+from namedmesh.tensor_parallel.styles import ColwiseParallel, shard_module
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
     from namedmesh.tensor_parallel.collectives import RankGroup
-    from namedmesh.tensor_parallel.module_setup import StyleContext
     from namedmesh.tensor_parallel.placements import Entry
 
 
@@ -74,7 +73,7 @@ class Blocks:
         sent = [self.moved(group.rank, worker) for worker in range(self.size)]
         received = [self.moved(holder, group.rank) for holder in range(self.size)]
         outgoing = torch.cat([shard[low - first : high - first] for ranges in sent for low, high in ranges])
-        return exchange(outgoing, group, _lengths(sent), _lengths(received))
+        return exchange(outgoing, group, (_lengths(sent), _lengths(received)))
 
     def of(self, parameter: Tensor, group: RankGroup) -> Tensor:
         """Return the plain rows that this rank works on, of a parameter whose rows are sharded."""
@@ -181,21 +180,7 @@ class FusedColwiseParallel(ColwiseParallel):
             raise PlanError(*(f"{type(module).__name__}: {problem}" for problem in problems))
         if self.interleaved is not None or len(self.sizes(module)) == 1:
             return super()._apply(module, device_mesh)
-        blocks = Blocks(self.sizes(module), device_mesh.size())
-        return with_forward(self, module, device_mesh, FusedLinear, _blocks=blocks)
-
-
-class FusedLinear(nn.Linear):
-    """An ``nn.Linear`` of several blocks, of which each rank computes its parts. Made by ``FusedColwiseParallel``."""
-
-    _setup: StyleContext
-    _blocks: Blocks
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
-        """Return this rank's part of every block, in the order of the blocks."""
-        blocks, group = self._blocks, self._setup.group
-        bias = None if self.bias is None else blocks.of(self.bias, group)
-        return column_of(self, input, blocks.of(self.weight, group), bias)
+        return shard_module(self, module, device_mesh, Blocks(self.sizes(module), device_mesh.size()).of)
 
 
 def fused_problems(entries: list[Entry], tp_size: int) -> list[str]:

@@ -63,7 +63,12 @@ class ColwiseLinear(nn.Linear):
         """Return this rank's output features, or what the style's output layout says."""
         setup = self._setup
         value, layout = column_operand(self, setup, input)
-        output = column(value, self.weight, self.bias, *layout)
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        if setup.rows is not None:
+            weight = setup.rows(weight, setup.group)
+            bias = None if bias is None else setup.rows(bias, setup.group)
+        output = column(value, weight, bias, *layout)
         if setup.whole_output:
             return setup.deliver(self, gather(output, setup.group, output.ndim - 1), Replicate())
         return setup.deliver(self, output, Shard(-1))

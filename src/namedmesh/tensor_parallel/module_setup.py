@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -11,12 +11,17 @@ from namedmesh.errors import ShapeError
 from namedmesh.tensor_parallel.collectives import RankGroup, own_tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from torch import Tensor
     from torch.distributed.tensor.placement_types import Placement
 
 NAME = "_namedmesh_name"
 """The attribute in which ``parallelize`` leaves a module's fully qualified name, for error messages."""
+
+
+Rows: TypeAlias = "Callable[[Tensor, RankGroup], Tensor]"
 
 
 @dataclass(frozen=True)
@@ -28,12 +33,14 @@ class StyleContext:
         input_layout: how a plain input tensor is laid out over the mesh.
         output_layout: how the output is.
         use_local_output: hand out this rank's plain tensor instead of a DTensor.
+        rows: of a column layer's parameter, the plain rows that this rank works on, if not those that it holds.
     """
 
     group: RankGroup
     input_layout: Placement
     output_layout: Placement
     use_local_output: bool = True
+    rows: Rows | None = None
 
     @property
     def mesh(self) -> Any:

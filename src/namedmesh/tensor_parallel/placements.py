@@ -89,8 +89,13 @@ def incompatibilities(style: ParallelStyle, module: nn.Module) -> list[str]:
     A style of somebody else's may answer with a method ``incompatibilities(module)``.
     """
     name = type(style).__name__
-    already = [p_name for p_name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
-    if already and not accepts_sharded_module(style) and parameter_placements(style, module) != {}:
+    touched = parameter_placements(style, module)
+    already = [
+        p_name
+        for p_name, parameter in module.named_parameters()
+        if isinstance(parameter, DTensor) and (touched is None or p_name in touched)
+    ]
+    if already and not accepts_sharded_module(style):
         reason = (
             f"{name} finds a module that is already distributed ({', '.join(already)} is a DTensor); "
             f"parallelize a model once, and before fully_shard"

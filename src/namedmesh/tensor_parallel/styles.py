@@ -13,17 +13,15 @@ from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwisePar
 from namedmesh._torch import distribute_blocks
 from namedmesh.tensor_parallel.collectives import RankGroup
 from namedmesh.tensor_parallel.embedding import ColwiseEmbedding, RowwiseEmbedding
-from namedmesh.tensor_parallel.linear import ColwiseLinear, RowwiseLinear, column, column_operand
-from namedmesh.tensor_parallel.module_setup import StyleContext
+from namedmesh.tensor_parallel.linear import ColwiseLinear, RowwiseLinear
+from namedmesh.tensor_parallel.module_setup import Rows, StyleContext
 from namedmesh.tensor_parallel.placements import parameter_placements, refuse_incompatible
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
-    from torch.distributed.tensor.placement_types import Placement
 
 Kinds: TypeAlias = "dict[type[nn.Module], type[nn.Module]]"
 
@@ -68,8 +66,7 @@ class ColwiseParallel(TorchColwiseParallel):
         self.local_forward = local_forward
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        kinds: Kinds = {nn.Linear: ColwiseLinear, nn.Embedding: ColwiseEmbedding}
-        return _shard(self, module, device_mesh, Replicate(), kinds)
+        return shard_module(self, module, device_mesh)
 
 
 class RowwiseParallel(TorchRowwiseParallel):
@@ -107,22 +104,20 @@ class RowwiseParallel(TorchRowwiseParallel):
         self.local_forward = local_forward
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        desired = Shard(-1) if isinstance(module, nn.Linear) else Replicate()
-        kinds: Kinds = {nn.Linear: RowwiseLinear, nn.Embedding: RowwiseEmbedding}
-        return _shard(self, module, device_mesh, desired, kinds)
+        return shard_module(self, module, device_mesh)
 
 
-def _shard(
-    style: ColwiseParallel | RowwiseParallel,
-    module: nn.Module,
-    mesh: DeviceMesh,
-    desired: Placement,
-    local_compute: Kinds,
+def shard_module(
+    style: ColwiseParallel | RowwiseParallel, module: nn.Module, mesh: DeviceMesh, rows: Rows | None = None
 ) -> nn.Module:
-    """Shard the parameters, then give the module the forward for them."""
+    """Shard the parameters, then give the module the forward for them; ``rows`` as in StyleContext."""
     refuse_incompatible(style, module)
+    column = isinstance(style, ColwiseParallel)
+    local_compute: Kinds = {nn.Linear: RowwiseLinear, nn.Embedding: RowwiseEmbedding}
+    if column:
+        local_compute = {nn.Linear: ColwiseLinear, nn.Embedding: ColwiseEmbedding}
     layouts = style.input_layouts[0], style.output_layouts[0]
-    setup = StyleContext(RankGroup(mesh), *layouts, style.use_local_output)
+    setup = StyleContext(RankGroup(mesh), *layouts, style.use_local_output, rows)
     partition = shard_parameters(style)
     # A subclass may do anything in its forward, and so may a forward set on the instance.
     own: Any = type(module)
@@ -132,6 +127,7 @@ def _shard(
         kind = _on_sharded_base(own, sharded)
     if kind is None:
         # A forward that is not torch's own gets and gives DTensors.
+        desired = Replicate() if column or isinstance(module, nn.Embedding) else Shard(-1)
         distribute_module(
             module,
             mesh,
@@ -151,25 +147,6 @@ def _shard(
 def _on_sharded_base(kind: Any, ours: Any) -> type[nn.Module]:
     """Return the class again, with ours where its ``super().forward`` goes."""
     return type(kind.__name__, (kind, ours), {"__module__": kind.__module__})
-
-
-def with_forward(
-    style: TorchColwiseParallel, module: nn.Module, mesh: DeviceMesh, kind: type[nn.Module], **attributes: Any
-) -> nn.Module:
-    """Lay out a linear's parameters as its style says, and give it the forward of another class."""
-    distribute_module(module, mesh, shard_parameters(style))
-    module.__class__ = kind
-    setup = StyleContext(RankGroup(mesh), style.input_layouts[0], Shard(-1))
-    for name, value in {"_setup": setup, **attributes}.items():
-        setattr(module, name, value)
-    return module
-
-
-def column_of(module: nn.Module, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return a column layer of this rank's rows: as many on every rank, wherever they come from."""
-    setup: StyleContext = module._setup  # type: ignore[assignment]  # noqa: SLF001  the module is one of ours
-    value, layout = column_operand(module, setup, value)
-    return column(value, weight, bias, *layout)
 
 
 def shard_parameters(style: ParallelStyle) -> Callable[[str, nn.Module, DeviceMesh], None]:
