@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from namedmesh._torch import concatenate_meshes, replaced_parameters
+from namedmesh._torch import concatenate_meshes
 from namedmesh.errors import ShapeError
 from namedmesh.tensor_parallel.collectives import (
     RankGroup,
     all_to_all,
     exchange,
-    local_shard,
     passed,
     with_backward,
 )
+from namedmesh.tensor_parallel.local import LocalForward
 from namedmesh.tensor_parallel.placements import refuse_incompatible
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
@@ -99,7 +97,7 @@ class ExpertParallel(ParallelStyle):
         for name, parameter in list(module.named_parameters(recurse=False)):
             cut = _cut(parameter, device_mesh, self.src_data_rank)
             module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
-        module.forward = ExpertForward(module, module.forward, RankGroup(device_mesh))
+        module.forward = ExpertForward(module, RankGroup(device_mesh))
         return module
 
 
@@ -115,16 +113,12 @@ def _cut(parameter: Tensor, mesh: DeviceMesh, source: int | None) -> DTensor:
     )
 
 
-class ExpertForward:
-    """The forward of a module of experts, between the way of the tokens to their experts and the way back.
+class ExpertForward(LocalForward):
+    """The forward of a module of experts, between the way of the tokens to their experts and the way back."""
 
-    An object, and no closure, because a deep copy of the module must not call the forward of the original.
-    """
-
-    def __init__(self, module: nn.Module, original: Callable[..., Any], group: RankGroup) -> None:
-        self.module, self.original, self.group = module, original, group
-        self.names = tuple(name for name, _ in module.named_parameters(recurse=False))
-        self.experts = module.get_parameter(self.names[0]).shape[0]
+    def __init__(self, module: nn.Module, group: RankGroup) -> None:
+        super().__init__(module, tuple(name for name, _ in module.named_parameters(recurse=False)))
+        self.group, self.experts = group, module.get_parameter(self.names[0]).shape[0]
         self.gradient_scale = 1.0
         """What the gradients of the weights are multiplied by."""
 
@@ -136,11 +130,9 @@ class ExpertForward:
                 "experts"
             )
         ranks = self.group.size
-        weights = {name: self._weight(name) for name in self.names}
         output: Tensor
         if ranks == 1:
-            with replaced_parameters(self.module, weights):
-                output = self.original(tokens, counts)
+            output = super().__call__(tokens, counts)
             return output
         # Of each rank, how many tokens come for each of this rank's experts.
         arriving = all_to_all(counts, self.group).view(ranks, -1)
@@ -150,12 +142,12 @@ class ExpertForward:
         expert = torch.arange(arriving.shape[1], device=tokens.device).repeat(ranks)
         expert = expert.repeat_interleave(arriving.flatten(), output_size=arrived.shape[0])
         order = expert.argsort(stable=True)
-        with replaced_parameters(self.module, weights):
-            output = self.original(arrived[order], arriving.sum(0))
+        output = super().__call__(arrived[order], arriving.sum(0))
         return exchange(output[order.argsort()], self.group, (receive, send))
 
-    def _weight(self, name: str) -> Tensor:
-        weight = local_shard(getattr(self.module, name))
+    def plain(self, name: str) -> Tensor:
+        """Return this rank's experts of a weight."""
+        weight = super().plain(name)
         return (
             weight if self.gradient_scale == 1 else _scale_gradient(weight, self.group, self.gradient_scale)
         )

@@ -21,7 +21,7 @@ from namedmesh.tensor_parallel.placements import ActivationStyle, refuse_incompa
 from namedmesh.tensor_parallel.styles import shard_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
@@ -75,29 +75,31 @@ class LocalParameters(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         refuse_incompatible(self, module)
         shard_parameters(self)("", module, device_mesh)
-        # Inside all hooks, where FSDP2 has put the whole parameters already. An object, and no closure,
-        # because a deep copy of the module must not call the forward of the original.
-        module.forward = _LocalForward(module, module.forward, tuple(self.parameter_placements(module)))
+        module.forward = LocalForward(module, tuple(self.parameter_placements(module)))
         return module
 
 
-class _LocalForward:
-    """A module's own forward, with plain tensors where its parameters are."""
+class LocalForward:
+    """A module's own forward, with plain tensors where its parameters are.
 
-    def __init__(self, module: nn.Module, original: Callable[..., Any], names: tuple[str, ...]) -> None:
-        self.module, self.original, self.names = module, original, names
+    Inside all hooks, where FSDP2 has put the whole parameters already. An object, and no closure, because a deep copy
+    of the module must not call the forward of the original.
+    """
+
+    def __init__(self, module: nn.Module, names: tuple[str, ...]) -> None:
+        self.module, self.original, self.names = module, module.forward, names
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        values = {name: _plain(getattr(self.module, name)) for name in self.names}
-        with replaced_parameters(self.module, values):
+        """Return what the module's own forward does."""
+        with replaced_parameters(self.module, {name: self.plain(name) for name in self.names}):
             return self.original(*args, **kwargs)
 
-
-def _plain(parameter: Tensor) -> Tensor:
-    """Return this rank's shard of a parameter, or all of it, of whose gradient each rank then makes a part."""
-    if isinstance(parameter, DTensor) and parameter.placements == (Replicate(),):
-        return whole_parameter(parameter)
-    return local_shard(parameter)
+    def plain(self, name: str) -> Tensor:
+        """Return this rank's shard of a parameter, or all of it, of whose gradient each rank then makes a part."""
+        parameter = getattr(self.module, name)
+        if isinstance(parameter, DTensor) and parameter.placements == (Replicate(),):
+            return whole_parameter(parameter)
+        return local_shard(parameter)
 
 
 class KeepWhole(ActivationStyle):
@@ -203,32 +205,26 @@ class ShardedExperts(LocalParameters):
 
     def incompatibilities(self, module: nn.Module) -> list[str]:
         """Return a sentence for each parameter that the module does not own, or that would be added more than once."""
-        placements = self.parameter_placements(module)
-        whole = [
-            name
-            for name, _ in module.named_parameters(recurse=False)
-            if isinstance(placements.get(name, Replicate()), Replicate)
-        ]
-        fused = [
-            f"ShardedExperts finds {name!r} of {type(module).__name__} fused along its first dim, which fully_shard cuts; "
-            f"name a later dim of stacked experts"
-            for name in self.fused
-            if getattr(placements.get(name), "dim", None) == 0
-        ]
+        kind, placements = type(module).__name__, self.parameter_placements(module)
+        reasons = super().incompatibilities(module)
+        for name in self.fused:
+            if getattr(placements.get(name), "dim", None) == 0:
+                reasons.append(
+                    f"ShardedExperts finds {name!r} of {kind} fused along its first dim, which fully_shard cuts; name a "
+                    f"later dim of stacked experts"
+                )
         if self.fused and not HAS_BLOCKS:
-            fused.append(
+            reasons.append(
                 f"ShardedExperts with fused={self.fused} needs torch 2.12 or newer, and this is {TORCH}: its DTensors cannot "
                 "be gathered from parts of gate and up; update torch, or have gate and up as two parameters"
             )
-        return (
-            super().incompatibilities(module)
-            + fused
-            + [
-                f"ShardedExperts sums the output over the ranks, but {name!r} of {type(module).__name__} is whole on "
-                f"every rank and would count once for each; name a layout that shards it"
-                for name in whole
-            ]
-        )
+        for name, _ in module.named_parameters(recurse=False):
+            if isinstance(placements.get(name, Replicate()), Replicate):
+                reasons.append(
+                    f"ShardedExperts sums the output over the ranks, but {name!r} of {kind} is whole on every rank and "
+                    f"would count once for each; name a layout that shards it"
+                )
+        return reasons
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)
