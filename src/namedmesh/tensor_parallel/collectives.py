@@ -123,14 +123,10 @@ _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 def start_all_reduce(
     tensor: Tensor, group: RankGroup, operation: str = "sum", *, mine: bool = False
 ) -> Pending:
-    """Start summing a tensor over the ranks.
+    """Start summing a tensor over the ranks, or combining the parts by ``"max"``.
 
-    Args:
-        tensor: this rank's part.
-        group: the ranks.
-        operation: ``"sum"``, or how to combine the parts otherwise: ``"max"``.
-        mine: the caller made the tensor and gave it to nobody, so that the sum may be written into it. It is
-            not where somebody sees every operation, and may have kept the tensor.
+    ``mine``: the caller made the tensor and gave it to nobody, so that the sum may be written into it. It is not where
+    somebody sees every operation, and may have kept the tensor.
     """
     if group.size == 1:
         return Pending(tensor)

@@ -54,11 +54,7 @@ def row_of(state: float) -> list[float]:
 
 
 def fingerprint(value: Tensor, dtypes: set[torch.dtype]) -> list[float]:
-    """Return the row of a tensor: its size, and three weighted sums, whatever its shape.
-
-    Args:
-        value: this rank's plain tensor.
-        dtypes: what it was computed in, beside its own type.
+    """Return the row of a plain tensor, computed in ``dtypes`` and its own: its size, and three weighted sums.
 
     Example:
         >>> row = fingerprint(torch.tensor([3.0, 4.0]), {torch.float32})
@@ -119,14 +115,7 @@ def _verdict(rows: Tensor, largest: float) -> float:
 def problems_of(
     model: nn.Module, different: Mapping[tuple[str, str], float], axis: str, size: int
 ) -> list[str]:
-    """Return a sentence for each kind of thing that differs: inputs, outputs' gradients, and parameters' gradients.
-
-    Args:
-        model: the model.
-        different: how far the ranks are apart, as a part of the size, by the kind of thing and its name.
-        axis: the name of the axis.
-        size: the number of its ranks.
-    """
+    """Return a sentence for each kind of thing of which ranks are apart, by so much of the size."""
     problems = []
     for kind, sentence in _SENTENCES.items():
         found = {name: apart for (each, name), apart in different.items() if each == kind}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from namedmesh._torch import CLIPS_PARTIAL_GRADIENTS, synchronous
+from namedmesh._torch import CLIPS_PARTIAL_GRADIENTS, gradient_like, synchronous
 from namedmesh.tensor_parallel.collectives import RankGroup, all_reduce
 
 if TYPE_CHECKING:
@@ -68,34 +68,18 @@ def reduce_gradients(parameters: nn.Module | Iterable[Tensor]) -> None:
 
 def _summed_dim(gradient: DTensor, parameter: DTensor) -> int | None:
     """Return the dim of the mesh over which a gradient is still to be summed, if it is otherwise laid out as its parameter."""
-    different = [
-        dim
-        for dim, (one, other) in enumerate(zip(gradient.placements, parameter.placements, strict=True))
-        if one != other
-    ]
-    if len(different) != 1:
-        return None
-    (dim,) = different
-    is_sum = gradient.placements[dim] == Partial() and isinstance(parameter.placements[dim], Replicate)
-    return dim if is_sum else None
+    layouts = [*zip(gradient.placements, parameter.placements, strict=True)]
+    different = [dim for dim, (one, other) in enumerate(layouts) if one != other]
+    return different[0] if [layouts[dim] for dim in different] == [(Partial(), Replicate())] else None
 
 
 @torch.no_grad()
 def _reduce_together(parameters: list[Any], group: RankGroup) -> None:
     parts = [synchronous(parameter.grad.to_local()) for parameter in parameters]
     total = all_reduce(torch.cat([part.flatten() for part in parts]), group, mine=True)
-    for parameter, part, whole in zip(
-        parameters, parts, total.split([p.numel() for p in parts]), strict=True
-    ):
-        gradient = parameter.grad
-        parameter.grad = DTensor.from_local(
-            whole.view_as(part),
-            gradient.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=gradient.shape,
-            stride=gradient.stride(),
-        )
+    sums = total.split([part.numel() for part in parts])
+    for parameter, part, whole in zip(parameters, parts, sums, strict=True):
+        parameter.grad = gradient_like(parameter, whole.view_as(part))
 
 
 def reduce_before_use(model: nn.Module) -> None:
