@@ -86,16 +86,16 @@ class RowwiseLinear(nn.Linear):
         is_shard = not isinstance(input, DTensor) and sharded_dim(setup.input_layout, input.ndim) == last
         if not is_shard:
             check_features(self, input, self.in_features)
-        scatter_dim = sharded_dim(setup.output_layout, input.ndim)
-        if scatter_dim is not None:
-            shape = torch.Size((*input.shape[:-1], self.out_features))
-            check_divides(self, "the output", shape, scatter_dim, setup.group.size)
         if is_shard:
             local = input
         elif setup.whole_input and not isinstance(input, DTensor):
             local = split(input, setup.group, last)
         else:
             local = setup.redistribute_input(input, Shard(-1)).to_local()
+        scatter_dim = sharded_dim(setup.output_layout, input.ndim)
+        if scatter_dim is not None:
+            shape = torch.Size((*local.shape[:-1], self.out_features))
+            check_divides(self, "the output", shape, scatter_dim, setup.group.size)
         output = row(local, self.weight, self.bias, setup.group, scatter_dim)
         return setup.deliver(self, output, Replicate() if scatter_dim is None else setup.output_layout)
 
