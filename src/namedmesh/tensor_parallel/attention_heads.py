@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 from torch import nn
-from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from namedmesh.errors import listing
@@ -45,12 +44,6 @@ class Heads:
         """How many heads the queries have, and the keys and values."""
         keys = self.keys or self.queries
         return self.queries and self.queries[1], keys and keys[1]
-
-    def can_share(self, tp_size: int) -> bool:
-        """Return whether ranks that do not divide the kv heads can share them: each has its queries, each head too."""
-        if self.queries is None or self.keys is None:
-            return False
-        return SharedHeads(self.queries[1], self.keys[1], tp_size).possible
 
 
 def with_counts(model: nn.Module, entries: list[Entry], tp_size: int) -> list[Entry]:
@@ -146,7 +139,8 @@ def _cut(entry: Entry, features: int, heads: Heads, tp_size: int) -> tuple[str, 
             if stated is (heads.keys or heads.queries) and not style.shared:
                 return name, count, f"choose a tp size that divides {count}"
         elif heads.head_dim is not None and count * heads.head_dim in sizes:
-            share = stated is heads.keys and blocks is None and heads.can_share(tp_size)
+            queries = heads.queries if stated is heads.keys and blocks is None else None
+            share = queries is not None and SharedHeads(queries[1], count, tp_size).possible
             remedy = "give them KeyValueParallel(), or " if share else ""
             return name, count, f"{remedy}choose a tp size that divides {count}"
     return None
@@ -154,18 +148,14 @@ def _cut(entry: Entry, features: int, heads: Heads, tp_size: int) -> tuple[str, 
 
 def sharded_features(entry: Entry) -> int | None:
     """Return the number of features that an entry leaves each rank a shard of; None if it leaves none sharded."""
-    if not isinstance(entry.module, nn.Linear):
+    style, module = entry.style, entry.module
+    if not isinstance(module, nn.Linear) or not isinstance(style, ColwiseParallel | RowwiseParallel):
         return None
-    if isinstance(entry.style, ColwiseParallel):
-        return entry.module.out_features if _is_last(entry.style.output_layouts[0]) else None
-    if isinstance(entry.style, RowwiseParallel):
-        return entry.module.in_features if _is_last(entry.style.input_layouts[0]) else None
-    return None
-
-
-def _is_last(layout: object) -> bool:
-    """Return whether a layout shards the last dim of activations of three dims (batch, sequence, features)."""
-    return isinstance(layout, Shard) and sharded_dim(layout, 3) == 2  # noqa: PLR2004  the last of three
+    column = isinstance(style, ColwiseParallel)
+    layout = (style.output_layouts if column else style.input_layouts)[0]
+    # Of activations of three dims: batch, sequence, features.
+    is_last = sharded_dim(layout, 3) == 2  # noqa: PLR2004  the last of three
+    return (module.out_features if column else module.in_features) if is_last else None
 
 
 def _own_config(module: nn.Module) -> object:
