@@ -142,7 +142,12 @@ def start_all_reduce(
 
 def all_reduce(tensor: Tensor, group: RankGroup, operation: str = "sum", *, mine: bool = False) -> Tensor:
     """Return the sum of a tensor over the ranks; the arguments are those of :func:`start_all_reduce`."""
-    return start_all_reduce(tensor, group, operation, mine=mine).wait()
+    if group.size == 1 or needs_functional_collectives(tensor):
+        return start_all_reduce(tensor, group, operation, mine=mine).wait()
+    sent = contiguous_resolved(tensor)
+    sent = sent if mine or sent is not tensor else tensor.clone()
+    dist.all_reduce(sent, _OPERATIONS[operation], group.process_group)
+    return sent
 
 
 def start_all_gather(local: Tensor, group: RankGroup, dim: int) -> Pending:

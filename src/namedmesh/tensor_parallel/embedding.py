@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from namedmesh._torch import synchronous
 from namedmesh.tensor_parallel.collectives import all_gather, gather, local_shard, sum_forward, sum_scatter
-from namedmesh.tensor_parallel.module_setup import StyleContext, check_divides, sharded_dim
+from namedmesh.tensor_parallel.module_setup import LAST, WHOLE, StyleContext, check_divides, sharded_dim
 
 
 class ColwiseEmbedding(nn.Embedding):
@@ -24,8 +24,8 @@ class ColwiseEmbedding(nn.Embedding):
         weight = local_shard(self.weight)
         output = F.embedding(ids, weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
         if setup.whole_output:
-            return setup.deliver(self, gather(output, setup.group, ids.ndim), Replicate())
-        return setup.deliver(self, output, Shard(-1))
+            return setup.deliver(self, gather(output, setup.group, ids.ndim))
+        return setup.deliver(self, output, LAST)
 
 
 class RowwiseEmbedding(nn.Embedding):
@@ -40,9 +40,9 @@ class RowwiseEmbedding(nn.Embedding):
         partial = self._my_rows(ids)
         scatter_dim = sharded_dim(setup.output_layout, partial.ndim)
         if scatter_dim is None:
-            return setup.deliver(self, sum_forward(partial, setup.group), Replicate())
+            return setup.deliver(self, sum_forward(partial, setup.group), WHOLE)
         check_divides(self, "the output", partial.shape, scatter_dim, setup.group.size)
-        return setup.deliver(self, sum_scatter(partial, setup.group, scatter_dim), setup.output_layout)
+        return setup.deliver(self, sum_scatter(partial, setup.group, scatter_dim))
 
     def _my_rows(self, ids: Tensor) -> Tensor:
         """Return the vectors of the ids that are in this rank's shard of the vocabulary, zeros for the others."""
@@ -63,7 +63,7 @@ def _whole_ids(setup: StyleContext, ids: Tensor) -> Tensor:
         return all_gather(ids, setup.group, dim)
     if setup.whole_input and not isinstance(ids, DTensor):
         return ids
-    return synchronous(setup.redistribute_input(ids, Replicate()).to_local())
+    return synchronous(setup.redistribute_input(ids, WHOLE).to_local())
 
 
 def refuse_strangers(ids: Tensor, vocabulary: int, what: str) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial
 
 from namedmesh._torch import (
     as_non_view,
@@ -39,6 +39,8 @@ from namedmesh.tensor_parallel.collectives import (
     start_reduce_scatter,
 )
 from namedmesh.tensor_parallel.module_setup import (
+    LAST,
+    WHOLE,
     StyleContext,
     check_divides,
     check_features,
@@ -68,10 +70,10 @@ class ColwiseLinear(nn.Linear):
         if setup.rows is not None:
             weight = setup.rows(weight, setup.group)
             bias = None if bias is None else setup.rows(bias, setup.group)
-        output = column(value, weight, bias, *layout)
+        output = _column(*_operands(value, weight, bias), layout)
         if setup.whole_output:
-            return setup.deliver(self, gather(output, setup.group, output.ndim - 1), Replicate())
-        return setup.deliver(self, output, Shard(-1))
+            return setup.deliver(self, gather(output, setup.group, output.ndim - 1))
+        return setup.deliver(self, output, LAST)
 
 
 class RowwiseLinear(nn.Linear):
@@ -91,13 +93,14 @@ class RowwiseLinear(nn.Linear):
         elif setup.whole_input and not isinstance(input, DTensor):
             local = split(input, setup.group, last)
         else:
-            local = setup.redistribute_input(input, Shard(-1)).to_local()
+            local = setup.redistribute_input(input, LAST).to_local()
         scatter_dim = sharded_dim(setup.output_layout, input.ndim)
         if scatter_dim is not None:
             shape = torch.Size((*local.shape[:-1], self.out_features))
             check_divides(self, "the output", shape, scatter_dim, setup.group.size)
         output = row(local, self.weight, self.bias, setup.group, scatter_dim)
-        return setup.deliver(self, output, Replicate() if scatter_dim is None else setup.output_layout)
+        known = scatter_dim is not None or setup.whole_output
+        return setup.deliver(self, output, None if known else WHOLE)
 
 
 class ColumnInput(NamedTuple):
@@ -119,7 +122,7 @@ def column_operand(module: nn.Module, setup: StyleContext, value: Tensor) -> tup
     known = gather_dim is not None or setup.whole_input
     if isinstance(value, DTensor) or not known:
         # As in DTensor arithmetic: whoever made it sums the parts of its gradient, of all its users at once.
-        whole = setup.redistribute_input(value, Replicate())
+        whole = setup.redistribute_input(value, WHOLE)
         return whole.to_local(grad_placements=(Partial(),)), ColumnInput(ALONE)
     if not sums_gradient_of(module, setup.group, value):
         return value, ColumnInput(setup.group, gather_dim)

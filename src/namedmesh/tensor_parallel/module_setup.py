@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 NAME = "_namedmesh_name"
 """The attribute in which ``parallelize`` leaves a module's fully qualified name, for error messages."""
 
+
+WHOLE, LAST = Replicate(), Shard(-1)
+"""The layouts of what every rank has all of, and of which each has some features."""
 
 Rows: TypeAlias = "Callable[[Tensor, RankGroup], Tensor]"
 
@@ -41,27 +44,24 @@ class StyleContext:
     output_layout: Placement
     use_local_output: bool = True
     rows: Rows | None = None
+    whole_input: bool = field(init=False)
+    whole_output: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        # To ask a layout for its class takes long, in every forward.
+        object.__setattr__(self, "whole_input", isinstance(self.input_layout, Replicate))
+        object.__setattr__(self, "whole_output", isinstance(self.output_layout, Replicate))
 
     @property
     def mesh(self) -> Any:
         """The mesh."""
         return self.group.source
 
-    @property
-    def whole_input(self) -> bool:
-        """Whether every rank has all of the input."""
-        return isinstance(self.input_layout, Replicate)
-
-    @property
-    def whole_output(self) -> bool:
-        """Whether every rank gets all of the output."""
-        return isinstance(self.output_layout, Replicate)
-
-    def deliver(self, module: torch.nn.Module, local: Tensor, made: Placement) -> Tensor:
-        """Return the output of the style, from this rank's plain tensor in the layout that the module made."""
-        if not same_layout(made, self.output_layout, local.ndim):
+    def deliver(self, module: torch.nn.Module, local: Tensor, made: Placement | None = None) -> Tensor:
+        """Return the output, from this rank's plain tensor in the layout that the module made, if not that of the style."""
+        if made is not None and not same_layout(made, self.output_layout, local.ndim):
             return self.redistribute_output(module, self._as_dtensor(local, made))
-        return local if self.use_local_output else self._as_dtensor(local, made)
+        return local if self.use_local_output else self._as_dtensor(local, self.output_layout)
 
     def _as_dtensor(self, tensor: Tensor, layout: Placement) -> DTensor:
         if isinstance(tensor, DTensor):
