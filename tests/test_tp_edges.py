@@ -131,6 +131,8 @@ def uneven() -> list[float]:
         (PAIR, (2, 7, 8)),
         ({"up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel()}, (2, 7, 8)),
         ({"up": RowwiseParallel(), "down": ColwiseParallel(output_layouts=WHOLE)}, (2, 7, 8)),
+        (PAIR | {"": SharedInput()}, (2, 7, 8)),
+        (PAIR | {"": SharedInput(input_layouts=Shard(1))}, (2, 7, 8)),
     ):
         reference = Mlp().double()
         model = parallelize(copy.deepcopy(reference), mesh, plan)
@@ -145,7 +147,7 @@ def uneven() -> list[float]:
 
 def test_dtensors_of_uneven_shards() -> None:
     for found in run_ranks(2, uneven):
-        assert len(found) == 9
+        assert len(found) == 15
         assert max(found) < 1e-12, found
 
 
