@@ -160,7 +160,9 @@ def start_all_gather(local: Tensor, group: RankGroup, dim: int) -> Pending:
         full = functional_collective("all_gather_into_tensor", first, group.size, group=group.process_group)
         return Pending(full, lambda full: wait_tensor(full).movedim(0, dim))
     full = first.new_empty((first.shape[0] * group.size, *first.shape[1:]))
-    return Pending(full, _after(all_gather_single(full, first, group.process_group), dim))
+    return Pending(
+        full, _after(all_gather_single(full, first, group=group.process_group, async_op=True), dim)
+    )
 
 
 def all_gather(local: Tensor, group: RankGroup, dim: int) -> Tensor:
@@ -179,7 +181,9 @@ def start_reduce_scatter(full: Tensor, group: RankGroup, dim: int) -> Pending:
         )
         return Pending(shard, lambda shard: wait_tensor(shard).movedim(0, dim))
     shard = first.new_empty((first.shape[0] // group.size, *first.shape[1:]))
-    return Pending(shard, _after(reduce_scatter_single(shard, first, group.process_group), dim))
+    return Pending(
+        shard, _after(reduce_scatter_single(shard, first, group=group.process_group, async_op=True), dim)
+    )
 
 
 def reduce_scatter(full: Tensor, group: RankGroup, dim: int) -> Tensor:
