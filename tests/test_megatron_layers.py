@@ -25,9 +25,9 @@ from namedmesh.compat.megatron import parallel_state, tensor_parallel
 from namedmesh.compat.megatron.tensor_parallel import layers as our_layers
 from namedmesh.compat.megatron.tensor_parallel import mappings as our_mappings
 from namedmesh.compat.megatron.tensor_parallel import utils as our_utils
+from namedmesh.compat.partition import checked_exchange
 from namedmesh.compat.sharded_layer import block_shard, fill_shard
 from namedmesh.tensor_parallel.collectives import RankGroup
-from namedmesh.tensor_parallel.regions import exchange
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -785,7 +785,7 @@ def test_lengths_of_shards_are_checked_on_one_rank_too() -> None:
 
 def test_the_shared_code_raises_no_error_of_a_dialect() -> None:
     with pytest.raises(ShapeError) as caught:
-        exchange(torch.zeros(2), RankGroup(None), [3])
+        checked_exchange(torch.zeros(2), RankGroup(None), [3])
     assert not isinstance(caught.value, (ContractError, ContractRuntimeError))
 
 

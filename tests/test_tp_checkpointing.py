@@ -23,6 +23,7 @@ from namedmesh._torch import TORCH
 from namedmesh.compat import ezpz, fairscale, megatron
 from namedmesh.compat.ezpz import tp as ezpz_tp
 from namedmesh.compat.megatron import tensor_parallel as megatron_layers
+from namedmesh.compat.vocabulary import cross_entropy
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
     LocalParameters,
@@ -33,9 +34,7 @@ from namedmesh.tensor_parallel import (
     llama_plan,
     parallelize,
 )
-from namedmesh.tensor_parallel.collectives import RankGroup, all_gather, gather_parts
-from namedmesh.tensor_parallel.regions import exchange
-from namedmesh.tensor_parallel.vocabulary import cross_entropy
+from namedmesh.tensor_parallel.collectives import RankGroup, all_gather, exchange, gather_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -264,7 +263,7 @@ def legacy_difference(
             for parameter in model.parameters():
                 if getattr(parameter, "sequence_parallel", False):
                     assert parameter.grad is not None
-                    torch.distributed.all_reduce(parameter.grad, group=peers.group)
+                    torch.distributed.all_reduce(parameter.grad, group=peers.process_group)
         reference(x).square().sum().backward()
         for one in optimizers:
             one.step()
@@ -369,11 +368,17 @@ def parts(mesh: DeviceMesh) -> dict[str, tuple[Callable[[Tensor], Tensor], Tenso
         "loss": (lambda x: cross_entropy(x[:, :3], target, peers), x),
         "smoothed loss": (lambda x: cross_entropy(x[:, :3], target, peers, 0.1), x),
         "gathered parts": (lambda x: gather_parts(x, peers, 1), x),
-        "gathered, uneven": (lambda x: gathered(x[: 1 + peers.rank], True, peers.group, [1, 2]), x),
-        "gathered alike, uneven": (lambda x: gathered(x[: 1 + peers.rank], False, peers.group, [1, 2]), x),
-        "scattered, uneven": (lambda x: scattered(x, peers.group, [0, 2]), x),
+        "gathered, uneven": (lambda x: gathered(x[: 1 + peers.rank], True, peers.process_group, [1, 2]), x),
+        "gathered alike, uneven": (
+            lambda x: gathered(x[: 1 + peers.rank], False, peers.process_group, [1, 2]),
+            x,
+        ),
+        "scattered, uneven": (lambda x: scattered(x, peers.process_group, [0, 2]), x),
         "exchanged": (lambda x: exchange(x, peers), x),
-        "exchanged, uneven": (lambda x: exchange(x, peers, [0, 2], [0, 0] if peers.rank == 0 else [2, 2]), x),
+        "exchanged, uneven": (
+            lambda x: exchange(x, peers, ([0, 2], [0, 0] if peers.rank == 0 else [2, 2])),
+            x,
+        ),
         "copied": (lambda x: mappings.copy_to_model_parallel_region(x * 2) * 3, x),
         "reduced": (lambda x: mappings.reduce_from_model_parallel_region(x * 2) * 3, x),
         "cut": (lambda x: mappings.scatter_to_model_parallel_region(x * 2) * 3, x),

@@ -251,3 +251,27 @@ def test_the_weights_gradient_is_computed_while_the_inputs_is_summed() -> None:
         assert found["shared"] == shared
         shared[shared.index("all_reduce")] = "reduce_scatter_tensor"
         assert found["shared, sequence"] == ["all_gather_into_tensor", "wait_tensor", *shared]
+
+
+def bytes_in_backward() -> list[tuple[float, float]]:
+    """What a backward sends in float32, and under autocast: of a shared input that is whole, and of one that is gathered."""
+    mesh = init_device_mesh("cpu", (TP,), mesh_dim_names=("tp",))
+    layers: dict[str, Any] = {"w1": ColwiseParallel(), "w3": ColwiseParallel()}
+    found = []
+    for layout, value in ((WHOLE, torch.ones(2, 4, 8)), (SEQUENCE, torch.ones(2, 2, 8))):
+        plan = layers | {"w2": RowwiseParallel(output_layouts=layout), "": SharedInput(input_layouts=layout)}
+        sent = []
+        for enabled in (False, True):
+            model = parallelize(FeedForward(8, 12), mesh, plan)
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                out = model(value.clone().requires_grad_())
+            with Traffic() as backward:
+                out.sum().backward()
+            sent.append(backward.bytes)
+        found.append((sent[0], sent[1]))
+    return found
+
+
+def test_under_autocast_the_gradient_of_a_shared_input_is_sent_in_its_type() -> None:
+    for found in run_ranks(TP, bytes_in_backward):
+        assert [float32 / autocast for float32, autocast in found] == [2, 2]

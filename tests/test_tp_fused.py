@@ -25,7 +25,7 @@ from namedmesh.tensor_parallel import (
     parallelize,
     plan_report,
 )
-from namedmesh.tensor_parallel.blocks import Blocks
+from namedmesh.tensor_parallel.fused import Blocks
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -24,7 +24,7 @@ import namedmesh
 from namedmesh import training
 from namedmesh._torch import HAS_BLOCKS
 from namedmesh.errors import PlanError
-from namedmesh.tensor_parallel import ShardedExperts, experts, parallelize, plan_from_hf, plan_report
+from namedmesh.tensor_parallel import ShardedExperts, local, parallelize, plan_from_hf, plan_report
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -227,7 +227,7 @@ def test_a_first_dim_cannot_be_fused() -> None:
 
 
 def test_before_torch_2_12_fused_experts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts, "HAS_BLOCKS", False)
+    monkeypatch.setattr(local, "HAS_BLOCKS", False)
     model = Mixture("packed_colwise")
     with pytest.raises(PlanError, match=r"experts: ShardedExperts with fused=.* needs torch 2\.12 or newer"):
         plan_report(model, 2, plan_from_hf(model))
@@ -241,8 +241,8 @@ def test_before_torch_2_12_fused_experts_are_refused(monkeypatch: pytest.MonkeyP
 def test_fused_halves_that_do_not_divide() -> None:
     model = Mixture("packed_colwise")
     text = (
-        "2 problems:\n  - experts: dim 1 of gate_up_proj 16 is not divisible by 2 times the tp size 3; pad it to 18, ...\n"
-        "  - experts: dim 2 of down_proj 8 ... the tp size 3; pad it to 9, ..."
+        "2 problems:\n  - experts: dim 1 of gate_up_proj 16 is not divisible by 2 times the tp size 3; pad it to 18\n"
+        "  - experts: dim 2 of down_proj 8 ... the tp size 3; pad it to 9"
     )
     with pytest.raises(PlanError, match=says(text)):
         plan_report(model, 3, plan_from_hf(model))

@@ -128,7 +128,9 @@ def test_what_is_refused() -> None:
         "  - reduction is 'median'; it can be one of ('mean', 'sum', 'none')\n"
         "  - label_smoothing is 2.0; it can be from 0 to 1"
     )
-    with pytest.raises(IndexError, match="target 8 is out of bounds: the vocabulary runs from 0 to 7"):
+    with pytest.raises(
+        IndexError, match="target is out of bounds: the ids run from 1 to 8, the vocabulary from 0 to 7"
+    ):
         cross_entropy(torch.zeros(2, 8), torch.tensor([1, 8]))
 
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from tp_checks import CHECKS, largest_difference
 
 import namedmesh.tensor_parallel as package
-from namedmesh.compat import parallel_layers, partition
+from namedmesh.compat import parallel_layers, partition, vocabulary
 from namedmesh.compat.megatron.tensor_parallel import layers as megatron_layers
 from namedmesh.tensor_parallel import collectives
 from namedmesh.tensor_parallel.collectives import Pending, RankGroup, my_shard
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from torch import Tensor
-
-# The weight norm that torch calls old, which one of the checks is about.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 
 WORLD = 2
 TOLERANCE = 1e-9
@@ -105,7 +102,7 @@ DOUBLED: dict[str, Callable[..., Any]] = {
 
 def modules() -> list[ModuleType]:
     names = [f"{package.__name__}.{found.name}" for found in pkgutil.iter_modules(package.__path__)]
-    return [*map(importlib.import_module, names), partition, parallel_layers, megatron_layers]
+    return [*map(importlib.import_module, names), partition, parallel_layers, vocabulary, megatron_layers]
 
 
 def sites_of(module: ModuleType) -> dict[Site, bool]:
@@ -134,21 +131,27 @@ def is_text(node: ast.expr) -> bool:
 def pairs() -> dict[Site, Any]:
     """The collectives that compute a function or its backward, each with the cell that holds it."""
     names = {getattr(collectives, name): name for name in REMOVED}
-    found = {}
-    for module in modules():
-        for value in vars(module).values():
-            function = getattr(value, "__self__", None)
-            if not inspect.isclass(function) or not issubclass(function, torch.autograd.Function):
+    found, seen = {}, set()
+    for module in (collectives, *modules()):
+        for attribute, value in vars(module).items():
+            function = autograd_function(value)
+            if function is None or function in seen:
                 continue
+            seen.add(function)
             for line, method in enumerate((function.forward, function.backward)):
                 for cell in method.__closure__ or ():
                     if (name := names.get(cell.cell_contents)) is not None:
-                        found[Site(f"{module.__name__}.{attribute_of(module, value)}", line, name)] = cell
+                        found[Site(f"{module.__name__}.{attribute}", line, name)] = cell
     return found
 
 
-def attribute_of(module: ModuleType, value: object) -> str:
-    return next(name for name, other in vars(module).items() if other is value)
+def autograd_function(value: object) -> Any:
+    """The class behind a collective that was made with its backward."""
+    for cell in (getattr(value, "__closure__", None) or ()) if inspect.isfunction(value) else ():
+        made = getattr(cell.cell_contents, "__self__", None)
+        if inspect.isclass(made) and issubclass(made, torch.autograd.Function):
+            return made
+    return None
 
 
 class Switch:

@@ -214,6 +214,12 @@ PAIRS: dict[str, tuple[Any, Any, Any, Any]] = {
         LAST,
         WHOLE,
     ),
+    "the sequence cut between": (
+        ColwiseParallel(output_layouts=SEQUENCE),
+        RowwiseParallel(input_layouts=SEQUENCE, output_layouts=SEQUENCE),
+        WHOLE,
+        SEQUENCE,
+    ),
     "torch's": (TorchColwise(), TorchRowwise(), WHOLE, WHOLE),
 }
 

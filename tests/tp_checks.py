@@ -22,6 +22,7 @@ from tp_models import Llama
 
 from namedmesh.compat import parallel_layers
 from namedmesh.compat.megatron.tensor_parallel import layers as megatron
+from namedmesh.compat.vocabulary import cross_entropy
 from namedmesh.errors import GradientError
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
@@ -37,9 +38,7 @@ from namedmesh.tensor_parallel import (
     reduce_gradients,
 )
 from namedmesh.tensor_parallel import cross_entropy as sharded_cross_entropy
-from namedmesh.tensor_parallel.collectives import RankGroup, gather_parts
-from namedmesh.tensor_parallel.regions import exchange
-from namedmesh.tensor_parallel.vocabulary import cross_entropy
+from namedmesh.tensor_parallel.collectives import RankGroup, exchange, gather_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -73,12 +72,10 @@ def against_whole(
     *,
     cut_in: int | None = None,
     cut_out: int | None = None,
-    again: nn.Module | None = None,
 ) -> Pairs:
     """A module under a plan against itself: output, input gradient, parameter gradients whole and as shards."""
     reference = filled(module)
-    copied = copy.deepcopy(reference) if again is None else filled(again)
-    model = parallelize(copied, tp_mesh(), plan, src_data_rank=None)
+    model = parallelize(copy.deepcopy(reference), tp_mesh(), plan, src_data_rank=None)
     differentiable = value.is_floating_point()
     theirs = value.clone().requires_grad_(differentiable)
     mine = shard(value, cut_in).clone().requires_grad_(differentiable)
@@ -144,17 +141,6 @@ def gathered_and_split() -> Pairs:
     yield from against_whole(two, plan, noise(2, 4, 8))
     # Alone: the gather's backward would not look at more of the gradient than its own shard.
     yield from against_whole(nn.Sequential(nn.Linear(12, 8)), {"0": plan["2"]}, noise(2, 4, 12))
-
-
-def weight_norms() -> Pairs:
-    def normed(dim: int) -> nn.Module:
-        return nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 8), dim=dim))
-
-    for dim in (0, 1, -1):
-        column = ColwiseParallel(output_layouts=WHOLE)
-        for style in (column, RowwiseParallel(input_layouts=WHOLE)):
-            # Its weight is computed, so that it cannot be copied.
-            yield from against_whole(normed(dim), {"0": style}, noise(2, 4, 8), again=normed(dim))
 
 
 class Normed(nn.Embedding):
@@ -438,7 +424,6 @@ CHECKS: tuple[Callable[[], Pairs], ...] = (
     column_and_row,
     sequence_column_and_row,
     gathered_and_split,
-    weight_norms,
     embeddings,
     llamas,
     heads,

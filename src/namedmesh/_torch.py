@@ -823,11 +823,6 @@ def replaced_parameters(module: torch.nn.Module, values: Mapping[str, torch.Tens
         parameters.update(own)
 
 
-def pre_hooks(module: torch.nn.Module) -> dict[int, Any]:
-    """Return the forward pre-hooks of a module by their numbers, to look at and to change."""
-    return module._forward_pre_hooks
-
-
 def absent_children(model: torch.nn.Module) -> list[str]:
     """Return the names of the submodules that were set to None, as pipeline stages do."""
     absent = []

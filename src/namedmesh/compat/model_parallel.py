@@ -173,7 +173,7 @@ class ModelParallel:
             return used
         group = getattr(self._module, self._of_tp) or self.missing("the tensor-parallel group")
         peers: RankGroup | None = self._module._rank_group  # noqa: SLF001  a variable of the dialect
-        if peers is None or peers.group is not group:  # a group that was assigned by hand
+        if peers is None or peers.process_group is not group:  # a group that was assigned by hand
             peers = RankGroup(group)
             self._module._rank_group = peers  # noqa: SLF001
         # Code that was compiled for a forward is what repeats it; and up to torch 2.9 the compiler cannot look into the set.

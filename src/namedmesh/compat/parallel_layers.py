@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.partition import scatter
 from namedmesh.compat.sharded_layer import ParallelLayer
+from namedmesh.compat.vocabulary import lookup, shorten
 from namedmesh.tensor_parallel.collectives import all_gather, gather, sum_forward
+from namedmesh.tensor_parallel.embedding import in_part
 from namedmesh.tensor_parallel.linear import column, row
-from namedmesh.tensor_parallel.vocabulary import Lookup, lookup, shorten
 
 if TYPE_CHECKING:
     from namedmesh.compat.sharded_layer import Initializer
@@ -213,15 +214,19 @@ class VocabParallelEmbedding(_Embedding):
         Args:
             input_: ids, ``(...)``, the same on every rank. One outside of the vocabulary gets zeros.
         """
-        group, padding = self.group, self.padding_idx
-        options = Lookup(
+        first, padding = self.vocab_start_index, self.padding_idx
+        if self.max_norm is not None:
+            elsewhere, mine = in_part(input_, first, self.num_embeddings_per_partition)
+            shorten(self.weight, mine[~elsewhere], self.max_norm, self.norm_type)
+        vectors = lookup(
+            input_,
+            self.weight,
+            first,
             padding_idx=padding if padding is None else padding % self.num_embeddings,
-            max_norm=self.max_norm,
-            norm_type=self.norm_type,
             scale_grad_by_freq=self.scale_grad_by_freq,
             sparse=self.sparse,
         )
-        return sum_forward(lookup(input_, self.weight, self.vocab_start_index, options), group)
+        return sum_forward(vectors, self.group)
 
 
 class ParallelEmbedding(_Embedding):

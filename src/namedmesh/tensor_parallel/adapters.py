@@ -17,7 +17,7 @@ from namedmesh.tensor_parallel.styles import RowwiseParallel as FastRowwiseParal
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-    from namedmesh.tensor_parallel.plan_entry import Entry
+    from namedmesh.tensor_parallel.placements import Entry
 
 
 def adapted_model(model: nn.Module) -> tuple[str, nn.Module] | None:

@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import copy
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from torch.distributed.tensor.parallel import parallelize_module
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from namedmesh._torch import apply_style
-from namedmesh.tensor_parallel.gradient_comparison import GradientComparison, Whole
+from namedmesh.tensor_parallel.gradient_comparison import GradientComparison
 from namedmesh.tensor_parallel.gradient_sums import reduce_before_use
-from namedmesh.tensor_parallel.guards import avoid_native_path, install_guards, restored_on_error
-from namedmesh.tensor_parallel.module_setup import NAME
+from namedmesh.tensor_parallel.module_setup import NAME, check_divides, same_layout, sharded_dim
 from namedmesh.tensor_parallel.placements import accepts_sharded_module, whole_sides
 from namedmesh.tensor_parallel.plan import resolve
-from namedmesh.tensor_parallel.saving import save_whole_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterator, Mapping
 
-    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
+    from torch.distributed.tensor.placement_types import Placement
 
+    from namedmesh.tensor_parallel.placements import Entry
     from namedmesh.tensor_parallel.plan import Plan
-    from namedmesh.tensor_parallel.plan_entry import Entry
+
+
+Move: TypeAlias = "tuple[Placement | None, Placement | None]"
+"""From one layout to another."""
 
 
 def parallelize(
@@ -84,40 +101,179 @@ def parallelize(
         >>> dist.destroy_process_group()
     """
     resolved = resolve(model, mesh, plan, must_divide)
-    with restored_on_error(model):
+    with _restored_on_error(model):
         for entry in resolved.entries:
             applied = _apply_entry(entry, mesh, src_data_rank)
             if entry.module is model:
                 model = applied
         for tie in resolved.ties:
-            tie.restore()
+            (_, first, own_name), *others = tie
+            for _, module, name in others:
+                module.register_parameter(name, first.get_parameter(own_name))
     reduce_before_use(model)
-    if check and mesh.size() > 1 and not any(_has_own_data(entry.style) for entry in resolved.entries):
-        GradientComparison(model, mesh, _whole_activations(resolved.entries))
-    avoid_native_path(model)
-    save_whole_tensors(model)
+    # Ranks that have data of their own have other gradients of everything.
+    own_data = any(getattr(entry.style, "ranks_have_own_data", False) for entry in resolved.entries)
+    if check and mesh.size() > 1 and not own_data:
+        sides = ((entry.fqn, entry.module, *whole_sides(entry.style)) for entry in resolved.entries)
+        GradientComparison(model, mesh, sides)
+    _avoid_native_path(model)
+    _save_whole_tensors(model)
     return model
-
-
-def _has_own_data(style: ParallelStyle) -> bool:
-    """Return whether the ranks of a style's axis have data of their own, and so other gradients of everything."""
-    return bool(getattr(style, "ranks_have_own_data", False))
-
-
-def _whole_activations(entries: Iterable[Entry]) -> dict[str, Whole]:
-    """Return the modules of which an input or an output is whole on every rank."""
-    sides = {entry.fqn: Whole(entry.module, *whole_sides(entry.style)) for entry in entries}
-    return {name: whole for name, whole in sides.items() if whole.input or whole.output}
 
 
 def _apply_entry(entry: Entry, mesh: DeviceMesh, src_data_rank: int | None) -> nn.Module:
     """Apply one style through torch, keeping what it forgets: which parameters are frozen."""
     trainable = {name: parameter.requires_grad for name, parameter in entry.module.named_parameters()}
     setattr(entry.module, NAME, entry.fqn)
-    install_guards(entry.module, entry.style, mesh.size())
+    _install_guards(entry.module, entry.style, mesh.size())
     # One style at a time: with a dict, torch drops src_data_rank at the name "".
     apply = apply_style if accepts_sharded_module(entry.style) else parallelize_module
     applied = apply(entry.module, mesh, entry.style, src_data_rank=src_data_rank)
     for name, parameter in applied.named_parameters():
         parameter.requires_grad_(trainable.get(name, parameter.requires_grad))
     return applied
+
+
+def _avoid_native_path(model: nn.Module) -> None:
+    """Make encoder layers with sharded parts run their Python forward in evaluation too.
+
+    Without gradients torch hands the weights of such a layer to one native function, past the modules, and what is not
+    padding to the layers as a nested tensor, which only that function takes.
+    """
+    for module in model.modules():
+        if not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+            continue
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0  # neither: the native function knows these two only
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+
+
+@contextmanager
+def _restored_on_error(model: nn.Module) -> Iterator[None]:
+    """Restore every module if the block fails: no model is left half sharded."""
+    before = []
+    for module in model.modules():
+        state = vars(module).copy()
+        for name, value in state.items():
+            if isinstance(value, dict | set | list):  # parameters, hooks and submodules stand in such
+                state[name] = copy.copy(value)
+        before.append((module, type(module), state))
+    try:
+        yield
+    except BaseException:
+        for module, kind, state in before:
+            module.__class__ = kind
+            vars(module).clear()
+            vars(module).update(state)
+        raise
+
+
+def _save_whole_tensors(model: nn.Module) -> None:
+    """Let the ``save_pretrained`` of a Hugging Face model write whole tensors, on rank 0; others are left alone.
+
+    Afterwards every rank that shares a parameter calls ``model.save_pretrained(...)``, which gathers one parameter
+    after the other.
+    """
+    if hasattr(model, "save_pretrained"):
+        vars(model)["save_pretrained"] = partial(_save_pretrained, model)
+
+
+def _save_pretrained(
+    model: Any,
+    save_directory: Any,
+    is_main_process: bool = True,
+    state_dict: Mapping[str, Any] | None = None,
+    *arguments: Any,
+    **options: Any,
+) -> Any:
+    """Write what ``save_pretrained`` of the class would of the model that is not sharded."""
+    writes = is_main_process and dist.get_rank() == 0
+    whole = _whole(model.state_dict() if state_dict is None else state_dict, keep=writes)
+    saved = type(model).save_pretrained(model, save_directory, writes, whole, *arguments, **options)
+    dist.barrier()  # nobody reads what is being written
+    return saved
+
+
+def _whole(state_dict: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
+    """Return the tensors of a state dict, gathered on the CPU; those that share memory still do."""
+    whole: dict[str, Any] = {}
+    gathered: dict[tuple[int, torch.Size], torch.Tensor] = {}
+    for name, value in state_dict.items():
+        result = value
+        if isinstance(value, DTensor):
+            place = (value.to_local().data_ptr(), value.shape)
+            if place not in gathered:
+                full = value.full_tensor().detach()
+                gathered[place] = full.cpu() if keep else full[:0]
+            result = gathered[place]
+        if keep:
+            whole[name] = result
+    return whole
+
+
+# Checks in front of torch's own styles: left alone, torch splits a length into unequal shards, and the next gather of
+# them ends the process inside gloo.
+
+
+def _install_guards(module: nn.Module, style: ParallelStyle, tp_size: int) -> None:
+    """Register the checks that a style needs; before the style itself, so that they run before its hooks."""
+    inputs, outputs = _moves_of(style)
+
+    def check_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given: dict[int | str, Any] = dict(enumerate(args))
+        given.update(kwargs)
+        for place, move in inputs.items():
+            _check_move(module, f"input {place!r}", given.get(place), *move, tp_size)
+
+    def check_outputs(module: nn.Module, _args: Any, output: Any) -> None:
+        given = output if isinstance(output, tuple) else (output,)
+        for value, move in zip(given, outputs, strict=False):
+            _check_move(module, "the output", value, *move, tp_size)
+
+    if inputs and tp_size > 1:
+        module.register_forward_pre_hook(check_inputs, with_kwargs=True)
+    if outputs and tp_size > 1:
+        module.register_forward_hook(check_outputs)
+
+
+def _moves_of(style: ParallelStyle) -> tuple[dict[int | str, Move], list[Move]]:
+    """Return how a style moves inputs, by place or name, and outputs."""
+    if isinstance(style, PrepareModuleInputOutput):
+        return _moves_of(style.prepare_module_input)[0], _moves_of(style.prepare_module_output)[1]
+    inputs: dict[int | str, Move] = {}
+    outputs: list[Move] = []
+    if isinstance(style, PrepareModuleInput):
+        inputs.update(
+            enumerate(zip(style.input_layouts or (), style.desired_input_layouts or (), strict=False))
+        )
+        for name, layout in style.input_kwarg_layouts.items():
+            inputs[name] = layout, style.desired_input_kwarg_layouts.get(name)
+    elif isinstance(style, PrepareModuleOutput):
+        outputs += zip(style.output_layouts, style.desired_output_layouts, strict=False)
+    elif isinstance(style, SequenceParallel):
+        inputs[0] = None, style.sequence_sharding[0]  # a plain input counts as a shard already
+    elif isinstance(style, ColwiseParallel | RowwiseParallel) and type(style).__module__.startswith("torch."):
+        # The fast styles look for themselves. Here the output is still a DTensor of the global shape.
+        outputs += [(None, wanted) for wanted in style.output_layouts]
+    return inputs, outputs
+
+
+def _check_move(  # noqa: PLR0917  one line at each call
+    module: nn.Module,
+    what: str,
+    value: object,
+    layout: Placement | None,
+    wanted: Placement | None,
+    tp_size: int,
+) -> None:
+    """Check one redistribution of a style: it may not split a dim into unequal shards."""
+    if not isinstance(value, torch.Tensor) or not isinstance(wanted, Shard):
+        return
+    if isinstance(value, DTensor):
+        layout = value.placements[0]
+    dim = sharded_dim(wanted, value.ndim)
+    if dim is None or layout is None or same_layout(layout, wanted, value.ndim):
+        return
+    # The dim that gets sharded is whole at present: the local length is the global one.
+    check_divides(module, what, value.shape, dim, tp_size)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 from torch import nn
-from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from namedmesh.errors import listing
@@ -17,7 +17,9 @@ from namedmesh.tensor_parallel.module_setup import sharded_dim
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from namedmesh.tensor_parallel.plan_entry import Entry
+    from namedmesh.tensor_parallel.placements import Entry
+
+Counts: TypeAlias = "tuple[int | None, int | None]"
 
 _QUERY_HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
@@ -38,46 +40,29 @@ class Heads:
     head_dim: int | None
 
     @property
-    def counts(self) -> tuple[int | None, int | None]:
+    def counts(self) -> Counts:
         """How many heads the queries have, and the keys and values."""
         keys = self.keys or self.queries
         return self.queries and self.queries[1], keys and keys[1]
-
-    def can_share(self, tp_size: int) -> bool:
-        """Return whether ranks that do not divide the kv heads can share them: each has its queries, each head too."""
-        if self.queries is None or self.keys is None:
-            return False
-        return SharedHeads(self.queries[1], self.keys[1], tp_size).possible
 
 
 def with_counts(model: nn.Module, entries: list[Entry], tp_size: int) -> list[Entry]:
     """Return the entries, those of keys and values with the head counts that the model states around them."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    reusing = _reusing(modules, entries)
+    # Attention that keeps how many queries share a kv head, with its own keys and values or those of another layer.
+    attentions: dict[Counts, dict[int, nn.Module]] = defaultdict(dict)
+    for entry in entries:
+        nearest = next((each for each in _around(modules, entry.fqn) if hasattr(each, GROUPS)), None)
+        if nearest is not None:
+            attentions[_counts_around(modules, entry.fqn)][id(nearest)] = nearest
     bound = []
     for entry in entries:
-        if isinstance(entry.style, KeyValueParallel) and isinstance(entry.module, nn.Linear):
+        style = entry.style
+        if isinstance(style, KeyValueParallel) and isinstance(entry.module, nn.Linear):
             counts = _counts_around(modules, entry.fqn)
-            attentions = [module for module, others in reusing if others == counts]
-            nearest = _grouping(modules, entry.fqn)
-            attentions += [] if nearest is None else [nearest]
-            bound.append(replace(entry, style=entry.style.on_ranks(tp_size, *counts, attentions)))
-        else:
-            bound.append(entry)
+            style = style.on_ranks(tp_size, *counts, [*attentions[counts].values()])
+        bound.append(replace(entry, style=style))
     return bound
-
-
-def _reusing(
-    modules: Mapping[str, nn.Module], entries: list[Entry]
-) -> list[tuple[nn.Module, tuple[int | None, int | None]]]:
-    """Return attention in the plan without keys and values of its own, which takes those of another layer; and its counts."""
-    owners = {_owner(entry.fqn) for entry in entries}
-    with_keys = {_owner(entry.fqn) for entry in entries if isinstance(entry.style, KeyValueParallel)}
-    return [
-        (modules[fqn], _counts_around(modules, f"{fqn}."))
-        for fqn in owners - with_keys
-        if fqn in modules and hasattr(modules[fqn], GROUPS)
-    ]
 
 
 def _owner(fqn: str) -> str:
@@ -92,18 +77,12 @@ def _around(modules: Mapping[str, nn.Module], fqn: str) -> Iterator[nn.Module]:
             yield modules[fqn]
 
 
-def _counts_around(modules: Mapping[str, nn.Module], fqn: str) -> tuple[int | None, int | None]:
+def _counts_around(modules: Mapping[str, nn.Module], fqn: str) -> Counts:
     for module in _around(modules, fqn):
-        for source in (module, _own_config(module)):
-            heads = _heads(source, module)
-            if heads is not None:
-                return heads.counts
+        heads = _heads(module, module) or _heads(_own_config(module), module)
+        if heads is not None:
+            return heads.counts
     return None, None
-
-
-def _grouping(modules: Mapping[str, nn.Module], fqn: str) -> nn.Module | None:
-    """Return the nearest module around a linear that keeps how many queries share a kv head."""
-    return next((module for module in _around(modules, fqn) if hasattr(module, GROUPS)), None)
 
 
 def head_problems(model: nn.Module, entries: list[Entry], tp_size: int) -> list[str]:
@@ -123,10 +102,11 @@ def head_problems(model: nn.Module, entries: list[Entry], tp_size: int) -> list[
         place, heads = _stated(modules, owner, with_keys.get(owner))
         if heads is None:
             continue
-        for name, count, remedy in _cut(entry, features, heads, tp_size):
-            keys, where = merged.setdefault((name, count, remedy), ({}, {}))
+        cut = _cut(entry, features, heads, tp_size)
+        if cut is not None:
+            keys, where = merged.setdefault(cut, ({}, {}))
             keys[repr(entry.key)] = None
-            where[f"{place}.{name}".lstrip(".")] = None
+            where[f"{place}.{cut[0]}".lstrip(".")] = None
     return [
         f"{listing(where, 3)}: {count} heads are not divisible by the tp size {tp_size}, and "
         f"{listing(keys, 4)} would cut them; {remedy}"
@@ -147,39 +127,35 @@ def _stated(modules: Mapping[str, nn.Module], owner: str, keys: Entry | None) ->
     return place, heads
 
 
-def _cut(entry: Entry, features: int, heads: Heads, tp_size: int) -> Iterator[tuple[str, int, str]]:
-    """Yield the heads that the sharding of some features would cut: the attribute, the count, and what helps."""
-    if isinstance(entry.style, KeyValueParallel):
-        stated = None if entry.style.shared else heads.keys or heads.queries
-        if stated and stated[1] % tp_size:
-            yield *stated, f"choose a tp size that divides {stated[1]}"
-        return
-    blocks = getattr(entry.style, "sizes", None)
-    sizes = {features} if blocks is None else set(blocks(entry.module))
+def _cut(entry: Entry, features: int, heads: Heads, tp_size: int) -> tuple[str, int, str] | None:
+    """Return the heads that the sharding of some features would cut: the attribute, the count, and what helps."""
+    style, blocks = entry.style, getattr(entry.style, "sizes", None)
+    sizes = {features} if blocks is None else {*blocks(entry.module)}
     for stated in (heads.queries, heads.keys):
-        if stated is None or heads.head_dim is None or stated[1] % tp_size == 0:
+        if stated is None or stated[1] % tp_size == 0:
             continue
-        if stated[1] * heads.head_dim in sizes:
-            share = stated is heads.keys and blocks is None and heads.can_share(tp_size)
+        name, count = stated
+        if isinstance(style, KeyValueParallel):
+            if stated is (heads.keys or heads.queries) and not style.shared:
+                return name, count, f"choose a tp size that divides {count}"
+        elif heads.head_dim is not None and count * heads.head_dim in sizes:
+            queries = heads.queries if stated is heads.keys and blocks is None else None
+            share = queries is not None and SharedHeads(queries[1], count, tp_size).possible
             remedy = "give them KeyValueParallel(), or " if share else ""
-            yield *stated, f"{remedy}choose a tp size that divides {stated[1]}"
-            return
+            return name, count, f"{remedy}choose a tp size that divides {count}"
+    return None
 
 
 def sharded_features(entry: Entry) -> int | None:
     """Return the number of features that an entry leaves each rank a shard of; None if it leaves none sharded."""
-    if not isinstance(entry.module, nn.Linear):
+    style, module = entry.style, entry.module
+    if not isinstance(module, nn.Linear) or not isinstance(style, ColwiseParallel | RowwiseParallel):
         return None
-    if isinstance(entry.style, ColwiseParallel):
-        return entry.module.out_features if _is_last(entry.style.output_layouts[0]) else None
-    if isinstance(entry.style, RowwiseParallel):
-        return entry.module.in_features if _is_last(entry.style.input_layouts[0]) else None
-    return None
-
-
-def _is_last(layout: object) -> bool:
-    """Return whether a layout shards the last dim of activations of three dims (batch, sequence, features)."""
-    return isinstance(layout, Shard) and sharded_dim(layout, 3) == 2  # noqa: PLR2004  the last of three
+    column = isinstance(style, ColwiseParallel)
+    layout = (style.output_layouts if column else style.input_layouts)[0]
+    # Of activations of three dims: batch, sequence, features.
+    is_last = sharded_dim(layout, 3) == 2  # noqa: PLR2004  the last of three
+    return (module.out_features if column else module.in_features) if is_last else None
 
 
 def _own_config(module: nn.Module) -> object:

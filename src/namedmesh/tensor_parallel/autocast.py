@@ -8,35 +8,26 @@ from torch import Tensor
 from namedmesh._torch import cast_in_autocast_cache, local_tensor
 
 
-def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """Return the type that autocast computes a linear in where a tensor lives; None where it is off."""
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """Return the type that autocast gives an operand of a linear; None where it leaves it as it is."""
     device = tensor.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return None
-    return torch.get_autocast_dtype(device)
-
-
-def _is_cast(tensor: Tensor, dtype: torch.dtype) -> bool:
-    return tensor.is_floating_point() and tensor.dtype not in {torch.float64, dtype}
+    dtype = torch.get_autocast_dtype(device)
+    return dtype if tensor.is_floating_point() and tensor.dtype not in {torch.float64, dtype} else None
 
 
 def autocast_value(value: Tensor) -> Tensor:
     """Return an activation in the type that autocast gives it; the cast is a step of the backward."""
-    dtype = _autocast_dtype(value)
-    return value.to(dtype) if dtype is not None and _is_cast(value, dtype) else value
+    dtype = autocast_dtype(value)
+    return value if dtype is None else value.to(dtype)
 
 
-def autocast_shards(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return this rank's plain shards of two parameters, in the type that autocast gives them; inside a forward of our own only.
+def autocast_shard(parameter: Tensor) -> Tensor:
+    """Return this rank's plain shard in the type that autocast gives it: cast once in a block, as autocast does.
 
-    As autocast does, it casts a parameter once, however often it is used in one autocast block.
+    Inside a forward of our own only.
     """
-    dtype = _autocast_dtype(weight)
-    return _cast(weight, dtype), None if bias is None else _cast(bias, dtype)
-
-
-def _cast(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
     shard = local_tensor(parameter)
-    if dtype is None or not _is_cast(shard, dtype):
-        return shard
-    return cast_in_autocast_cache(parameter, shard, dtype)
+    dtype = autocast_dtype(shard)
+    return shard if dtype is None else cast_in_autocast_cache(parameter, shard, dtype)

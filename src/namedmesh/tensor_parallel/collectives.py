@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -57,41 +57,33 @@ class RankGroup:
     def __post_init__(self) -> None:
         # Accessors of a mesh cost microseconds each: too much for every forward.
         source = self.source
-        if isinstance(source, DeviceMesh):
-            group = source.get_group()
-            size, rank = group.size(), group.rank()  # the compiler of torch 2.8 knows no get_local_rank
-        elif source is None:
-            group, size, rank = None, 1, 0
-        else:
-            group, size, rank = source, source.size(), source.rank()
-            object.__setattr__(self, "source", weakref.ref(source))
+        group = source.get_group() if isinstance(source, DeviceMesh) else source
+        if source is not None and group is source:
+            object.__setattr__(self, "source", weakref.ref(group))
+        # The compiler of torch 2.8 knows no get_local_rank.
+        object.__setattr__(self, "size", 1 if group is None else group.size())
+        object.__setattr__(self, "rank", 0 if group is None else group.rank())
         object.__setattr__(self, "_reference", _nothing if group is None else weakref.ref(group))
-        object.__setattr__(self, "size", size)
-        object.__setattr__(self, "rank", rank)
 
     @property
-    def group(self) -> dist.ProcessGroup | None:
+    def process_group(self) -> dist.ProcessGroup | None:
         """The process group, or None for this process alone.
 
         Raises:
             MeshError: it was destroyed, and no group has been created in its place.
         """
         group = self._reference()
-        if group is None and self.source is not None:
-            group = self._found_again()
-        return group
-
-    def _found_again(self) -> dist.ProcessGroup:
-        """Return the group that replaces a destroyed one: a mesh that is made again gets groups of the same names."""
-        if isinstance(self.source, DeviceMesh):
+        if group is None and isinstance(self.source, DeviceMesh):
+            # A mesh that is made again gets groups of the same names.
             with suppress(RuntimeError, ValueError):
-                group: dist.ProcessGroup = self.source.get_group()
+                group = self.source.get_group()
                 object.__setattr__(self, "_reference", weakref.ref(group))
-                return group
-        raise MeshError(
-            f"the process group of {self.size} ranks that this layer works on was destroyed; make the layer again on a "
-            "mesh that is open"
-        )
+        if group is None and self.source is not None:
+            raise MeshError(
+                f"the process group of {self.size} ranks that this layer works on was destroyed; make the layer again "
+                "on a mesh that is open"
+            )
+        return group
 
     def __deepcopy__(self, memo: dict[int, object]) -> RankGroup:
         # Immutable, and a process group cannot be copied.
@@ -129,87 +121,93 @@ _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def start_all_reduce(
-    tensor: Tensor, peers: RankGroup, operation: str = "sum", *, mine: bool = False
+    tensor: Tensor, group: RankGroup, operation: str = "sum", *, mine: bool = False
 ) -> Pending:
-    """Start summing a tensor over the peers.
+    """Start summing a tensor over the ranks, or combining the parts by ``"max"``.
 
-    Args:
-        tensor: this rank's part.
-        peers: the ranks.
-        operation: ``"sum"``, or how to combine the parts otherwise: ``"max"``.
-        mine: the caller made the tensor and gave it to nobody, so that the sum may be written into it. It is
-            not where somebody sees every operation, and may have kept the tensor.
+    ``mine``: the caller made the tensor and gave it to nobody, so that the sum may be written into it. It is not where
+    somebody sees every operation, and may have kept the tensor.
     """
-    if peers.size == 1:
+    if group.size == 1:
         return Pending(tensor)
     sent = contiguous_resolved(tensor)
     if needs_functional_collectives(sent):
-        return Pending(functional_collective("all_reduce", sent, operation, group=peers.group), wait_tensor)
+        return Pending(
+            functional_collective("all_reduce", sent, operation, group=group.process_group), wait_tensor
+        )
     sent = sent if mine or sent is not tensor else tensor.clone()
-    work = dist.all_reduce(sent, _OPERATIONS[operation], peers.group, async_op=True)
+    work = dist.all_reduce(sent, _OPERATIONS[operation], group.process_group, async_op=True)
     return Pending(sent, _after(work))
 
 
-def all_reduce(tensor: Tensor, peers: RankGroup, operation: str = "sum", *, mine: bool = False) -> Tensor:
-    """Return the sum of a tensor over the peers; the arguments are those of :func:`start_all_reduce`."""
-    if peers.size == 1 or needs_functional_collectives(tensor):
-        return start_all_reduce(tensor, peers, operation, mine=mine).wait()
+def all_reduce(tensor: Tensor, group: RankGroup, operation: str = "sum", *, mine: bool = False) -> Tensor:
+    """Return the sum of a tensor over the ranks; the arguments are those of :func:`start_all_reduce`."""
+    if group.size == 1 or needs_functional_collectives(tensor):
+        return start_all_reduce(tensor, group, operation, mine=mine).wait()
     sent = contiguous_resolved(tensor)
     sent = sent if mine or sent is not tensor else tensor.clone()
-    dist.all_reduce(sent, _OPERATIONS[operation], peers.group)
+    dist.all_reduce(sent, _OPERATIONS[operation], group.process_group)
     return sent
 
 
-def start_all_gather(local: Tensor, peers: RankGroup, dim: int) -> Pending:
-    """Start joining every peer's tensor, one after the other along ``dim``."""
-    if peers.size == 1:
+def start_all_gather(local: Tensor, group: RankGroup, dim: int) -> Pending:
+    """Start joining every rank's tensor, one after the other along ``dim``."""
+    if group.size == 1:
         return Pending(local)
     # Collectives know dim 0 only.
     first = contiguous_resolved(local.movedim(dim, 0))
     if needs_functional_collectives(first):
-        full = functional_collective("all_gather_into_tensor", first, peers.size, group=peers.group)
+        full = functional_collective("all_gather_into_tensor", first, group.size, group=group.process_group)
         return Pending(full, lambda full: wait_tensor(full).movedim(0, dim))
-    full = first.new_empty((first.shape[0] * peers.size, *first.shape[1:]))
-    return Pending(full, _after(all_gather_single(full, first, group=peers.group, async_op=True), dim))
+    full = first.new_empty((first.shape[0] * group.size, *first.shape[1:]))
+    return Pending(
+        full, _after(all_gather_single(full, first, group=group.process_group, async_op=True), dim)
+    )
 
 
-def all_gather(local: Tensor, peers: RankGroup, dim: int) -> Tensor:
-    """Return every peer's tensor, one after the other along ``dim``; contiguous."""
-    return as_non_view(start_all_gather(local, peers, dim).wait().contiguous())
+def all_gather(local: Tensor, group: RankGroup, dim: int) -> Tensor:
+    """Return every rank's tensor, one after the other along ``dim``; contiguous."""
+    return as_non_view(start_all_gather(local, group, dim).wait().contiguous())
 
 
-def start_reduce_scatter(full: Tensor, peers: RankGroup, dim: int) -> Pending:
-    """Start summing over the peers; each keeps its shard of ``dim``, which must be divisible."""
-    if peers.size == 1:
+def start_reduce_scatter(full: Tensor, group: RankGroup, dim: int) -> Pending:
+    """Start summing over the ranks; each keeps its shard of ``dim``, which must be divisible."""
+    if group.size == 1:
         return Pending(full)
     first = contiguous_resolved(full.movedim(dim, 0))
     if needs_functional_collectives(first):
-        shard = functional_collective("reduce_scatter_tensor", first, "sum", peers.size, group=peers.group)
+        shard = functional_collective(
+            "reduce_scatter_tensor", first, "sum", group.size, group=group.process_group
+        )
         return Pending(shard, lambda shard: wait_tensor(shard).movedim(0, dim))
-    shard = first.new_empty((first.shape[0] // peers.size, *first.shape[1:]))
-    return Pending(shard, _after(reduce_scatter_single(shard, first, group=peers.group, async_op=True), dim))
+    shard = first.new_empty((first.shape[0] // group.size, *first.shape[1:]))
+    return Pending(
+        shard, _after(reduce_scatter_single(shard, first, group=group.process_group, async_op=True), dim)
+    )
 
 
-def reduce_scatter(full: Tensor, peers: RankGroup, dim: int) -> Tensor:
-    """Return the sum over the peers, of which each keeps its shard of ``dim``; contiguous."""
-    return as_non_view(start_reduce_scatter(full, peers, dim).wait().contiguous())
+def reduce_scatter(full: Tensor, group: RankGroup, dim: int) -> Tensor:
+    """Return the sum over the ranks, of which each keeps its shard of ``dim``; contiguous."""
+    return as_non_view(start_reduce_scatter(full, group, dim).wait().contiguous())
 
 
 def all_to_all(
     outgoing: Tensor,
-    peers: RankGroup,
+    group: RankGroup,
     send: Sequence[int] | None = None,
     receive: Sequence[int] | None = None,
 ) -> Tensor:
-    """Return what the peers send me, in rank order, for one shard of dim 0 to each; of equal lengths by default."""
+    """Return what the ranks send me, in rank order, for one shard of dim 0 to each; of equal lengths by default."""
     outgoing = contiguous_resolved(outgoing)
     if needs_functional_collectives(outgoing):
-        equal = [outgoing.shape[0] // peers.size] * peers.size
+        equal = [outgoing.shape[0] // group.size] * group.size
         lengths = (receive or equal, send or equal)
-        return wait_tensor(functional_collective("all_to_all_single", outgoing, *lengths, group=peers.group))
+        return wait_tensor(
+            functional_collective("all_to_all_single", outgoing, *lengths, group=group.process_group)
+        )
     length = outgoing.shape[0] if receive is None else sum(receive)
     incoming = outgoing.new_empty(length, *outgoing.shape[1:])
-    dist.all_to_all_single(incoming, outgoing, receive, send, group=peers.group)
+    dist.all_to_all_single(incoming, outgoing, receive, send, group=group.process_group)
     return incoming
 
 
@@ -237,7 +235,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def whole_parameter(parameter: Tensor) -> Tensor:
-    """Return all of a parameter as a plain tensor, of whose gradient each peer makes a part.
+    """Return all of a parameter as a plain tensor, of whose gradient each rank makes a part.
 
     The gradient of a sharded parameter is summed in the backward, and that of a replicated one left as a part: see
     :func:`namedmesh.tensor_parallel.gradient_sums.reduce_gradients`.
@@ -250,78 +248,77 @@ def whole_parameter(parameter: Tensor) -> Tensor:
     return whole
 
 
-def my_shard(full: Tensor, peers: RankGroup, dim: int) -> Tensor:
-    """Return this rank's shard of ``dim`` of a tensor that every peer has; contiguous."""
-    width = full.shape[dim] // peers.size
-    return full.narrow(dim, peers.rank * width, width).contiguous()
+def my_shard(full: Tensor, group: RankGroup, dim: int) -> Tensor:
+    """Return this rank's shard of ``dim`` of a tensor that every rank has; contiguous."""
+    width = full.shape[dim] // group.size
+    return full.narrow(dim, group.rank * width, width).contiguous()
 
 
-def with_backward(forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def with_backward(
+    forward: Callable[..., Tensor], backward: Callable[..., Tensor], *, on_one_rank: bool = False
+) -> Callable[..., Tensor]:
     """Make a function differentiable: another function of the same arguments computes its gradient.
 
     Both take a tensor, the ranks, and at most one thing more: called with two more where nothing needs a gradient, the
-    compiler takes the context for the tensor.
+    compiler takes the context for the tensor. One rank alone gets the tensor as it is, unless ``on_one_rank``.
     """
 
     class Collective(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, tensor: Tensor, peers: RankGroup, *arguments: Any) -> Tensor:
-            ctx.peers, ctx.arguments = peers, arguments
-            return fix_dropped_gradient_2_11(forward(synchronous(tensor), peers, *arguments))
+        def forward(ctx: Any, tensor: Tensor, group: RankGroup, *arguments: Any) -> Tensor:
+            ctx.group, ctx.arguments = group, arguments
+            return fix_dropped_gradient_2_11(forward(synchronous(tensor), group, *arguments))
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-            found = backward(synchronous(gradient), ctx.peers, *ctx.arguments)
+            found = backward(synchronous(gradient), ctx.group, *ctx.arguments)
             return found, None, *(None for _ in ctx.arguments)
 
+    def call(tensor: Tensor, group: RankGroup, *arguments: Any) -> Tensor:
+        skipped = group.size == 1 and not on_one_rank
+        return tensor if skipped else apply(tensor, group, *arguments)
+
     apply: Callable[..., Tensor] = Collective.apply  # torch leaves it without types
-    return apply
+    return call
 
 
-def passed(tensor: Tensor, _peers: RankGroup) -> Tensor:
+def passed(tensor: Tensor, _group: RankGroup) -> Tensor:
     """Return the same memory as a tensor of its own, into which operations may write: autograd sees that they do."""
     return tensor.view_as(tensor) if torch.compiler.is_compiling() else tensor.detach()
 
 
-_sum_forward = with_backward(all_reduce, passed)
-_sum_backward = with_backward(passed, all_reduce)
-_same = with_backward(passed, passed)
-_gather = with_backward(all_gather, my_shard)
-_split = with_backward(my_shard, all_gather)
-_gather_parts = with_backward(all_gather, reduce_scatter)
-_sum_scatter = with_backward(reduce_scatter, all_gather)
+own_tensor = with_backward(passed, passed, on_one_rank=True)
+"""Return a tensor into which operations may write, unlike that of ``to_local``."""
+
+sum_forward = with_backward(all_reduce, passed)
+"""Sum over the ranks; the gradient, the same on every rank, passes through."""
+
+sum_backward = with_backward(passed, all_reduce)
+"""Pass a tensor that every rank has; its gradient, of which each rank makes a part, is summed."""
+
+gather = with_backward(all_gather, my_shard)
+"""Join the ranks' shards along a dim; each gets back the gradient of its own shard."""
+
+gather_parts = with_backward(all_gather, reduce_scatter)
+"""Join the ranks' shards along a dim, for ranks that go on differently: the gradients are summed."""
+
+split = with_backward(my_shard, all_gather)
+"""Keep this rank's shard, along a dim, of a tensor that every rank has; the gradient is gathered."""
+
+sum_scatter = with_backward(reduce_scatter, all_gather)
+"""Keep this rank's shard, along a dim, of the sum over the ranks; the gradient is gathered."""
 
 
-def own_shard(tensor: DTensor, peers: RankGroup) -> Tensor:
-    """Return this rank's plain shard of a DTensor, into which operations may write, unlike ``to_local``'s."""
-    return _same(tensor.to_local(), peers)
+Lengths: TypeAlias = "tuple[Sequence[int] | None, Sequence[int] | None]"
 
 
-def sum_forward(partial: Tensor, peers: RankGroup) -> Tensor:
-    """Sum over the peers; the gradient, the same on every peer, passes through."""
-    return partial if peers.size == 1 else _sum_forward(partial, peers)
+def _exchange(outgoing: Tensor, group: RankGroup, lengths: Lengths = (None, None)) -> Tensor:
+    return all_to_all(outgoing, group, *lengths)
 
 
-def sum_backward(replicated: Tensor, peers: RankGroup) -> Tensor:
-    """Pass a tensor that every peer has; its gradient, of which each peer makes a part, is summed."""
-    return replicated if peers.size == 1 else _sum_backward(replicated, peers)
+def _exchange_back(gradient: Tensor, group: RankGroup, lengths: Lengths = (None, None)) -> Tensor:
+    return exchange(gradient, group, lengths[::-1])  # which has a derivative again
 
 
-def gather(shard: Tensor, peers: RankGroup, dim: int) -> Tensor:
-    """Join the peers' shards along a dim; each gets back the gradient of its own shard."""
-    return shard if peers.size == 1 else _gather(shard, peers, dim)
-
-
-def gather_parts(shard: Tensor, peers: RankGroup, dim: int) -> Tensor:
-    """Join the peers' shards along a dim, for ranks that go on differently: the gradients are summed."""
-    return shard if peers.size == 1 else _gather_parts(shard, peers, dim)
-
-
-def split(replicated: Tensor, peers: RankGroup, dim: int) -> Tensor:
-    """Keep this rank's shard of a tensor that every peer has; the gradient is gathered."""
-    return replicated if peers.size == 1 else _split(replicated, peers, dim)
-
-
-def sum_scatter(partial: Tensor, peers: RankGroup, dim: int) -> Tensor:
-    """Keep this rank's shard, along a dim, of the sum over the peers; the gradient is gathered."""
-    return partial if peers.size == 1 else _sum_scatter(partial, peers, dim)
+exchange = with_backward(_exchange, _exchange_back)
+"""Send one shard of dim 0 to each rank, and join what is received in rank order; of equal lengths, or of those given."""

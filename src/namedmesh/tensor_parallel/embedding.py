@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor
 
+from namedmesh._torch import synchronous
 from namedmesh.tensor_parallel.collectives import all_gather, gather, local_shard, sum_forward, sum_scatter
-from namedmesh.tensor_parallel.module_setup import StyleContext, check_divides, sharded_dim
-from namedmesh.tensor_parallel.vocabulary import Lookup, lookup
+from namedmesh.tensor_parallel.module_setup import LAST, WHOLE, StyleContext, check_divides, sharded_dim
 
 
 class ColwiseEmbedding(nn.Embedding):
@@ -21,16 +21,11 @@ class ColwiseEmbedding(nn.Embedding):
         """Return this rank's shard of every looked-up vector, or whole vectors if the output layout is replicated."""
         setup = self._setup
         ids = _whole_ids(setup, input)
-        last = input.ndim
-        whole_output = isinstance(setup.output_layout, Replicate)
-        if ids is None or not (whole_output or sharded_dim(setup.output_layout, input.ndim + 1) == last):
-            return _through_dtensor(self, input)
-        output = F.embedding(
-            ids, local_shard(self.weight), self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq
-        )
-        if whole_output:
-            output = gather(output, setup.peers, last)
-        return setup.wrap_output(output)
+        weight = local_shard(self.weight)
+        output = F.embedding(ids, weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
+        if setup.whole_output:
+            return setup.deliver(self, gather(output, setup.group, ids.ndim))
+        return setup.deliver(self, output, LAST)
 
 
 class RowwiseEmbedding(nn.Embedding):
@@ -41,55 +36,62 @@ class RowwiseEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Embedding gives it
         """Return the sum of all ranks' lookups, of which one is not zero: whole, or sharded along the output layout."""
         setup = self._setup
-        scatter_dim = sharded_dim(setup.output_layout, input.ndim + 1)
         ids = _whole_ids(setup, input)
-        if ids is None or (scatter_dim is None and not isinstance(setup.output_layout, Replicate)):
-            return _through_dtensor(self, input)
         partial = self._my_rows(ids)
+        scatter_dim = sharded_dim(setup.output_layout, partial.ndim)
         if scatter_dim is None:
-            output = sum_forward(partial, setup.peers)
-        else:
-            check_divides(self, "the output", partial.shape, scatter_dim, setup.peers.size)
-            output = sum_scatter(partial, setup.peers, scatter_dim)
-        return setup.wrap_output(output)
+            return setup.deliver(self, sum_forward(partial, setup.group), WHOLE)
+        check_divides(self, "the output", partial.shape, scatter_dim, setup.group.size)
+        return setup.deliver(self, sum_scatter(partial, setup.group, scatter_dim))
 
     def _my_rows(self, ids: Tensor) -> Tensor:
         """Return the vectors of the ids that are in this rank's shard of the vocabulary, zeros for the others."""
-        rows = self.num_embeddings // self._setup.peers.size
-        self._refuse_strangers(ids)
-        first = self._setup.peers.rank * rows
-        return lookup(ids, local_shard(self.weight), first, Lookup(padding_idx=self.padding_idx))
-
-    def _refuse_strangers(self, ids: Tensor) -> None:
-        """Refuse an id outside the vocabulary: it belongs to no rank, and its vector would silently be zeros."""
-        if torch.compiler.is_compiling():  # which does not look at values
-            return
-        plain = type(ids) is Tensor and ids.device.type == "cpu"  # looking at values there costs little
-        if plain and ids.numel() and ids.dtype in {torch.int32, torch.int64}:
-            low, high = torch.aminmax(ids)
-            if low < 0 or high >= self.num_embeddings:
-                raise IndexError(
-                    f"index out of range in self: the ids run from {int(low)} to {int(high)}, "
-                    f"the vocabulary from 0 to {self.num_embeddings - 1}"
-                )
+        refuse_strangers(ids, self.num_embeddings, "index out of range in self: the ids")
+        weight = local_shard(self.weight)
+        first = self._setup.group.rank * weight.shape[0]
+        elsewhere, mine = in_part(ids, first, weight.shape[0])
+        padding = (
+            None if self.padding_idx is None else padding_in_part(self.padding_idx, first, weight.shape[0])
+        )
+        return F.embedding(mine, weight, padding).masked_fill(elsewhere.unsqueeze(-1), 0)
 
 
-def _whole_ids(setup: StyleContext, ids: Tensor) -> Tensor | None:
-    """Return the ids of all ranks as a plain tensor, gathered if they are sharded; None if the layout is another."""
-    local = setup.local_input(ids)
-    if local is None or isinstance(setup.input_layout, Replicate):
-        return local
-    dim = sharded_dim(setup.input_layout, local.ndim)
-    return None if dim is None else all_gather(local, setup.peers, dim)
+def _whole_ids(setup: StyleContext, ids: Tensor) -> Tensor:
+    """Return the ids of all ranks as a plain tensor, gathered if they are sharded."""
+    dim = sharded_dim(setup.input_layout, ids.ndim)
+    if dim is not None and not isinstance(ids, DTensor):
+        return all_gather(ids, setup.group, dim)
+    if setup.whole_input and not isinstance(ids, DTensor):
+        return ids
+    return synchronous(setup.redistribute_input(ids, WHOLE).to_local())
 
 
-def _through_dtensor(module: ColwiseEmbedding | RowwiseEmbedding, ids: Tensor) -> Tensor:
-    """Return the same lookup in DTensor arithmetic: for other layouts."""
-    setup = module._setup  # noqa: SLF001  the module is one of ours
-    output = F.embedding(
-        setup.redistribute_input(ids, Replicate()),
-        module.weight,
-        module.padding_idx,
-        scale_grad_by_freq=module.scale_grad_by_freq,
-    )
-    return setup.redistribute_output(module, output)
+def refuse_strangers(ids: Tensor, vocabulary: int, what: str) -> None:
+    """Refuse an id outside the vocabulary: it belongs to no rank, and its vector would silently be zeros."""
+    # The compiler does not look at values, and on a CPU it costs little.
+    if (
+        torch.compiler.is_compiling()
+        or type(ids) is not Tensor
+        or ids.device.type != "cpu"
+        or not ids.numel()
+    ):
+        return
+    low, high = torch.aminmax(ids)
+    if low < 0 or high >= vocabulary:
+        raise IndexError(
+            f"{what} run from {int(low)} to {int(high)}, the vocabulary from 0 to {vocabulary - 1}"
+        )
+
+
+def in_part(ids: Tensor, first: int, length: int) -> tuple[Tensor, Tensor]:
+    """Return which ids are outside this rank's part; and each id's place in it, with 0 standing in for those outside.
+
+    Part number r of equal parts of n entries holds the ids from r * n up to, and without, (r + 1) * n.
+    """
+    elsewhere = (ids < first) | (ids >= first + length)
+    return elsewhere, (ids - first).masked_fill(elsewhere, 0)
+
+
+def padding_in_part(padding_idx: int, first: int, length: int) -> int | None:
+    """Return the place in this rank's part of the id whose vector gets no gradient; None where it is elsewhere."""
+    return padding_idx - first if first <= padding_idx < first + length else None

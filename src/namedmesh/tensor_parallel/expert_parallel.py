@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from namedmesh._torch import concatenate_meshes, replaced_parameters
-from namedmesh.errors import PlanError, ShapeError
-from namedmesh.tensor_parallel.collectives import RankGroup, all_to_all, local_shard
-from namedmesh.tensor_parallel.regions import exchange
+from namedmesh._torch import concatenate_meshes
+from namedmesh.errors import ShapeError
+from namedmesh.tensor_parallel.collectives import (
+    RankGroup,
+    all_to_all,
+    exchange,
+    passed,
+    with_backward,
+)
+from namedmesh.tensor_parallel.local import LocalForward
+from namedmesh.tensor_parallel.placements import refuse_incompatible
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
@@ -88,13 +93,11 @@ class ExpertParallel(ParallelStyle):
         return [reason]
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        problems = self.incompatibilities(module)
-        if problems:
-            raise PlanError(*problems)
+        refuse_incompatible(self, module)
         for name, parameter in list(module.named_parameters(recurse=False)):
             cut = _cut(parameter, device_mesh, self.src_data_rank)
             module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
-        module.forward = ExpertForward(module, module.forward, RankGroup(device_mesh))
+        module.forward = ExpertForward(module, RankGroup(device_mesh))
         return module
 
 
@@ -110,16 +113,12 @@ def _cut(parameter: Tensor, mesh: DeviceMesh, source: int | None) -> DTensor:
     )
 
 
-class ExpertForward:
-    """The forward of a module of experts, between the way of the tokens to their experts and the way back.
+class ExpertForward(LocalForward):
+    """The forward of a module of experts, between the way of the tokens to their experts and the way back."""
 
-    An object, and no closure, because a deep copy of the module must not call the forward of the original.
-    """
-
-    def __init__(self, module: nn.Module, original: Callable[..., Any], peers: RankGroup) -> None:
-        self.module, self.original, self.peers = module, original, peers
-        self.names = tuple(name for name, _ in module.named_parameters(recurse=False))
-        self.experts = module.get_parameter(self.names[0]).shape[0]
+    def __init__(self, module: nn.Module, group: RankGroup) -> None:
+        super().__init__(module, tuple(name for name, _ in module.named_parameters(recurse=False)))
+        self.group, self.experts = group, module.get_parameter(self.names[0]).shape[0]
         self.gradient_scale = 1.0
         """What the gradients of the weights are multiplied by."""
 
@@ -130,42 +129,37 @@ class ExpertForward:
                 f"the numbers of tokens have shape {tuple(counts.shape)}; pass one number for each of the {self.experts} "
                 "experts"
             )
-        ranks = self.peers.size
-        weights = {name: self._weight(name) for name in self.names}
+        ranks = self.group.size
         output: Tensor
         if ranks == 1:
-            with replaced_parameters(self.module, weights):
-                output = self.original(tokens, counts)
+            output = super().__call__(tokens, counts)
             return output
         # Of each rank, how many tokens come for each of this rank's experts.
-        arriving = all_to_all(counts, self.peers).view(ranks, -1)
+        arriving = all_to_all(counts, self.group).view(ranks, -1)
         totals = torch.stack([counts.view(ranks, -1).sum(1), arriving.sum(1)])
         send, receive = totals.tolist()
-        arrived = exchange(tokens, self.peers, send, receive)
+        arrived = exchange(tokens, self.group, (send, receive))
         expert = torch.arange(arriving.shape[1], device=tokens.device).repeat(ranks)
         expert = expert.repeat_interleave(arriving.flatten(), output_size=arrived.shape[0])
         order = expert.argsort(stable=True)
-        with replaced_parameters(self.module, weights):
-            output = self.original(arrived[order], arriving.sum(0))
-        return exchange(output[order.argsort()], self.peers, receive, send)
+        output = super().__call__(arrived[order], arriving.sum(0))
+        return exchange(output[order.argsort()], self.group, (receive, send))
 
-    def _weight(self, name: str) -> Tensor:
-        weight = getattr(self.module, name)
-        weight = local_shard(weight)
-        return weight if self.gradient_scale == 1 else _scale_gradient(weight, self.gradient_scale)
-
-
-class _ScaleGradient(torch.autograd.Function):
-    """Pass a tensor; multiply its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.scale, None
+    def plain(self, name: str) -> Tensor:
+        """Return this rank's experts of a weight."""
+        weight = super().plain(name)
+        return (
+            weight if self.gradient_scale == 1 else _scale_gradient(weight, self.group, self.gradient_scale)
+        )
 
 
-_scale_gradient: Callable[[Tensor, float], Tensor] = _ScaleGradient.apply
+def _unchanged(tensor: Tensor, group: RankGroup, _scale: float) -> Tensor:
+    return passed(tensor, group)
+
+
+def _times(gradient: Tensor, _group: RankGroup, scale: float) -> Tensor:
+    return gradient * scale
+
+
+_scale_gradient = with_backward(_unchanged, _times, on_one_rank=True)
+"""Pass a tensor; multiply its gradient."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel
 
 from namedmesh.errors import PlanError, listing
 from namedmesh.tensor_parallel.attention_heads import sharded_features
-from namedmesh.tensor_parallel.blocks import Blocks
-from namedmesh.tensor_parallel.other_rows import column_of, with_forward
-from namedmesh.tensor_parallel.placements import incompatibilities
-from namedmesh.tensor_parallel.styles import ColwiseParallel
+from namedmesh.tensor_parallel.collectives import exchange, local_shard, whole_parameter
+from namedmesh.tensor_parallel.placements import refuse_incompatible
+from namedmesh.tensor_parallel.styles import ColwiseParallel, shard_module
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,8 +24,67 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-    from namedmesh.tensor_parallel.module_setup import StyleContext
-    from namedmesh.tensor_parallel.plan_entry import Entry
+    from namedmesh.tensor_parallel.collectives import RankGroup
+    from namedmesh.tensor_parallel.placements import Entry
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Rows that lie in blocks, of each of which every rank works on its part, and holds others.
+
+    What a rank holds is its shard of all rows, one after the other, as of any sharded weight.
+
+    Args:
+        sizes: the number of rows of each block.
+        size: the number of ranks, which divides each of them.
+
+    Example:
+        Two blocks of 4 rows on 2 ranks: rank 0 holds rows 0 to 3 and works on 0, 1, 4 and 5, the last two of
+        which rank 1 holds:
+
+        >>> Blocks((4, 4), 2).moved(0, 0), Blocks((4, 4), 2).moved(1, 0)
+        ([(0, 2)], [(4, 6)])
+    """
+
+    sizes: tuple[int, ...]
+    size: int
+
+    def moved(self, holder: int, worker: int) -> list[tuple[int, int]]:
+        """Return the rows, from and to, that one rank holds and another one works on."""
+        width = sum(self.sizes) // self.size
+        start, found = 0, []
+        for rows in self.sizes:
+            part = rows // self.size
+            low = max(holder * width, start + worker * part)
+            high = min((holder + 1) * width, start + (worker + 1) * part)
+            if low < high:
+                found.append((low, high))
+            start += rows
+        return found
+
+    def select(self, whole: Tensor, rank: int) -> Tensor:
+        """Return the rows that a rank works on, out of all rows."""
+        moves = [move for holder in range(self.size) for move in self.moved(holder, rank)]
+        return torch.cat([whole[low:high] for low, high in moves])
+
+    def collect(self, shard: Tensor, group: RankGroup) -> Tensor:
+        """Return the rows that this rank works on, from the ranks that hold them; their gradients go back."""
+        first = group.rank * shard.shape[0]
+        sent = [self.moved(group.rank, worker) for worker in range(self.size)]
+        received = [self.moved(holder, group.rank) for holder in range(self.size)]
+        outgoing = torch.cat([shard[low - first : high - first] for ranges in sent for low, high in ranges])
+        return exchange(outgoing, group, (_lengths(sent), _lengths(received)))
+
+    def of(self, parameter: Tensor, group: RankGroup) -> Tensor:
+        """Return the plain rows that this rank works on, of a parameter whose rows are sharded."""
+        if torch.compiler.is_compiling() and isinstance(parameter, DTensor):
+            # What the compiler knows to trace: all rows are gathered, and the parts of their gradients summed.
+            return self.select(whole_parameter(parameter), group.rank)
+        return self.collect(local_shard(parameter), group)
+
+
+def _lengths(moves: list[list[tuple[int, int]]]) -> list[int]:
+    return [sum(high - low for low, high in ranges) for ranges in moves]
 
 
 class FusedColwiseParallel(ColwiseParallel):
@@ -77,7 +137,7 @@ class FusedColwiseParallel(ColwiseParallel):
         layout = f"blocks={self.blocks}" if self.interleaved is None else f"interleaved={self.interleaved}"
         return f"FusedColwiseParallel({layout}, input_layouts={self.input_layouts})"
 
-    def sizes(self, module: nn.Linear) -> tuple[int, ...]:
+    def sizes(self, module: Any) -> tuple[int, ...]:
         """Return the output features of each block."""
         if isinstance(self.blocks, int):
             return (module.out_features // self.blocks,) * self.blocks
@@ -101,7 +161,7 @@ class FusedColwiseParallel(ColwiseParallel):
             reasons.append(f"blocks need the forward of nn.Linear, but {type(module).__name__} has its own")
         return reasons
 
-    def size_incompatibilities(self, module: nn.Linear, tp_size: int) -> list[str]:
+    def size_incompatibilities(self, module: nn.Module, tp_size: int) -> list[str]:
         """Return a sentence for each part that the ranks cannot share equally."""
         if self.interleaved is not None:
             counts, what = [self.interleaved], "interleaved heads"
@@ -114,28 +174,13 @@ class FusedColwiseParallel(ColwiseParallel):
         ]
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        problems = incompatibilities(self, module)
-        if isinstance(module, nn.Linear):
-            problems = problems or self.size_incompatibilities(module, device_mesh.size())
-        if problems or not isinstance(module, nn.Linear):
+        refuse_incompatible(self, module)
+        problems = self.size_incompatibilities(module, device_mesh.size())
+        if problems:
             raise PlanError(*(f"{type(module).__name__}: {problem}" for problem in problems))
         if self.interleaved is not None or len(self.sizes(module)) == 1:
             return super()._apply(module, device_mesh)
-        blocks = Blocks(self.sizes(module), device_mesh.size())
-        return with_forward(self, module, device_mesh, FusedLinear, _blocks=blocks)
-
-
-class FusedLinear(nn.Linear):
-    """An ``nn.Linear`` of several blocks, of which each rank computes its parts. Made by ``FusedColwiseParallel``."""
-
-    _setup: StyleContext
-    _blocks: Blocks
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
-        """Return this rank's part of every block, in the order of the blocks."""
-        blocks, peers = self._blocks, self._setup.peers
-        bias = None if self.bias is None else blocks.of(self.bias, peers)
-        return column_of(self, input, blocks.of(self.weight, peers), bias)
+        return shard_module(self, module, device_mesh, Blocks(self.sizes(module), device_mesh.size()).of)
 
 
 def fused_problems(entries: list[Entry], tp_size: int) -> list[str]:

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, cached_property, partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,24 +25,27 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from namedmesh._torch import at_end_of_backward, backward_pass, communicates, default_store
 from namedmesh.errors import GradientError, listing, ranks_in_words
 from namedmesh.tensor_parallel.collectives import RankGroup, all_gather, local_shard
-from namedmesh.tensor_parallel.comparison_errors import problems_of
 from namedmesh.tensor_parallel.fingerprints import (
+    ABSENT,
     COLUMNS,
     FROZEN,
+    NEEDS_NONE,
+    PART,
     SETTLED,
-    absent,
     fingerprint,
-    frozen,
-    part_of_sum,
+    problems_of,
+    row_of,
     verdicts,
 )
 from namedmesh.tensor_parallel.gradient_sums import reduce_before_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.hooks import RemovableHandle
+
+Sides: TypeAlias = tuple[str, nn.Module, bool, bool]
 
 _EVERY_PASS = 16
 
@@ -51,7 +54,7 @@ BEGINNING_LIMIT = timedelta(minutes=5)
 
 # The ranks watch the same models, in the same order.
 _numbers = count()
-_watched: weakref.WeakValueDictionary[int, GradientComparison] = weakref.WeakValueDictionary()
+_watched: weakref.WeakKeyDictionary[GradientComparison, None] = weakref.WeakKeyDictionary()
 
 
 @cache
@@ -62,7 +65,7 @@ def _watch_optimizers() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    for comparison in list(_watched.values()):
+    for comparison in list(_watched):
         comparison.before_step(optimizer)
 
 
@@ -97,21 +100,7 @@ def compare_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
         >>> dist.destroy_process_group()
     """
     if mesh.size() > 1:
-        GradientComparison(model, mesh, {})
-
-
-class Whole(NamedTuple):
-    """Which sides of a module are the same on every rank.
-
-    Args:
-        module: the module.
-        input: its first input is.
-        output: its output is, and so is the gradient of that.
-    """
-
-    module: nn.Module
-    input: bool
-    output: bool
+        GradientComparison(model, mesh, ())
 
 
 class GradientComparison:
@@ -120,64 +109,60 @@ class GradientComparison:
     Args:
         model: the model.
         mesh: the axis.
-        activations: modules whose inputs or outputs are the same on every rank, by name.
+        sides: modules by name, and whether the first input and the output of each are the same on every rank.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, activations: Mapping[str, Whole]) -> None:
-        self.model, self.peers, self.device = model, RankGroup(mesh), mesh.device_type
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, sides: Iterable[Sides]) -> None:
+        self.model, self.group, self.device = model, RankGroup(mesh), mesh.device_type
         self.ranks = dist.get_process_group_ranks(mesh.get_group())
         self.axis = (mesh.mesh_dim_names or ("the mesh",))[0]
-        # What is still to be compared: parameters by their modules and names, found at the first forward.
-        self.parameters: dict[str, tuple[nn.Module, str]] | None = None
         self.rows: dict[tuple[str, str], list[float]] = {}
         self.dtypes: set[torch.dtype] = set()
-        self.passes, self._pass, self._steps_of, self._agreements = 0, -1, 0, 0
+        self.passes, self._pass, self._agreements = 0, -1, 0
         self.place = f"namedmesh/begun/{mesh.get_group().group_name}/{next(_numbers)}"
         # Those that needed no gradient on any rank when the ranks last compared.
         self.frozen: set[str] = set()
         self.handles: list[RemovableHandle] = []
         self.activations: list[tuple[str, str]] = []
-        for name, (module, whole_input, whole_output) in activations.items():
+        for name, module, whole_input, whole_output in sides:
+            # Methods, and no closures, so that a copy of the model has a copy of this.
             if whole_input:
                 self.activations.append(("input", name))
-                hook = _Input(self, name)
-                self.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+                note = partial(self._note_input, name)
+                self.handles.append(module.register_forward_pre_hook(note, with_kwargs=True))
             if whole_output:
                 self.activations.append(("output", name))
-                self.handles.append(module.register_forward_hook(_Output(self, name)))
-        self.root_handles = [
-            model.register_forward_pre_hook(self._before_forward),
-            model.register_forward_hook(self._after_forward),
-        ]
-        self._watch_steps()
-
-    # --- when -------------------------------------------------------------------------------------------------
-
-    def _watch_steps(self) -> None:
-        """Compare before an optimizer's step, too: where the gradients come after the backward, or without hooks."""
-        if self._steps_of == id(self):  # a copy of the model has a copy of this, which is not registered
-            return
-        self._steps_of = id(self)
-        _watched[next(_numbers)] = self
+                self.handles.append(module.register_forward_hook(partial(self._watch_output, name)))
+        self.root_handle = model.register_forward_hook(self._after_forward)
+        # Before an optimizer's step, too: where the gradients come after the backward, or without hooks.
+        _watched[self] = None
         _watch_optimizers()
 
-    def _before_forward(self, _module: nn.Module, _args: Any) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
-        self._watch_steps()
-        if torch.is_autocast_enabled(self.device):
-            self.dtypes.add(torch.get_autocast_dtype(self.device))
+    @cached_property
+    def parameters(self) -> dict[str, tuple[nn.Module, str]]:
+        """The parameters that are still to be compared, by module and name; found when first asked, after ``fully_shard``."""
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            owner, _, own_name = name.rpartition(".")
+            if self._is_whole(parameter):
+                found[name] = modules[owner], own_name
+        return found
+
+    # --- when -------------------------------------------------------------------------------------------------
 
     def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
+        _watched[self] = None  # a copy of the model has a copy of this, which is not registered
         found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        if not all(communicates(tensor, self.peers.group) for tensor in found):
+        if not all(communicates(tensor, self.group.process_group) for tensor in found) or not self._pending():
             return
-        if found and self._pending():
-            for tensor in found:
-                self.dtypes.add(tensor.dtype)
-                tensor.register_hook(self._arrived)
+        if torch.is_autocast_enabled(self.device):
+            self.dtypes.add(torch.get_autocast_dtype(self.device))
+        for tensor in found:
+            self.dtypes.add(tensor.dtype)
+            tensor.register_hook(self._arrived)
 
     def _arrived(self, _gradient: Tensor) -> None:
         """Note, once a pass, that a gradient has come to the model: it is complete at the end of the pass."""
@@ -187,8 +172,7 @@ class GradientComparison:
 
     def _pending(self) -> bool:
         """Return whether something is still to be compared; the same on every rank, but for what has begun to be trained."""
-        begun = self._open()
-        return bool(begun or self.activations or {*(self.parameters or ())} - self.frozen)
+        return bool(self._open() or self.activations or {*self.parameters} - self.frozen)
 
     def after_backward(self) -> None:
         """Compare what a pass has left, unless some of it never comes: then in fewer and fewer passes."""
@@ -223,27 +207,19 @@ class GradientComparison:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Compare what an optimizer is about to use, if it is this model's and no backward has compared it."""
-        open_names = {*(self.parameters or ())} - self.frozen | {*self._open()}
-        found = {id(self._parameter(name)) for name in open_names}
-        if any(id(parameter) in found for group in optimizer.param_groups for parameter in group["params"]):
+        mine = {id(self._parameter(name)) for name in self.parameters}
+        if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
             self.after_backward()
 
     # --- what -------------------------------------------------------------------------------------------------
 
     def _open(self) -> dict[str, Tensor]:
         """Return the trainable parameters that were not compared yet."""
-        if self.parameters is None:
-            modules = dict(self.model.named_modules(remove_duplicate=False))
-            self.parameters = {}
-            for name, parameter in self.model.named_parameters():
-                owner, _, own_name = name.rpartition(".")
-                if self._is_whole(parameter):
-                    self.parameters[name] = modules[owner], own_name
         found = {name: self._parameter(name) for name in self.parameters}
         return {name: parameter for name, parameter in found.items() if parameter.requires_grad}
 
     def _parameter(self, name: str) -> Tensor:
-        module, own_name = (self.parameters or {})[name]
+        module, own_name = self.parameters[name]
         parameter: Tensor = getattr(module, own_name)
         return parameter
 
@@ -264,7 +240,7 @@ class GradientComparison:
     def _across(self) -> list[dist.ProcessGroup]:
         """Return the groups over which parameters are sharded besides, as by FSDP2, whose ranks see other parts of them."""
         found: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for name in self.parameters or ():
+        for name in self.parameters:
             parameter = self._parameter(name)
             if not isinstance(parameter, DTensor):
                 continue
@@ -275,22 +251,37 @@ class GradientComparison:
                     found[ranks] = mesh.get_group(dim)
         return list(found.values())
 
-    def note(self, key: tuple[str, str], value: Tensor) -> None:
+    def _note_input(
+        self, name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        value = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
+        if value is not None and not isinstance(value, DTensor):
+            self._note(("input", name), value)
+
+    def _watch_output(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not isinstance(output, Tensor) or isinstance(output, DTensor):
+            return
+        if output.requires_grad:
+            output.register_hook(partial(self._note, ("output", name)))
+
+    def _note(self, key: tuple[str, str], value: Tensor) -> None:
         """Note what this rank has of an activation, the last time it comes by: a pipeline's first inputs are empty."""
-        if communicates(value, self.peers.group):
+        if communicates(value, self.group.process_group):
             self.rows[key] = fingerprint(local_shard(value), self.dtypes)
 
     def _row_of(self, key: tuple[str, str], found: Mapping[str, Tensor]) -> list[float]:
         kind, name = key
         if kind != "parameter":
-            return self.rows.get(key, absent())
+            return self.rows.get(key, row_of(ABSENT))
         if name not in found:
-            return frozen()
+            return row_of(NEEDS_NONE)
         gradient = found[name].grad
         if gradient is None:
-            return absent()
+            return row_of(ABSENT)
         if isinstance(gradient, DTensor) and self._differs_along_axis(gradient):
-            return part_of_sum()
+            return row_of(PART)
         return fingerprint(local_shard(gradient), self.dtypes)
 
     def _compare(self) -> None:
@@ -301,15 +292,15 @@ class GradientComparison:
         """
         found = self._open()
         some = next(self.model.parameters(), None)
-        if some is None or not communicates(some, self.peers.group):
+        if some is None or not communicates(some, self.group.process_group):
             return
-        every = [("parameter", name) for name in self.parameters or ()] + self.activations
+        every = [("parameter", name) for name in self.parameters] + self.activations
         rows = [self._row_of(key, found) for key in every]
         # A pass that leaves no gradient anywhere may be one over numbers that mean nothing, as pipelines do to find shapes.
         left = any(parameter.grad is not None for parameter in self.model.parameters())
-        rows.append([float(left), *absent()[1:]])
+        rows.append(row_of(float(left)))
         mine = torch.tensor(rows, dtype=torch.float64, device=self.device)
-        gathered = all_gather(mine.view(1, -1, COLUMNS), self.peers, 0)
+        gathered = all_gather(mine.view(1, -1, COLUMNS), self.group, 0)
         self.rows.clear()
         if not gathered[:, -1, 0].any():
             return
@@ -319,22 +310,21 @@ class GradientComparison:
         outcomes = dict(zip(every, found_out.tolist(), strict=True))
         different = {key: value - SETTLED for key, value in outcomes.items() if value > SETTLED}
         if different:
-            raise GradientError(*problems_of(self.model, different, self.axis, self.peers.size))
+            raise GradientError(*problems_of(self.model, different, self.axis, self.group.size))
         self.frozen = {name for (_, name), value in outcomes.items() if value == FROZEN}
         self._close([key for key, value in outcomes.items() if value == SETTLED])
 
     def _close(self, settled: Sequence[tuple[str, str]]) -> None:
         """Forget what is settled, and all activations: their contract does not change with what is trained."""
         for kind, name in settled:
-            if kind == "parameter" and self.parameters is not None:
+            if kind == "parameter":
                 del self.parameters[name]
         if settled and self.activations:
             self.activations = []
             while self.handles:
                 self.handles.pop().remove()
         if not self.parameters:
-            while self.root_handles:
-                self.root_handles.pop().remove()
+            self.root_handle.remove()
 
 
 def _ranks_along(mesh: DeviceMesh, dims: Sequence[int]) -> set[int]:
@@ -343,36 +333,6 @@ def _ranks_along(mesh: DeviceMesh, dims: Sequence[int]) -> set[int]:
     for dim in dims:
         place[dim] = slice(None)
     return {*mesh.mesh[tuple(place)].flatten().tolist()}
-
-
-class _Input:
-    """A hook that notes the first input of a module. An object, so that a copy of the model has a copy of it."""
-
-    def __init__(self, comparison: GradientComparison, name: str) -> None:
-        self.comparison, self.name = comparison, name
-
-    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
-        value = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
-        if value is not None and not isinstance(value, DTensor):
-            self.comparison.note(("input", self.name), value)
-
-
-class _Output:
-    """A hook that notes the gradient of a module's output."""
-
-    def __init__(self, comparison: GradientComparison, name: str) -> None:
-        self.comparison, self.name = comparison, name
-
-    def __call__(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not isinstance(output, Tensor) or isinstance(output, DTensor):
-            return
-        if output.requires_grad:
-            output.register_hook(self._note)
-
-    def _note(self, gradient: Tensor) -> None:
-        self.comparison.note(("output", self.name), gradient)
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:

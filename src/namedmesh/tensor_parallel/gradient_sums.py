@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from namedmesh._torch import CLIPS_PARTIAL_GRADIENTS, synchronous
+from namedmesh._torch import CLIPS_PARTIAL_GRADIENTS, gradient_like, synchronous
 from namedmesh.tensor_parallel.collectives import RankGroup, all_reduce
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -68,34 +68,18 @@ def reduce_gradients(parameters: nn.Module | Iterable[Tensor]) -> None:
 
 def _summed_dim(gradient: DTensor, parameter: DTensor) -> int | None:
     """Return the dim of the mesh over which a gradient is still to be summed, if it is otherwise laid out as its parameter."""
-    different = [
-        dim
-        for dim, (one, other) in enumerate(zip(gradient.placements, parameter.placements, strict=True))
-        if one != other
-    ]
-    if len(different) != 1:
-        return None
-    (dim,) = different
-    is_sum = gradient.placements[dim] == Partial() and isinstance(parameter.placements[dim], Replicate)
-    return dim if is_sum else None
+    layouts = [*zip(gradient.placements, parameter.placements, strict=True)]
+    different = [dim for dim, (one, other) in enumerate(layouts) if one != other]
+    return different[0] if [layouts[dim] for dim in different] == [(Partial(), Replicate())] else None
 
 
 @torch.no_grad()
 def _reduce_together(parameters: list[Any], group: RankGroup) -> None:
     parts = [synchronous(parameter.grad.to_local()) for parameter in parameters]
     total = all_reduce(torch.cat([part.flatten() for part in parts]), group, mine=True)
-    for parameter, part, whole in zip(
-        parameters, parts, total.split([p.numel() for p in parts]), strict=True
-    ):
-        gradient = parameter.grad
-        parameter.grad = DTensor.from_local(
-            whole.view_as(part),
-            gradient.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=gradient.shape,
-            stride=gradient.stride(),
-        )
+    sums = total.split([part.numel() for part in parts])
+    for parameter, part, whole in zip(parameters, parts, sums, strict=True):
+        parameter.grad = gradient_like(parameter, whole.view_as(part))
 
 
 def reduce_before_use(model: nn.Module) -> None:
@@ -131,18 +115,14 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     reduce_gradients(parameters)
-    # A closure runs the backward inside the step.
-    if len(args) > 1 and args[1] is not None:
-        return (args[0], _reducing(args[1], parameters), *args[2:]), kwargs
-    if kwargs.get("closure") is not None:
-        return args, kwargs | {"closure": _reducing(kwargs["closure"], parameters)}
-    return None
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return None
 
-
-def _reducing(closure: Callable[[], Any], parameters: list[Tensor]) -> Callable[[], Any]:
-    def call() -> Any:
-        loss = closure()
+    def reducing() -> Any:
+        loss = closure()  # which runs the backward inside the step
         reduce_gradients(parameters)
         return loss
 
-    return call
+    rest = {name: value for name, value in kwargs.items() if name != "closure"}
+    return (args[0], reducing, *args[2:]), rest

@@ -12,10 +12,15 @@ from torch.distributed.tensor.parallel import SequenceParallel
 
 from namedmesh.errors import PlanError, did_you_mean
 from namedmesh.tensor_parallel.adapters import adapted_model
-from namedmesh.tensor_parallel.experts import IdentityExpert, ShardedExperts
 from namedmesh.tensor_parallel.fused import FusedColwiseParallel
 from namedmesh.tensor_parallel.kv_heads import KeyValueParallel
-from namedmesh.tensor_parallel.local import LocalParameters, SumOutput, SumTailGradient
+from namedmesh.tensor_parallel.local import (
+    IdentityExpert,
+    LocalParameters,
+    ShardedExperts,
+    SumOutput,
+    SumTailGradient,
+)
 from namedmesh.tensor_parallel.plan import matches
 from namedmesh.tensor_parallel.styles import ColwiseParallel, RowwiseParallel
 
@@ -123,45 +128,23 @@ def plan_from_hf(
     if isinstance(model_or_plan, nn.Module) and (adapted := adapted_model(model_or_plan)):
         prefix, inner = adapted
         return {f"{prefix}.{key}": style for key, style in plan_from_hf(inner, leave_out=leave_out).items()}
-    model = None
     if isinstance(model_or_plan, Mapping):
-        names = dict(model_or_plan)
+        model, names = None, dict(model_or_plan)
     else:
-        model = model_or_plan
-        names = _names_of(model)
+        model, names = model_or_plan, _names_of(model_or_plan)
     idle = [pattern for pattern in leave_out if not fnmatch.filter(names, pattern)]
     if idle:
         raise PlanError(*(f"leave_out: {pattern!r} matches no entry of the plan" for pattern in idle))
-    names = {
-        key: name
-        for key, name in names.items()
-        if not any(fnmatch.fnmatchcase(key, pattern) for pattern in leave_out)
-    }
+    for pattern in leave_out:
+        for key in fnmatch.filter(names, pattern):
+            names.pop(key, None)
     reason = _WRONG_ATTENTION.get(_model_type(model))
     if reason is not None and any(".self_attn." in key for key in names):
         raise PlanError(
             f"the attention of {type(model).__name__} cannot be sharded as its plan says: {reason}; leave it out: "
             f"plan_from_hf(model, leave_out=['*.self_attn.*'])"
         )
-    bare = _bare_parameters(model, names)
-    plan: dict[str, ParallelStyle] = {}
-    problems = []
-    for key, name in names.items():
-        if name == "replicate" or key in bare:
-            continue
-        entries = _entries(model, key, name, names)
-        if entries is None:
-            problems.append(f"{key!r}: {_reason(model, name)}; change or remove this entry")
-        else:
-            plan.update(entries)
-    problems += [
-        f"{key!r}: {name!r} shards a bare parameter, which needs 'local_params' or 'moe_tp_experts' at its module; "
-        f"change or remove this entry"
-        for key, (owner, name) in bare.items()
-        if names.get(owner) not in _OWNERS or name not in _BARE
-    ]
-    if problems:
-        raise PlanError(*problems)
+    plan = _Reader(model, names).plan()
     if model is not None:
         _shard_tied_embedding(model, plan)
     return plan
@@ -203,151 +186,149 @@ def _base_prefix(model: nn.Module) -> str:
     return next((f"{fqn}." for fqn, module in model.named_modules() if module is base and fqn), "")
 
 
-def _bare_parameters(model: nn.Module | None, names: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Return the keys that name parameters instead of modules, with their owners' keys and their styles."""
-    if model is None:
-        return {}
-    parameters = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
-    modules = [fqn for fqn, _ in model.named_modules(remove_duplicate=False)]
-    return {
-        key: (key.rpartition(".")[0], name)
-        for key, name in names.items()
-        if name not in _UNSUPPORTED
-        and not any(matches(key, fqn) for fqn in modules)
-        and any(matches(key, fqn) for fqn in parameters)
-    }
+class _Reader:
+    """What a plan says of a model, or of any model.
 
+    Args:
+        model: the model, if there is one.
+        names: the names of styles, by names of modules and parameters.
+    """
 
-def _entries(
-    model: nn.Module | None, key: str, name: str, names: Mapping[str, str]
-) -> dict[str, ParallelStyle] | None:
-    """Return what one key comes to: itself, or one entry a module where they differ; None if it cannot be told."""
-    if model is None:
-        return {key: _STYLES[name]()} if name in _STYLES else None
-    found = {fqn: module for fqn, module in model.named_modules() if matches(key, fqn)}
-    if found and all(isinstance(module, nn.ModuleList) for module in found.values()):
-        return _entries(model, f"{key}.*", name, names)
-    makers = {"mla_kv_a_proj": _tail, "rowwise": _row, **dict.fromkeys(_OWNERS, _owner)}
-    if name not in makers:
-        style = _column(model, key, name)
-        return None if style is None else {key: style}
-    try:
-        return _same_or_apart(key, {fqn: makers[name](model, fqn, name, names) for fqn in found})
-    except LookupError:
-        return None
+    def __init__(self, model: nn.Module | None, names: Mapping[str, str]) -> None:
+        self.model, self.names = model, names
+        self.modules = {} if model is None else dict(model.named_modules(remove_duplicate=False))
 
+    def plan(self) -> dict[str, ParallelStyle]:
+        """Return the whole plan; a PlanError names every entry that has no answer."""
+        plan: dict[str, ParallelStyle] = {}
+        problems = []
+        for key, name in self.names.items():
+            try:
+                plan.update(self._entries(key, name))
+            except LookupError as error:  # noqa: PERF203  all of them at once
+                problems.append(f"{key!r}: {name!r} {error.args[0]}; change or remove this entry")
+        if problems:
+            raise PlanError(*problems)
+        return plan
 
-def _same_or_apart(key: str, styles: Mapping[str, ParallelStyle | None]) -> dict[str, ParallelStyle]:
-    """Return one entry for all modules that a key matches, if they get the same; without those that get none."""
-    distinct = {repr(style): style for style in styles.values()}
-    if len(distinct) == 1:
-        ((_, style),) = distinct.items()
-        return {} if style is None else {key: style}
-    return {fqn: style for fqn, style in styles.items() if style is not None}
+    def _entries(self, key: str, name: str) -> dict[str, ParallelStyle]:
+        """Return what one key comes to: itself, one entry a module where they differ, or nothing.
 
+        Raises:
+            LookupError: why the name has no answer.
+        """
+        if name == "replicate":
+            return {}
+        if name in _UNSUPPORTED:
+            raise LookupError(f"is not supported: {_UNSUPPORTED[name]}")
+        if self.model is None:
+            if name in _SPECIAL:
+                raise LookupError("depends on the model: pass the model instead of a dict")
+            return {key: _style_of(name)}
+        found = [fqn for fqn in self.modules if matches(key, fqn)]
+        if not found:
+            owner = self.names.get(key.rpartition(".")[0])
+            if owner in _OWNERS and name in _BARE:  # whose entry shards it
+                return {}
+            raise LookupError(
+                "shards a bare parameter, which needs 'local_params' or 'moe_tp_experts' at its module"
+            )
+        if all(isinstance(self.modules[fqn], nn.ModuleList) for fqn in found):
+            key = f"{key}.*"
+            found = [fqn for fqn in self.modules if matches(key, fqn)]
+        styles = {fqn: self._style(fqn, name) for fqn in found}
+        if len({repr(style) for style in styles.values()}) == 1:
+            styles = {key: styles[found[0]]}
+        return {fqn: style for fqn, style in styles.items() if style is not None}
 
-def _column(model: nn.Module, key: str, name: str) -> ParallelStyle | None:
-    """Return a style by its name alone, or by that of the layer too; None if there is none of that name."""
-    if name == "packed_colwise":
-        return FusedColwiseParallel(blocks=2)
-    if name == "colwise" and any(token in _KEYS_AND_VALUES for token in key.split(".")[-2:]):
-        return KeyValueParallel()
-    if name == "colwise" and key.endswith("query_key_value"):  # GPT-NeoX's: head by head
-        heads = getattr(_text_config(model), "num_attention_heads", None)
-        return ColwiseParallel() if heads is None else FusedColwiseParallel(interleaved=heads)
-    return _STYLES[name]() if name in _STYLES else None
+    def _style(self, fqn: str, name: str) -> ParallelStyle | None:
+        """Return the style of one module; None where it stays whole."""
+        if name in _OWNERS:
+            return self._owner(fqn, name)
+        if name == "mla_kv_a_proj":
+            return self._tail(fqn)
+        if name == "colwise":
+            return self._column(fqn)
+        if name == "packed_colwise":
+            return FusedColwiseParallel(blocks=2)
+        if name == "rowwise" and self._input_is_whole(fqn):
+            return None
+        return _style_of(name)
 
+    def _column(self, fqn: str) -> ParallelStyle:
+        if any(token in _KEYS_AND_VALUES for token in fqn.split(".")[-2:]):
+            return KeyValueParallel()
+        if fqn.endswith("query_key_value"):  # GPT-NeoX's: head by head
+            heads = getattr(_text_config(self.model), "num_attention_heads", None)
+            return ColwiseParallel() if heads is None else FusedColwiseParallel(interleaved=heads)
+        return ColwiseParallel()
 
-def _owner(model: nn.Module, fqn: str, name: str, names: Mapping[str, str]) -> ParallelStyle | None:
-    """Return the style of a module whose own parameters the plan names, for those that it has."""
-    module = model.get_submodule(fqn)
-    placements, fused = {}, {}
-    for parameter, value in module.named_parameters(recurse=False):
-        style = next((style for key, style in names.items() if matches(key, f"{fqn}.{parameter}")), None)
-        if style in _BARE:
-            placements[parameter] = _bare_placement(value.ndim, style)
-            if _is_fused(module, parameter, style):
+    def _owner(self, fqn: str, name: str) -> ParallelStyle | None:
+        """Return the style of a module whose own parameters the plan names, for those that it has."""
+        module = self.modules[fqn]
+        placements: dict[str, Placement] = {}
+        fused = {}
+        for parameter, value in module.named_parameters(recurse=False):
+            place = f"{fqn}.{parameter}"
+            style = next((style for key, style in self.names.items() if matches(key, place)), "")
+            if style not in _BARE:
+                continue
+            # A linear's weight, experts stacked in front, or one number a head.
+            rows = max(value.ndim - 2, 0)
+            placements[parameter] = Shard(rows if style.endswith("colwise") else value.ndim - 1)
+            # Gate and up, one after the other, of which some plans say "colwise"; experts say if it is row by row.
+            packed = style.startswith("packed") or parameter == "gate_up_proj"
+            if packed and getattr(module, "is_concatenated", True):
                 fused[parameter] = 2
-    if not placements:
-        return SumOutput() if name == "all_reduce" else None
-    return LocalParameters(placements) if name == "local_params" else ShardedExperts(placements, fused=fused)
+        if not placements:
+            return SumOutput() if name == "all_reduce" else None
+        return (
+            LocalParameters(placements) if name == "local_params" else ShardedExperts(placements, fused=fused)
+        )
+
+    def _tail(self, fqn: str) -> ParallelStyle | None:
+        """Return the style of a latent projection, of whose features the last go to every head, as its attention says."""
+        for source in (self.modules[fqn.rpartition(".")[0]], _text_config(self.model)):
+            width = getattr(source, "qk_rope_head_dim", None)
+            if isinstance(width, int):
+                return SumTailGradient(width) if width else None
+        raise LookupError("depends on the model: its config has no qk_rope_head_dim")
+
+    def _input_is_whole(self, fqn: str) -> bool:
+        """Return whether the plan has no column layer beside a row layer, to make its input.
+
+        A plan may name a layer that only some variants of a block share, such as the output projection of linear
+        attention, whose other projections it leaves whole.
+        """
+        columns = [key for key, name in self.names.items() if name in _COLUMNS]
+        scope = fqn
+        while scope and isinstance(self.modules[fqn], nn.Linear):
+            scope = scope.rpartition(".")[0]
+            inside = [
+                f"{scope}.{name}".lstrip(".")
+                for name, module in self.modules[scope].named_modules()
+                if isinstance(module, nn.Linear)
+            ]
+            if len(inside) > 1:
+                return not any(matches(key, other) for key in columns for other in inside)
+        return False
 
 
-def _row(model: nn.Module, fqn: str, _name: str, names: Mapping[str, str]) -> ParallelStyle | None:
-    """Return the style of a row layer, if a column layer of the plan makes its input."""
-    return None if _input_is_whole(model, fqn, names) else RowwiseParallel()
-
-
-def _bare_placement(ndim: int, name: str) -> Placement:
-    """Return how a bare parameter is sharded: a linear's weight, experts stacked in front, or one number a head."""
-    return Shard(max(ndim - 2, 0) if name.endswith("colwise") else ndim - 1)
-
-
-def _is_fused(module: nn.Module, parameter: str, name: str) -> bool:
-    """Return whether a bare parameter is gate and up, one after the other.
-
-    Experts say how the two are fused: so, or row by row, whose halves are no parts. Some plans say "colwise" of
-    the former.
-    """
-    fused = name.startswith("packed") or parameter == "gate_up_proj"
-    return fused and bool(getattr(module, "is_concatenated", True))
-
-
-def _tail(model: nn.Module, fqn: str, _name: str, _names: Mapping[str, str]) -> ParallelStyle | None:
-    """Return the style of a latent projection, of whose features the last go to every head, as its attention says.
-
-    Raises:
-        LookupError: neither the attention module nor the configuration says how many.
-    """
-    for source in (model.get_submodule(fqn.rpartition(".")[0]), _text_config(model)):
-        width = getattr(source, "qk_rope_head_dim", None)
-        if isinstance(width, int):
-            return SumTailGradient(width) if width else None
-    raise LookupError(fqn)
+def _style_of(name: str) -> ParallelStyle:
+    """Return the style that a name alone means."""
+    if name in _STYLES:
+        return _STYLES[name]()
+    if name in _SPECIAL:
+        raise LookupError(
+            "depends on the model: here it names a module, not a parameter of experts; name the parameter"
+        )
+    known = (*_STYLES, *_UNSUPPORTED, *_SPECIAL)
+    raise LookupError(f"is not a style that transformers has{did_you_mean(name, known)}")
 
 
 def _text_config(model: nn.Module | None) -> Any:
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def _input_is_whole(model: nn.Module, fqn: str, names: Mapping[str, str]) -> bool:
-    """Return whether the plan has no column layer beside a row layer, to make its input.
-
-    A plan may name a layer that only some variants of a block share, such as the output projection of linear
-    attention, whose other projections it leaves whole.
-    """
-    scope = fqn
-    while scope and isinstance(model.get_submodule(fqn), nn.Linear):
-        scope = scope.rpartition(".")[0]
-        inside = [
-            f"{scope}.{name}".lstrip(".")
-            for name, module in model.get_submodule(scope).named_modules()
-            if isinstance(module, nn.Linear)
-        ]
-        if len(inside) > 1:
-            columns = [key for key, name in names.items() if name in _COLUMNS]
-            return not any(matches(key, other) for key in columns for other in inside)
-    return False
-
-
-def _reason(model: nn.Module | None, name: object) -> str:
-    """Return why a style name has no answer."""
-    if name in _UNSUPPORTED:
-        return f"{name!r} is not supported: {_UNSUPPORTED[str(name)]}"
-    if name in _SPECIAL:
-        return f"{name!r} depends on the model: {_missing(model, name)}"
-    known = (*_STYLES, *_UNSUPPORTED, *_SPECIAL)
-    return f"{name!r} is not a style that transformers has{did_you_mean(name, known)}"
-
-
-def _missing(model: nn.Module | None, name: object) -> str:
-    """Return what of the model a style would need to know."""
-    if model is None:
-        return "pass the model instead of a dict"
-    if name == "mla_kv_a_proj":
-        return "its config has no qk_rope_head_dim"
-    return "here it names a module, not a parameter of experts; name the parameter"
 
 
 def _shard_tied_embedding(model: nn.Module, plan: dict[str, ParallelStyle]) -> None:

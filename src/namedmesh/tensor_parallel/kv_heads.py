@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from namedmesh.errors import PlanError
 from namedmesh.sizes import SharedHeads
-from namedmesh.tensor_parallel.other_rows import column_of, rows_of, with_forward
-from namedmesh.tensor_parallel.placements import incompatibilities
-from namedmesh.tensor_parallel.styles import ColwiseParallel
+from namedmesh.tensor_parallel.collectives import whole_parameter
+from namedmesh.tensor_parallel.styles import ColwiseParallel, shard_module
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-    from namedmesh.tensor_parallel.module_setup import StyleContext
+    from namedmesh.tensor_parallel.collectives import RankGroup
 
 GROUPS = "num_key_value_groups"
 """The attribute in which an attention module of transformers keeps how many queries share a kv head."""
@@ -112,24 +112,22 @@ class KeyValueParallel(ColwiseParallel):
         bound = self.on_ranks(device_mesh.size(), None, None, self.attentions)
         if bound.shared is None:
             return super()._apply(module, device_mesh)
-        problems = incompatibilities(bound, module)
-        if problems:
-            raise PlanError(*(f"{type(module).__name__}: {problem}" for problem in problems))
         bound.src_data_rank = self.src_data_rank
         for attention in self.attentions:
             setattr(attention, GROUPS, bound.shared.repeats)
-        return with_forward(bound, module, device_mesh, KeyValueLinear, _shared=bound.shared)
+        return shard_module(bound, module, device_mesh, partial(_rows_of, bound.shared))
 
 
-class KeyValueLinear(nn.Linear):
-    """An ``nn.Linear`` of which each rank computes some heads. Made by ``KeyValueParallel``."""
+def _rows_of(heads: SharedHeads, parameter: Tensor, group: RankGroup) -> Tensor:
+    """Return the rows of the heads that this rank's queries attend to, of a parameter that every rank has whole.
 
-    _setup: StyleContext
-    _shared: SharedHeads
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
-        """Return the heads that this rank's queries attend to."""
-        mine, count = self._shared.of_rank(self._setup.peers.rank), self._shared.heads
-        weight = rows_of(self.weight, mine, count)
-        bias = None if self.bias is None else rows_of(self.bias, mine, count)
-        return column_of(self, input, weight, bias)
+    The gradient of the parameter is summed over the ranks, each of which makes the part of its own heads.
+    """
+    mine, whole = list(heads.of_rank(group.rank)), whole_parameter(parameter)
+    width = whole.shape[0] // heads.heads
+    first, last = mine[0], mine[-1]
+    if mine == [*range(first, last + 1)]:
+        return whole.narrow(0, first * width, (last + 1 - first) * width)
+    index = torch.tensor(mine, device=whole.device)
+    picked: Tensor = whole.unflatten(0, (heads.heads, width)).index_select(0, index).flatten(0, 1)
+    return picked

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial
 
 from namedmesh._torch import (
     as_non_view,
@@ -25,7 +25,7 @@ from namedmesh._torch import (
     synchronous,
 )
 from namedmesh.errors import MeshError, PlanError
-from namedmesh.tensor_parallel.autocast import autocast_shards, autocast_value
+from namedmesh.tensor_parallel.autocast import autocast_shard, autocast_value
 from namedmesh.tensor_parallel.collectives import (
     ALONE,
     all_gather,
@@ -39,6 +39,8 @@ from namedmesh.tensor_parallel.collectives import (
     start_reduce_scatter,
 )
 from namedmesh.tensor_parallel.module_setup import (
+    LAST,
+    WHOLE,
     StyleContext,
     check_divides,
     check_features,
@@ -46,7 +48,7 @@ from namedmesh.tensor_parallel.module_setup import (
     sharded_dim,
 )
 from namedmesh.tensor_parallel.placements import placement_name
-from namedmesh.tensor_parallel.shared_input import shared_by
+from namedmesh.tensor_parallel.shared_input import sums_gradient_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,16 +64,16 @@ class ColwiseLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
         """Return this rank's output features, or what the style's output layout says."""
         setup = self._setup
-        last = input.ndim - 1
-        operand = column_operand(self, setup, input)
-        if operand is None or not (
-            setup.whole_output or sharded_dim(setup.output_layout, input.ndim) == last
-        ):
-            return through_dtensor(self, input, Replicate())
-        output = column(operand.value, self.weight, self.bias, *operand[1:])
+        value, layout = column_operand(self, setup, input)
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        if setup.rows is not None:
+            weight = setup.rows(weight, setup.group)
+            bias = None if bias is None else setup.rows(bias, setup.group)
+        output = _column(*_operands(value, weight, bias), layout)
         if setup.whole_output:
-            output = gather(output, setup.peers, last)
-        return output if setup.use_local_output else setup.wrap_output(output)
+            return setup.deliver(self, gather(output, setup.group, output.ndim - 1))
+        return setup.deliver(self, output, LAST)
 
 
 class RowwiseLinear(nn.Linear):
@@ -83,124 +85,107 @@ class RowwiseLinear(nn.Linear):
         """Return the sum of all ranks' products: whole, or sharded along another dim."""
         setup = self._setup
         last = input.ndim - 1
-        layout = setup.layout_of(input)
-        whole_input = isinstance(layout, Replicate)
-        scatter_dim = None if setup.whole_output else sharded_dim(setup.output_layout, input.ndim)
-        if not (whole_input or (layout is not None and sharded_dim(layout, input.ndim) == last)) or not (
-            setup.whole_output or scatter_dim is not None
-        ):
-            return through_dtensor(self, input, Shard(-1))
-        local = local_shard(input)
+        is_shard = not isinstance(input, DTensor) and sharded_dim(setup.input_layout, input.ndim) == last
+        if not is_shard:
+            check_features(self, input, self.in_features)
+        if is_shard:
+            local = input
+        elif setup.whole_input and not isinstance(input, DTensor):
+            local = split(input, setup.group, last)
+        else:
+            local = setup.redistribute_input(input, LAST).to_local()
+        scatter_dim = sharded_dim(setup.output_layout, input.ndim)
         if scatter_dim is not None:
             shape = torch.Size((*local.shape[:-1], self.out_features))
-            check_divides(self, "the output", shape, scatter_dim, setup.peers.size)
-        if whole_input:
-            check_features(self, local, self.in_features)
-            local = split(local, setup.peers, last)
-        output = row(local, self.weight, self.bias, setup.peers, scatter_dim)
-        return output if setup.use_local_output else setup.wrap_output(output)
+            check_divides(self, "the output", shape, scatter_dim, setup.group.size)
+        output = row(local, self.weight, self.bias, setup.group, scatter_dim)
+        known = scatter_dim is not None or setup.whole_output
+        return setup.deliver(self, output, None if known else WHOLE)
 
 
-class ColumnOperand(NamedTuple):
-    """The input of a column layer as a plain tensor, and how its gradient is summed; see :func:`column`."""
+class ColumnInput(NamedTuple):
+    """How the input of a column layer is laid out, and how its gradient is summed; see :func:`column`."""
 
-    value: Tensor
-    peers: RankGroup
-    gather_dim: int | None
+    group: RankGroup
+    gather_dim: int | None = None
     factor: int = 1
+    gather_again: bool = False
 
 
-def column_operand(module: nn.Module, setup: StyleContext, value: Tensor) -> ColumnOperand | None:
-    """Return an input of a column layer for explicit collectives; None if they cannot move what it is laid out as.
+def column_operand(module: nn.Module, setup: StyleContext, value: Tensor) -> tuple[Tensor, ColumnInput]:
+    """Return an input of a column layer for explicit collectives.
 
     Raises:
         PlanError: the style is to gather an input that is gathered already.
     """
-    layout = setup.layout_of(value)
-    if layout is None:
-        return None
-    gather_dim = None
-    if not isinstance(layout, Replicate):
-        gather_dim = sharded_dim(layout, value.ndim)
-        if gather_dim is None or gather_dim == value.ndim - 1:
-            return None
-    if not isinstance(value, DTensor):
-        if shared_by(module, setup.peers, value) is None:
-            return ColumnOperand(value, setup.peers, gather_dim)
-        if gather_dim is not None:
-            raise PlanError(
-                f"{name_of(module)}: the input is laid out as {placement_name(layout)} by this style, but a SharedInput above has made it whole; "
-                f"leave input_layouts at Replicate(), or take the SharedInput out of the plan"
-            )
-        return ColumnOperand(value, ALONE, None, setup.peers.size)
-    if gather_dim is None:
+    gather_dim = sharded_dim(setup.input_layout, value.ndim)
+    known = gather_dim is not None or setup.whole_input
+    if isinstance(value, DTensor) or not known:
         # As in DTensor arithmetic: whoever made it sums the parts of its gradient, of all its users at once.
-        return ColumnOperand(value.to_local(grad_placements=(Partial(),)), ALONE, None)
-    return ColumnOperand(value.to_local(), setup.peers, gather_dim)
-
-
-def through_dtensor(
-    module: ColwiseLinear | RowwiseLinear, value: Tensor, desired: Replicate | Shard
-) -> Tensor:
-    """Return the same layer in DTensor arithmetic: for layouts the short way does not know."""
-    setup = module._setup  # noqa: SLF001  the module is one of ours
-    annotated = setup.as_dtensor(value)
-    if annotated.placements != (desired,):
-        annotated = annotated.redistribute(placements=(desired,))
-        local = annotated.to_local()
-        if not local.is_contiguous():  # which the DTensor does not know, and a linear of several dims needs
-            annotated = DTensor.from_local(local.contiguous(), setup.mesh, (desired,), run_check=False)
-    return setup.redistribute_output(module, F.linear(annotated, module.weight, module.bias))
+        whole = setup.redistribute_input(value, WHOLE)
+        return whole.to_local(grad_placements=(Partial(),)), ColumnInput(ALONE)
+    if not sums_gradient_of(module, setup.group, value):
+        return value, ColumnInput(setup.group, gather_dim)
+    if gather_dim is not None:
+        raise PlanError(
+            f"{name_of(module)}: the input is laid out as {placement_name(setup.input_layout)} by this style, but a "
+            f"SharedInput above has made it whole; leave input_layouts at Replicate(), or take the SharedInput out of "
+            f"the plan"
+        )
+    return value, ColumnInput(ALONE, factor=setup.group.size)
 
 
 def column(  # noqa: PLR0917  the operands, and how they are laid out
     value: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    peers: RankGroup,
+    group: RankGroup,
     gather_dim: int | None = None,
     factor: int = 1,
-    *,
     gather_again: bool = False,
 ) -> Tensor:
     """Return this rank's output features: ``value @ weight.T + bias`` with its rows of the weight and of the bias.
 
     Args:
-        value: what every peer has; or, with ``gather_dim``, this rank's shard of it along that dim.
+        value: what every rank has; or, with ``gather_dim``, this rank's shard of it along that dim.
         weight: a DTensor or a plain shard, ``(local outputs, inputs)``; its gradient is of the same kind.
         bias: this rank's part of the bias, or None.
-        peers: over whom the gradient of the input is summed.
+        group: over whom the gradient of the input is summed.
         gather_dim: gather the input along this dim first; its gradient is reduced and scattered.
         factor: what the input's gradient is multiplied by, for whoever takes the mean over the ranks.
         gather_again: keep only the shard of the input for the backward, and gather it there once more: less
             memory, one more collective.
     """
-    if (
-        torch.compiler.is_compiling()
-    ):  # which makes no DTensors in a backward of ours, and moves gradients by itself
-        weight, bias = local_shard(weight), None if bias is None else local_shard(bias)
-    elif in_function_transform():
-        _refuse_transforms()
-    return _column(autocast_value(value), weight, bias, peers, gather_dim, gather_again, factor)
+    layout = ColumnInput(group, gather_dim, factor, gather_again)
+    return _column(*_operands(value, weight, bias), layout)
 
 
 def row(
-    value: Tensor, weight: Tensor, bias: Tensor | None, peers: RankGroup, scatter_dim: int | None = None
+    value: Tensor, weight: Tensor, bias: Tensor | None, group: RankGroup, scatter_dim: int | None = None
 ) -> Tensor:
-    """Return the peers' sum of ``value @ weight.T``, plus the bias, with this rank's columns of the weight.
+    """Return the ranks' sum of ``value @ weight.T``, plus the bias, with this rank's columns of the weight.
 
     Args:
         value: this rank's input features.
         weight: a DTensor or a plain shard, ``(outputs, local inputs)``; its gradient is of the same kind.
-        bias: the whole bias, which counts once, or None. Its gradient is the whole one, on every peer.
-        peers: over whom the output is summed.
+        bias: the whole bias, which counts once, or None. Its gradient is the whole one, on every rank.
+        group: over whom the output is summed.
         scatter_dim: keep only this rank's shard of the sum, along this dim.
     """
+    return _row(*_operands(value, weight, bias), group, scatter_dim)
+
+
+def _operands(value: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the operands as the functions below take them."""
+    # The compiler makes no DTensors in a backward of ours, and moves gradients by itself.
     if torch.compiler.is_compiling():
-        weight, bias = local_shard(weight), None if bias is None else local_shard(bias)
-    elif in_function_transform():
-        _refuse_transforms()
-    return _row(autocast_value(value), weight, bias, peers, scatter_dim)
+        return autocast_value(value), local_shard(weight), None if bias is None else local_shard(bias)
+    if in_function_transform():
+        raise MeshError(
+            "the fast parallel styles do not take part in transforms of torch.func, such as grad, vmap and jvp; leave "
+            "the layers that it passes through out of the plan, or use loss.backward()"
+        )
+    return autocast_value(value), weight, bias
 
 
 def _refuse_double_backward() -> None:
@@ -210,13 +195,6 @@ def _refuse_double_backward() -> None:
             "the fast parallel styles have no second derivative, and backward was called with "
             "create_graph=True; leave the layers that it passes through out of the plan"
         )
-
-
-def _refuse_transforms() -> None:
-    raise MeshError(
-        "the fast parallel styles do not take part in transforms of torch.func, such as grad, vmap and jvp; leave the "
-        "layers that it passes through out of the plan, or use loss.backward()"
-    )
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -254,7 +232,6 @@ def _parameter_gradients(
 
 
 def _gradient(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return a gradient of this rank's shard of a parameter, of the same kind as the parameter."""
     return gradient_like(parameter, local) if isinstance(parameter, DTensor) else local
 
 
@@ -262,23 +239,13 @@ class _Column(torch.autograd.Function):
     """``gather(x) @ W.T + b`` with this rank's rows of W; the input's gradient is summed while W's is computed."""
 
     @staticmethod
-    def forward(  # noqa: PLR0917  autograd passes them by position
-        ctx: Any,
-        value: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        peers: RankGroup,
-        gather_dim: int | None,
-        gather_again: bool,
-        factor: int,
-    ) -> Tensor:
+    def forward(ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None, layout: ColumnInput) -> Tensor:
         shard = value = synchronous(value)
-        if gather_dim is not None:
-            value = all_gather(shard, peers, gather_dim)
-        gather_again = gather_again and gather_dim is not None
-        mine, added = autocast_shards(weight, bias)
-        _keep(ctx, shard if gather_again else value, weight, bias, mine)
-        ctx.peers, ctx.gather_dim, ctx.gather_again, ctx.factor = peers, gather_dim, gather_again, factor
+        if layout.gather_dim is not None:
+            value = all_gather(shard, layout.group, layout.gather_dim)
+        mine, added = autocast_shard(weight), None if bias is None else autocast_shard(bias)
+        _keep(ctx, shard if layout.gather_again else value, weight, bias, mine)
+        ctx.layout = layout
         return as_non_view(F.linear(value, mine, added))
 
     @staticmethod
@@ -286,22 +253,23 @@ class _Column(torch.autograd.Function):
         _refuse_double_backward()
         now = grads_wanted_by_this_pass(ctx)
         value, weight, bias, mine = ctx.saved_tensors
+        group, gather_dim, factor, gather_again = ctx.layout
         mine = local_tensor(weight) if mine is None else mine
         gradient = synchronous(gradient)
         pending = gathering = None
-        if now[1] and value is not None and ctx.gather_again:
-            gathering = start_all_gather(value, ctx.peers, ctx.gather_dim)
+        if now[1] and value is not None and gather_again and gather_dim is not None:
+            gathering = start_all_gather(value, group, gather_dim)
         if now[0]:
-            part = _input_part(gradient, mine, ctx.factor)
-            if ctx.gather_dim is None:
-                pending = start_all_reduce(part, ctx.peers, mine=True)
+            part = _input_part(gradient, mine, factor)
+            if gather_dim is None:
+                pending = start_all_reduce(part, group, mine=True)
             else:
-                pending = start_reduce_scatter(part, ctx.peers, ctx.gather_dim)
+                pending = start_reduce_scatter(part, group, gather_dim)
         if gathering is not None:
             value = gathering.wait()
         gradients = _parameter_gradients(now, gradient, value, weight, bias)
         # Contiguous: a pipeline sends it to the stage before as it is.
-        return None if pending is None else pending.wait().contiguous(), *gradients, None, None, None, None
+        return None if pending is None else pending.wait().contiguous(), *gradients, None
 
 
 class _Row(torch.autograd.Function):
@@ -313,21 +281,22 @@ class _Row(torch.autograd.Function):
         value: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        peers: RankGroup,
+        group: RankGroup,
         scatter_dim: int | None,
     ) -> Tensor:
-        value, (mine, added) = synchronous(value), autocast_shards(weight, bias)
+        value, mine = synchronous(value), autocast_shard(weight)
         _keep(ctx, value, weight, bias, mine)
-        ctx.peers, ctx.scatter_dim, ctx.gathered = peers, scatter_dim, None
+        ctx.group, ctx.scatter_dim, ctx.gathered = group, scatter_dim, None
         output = F.linear(value, mine)
         if scatter_dim is None:
-            output = all_reduce(output, peers, mine=True)
+            output = all_reduce(output, group, mine=True)
         else:
-            output = reduce_scatter(output, peers, scatter_dim)
-        if added is not None:
-            if scatter_dim == output.ndim - 1 and peers.size > 1:
+            output = reduce_scatter(output, group, scatter_dim)
+        if bias is not None:
+            added = autocast_shard(bias)
+            if scatter_dim == output.ndim - 1 and group.size > 1:
                 width = output.shape[-1]
-                added = added.narrow(0, peers.rank * width, width)
+                added = added.narrow(0, group.rank * width, width)
             # After the sum: the bias counts once. In place, unless somebody may have kept the sum.
             output = output + added if needs_functional_collectives(output) else output.add_(added)
         return as_non_view(output)
@@ -352,7 +321,7 @@ def _gathered_gradient(ctx: Any, gradient: Tensor, *, later: bool) -> Tensor:
     if known is not None and known[0] is gradient:
         whole: Tensor = known[1]
     else:
-        whole = all_gather(synchronous(gradient), ctx.peers, ctx.scatter_dim)
+        whole = all_gather(synchronous(gradient), ctx.group, ctx.scatter_dim)
     if later:
         ctx.gathered = gradient, whole
     return whole
@@ -370,5 +339,5 @@ def _keep(ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None, mine: Te
 
 
 # The functions to call: torch leaves ``apply`` without types.
-_column: Callable[[Tensor, Tensor, Tensor | None, RankGroup, int | None, bool, int], Tensor] = _Column.apply
+_column: Callable[[Tensor, Tensor, Tensor | None, ColumnInput], Tensor] = _Column.apply
 _row: Callable[[Tensor, Tensor, Tensor | None, RankGroup, int | None], Tensor] = _Row.apply

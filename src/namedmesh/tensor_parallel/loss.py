@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate
 
+from namedmesh._torch import needs_functional_collectives
 from namedmesh.errors import ShapeError
-from namedmesh.tensor_parallel.collectives import RankGroup
+from namedmesh.tensor_parallel.collectives import RankGroup, all_reduce
+from namedmesh.tensor_parallel.embedding import in_part, refuse_strangers
 from namedmesh.tensor_parallel.module_setup import sharded_dim
-from namedmesh.tensor_parallel.vocabulary import Rows, rows_cross_entropy
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed.device_mesh import DeviceMesh
 
 _REDUCTIONS = ("mean", "sum", "none")
@@ -58,12 +62,13 @@ def cross_entropy(
         >>> cross_entropy(torch.zeros(3, 4), torch.tensor([0, 1, -100]))
         tensor(1.3863)
     """
-    local, peers = _part(logits, mesh)
+    local, group = _part(logits, mesh)
     _check(logits.shape, target, reduction, label_smoothing)
-    _refuse_strangers(target, local.shape[-1] * peers.size, ignore_index)
     dtype = torch.promote_types(local.dtype, torch.float32)
     counts = target != ignore_index
-    losses = rows_cross_entropy(local, target, counts, peers, Rows(dtype, label_smoothing, z_loss))
+    vocabulary = local.shape[-1] * group.size
+    refuse_strangers(target.masked_fill(~counts, 0), vocabulary, "target is out of bounds: the ids")
+    losses = rows_cross_entropy(local, target, counts, group, Rows(dtype, label_smoothing, z_loss))
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -90,12 +95,7 @@ def _part(logits: Tensor, mesh: DeviceMesh | None) -> tuple[Tensor, RankGroup]:
 
 
 def _check(shape: torch.Size, target: Tensor, reduction: str, label_smoothing: float) -> None:
-    problems = []
-    if target.shape != shape[:-1]:
-        problems.append(
-            f"the target has shape {tuple(target.shape)} and the logits {tuple(shape)}; pass one id for each row of "
-            f"logits: shape {tuple(shape[:-1])}"
-        )
+    problems = target_problems(shape, target)
     if reduction not in _REDUCTIONS:
         problems.append(f"reduction is {reduction!r}; it can be one of {_REDUCTIONS}")
     if not 0 <= label_smoothing <= 1:
@@ -104,12 +104,76 @@ def _check(shape: torch.Size, target: Tensor, reduction: str, label_smoothing: f
         raise ShapeError(*problems)
 
 
-def _refuse_strangers(target: Tensor, vocabulary: int, ignore_index: int) -> None:
-    if torch.compiler.is_compiling() or type(target) is not Tensor or target.device.type != "cpu":
-        return
-    strange = target[(target != ignore_index) & ((target < 0) | (target >= vocabulary))]
-    if strange.numel():
-        raise IndexError(
-            f"target {int(strange[0])} is out of bounds: the vocabulary runs from 0 to {vocabulary - 1}, and "
-            f"ignore_index is {ignore_index}"
-        )
+def target_problems(shape: torch.Size, target: Tensor) -> list[str]:
+    """Return a sentence if a target does not have one id for each row of logits."""
+    if target.shape == shape[:-1]:
+        return []
+    reason = (
+        f"the target has shape {tuple(target.shape)} and the logits {tuple(shape)}; pass one id for each row of "
+        f"logits: shape {tuple(shape[:-1])}"
+    )
+    return [reason]
+
+
+class Rows(NamedTuple):
+    """What the cross entropy of each row is computed with.
+
+    Args:
+        dtype: the type.
+        spread: what is taken off the target and spread evenly over all entries.
+        z_loss: what the square of the logarithm of the softmax's denominator is multiplied by and added.
+        over_part: spread over the entries of this rank only, which then has another loss than its group.
+    """
+
+    dtype: torch.dtype
+    spread: float = 0.0
+    z_loss: float = 0.0
+    over_part: bool = False
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """``log(sum(exp(x))) - (1 - s) x[target] - s mean(x) + z log(sum(exp(x))) ** 2``, for each row x."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917  autograd passes them by position
+        ctx: Any, logits: Tensor, target: Tensor, counts: Tensor | None, group: RankGroup, rows: Rows
+    ) -> Tensor:
+        part = logits.shape[-1]
+        elsewhere, mine = in_part(target, group.rank * part, part)
+        highest = all_reduce(logits.amax(-1).to(rows.dtype), group, "max", mine=True)
+        shifted = logits - highest.unsqueeze(
+            -1
+        )  # in the larger of the two types, with no copy of the logits in it
+        of_target = shifted.gather(-1, mine.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
+        mean = shifted.mean(-1) if rows.spread else torch.zeros_like(of_target)
+        # Into the memory of the difference, unless somebody may have kept that.
+        total = torch.exp(shifted, out=None if needs_functional_collectives(shifted) else shifted).sum(-1)
+        sums = [of_target, total] if rows.over_part else [of_target, total, mean / group.size]
+        of_target, total, *means = all_reduce(torch.stack(sums), group, mine=True).unbind()
+        mean = means[0] if means else mean
+        normalizer = total.log()
+        loss = normalizer - (1 - rows.spread) * of_target - rows.spread * mean
+        lse = normalizer + highest
+        if rows.z_loss:
+            loss = loss + rows.z_loss * lse.square()
+        ctx.save_for_backward(logits, lse, elsewhere, mine, counts)
+        ctx.rows, ctx.entries = rows, part if rows.over_part else part * group.size
+        return loss if counts is None else loss.masked_fill(~counts, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        logits, lse, elsewhere, mine, counts = ctx.saved_tensors
+        rows: Rows = ctx.rows
+        gradient = gradient if counts is None else gradient.masked_fill(~counts, 0)
+        scale = gradient * (1 + 2 * rows.z_loss * lse) if rows.z_loss else gradient
+        result = (logits - lse.unsqueeze(-1)).exp_().mul_(scale.unsqueeze(-1))
+        on_target = gradient.masked_fill(elsewhere, 0) * (rows.spread - 1)
+        result.scatter_add_(-1, mine.unsqueeze(-1), on_target.unsqueeze(-1))
+        if rows.spread:
+            result.sub_(gradient.unsqueeze(-1) * (rows.spread / ctx.entries))
+        return result.to(logits.dtype), None, None, None, None
+
+
+rows_cross_entropy: Callable[[Tensor, Tensor, Tensor | None, RankGroup, Rows], Tensor] = _CrossEntropy.apply
+"""The cross entropy of each row of logits, with its target, whether it counts (None: all do), the ranks, and how."""

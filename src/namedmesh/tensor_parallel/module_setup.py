@@ -1,89 +1,78 @@
-"""What a sharded module knows about its parallel style: its peers, its layouts, and its name in errors."""
+"""What a sharded module knows about its parallel style: its group, its layouts, and its name in errors."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from namedmesh.errors import ShapeError
-from namedmesh.tensor_parallel.collectives import RankGroup, local_shard, own_shard
+from namedmesh.tensor_parallel.collectives import RankGroup, own_tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from torch import Tensor
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
 NAME = "_namedmesh_name"
 """The attribute in which ``parallelize`` leaves a module's fully qualified name, for error messages."""
 
 
+WHOLE, LAST = Replicate(), Shard(-1)
+"""The layouts of what every rank has all of, and of which each has some features."""
+
+Rows: TypeAlias = "Callable[[Tensor, RankGroup], Tensor]"
+
+
 @dataclass(frozen=True)
 class StyleContext:
-    """The style of one sharded module, bound to a mesh.
+    """The style of one sharded module, bound to ranks.
 
     Args:
-        mesh: the one-dimensional mesh.
+        group: the ranks, of a one-dimensional mesh.
         input_layout: how a plain input tensor is laid out over the mesh.
         output_layout: how the output is.
         use_local_output: hand out this rank's plain tensor instead of a DTensor.
+        rows: of a column layer's parameter, the plain rows that this rank works on, if not those that it holds.
     """
 
-    mesh: DeviceMesh
+    group: RankGroup
     input_layout: Placement
     output_layout: Placement
-    use_local_output: bool
-    peers: RankGroup = field(init=False, repr=False, compare=False)
-    whole_output: bool = field(init=False, repr=False, compare=False)
+    use_local_output: bool = True
+    rows: Rows | None = None
+    whole_input: bool = field(init=False)
+    whole_output: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "peers", RankGroup(self.mesh))
+        # To ask a layout for its class takes long, in every forward.
+        object.__setattr__(self, "whole_input", isinstance(self.input_layout, Replicate))
         object.__setattr__(self, "whole_output", isinstance(self.output_layout, Replicate))
 
-    def __deepcopy__(self, memo: dict[int, object]) -> StyleContext:
-        # Immutable, and a process group cannot be copied.
-        return self
+    @property
+    def mesh(self) -> Any:
+        """The mesh."""
+        return self.group.source
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return StyleContext, (self.mesh, self.input_layout, self.output_layout, self.use_local_output)
+    def deliver(self, module: torch.nn.Module, local: Tensor, made: Placement | None = None) -> Tensor:
+        """Return the output, from this rank's plain tensor in the layout that the module made, if not that of the style."""
+        if made is not None and not same_layout(made, self.output_layout, local.ndim):
+            return self.redistribute_output(module, self._as_dtensor(local, made))
+        return local if self.use_local_output else self._as_dtensor(local, self.output_layout)
 
-    def wrap_output(self, local: Tensor) -> Tensor:
-        """Return the output of the style: plain, or as a DTensor."""
-        if self.use_local_output:
-            return local
-        return DTensor.from_local(local, self.mesh, (self.output_layout,), run_check=False)
-
-    def layout_of(self, value: Tensor) -> Placement | None:
-        """Return how an input is laid out; None if its shards are none that explicit collectives can move."""
-        if not isinstance(value, DTensor):
-            return self.input_layout
-        layout = value.placements[0]
-        if value.device_mesh != self.mesh:
-            return None
-        dim = sharded_dim(layout, value.ndim)
-        # torch pads shards of different lengths; a collective of its own may not get them.
-        return layout if dim is None or value.shape[dim] % self.peers.size == 0 else None
-
-    def local_input(self, value: Tensor) -> Tensor | None:
-        """Return the local tensor of an input that is laid out as annotated; None if it has another layout."""
-        layout = self.layout_of(value)
-        if layout is None or not same_layout(layout, self.input_layout, value.ndim):
-            return None
-        return local_shard(value)
-
-    def as_dtensor(self, tensor: Tensor) -> DTensor:
-        """Return an input as a DTensor in the layout that the style declares."""
+    def _as_dtensor(self, tensor: Tensor, layout: Placement) -> DTensor:
         if isinstance(tensor, DTensor):
             return tensor
-        return DTensor.from_local(tensor, self.mesh, (self.input_layout,), run_check=False)
+        return DTensor.from_local(tensor, self.mesh, (layout,), run_check=False)
 
     def redistribute_input(self, tensor: Tensor, desired: Placement) -> DTensor:
-        """Return an input as a DTensor, moved to the layout that DTensor arithmetic needs."""
-        annotated = self.as_dtensor(tensor)
-        if annotated.placements != (desired,):
-            annotated = annotated.redistribute(placements=(desired,))
+        """Return an input as a DTensor, moved from the layout that it has, or that the style declares."""
+        annotated = self._as_dtensor(tensor, self.input_layout)
+        if annotated.placements != (desired,) or annotated.device_mesh != self.mesh:
+            annotated = annotated.redistribute(self.mesh, (desired,))
         return annotated
 
     def redistribute_output(self, module: torch.nn.Module, output: Tensor) -> Tensor:
@@ -97,9 +86,9 @@ class StyleContext:
         if not same_layout(output.placements[0], self.output_layout, output.ndim):
             dim = sharded_dim(self.output_layout, output.ndim)
             if dim is not None:
-                check_divides(module, "the output", output.shape, dim, self.peers.size)
+                check_divides(module, "the output", output.shape, dim, self.group.size)
             output = output.redistribute(placements=(self.output_layout,))
-        return own_shard(output, self.peers) if self.use_local_output else output
+        return own_tensor(output.to_local(), self.group) if self.use_local_output else output
 
 
 def same_layout(one: Placement, other: Placement, ndim: int) -> bool:

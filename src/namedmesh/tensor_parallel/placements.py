@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -16,7 +17,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from namedmesh.tensor_parallel.weight_norm import norm_placements, weight_norm
+from namedmesh.errors import PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +26,23 @@ if TYPE_CHECKING:
 
 _SHARDING = (ColwiseParallel, RowwiseParallel)
 _PREPARING = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One module of the model and the style that the plan gives it.
+
+    Args:
+        fqn: the module's fully qualified name; empty for the model itself.
+        module: the module.
+        style: what will be applied to it.
+        key: the key of the plan that names it.
+    """
+
+    fqn: str
+    module: nn.Module
+    style: ParallelStyle
+    key: str
 
 
 class ActivationStyle(ParallelStyle):
@@ -59,9 +77,7 @@ def _sharded_placements(style: ParallelStyle, module: nn.Module) -> dict[str, Pl
     column = isinstance(style, ColwiseParallel)
     if isinstance(module, nn.Embedding):
         return {"weight": Shard(1) if column else Shard(0)}
-    sharded = Shard(0) if column else Shard(1)
-    norm = weight_norm(module)
-    placements: dict[str, Placement] = {"weight": sharded} if norm is None else norm_placements(norm, sharded)
+    placements: dict[str, Placement] = {"weight": Shard(0) if column else Shard(1)}
     if getattr(module, "bias", None) is not None:
         placements["bias"] = Shard(0) if column else Replicate()
     return placements
@@ -73,8 +89,13 @@ def incompatibilities(style: ParallelStyle, module: nn.Module) -> list[str]:
     A style of somebody else's may answer with a method ``incompatibilities(module)``.
     """
     name = type(style).__name__
-    already = [p_name for p_name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
-    if already and not accepts_sharded_module(style) and parameter_placements(style, module) != {}:
+    touched = parameter_placements(style, module)
+    already = [
+        p_name
+        for p_name, parameter in module.named_parameters()
+        if isinstance(parameter, DTensor) and (touched is None or p_name in touched)
+    ]
+    if already and not accepts_sharded_module(style):
         reason = (
             f"{name} finds a module that is already distributed ({', '.join(already)} is a DTensor); "
             f"parallelize a model once, and before fully_shard"
@@ -88,6 +109,13 @@ def incompatibilities(style: ParallelStyle, module: nn.Module) -> list[str]:
     if isinstance(style, SequenceParallel):
         return _nesting_problems(style, module)
     return []
+
+
+def refuse_incompatible(style: ParallelStyle, module: nn.Module) -> None:
+    """Raise a PlanError if a style cannot be applied to a module."""
+    problems = incompatibilities(style, module)
+    if problems:
+        raise PlanError(*(f"{type(module).__name__}: {problem}" for problem in problems))
 
 
 def _nesting_problems(style: ParallelStyle, module: nn.Module) -> list[str]:
@@ -110,10 +138,11 @@ def _sharding_problems(style: ParallelStyle, module: nn.Module) -> list[str]:
         )
         return [reason]
     reasons = []
-    if weight_norm(module) is None and "weight" not in dict(module.named_parameters(recurse=False)):
+    if "weight" not in dict(module.named_parameters(recurse=False)):
         reasons.append(
             "its weight is computed from other parameters at every forward; remove the parametrization "
-            "(torch.nn.utils.parametrize.remove_parametrizations), or leave the module out of the plan"
+            "(torch.nn.utils.parametrize.remove_parametrizations, torch.nn.utils.remove_weight_norm), or leave the "
+            "module out of the plan"
         )
     if isinstance(module, nn.Linear):
         return reasons

@@ -12,11 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
     ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    RowwiseParallel,
 )
 
 from namedmesh._torch import absent_children
@@ -26,27 +22,26 @@ from namedmesh.tensor_parallel.attention_heads import head_problems, with_counts
 from namedmesh.tensor_parallel.fused import fused_problems
 from namedmesh.tensor_parallel.module_setup import NAME
 from namedmesh.tensor_parallel.placements import (
+    Entry,
     accepts_sharded_module,
     incompatibilities,
     parameter_placements,
+    placement_name,
 )
-from namedmesh.tensor_parallel.plan_entry import Entry
-from namedmesh.tensor_parallel.shared_input import SharedInput
-from namedmesh.tensor_parallel.tied_parameters import find_ties
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from namedmesh.tensor_parallel.tied_parameters import Tie
-
 Plan: TypeAlias = "ParallelStyle | Mapping[str, ParallelStyle]"
 
 _SIZE_NAMES = {
-    ("Linear", 0): "out_features",
-    ("Linear", 1): "in_features",
-    ("Embedding", 0): "num_embeddings",
-    ("Embedding", 1): "embedding_dim",
+    nn.Linear: ("out_features", "in_features"),
+    nn.Embedding: ("num_embeddings", "embedding_dim"),
 }
+
+
+Holders: TypeAlias = "list[tuple[str, nn.Module, str]]"
+"""The modules that hold one parameter: the name of each, the module, and the parameter's name there."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +49,7 @@ class Resolved:
     """A plan that fits its model: what to apply, in order, and which parameters to tie again afterwards."""
 
     entries: tuple[Entry, ...]
-    ties: tuple[Tie, ...]
+    ties: tuple[Holders, ...]
 
 
 def resolve(
@@ -87,7 +82,7 @@ def resolve(
         for name, value in (must_divide or {}).items()
         if value % tp_size
     ]
-    ties, tie_problems = find_ties(model, fitting)
+    ties, tie_problems = _find_ties(model, fitting)
     problems += tie_problems
     if problems:
         raise PlanError(*problems)
@@ -209,35 +204,61 @@ def _size_problems(entries: list[Entry], tp_size: int) -> list[str]:
             size = entry.module.get_parameter(name).shape[dim]
             if size % (tp_size * parts):
                 places[entry.key, _size_name(entry.module, name, dim), size, parts].append(entry.fqn)
-    # What is left out of a plan that shards the sequence still gets shards of it.
-    sequence = any(map(_shards_the_sequence, entries))
-    leave_out = "" if sequence else ", or leave {key!r} out of the plan"
     return [
         f"{listing((fqn or 'the model' for fqn in fqns), 3)}: {what} {size} is not divisible by "
         f"{f'{parts} times ' if parts > 1 else ''}the tp size {tp_size}; pad it to "
-        f"{-(-size // (tp_size * parts)) * tp_size * parts}{leave_out.format(key=key)}"
-        for (key, what, size, parts), fqns in places.items()
+        f"{-(-size // (tp_size * parts)) * tp_size * parts}"
+        for (_, what, size, parts), fqns in places.items()
     ]
 
 
-def _shards_the_sequence(entry: Entry) -> bool:
-    """Return whether each rank has its shard of another dim than the features at the input or output of an entry."""
-    style = entry.style
-    if isinstance(style, PrepareModuleInputOutput):
-        style = style.prepare_module_input
-    layouts: tuple[object, ...] = ()
-    if isinstance(style, ColwiseParallel | PrepareModuleInput):
-        layouts = tuple(style.input_layouts or ())
-    elif isinstance(style, RowwiseParallel):
-        layouts = tuple(style.output_layouts)
-    elif isinstance(style, SharedInput):
-        layouts = (style.input_layouts,)
-    last = (-1, 2)  # of activations (batch, sequence, features)
-    return any(isinstance(layout, Shard) and layout.dim not in last for layout in layouts)
-
-
 def _size_name(module: nn.Module, parameter: str, dim: int) -> str:
-    for kind in type(module).__mro__:
-        if (kind.__name__, dim) in _SIZE_NAMES:
-            return _SIZE_NAMES[kind.__name__, dim]
+    for kind, names in _SIZE_NAMES.items():
+        if isinstance(module, kind):
+            return names[dim]
     return f"dim {dim} of {parameter}"
+
+
+def _find_ties(model: nn.Module, entries: list[Entry]) -> tuple[list[Holders], list[str]]:
+    """Return the ties to restore after a plan is applied, and those that the plan would break."""
+    layouts: dict[tuple[int, str], str] = {}
+    for entry in entries:
+        placements = parameter_placements(entry.style, entry.module)
+        for name, _ in entry.module.named_parameters():
+            if placements is None:
+                layouts[id(entry.module), name] = f"as {type(entry.style).__name__} decides"
+            elif name in placements:
+                layouts[id(entry.module), name] = placement_name(placements[name])
+    ties, problems = [], []
+    for names in _shared(model).values():
+        named = [(fqn, layouts.get((id(module), name))) for fqn, module, name in names]
+        distinct = {layout for _, layout in named}
+        if distinct == {None}:
+            continue
+        if len(distinct) == 1:
+            ties.append(names)
+        else:
+            problems.append(_broken(named))
+    return ties, problems
+
+
+def _shared(model: nn.Module) -> dict[int, Holders]:
+    """Return the parameters that more than one module holds: every holder, with its fully qualified name."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    holders: dict[int, dict[tuple[int, str], tuple[str, nn.Module, str]]] = defaultdict(dict)
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        owner, _, name = fqn.rpartition(".")
+        module = modules[owner]
+        # One module under two names is not a tie: it is sharded once.
+        holders[id(parameter)].setdefault((id(module), name), (fqn, module, name))
+    return {key: list(found.values()) for key, found in holders.items() if len(found) > 1}
+
+
+def _broken(named: list[tuple[str, str | None]]) -> str:
+    names = listing((fqn for fqn, _ in named), 4)
+    layouts = listing((f"{fqn}: {layout or 'not sharded'}" for fqn, layout in named), 4)
+    return (
+        f"{names} are one parameter (tied), but the plan lays them out differently ({layouts}); give them "
+        f"the same layout, such as RowwiseParallel for an embedding and ColwiseParallel for the output head, "
+        f"or untie them first"
+    )

@@ -19,10 +19,8 @@ from namedmesh.tensor_parallel.plan import resolve
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch.distributed.tensor.placement_types import Placement
-
+    from namedmesh.tensor_parallel.placements import Entry
     from namedmesh.tensor_parallel.plan import Plan
-    from namedmesh.tensor_parallel.plan_entry import Entry
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,11 @@ class Row:
     placement: str
     global_shape: tuple[int, ...]
     local_shape: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The parameter's fully qualified name."""
+        return f"{self.module}.{self.parameter}".lstrip(".")
 
 
 @dataclass(frozen=True)
@@ -73,10 +76,7 @@ class PlanReport:
             (name, "-", "", "not in the plan", _shape(shape), _shape(shape)) for name, shape in self.unsharded
         ]
         folded = [(name, *cells) for name, cells in fold((row[0], row[1:]) for row in rows)]
-        total = (
-            f"{self.parameters_per_rank:,} of {self.parameters:,} parameters on each of {self.tp_size} ranks"
-        )
-        text = f"{as_text(Table(columns, tuple(folded)))}\n{total}"
+        text = f"{as_text(Table(columns, tuple(folded)))}\n{self._total()}"
         if self.tp_size > 1:
             whole = (self.parameters_per_rank * self.tp_size - self.parameters) // (self.tp_size - 1)
             text += f", {whole:,} of them whole"
@@ -92,9 +92,7 @@ class PlanReport:
 
     def _drawn(self) -> tuple[str, list[Weight]]:
         rows: list[tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]] = [
-            (f"{row.module}.{row.parameter}".lstrip("."), (row.global_shape, row.local_shape))
-            for row in self.rows
-            if row.parameter
+            (row.name, (row.global_shape, row.local_shape)) for row in self.rows if row.parameter
         ]
         rows += [(name, (shape, shape)) for name, shape in self.unsharded]
         weights = []
@@ -102,9 +100,11 @@ class PlanReport:
             dim = next((dim for dim, size in enumerate(shape) if size != local[dim]), None)
             sizes = () if dim is None else (local[dim],) * self.tp_size
             weights.append(Weight(name, shape, dim, sizes))
+        return self._total(), weights
+
+    def _total(self) -> str:
         return (
-            f"{self.parameters_per_rank:,} of {self.parameters:,} parameters on each of {self.tp_size} ranks",
-            weights,
+            f"{self.parameters_per_rank:,} of {self.parameters:,} parameters on each of {self.tp_size} ranks"
         )
 
 
@@ -144,9 +144,15 @@ def plan_report(
     """
     resolved = resolve(model, mesh_or_tp_size, plan, must_divide)
     tp_size = mesh_or_tp_size.size() if isinstance(mesh_or_tp_size, DeviceMesh) else mesh_or_tp_size
-    rows = [row for entry in resolved.entries for row in _rows(entry, tp_size)]
-    local_sizes = {f"{row.module}.{row.parameter}".lstrip("."): prod(row.local_shape) for row in rows}
-    touched = {id(p) for entry in resolved.entries for p in _touched(entry)}
+    rows: list[Row] = []
+    touched: set[int] = set()
+    local_sizes: dict[str, int] = {}
+    for entry in resolved.entries:
+        found = _rows(entry, tp_size)
+        rows += found or [Row(entry.fqn, type(entry.style).__name__, "", "", (), ())]
+        for row in found:
+            touched.add(id(entry.module.get_parameter(row.parameter)))
+            local_sizes[row.name] = prod(row.local_shape)
     unsharded, total, per_rank = [], 0, 0
     for fqn, parameter in model.named_parameters():
         total += parameter.numel()
@@ -175,31 +181,20 @@ def dropout_note(names: tuple[str, ...]) -> str:
     )
 
 
-def _touched(entry: Entry) -> list[nn.Parameter]:
-    placements = parameter_placements(entry.style, entry.module)
-    return [p for name, p in entry.module.named_parameters() if placements is None or name in placements]
-
-
 def _rows(entry: Entry, tp_size: int) -> list[Row]:
     placements = parameter_placements(entry.style, entry.module)
     style = type(entry.style).__name__
     rows = []
     for name, parameter in entry.module.named_parameters():
-        shape = tuple(parameter.shape)
+        shape, local = tuple(parameter.shape), list(parameter.shape)
         if placements is None:
             rows.append(Row(entry.fqn, style, name, "?", shape, shape))
         elif name in placements:
-            local = _local_shape(shape, placements[name], tp_size)
-            rows.append(Row(entry.fqn, style, name, placement_name(placements[name]), shape, local))
-    return rows or [Row(entry.fqn, style, "", "", (), ())]
-
-
-def _local_shape(shape: tuple[int, ...], placement: Placement, tp_size: int) -> tuple[int, ...]:
-    if not isinstance(placement, Shard):
-        return shape
-    sizes = list(shape)
-    sizes[placement.dim] //= tp_size
-    return tuple(sizes)
+            placement = placements[name]
+            if isinstance(placement, Shard):
+                local[placement.dim] //= tp_size
+            rows.append(Row(entry.fqn, style, name, placement_name(placement), shape, tuple(local)))
+    return rows
 
 
 def _cells(row: Row) -> tuple[str, str, str, str, str, str]:

@@ -17,10 +17,11 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from namedmesh._torch import has_hooks, version_of
 from namedmesh.errors import MeshError
+from namedmesh.tensor_parallel.autocast import autocast_dtype
 from namedmesh.tensor_parallel.collectives import (
+    RankGroup,
     all_gather,
     all_reduce,
-    local_shard,
     passed,
     reduce_scatter,
     with_backward,
@@ -31,8 +32,6 @@ from namedmesh.tensor_parallel.placements import ActivationStyle
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
-
-    from namedmesh.tensor_parallel.collectives import RankGroup
 
 SHARED_INPUT = "_namedmesh_shared_input"
 """The attribute in which a linear finds the :class:`Shared` of the nearest module around it that shares its input."""
@@ -73,16 +72,13 @@ class SharedInput(ActivationStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         name = next(iter(inspect.signature(module.forward).parameters))
-        shared = Shared(
-            StyleContext(device_mesh, self.input_layouts, Replicate(), use_local_output=True), name
-        )
+        setup = StyleContext(RankGroup(device_mesh), self.input_layouts, Replicate())
+        shared = Shared(setup, name, sum(1 for _ in module.modules()))
         module.register_forward_pre_hook(shared.open, with_kwargs=True)
         module.register_forward_hook(shared.close)
         for inner in module.modules():
             nearest = vars(inner).get(SHARED_INPUT)
-            if isinstance(inner, nn.Linear) and (
-                nearest is None or nearest.module_size > shared.size_of(module)
-            ):
+            if isinstance(inner, nn.Linear) and (nearest is None or nearest.size > shared.size):
                 setattr(inner, SHARED_INPUT, shared)
         return module
 
@@ -93,18 +89,13 @@ class Shared:
     Args:
         setup: how the input is laid out over the ranks.
         name: the name of the input in the module's forward.
+        size: how many modules are inside: of two around a layer, the smaller one is nearer.
     """
 
-    def __init__(self, setup: StyleContext, name: str) -> None:
-        self.setup, self.name = setup, name
-        self.module_size = 0
+    def __init__(self, setup: StyleContext, name: str, size: int) -> None:
+        self.setup, self.name, self.size = setup, name, size
         self.value: Tensor | None = None
         self._version, self._used = 0, False
-
-    def size_of(self, module: nn.Module) -> int:
-        """Return, and keep, how many modules are inside of one: of two around a layer, the smaller one is nearer."""
-        self.module_size = sum(1 for _ in module.modules())
-        return self.module_size
 
     def open(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -116,18 +107,15 @@ class Shared:
 
     def _share(self, value: Tensor) -> Tensor:
         setup = self.setup
-        layout = setup.layout_of(value)
-        dim = None if layout is None else sharded_dim(layout, value.ndim)
-        if layout is None or (dim is None and not isinstance(layout, Replicate)):
-            return local_shard(setup.as_dtensor(value).redistribute(placements=(Replicate(),)))
-        if isinstance(value, DTensor):
-            value = value.to_local()
-        if setup.peers.size > 1:
-            value = (
-                _mean_backward(value, setup.peers) if dim is None else _gather_mean(value, setup.peers, dim)
-            )
-            if torch.is_grad_enabled():
-                self.value, self._version, self._used = value, version_of(value), False
+        dim = sharded_dim(setup.input_layout, value.ndim)
+        if isinstance(value, DTensor) or (dim is None and not setup.whole_input):
+            if dim is not None and value.shape[dim] % setup.group.size:  # torch pads such shards
+                dim = None
+            layout = Replicate() if dim is None else setup.input_layout
+            value = setup.redistribute_input(value, layout).to_local()
+        value = _share(value, setup.group, (dim, autocast_dtype(value)))
+        if setup.group.size > 1 and torch.is_grad_enabled():
+            self.value, self._version, self._used = value, version_of(value), False
         return value
 
     def close(self, module: nn.Module, _args: Any, _output: Any) -> None:
@@ -155,19 +143,25 @@ class Shared:
         return True
 
 
-def shared_by(module: nn.Module, peers: RankGroup, value: Tensor) -> Shared | None:
-    """Return what shares the input of a column layer, if this is the shared tensor, of the same ranks."""
+def sums_gradient_of(module: nn.Module, group: RankGroup, value: Tensor) -> bool:
+    """Return whether a module around a column layer sums the gradient of the layer's input, over the same ranks."""
     shared: Shared | None = vars(module).get(SHARED_INPUT)
-    return shared if shared is not None and shared.setup.peers == peers and shared.sums(value) else None
+    return shared is not None and shared.setup.group == group and shared.sums(value)
 
 
-def _mean(gradient: Tensor, peers: RankGroup) -> Tensor:
-    return all_reduce(gradient, peers).div_(peers.size)
+_Layout = tuple["int | None", "torch.dtype | None"]
+"""The dim along which an input is gathered, and the type in which its gradient is summed, if not its own."""
 
 
-def _mean_of_shard(gradient: Tensor, peers: RankGroup, dim: int) -> Tensor:
-    return reduce_scatter(gradient, peers, dim).div_(peers.size)
+def _whole(value: Tensor, group: RankGroup, layout: _Layout) -> Tensor:
+    return passed(value, group) if layout[0] is None else all_gather(value, group, layout[0])
 
 
-_mean_backward = with_backward(passed, _mean)
-_gather_mean = with_backward(all_gather, _mean_of_shard)
+def _mean(gradient: Tensor, group: RankGroup, layout: _Layout) -> Tensor:
+    dim, dtype = layout
+    sent = (gradient / group.size).to(dtype or gradient.dtype)
+    total = all_reduce(sent, group, mine=True) if dim is None else reduce_scatter(sent, group, dim)
+    return total.to(gradient.dtype)
+
+
+_share = with_backward(_whole, _mean)

@@ -11,19 +11,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwisePar
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
 
 from namedmesh._torch import distribute_blocks
-from namedmesh.errors import PlanError
+from namedmesh.tensor_parallel.collectives import RankGroup
 from namedmesh.tensor_parallel.embedding import ColwiseEmbedding, RowwiseEmbedding
 from namedmesh.tensor_parallel.linear import ColwiseLinear, RowwiseLinear
-from namedmesh.tensor_parallel.module_setup import StyleContext
-from namedmesh.tensor_parallel.placements import incompatibilities, parameter_placements
-from namedmesh.tensor_parallel.weight_norm import use_local_norm, weight_norm
+from namedmesh.tensor_parallel.module_setup import Rows, StyleContext
+from namedmesh.tensor_parallel.placements import parameter_placements, refuse_incompatible
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
-    from torch.distributed.tensor.placement_types import Placement
 
 Kinds: TypeAlias = "dict[type[nn.Module], type[nn.Module]]"
 
@@ -68,8 +66,7 @@ class ColwiseParallel(TorchColwiseParallel):
         self.local_forward = local_forward
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        kinds: Kinds = {nn.Linear: ColwiseLinear, nn.Embedding: ColwiseEmbedding}
-        return _shard(self, module, device_mesh, Replicate(), kinds)
+        return shard_module(self, module, device_mesh)
 
 
 class RowwiseParallel(TorchRowwiseParallel):
@@ -107,36 +104,30 @@ class RowwiseParallel(TorchRowwiseParallel):
         self.local_forward = local_forward
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        desired = Shard(-1) if isinstance(module, nn.Linear) else Replicate()
-        kinds: Kinds = {nn.Linear: RowwiseLinear, nn.Embedding: RowwiseEmbedding}
-        return _shard(self, module, device_mesh, desired, kinds)
+        return shard_module(self, module, device_mesh)
 
 
-def _shard(
-    style: ColwiseParallel | RowwiseParallel,
-    module: nn.Module,
-    mesh: DeviceMesh,
-    desired: Placement,
-    local_compute: Kinds,
+def shard_module(
+    style: ColwiseParallel | RowwiseParallel, module: nn.Module, mesh: DeviceMesh, rows: Rows | None = None
 ) -> nn.Module:
-    """Shard the parameters, then give the module the forward for them."""
-    problems = incompatibilities(style, module)
-    norm = weight_norm(module)
-    if problems:
-        raise PlanError(*(f"{type(module).__name__}: {problem}" for problem in problems))
-    setup = StyleContext(mesh, style.input_layouts[0], style.output_layouts[0], style.use_local_output)
+    """Shard the parameters, then give the module the forward for them; ``rows`` as in StyleContext."""
+    refuse_incompatible(style, module)
+    column = isinstance(style, ColwiseParallel)
+    local_compute: Kinds = {nn.Linear: RowwiseLinear, nn.Embedding: RowwiseEmbedding}
+    if column:
+        local_compute = {nn.Linear: ColwiseLinear, nn.Embedding: ColwiseEmbedding}
+    layouts = style.input_layouts[0], style.output_layouts[0]
+    setup = StyleContext(RankGroup(mesh), *layouts, style.use_local_output, rows)
     partition = shard_parameters(style)
     # A subclass may do anything in its forward, and so may a forward set on the instance.
-    ours = None if "forward" in vars(module) else local_compute.get(type(module))
-    if ours is None and norm is None and style.local_forward:
-        partition("", module, mesh)  # and not the modules inside, which work on plain tensors
+    own: Any = type(module)
+    kind: Any = None if "forward" in vars(module) else local_compute.get(own)
+    if kind is None and style.local_forward:
         sharded: Any = next(ours for base, ours in local_compute.items() if isinstance(module, base))
-        kind: Any = type(module)
-        module.__class__ = _on_sharded_base(kind, sharded)
-        module._setup = setup  # type: ignore[assignment]  # noqa: SLF001  it is one of ours now
-        return module
-    if ours is None:
+        kind = _on_sharded_base(own, sharded)
+    if kind is None:
         # A forward that is not torch's own gets and gives DTensors.
+        desired = Replicate() if column or isinstance(module, nn.Embedding) else Shard(-1)
         distribute_module(
             module,
             mesh,
@@ -146,10 +137,8 @@ def _shard(
             lambda module, output, _mesh: setup.redistribute_output(module, output),  # type: ignore[arg-type]
         )
         return module
-    distribute_module(module, mesh, partition)
-    if norm is not None:
-        use_local_norm(module, norm, Shard(0 if isinstance(style, ColwiseParallel) else 1), setup.peers)
-    module.__class__ = ours
+    partition("", module, mesh)  # and not the modules inside, which work on plain tensors
+    module.__class__ = kind
     module._setup = setup  # type: ignore[assignment]  # noqa: SLF001  it is one of ours now
     return module
 

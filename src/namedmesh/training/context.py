@@ -13,8 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from namedmesh._torch import has_attention_with_lse
 from namedmesh.errors import ShapeError
-from namedmesh.tensor_parallel.collectives import RankGroup, gather_parts
-from namedmesh.tensor_parallel.regions import exchange
+from namedmesh.tensor_parallel.collectives import RankGroup, exchange, gather_parts
 from namedmesh.training.context_pieces import attend_in_pieces, chunks_of, rank_order, whole_order
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from namedmesh.compat.fairscale.initialize import DIALECT
 from namedmesh.compat.partition import shapes_as_contract
-from namedmesh.tensor_parallel.vocabulary import cross_entropy
+from namedmesh.compat.vocabulary import cross_entropy
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -54,9 +54,9 @@ from namedmesh.compat.megatron.tensor_parallel.utils import (
 )
 from namedmesh.compat.partition import check_shards, scatter
 from namedmesh.compat.sharded_layer import ParallelLayer
+from namedmesh.compat.vocabulary import lookup
 from namedmesh.tensor_parallel.collectives import ALONE, RankGroup, gather, sum_forward, sum_scatter
 from namedmesh.tensor_parallel.linear import column, row
-from namedmesh.tensor_parallel.vocabulary import Lookup, lookup
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -100,7 +100,7 @@ class _Layer(ParallelLayer):
     @property
     def tp_group(self) -> ProcessGroup | None:
         """The ranks that share the layer; None where ``torch.distributed`` has not been initialized."""
-        return self._group.group
+        return self._group.process_group
 
 
 class _Linear(_Layer):
@@ -380,9 +380,7 @@ class VocabParallelEmbedding(_Layer):
             input_: ids, ``(b, s)``, the same on every rank. On several ranks one outside of the vocabulary gets zeros.
         """
         group = self._group
-        vectors = lookup(
-            input_, self.weight, self.vocab_start_index, Lookup(by_index=self.deterministic_mode)
-        )
+        vectors = lookup(input_, self.weight, self.vocab_start_index, by_index=self.deterministic_mode)
         if not self.reduce_scatter_embeddings:
             return sum_forward(vectors, group)
         check_shards(vectors.shape[1], group.size, what="the length of dim 1 of the ids")

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.megatron.tensor_parallel.utils import current_group
-from namedmesh.compat.partition import check_even, scatter, shapes_as_contract
+from namedmesh.compat.partition import (
+    check_even,
+    check_lengths,
+    checked_exchange,
+    scatter,
+    shapes_as_contract,
+)
 from namedmesh.errors import ShapeError
 from namedmesh.tensor_parallel.collectives import (
     RankGroup,
@@ -24,7 +30,6 @@ from namedmesh.tensor_parallel.collectives import (
     sum_forward,
     sum_scatter,
 )
-from namedmesh.tensor_parallel.regions import check_lengths, exchange
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -168,7 +173,7 @@ def all_to_all(
     """
     if group is None:
         raise ContractError("all_to_all was called without a group; pass the process group of its ranks")
-    return exchange(input_, current_group(group), input_split_sizes, output_split_sizes_)
+    return checked_exchange(input_, current_group(group), input_split_sizes, output_split_sizes_)
 
 
 def all_to_all_sp2hp(input_: Tensor, group: Group = None) -> Tensor:
@@ -188,7 +193,7 @@ def all_to_all_sp2hp(input_: Tensor, group: Group = None) -> Tensor:
     check_even(input_, -1, ranks.size)
     rows = input_.reshape(-1, input_.shape[-1])
     # A block of features for each rank, one below the other.
-    return exchange(torch.cat(rows.chunk(ranks.size, dim=1)), ranks)
+    return checked_exchange(torch.cat(rows.chunk(ranks.size, dim=1)), ranks)
 
 
 def all_to_all_hp2sp(input_: Tensor, group: Group = None) -> Tensor:
@@ -196,7 +201,7 @@ def all_to_all_hp2sp(input_: Tensor, group: Group = None) -> Tensor:
     ranks = current_group(group)
     rows = input_.reshape(-1, input_.shape[-1])
     check_even(rows, 0, ranks.size)
-    return torch.cat(exchange(rows, ranks).chunk(ranks.size), dim=-1)
+    return torch.cat(checked_exchange(rows, ranks).chunk(ranks.size), dim=-1)
 
 
 def _gather_uneven(shard: Tensor, group: RankGroup, sizes: Sequence[int], *, sum_gradients: bool) -> Tensor:
@@ -211,7 +216,7 @@ def _gather_uneven(shard: Tensor, group: RankGroup, sizes: Sequence[int], *, sum
     if group.size == 1:
         return shard
     sent = shard if sum_gradients else shard.detach()
-    whole = exchange(torch.cat([sent] * group.size), group, [length] * group.size, lengths)
+    whole = checked_exchange(torch.cat([sent] * group.size), group, [length] * group.size, lengths)
     if sum_gradients:
         return whole
     before = sum(lengths[: group.rank])
@@ -222,7 +227,7 @@ def _sum_scatter_uneven(partial: Tensor, group: RankGroup, sizes: Sequence[int])
     """Sum the ranks' parts, of which each rank keeps a shard of dim 0 of another length."""
     lengths = check_lengths(sizes, group)
     length = lengths[group.rank]
-    received = exchange(partial, group, lengths, [length] * group.size)
+    received = checked_exchange(partial, group, lengths, [length] * group.size)
     if group.size == 1:
         return received
     parts: Tensor = received.unflatten(0, (group.size, length))
