@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +49,7 @@ def _migrate(arguments: argparse.Namespace) -> int:
     """Scan, and print the report; 1 if a file could not be read or rewritten."""
     if (arguments.diff or arguments.write) and arguments.format != "text":
         raise UsageError("--diff and --write report as text; leave --format out")
-    result = scan(arguments.paths, megatron=arguments.megatron, processes=os.cpu_count() or 1)
+    result = scan(arguments.paths, megatron=arguments.megatron)
     if arguments.diff or arguments.write:
         result = _rewritten(result, write_them=arguments.write)
     sys.stdout.write(as_json(result) if arguments.format == "json" else as_text(result))

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -57,6 +57,29 @@ class Source:
     def encoding(self) -> str:
         """The encoding that the code declares."""
         return tokenize.detect_encoding(io.BytesIO(self.code).readline)[0]
+
+    @cached_property
+    def lines(self) -> list[str]:
+        """The lines of the text where Python ends them, with their ends."""
+        return list(io.StringIO(self.text, newline=""))
+
+    def span(self, node: ast.AST) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return the line and column of a node's first character, and of the one after its last, from 1."""
+        given = cast("ast.expr", node)
+        end_line, end_offset = given.end_lineno or given.lineno, given.end_col_offset or 0
+        return self._place(given.lineno, given.col_offset), self._place(end_line, end_offset)
+
+    def _place(self, line: int, offset: int) -> tuple[int, int]:
+        """Return the line and column of an offset in bytes of UTF-8."""
+        text = self.lines[line - 1]
+        return line, 1 + (offset if text.isascii() else len(text.encode()[:offset].decode()))
+
+    def between(self, start: tuple[int, int], end: tuple[int, int]) -> str:
+        """Return the text between two places."""
+        lines = self.lines[start[0] - 1 : end[0]]
+        lines[-1] = lines[-1][: end[1] - 1]
+        lines[0] = lines[0][start[1] - 1 :]
+        return "".join(lines)
 
     def locate(self, line: int) -> tuple[str, int]:
         """Return the path, with the cell of a notebook, and the line there of a line of the code."""

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from namedmesh.errors import NamedMeshError, count_of
 from namedmesh.migrate.files import Source, UnreadableError, parse, read
 from namedmesh.migrate.findings import API, INITIALIZE_NAME, Finding, Problem
-from namedmesh.migrate.positions import lines_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -180,7 +179,7 @@ def _rewrite(path: str, findings: Sequence[Finding], installs: set[str]) -> Rewr
     tree = parse(source)
     if any(map(_binds_namedmesh, ast.walk(tree))):
         raise UnreadableError("binds the name 'namedmesh' to something of its own")
-    lines = lines_of(source.text)
+    lines = source.lines
     statements = []
     for name in sorted(installs):
         if f"{name}.install()" not in source.text:
