@@ -6,7 +6,7 @@ import re
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from namedmesh.migrate.apis import API_PATHS, APIS, GPT_NEOX_MPU, MEGATRON, Api
+from namedmesh.migrate.apis import APIS, GPT_NEOX_MPU, MEGATRON, Api
 from namedmesh.migrate.files import UnreadableError, key_of, module_names, python_files, read
 from namedmesh.migrate.findings import Problem
 from namedmesh.migrate.module import USUAL_NAMES, Module, read_module
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-_WORD = re.compile(rb"[A-Za-z_]\w+")
+_SPACED = re.sub(rb"\W", b" ", bytes(range(256)))  # what bytes.translate takes to leave words only
 _COMMON = {"logger", "is_initialized", "create_group"}  # names that do not suggest a legacy API by themselves
-_LEGACY_WORDS = {*USUAL_NAMES, *(name for api in APIS for name in api.table)} - _COMMON
+_LEGACY_WORDS = frozenset((*USUAL_NAMES, *(name for api in APIS for name in api.table))) - _COMMON
 _IMPORT = re.compile(rb"^\s*(?:from|import)\s+(megatron(?:\.\w+)?)\b", re.MULTILINE)
 _NOT_NEOX = "get_pipe_parallel_group"
 
@@ -60,7 +60,7 @@ class CodeBase:
                 self._paths.setdefault(name, []).append(path)
                 if name in modules:
                     self._apis[path] = modules[name]
-        self._first_parts = {name.partition(".")[0] for name in (*self._paths, *API_PATHS)}
+        self._words = frozenset[str]()
         self._read()
 
     # Its files.
@@ -77,35 +77,33 @@ class CodeBase:
 
     def _read(self) -> None:
         """Read the files that may have uses: those with a legacy name, or with one that the code base gives to it."""
-        words, new = set[str](), _LEGACY_WORDS
+        new = _LEGACY_WORDS
         while new:
-            words |= new
+            self._words |= new
             wanted = {word.encode() for word in new}
             for path in self.files:
-                if not self._modules.get(path) and path not in self.problems:
+                if path not in self.problems:
                     self._read_one(path, wanted)
-            new = self._aliases() - words
+            aliases = [(name, one.names[name]) for one in self.modules for name in one.aliases]
+            new = frozenset(name for name, dotted in aliases if self.meanings(dotted) - {None}) - self._words
 
     def _read_one(self, path: Path, wanted: set[bytes]) -> None:
         """Read one file, if it has one of the wanted words or imports of Megatron what is not here."""
         try:
             source = read(path)
-            has_one = not wanted.isdisjoint(_WORD.findall(source.code))
-            if has_one or any(name.decode() not in self.packages for name in _IMPORT.findall(source.code)):
-                self._modules[path] = read_module(source, path, self._first_parts)
+            has_one = not wanted.isdisjoint(source.code.translate(_SPACED).split())
+            if not has_one and path not in self._modules:
+                has_one = any(name.decode() not in self.packages for name in _IMPORT.findall(source.code))
+            if has_one:
+                self._modules[path] = read_module(source, path, self._words)
         except UnreadableError as error:
             self.problems[path] = Problem(str(path), str(error))
-
-    def _aliases(self) -> set[str]:
-        """Return the names under which the modules that were read hand out legacy ones."""
-        named = [(name, dotted) for module in self.modules for name, dotted in module.names.items()]
-        return {name for name, dotted in named if self.meanings(dotted) - {None}}
 
     def _module(self, path: Path) -> Module | None:
         """Return a module that others import from; None if it cannot be read."""
         if path not in self._modules:
             try:
-                self._modules[path] = read_module(read(path), path, self._first_parts)
+                self._modules[path] = read_module(read(path), path, self._words)
             except UnreadableError:
                 self._modules[path] = None
         return self._modules[path]

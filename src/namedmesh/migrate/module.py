@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from namedmesh.migrate.apis import needed_by
+from namedmesh.migrate.apis import API_PATHS, needed_by
 from namedmesh.migrate.files import Source, key_of, parse
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
     from typing import TypeAlias
 
@@ -78,6 +79,7 @@ class Module:
     Args:
         source: where it is.
         names: the dotted names that each of its global names is bound to; None stands for anything else.
+        aliases: its global names that may be further names of legacy ones.
         stars: the modules that it imports everything from.
         functions: the parameters of its functions.
         uses: its expressions that may be legacy names.
@@ -86,12 +88,14 @@ class Module:
 
     source: Source
     names: dict[str, Dotted] = field(default_factory=dict)
+    aliases: list[str] = field(default_factory=list)
     stars: list[str] = field(default_factory=list)
     functions: dict[str, ast.arguments] = field(default_factory=dict)
     uses: list[Use] = field(default_factory=list)
     imports: list[tuple[int, list[str]]] = field(default_factory=list)
 
 
+@cache
 def is_usual(name: str) -> bool:
     """Return whether code has the legacy module under a name like this."""
     return any(name.strip("_") == usual or name.endswith(f"_{usual}") for usual in USUAL_NAMES)
@@ -110,23 +114,23 @@ def first_arguments(call: ast.Call) -> list[ast.expr]:
     return [*call.args, *(keyword.value for keyword in call.keywords)][:_OBJECT_AND_NAME]
 
 
-def read_module(source: Source, path: Path, packages: Container[str]) -> Module:
+def read_module(source: Source, path: Path, words: frozenset[str]) -> Module:
     """Read one module.
 
     Args:
         source: its code.
         path: its file.
-        packages: the first parts of the dotted names that can lead to a legacy one.
+        words: the legacy names, and those under which the code base is known to hand them out.
 
     Raises:
         UnreadableError: it cannot be decoded, or is not Python.
     """
-    return _Reader(source, path, packages).read()
+    return _Reader(source, path, words).read()
 
 
 class _Reader:
-    def __init__(self, source: Source, path: Path, packages: Container[str]) -> None:
-        self._packages, self._module = packages, Module(source)
+    def __init__(self, source: Source, path: Path, words: frozenset[str]) -> None:
+        self._words, self._module = words, Module(source)
         self._key, self._is_package = key_of(path), path.stem == "__init__"
         self._scope = self._here = _Scope()  # of the module, and of the node that is looked at
         self._fstring: ast.JoinedStr | None = None  # around that node
@@ -146,6 +150,9 @@ class _Reader:
             if owner and owner is not scope:
                 owner.bindings.setdefault(name, []).extend(scope.bindings.pop(name, ()))
         module.names = {name: self._bound_to(self._scope, name) for name in self._scope.bindings}
+        for name in module.names.keys() - self._words:
+            if any(map(self._is_near, module.names[name])):
+                module.aliases.append(name)
         for node, parts, scope, fstring, argument_of in self._seen:
             is_path = isinstance(node, ast.Constant)
             dotted = frozenset([".".join(parts)]) if is_path else self._dotted_of(node, scope)
@@ -308,7 +315,10 @@ class _Reader:
     # What its names stand for.
 
     def _is_near(self, dotted: str | None) -> bool:
-        return dotted is not None and dotted.lstrip("*").partition(".")[0] in self._packages
+        """Return whether a dotted name may be a legacy one, or what has them."""
+        if not dotted:
+            return False
+        return dotted in API_PATHS or not self._words.isdisjoint(dotted.split("."))
 
     def _dotted_of(self, node: ast.expr, scope: _Scope) -> Dotted:
         """Return the dotted names that an expression can be; None stands for anything else but the literal None."""
