@@ -16,6 +16,7 @@ from namedmesh.compat.cli import DIALECTS
 from namedmesh.compat.megatron.original import ORIGINAL
 from namedmesh.compat.migration import scan
 from namedmesh.migrate.apis import PROVIDED
+from namedmesh.migrate.rewrite import RewriteError, rewrite, write
 
 SOURCE = str(Path(__file__).parents[1] / "src")
 SCRIPT = """\
@@ -209,6 +210,20 @@ def test_a_write_that_fails_says_what_was_changed(
         "b.py",
         "c.py",
     ]
+
+
+def test_a_file_that_changes_meanwhile_is_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    use = "from megatron.core import mpu\nx = mpu.get_data_parallel_rank()\n"
+    path.write_text(use, encoding="utf-8")
+    result = scan([path])
+    changed = use.replace("_data_", "_pipe_")
+    path.write_text(changed, encoding="utf-8")
+    (file,) = rewrite(result).files
+    assert file.before == use.encode()
+    with pytest.raises(RewriteError, match=r"a\.py"):
+        write(file)
+    assert [path.read_text(encoding="utf-8") for path in tmp_path.iterdir()] == [changed]
 
 
 def test_form_feeds_and_line_ends_are_kept(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from importlib import import_module
 from pathlib import Path
 
@@ -227,25 +228,36 @@ def test_files_that_cannot_be_read_are_reported_and_the_rest_goes_on(tmp_path: P
         "d.py": b"print 'Python 2'",
         "e.py": b"# coding: nothing",
         "f.py": b"x = " + b"+".join([b"1"] * 9000),
+        "g.py": b"# coding: rot13",
+        "h.py": USE.replace("()", f"({'-' * 900}x)").encode(),
+        "i.py": USE.replace("mpu\n", "mpu as m0\n").encode()
+        + b"".join(b"m%d = m%d\n" % (n + 1, n) for n in range(3000)),
     }
     for name, code in broken.items():
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" * (name == "a.py") + code + b"\nmpu\n")
-        (tmp_path / f"other_{name}").write_bytes(code)  # names nothing legacy, and is not parsed
-    _write(tmp_path, z_py=USE, empty_py="")
+        if b"mpu" not in code:
+            (tmp_path / f"other_{name}").write_bytes(code)  # names nothing legacy, and is not parsed
+    _write(tmp_path, z_py=USE, empty_py="", book_nb="[" * 100_000)
     (tmp_path / "y.py").symlink_to(tmp_path / "nowhere.py")
+    (tmp_path / "loop.py").symlink_to(tmp_path / "loop.py")
+    (tmp_path / "folder").symlink_to(tmp_path)
+    os.mkfifo(tmp_path / "pipe.py")
     result = scan([tmp_path])
     assert len(result.findings) == 1
-    assert [Path(one.path).name for one in result.problems] == [*broken, "y.py"]
-    messages = [one.message.partition(":")[0] for one in result.problems]
-    assert messages[:5] == [
+    other = ["book.ipynb", "loop.py", "pipe.py", "y.py"]
+    assert [Path(one.path).name for one in result.problems] == sorted([*broken, *other])
+    messages = {Path(one.path).name: one.message for one in result.problems}
+    assert [messages[name].partition(":")[0] for name in list(broken)[:5]] == [
         "is not Python",
         "cannot be decoded",
         "is not Python",
         "is not Python",
         "cannot be decoded",
     ]
-    assert result.problems[-1].message == "cannot be read: No such file or directory"
-    assert result.files == 15
+    assert {messages["h.py"], messages["i.py"]} == {"is nested too deeply"}
+    assert messages["y.py"] == "cannot be read: No such file or directory"
+    assert messages["pipe.py"] == "is not a file"
+    assert result.files == 9 + 7 + 6
 
 
 # What makes a use uncertain.

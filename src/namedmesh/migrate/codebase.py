@@ -123,7 +123,10 @@ class CodeBase:
         """
         if names not in self._meanings:
             self._searched.clear()
-            self._meanings[names] = self._union(names, frozenset())
+            try:
+                self._meanings[names] = self._union(names, frozenset())
+            except RecursionError:  # a name that goes from module to module
+                self._meanings[names] = {None}
         return self._meanings[names]
 
     def _union(self, names: Iterable[str | None], seen: frozenset[tuple[Path, str]]) -> set[Legacy | None]:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import stat
 import tokenize
 import warnings
 from bisect import bisect_right
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _SKIPPED = frozenset({"__pycache__", "build", "node_modules", "site-packages"})
 _NOTEBOOK = ".ipynb"
+TOO_DEEP = "is nested too deeply"
 _PACKAGES = ("megatron", "fairscale")
 
 
@@ -50,7 +52,7 @@ class Source:
         """
         try:
             return self.code.decode(self.encoding)
-        except (SyntaxError, UnicodeDecodeError) as error:
+        except (SyntaxError, UnicodeDecodeError, LookupError) as error:
             raise UnreadableError(f"cannot be decoded: {error}") from None
 
     @property
@@ -95,12 +97,12 @@ def python_files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
     Hidden folders are left out, and ``__pycache__``, ``build``, ``node_modules``, ``site-packages`` and virtual
     environments, unless they are given themselves.
     """
-    seen: set[Path] = set()
+    seen: set[str] = set()
     for given in map(Path, paths):
         for path in _walk(given) if given.is_dir() else (given,):
-            resolved = path.resolve()
-            if resolved not in seen:
-                seen.add(resolved)
+            real = os.path.realpath(path)
+            if real not in seen:
+                seen.add(real)
                 yield path
 
 
@@ -146,6 +148,8 @@ def read(path: Path) -> Source:
         UnreadableError: it cannot be opened, or is no notebook.
     """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe can take for ever
+            raise UnreadableError("is not a file")
         content = path.read_bytes()
     except OSError as error:
         raise UnreadableError(f"cannot be read: {error.strerror}") from None
@@ -184,7 +188,7 @@ def _code_of(content: bytes) -> tuple[bytes, tuple[tuple[int, int], ...]]:
             for number, cell in enumerate(json.loads(content)["cells"])
             if cell["cell_type"] == "code"
         ]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UnreadableError(f"is not a notebook: {_reason(error)}") from None
     lines: list[str] = []
     starts = []

@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from namedmesh.migrate.apis import API_PATHS, needed_by
-from namedmesh.migrate.files import Source, key_of, parse
+from namedmesh.migrate.files import TOO_DEEP, Source, UnreadableError, key_of, parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -125,7 +125,10 @@ def read_module(source: Source, path: Path, words: frozenset[str]) -> Module:
     Raises:
         UnreadableError: it cannot be decoded, or is not Python.
     """
-    return _Reader(source, path, words).read()
+    try:
+        return _Reader(source, path, words).read()
+    except RecursionError:
+        raise UnreadableError(TOO_DEEP) from None
 
 
 class _Reader:

@@ -67,13 +67,12 @@ def as_json(scan: Scan) -> str:
         >>> json.loads(as_json(scan([])))["summary"]["files"]
         0
     """
-    data = asdict(scan)
     report = {
-        "findings": data["findings"],
+        "findings": [asdict(one) for one in scan.findings],
         "once": merge_setup(scan.findings),
-        "problems": data["problems"],
-        "missing": data["missing"],
-        "remarks": data["remarks"],
+        "problems": [asdict(one) for one in scan.problems],
+        "missing": [asdict(one) for one in scan.missing],
+        "remarks": scan.remarks,
         "summary": _counts(scan),
         "meanwhile": _INSTALL,
     }

@@ -8,13 +8,13 @@ import os
 import re
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from namedmesh.errors import NamedMeshError, count_of
-from namedmesh.migrate.files import Source, UnreadableError, parse, read
+from namedmesh.migrate.files import Source, UnreadableError, parse
 from namedmesh.migrate.findings import API, INITIALIZE_NAME, Finding, Problem
 
 if TYPE_CHECKING:
@@ -117,18 +117,17 @@ def rewrite(scan: Scan) -> Rewriting:
             remarks.append(f"no call of {INITIALIZE_NAME} is here: what uses these files makes the mesh")
     files: list[Rewritten] = []
     problems = []
-    for path in sorted(
-        {one.path for one in uses} | {*installs}, key=lambda path: (path not in installs, path)
-    ):
+    paths = {one.path for one in uses} - installs.keys()
+    for path in (*sorted(installs), *sorted(paths)):
+        mine = [one for one in uses if one.path == path]
         try:
-            files.append(_rewrite(path, [one for one in uses if one.path == path], installs.get(path, set())))
-        except UnreadableError as error:  # noqa: PERF203  the other files are rewritten
+            files.append(_rewritten(scan.sources[path], mine, installs.get(path, set())))
+        except UnreadableError as error:
             problems.append(Problem(path, str(error)))
             if path in installs:
                 return Rewriting((), tuple(problems), (f"nothing is replaced: {path} makes the groups",))
-    return Rewriting(
-        tuple(file for file in files if file.after != file.before), tuple(problems), tuple(remarks)
-    )
+    changed = tuple(file for file in files if file.after != file.before)
+    return Rewriting(changed, tuple(problems), tuple(remarks))
 
 
 def write(file: Rewritten) -> str:
@@ -169,46 +168,38 @@ def _copy_beside(file: Rewritten) -> str:
             return backup
 
 
-def _rewrite(path: str, findings: Sequence[Finding], installs: set[str]) -> Rewritten:
+def _rewritten(source: Source, findings: Sequence[Finding], installs: set[str]) -> Rewritten:
     """Return one file with some uses replaced, and some dialects installed.
 
     Raises:
-        UnreadableError: the file is not what it was, or is no Python afterwards.
+        UnreadableError: it binds our name, or is no Python afterwards.
     """
-    source = read(Path(path))
     tree = parse(source)
     if any(map(_binds_namedmesh, ast.walk(tree))):
         raise UnreadableError("binds the name 'namedmesh' to something of its own")
-    lines = source.lines
     statements = []
     for name in sorted(installs):
         if f"{name}.install()" not in source.text:
             statements += [f"import {name}", f"{name}.install()"]
     if findings and not statements and not _imports_namedmesh(tree):
         statements = ["import namedmesh"]
-    starts = [0, *accumulate(map(len, lines))]
-    changes = [_insertion(tree, lines, starts, statements)] if statements else []
+    starts = [0, *accumulate(map(len, source.lines))]
+    changes = [_insertion(tree, source, starts, statements)] if statements else []
     for one in findings:
         end_line, end_column = one.end or (one.line, one.column)
         start, end = starts[one.line - 1] + one.column - 1, starts[end_line - 1] + end_column - 1
-        if not isinstance(_expression(source.text[start:end]), ast.Call):
-            raise UnreadableError("was changed while it was read")
         changes.append((start, end, _replacement(one)))
-    after = Source(path, _changed(source.text, changes).encode(source.encoding))
+    after = replace(source, code=_changed(source.text, changes).encode(source.encoding))
     parse(after)
-    return Rewritten(path, source.code, after.code, source.encoding.removesuffix("-sig"), tuple(findings))
-
-
-def _expression(code: str) -> ast.expr | None:
-    try:
-        return ast.parse(f"({code}\n)", mode="eval").body
-    except SyntaxError:
-        return None
+    return Rewritten(
+        source.path, source.code, after.code, source.encoding.removesuffix("-sig"), tuple(findings)
+    )
 
 
 def _replacement(finding: Finding) -> str:
     new = re.sub(r"\bmesh\.(?=\w)", f"{_MESH}.", finding.replacement)
-    alone = isinstance(_expression(new), (ast.Call, ast.Attribute, ast.Subscript, ast.List, ast.Dict))
+    node = ast.parse(new, mode="eval").body
+    alone = isinstance(node, (ast.Call, ast.Attribute, ast.Subscript, ast.List, ast.Dict))
     return new if alone else f"({new})"
 
 
@@ -224,20 +215,21 @@ def _changed(text: str, changes: Iterable[tuple[int, int, str]]) -> str:
 
 
 def _insertion(
-    tree: ast.Module, lines: Sequence[str], starts: Sequence[int], statements: Sequence[str]
+    tree: ast.Module, source: Source, starts: Sequence[int], statements: Sequence[str]
 ) -> tuple[int, int, str]:
     """Return where statements are inserted before the first one that may need them, and their text."""
     kept = [*_leading(tree.body)]
     first = tree.body[len(kept)]
-    end_of_line = lines[0][len(lines[0].rstrip("\r\n")) :] or "\n"
     line = min([first.lineno, *(one.lineno for one in getattr(first, "decorator_list", ()))])
     if kept:
         line = (kept[-1].end_lineno or 0) + 1
     if line > first.lineno:  # code on the line of the docstring
-        before = lines[first.lineno - 1].encode()[: first.col_offset].decode()
-        text, place = "; ".join([*statements, ""]), starts[first.lineno - 1] + len(before)
+        (line, column), _ = source.span(first)
+        place, text = starts[line - 1] + column - 1, "; ".join([*statements, ""])
     else:
-        text, place = "".join(f"{one}{end_of_line}" for one in statements), starts[line - 1]
+        ending = re.search(r"[\r\n]*$", source.lines[0])
+        end_of_line = (ending and ending[0]) or "\n"
+        place, text = starts[line - 1], "".join(f"{one}{end_of_line}" for one in statements)
     return place, place, text
 
 

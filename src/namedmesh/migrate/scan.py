@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from namedmesh.migrate.codebase import CodeBase
-from namedmesh.migrate.findings import API, INITIALIZE_NAME, Finding, Missing, Scan
+from namedmesh.migrate.files import TOO_DEEP
+from namedmesh.migrate.findings import API, INITIALIZE_NAME, Finding, Missing, Problem, Scan
 from namedmesh.migrate.rules import axes_of
 from namedmesh.migrate.uses import findings_of
 
@@ -29,7 +30,14 @@ def scan(paths: Sequence[str | os.PathLike[str]], *, megatron: str | None = None
     """
     code = CodeBase(paths)
     release = tuple(map(int, re.findall(r"\d+", megatron or "")))
-    findings = [found for module in code.modules for found in sorted(findings_of(module, code, release))]
+    problems = list(code.problems.values())
+    findings: list[Finding] = []
+    for module in code.modules:
+        try:
+            findings += findings_of(module, code, release)
+        except RecursionError:  # noqa: PERF203  the other files are read
+            problems.append(Problem(module.source.path, TOO_DEEP))
+    findings.sort()
     missing = {
         Missing(*module.source.locate(line), name)
         for module in code.modules
@@ -37,8 +45,13 @@ def scan(paths: Sequence[str | os.PathLike[str]], *, megatron: str | None = None
         for name in needed
         if ".".join(name.split(".")[:2]) not in code.packages
     }
-    problems = sorted(code.problems.values())
-    return Scan(len(code.files), tuple(sorted(_doubted(findings))), tuple(problems), tuple(sorted(missing)))
+    return Scan(
+        len(code.files),
+        tuple(_doubted(findings)),
+        tuple(sorted(problems)),
+        tuple(sorted(missing)),
+        sources={module.source.path: module.source for module in code.modules},
+    )
 
 
 def _doubted(findings: list[Finding]) -> list[Finding]:
