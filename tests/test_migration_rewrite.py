@@ -219,8 +219,8 @@ def test_a_file_that_changes_meanwhile_is_left_as_it_is(tmp_path: Path) -> None:
     result = scan([path])
     changed = use.replace("_data_", "_pipe_")
     path.write_text(changed, encoding="utf-8")
-    (file,) = rewrite(result).files
-    assert file.before == use.encode()
+    ((file,), _) = rewrite(result)
+    assert file.before.code == use.encode()
     with pytest.raises(RewriteError, match=r"a\.py"):
         write(file)
     assert [path.read_text(encoding="utf-8") for path in tmp_path.iterdir()] == [changed]

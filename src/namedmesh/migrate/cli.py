@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,9 +57,9 @@ def _migrate(arguments: argparse.Namespace) -> int:
 
 def _rewritten(result: Scan, *, write_them: bool) -> Scan:
     """Show or write what is certain, and return the rest."""
-    rewriting = rewrite(result)
+    files, left = rewrite(result)
     written: list[str] = []
-    for file in rewriting.files:
+    for file in files:
         if not write_them:
             sys.stdout.write(file.diff())
             continue
@@ -71,14 +70,11 @@ def _rewritten(result: Scan, *, write_them: bool) -> Scan:
                 f"rewritten before it: {listing(written)}" if written else "no file was rewritten before it"
             )
             raise RewriteError(f"{error}; {before}") from None
-        written.append(file.path)
-        sys.stdout.write(f"{file.path}: rewritten; it was {backup}\n")
-    if rewriting.files:
+        written.append(file.before.path)
+        sys.stdout.write(f"{file.before.path}: rewritten; it was {backup}\n")
+    if files:
         sys.stdout.write("\n")
-    done = {finding for file in rewriting.files for finding in file.done}
-    left = tuple(one for one in result.findings if one not in done)
-    remarks = (*result.remarks, *rewriting.remarks)
-    return replace(result, findings=left, problems=(*result.problems, *rewriting.problems), remarks=remarks)
+    return left
 
 
 COMMANDS = {

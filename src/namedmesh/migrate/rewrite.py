@@ -31,46 +31,22 @@ class RewriteError(NamedMeshError, RuntimeError):
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A file before and after.
+    """A file before and after, and the uses that were replaced."""
 
-    Args:
-        path: the file.
-        before: its bytes.
-        after: what they become.
-        encoding: the encoding of both.
-        done: the uses that were replaced.
-    """
-
-    path: str
-    before: bytes
-    after: bytes
-    encoding: str
+    before: Source
+    after: Source
     done: tuple[Finding, ...]
 
     def diff(self) -> str:
         """Return the difference as ``patch`` takes it."""
+        path, encoding = self.before.path, self.before.encoding.removesuffix("-sig")
         before, after = (
-            re.findall(r"[^\n]*\n|[^\n]+", side.decode(self.encoding)) for side in (self.before, self.after)
+            re.findall(r"[^\n]*\n|[^\n]+", side.code.decode(encoding)) for side in (self.before, self.after)
         )
-        lines = difflib.unified_diff(before, after, f"a/{self.path}", f"b/{self.path}")
+        lines = difflib.unified_diff(before, after, f"a/{path}", f"b/{path}")
         return "".join(
             line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
         )
-
-
-@dataclass(frozen=True)
-class Rewriting:
-    """What can be rewritten.
-
-    Args:
-        files: the files that change; those that make the groups come first.
-        problems: the files that cannot be rewritten.
-        remarks: why calls stay that are certain by themselves.
-    """
-
-    files: tuple[Rewritten, ...]
-    problems: tuple[Problem, ...] = ()
-    remarks: tuple[str, ...] = ()
 
 
 def is_certain(finding: Finding) -> bool:
@@ -88,14 +64,14 @@ def is_certain(finding: Finding) -> bool:
     )
 
 
-def rewrite(scan: Scan) -> Rewriting:
-    """Return the files with every certain use replaced, and with our dialect installed where the groups are made.
+def rewrite(scan: Scan) -> tuple[list[Rewritten], Scan]:
+    """Replace every certain use, install our dialect where the groups are made, and return the files and what is left.
 
     The mesh that the replaced calls ask is the one that ``initialize_model_parallel`` makes once the dialect is installed;
     the calls that are left answer from it, too. Where the groups are made in a way that is not certain, no call of that
     API is replaced.
     """
-    remarks = []
+    remarks = [*scan.remarks]
     uses: list[Finding] = []
     installs: dict[str, set[str]] = {}
     for origin, api in API.items():
@@ -116,7 +92,7 @@ def rewrite(scan: Scan) -> Rewriting:
         if not makers:
             remarks.append(f"no call of {INITIALIZE_NAME} is here: what uses these files makes the mesh")
     files: list[Rewritten] = []
-    problems = []
+    problems = [*scan.problems]
     paths = {one.path for one in uses} - installs.keys()
     for path in (*sorted(installs), *sorted(paths)):
         mine = [one for one in uses if one.path == path]
@@ -125,9 +101,12 @@ def rewrite(scan: Scan) -> Rewriting:
         except UnreadableError as error:
             problems.append(Problem(path, str(error)))
             if path in installs:
-                return Rewriting((), tuple(problems), (f"nothing is replaced: {path} makes the groups",))
-    changed = tuple(file for file in files if file.after != file.before)
-    return Rewriting(changed, tuple(problems), tuple(remarks))
+                files, remarks = [], [*scan.remarks, f"nothing is replaced: {path} makes the groups"]
+                break
+    changed = [file for file in files if file.after != file.before]
+    done = {finding for file in changed for finding in file.done}
+    left = tuple(one for one in scan.findings if one not in done)
+    return changed, replace(scan, findings=left, problems=tuple(problems), remarks=tuple(remarks))
 
 
 def write(file: Rewritten) -> str:
@@ -136,31 +115,32 @@ def write(file: Rewritten) -> str:
     Raises:
         RewriteError: one of them cannot be written, or the file is not what was read; it is as it was.
     """
-    path = Path(os.path.realpath(file.path))
+    given = file.before.path
+    path = Path(os.path.realpath(given))
     made: list[str] = []
     try:
-        if path.read_bytes() != file.before:
-            raise RewriteError(f"{file.path!r} was changed while it was read")
-        made.append(_copy_beside(file))
+        if path.read_bytes() != file.before.code:
+            raise RewriteError(f"{given!r} was changed while it was read")
+        made.append(_copy_beside(file.before))
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as new:
             made.append(new.name)
-            new.write(file.after)
+            new.write(file.after.code)
         shutil.copymode(path, new.name)
         Path(new.name).replace(path)
     except OSError as error:
         for name in made:
             Path(name).unlink(missing_ok=True)
-        raise RewriteError(f"{file.path!r} cannot be rewritten: {error.strerror}") from None
+        raise RewriteError(f"{given!r} cannot be rewritten: {error.strerror}") from None
     return made[0]
 
 
-def _copy_beside(file: Rewritten) -> str:
+def _copy_beside(file: Source) -> str:
     number = 0
     while True:
         backup = f"{file.path}.orig.{number}" if number else f"{file.path}.orig"
         try:
             with Path(backup).open("xb") as old:
-                old.write(file.before)
+                old.write(file.code)
         except FileExistsError:
             number += 1
         else:
@@ -191,9 +171,7 @@ def _rewritten(source: Source, findings: Sequence[Finding], installs: set[str]) 
         changes.append((start, end, _replacement(one)))
     after = replace(source, code=_changed(source.text, changes).encode(source.encoding))
     parse(after)
-    return Rewritten(
-        source.path, source.code, after.code, source.encoding.removesuffix("-sig"), tuple(findings)
-    )
+    return Rewritten(source, after, tuple(findings))
 
 
 def _replacement(finding: Finding) -> str:

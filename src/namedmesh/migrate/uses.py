@@ -111,18 +111,18 @@ class _Uses:
     def _name(self, use: Use, legacy: Legacy, doubt: str) -> Finding | None:
         row = legacy.api.table.get(legacy.name)
         if isinstance(use.node, ast.Constant):
-            return self._change(use, legacy, repr(".".join(use.parts)), doubt) if row else None
+            written = repr(".".join(use.parts))
+            return self._remarked(use, legacy, written, _ASSIGNED, doubt, changes=True) if row else None
         if use.change:
-            of_module = not legacy.name and doubt != _BY_NAME
+            if not row and (legacy.name or doubt == _BY_NAME):
+                return None
             written = use.change.format(legacy.name or legacy.api.name)
-            return self._change(use, legacy, written, doubt) if row or of_module else None
+            return self._remarked(use, legacy, written, _ASSIGNED, doubt, changes=True)
         if not legacy.name or "." in legacy.name or legacy.name.startswith("__"):
             return None
         if row is None:
             note = f"the table has no such name{did_you_mean(legacy.name, legacy.api.table)}"
-            return self._finding(
-                use._replace(call=None), legacy, legacy.name, Advice("", notes=(note,)), doubt
-            )
+            return self._remarked(use._replace(call=None), legacy, legacy.name, note, doubt)
         return self._read(use, legacy, row, doubt)
 
     def _argument(self, use: Use, legacy: Legacy, doubt: str) -> Finding | None:
@@ -136,8 +136,7 @@ class _Uses:
         if not isinstance(name, ast.Constant):
             if doubt:
                 return None
-            advice = Advice("", notes=(_COMPUTED,))
-            return self._finding(use, legacy, written, advice, doubt, changes=function == "setattr")
+            return self._remarked(use, legacy, written, _COMPUTED, doubt, changes=function == "setattr")
         row = legacy.api.table.get(str(name.value))
         if row is None or function == "hasattr":
             return None
@@ -145,7 +144,7 @@ class _Uses:
         if function == "getattr":
             return self._read(use, legacy, row, doubt)
         note = _ASSIGNED if function.rpartition(".")[2] in _SETTERS else _BY_STRING
-        return self._finding(use, legacy, written, Advice("", notes=(note,)), doubt, changes=True)
+        return self._remarked(use, legacy, written, note, doubt, changes=True)
 
     def _read(self, use: Use, legacy: Legacy, row: Row, doubt: str) -> Finding:
         """Return the use of a name that is called or passed on."""
@@ -173,9 +172,10 @@ class _Uses:
     def _has_comment(self, call: ast.Call) -> bool:
         return call.lineno != call.end_lineno and "#" in self._source.between(*self._source.span(call))
 
-    def _change(self, use: Use, legacy: Legacy, written: str, doubt: str) -> Finding:
-        advice = Advice("", notes=(_ASSIGNED,))
-        return self._finding(use, legacy, written, advice, doubt, changes=True)
+    def _remarked(
+        self, use: Use, legacy: Legacy, written: str, note: str, doubt: str, *, changes: bool = False
+    ) -> Finding:
+        return self._finding(use, legacy, written, Advice("", notes=(note,)), doubt, changes=changes)
 
     def _finding(
         self, use: Use, legacy: Legacy, written: str, advice: Advice, doubt: str, *, changes: bool = False
