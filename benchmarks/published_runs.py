@@ -31,6 +31,12 @@ DEEPSEEK_V3 = Model(
     dense_layers=3,
     expert_groups=4,
 )
+_LLAMA_2 = {
+    "7B": Model(layers=32, hidden=4096, heads=32, ffn=11008, vocab=32000),
+    "13B": Model(layers=40, hidden=5120, heads=40, ffn=13824, vocab=32000),
+    "70B": replace(LLAMA_70B, vocab=32000),
+}
+_NEMOTRON_340B = Model(layers=96, hidden=18432, heads=96, kv_heads=8, vocab=256000)
 _H100 = load_hardware("h100")
 # "each H100 GPU is equipped with 96GB HBM2e with 2.4 TB/sec peak memory bandwidth", "500W power limit", "the actual peak
 # TFLOPs number is between SXM and NVL, and we don't know its exact value": NVL's 835 (NVIDIA's data sheet) is taken.
@@ -414,22 +420,19 @@ def _tried_afterwards() -> list[Run]:
         job = op | {"global_batch": 2 * gpus, "micro_batch": 2, "precision": "fp8", "fused_loss": True}
         name = f"Llama 3.1 8B, FSDP {gpus}, H200"
         runs.append(Run(name, page, LLAMA_8B, h200, {"dp": gpus}, job, memory, None, tokens))
-    llama_2_13b = Model(layers=40, hidden=5120, heads=40, ffn=13824, vocab=32000)
-    llama_2_70b = replace(LLAMA_70B, vocab=32000)
     for name, model, seq, rows, policy, tokens in (
         ("Llama 3 8B", LLAMA_8B, 8192, 1, "op", 2973),
         ("Llama 3 70B", LLAMA_70B, 8192, 1, "full", 331),
-        ("Llama 2 13B", llama_2_13b, 4096, 2, "none", 2162),
-        ("Llama 2 13B", llama_2_13b, 4096, 2, "op", 1904),
-        ("Llama 2 70B", llama_2_70b, 4096, 1, "op", 355),
-        ("Llama 2 70B", llama_2_70b, 4096, 2, "full", 353),
+        ("Llama 2 13B", _LLAMA_2["13B"], 4096, 2, "none", 2162),
+        ("Llama 2 13B", _LLAMA_2["13B"], 4096, 2, "op", 1904),
+        ("Llama 2 70B", _LLAMA_2["70B"], 4096, 1, "op", 355),
+        ("Llama 2 70B", _LLAMA_2["70B"], 4096, 2, "full", 353),
     ):
         job = {"seq": seq, "global_batch": 64 * rows, "micro_batch": rows, "checkpointing": policy}
         job["compiled"] = False
         title, source = f"{name}, FSDP 64, {policy}", "torchtitan, docs/performance.md"
         runs.append(Run(title, source, model, A100, {"dp": 64}, job, tokens=tokens, assumed=_A100_PAGE))
     gpt = Model(layers=96, hidden=12288, heads=96, vocab=64000, tied=True)
-    nemotron = Model(layers=96, hidden=18432, heads=96, kv_heads=8, vocab=256000)
     megascale, report = (
         "Jiang et al., MegaScale, NSDI 2024, table 2",
         "NVIDIA, Nemotron-4 340B, 2024, table 2",
@@ -437,8 +440,8 @@ def _tried_afterwards() -> list[Run]:
     for name, source, model, hardware, pp, turns, seq, gpus, batch, seconds in (
         ("MegaScale 175B", megascale, gpt, A100, 8, 6, 2048, 256, 768, 32.0),
         ("MegaScale 175B", megascale, gpt, A100, 8, 6, 2048, 12288, 6144, 6.34),
-        ("Nemotron-4 340B", report, nemotron, _H100, 12, 8, 4096, 1536, 768, 10.3),
-        ("Nemotron-4 340B", report, nemotron, _H100, 12, 8, 4096, 6144, 2304, 8.0),
+        ("Nemotron-4 340B", report, _NEMOTRON_340B, _H100, 12, 8, 4096, 1536, 768, 10.3),
+        ("Nemotron-4 340B", report, _NEMOTRON_340B, _H100, 12, 8, 4096, 6144, 2304, 8.0),
     ):
         job = {"trainer": "megatron", "checkpointing": "selective", "stages_per_rank": turns, "stage": 1}
         job |= {"seq": seq, "global_batch": batch}
@@ -476,6 +479,93 @@ def _tried_afterwards_in_2022() -> list[Run]:
     return runs
 
 
+_QWEN = Model(layers=48, hidden=2048, heads=32, kv_heads=4, head_dim=128, ffn=6144, vocab=151936)
+_QWEN_3 = {
+    "30B": replace(_QWEN, experts=128, top_k=8, expert_ffn=768),
+    "235B": replace(
+        _QWEN, layers=94, hidden=4096, heads=64, ffn=12288, experts=128, top_k=8, expert_ffn=1536
+    ),
+}
+# model, GPUs, batch, micro-batch, tokens of a sequence, tp, pp, cp, stages a rank, tokens a second and GPU
+_NEMO = (
+    ("GPT3-5B", _gpt(24, 4096, 32), 64, 2048, 4, 2048, 1, 1, 1, 1, 22521),
+    ("GPT3-20B", _gpt(44, 6144, 48), 64, 256, 2, 2048, 2, 1, 1, 1, 5851),
+    ("GPT3-175B", _gpt(96, 12288, 96), 128, 256, 1, 2048, 4, 8, 1, 6, 726),
+    ("GPT3-175B", _gpt(96, 12288, 96), 512, 2048, 2, 2048, 4, 8, 1, 6, 782),
+    ("Llama 2 7B", _LLAMA_2["7B"], 8, 128, 1, 4096, 1, 1, 1, 1, 16847),
+    ("Llama 2 13B", _LLAMA_2["13B"], 16, 128, 1, 4096, 1, 4, 1, 10, 8646),
+    ("Llama 2 70B", _LLAMA_2["70B"], 64, 128, 1, 4096, 4, 4, 1, 20, 1707),
+    (
+        "Nemotron-8B",
+        Model(layers=32, hidden=4096, heads=32, vocab=256000),
+        *(64, 256, 4, 4096, 2, 1, 1, 1, 12701),
+    ),
+    (
+        "Nemotron-22B",
+        Model(layers=40, hidden=6144, heads=48, vocab=256000),
+        *(64, 256, 2, 4096, 2, 4, 1, 10, 4256),
+    ),
+    ("Nemotron-340B", _NEMOTRON_340B, 128, 32, 1, 4096, 8, 8, 1, 12, 322),
+    ("Llama 3 8B", LLAMA_8B, 8, 128, 1, 8192, 1, 1, 2, 1, 12036),
+    ("Llama 3 70B", LLAMA_70B, 64, 128, 1, 8192, 4, 4, 2, 5, 1533),
+)
+# hardware, model, GPUs, precision, batch, micro-batch, tokens of a sequence, tp, pp, cp, stages a rank, ep, tokens a second and GPU
+_BRIDGE = (
+    ("h100", "Llama 3 8B", LLAMA_8B, 8, "fp8", 128, 1, 8192, 1, 1, 1, 1, 1, 14451),
+    ("h100", "Llama 3 70B", LLAMA_70B, 64, "fp8", 128, 1, 8192, 4, 8, 1, 5, 1, 1602),
+    ("h100", "Llama 3.1 405B", LLAMA_405B, 1024, "fp8", 512, 1, 8192, 8, 8, 2, 8, 1, 292),
+    ("h100", "Qwen3 30B", _QWEN_3["30B"], 16, "fp8", 512, 2, 4096, 1, 2, 1, 24, 8, 5275),
+    ("b200", "Llama 3 8B", LLAMA_8B, 8, "fp8", 128, 2, 8192, 1, 1, 1, 1, 1, 30624),
+    ("b200", "Llama 3.1 405B", LLAMA_405B, 128, "fp8", 64, 1, 8192, 4, 8, 2, 8, 1, 661),
+    ("b200", "DeepSeek-V3", DEEPSEEK_V3, 256, "fp8", 2048, 1, 4096, 1, 16, 1, 1, 8, 2139),
+    ("b200", "Qwen3 30B", _QWEN_3["30B"], 8, "fp8", 512, 1, 4096, 1, 1, 1, 1, 8, 9299),
+    ("b200", "Qwen3 235B", _QWEN_3["235B"], 64, "fp8", 1024, 1, 4096, 1, 8, 1, 2, 8, 3269),
+    ("gb200-nvl72", "Llama 3 8B", LLAMA_8B, 8, "fp8", 128, 2, 8192, 1, 1, 1, 1, 1, 31508),
+    ("gb200-nvl72", "Llama 3 70B", LLAMA_70B, 64, "fp8", 256, 2, 8192, 1, 1, 1, 1, 1, 4312),
+    ("gb200-nvl72", "Llama 3.1 405B", LLAMA_405B, 256, "fp8", 1536, 1, 8192, 4, 16, 1, 4, 1, 813),
+    ("gb200-nvl72", "DeepSeek-V3", DEEPSEEK_V3, 256, "bf16", 4096, 1, 4096, 1, 4, 1, 4, 64, 3139),
+    ("gb200-nvl72", "DeepSeek-V3", DEEPSEEK_V3, 256, "fp8", 4096, 1, 4096, 1, 8, 1, 4, 32, 4018),
+    ("gb200-nvl72", "Qwen3 30B", _QWEN_3["30B"], 8, "fp8", 512, 4, 4096, 1, 1, 1, 1, 8, 23766),
+    ("gb200-nvl72", "Qwen3 235B", _QWEN_3["235B"], 256, "bf16", 8192, 1, 4096, 1, 8, 1, 3, 32, 4916),
+)
+_NEMO_ASSUMED = (
+    "gradients of 2 bytes, as its recipes reduce them; nothing computed again and nothing offloaded, which the page does not say; "
+    "attention in fp8 and communication inside of products are not counted; the page gives the one layout that its authors chose"
+)
+_SMALL_EXPERTS = (
+    "; small experts are many small kernels, and the time that the host takes to launch them is not counted: the page for 25.09 has "
+    "10,494 and 18,066 tokens a second for Qwen3 30B on H100 and B200, twice as much, on the same layouts"
+)
+
+
+def _nvidia() -> list[Run]:
+    """Return the runs of two pages of NVIDIA's: all whose model and hardware can be told, and that have every column."""
+    common = {"trainer": "megatron", "checkpointing": "none", "state_bytes": 16}
+    runs = []
+    for name, model, gpus, batch, micro_batch, seq, tp, pp, cp, turns, tokens in _NEMO:
+        job = common | {"seq": seq, "global_batch": batch, "micro_batch": micro_batch, "precision": "fp8"}
+        job |= {"stages_per_rank": turns, "stage": 1, "sequence_parallel": tp > 1}
+        sizes = {"tp": tp, "pp": pp, "cp": cp, "dp": gpus // tp // pp // cp}
+        page = "NVIDIA, NeMo 24.07, docs/source/performance/performance_summary.md"
+        title = f"{name}, {gpus} GPUs, {seq} tokens"
+        runs.append(Run(title, page, model, _H100, sizes, job, tokens=tokens, assumed=_NEMO_ASSUMED))
+    for kind, name, model, gpus, precision, batch, micro_batch, seq, tp, pp, cp, turns, ep, tokens in _BRIDGE:
+        job = common | {"seq": seq, "global_batch": batch, "micro_batch": micro_batch, "precision": precision}
+        # The rows with FSDP are those on one or two axes that DDP would not fit.
+        fully_sharded = (kind, name) in {("h100", "Llama 3 8B"), ("gb200-nvl72", "Llama 3 70B")}
+        job |= {
+            "stages_per_rank": turns,
+            "stage": 3 if fully_sharded else 1,
+            "sequence_parallel": tp > 1,
+        }
+        sizes = {"tp": tp, "pp": pp, "cp": cp, "dp": gpus // tp // pp // cp, "ep": ep}
+        title = f"{name}, {gpus} {kind.partition('-')[0].upper()}, {precision}"
+        page = "NVIDIA, Megatron Bridge 25.11, docs/performance-summary.md"
+        assumed = _NEMO_ASSUMED + (_SMALL_EXPERTS if model.experts else "")
+        runs.append(Run(title, page, model, load_hardware(kind), sizes, job, tokens=tokens, assumed=assumed))
+    return runs
+
+
 RUNS = (
     *_megatron_2021(),
     *_korthikanti(),
@@ -486,5 +576,6 @@ RUNS = (
     *_tried_afterwards(),
     *(replace(run, group=GROUPS[1]) for run in _llm_foundry(H100_TRITON, _MORE_MPT)),
     *(replace(run, group=GROUPS[2]) for run in _llm_foundry(A100_TRITON, _MPT_A100)),
+    *(replace(run, group=GROUPS[2]) for run in _nvidia()),
 )
 """Every run, in the order of the tables."""
