@@ -29,7 +29,8 @@ _REFERENCE = "passed on, not called: arguments that are given where it is called
 _BY_STRING = "passed on as a string: what is done with it is not known here"
 _COMPUTED = "which name it is, is known only when it runs"
 _IN_FSTRING = (
-    "an f-string before Python 3.12 cannot hold these quotation marks: assign it to a variable first"
+    "in this f-string it stays: not every Python would take its quotation marks, or the f-string would show another "
+    "expression; assign it to a variable first"
 )
 _MARK = "namedmesh_migrate"
 _COMMENT = "a comment stands between its arguments"
@@ -218,10 +219,12 @@ class _Uses:
             start, end = self._source.span(node)
             found = _expression(self._source.between(start, end))
             marked = f"{self._source.between(first, start)}{_MARK}{self._source.between(end, last)}"
-            names = [one.id for one in ast.walk(_expression(marked)) if isinstance(one, ast.Name)]
+            marks = ast.dump(_expression(marked)).count(
+                _MARK
+            )  # two where the f-string shows the expression itself
         except (SyntaxError, ValueError, IndexError):
             return first, None
-        if ast.dump(found) != ast.dump(node) or names.count(_MARK) != 1 or start in self._taken:
+        if ast.dump(found) != ast.dump(node) or marks != 1 or start in self._taken:
             return first, None
         self._taken.add(start)
         return start, end
