@@ -32,8 +32,10 @@ FAKE_MESHES = ({"pp": 8, "dp": -1, "cp": 2, "tp": 8}, {"pp": 1, "dp": -1, "cp": 
 
 
 def ours(layout: namedmesh.Layout) -> Callable[[], None]:
-    """Make our mesh; what is returned destroys its groups."""
-    return namedmesh.init_mesh(layout, device="cpu").close
+    """Make our mesh, with torch's, which is made when it is asked for; what is returned destroys its groups."""
+    mesh = namedmesh.init_mesh(layout, device="cpu")
+    _ = mesh.device_mesh
+    return mesh.close
 
 
 def plain(layout: namedmesh.Layout) -> Callable[[], None]:

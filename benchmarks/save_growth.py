@@ -25,7 +25,7 @@ from torch import nn
 import namedmesh
 from namedmesh.training import checkpoints
 from namedmesh.training.checkpoint_compare import differing, table_of
-from namedmesh.training.checkpoint_files import beside, move
+from namedmesh.training.checkpoint_files import data_of, finish
 from namedmesh.training.checkpoint_ranks import CheckpointGroup
 from namedmesh.training.checkpoint_state import State
 from namedmesh.training.contents import digest
@@ -51,13 +51,14 @@ def measured(ranks: int, names: int) -> tuple[float, float, float]:
         start = time.process_time()
         by_rank = [pickle.load(io.BytesIO(each)) for each in sent]  # noqa: S301  written above
         one = CheckpointGroup(None)
-        _, copies = checkpoints._checked(path, one, {"step": 1}, by_rank)  # noqa: SLF001  its part of rank 0
+        made, copies = checkpoints._checked(path, one, {"step": 1}, by_rank)  # noqa: SLF001  its part of rank 0
+        about = {"id": made, "per_rank": copies, "layout": None, "extra": {}}
         for rank in range(ranks):
-            (beside(path, "unfinished") / f"__{rank}_0.distcp").write_bytes(b"0" * 10)
-        (beside(path, "unfinished") / ".metadata").touch()
+            (data_of(path, about) / f"__{rank}_0.distcp").write_bytes(b"0" * 10)
+        (data_of(path, about) / ".metadata").touch()
         written = [pickle.load(io.BytesIO(each)) for each in files]  # noqa: S301  written above
-        together = {name: each for some in written for name, each in some.items()}
-        move(path, {"per_rank": copies, "layout": None, "extra": {}}, together)
+        about["files"] = {name: each for some in written for name, each in some.items()}
+        finish(path, about)
         gathered = time.process_time() - start
         mesh.close()
         return compared, gathered, sum(map(len, sent + files)) / 1e6

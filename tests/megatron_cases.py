@@ -100,12 +100,10 @@ FLAGS = (
 
 
 def getters(module: Any) -> list[str]:
-    """The names that answer something."""
-    return sorted(
-        name
-        for name in dir(module)
-        if name.startswith(("get_", "is_", "model_parallel_is", "has_")) and name not in NO_ANSWERS
-    )
+    """The names of its own that answer something; ``install()`` may have added some to an original."""
+    prefixes = ("get_", "is_", "model_parallel_is", "has_")
+    names = [name for name in dir(module) if name.startswith(prefixes) and name not in NO_ANSWERS]
+    return sorted(name for name in names if getattr(module, name).__module__ == module.__name__)
 
 
 # Made by torch's version, by the device, or deprecated, and looked at elsewhere.

@@ -155,7 +155,7 @@ def test_accessors_of_dialects(dialect: str, first: bool) -> None:
         warnings.simplefilter("ignore", DeprecationWarning)
         start()
         known = plain_accessors(place, names)
-        assert len(known) >= len(names) - 4
+        assert len(known) >= len(names) - 6  # two of Megatron-DeepSpeed's are refused beside a pipeline
         for name, plain in known.items() if first else ():
             stop()
             start()

@@ -22,6 +22,7 @@ from namedmesh.compat.deepspeed import mpu
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+    from types import FrameType
 
     import pytest
 
@@ -209,15 +210,14 @@ def test_agreement_errors_are_runtime_errors() -> None:
 
 
 def _send_once_it_waits(process: int, number: int) -> None:
-    """Send a signal as soon as the main thread waits for the answers of the store."""
-    main = threading.main_thread().ident
-    assert main is not None
+    """Send a signal as soon as some thread waits for the other ranks, the store being open."""
     names: set[str] = set()
-    while "in_thread" not in names:
-        frame = sys._current_frames().get(main)
-        while frame is not None:
-            names.add(frame.f_code.co_name)
-            frame = frame.f_back
+    while "arrive" not in names:
+        for top in sys._current_frames().values():
+            frame: FrameType | None = top
+            while frame is not None:
+                names.add(frame.f_code.co_name)
+                frame = frame.f_back
         threading.Event().wait(0.02)
     os.kill(process, number)
 

@@ -48,6 +48,11 @@ IGNORED: list[tuple[Callable[[NamedMesh], object], type[Exception], str]] = [
         "options are given for 'eq', which is not one of the new axes ('edp', 'ep') of view 'expert'; did you mean 'ep'?",
     ),
     (
+        lambda mesh: mesh.add_view("expert", pp=2, edp=2, ep=2, options={"ep": 3}),  # type: ignore[dict-item]
+        AxisError,
+        "options of 'ep' are a int; give GroupOptions(...)",
+    ),
+    (
         _flattened_otherwise,
         LayoutError,
         "2 problems:\n"

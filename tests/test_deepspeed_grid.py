@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from installing import run_python, without
 from megatron_cases import comparable, kind_of
-from messages import error_of, refuses, says
+from messages import error_of, refuses
 from ranks import fake_world, live_groups, run_ranks
 
 import namedmesh
@@ -297,15 +297,12 @@ def test_a_grid_over_a_mesh_is_the_original_s(
             mesh.close()
 
 
-def test_the_tables_of_the_world_wait_until_they_are_read() -> None:
-    tables = {"dp_groups", "pipe_groups", "p2p_groups", "model_groups"}
+def test_the_tables_of_the_world() -> None:
     with fake_world(8, 3):
         grid = PipelineParallelGrid(PipeModelDataParallelTopology(2, 2, 2))
-        assert not tables & set(vars(grid))
         assert "mapping" not in vars(grid.topology())
         assert grid.p2p_groups == [[0, 4], [1, 5], [2, 6], [3, 7], [4, 0], [5, 1], [6, 2], [7, 3]]
         assert grid.model_groups == [[0, 1], [2, 3], [4, 5], [6, 7]]
-        assert grid.model_groups is grid.model_groups
         grid.close()
 
 
@@ -313,49 +310,26 @@ def test_mistakes_are_explained_and_leave_no_group() -> None:
     with fake_world(8, 3):
         alone = live_groups()
         half = dist.new_group([0, 1, 2, 3])
-        mistakes: list[tuple[Callable[[], Any], type[Exception], str]] = [
-            (
-                lambda: PipelineParallelGrid(PipeDataParallelTopology(2, 2)),
-                AssertionError,
-                "the topology pipe=2 x data=2 has 4 ranks, but the world has 8; change a size, or start another number of "
-                "ranks",
-            ),
-            (
-                lambda: PipelineParallelGrid(ProcessTopology(["data", "model"], [2, 4])),
-                AttributeError,
-                "the topology data=2 x model=4 has no axis 'pipe'; give it one, of size 1 if need be",
-            ),
-            (
-                lambda: PipelineParallelGrid(process_group=half),
-                ValueError,
-                "process_group has the ranks 0, 1, 2, 3, but a grid is over the whole world of 8 ranks (DeepSpeed's is, "
-                "too, whatever group it is given); leave it out",
-            ),
-            (
-                lambda: PipelineParallelGrid(_ColumnMajor(["pipe", "data"], [2, 4])),
-                ValueError,
-                "the topology pipe=2 x data=4 has rank 3 at (1, 1), and row-major order at (0, 3); the last axis has to be "
-                "the fastest",
-            ),
-            (
-                lambda: PipelineParallelGrid.from_mesh(3),  # type: ignore[arg-type]
-                RuntimeError,
-                "deepspeed.PipelineParallelGrid.from_mesh got a int; give it a NamedMesh, such as "
-                "NamedMesh.from_device_mesh(...)",
-            ),
-        ]
-        for call, kind, text in mistakes:
+        mistakes: list[tuple[type[Exception], Callable[[], Any], str]] = [
+            (AssertionError, lambda: PipelineParallelGrid(PipeDataParallelTopology(2, 2)),
+                "the topology pipe=2 x data=2 has 4 ranks, but the world has 8; change a size, or start another number of ranks"),
+            (AttributeError, lambda: PipelineParallelGrid(ProcessTopology(["data", "model"], [2, 4])),
+                "the topology data=2 x model=4 has no axis 'pipe'; give it one, of size 1 if need be"),
+            (ValueError, lambda: PipelineParallelGrid(process_group=half),
+                "process_group has the ranks 0, 1, 2, 3, but a grid is over the whole world of 8 ranks (DeepSpeed's is, too, "
+                "whatever group it is given); leave it out"),
+            (ValueError, lambda: PipelineParallelGrid(_ColumnMajor(["pipe", "data"], [2, 4])),
+                "the topology pipe=2 x data=4 has rank 3 at (1, 1), and row-major order at (0, 3); the last axis has to be the "
+                "fastest"),
+            (RuntimeError, lambda: PipelineParallelGrid.from_mesh(3),  # type: ignore[arg-type]
+                "deepspeed.PipelineParallelGrid.from_mesh got a int; give it a NamedMesh, such as NamedMesh.from_device_mesh(...)"),
+        ]  # fmt: skip
+        for kind, call, text in mistakes:
             refuses(call, kind, text)
             assert live_groups() == alone + 1
         grid = PipelineParallelGrid(PipeDataParallelTopology(2, 4), process_group=dist.group.WORLD)
-        texts = {
-            "model_groups": "the grid has no model_groups, because its model-parallel size is 1; DeepSpeed's has none "
-            "then either",
-            "modle_groups": "'PipelineParallelGrid' object has no attribute 'modle_groups'",
-        }
-        for name, text in texts.items():
-            with pytest.raises(AttributeError, match=says(text)):
-                getattr(grid, name)
+        assert not hasattr(grid, "model_groups")
+        assert not hasattr(grid, "mp_group")
         with pytest.raises(ValueError, match="dat=1, for pipe=2 x data=4; give one") as unknown:
             grid.stage_to_global(0, dat=1)
         assert isinstance(unknown.value, NamedMeshError)
@@ -500,22 +474,16 @@ def test_sequence_parallelism_only_where_the_mesh_has_it(axes: tuple[str, ...], 
 
 @pytest.mark.parametrize(("rank", "sp"), [(0, 4), (5, 2), (7, 4), (6, 1)])
 def test_sequence_groups_are_consecutive_ranks_as_in_megatron_deepspeed(rank: int, sp: int) -> None:
+    first = rank - rank % sp
     with fake_world(8, rank):
         mesh = namedmesh.init_mesh(dp=-1, sp=sp, device="cpu")
         unit = mpu(mesh)
         told = asked(unit)
-        first = rank - rank % sp
-        assert told["get_sequence_parallel_group"] == ("group", list(range(first, first + sp)))
-        assert (told["get_sequence_parallel_world_size"], told["get_sequence_parallel_rank"]) == (
-            sp,
-            rank - first,
-        )
+        for kind, ranks in (("sequence", list(range(first, first + sp))), ("sequence_data", list(range(8)))):
+            assert told[f"get_{kind}_parallel_group"] == ("group", ranks)
+            assert told[f"get_{kind}_parallel_world_size"] == len(ranks)
+            assert told[f"get_{kind}_parallel_rank"] == ranks.index(rank)
         assert told["get_data_parallel_group_ranks"] == list(range(rank % sp, 8, sp))
-        assert told["get_sequence_data_parallel_group"] == ("group", list(range(8)))
-        assert (told["get_sequence_data_parallel_world_size"], told["get_sequence_data_parallel_rank"]) == (
-            8,
-            rank,
-        )
         assert unit.sequence_parallel_is_initialized() is unit.sequence_data_parallel_is_initialized() is True
         mesh.close()
         assert not unit.sequence_parallel_is_initialized()

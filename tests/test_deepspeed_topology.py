@@ -224,9 +224,8 @@ def test_mistakes_are_explained() -> None:
         (
             lambda: topo.get_rank(pipe=2, data=0, model=-1),
             AssertionError,
-            "2 problems:\n"
-            "  - coordinate pipe=2 is outside of its axis; the coordinates of 'pipe' are 0 to 1\n"
-            "  - coordinate model=-1 is outside of its axis; the coordinates of 'model' are 0 to 1",
+            "the coordinates pipe=2, data=0, model=-1 are outside of pipe=2 x data=3 x model=2; those of an axis are 0 to "
+            "its size - 1",
         ),
         (
             lambda: topo.get_coord(12),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from messages import error_of
 from ranks import fake_world, run_ranks
 
 import namedmesh
@@ -13,6 +14,10 @@ from namedmesh.compat import deepspeed, diff, ezpz, fairscale, megatron
 from namedmesh.compat.ezpz import tp as ezpz_tp
 from namedmesh.compat.fairscale import initialize
 from namedmesh.compat.megatron import parallel_state
+from namedmesh.compat.process_groups import ProcessGroups
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def groups(mesh: namedmesh.NamedMesh) -> dict[str, list[dist.ProcessGroup]]:
@@ -43,6 +48,34 @@ def groups(mesh: namedmesh.NamedMesh) -> dict[str, list[dist.ProcessGroup]]:
             mesh["dp"].get_group(),
         ],
     }
+
+
+def _closed_by_rank_0() -> list[str]:
+    """A group that a mesh lacks, and that another mesh has on all ranks but one."""
+    closed, mesh = (namedmesh.init_mesh(pp=2, dp_replicate=2, dp_shard=2) for _ in range(2))
+    closed.flatten("dp_replicate", "dp_shard")
+    if dist.get_rank() == 0:
+        closed.close()
+    return [error_of(lambda bind=bind: bind(mesh)) for bind in BINDS]  # type: ignore[misc]
+
+
+BINDS: list[Callable[[namedmesh.NamedMesh], object]] = [
+    megatron.bind,
+    fairscale.bind,
+    ezpz.bind,
+    deepspeed.mpu,
+    deepspeed.PipelineParallelGrid.from_mesh,
+    ProcessGroups.bind,
+]
+
+
+def test_a_group_that_only_some_ranks_have_is_named_on_every_rank() -> None:
+    for errors in run_ranks(8, _closed_by_rank_0):
+        assert len(errors) == len(BINDS)
+        for error in errors:
+            assert error.startswith("AgreementError: ")
+            assert "the group over dp_replicate x dp_shard of ranks 0, 1, 2, 3" in error
+            assert "still belongs to an earlier mesh on ranks 1 to 3 only" in error or "1, 2, 3 only" in error
 
 
 def _together() -> list[Any]:

@@ -506,83 +506,57 @@ def test_the_first_rank_is_right_in_another_order_of_the_axes() -> None:
 # --- mistakes -----------------------------------------------------------------------------------------------
 
 
-def in_world(size: int, call: Callable[[], Any]) -> Callable[[], Any]:
-    def inside() -> Any:
-        with fake_world(size):
-            return call()
-
-    return inside
-
-
-def started(call: Callable[[], Any]) -> Callable[[], Any]:
-    """On rank 0 of 4 model-parallel ranks."""
-
-    def inside() -> Any:
-        with fake_world(4):
-            fairscale.initialize_model_parallel(4)
-            return call()
-
-    return inside
+def started(size: int, *arguments: int) -> None:
+    """Initialize twice, in a world of one size."""
+    with fake_world(size):
+        fairscale.initialize_model_parallel(size)
+        fairscale.initialize_model_parallel(*arguments)
 
 
 NOT_INITIALIZED = (
     " is not there: fairscale's model parallelism is not initialized; call initialize_model_parallel(...), or "
     "namedmesh.compat.fairscale.bind(mesh) with a mesh that exists (once, on every rank)"
 )
-MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (
-        lambda: fairscale.initialize_model_parallel(1),
-        AssertionError,
-        "torch.distributed has no default group; call namedmesh.launch.init() or "
-        "torch.distributed.init_process_group() first",
+MISTAKES: dict[str, Callable[[], Any]] = {
+    "torch.distributed has no default group; call namedmesh.launch.init() or torch.distributed.init_process_group() first": (
+        lambda: fairscale.initialize_model_parallel(1)
     ),
-    (
-        in_world(8, lambda: fairscale.initialize_model_parallel(2, 3)),
-        AssertionError,
-        "pp=3 x cp=1 x tp=2 = 6 does not divide the world of 8 ranks; ...",
+    "fairscale's model parallelism is already initialized, for dp=1 x pp=1 x cp=1 x tp=4 (4 ranks); call the function that "
+    "destroys it first, or bind another mesh beside it with namedmesh.compat.fairscale.bind(mesh)": (
+        lambda: started(4, 2)
     ),
-    (
-        in_world(8, lambda: fairscale.initialize_model_parallel(0)),
-        AssertionError,
-        "axis 'tp' has size 0; ...",
-    ),
-    (
-        started(lambda: fairscale.initialize_model_parallel(2)),
-        AssertionError,
-        "fairscale's model parallelism is already initialized, for dp=1 x pp=1 x cp=1 x tp=4 (4 ranks); call the function that "
-        "destroys it first, or bind another mesh beside it with namedmesh.compat.fairscale.bind(mesh)",
-    ),
-    (fairscale.get_model_parallel_group, AssertionError, "the model-parallel group" + NOT_INITIALIZED),
-    (
-        fairscale.get_pipeline_parallel_ranks,
-        AssertionError,
-        "the list of pipeline-parallel ranks" + NOT_INITIALIZED,
-    ),
-    (
-        lambda: fairscale.ColumnParallelLinear(4, 4),
-        AssertionError,
-        "the tensor-parallel group" + NOT_INITIALIZED,
-    ),
-    (
+    "the model-parallel group" + NOT_INITIALIZED: fairscale.get_model_parallel_group,
+    "the list of pipeline-parallel ranks" + NOT_INITIALIZED: fairscale.get_pipeline_parallel_ranks,
+    "the tensor-parallel group" + NOT_INITIALIZED: lambda: fairscale.ColumnParallelLinear(4, 4),
+    "10 ... by 4; ...": lambda: fairscale.utils.divide_and_check_no_remainder(10, 4),
+}
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_mistakes_are_reported(text: str) -> None:
+    refuses(MISTAKES[text], AssertionError, text)
+
+
+def test_without_a_mesh_there_is_none() -> None:
+    refuses(
         fairscale.current_mesh,
         RuntimeError,
         "fairscale's model parallelism is not bound to a mesh; call initialize_model_parallel(...) or "
         "namedmesh.compat.fairscale.bind(mesh) first",
-    ),
-    (lambda: fairscale.utils.divide_and_check_no_remainder(10, 4), AssertionError, "10 ... by 4; ..."),
-]
+    )
 
 
-@pytest.mark.parametrize(("call", "kind", "text"), MISTAKES)
-def test_mistakes_are_reported(call: Callable[[], Any], kind: type[Exception], text: str) -> None:
-    refuses(call, kind, text)
-
-
-def test_a_mistake_leaves_everything_as_it_was() -> None:
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ((2, 3), "pp=3 x cp=1 x tp=2 = 6 does not divide the world of 8 ranks; ..."),
+        ((0,), "axis 'tp' has size 0; ..."),
+    ],
+)
+def test_sizes_that_do_not_fit_leave_everything_as_it_was(sizes: tuple[int, ...], text: str) -> None:
     with fake_world(8):
         before = live_groups()
-        with pytest.raises(AssertionError):
-            fairscale.initialize_model_parallel(3)
+        refuses(lambda: fairscale.initialize_model_parallel(*sizes), AssertionError, text)
         assert live_groups() == before
         assert not fairscale.model_parallel_is_initialized()
 

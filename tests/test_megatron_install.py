@@ -71,6 +71,7 @@ def test_with_megatron_core_its_own_modules_answer_from_our_meshes(late: bool) -
         group = get_tensor_model_parallel_group()
         assert group is mesh.group("tp") is ours.parallel_state.get_tensor_model_parallel_group()
         assert parallel_state._DATA_PARALLEL_GLOBAL_RANKS == [0]
+        assert mpu.get_sequence_data_parallel_group() is mpu.get_data_parallel_group()
         parallel_state._MPU_TENSOR_MODEL_PARALLEL_RANK = 7
         other = namedmesh.init_mesh(dp=1, cp=1, device="cpu")
         with other:
@@ -79,6 +80,7 @@ def test_with_megatron_core_its_own_modules_answer_from_our_meshes(late: bool) -
         assert parallel_state.get_tensor_model_parallel_rank() == 7
         ours.uninstall()
         assert not parallel_state.is_initialized() and ours.parallel_state.is_initialized()
+        assert not hasattr(parallel_state, "get_sequence_parallel_group")
         ours.install()
         assert parallel_state.get_tensor_model_parallel_group() is group
         parallel_state.destroy_model_parallel()

@@ -35,19 +35,31 @@ if TYPE_CHECKING:
 S, B, H, OUT = 8, 3, 12, 16  # sequence, batch, features in and out: divisible by 4 ranks and a stride of 2
 
 
-@pytest.fixture(scope="module")
-def _megatron_core() -> None:
-    """Import it before the ranks are forked, once."""
-    import_module("megatron.core.tensor_parallel")
+@pytest.fixture(scope="module", params=[2, 4])
+def compared(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What each rank finds where it compares the original's and ours."""
+    import_module("megatron.core.tensor_parallel")  # before the ranks are forked, once
+    found: list[dict[str, Any]] = run_ranks(request.param, compare)
+    return found
 
 
-def original(world_size: int) -> Any:
-    """megatron-core's parallel state over this world; it allocates on CUDA whatever it is told."""
+def compare() -> dict[str, Any]:
+    """Everything over megatron-core's parallel state; it allocates on CUDA whatever it is told."""
     from megatron.core import parallel_state as state
 
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
-    state.initialize_model_parallel(tensor_model_parallel_size=world_size, create_gloo_process_groups=False)
-    return state.get_tensor_model_parallel_group()
+    state.initialize_model_parallel(dist.get_world_size(), create_gloo_process_groups=False)
+    group = state.get_tensor_model_parallel_group()
+    parts = {
+        "layers": compare_layers,
+        "shared weight": compare_shared_weight,
+        "embeddings": compare_embeddings,
+        "states": carry_states,
+        "mappings": compare_mappings,
+        "losses": compare_losses,
+        "helpers": compare_helpers,
+    }
+    return {name: part(group) for name, part in parts.items()}
 
 
 # --- layers -------------------------------------------------------------------------------------------------
@@ -122,8 +134,7 @@ def marks_of(module: nn.Module) -> list[list[Any]]:
     return [[getattr(parameter, mark, "absent") for mark in MARKS] for parameter in module.parameters()]
 
 
-def compare_layers() -> dict[str, dict[str, Any]]:
-    group = original(dist.get_world_size())
+def compare_layers(group: Any) -> dict[str, dict[str, Any]]:
     found = {}
     for name, (_, settings) in CASES.items():
         theirs, ours = pair(name, group)
@@ -138,12 +149,10 @@ def compare_layers() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.oracle("megatron.core")
-@pytest.mark.usefixtures("_megatron_core")
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_linear_layers_are_the_originals(world_size: int) -> None:
-    for rank, found in enumerate(run_ranks(world_size, compare_layers)):
-        assert list(found) == list(CASES)
-        for name, one in found.items():
+def test_linear_layers_are_the_originals(compared: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(compared):
+        assert list(found["layers"]) == list(CASES)
+        for name, one in found["layers"].items():
             bound = 5e-2 if "bfloat16" in name else 1e-13
             assert one.pop("apart") < bound, (rank, name)
             tensors = 1 if "frozen" in name else 2 if "no bias" in name else 3  # input, weight, bias
@@ -158,12 +167,11 @@ def test_linear_layers_are_the_originals(world_size: int) -> None:
             assert one == expected, (rank, name)
 
 
-def compare_shared_weight() -> list[float]:
+def compare_shared_weight(group: Any) -> list[float]:
     """A layer without a weight of its own, used with another's, gathered when it is called."""
     from megatron.core import ModelParallelConfig
     from megatron.core.tensor_parallel import layers as theirs
 
-    group = original(dist.get_world_size())
     config = ModelParallelConfig(use_cpu_initialization=True, params_dtype=torch.float64)
     weight = numbers(OUT // dist.get_world_size(), H, seed=dist.get_rank()).requires_grad_()
     calls = []
@@ -183,21 +191,19 @@ def compare_shared_weight() -> list[float]:
 
 
 @pytest.mark.oracle("megatron.core")
-@pytest.mark.usefixtures("_megatron_core")
-def test_a_weight_can_be_passed_to_the_forward() -> None:
-    for found in run_ranks(2, compare_shared_weight):
-        assert len(found) == 3
-        assert max(found) < 1e-13
+def test_a_weight_can_be_passed_to_the_forward(compared: list[dict[str, Any]]) -> None:
+    for found in compared:
+        assert len(found["shared weight"]) == 3
+        assert max(found["shared weight"]) < 1e-13
 
 
 RANGE = ("vocab_start_index", "vocab_end_index", "num_embeddings_per_partition")
 
 
-def compare_embeddings() -> dict[str, dict[str, Any]]:
+def compare_embeddings(group: Any) -> dict[str, dict[str, Any]]:
     from megatron.core import ModelParallelConfig
     from megatron.core.tensor_parallel import layers as theirs
 
-    group = original(dist.get_world_size())
     ids = torch.randint(0, OUT, (B, S), generator=torch.Generator().manual_seed(3))
     ids[0, :2] = torch.tensor([-1, OUT])  # of no rank: zeros
     found = {}
@@ -226,20 +232,17 @@ def compare_embeddings() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.oracle("megatron.core")
-@pytest.mark.usefixtures("_megatron_core")
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_the_embedding_is_the_originals(world_size: int) -> None:
-    for found in run_ranks(world_size, compare_embeddings):
-        assert len(found) == 4
-        for name, one in found.items():
+def test_the_embedding_is_the_originals(compared: list[dict[str, Any]]) -> None:
+    for found in compared:
+        assert len(found["embeddings"]) == 4
+        for name, one in found["embeddings"].items():
             assert one.pop("apart") < 1e-13, name
             same = ("weights", "names", "state", "marks", *RANGE)
             assert one == dict.fromkeys(same, True) | {"master": 0, "gradients": 1}, name
 
 
-def carry_states() -> list[Any]:
+def carry_states(group: Any) -> list[Any]:
     """Each layer's state into the other's, and one without the extra entry."""
-    group = original(dist.get_world_size())
     found: list[Any] = []
     for name in ("column", "row"):
         theirs, ours = pair(name, group)
@@ -258,11 +261,10 @@ def carry_states() -> list[Any]:
 
 
 @pytest.mark.oracle("megatron.core")
-@pytest.mark.usefixtures("_megatron_core")
-def test_states_go_from_one_to_the_other_and_back() -> None:
+def test_states_go_from_one_to_the_other_and_back(compared: list[dict[str, Any]]) -> None:
     matched = "<All keys matched successfully>"
-    for found in run_ranks(2, carry_states):
-        assert found == [True, True, matched, matched] * 2
+    for found in compared:
+        assert found["states"] == [True, True, matched, matched] * 2
 
 
 # --- mappings -----------------------------------------------------------------------------------------------
@@ -285,10 +287,9 @@ MAPPINGS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 }
 
 
-def compare_mappings() -> dict[str, float]:
+def compare_mappings(group: Any) -> dict[str, float]:
     from megatron.core.tensor_parallel import mappings as theirs
 
-    group = original(dist.get_world_size())
     found = {}
     for name, (shape, arguments) in MAPPINGS.items():
         given = numbers(*shape, seed=20 + dist.get_rank())
@@ -301,12 +302,10 @@ def compare_mappings() -> dict[str, float]:
 
 
 @pytest.mark.oracle("megatron.core")
-@pytest.mark.usefixtures("_megatron_core")
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_mappings_are_the_originals(world_size: int) -> None:
-    for rank, found in enumerate(run_ranks(world_size, compare_mappings)):
-        assert list(found) == list(MAPPINGS)
-        assert max(found.values()) < 1e-13, (rank, found)
+def test_mappings_are_the_originals(compared: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(compared):
+        assert list(found["mappings"]) == list(MAPPINGS)
+        assert max(found["mappings"].values()) < 1e-13, (rank, found["mappings"])
 
 
 def uneven() -> dict[str, float]:
@@ -371,10 +370,9 @@ def test_shards_of_different_lengths(world_size: int) -> None:
 # --- loss and helpers ---------------------------------------------------------------------------------------
 
 
-def compare_losses() -> dict[str, Any]:
+def compare_losses(group: Any) -> dict[str, Any]:
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy as theirs
 
-    group = original(dist.get_world_size())
     part = OUT // dist.get_world_size()
     whole = numbers(S, B, OUT, seed=1).mul(4)
     target = torch.randint(0, OUT, (S, B), generator=torch.Generator().manual_seed(2))
@@ -411,20 +409,18 @@ def compare_losses() -> dict[str, Any]:
 
 
 @pytest.mark.oracle("megatron.core")
-@pytest.mark.usefixtures("_megatron_core")
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_the_loss_is_the_originals_on_every_rank(world_size: int) -> None:
-    for rank, found in enumerate(run_ranks(world_size, compare_losses)):
+def test_the_loss_is_the_originals_on_every_rank(compared: list[dict[str, Any]]) -> None:
+    for rank, all_found in enumerate(compared):
+        found = dict(all_found["losses"])
         assert found.pop("untouched"), rank
         assert found.pop("twice"), rank
         assert len(found) == 9
         assert max(found.values()) < 4e-6, (rank, found)
 
 
-def compare_helpers() -> list[bool]:
+def compare_helpers(group: Any) -> list[bool]:
     from megatron.core.tensor_parallel import utils as theirs
 
-    group = original(dist.get_world_size())
     given = numbers(4, 6, seed=dist.get_rank())
     cut = [module.split_tensor_into_1d_equal_chunks for module in (theirs, our_utils)]
     view = cut[1](given, tp_group=group)
@@ -448,13 +444,11 @@ def compare_helpers() -> list[bool]:
 
 
 @pytest.mark.oracle("megatron.core")
-@pytest.mark.usefixtures("_megatron_core")
-def test_helpers_are_the_originals() -> None:
-    assert run_ranks(2, compare_helpers) == [[True] * 9] * 2
+def test_helpers_are_the_originals(compared: list[dict[str, Any]]) -> None:
+    assert [found["helpers"] for found in compared] == [[True] * 9] * len(compared)
 
 
 @pytest.mark.oracle("megatron.core")
-@pytest.mark.usefixtures("_megatron_core")
 def test_attributes_are_the_originals() -> None:
     from megatron.core.tensor_parallel import layers as theirs
 

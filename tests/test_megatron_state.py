@@ -215,7 +215,11 @@ CASES_ON_GLOO: tuple[dict[str, Any], ...] = (
 )
 
 
-def _on_gloo(arguments: dict[str, Any]) -> Any:
+def _on_gloo() -> list[Any]:
+    return [_case_on_gloo(arguments) for arguments in CASES_ON_GLOO]
+
+
+def _case_on_gloo(arguments: dict[str, Any]) -> Any:
     theirs = oracle()
     before = live_groups()
     told = [_outcome(theirs.initialize_model_parallel, theirs, arguments, theirs)]
@@ -240,14 +244,14 @@ def _groups_of(value: Any) -> list[dist.ProcessGroup]:
 
 
 @pytest.mark.oracle("megatron.core")
-@pytest.mark.parametrize("arguments", CASES_ON_GLOO)
-def test_the_same_answers_and_working_groups_on_gloo(arguments: dict[str, Any]) -> None:
-    for told, sums, left in run_ranks(8, _on_gloo, arguments, timeout=180):
-        assert told[0] == told[1]
-        assert len(sums) >= 20
-        assert all(measured == expected for measured, expected, _ in sums.values())
-        assert {backend for _, _, backend in sums.values()} == {"gloo"}
-        assert left
+def test_the_same_answers_and_working_groups_on_gloo() -> None:
+    for results in run_ranks(8, _on_gloo, timeout=180):
+        for arguments, (told, sums, left) in zip(CASES_ON_GLOO, results, strict=True):
+            assert told[0] == told[1], arguments
+            assert len(sums) >= 20
+            assert all(measured == expected for measured, expected, _ in sums.values())
+            assert {backend for _, _, backend in sums.values()} == {"gloo"}
+            assert left
 
 
 @pytest.mark.oracle(NEWEST)
@@ -312,6 +316,56 @@ def test_the_worked_example_of_sixteen_ranks() -> None:
             parallel_state.destroy_model_parallel()
 
 
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "sp"), [(8, 1, 1, 2), (8, 1, 1, 8), (6, 1, 1, 3), (8, 2, 2, 1), (8, 2, 1, 1)]
+)
+@pytest.mark.parametrize("axis", ["sp", "cp", None])
+def test_the_names_of_megatron_deepspeed(world: int, tp: int, pp: int, sp: int, axis: str | None) -> None:
+    """Against its arithmetic: sp neighbors share a sequence, and sp above 1 goes without tp and pp."""
+    for rank in range(world):
+        with fake_world(world, rank):
+            if axis is None:
+                parallel_state.initialize_model_parallel(
+                    tp, pp, context_parallel_size=sp, create_gloo_process_groups=False
+                )
+            else:
+                sizes = {"pp": pp, "dp": -1, axis: sp, "tp": tp}
+                mesh = namedmesh.init_mesh(namedmesh.Layout(**sizes, world_size=world), device="cpu")
+                megatron.bind(mesh)
+            sequence = list(range(rank // sp * sp, rank // sp * sp + sp))
+            stage = world // pp
+            data = list(range(rank // stage * stage + rank % (tp * sp), (rank // stage + 1) * stage, tp * sp))
+            both = list(range(world)) if sp > 1 else data
+            told = {
+                name: getattr(parallel_state, f"get_{name}")
+                for name in ("sequence_parallel", "sequence_data_parallel", "model_parallel")
+                for name in (f"{name}_group", f"{name}_world_size", f"{name}_rank")
+            }
+            for name, ranks in (("sequence_parallel", sequence), ("sequence_data_parallel", both)):
+                assert dist.get_process_group_ranks(told[f"{name}_group"]()) == ranks
+                assert told[f"{name}_world_size"]() == len(ranks)
+                assert told[f"{name}_rank"]() == ranks.index(rank)
+            assert parallel_state.get_sequence_parallel_src_rank() == sequence[0]
+            assert parallel_state.get_data_parallel_group_ranks() == data
+            assert parallel_state.sequence_parallel_is_initialized()
+            assert parallel_state.sequence_data_parallel_is_initialized()
+            if pp == 1:
+                assert told["model_parallel_world_size"]() == tp
+                assert told["model_parallel_rank"]() == rank % tp
+            else:
+                with pytest.raises(AssertionError, match="there are 2 pipeline stages"):
+                    told["model_parallel_rank"]()
+            megatron.current_mesh().close()
+            assert not parallel_state.sequence_parallel_is_initialized()
+            assert not parallel_state.sequence_data_parallel_is_initialized()
+
+
+def test_the_mpu_has_the_names_of_tensor_parallelism_as_before_megatron_core() -> None:
+    for name in ("divide", "split_tensor_into_1d_equal_chunks", "copy_to_tensor_model_parallel_region"):
+        assert getattr(megatron.mpu, name) is getattr(megatron.tensor_parallel, name)
+    assert not hasattr(megatron.mpu, "get_expert_groups")
+
+
 # Releases, and parts of a world.
 
 
@@ -326,6 +380,10 @@ def test_releases_that_were_not_compared_are_refused(monkeypatch: pytest.MonkeyP
                 RuntimeError, match=rf"^megatron-core {version} is imported, .* releases 0\.14 to 0\.19"
             ):
                 megatron.install()
+    with monkeypatch.context() as patched:
+        patched.delattr(core, "__version__")  # as in the tree of Megatron-DeepSpeed
+        with pytest.raises(RuntimeError, match="megatron-core without a version is imported"):
+            megatron.install()
     with monkeypatch.context() as patched:
         patched.setattr(theirs, "_SLICE_PARALLEL_GROUP", None, raising=False)
         with pytest.raises(RuntimeError, match=r"has _SLICE_PARALLEL_GROUP, which namedmesh does not know"):
@@ -537,19 +595,17 @@ def test_leaving_a_binding_goes_back_even_if_the_mesh_before_is_closed() -> None
         second.close()
 
 
-SETTERS = (
-    ("set_tensor_model_parallel_world_size", "get_tensor_model_parallel_world_size"),
-    ("set_tensor_model_parallel_rank", "get_tensor_model_parallel_rank"),
-    ("set_pipeline_model_parallel_world_size", "get_pipeline_model_parallel_world_size"),
-    ("set_pipeline_model_parallel_rank", "get_pipeline_model_parallel_rank"),
-    ("set_data_parallel_rank", "get_data_parallel_rank"),
-    ("set_expert_model_parallel_world_size", "get_expert_model_parallel_world_size"),
-    ("set_expert_model_parallel_rank", "get_expert_model_parallel_rank"),
-    ("set_expert_tensor_parallel_world_size", "get_expert_tensor_parallel_world_size"),
-    ("set_expert_tensor_parallel_rank", "get_expert_tensor_parallel_rank"),
-    ("set_virtual_pipeline_model_parallel_world_size", "get_virtual_pipeline_model_parallel_world_size"),
-    ("set_virtual_pipeline_model_parallel_rank", "get_virtual_pipeline_model_parallel_rank"),
-)
+SETTABLE = [
+    f"{kind}_{answer}"
+    for kind in (
+        "tensor_model_parallel",
+        "pipeline_model_parallel",
+        "expert_model_parallel",
+        "expert_tensor_parallel",
+        "virtual_pipeline_model_parallel",
+    )
+    for answer in ("world_size", "rank")
+]
 
 
 @pytest.mark.oracle("megatron.core")
@@ -565,9 +621,9 @@ def test_what_is_set_takes_precedence_as_in_the_original(initialized: bool) -> N
             if initialized:
                 initialize(2, 4, create_gloo_process_groups=False)
             seen = []
-            for number, (setter, getter) in enumerate(SETTERS):
-                getattr(module, setter)(number % 3)
-                seen.append(getattr(module, getter)())
+            for number, name in enumerate([*SETTABLE, "data_parallel_rank"]):
+                getattr(module, f"set_{name}")(number % 3)
+                seen.append(getattr(module, f"get_{name}")())
             if module is theirs:
                 seen.append(answers(theirs))
             reset(module)
@@ -879,8 +935,8 @@ def test_meshes_that_megatron_cannot_be_bound_to() -> None:
     with fake_world(8):
         for sizes, text in (
             (
-                {"dp": -1, "sp": 2},
-                "axis 'sp' has no place in Megatron's groups, which are over pp, dp, cp, tp, dp_replicate, dp_shard, "
+                {"dp": -1, "xp": 2},
+                "axis 'xp' has no place in Megatron's groups, which are over pp, dp, cp, tp, dp_replicate, dp_shard, sp, "
                 "gtp_remat; did you mean 'tp'?",
             ),
             (

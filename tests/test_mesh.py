@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from messages import error_of, says
 from ranks import fake_world, live_groups, run_ranks
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -722,6 +723,18 @@ def test_explanations() -> None:
         stranger = dist.new_group([4, 5])
         with pytest.raises(MeshError, match=r"of ranks 4, 5 is not one of this mesh's"):
             mesh.explain(stranger)
+        mesh.close()
+
+
+def test_a_slice_that_is_first_asked_for_in_other_modes_is_a_real_one() -> None:
+    with fake_world(8, 5):
+        mesh = namedmesh.init_mesh(dp=4, tp=2)
+        with torch.device("meta"), FakeTensorMode(), torch.inference_mode():
+            data, whole = mesh["dp"], mesh.device_mesh
+        assert not data.mesh.is_inference()
+        assert (tuple(data.get_coordinate() or ()), tuple(whole.get_coordinate() or ())) == ((2,), (2, 1))
+        assert data.mesh.tolist() == [1, 3, 5, 7]
+        assert whole["dp"].get_group() is mesh.group("dp")
         mesh.close()
 
 

@@ -82,13 +82,6 @@ def linear_layers() -> list[float]:
         return [linear_difference(dialect, *case) for dialect in dialects for case in LINEARS]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_linear_layers_are_shards_of_whole_ones(world_size: int) -> None:
-    for found in run_ranks(world_size, linear_layers):
-        assert len(found) == 12
-        assert max(found) < 1e-12, found
-
-
 EMBEDDINGS: list[dict[str, Any]] = [
     {},
     {"padding_idx": 5},
@@ -131,13 +124,6 @@ def embeddings() -> list[float]:
         return [*found, embedding_difference(other, "VocabParallelEmbedding", {})]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_embeddings_are_shards_of_whole_ones(world_size: int) -> None:
-    for found in run_ranks(world_size, embeddings):
-        assert len(found) == 2 * len(EMBEDDINGS) + 1
-        assert max(found) < 1e-12, found
-
-
 def regions() -> list[float]:
     """Each way in or out of a region: its output, and the gradient for another one on each rank."""
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -160,11 +146,23 @@ def regions() -> list[float]:
     return found
 
 
+COMPARED: dict[Callable[[], list[float]], int] = {
+    linear_layers: 12,
+    embeddings: 2 * len(EMBEDDINGS) + 1,
+    regions: 24,
+}
+
+
+def everything() -> list[list[float]]:
+    return [compare() for compare in COMPARED]
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_mappings(world_size: int) -> None:
-    for found in run_ranks(world_size, regions):
-        assert len(found) == 24
-        assert max(found) < 1e-12, found
+def test_layers_and_mappings_are_shards_of_whole_ones(world_size: int) -> None:
+    for compared in run_ranks(world_size, everything):
+        for found, number in zip(compared, COMPARED.values(), strict=True):
+            assert len(found) == number
+            assert max(found) < 1e-12, found
 
 
 def train() -> list[list[float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import product
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -15,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import namedmesh
 from namedmesh import training
+from namedmesh._torch import TORCH
 from namedmesh.errors import ShapeError
 from namedmesh.training import context, context_pieces
 
@@ -34,7 +36,9 @@ def spread(tensor: Tensor, mesh: DeviceMesh, *, balanced: bool) -> Tensor:
     return training.shard_sequence(tensor, mesh=mesh, dim=2, balanced=balanced, pad=(0.5,))[0]
 
 
-def difference(mesh: DeviceMesh, length: int, *, balanced: bool, **how: Any) -> float:
+def difference(
+    mesh: DeviceMesh, length: int, *, balanced: bool, attend: Any = training.context_attention, **how: Any
+) -> float:
     """How far output and gradients are from those of one process, on this rank's part."""
     kv_heads = HEADS if how.pop("same_heads") else HEADS // 2
     *whole, weights = whole_tensors(length, kv_heads)
@@ -46,7 +50,7 @@ def difference(mesh: DeviceMesh, length: int, *, balanced: bool, **how: Any) -> 
     (expected * weights).sum().backward()
     parts = [spread(each.detach(), mesh, balanced=balanced).requires_grad_() for each in whole]
     q, k, v = parts
-    got = training.context_attention(q, k, v, mesh, balanced=balanced, length=length, **how)
+    got = attend(q, k, v, mesh, balanced=balanced, length=length, **how)
     # What is beyond the end was made up, and counts nothing.
     _, places = training.shard_sequence(weights, mesh=mesh, dim=2, balanced=balanced, pad=(0,))
     real = places < length
@@ -90,6 +94,33 @@ def all_differences() -> dict[object, float]:
             check_dropout(mesh["cp"])
         mesh.close()
     return told
+
+
+def without_lse(*_: Tensor) -> bool:
+    return False
+
+
+def compiled() -> list[float]:
+    mesh = namedmesh.init_mesh(cp=2, device="cpu")
+    told = []
+    for causal, ulysses, lse in ((True, False, True), (True, False, False), (False, True, True)):
+        torch._dynamo.reset()
+        # The compiler makes no causal bias: it leaves the graph for it (up to torch 2.12 in float64 each time).
+        whole = lse and (TORCH.release >= (2, 13) or ulysses)
+        attend = torch.compile(training.context_attention, backend="aot_eager", fullgraph=whole)
+        how: dict[str, Any] = {"is_causal": causal, "ulysses": ulysses, "same_heads": False}
+        kernels = nullcontext() if lse else mock.patch.object(context, "has_attention_with_lse", without_lse)
+        with kernels:
+            told.append(difference(mesh["cp"], 8, balanced=True, attend=attend, **how))
+    torch.distributed.barrier()
+    mesh.close()
+    return told
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler does it
+def test_compiled_attention_is_that_of_one_process() -> None:
+    for told in run_ranks(2, compiled):
+        assert max(told) < 1e-13
 
 
 def within_documents(length: int) -> Tensor:

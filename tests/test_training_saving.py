@@ -102,7 +102,8 @@ def test_what_interrupted_saves_leave_is_removed(tmp_path: Path) -> None:
     assert files_left(tmp_path) == []
     with mock.patch.object(dcp, "save", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         run.save(2, model)
-    assert files_left(tmp_path) == [".step-000002.unfinished"]
+    assert files_left(tmp_path) == ["step-000002"]
+    assert training.latest(tmp_path) is None
     for step in (3, 4):
         run.save(step, model)
     third, fourth = (checkpoint_files.read_about(tmp_path / f"step-00000{step}") for step in (3, 4))
@@ -110,19 +111,42 @@ def test_what_interrupted_saves_leave_is_removed(tmp_path: Path) -> None:
     # A removal that is interrupted leaves nothing that looks like a checkpoint, or is in the way of one.
     with mock.patch.object(shutil, "rmtree", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         run.save(5, model)
-    assert ".step-000003.removed" in files_left(tmp_path)
+    assert files_left(tmp_path / "step-000003")[0].startswith("data-")
     assert training.latest(tmp_path) == tmp_path / "step-000005"
     run.save(3, model)
     assert files_left(tmp_path) == ["step-000003", "step-000005"]
-    (tmp_path / "step-000005").rename(tmp_path / ".step-000005.replaced")  # interrupted while it is replaced
-    (tmp_path / "step-000003" / "namedmesh.pt").unlink()
-    assert training.latest(tmp_path) == tmp_path / "step-000005"
+    # Replaced, and the replacement interrupted: the one before is whole all the while.
+    with mock.patch.object(dcp, "save", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        run.save(5, model)
+    assert len(files_left(tmp_path / "step-000005")) == 3
+    assert training.load(tmp_path / "step-000005", None, model) == {"step": 5}
+    (tmp_path / "step-000005" / "tokenizer.json").touch()
+    run.save(5, model)
+    assert (
+        len(files_left(tmp_path / "step-000005")) == 3
+    )  # what somebody put there stays with it, and goes with it
+    run.save(6, model)
+    run.save(7, model)
+    assert files_left(tmp_path) == ["step-000006", "step-000007"]
+    assert [len(files_left(tmp_path / name)) for name in files_left(tmp_path)] == [2, 2]
+
+
+def test_what_is_not_ours_is_not_removed(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    mine = [tmp_path / "step-000001" / "data-mine", tmp_path / "step-000002", tmp_path / "step-mine"]
+    for each in mine:
+        each.mkdir(parents=True)
+        (each / "notes").touch()
+    training.Checkpoints(tmp_path, None, keep=1).save(3, model)
+    assert all((each / "notes").exists() for each in mine)
+    with pytest.raises(CheckpointError, match="exists and is no checkpoint"):
+        training.save(tmp_path / "step-000001", None, model)
 
 
 def test_a_file_that_was_written_elsewhere_is_missed(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     training.save(tmp_path / "one", None, model, step=1)
-    elsewhere = mock.patch.object(checkpoint_files, "measured", return_value={"of another host": (7, 0)})
+    elsewhere = mock.patch.object(checkpoint_files, "written_by", return_value={"of another host": (7, 0)})
     soon = mock.patch.object(checkpoint_files, "_APPEARS_WITHIN", 0.0)
     with (
         elsewhere,
@@ -144,7 +168,8 @@ def test_directories_are_written_to_the_disk(tmp_path: Path) -> None:
 
     with mock.patch("os.fsync", sync):
         training.save(tmp_path / "one", None, nn.Linear(1, 1))
-    assert {str(tmp_path), str(tmp_path / ".one.unfinished")} <= set(synced)
+    (data,) = (tmp_path / "one").glob("data-*")
+    assert {str(tmp_path), str(tmp_path / "one"), str(data)} <= set(synced)
 
 
 def test_a_damaged_one_is_refused_before_anything_changes_and_the_one_before_is_taken(tmp_path: Path) -> None:
@@ -156,24 +181,24 @@ def test_a_damaged_one_is_refused_before_anything_changes_and_the_one_before_is_
     shutil.copytree(last, tmp_path / "copy" / "step-000002")
     other = nn.Linear(64, 64)
     before = other.weight.detach().clone()
-    data = next(last.glob("*.distcp")).name
+    data = next(last.glob("data-*/*.distcp")).relative_to(last)
 
     def flip(path: Path) -> None:
         found = bytearray(path.read_bytes())
         found[len(found) // 2] ^= 1
         path.write_bytes(found)
 
-    for name in (data, ".metadata", "namedmesh.pt"):
+    for name in (data, data.with_name(".metadata"), Path("namedmesh.pt")):
         for harm in (flip, lambda path: os.truncate(path, 9), Path.unlink):
-            if (name, harm) == ("namedmesh.pt", Path.unlink):
+            if (name.name, harm) == ("namedmesh.pt", Path.unlink):
                 continue  # then it is no checkpoint
             harm(last / name)
-            with pytest.raises(CheckpointError, match=name):
+            with pytest.raises(CheckpointError, match=name.name):
                 training.load(last, None, other)
             assert torch.equal(other.weight, before)
             with pytest.warns(UserWarning, match="left out"):
                 assert training.Checkpoints(tmp_path, None).resume_or_start(other) == {"step": 1}
-            if harm is not flip or name == "namedmesh.pt":  # without reading all of it
+            if harm is not flip or name.name == "namedmesh.pt":  # without reading all of it
                 with pytest.warns(UserWarning, match="left out"):
                     assert training.latest(tmp_path) == good
             shutil.rmtree(last)
@@ -276,15 +301,20 @@ def test_no_code_of_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     torch.save({"extra": Harm()}, written)
     contents = written.getvalue()
     for place in (tmp_path / "theirs", tmp_path / "one"):
-        for head in (b"", b"namedmesh checkpoint 2 %08x\n" % zlib.crc32(contents)):
+        for head in (b"", b"namedmesh checkpoint 3 %08x\n" % zlib.crc32(contents)):
             (place / "namedmesh.pt").write_bytes(head + contents)
             with pytest.raises(CheckpointError, match="damaged"):
                 training.load(place, None, model)
     training.save(tmp_path / "two", None, model)
-    with (tmp_path / "two" / ".metadata").open("wb") as file:
+    (data,) = (tmp_path / "two").glob("data-*")
+    with (data / ".metadata").open("wb") as file:
         pickle.dump(Harm(), file)
     with pytest.raises(pickle.UnpicklingError, match="not a part of a checkpoint"):
-        checkpoint_files.Reader(tmp_path / "two").read_metadata()
+        checkpoint_files.Reader(data).read_metadata()
+    with checkpoint_files.without_warnings():
+        dcp.save({"thing": Harm()}, checkpoint_id=tmp_path / "three", no_dist=True)
+    with pytest.raises(dcp.api.CheckpointException, match="Weights only load failed"):
+        checkpoint_files.read(checkpoint_files.Reader(tmp_path / "three"), {"thing": None}, no_dist=True)
     assert not (tmp_path / "harm").exists()
 
 

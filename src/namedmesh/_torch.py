@@ -14,13 +14,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, wraps
 from itertools import pairwise, product
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from packaging.version import Version
 from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _python_dispatch
+from torch.utils._pytree import tree_leaves as tree_leaves  # noqa: PLC0414  for targets of any form
+from torch.utils._pytree import tree_map as tree_map  # noqa: PLC0414  the same
 
 from namedmesh.errors import MeshError
 
@@ -47,6 +50,9 @@ _NAMES_COUNT_GROUPS = Version("2.14.0a0") > TORCH
 # Up to 2.11 DTensor gathers what is sharded in blocks in the wrong order, or not at all.
 HAS_BLOCKS = Version("2.12.0a0") <= TORCH
 
+# Up to 2.12 the compiler takes the sums of attention in float64 for float32.
+_COMPILES_SUMS_OF_DOUBLES = Version("2.13.0a0") <= TORCH
+
 # The compiler of torch 2.11 drops the gradient of what a custom function returns, if an operation wrote into it.
 _DROPS_GRADIENTS = Version("2.11.0a0") <= TORCH < Version("2.12.0a0")
 
@@ -54,14 +60,15 @@ _DROPS_GRADIENTS = Version("2.11.0a0") <= TORCH < Version("2.12.0a0")
 CLIPS_PARTIAL_GRADIENTS = Version("2.12.0a0") <= TORCH
 
 # torch 2.13 renamed both and warns at the old names.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # torch 2.15 made it public under another name and warns at the old one.
 _set_timeout: Any = getattr(dist, "set_timeout", None) or getattr(c10d, "_set_pg_timeout", None)
 
 
 F = TypeVar("F", bound="Callable[..., Any]")
+T = TypeVar("T")
 
 _missing: list[str] = []
 
@@ -100,18 +107,6 @@ _REMEDY = (
 
 # The default group.
 
-
-class Ends(Protocol):
-    """State that belongs to one default group; ``ended`` where that is gone."""
-
-    ended: bool
-
-    def end(self) -> None:
-        """Drop every reference to process groups: the default group is being destroyed."""
-
-
-S = TypeVar("S", bound=Ends)
-
 _TAG = "namedmesh"
 
 
@@ -121,23 +116,25 @@ class _EndsWithDefaultGroup(list[Any]):
     Its finalizer is our only notice.
     """
 
-    def __init__(self, state: Ends) -> None:
+    def __init__(self, state: Any) -> None:
         super().__init__()
         self.state = state
         weakref.finalize(self, _end_state, state, os.getpid())
 
 
 @requires_private(c10d, "_world")
-def state_of_default_group(kind: Callable[[], S]) -> S:
-    """Return our one object that belongs to the default group; created by ``kind``, ended with the group.
+def state_of_default_group(create: Callable[[], T]) -> T:
+    """Return our one object that belongs to the default group; created by ``create``, ended with the group.
+
+    It has a flag ``ended``, and a method ``end()`` that drops every reference to process groups.
 
     Whoever keeps a reference to a group when torch destroys the default group risks an abort when the interpreter
     exits: a thread of the group may outlive the interpreter.
     """
     tags: dict[str, Any] = c10d._world.tags_to_pg
     if _TAG not in tags:
-        tags[_TAG] = _EndsWithDefaultGroup(kind())
-    state: S = tags[_TAG].state
+        tags[_TAG] = _EndsWithDefaultGroup(create())
+    state: T = tags[_TAG].state
     return state
 
 
@@ -164,7 +161,7 @@ def before_default_group_ends(finish: Callable[[], None]) -> None:
             communicators.append(_Finisher(finish))
 
 
-def _end_state(state: Ends, process: int) -> None:
+def _end_state(state: Any, process: int) -> None:
     """Run when the default group is destroyed, or at the interpreter's exit if it never was."""
     if os.getpid() != process:
         # A fork has the objects, and not the threads behind them: nothing is dropped there.
@@ -523,6 +520,18 @@ def constant_of_mesh(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
+@requires_private(_python_dispatch, "_disable_current_modes", fallback=lambda function: function)
+def without_modes(function: F) -> F:
+    """Let a function make real tensors, whatever modes its caller is in: those of fake tensors and inference are such."""
+
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        with _python_dispatch._disable_current_modes(), torch.inference_mode(False):
+            return function(*args)
+
+    return call  # type: ignore[return-value]
+
+
 # Tensors and modules.
 
 
@@ -667,20 +676,6 @@ def communicates(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
         torch._C._len_torch_dispatch_stack() or in_function_transform() or dist.get_backend(group) == "fake"
     )
     return not (tensor.is_meta or stands_in)
-
-
-def all_gather_single(out: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup | None) -> dist.Work:
-    """Start to write every rank's ``local``, one after the other along dim 0, into ``out``."""
-    work: dist.Work = _all_gather(out, local, group=group, async_op=True)
-    return work
-
-
-def reduce_scatter_single(
-    out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup | None
-) -> dist.Work:
-    """Start summing ``full`` over the ranks, each keeping its shard of dim 0 in ``out``."""
-    work: dist.Work = _reduce_scatter(out, full, group=group, async_op=True)
-    return work
 
 
 @requires_private(_functional_collectives, "AsyncCollectiveTensor", fallback=lambda tensor: tensor)
@@ -907,6 +902,8 @@ if _missing:
 def has_attention_with_lse(query: torch.Tensor, value: torch.Tensor) -> bool:
     """Return whether :func:`attention_with_lse` can do this: torch's kernel for the CPU, and widths that are one."""
     op = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+    if not _COMPILES_SUMS_OF_DOUBLES and query.dtype == torch.float64 and torch.compiler.is_compiling():
+        return False
     return op is not None and query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
 

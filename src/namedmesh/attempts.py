@@ -53,13 +53,8 @@ _SHOWN = 8
 class Attempt(NamedTuple):
     """One attempt of some ranks: where its keys are."""
 
-    ranks: range
+    scope: str  # names the ranks
     number: int
-
-    @property
-    def scope(self) -> str:
-        """The name of the ranks."""
-        return f"{self.ranks.start}-{self.ranks.stop}"
 
     @property
     def name(self) -> str:
@@ -120,7 +115,7 @@ class Agreements:
         self.store: dist.Store | None = None
         self.process = os.urandom(6).hex()
         self.progress: defaultdict[range, Progress] = defaultdict(Progress)
-        self.scopes: list[range] = []
+        self.scopes: list[str] = []
         # Attempts that failed for a reason that this process has heard.
         self.heard: set[str] = set()
         self.alone = 0
@@ -140,7 +135,8 @@ class Participant:
     ) -> None:
         self.call, self.of, self.ranks, self.rank = call, of, ranks, rank
         self.timeout, self.known = timeout, known
-        self.attempt = Attempt(ranks, -1)
+        self.scope = f"{ranks.start}-{ranks.stop}"
+        self.attempt = Attempt(self.scope, -1)
 
     def enter(self, store: LimitedStore) -> str:
         """Enter the current attempt, or start the next one; returns the verdict of a failed one that was missed."""
@@ -150,11 +146,11 @@ class Participant:
         verdict = REPLACED
         while verdict:
             old = "" if latest < 0 else str(latest)
-            number = int(store.swap(f"{self.attempt.scope}/attempt", old, str(latest + 1)))
+            number = int(store.swap(f"{self.scope}/attempt", old, str(latest + 1)))
             # One after the other: each stands for a call of this rank, unless it was started again since.
             restarted = latest >= 0 and not progress.mark
             for missed in range(max(latest + 1, number - 1) if restarted else latest + 1, number + 1):
-                verdict = Attempt(self.ranks, missed).verdict(store, MADE)
+                verdict = Attempt(self.scope, missed).verdict(store, MADE)
                 if self._is_news(verdict):
                     self._go_to(missed, progress)
                     store.set(place, progress.mark)
@@ -163,7 +159,7 @@ class Participant:
             latest = number  # if it has ended, then without this rank, before the job was started again
         if entered >= 0 and not progress.mark:
             # This rank was in that one before a restart, and others may still wait for it there.
-            Attempt(self.ranks, entered).end(store, REPLACED)
+            Attempt(self.scope, entered).end(store, REPLACED)
         self._go_to(number, progress)
         if store.swap(place, before, progress.mark) != progress.mark:
             return self.fail(
@@ -293,23 +289,23 @@ class Participant:
 
         Whoever comes second finds the first: each says that it is here, and its ranks are listed, before it looks.
         """
-        scopes, listed = self.known.scopes, f"{self.attempt.scope}/listed"
-        if self.ranks not in scopes:
+        scopes, listed = self.known.scopes, f"{self.scope}/listed"
+        if self.scope not in scopes:
             first = store.add(f"{listed}/count") == 1
             if first or not store.appears(listed, _LISTING_LIMIT):  # the first one may have ended in between
-                store.set(f"scopes/{store.add('scopes')}", self.attempt.scope)
+                store.set(f"scopes/{store.add('scopes')}", self.scope)
                 store.set(listed, "")
         for place in range(len(scopes), store.add("scopes", 0)):
-            start, _, stop = store.get(f"scopes/{place + 1}").partition("-")
-            scopes.append(range(int(start), int(stop)))
-        for ranks in scopes:
-            if ranks != self.ranks and self.rank in ranks:
-                self._look_at(store, ranks)
+            scopes.append(store.get(f"scopes/{place + 1}"))
+        for scope in scopes:
+            ranks = range(*map(int, scope.split("-")))
+            if scope != self.scope and self.rank in ranks:
+                self._look_at(store, scope, ranks)
 
-    def _look_at(self, store: LimitedStore, ranks: range) -> None:
+    def _look_at(self, store: LimitedStore, scope: str, ranks: range) -> None:
         """Fail, and let the current attempt of other ranks fail, if one of these waits there."""
-        number = store.first(f"{Attempt(ranks, 0).scope}/attempt", "0")
-        there = Attempt(ranks, int(number))
+        number = store.first(f"{scope}/attempt", "0")
+        there = Attempt(scope, int(number))
         if there.verdict(store, ARRIVED):
             return
         here = [rank for rank in ranks if store.first(there.place(rank), "-1").partition(" ")[0] == number]
@@ -333,12 +329,12 @@ class Participant:
 
     def _tidy(self, store: LimitedStore) -> None:
         """Delete what the attempt before put into the store: whoever has come to this one has left it."""
-        before = Attempt(self.ranks, self.attempt.number - 1)
+        before = Attempt(self.scope, self.attempt.number - 1)
         keys = ("request", "host", *_STAGES, *(f"{stage}/count" for stage in _STAGES))
         store.delete(*map(before.key, keys))
 
     def _go_to(self, number: int, progress: Progress) -> None:
-        self.attempt = Attempt(self.ranks, number)
+        self.attempt = Attempt(self.scope, number)
         progress.entered, progress.mark = number, self._mark(ARRIVED)
 
     def _mark(self, stage: str) -> str:

@@ -42,11 +42,19 @@ _of_process: list[tuple[NamedMesh, int]] = []
 _watchers: list[Watcher] = []
 
 
-def current() -> NamedMesh:
-    """Return the innermost mesh entered with ``with mesh:``; outside of any, the only mesh that is alive.
+def current_mesh() -> NamedMesh:
+    """Return the mesh that code without a mesh argument works on.
+
+    Returns:
+        The innermost mesh entered with ``with mesh:``; outside of any, the only mesh that is alive.
 
     Raises:
         MeshError: there is no mesh, or there are several and none was selected, or the selected one is closed.
+
+    Example:
+        >>> current_mesh()
+        Traceback (most recent call last):
+        namedmesh.errors.MeshError: no mesh is alive in this process; call namedmesh.init_mesh(...) first
     """
     mesh = selected_mesh()
     if mesh is not None:

@@ -15,7 +15,7 @@ from namedmesh.layout import Layout
 from namedmesh.sizes import nearest_axis
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 __all__ = [
     "AXES",
@@ -32,7 +32,6 @@ __all__ = [
     "groups_of",
     "layouts_for",
     "parse_order",
-    "variables_of",
 ]
 
 DENSE, EXPERT = "dense", "expert"
@@ -72,16 +71,6 @@ class GroupSpec:
     def gloo_groups(self) -> int:
         """The number of gloo groups that the dialect makes beside each group."""
         return int(bool(self.gloo))
-
-
-def variables_of(kinds: Iterable[GroupSpec]) -> list[str]:
-    """Return the module-level variables of a dialect's groups, of their ranks, and of the gloo groups beside them.
-
-    Example:
-        >>> variables_of(DIALECTS["ezpz"].kinds[:1])
-        ['_DATA_PARALLEL_GROUP', '_DATA_PARALLEL_RANKS']
-    """
-    return [name for kind in kinds for name in (kind.variable, kind.ranks, kind.gloo) if name]
 
 
 @dataclass(frozen=True)

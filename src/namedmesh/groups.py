@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from namedmesh._torch import (
     default_timeout,
@@ -88,7 +86,7 @@ class GroupRegistry:
         lock: guards every table of groups.
         agreements: what this process knows of the agreements of the default group; its lock is held during one.
         groups: the groups in the order they were created, by key; one that is not shared also by its agreement.
-        users: what to end with the default group: meshes and pools.
+        pools: those that are open.
         ended: whether the default group was destroyed.
     """
 
@@ -100,7 +98,7 @@ class GroupRegistry:
         self.lock = threading.RLock()
         self.agreements = Agreements()
         self.groups: dict[GroupKey, Communicator] = {}
-        self.users: dict[int, Callable[[], None]] = {}
+        self.pools: list[GroupPool] = []
         self.ended = False
 
     def release(self, groups: Iterable[Communicator]) -> None:
@@ -128,9 +126,8 @@ class GroupRegistry:
     def end(self) -> None:
         """Drop every reference to groups: torch is destroying the default group, and all others with it."""
         self.ended = True
-        for end in list(self.users.values()):
-            end()
-        self.users.clear()
+        for pool in list(self.pools):
+            pool.end("ended with the default process group, which was destroyed")
         self.groups.clear()
         self.agreements.end()
         forget_group_caches()
@@ -142,6 +139,9 @@ class GroupPool:
     Args:
         defaults: options of every group, where an axis sets nothing else.
         share: whether groups over the same ranks with the same options are one object.
+
+    Attributes:
+        end_mesh: ends the mesh, for a reason in words; it ends with its pool.
 
     Raises:
         MeshError: there is no default process group yet.
@@ -155,6 +155,8 @@ class GroupPool:
         self.share = share
         self.defaults = defaults or GroupOptions()
         self.closed = False
+        self.end_mesh: Callable[[str], None] | None = None
+        self._keys: dict[tuple[Layout, tuple[str, ...], GroupOptions], GroupKey] = {}
         # Those of this mesh and those that it borrows, in the order they came.
         self.groups: dict[GroupKey, Communicator] = {}
         # What every rank knows to exist, also where it is no member: whole partitions, and irregular sets. They are
@@ -162,7 +164,7 @@ class GroupPool:
         self.partitions: list[tuple[Layout, tuple[str, ...], GroupKey]] = []
         self.sets_created: set[GroupKey] = set()
         self.borrow(tuple(range(self.registry.world_size)), dist.group.WORLD, "world")
-        self.registry.users[id(self)] = self.end
+        self.registry.pools.append(self)
 
     def key(self, ranks: tuple[int, ...], options: GroupOptions, label: str) -> GroupKey:
         """Return the key of a group over some ranks; its label is part of it where the group is not shared."""
@@ -176,8 +178,12 @@ class GroupPool:
         return GroupKey(ranks, backends, timeout, options.nccl, options.high_priority, use)
 
     def key_over(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> GroupKey:
-        """Return the key of this rank's group over some axes."""
-        return self.key(layout.group(self.rank, *axes), options, "_".join(axes))
+        """Return the key of this rank's group over some axes; it is worked out once."""
+        which = layout, tuple(axes), options
+        key = self._keys.get(which)
+        if key is None:
+            key = self._keys[which] = self.key(layout.group(self.rank, *axes), options, "_".join(axes))
+        return key
 
     def backend(self, options: GroupOptions) -> str:
         """Return the backend of a group with these options, as torch takes it."""
@@ -208,34 +214,23 @@ class GroupPool:
             key = GroupKey(ranks, by_device(dist.get_backend(group)), self.registry.default_timeout)
         self.groups[key] = Communicator(label, ranks, group, owned=False)
 
-    def check_open(self) -> None:
-        """Raise a MeshError where the pool was closed, or the default group destroyed."""
-        if self.closed or self.registry.ended:
-            raise MeshError("the mesh was closed; make another with init_mesh()")
-
     def close(self) -> None:
         """Release every group: the last mesh that uses one destroys it, in the reverse order of creation."""
         if self.closed:
             return
-        self.closed = True
         owned = [group for group in self.groups.values() if group.owned]
-        self.end()
-        self.registry.users.pop(id(self), None)
+        self.end("was closed")
         self.registry.release(owned)
 
-    def end(self) -> None:
-        """Drop every reference to groups. Without :meth:`close`, they are destroyed already."""
+    def end(self, reason: str) -> None:
+        """Drop every reference to groups, of the mesh too. Without :meth:`close`, they are destroyed already."""
+        self.closed = True
+        self.registry.pools.remove(self)
+        if self.end_mesh is not None:
+            self.end_mesh(reason)
         self.groups.clear()
         self.partitions.clear()
         self.sets_created.clear()
-
-
-def mesh_on_groups(layout: Layout, groups: Sequence[dist.ProcessGroup], device_type: str) -> DeviceMesh:
-    """Return a torch mesh over all axes of a layout, on this rank's group over each."""
-    ranks = torch.arange(layout.ranks.start, layout.ranks.stop, dtype=torch.int, device="cpu")
-    return DeviceMesh.from_group(
-        list(groups), device_type, mesh=ranks.reshape(layout.sizes), mesh_dim_names=layout.axes
-    )
 
 
 @cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,6 +24,8 @@ from namedmesh.views import product_axes
 
 if TYPE_CHECKING:
     from datetime import timedelta
+
+    from namedmesh.making import GroupMaker
 
 _NOT_LAUNCHED_HINT = (
     "No launcher has started this process, so it is a world of its own; start 8 of them with: "
@@ -91,9 +93,28 @@ def init_mesh(
         sizes, layout = dict(layout), None
     request = _Request(layout, sizes, world_size, rank_offset, part)
     try:
-        return _make_mesh(
-            request, backend, timeout, {} if options is None else options, device, share=share_groups
-        )
+        rank, world = dist.get_rank(), dist.get_world_size()
+        ranks = request.ranks(world)
+        if rank not in ranks:
+            request.resolve(world, rank)
+        pool, options = GroupPool(), {} if options is None else options
+        with agreed(pool, "init_mesh", ranks, timeout=timeout) as maker:
+            pool.defaults, pool.share = GroupOptions(backend=backend, timeout=timeout), share_groups
+            chosen = launch.default_group_device(device)
+            fitted = request.resolve(world, rank)
+            _check_options(options, share_groups, fitted)
+            known = {}
+            for axis in fitted.axes:
+                known[axis] = pool.find(fitted, (axis,), options.get(axis, pool.defaults), in_process=True)
+            refuse_ambiguous_mesh(fitted, chosen.type, known)
+            fields = {
+                "layout": repr(fitted),
+                "options": repr(dict(sorted(options.items(), key=lambda item: str(item[0])))),
+                "defaults": repr(pool.defaults),
+                "share_groups": repr(share_groups),
+                "device": chosen.type,
+            }
+            return make_mesh(maker, fitted, fields, options, device=chosen)
     except BaseException as error:
         if not launched:
             raise
@@ -168,50 +189,30 @@ class _Request(NamedTuple):
         return words
 
 
-def _make_mesh(
-    request: _Request,
-    backend: str | None,
-    timeout: timedelta | None,
+def make_mesh(
+    maker: GroupMaker,
+    layout: Layout,
+    request: Mapping[str, str],
     options: Mapping[str, GroupOptions],
-    device: str | torch.device | None,
     *,
-    share: bool,
+    groups: Iterable[tuple[Layout, Sequence[str], GroupOptions]] = (),
+    device: torch.device | None = None,
 ) -> NamedMesh:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    ranks = request.ranks(world)
-    if rank not in ranks:
-        request.resolve(world, rank)
-    pool = GroupPool()
-    try:
-        with agreed(pool, "init_mesh", ranks, timeout=timeout) as maker:
-            pool.defaults, pool.share = GroupOptions(backend=backend, timeout=timeout), share
-            chosen = launch.default_group_device(device)
-            layout = request.resolve(world, rank)
-            _check_options(options, share, layout)
-            groups, known = [], {}
-            for axis in layout.axes:
-                groups.append((layout, (axis,), options.get(axis, pool.defaults)))
-                known[axis] = pool.find(*groups[-1], in_process=True)
-            refuse_ambiguous_mesh(layout, chosen.type, known)
-            fields = {
-                "layout": repr(layout),
-                "options": repr(dict(sorted(options.items(), key=lambda item: str(item[0])))),
-                "defaults": repr(pool.defaults),
-                "share_groups": repr(pool.share),
-                "device": chosen.type,
-                **version_fields(),
-            }
-            maker.compare(fields, groups)
-            root = maker.create_mesh(layout, chosen.type, options)
-        return NamedMesh(layout, root, pool, chosen, options)
-    except BaseException:
-        pool.close()
-        raise
+    """Compare a request with the other ranks, and make the mesh; for the dialects too. Communicates.
 
-
-def version_fields() -> dict[str, str]:
-    """Return what the ranks compare besides a request."""
-    return {"torch": str(torch.__version__), "namedmesh": __version__}
+    Args:
+        maker: makes the groups.
+        layout: the layout of the mesh.
+        request: what was asked for, field by field.
+        options: the options of the mesh's groups, by axis.
+        groups: further groups over whole axes that will be made under the same agreement.
+        device: the device of the mesh; by default the one that goes with the default group.
+    """
+    pool, device = maker.pool, device or launch.default_group_device()
+    wanted = [(layout, (axis,), options.get(axis, pool.defaults)) for axis in layout.axes]
+    versions = {"torch": str(torch.__version__), "namedmesh": __version__}
+    maker.compare({**request, **versions}, [*wanted, *groups])
+    return NamedMesh(maker.create_view(layout, device.type, options), pool, device, options)
 
 
 def _check_options(options: object, share: object, layout: Layout) -> None:

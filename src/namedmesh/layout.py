@@ -176,13 +176,11 @@ class Layout:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Layout):
             return NotImplemented
-        return self._identity() == other._identity()
+        mine, theirs = (self.axes, self.sizes, self.rank_offset), (other.axes, other.sizes, other.rank_offset)
+        return mine == theirs
 
     def __hash__(self) -> int:
-        return hash(self._identity())
-
-    def _identity(self) -> tuple[object, ...]:
-        return self.axes, self.sizes, self.rank_offset
+        return hash((self.axes, self.sizes, self.rank_offset))
 
     def __repr__(self) -> str:
         parts = [f"{axis}={size}" for axis, size in self.items()]

@@ -23,14 +23,13 @@ from namedmesh._torch import (
 )
 from namedmesh.agreement import Agreement
 from namedmesh.errors import LayoutError, MeshError, listing, ranks_in_words
-from namedmesh.groups import Communicator, GroupKey, by_device, mesh_on_groups
+from namedmesh.groups import Communicator, GroupKey, by_device
 from namedmesh.launch import hosts_store
 from namedmesh.options import GroupOptions, nccl_options
+from namedmesh.views import View
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from torch.distributed.device_mesh import DeviceMesh
 
     from namedmesh.groups import GroupPool
     from namedmesh.layout import Layout
@@ -51,8 +50,8 @@ class GroupMaker:
     def __init__(self, pool: GroupPool, agreement: Agreement) -> None:
         self.pool, self.agreement = pool, agreement
         self._addresses = agreement.exchange = _Addresses()
-        # Numbers, not groups: an error's traceback, which may be kept for long, must keep none of them.
-        self._before = {key: id(group) for key, group in pool.groups.items()}
+        # Keys, not groups: an error's traceback, which may be kept for long, must keep none of them.
+        self._taken: set[GroupKey] = set()
         self._partitions_before, self._sets_before = len(pool.partitions), set(pool.sets_created)
 
     def compare(
@@ -70,7 +69,8 @@ class GroupMaker:
             AgreementError: the ranks do not agree.
         """
         pool, agreement = self.pool, self.agreement
-        pool.check_open()
+        if pool.closed or pool.registry.ended:
+            raise MeshError("the mesh was closed; make another with init_mesh()")
         wanted = list(groups)
         backends: set[str] = set()
         tokens: list[str] = []
@@ -94,29 +94,23 @@ class GroupMaker:
     def discard(self) -> None:
         """Release what was created here: it did not come to an end on every rank."""
         pool = self.pool
-        created = [key for key, group in pool.groups.items() if self._before.get(key) != id(group)]
         del pool.partitions[self._partitions_before :]
         pool.sets_created &= self._sets_before
-        pool.registry.release([pool.groups.pop(key) for key in created])
+        pool.registry.release([pool.groups.pop(key) for key in self._taken])
 
-    def create_mesh(
-        self, layout: Layout, device_type: str, options: Mapping[str, GroupOptions]
-    ) -> DeviceMesh:
-        """Return a mesh over all axes of a layout, on groups that exist or are created now, and gloo groups beside."""
-        pool, groups = self.pool, []
+    def create_view(self, layout: Layout, device_type: str, options: Mapping[str, GroupOptions]) -> View:
+        """Return a layout with groups over all its axes that exist or are created now, and gloo groups beside."""
+        pool, mesh = self.pool, None
         if self._is_torchs(layout, options):
             mesh = init_device_mesh(device_type, layout.sizes, mesh_dim_names=layout.axes)
-            for axis in layout.axes:
-                key = pool.key_over(layout, (axis,), pool.defaults)
-                pool.partitions.append((layout, (axis,), key))
-                self._get_or_create(key, axis, pool.defaults, partial(mesh.get_group, axis))
-            return mesh
+        groups: dict[str, dist.ProcessGroup] = {}
         for axis in layout.axes:
             of_axis = options.get(axis, pool.defaults)
-            groups.append(self.make(layout, (axis,), of_axis))
+            create = None if mesh is None else partial(mesh.get_group, axis)
+            groups[axis] = self.make(layout, (axis,), of_axis, create)
             if of_axis.gloo_twin:
                 self.make(layout, (axis,), pool.gloo_options(of_axis))
-        return mesh_on_groups(layout, groups, device_type)
+        return View(layout, device_type, groups, mesh)
 
     def _is_torchs(self, layout: Layout, options: Mapping[str, GroupOptions]) -> bool:
         """Return whether torch's ``init_device_mesh`` makes what is asked for, and nothing more.
@@ -132,15 +126,21 @@ class GroupMaker:
         keys = [pool.key_over(layout, (axis,), pool.defaults) for axis in layout.axes]
         return all(len(key.ranks) > 1 and key not in pool.registry.groups for key in keys)
 
-    def make(self, layout: Layout, axes: Sequence[str], options: GroupOptions) -> dist.ProcessGroup:
-        """Return this rank's group over ``axes``, created unless it exists."""
-        key, label = self.pool.key_over(layout, axes, options), "_".join(axes)
+    def make(
+        self,
+        layout: Layout,
+        axes: Sequence[str],
+        options: GroupOptions,
+        create: Callable[[], Any] | None = None,
+    ) -> dist.ProcessGroup:
+        """Return this rank's group over ``axes``; unless it exists, it is what ``create`` returns, or created here."""
+        key = self.pool.key_over(layout, axes, options)
         if len(key.ranks) == 1:
             return self.alone()
-        if bound_device() is None:
-            return self._get_or_create(key, label, options)
-        self.pool.partitions.append((layout, tuple(axes), key))
-        return self._get_or_create(key, label, options, lambda: self._split(layout, axes, key, options))
+        if bound_device() is not None:
+            self.pool.partitions.append((layout, tuple(axes), key))
+            create = create or partial(self._split, layout, axes, key, options)
+        return self._get_or_create(key, "_".join(axes), options, create)
 
     def make_sets(
         self, sets: Iterable[Sequence[int]], label: str, options: GroupOptions | None = None
@@ -206,6 +206,7 @@ class GroupMaker:
                     registry.groups[identity] = known
                 known.users += 1
             pool.groups[key] = known
+            self._taken.add(key)
         return known.group
 
     def _create(self, key: GroupKey, label: str, options: GroupOptions) -> dist.ProcessGroup:
@@ -321,7 +322,8 @@ def agreed(
 ) -> Iterator[GroupMaker]:
     """Create groups: a context in which all ranks compare what they were asked for, and then create the same.
 
-    What leaves it with an exception on one rank fails on all of them, and no group is left over.
+    What leaves it with an exception on one rank fails on all of them, and no group is left over; nor is a mesh that
+    was made inside.
 
     Args:
         pool: the mesh's share in the groups of the process.
@@ -352,12 +354,15 @@ def agreed(
         hosts_store=hosts_store(os.environ, pool.rank),
         alone=registry.default_backend == "fake",
     )
-    maker = GroupMaker(pool, agreement)
+    maker, has_mesh = GroupMaker(pool, agreement), pool.end_mesh is not None
     try:
         with agreement:
             yield maker
     except BaseException:
-        maker.discard()
+        if has_mesh:
+            maker.discard()
+        else:
+            pool.close()
         raise
 
 

@@ -6,11 +6,11 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from namedmesh import current
-from namedmesh._torch import constant_under_compile, forget, make_flat_mesh
+from namedmesh._torch import constant_under_compile, make_flat_mesh
 from namedmesh.adopt import layout_of_groups, layout_of_mesh, meshes_of_transformers
 from namedmesh.errors import AxisError, LayoutError, MeshError, did_you_mean
 from namedmesh.explain import explain_group, explain_mesh, explain_rank
-from namedmesh.groups import Communicator, GroupPool, mesh_on_groups
+from namedmesh.groups import Communicator, GroupPool
 from namedmesh.launch import default_group_device
 from namedmesh.layout import Layout
 from namedmesh.making import agreed
@@ -29,20 +29,15 @@ if TYPE_CHECKING:
 
     from namedmesh.making import GroupMaker
 
-__all__ = ["NamedMesh", "current_mesh"]
+__all__ = ["NamedMesh"]
 
 
 class Place(NamedTuple):
-    """This rank's place on an axis or a product: among how many ranks, the how manieth, on which mesh and group."""
+    """This rank's place on an axis or a product: among which ranks, the how manieth, on which group."""
 
-    size: int
+    ranks: tuple[int, ...]
     rank: int
-    mesh: DeviceMesh | None
     group: dist.ProcessGroup
-
-
-def _place_in(layout: Layout, axes: tuple[str, ...], rank: int, mesh: DeviceMesh) -> Place:
-    return Place(layout.size(*axes), layout.group_rank(rank, *axes), mesh, mesh.get_group())
 
 
 class NamedMesh:
@@ -65,32 +60,29 @@ class NamedMesh:
 
     def __init__(
         self,
-        layout: Layout,
-        root: DeviceMesh,
+        view: View,
         pool: GroupPool,
         device: torch.device,
         options: Mapping[str, GroupOptions] | None = None,
     ) -> None:
-        """Bind a layout to a torch mesh over the same ranks; :func:`namedmesh.init_mesh` is the usual way."""
-        self.layout = layout
+        """Bind a layout to process groups over the same ranks; :func:`namedmesh.init_mesh` is the usual way."""
+        self.layout = layout = view.layout
         self.pool = pool
         self.device = device
         self.global_rank = pool.rank
         self.closed = False
         # Options of the groups over one axis or several, by the axes in the order of their layout.
         self._options = {_option_axes(name, layout): option for name, option in (options or {}).items()}
-        self._all_views = Views(View(layout, root))
-        # The name and the mesh of each product, by its axes.
-        self._flat: dict[tuple[str, ...], tuple[str, DeviceMesh]] = {}
+        self._all_views = Views(view)
+        # Slices over some axes, and the meshes of products, by the names that they are asked with.
+        self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
         # Of each axis and product, under the version and the names that it is asked with; and what nobody foresaw.
         self._places: dict[tuple[str, tuple[str, ...]], Place] = {}
         self._answers: dict[tuple[object, ...], object] = {}
         self._before_close: list[Callable[[], None]] = []
-        # Guards the constants of compiled code: no two meshes, and no two states of one, have the same.
-        self._version = _next_version()
         self._prepare_answers()
         current.register(self)
-        pool.registry.users[id(self)] = self._end_with_default_group
+        pool.end_mesh = self._end
 
     # Adopting what exists.
 
@@ -106,8 +98,9 @@ class NamedMesh:
         """
         layout = layout_of_mesh(mesh)
         pool = GroupPool()
-        _borrow(pool, layout, {axis: mesh.get_group(axis) for axis in layout.axes}, mesh.device_type)
-        return cls(layout, mesh, pool, default_group_device(mesh.device_type))
+        view = View(layout, mesh.device_type, {axis: mesh.get_group(axis) for axis in layout.axes}, mesh)
+        _borrow(pool, view)
+        return cls(view, pool, default_group_device(mesh.device_type))
 
     @classmethod
     def from_transformers(cls, model: object) -> NamedMesh:
@@ -149,9 +142,9 @@ class NamedMesh:
         pool = GroupPool()
         layout = layout_of_groups(groups, pool.rank, rank_offset)
         chosen = default_group_device(device)
-        _borrow(pool, layout, groups, chosen.type)
-        root = mesh_on_groups(layout, list(groups.values()), chosen.type)
-        return cls(layout, root, pool, chosen)
+        view = View(layout, chosen.type, dict(groups))
+        _borrow(pool, view)
+        return cls(view, pool, chosen)
 
     def adopt_view(self, name: str, root: DeviceMesh) -> None:
         """Add another factoring of the same ranks that exists as a torch mesh; its groups are used as they are.
@@ -169,12 +162,13 @@ class NamedMesh:
                 f"{layout} is not over the ranks of {self.layout}; adopt a mesh over the same ranks"
             )
         self._views.check(name, layout, self.global_rank)
-        groups = {axis: root.get_group(axis) for axis in layout if axis not in self}
-        current.refuse_ambiguous_mesh(layout, root.device_type, groups)
-        for axis, group in groups.items():
+        groups = {axis: root.get_group(axis) for axis in layout}
+        new = {axis: group for axis, group in groups.items() if axis not in self}
+        current.refuse_ambiguous_mesh(layout, root.device_type, new)
+        for axis, group in new.items():
             if self.pool.find(layout, (axis,), self.pool.defaults) is None:
                 self.pool.borrow(layout.group(self.global_rank, axis), group, axis)
-        self._views.add(name, View(layout, root))
+        self._views[name] = View(layout, root.device_type, groups, root)
         self._prepare_answers()
 
     # Accessors. Nothing here communicates.
@@ -187,11 +181,7 @@ class NamedMesh:
             LayoutError: axes out of order.
             MeshError: the mesh is closed.
         """
-        names = (axes,) if isinstance(axes, str) else tuple(axes)
-        place = self._places.get((self._version, names))
-        if place is None or place.mesh is None:
-            return self._slice(names, self._version)
-        return place.mesh
+        return self._slice((axes,) if isinstance(axes, str) else tuple(axes), self._version)
 
     def __contains__(self, axis: object) -> bool:
         """Return whether ``mesh[axis]`` answers: for axes, those of views included, and flattened products by name."""
@@ -212,17 +202,15 @@ class NamedMesh:
             AxisError: a name that is no axis, or axes of two views at once.
             MeshError: the mesh is closed, or there is no group over these axes yet.
         """
-        try:
-            return self._places[
-                self._version, axes
-            ].group  # compiled code guards the version, and not the group
+        try:  # compiled code guards the version, and not the group
+            return self._places[self._version, axes].group
         except KeyError:
             return self._find_group(axes, self._version)
 
     def size(self, *axes: str) -> int:
         """Return the number of ranks in this rank's group over ``axes``; without axes, in the whole mesh."""
         try:
-            return self._places[self._version, axes].size
+            return len(self._places[self._version, axes].ranks)
         except KeyError:
             return len(self._find_ranks(axes, self._version))
 
@@ -235,7 +223,10 @@ class NamedMesh:
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
         """Return the global ranks in this rank's group over ``axes``, ascending; without axes, of the whole mesh."""
-        return self._find_ranks(axes, self._version)
+        try:
+            return self._places[self._version, axes].ranks
+        except KeyError:
+            return self._find_ranks(axes, self._version)
 
     @property
     def coords(self) -> dict[str, int]:
@@ -246,8 +237,7 @@ class NamedMesh:
     @property
     def device_mesh(self) -> DeviceMesh:
         """The torch mesh over all axes of the layout."""
-        root: DeviceMesh = self._views.first.root
-        return root
+        return self._root(self._version)
 
     @property
     def views(self) -> dict[str, Layout]:
@@ -353,12 +343,14 @@ class NamedMesh:
         """
         if options is not None and not isinstance(options, GroupOptions):
             raise LayoutError(f"options are {options!r}; give GroupOptions(...)")
-        with self._one_at_a_time():
+        with (
+            self.pool.registry.agreements.lock
+        ):  # a thread that asks for the same as another one finds it made
             with self.agreed("mesh.flatten") as maker:
                 expanded = self._views.expand(axes)
                 view = self._views.of(expanded)
                 ordered = view.ordered(expanded)
-                if len(ordered) == 1 or ordered in self._flat:
+                if (self._version, ordered) in self._places:
                     return self._flattened_already(ordered, name, options)
                 name = name or "_".join(ordered)
                 self._views.check_product(name, ordered)
@@ -371,11 +363,10 @@ class NamedMesh:
                 if options.gloo_twin:
                     maker.make(view.layout, ordered, self.pool.gloo_options(options))
             self._options[ordered] = options
-            mesh = make_flat_mesh(view.root, ordered, name, group)
-            self._flat[ordered] = name, mesh
-            self._views.add_product(name, ordered)
+            self._meshes[name,] = make_flat_mesh(view.root, ordered, name, group)
+            self._views.products[name] = ordered
             self._prepare_answers()
-            return mesh
+            return self._meshes[name,]
 
     def add_view(
         self, name: str, /, *, options: Mapping[str, GroupOptions] | None = None, **sizes: int
@@ -396,30 +387,29 @@ class NamedMesh:
             AgreementError: the other ranks did not call this, or not with the same arguments.
         """
         options = options or {}
-        with self._one_at_a_time():
+        with (
+            self.pool.registry.agreements.lock
+        ):  # a thread that asks for the same as another one finds it made
             with self.agreed(f"mesh.add_view({name!r})") as maker:
                 layout = self._checked_view(name, options, sizes)
                 request = {"layout": repr(layout), "options": repr(dict(options))}
                 maker.compare(
                     request, [(layout, (axis,), self._axis_options(axis, options)) for axis in layout]
                 )
-                root = self.create_view(layout, maker, options)
-            return self.take_view(name, View(layout, root), options)
+                view = self.create_view(layout, maker, options)
+            self.take_view(name, view, options)
+            return view.root
 
-    def create_view(
-        self, layout: Layout, maker: GroupMaker, options: Mapping[str, GroupOptions]
-    ) -> DeviceMesh:
-        """Return the torch mesh over a view that the ranks agree on, with its groups; for the dialects too."""
+    def create_view(self, layout: Layout, maker: GroupMaker, options: Mapping[str, GroupOptions]) -> View:
+        """Return a view that the ranks agree on, with its groups; for the dialects too."""
         by_axis = {axis: self._axis_options(axis, options) for axis in layout}
-        return maker.create_mesh(layout, self.device.type, by_axis)
+        return maker.create_view(layout, self.device.type, by_axis)
 
-    def take_view(self, name: str, view: View, options: Mapping[str, GroupOptions]) -> DeviceMesh:
-        """Add a view whose groups exist, and return its torch mesh."""
+    def take_view(self, name: str, view: View, options: Mapping[str, GroupOptions]) -> None:
+        """Add a view whose groups exist."""
         self._options |= {_option_axes(key, view.layout): option for key, option in options.items()}
-        self._views.add(name, view)
+        self._views[name] = view
         self._prepare_answers()
-        root: DeviceMesh = view.root
-        return root
 
     def close(self) -> None:
         """Release the groups of this mesh; the last mesh that uses a group destroys it. A second call does nothing.
@@ -434,8 +424,6 @@ class NamedMesh:
                 finish()
         finally:
             self._before_close.clear()
-            self._end("was closed")
-            current.unregister(self)
             self.pool.close()
 
     def before_close(self, finish: Callable[[], None]) -> None:
@@ -450,20 +438,17 @@ class NamedMesh:
         """
         self._before_close.append(finish)
 
-    def _end_with_default_group(self) -> None:
-        """Drop every reference to groups: torch is destroying the default group."""
-        self._end("ended with the default process group, which was destroyed")
-        current.unregister(self, deselect=True)
-
     def _end(self, reason: str) -> None:
+        """Drop every reference to groups: the pool is being closed, or torch destroys the default group."""
         self.closed, self._end_reason = True, reason
-        self._version = _next_version()
-        for view in self._all_views:
-            forget(view.root)
-        self._all_views = Views(View(self.layout, None))
-        for answers in (self._places, self._flat, self._answers):
+        self._version = str(next(_versions))
+        for view in self._all_views.values():
+            view.forget()
+        self._all_views = Views(View(self.layout, self.device.type, {}))
+        for answers in (self._places, self._meshes, self._answers):
             answers.clear()  # what a closed mesh is asked for, it has to look up, and finds that it is closed
-        self.pool.registry.users.pop(id(self), None)
+        # A mesh whose default group is gone is not selected any more.
+        current.unregister(self, deselect=self.pool.registry.ended)
 
     # Selecting a mesh for code that names none.
 
@@ -533,23 +518,22 @@ class NamedMesh:
 
     def _prepare_answers(self) -> None:
         """Work out the answers for each axis and product: under ``torch.compile`` an accessor must not learn."""
-        version, rank, before = _next_version(), self.global_rank, dict(self._places)
-        self._places.clear()
-        self._axes: dict[str, None] = {}
-        for view in self._all_views:
-            for axis in view.layout:
-                if axis not in self._axes:
-                    self._axes[axis] = None
-                    known = before.get((self._version, (axis,)))
-                    mesh: Any = view.root[axis] if known is None else known.mesh
-                    self._places[version, (axis,)] = _place_in(view.layout, (axis,), rank, mesh)
-        for ordered, (name, mesh) in self._flat.items():
-            place = _place_in(self._all_views.of(ordered).layout, ordered, rank, mesh)
-            self._places[version, (name,)] = place
-            self._places[version, ordered] = place._replace(
-                mesh=None
-            )  # a slice over several axes is another mesh
-        self._version = version
+        # Guards the constants of compiled code: no two meshes, and no two states of one, have the same.
+        version = str(next(_versions))
+        places: dict[tuple[str, tuple[str, ...]], Place] = {}
+        for view in self._all_views.values():
+            for axis in view.layout.axes:
+                if (version, (axis,)) not in places:
+                    places[version, (axis,)] = self._place(view.layout, (axis,), view.groups[axis])
+        self._axes = tuple([axis for _, (axis,) in places])
+        for name, ordered in self._all_views.products.items():
+            place = self._place(self._all_views.of(ordered).layout, ordered, self._meshes[name,].get_group())
+            places[version, (name,)] = places[version, ordered] = place
+        self._places, self._version = places, version
+
+    def _place(self, layout: Layout, axes: tuple[str, ...], group: dist.ProcessGroup) -> Place:
+        ranks = layout.group(self.global_rank, *axes)
+        return Place(ranks, ranks.index(self.global_rank), group)
 
     def _in_view(self, axes: Sequence[str]) -> tuple[View, tuple[str, ...]]:
         """Return the view that has the axes, and the axes in its order; without axes, the whole mesh."""
@@ -565,16 +549,20 @@ class NamedMesh:
         return self._answers[key]
 
     @constant_under_compile
-    def _find_ranks(self, axes: tuple[str, ...], version: str) -> tuple[int, ...]:
+    def _find_ranks(self, axes: tuple[str, ...], _version: str) -> tuple[int, ...]:
         """Return the ranks over axes that no answer stands ready for."""
         view, ordered = self._in_view(axes)
-        key = ("ranks", ordered, version)
-        if key not in self._answers:
-            self._answers[key] = view.layout.group(self.global_rank, *ordered)
-        return self._answers[key]  # type: ignore[return-value]
+        return view.layout.group(self.global_rank, *ordered)
+
+    @constant_under_compile
+    def _root(self, _version: str) -> DeviceMesh:
+        return self._views[ROOT_VIEW].root
 
     @constant_under_compile
     def _slice(self, axes: tuple[str, ...], _version: str) -> DeviceMesh:
+        known = self._meshes.get(axes)
+        if known is not None:
+            return known
         view = self._views.of(axes)
         if len(set(axes)) != len(axes) or not axes:
             raise AxisError(f"axes {axes} are not a selection of {view.layout.axes}; name each axis once")
@@ -584,10 +572,7 @@ class NamedMesh:
                 f"mesh[{quoted(axes)}] is out of order; torch slices in the order of the mesh: "
                 f"mesh[{quoted(in_order)}]"
             )
-        key = ("mesh", axes)
-        if key not in self._answers:
-            self._answers[key] = view.root[axes]
-        return self._answers[key]  # type: ignore[return-value]
+        return self._meshes.setdefault(axes, view.slice(axes))
 
     @constant_under_compile
     def _find_group(self, axes: tuple[str, ...], _version: str) -> dist.ProcessGroup:
@@ -618,19 +603,11 @@ class NamedMesh:
 
     # Behind what communicates.
 
-    def _one_at_a_time(self) -> AbstractContextManager[object]:
-        """Let a thread that asks for the same as another one find it made."""
-        self._check_open()
-        return self.pool.registry.agreements.lock
-
     def _flattened_already(
         self, ordered: tuple[str, ...], name: str | None, options: GroupOptions | None
     ) -> DeviceMesh:
         """Return the mesh of a second call of flatten, or of one for a single axis; nothing else may be asked."""
-        if len(ordered) == 1:
-            known, mesh = ordered[0], self[ordered[0]]
-        else:
-            known, mesh = self._flat[ordered]
+        known = self._views.name_of(ordered)
         group_options, problems = self.options_of(ordered), []
         if name is not None and name != known:
             problems.append(
@@ -643,7 +620,7 @@ class NamedMesh:
             )
         if problems:
             raise LayoutError(*problems)
-        return mesh
+        return self[known]
 
     def _checked_view(
         self, name: str, options: Mapping[str, GroupOptions], sizes: Mapping[str, int]
@@ -658,7 +635,10 @@ class NamedMesh:
         self._views.check(name, layout, self.global_rank)
         new = [axis for axis in layout if axis not in self._axes]
         problems = []
-        for axis in options:
+        given: Mapping[str, object] = options
+        for axis, option in given.items():
+            if not isinstance(option, GroupOptions):
+                problems.append(f"options of {axis!r} are a {type(option).__name__}; give GroupOptions(...)")
             if axis in self._axes:
                 problems.append(
                     f"options are given for {axis!r}, an axis that the mesh has already, with its group; give them to init_mesh"
@@ -682,39 +662,15 @@ class NamedMesh:
         return options.get(axis) or self._options.get((axis,)) or self.pool.defaults
 
 
-def current_mesh() -> NamedMesh:
-    """Return the mesh that code without a mesh argument works on.
-
-    Returns:
-        The innermost mesh entered with ``with mesh:``; outside of any, the only mesh that is alive.
-
-    Raises:
-        MeshError: there is no mesh, or there are several and none was selected, or the selected one is closed.
-
-    Example:
-        >>> current_mesh()
-        Traceback (most recent call last):
-        namedmesh.errors.MeshError: no mesh is alive in this process; call namedmesh.init_mesh(...) first
-    """
-    return current.current()
-
-
-def _borrow(
-    pool: GroupPool, layout: Layout, groups: Mapping[str, dist.ProcessGroup], device_type: str
-) -> None:
-    """Take note of groups that somebody else owns, by axis."""
-    current.refuse_ambiguous_mesh(layout, device_type, groups)
-    for axis, group in groups.items():
-        pool.borrow(layout.group(pool.rank, axis), group, axis)
+def _borrow(pool: GroupPool, view: View) -> None:
+    """Take note of groups that somebody else owns."""
+    current.refuse_ambiguous_mesh(view.layout, view.device_type, view.groups)
+    for axis, group in view.groups.items():
+        pool.borrow(view.layout.group(pool.rank, axis), group, axis)
 
 
 _NO_OPTIONS = GroupOptions()
-_versions = count()
-
-
-def _next_version() -> str:
-    """Return a text that no other mesh has; the compiler guards texts, but makes changed numbers symbolic."""
-    return str(next(_versions))
+_versions = count()  # used as texts: the compiler guards those, but makes numbers symbolic that changed
 
 
 def _option_axes(name: str, layout: Layout) -> tuple[str, ...]:

@@ -40,12 +40,16 @@ class LimitedStore:
     Args:
         store: the store.
         limit: the seconds within which it answers a question that waits for no other rank.
+
+    Attributes:
+        deadline: when the store ought to have answered the question that it is asked.
+        abandoned: whether nobody waits any more: the thread ends with its next question.
     """
 
     def __init__(self, store: dist.Store, limit: float) -> None:
         self._store, self._limit = store, limit
-        self._deadline = math.inf
-        self._abandoned = False
+        self.abandoned = False
+        self.deadline = math.inf
 
     def add(self, key: str, amount: int = 1) -> int:
         """Add to a number, which begins at 0, and return the sum."""
@@ -104,22 +108,14 @@ class LimitedStore:
             return False
         return True
 
-    def overdue(self) -> bool:
-        """Return whether the store ought to have answered by now."""
-        return time.monotonic() > self._deadline
-
-    def abandon(self) -> None:
-        """Let the thread end with its next question."""
-        self._abandoned = True
-
     def _answer(self, question: Callable[..., T], *arguments: Any, waits: float = 0.0) -> T:
-        if self._abandoned:
+        if self.abandoned:
             raise _AbandonedError
-        self._deadline = time.monotonic() + self._limit + waits
+        self.deadline = time.monotonic() + self._limit + waits
         try:
             return question(*arguments)
         finally:
-            self._deadline = math.inf
+            self.deadline = math.inf
 
 
 def ask(store: dist.Store, questions: Callable[[LimitedStore], T], *, limit: float = ANSWER_LIMIT) -> T:
@@ -136,7 +132,7 @@ def ask(store: dist.Store, questions: Callable[[LimitedStore], T], *, limit: flo
     limited = LimitedStore(store, limit)
 
     def look() -> None:
-        if limited.overdue():
+        if time.monotonic() > limited.deadline:
             raise StoreLostError(
                 f"its host did not answer within {limit:g} s, so it hangs, or this host or the link between them is cut off; "
                 "see to the network, and start the job again from its last checkpoint"
@@ -149,7 +145,7 @@ def ask(store: dist.Store, questions: Callable[[LimitedStore], T], *, limit: flo
             "the process that hosts it, rank 0 or torchrun's agent, has ended; see its output for why"
         ) from None
     finally:
-        limited.abandon()
+        limited.abandoned = True
 
 
 def in_thread(function: Callable[[], T], look: Callable[[], None]) -> T:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from threading import Lock
+from typing import TYPE_CHECKING
 
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from namedmesh._torch import forget, without_modes
 from namedmesh.errors import AxisError, LayoutError, listing
 from namedmesh.sizes import nearest_axis
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Mapping, Sequence
+
+    import torch.distributed as dist
 
     from namedmesh.layout import Layout
 
@@ -16,11 +23,54 @@ ROOT_VIEW = "mesh"
 """The name of the view that the mesh was made with."""
 
 
-class View(NamedTuple):
-    """One factoring of the ranks: a layout and the torch mesh over it, or None once the mesh is closed."""
+class View:
+    """One factoring of the ranks: a layout, this rank's groups, and the torch mesh over both.
 
-    layout: Layout
-    root: Any
+    Args:
+        layout: the layout.
+        device_type: the kind of device of the torch mesh.
+        groups: this rank's group on each axis; none once the mesh is closed.
+        root: the torch mesh, where it exists. Otherwise it is made when it is asked for: nothing is sent for it, and it
+            takes longer than a group.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        device_type: str,
+        groups: Mapping[str, dist.ProcessGroup],
+        root: DeviceMesh | None = None,
+    ) -> None:
+        self.layout, self.groups = layout, groups
+        self.device_type, self._root, self._lock = device_type, root, Lock()
+
+    @property
+    def root(self) -> DeviceMesh:
+        """The torch mesh over all axes; the same object each time."""
+        with self._lock:
+            if self._root is None:
+                self._root = self._make_root()
+            return self._root
+
+    @without_modes
+    def _make_root(self) -> DeviceMesh:
+        ranks = torch.arange(self.layout.ranks.start, self.layout.ranks.stop, dtype=torch.int, device="cpu")
+        return DeviceMesh.from_group(
+            [self.groups[axis] for axis in self.layout.axes],
+            self.device_type,
+            mesh=ranks.reshape(self.layout.sizes),
+            mesh_dim_names=self.layout.axes,
+        )
+
+    @without_modes
+    def slice(self, axes: tuple[str, ...]) -> DeviceMesh:
+        """Return the torch mesh over some axes, in its order."""
+        return self.root[axes]
+
+    def forget(self) -> None:
+        """Let what still refers to the torch mesh keep no group alive."""
+        if self._root is not None:
+            forget(self._root)
 
     def ordered(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Return the given axes in the order of the layout.
@@ -33,33 +83,28 @@ class View(NamedTuple):
         return tuple(axis for axis in self.layout.axes if axis in axes)
 
 
-class Views:
-    """The views of a mesh, in the order they were added; the first is the mesh's own.
+class Views(dict[str, View]):
+    """The views of a mesh by name, in the order they were added; the first is the mesh's own.
 
     Args:
         first: the mesh's own view.
+
+    Attributes:
+        products: the axes of each flattened product, by its name.
     """
 
     def __init__(self, first: View) -> None:
-        self._views = {ROOT_VIEW: first}
-        self._products: dict[str, tuple[str, ...]] = {}
-
-    def __iter__(self) -> Iterator[View]:
-        return iter(self._views.values())
-
-    @property
-    def first(self) -> View:
-        """The view that the mesh was made with."""
-        return self._views[ROOT_VIEW]
+        super().__init__({ROOT_VIEW: first})
+        self.products: dict[str, tuple[str, ...]] = {}
 
     def layouts(self) -> dict[str, Layout]:
         """Return the layouts by the names of the views."""
-        return {name: view.layout for name, view in self._views.items()}
+        return {name: view.layout for name, view in self.items()}
 
     def homes(self) -> dict[str, str]:
         """Return every axis, and the first view that has it."""
         homes: dict[str, str] = {}
-        for name, view in self._views.items():
+        for name, view in self.items():
             for axis in view.layout:
                 homes.setdefault(axis, name)
         return homes
@@ -70,7 +115,7 @@ class Views:
         Raises:
             AxisError: a name that is no axis, or axes that are not together in one view.
         """
-        for view in self:
+        for view in self.values():
             if all(axis in view.layout for axis in axes):
                 return view
         homes = self.homes()
@@ -91,15 +136,11 @@ class Views:
 
     def expand(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return axes as they are, and the axes of flattened products in place of the products' names."""
-        return tuple(axis for name in names for axis in self._products.get(name, (name,)))
+        return tuple(axis for name in names for axis in self.products.get(name, (name,)))
 
-    def add(self, name: str, view: View) -> None:
-        """Add a view that :meth:`check` had nothing against."""
-        self._views[name] = view
-
-    def add_product(self, name: str, axes: tuple[str, ...]) -> None:
-        """Name some axes taken together."""
-        self._products[name] = axes
+    def name_of(self, axes: tuple[str, ...]) -> str:
+        """Return the name of an axis, or of some axes that have one together."""
+        return next((name for name, each in self.products.items() if each == axes), axes[0])
 
     def check(self, name: str, layout: Layout, rank: int) -> None:
         """Refuse a new view that contradicts the others.
@@ -109,19 +150,19 @@ class Views:
         """
         problems = []
         for axis, home in self.homes().items():
-            other = self._views[home].layout
+            other = self[home].layout
             if axis in layout and layout.partition(axis) != other.partition(axis):
                 problems.append(
                     f"axis {axis!r} groups rank {rank} with {listing(layout.group(rank, axis))} in view {name!r}, but with "
                     f"{listing(other.group(rank, axis))} in {other}; an axis that views share must be the same ranks in both: "
                     "change sizes or order, or give it a name of its own"
                 )
-        if name in self._views:
+        if name in self:
             problems.append(f"the name {name!r} is taken by another view; choose another")
         problems += [
             f"axis {axis!r} has the name of a flattened product; choose another name"
             for axis in layout
-            if axis in self._products
+            if axis in self.products
         ]
         if problems:
             raise LayoutError(*problems)
@@ -138,9 +179,9 @@ class Views:
             )
         if name in self.homes():
             raise LayoutError(f"the name {name!r} is taken by an axis; give the product another with name=")
-        if self._products.get(name, axes) != axes:
+        if self.products.get(name, axes) != axes:
             raise LayoutError(
-                f"the name {name!r} is taken by the product of {join_names(self._products[name])}; give this one another "
+                f"the name {name!r} is taken by the product of {join_names(self.products[name])}; give this one another "
                 "with name="
             )
 

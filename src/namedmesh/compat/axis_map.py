@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from namedmesh.errors import LayoutError, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
 
     from torch.distributed import ProcessGroup
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from namedmesh.mesh import NamedMesh
     from namedmesh.options import GroupOptions
 
-__all__ = ["DENSE_AXES", "USUAL_AXES", "axis_groups", "check_axes", "group_over", "own_axes"]
+__all__ = ["DENSE_AXES", "USUAL_AXES", "axis_groups", "check_axes", "compare_mesh", "group_over", "own_axes"]
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
 """The axes that every legacy API has groups over."""
@@ -33,7 +33,11 @@ def own_axes(layout: Layout, axes: Collection[str]) -> tuple[str, ...]:
         >>> own_axes(Layout(dp_replicate=2, dp_shard=2, tp=2), ("tp", "cp", "dp"))
         ('dp_replicate', 'dp_shard', 'tp')
     """
-    named = {*axes, *(_SPLIT_DP if "dp" in axes else ())}
+    named = {*axes}
+    if "dp" in axes:
+        named |= {*_SPLIT_DP}
+    if "cp" in axes:
+        named.add("sp")  # DeepSpeed's name, where a dialect takes it
     return tuple([axis for axis in layout.axes if axis in named])
 
 
@@ -57,6 +61,20 @@ def group_over(
         return maker.alone(), [mesh.global_rank]
     group = maker.make(layout, axes, options or mesh.options_of(axes))
     return group, list(layout.group(mesh.global_rank, *axes))
+
+
+def compare_mesh(mesh: NamedMesh, maker: GroupMaker, kinds: Iterable[Collection[str]]) -> None:
+    """Compare a mesh, and the groups over some of its axes that will be made, with the other ranks; communicates.
+
+    Raises:
+        AgreementError: the ranks do not agree, or only some of them have a group already.
+    """
+    groups = []
+    for axes in kinds:
+        own = own_axes(mesh.layout, axes)
+        if own:
+            groups.append((mesh.layout, own, mesh.options_of(own)))
+    maker.compare({"layout": repr(mesh.layout)}, groups)
 
 
 def axis_groups(

@@ -19,7 +19,7 @@ from namedmesh.mesh import NamedMesh
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-    from types import ModuleType, TracebackType
+    from types import ModuleType
 
 __all__ = ["Binding", "Bound", "require_default_group", "require_open"]
 
@@ -52,10 +52,10 @@ class Binding:
         dialect: its name, for messages.
         initialize: its function that makes a mesh.
         bind: its function that binds one.
-        variables: the names of its variables.
+        variables: the names of its variables; by default those that its first module annotates.
     """
 
-    def __init__(self, dialect: str, initialize: str, bind: str, variables: Iterable[str]) -> None:
+    def __init__(self, dialect: str, initialize: str, bind: str, variables: Iterable[str] = ()) -> None:
         self.dialect, self.initialize, self.bind = dialect, initialize, bind
         self.variables = tuple(variables)
         self.base: NamedMesh | None = None
@@ -75,13 +75,9 @@ class Binding:
         """The variables of namedmesh's own module."""
         return vars(next(iter(self._modules)))
 
-    def assign(self, variable: str, value: Any) -> None:
-        """Assign a variable in every module."""
-        for module in self._modules:
-            vars(module)[variable] = value
-
     def add_module(self, module: ModuleType) -> None:
         """Fill the variables of a further module, as they are now without a mesh."""
+        self.variables = self.variables or tuple(module.__annotations__)
         self._modules[module] = {name: vars(module)[name] for name in self.variables if hasattr(module, name)}
         self._kept[module] = WeakKeyDictionary()
         if self.shown is not None:
@@ -92,13 +88,20 @@ class Binding:
         vars(module).update(_copied(self._modules.pop(module)))
         del self._kept[module]
 
+    def assign(self, values: Mapping[str, Any]) -> None:
+        """Assign variables, in every module that has them."""
+        for module, empty in self._modules.items():
+            for name in empty.keys() & values.keys():
+                vars(module)[name] = values[name]
+
     def _fill(self, module: ModuleType, mesh: NamedMesh | None) -> None:
         """Write the variables of a module as they were left for a mesh, as its groups are, or as without one."""
         empty = _copied(self._modules[module])
-        values = self._kept[module].pop(mesh, None) if mesh is not None else None
-        if values is None and mesh is not None:
-            _, groups = self._bound.get(mesh, (None, {}))
-            values = {name: groups[name] for name in empty if name in groups}
+        values = None
+        if mesh is not None:
+            values = self._kept[module].pop(mesh, None)
+            if values is None and mesh in self._bound:
+                values = {name: value for name, value in self._bound[mesh][1].items() if name in empty}
         vars(module).update(empty | (values or {}))
 
     # The meshes.
@@ -144,11 +147,11 @@ class Binding:
         self._bound[mesh] = config, dict(groups)
         if owned:
             self.owned = mesh
-        for module, empty in self._modules.items():
-            self._kept[module].pop(mesh, None)
-            if self.shown is None or self.shown is mesh:  # what was assigned before any mesh stays
-                vars(module).update({name: groups[name] for name in empty if name in groups})
-        self.shown = self.shown or mesh
+        for kept in self._kept.values():
+            kept.pop(mesh, None)
+        if self.shown is None or self.shown is mesh:  # what was assigned before any mesh stays
+            self.assign(groups)
+            self.shown = mesh
         return self._show(mesh)
 
     def _show(self, mesh: NamedMesh) -> Bound:
@@ -163,13 +166,13 @@ class Binding:
             ContractError: it is initialized, or bound, or groups were assigned by hand.
             MeshError: another mesh is selected.
         """
-        assigned = any(
-            vars(module)[name] is not value and name.endswith(("_GROUP", "_RANKS"))
-            for module, empty in self._modules.items()
-            for name, value in empty.items()
-        )
-        mesh = self.owned or self.base or self.shown
+        assigned = False
+        for module, empty in self._modules.items():
+            for name, value in empty.items():
+                if name.endswith(("_GROUP", "_RANKS")) and vars(module)[name] is not value:
+                    assigned = True
         if assigned or self.owned is not None or self.base is not None:
+            mesh = self.owned or self.base or self.shown
             what = "groups that were assigned by hand" if mesh is None else str(mesh.layout)
             raise ContractError(
                 f"{self.dialect} is already initialized, for {what}; call the function that destroys it first, or bind "
@@ -190,10 +193,8 @@ class Binding:
         """Forget every group and assignment; a mesh that the dialect made is closed, one that was bound stays."""
         if self.owned is not None:
             self.owned.close()  # calls changed()
-        elif self.shown is not None:
-            self._drop(self.shown)
         else:
-            self._show_nothing()
+            self._drop(self.shown)
 
     # Called by whatever selects, deselects or closes a mesh.
 
@@ -211,47 +212,35 @@ class Binding:
             self._fill(module, mesh)
         self.shown = mesh
 
-    def _show_nothing(self) -> None:
-        self.shown = None
-        for module in self._modules:
-            self._fill(module, None)
-
-    def _drop(self, mesh: NamedMesh) -> None:
-        """Forget a mesh."""
+    def _drop(self, mesh: NamedMesh | None) -> None:
+        """Forget a mesh, or without one, what was assigned."""
         for known in (self._bound, *self._kept.values()):
-            known.pop(mesh, None)  # type: ignore[attr-defined]
+            if mesh is not None:
+                known.pop(mesh, None)  # type: ignore[attr-defined]
         if self.base is mesh:
             self.base = None
         if self.owned is mesh:
             self.owned = None
         if self.shown is mesh:
-            self._show_nothing()
+            self.shown = None
+            for module in self._modules:
+                self._fill(module, None)
         self.changed()
 
 
 class Bound:
-    """A mesh that a dialect is bound to: until the next one, or with ``with``, in the block, which selects it.
-
-    Args:
-        binding: the binding of the dialect.
-        mesh: the mesh.
-        before: the mesh that the dialect was bound to before, if any.
-    """
+    """A mesh that a dialect is bound to: until the next one, or with ``with``, in the block, which selects it."""
 
     def __init__(self, binding: Binding, mesh: NamedMesh, before: NamedMesh | None) -> None:
-        self.mesh = mesh
-        self._binding = binding
-        self._before = before
+        self.mesh, self._binding, self._before = mesh, binding, before
 
     def __enter__(self) -> NamedMesh:
         return self.mesh.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         before = self._before
         self._binding.base = None if before is not None and before.closed else before
-        self.mesh.__exit__(kind, error, trace)
+        self.mesh.__exit__(None, None, None)
 
 
 def _copied(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class Original:
     Args:
         module: its module with the variables, such as ``"megatron.core.parallel_state"``.
         binding: what fills them; None where the original keeps none.
-        replace: returns what takes the place of its functions and classes, by the module and the name. It is given
+        replace: returns what takes the place of its functions and classes, or is added, by the module and the name. It is given
             the imported module, and raises where that is not one that was compared. None where ours always stands in.
         stand_ins: where it is not installed: the module of ours that is found under each of its names.
     """
@@ -70,7 +70,13 @@ class Original:
         self.installed = False
 
     def _take_over(self, module: ModuleType, replaced: Mapping[tuple[str, str], object]) -> None:
-        ours = {id(getattr(import_module(place), name)): value for (place, name), value in replaced.items()}
+        ours = {}
+        for (place, name), value in replaced.items():
+            original = import_module(place)
+            if hasattr(original, name):
+                ours[id(getattr(original, name))] = value
+            else:
+                self._set(original, name, value)
         for holder in list(sys.modules.values()):
             for known, value in list(getattr(holder, "__dict__", {}).items()):
                 if id(value) in ours:

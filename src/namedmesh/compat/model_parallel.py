@@ -14,14 +14,16 @@ import torch
 import torch.distributed as dist
 
 from namedmesh._torch import backward_pass
-from namedmesh.compat.axis_map import axis_groups, check_axes
+from namedmesh.compat.axis_map import axis_groups, check_axes, compare_mesh
 from namedmesh.compat.binding import Binding, Bound, require_default_group
 from namedmesh.compat.errors import ContractError
-from namedmesh.compat.new_mesh import new_mesh
 from namedmesh.compat.partition import scatter
-from namedmesh.dialects import DIALECTS, variables_of
+from namedmesh.dialects import DIALECTS
 from namedmesh.errors import LayoutError
+from namedmesh.groups import GroupPool
+from namedmesh.init import make_mesh
 from namedmesh.layout import Layout
+from namedmesh.making import agreed
 from namedmesh.options import GroupOptions
 from namedmesh.tensor_parallel.collectives import RankGroup, gather, sum_backward, sum_forward
 
@@ -60,8 +62,7 @@ class ModelParallel:
         self.place = f"namedmesh.compat.{name}"
         self._rows = DIALECTS[name].kinds
         self._of_tp = next(row.variable for row in self._rows if row.axes == ("tp",))
-        variables = [*variables_of(self._rows), "_rank_group"]
-        self.binding = Binding(f"{name}'s model parallelism", function, f"{self.place}.bind", variables)
+        self.binding = Binding(f"{name}'s model parallelism", function, f"{self.place}.bind")
         self._module: Any = None
         self._used: WeakSet[RankGroup] = WeakSet()  # the module keeps them, for as long as their mesh is open
 
@@ -103,7 +104,7 @@ class ModelParallel:
             return bound
         with mesh.agreed(f"{self.name}.bind") as maker:
             check_axes(mesh.layout, self.name)
-            maker.compare({"layout": repr(mesh.layout)})
+            compare_mesh(mesh, maker, [row.axes for row in self._rows])
             groups = self._groups(mesh, maker)
         return self.binding.take(mesh, (), groups)
 
@@ -128,7 +129,8 @@ class ModelParallel:
         world = dist.get_world_size()
         arguments = {name: repr(sizes[axis]) for axis, name in self.sizes.items()}
         arguments |= {"backends": repr(dict(backends)), "timeout": repr(timeout)}
-        with new_mesh(f"{self.name}.{self.function}", range(world), GroupOptions(timeout=timeout)) as maker:
+        pool = GroupPool(defaults=GroupOptions(timeout=timeout))
+        with agreed(pool, f"{self.name}.{self.function}", range(world)) as maker:
             self.binding.refuse_second()
             tp = min(sizes["tp"], world)
             fitted = {"dp": -1, **sizes, "tp": tp}
@@ -140,15 +142,14 @@ class ModelParallel:
             options = {
                 axis: GroupOptions(backend=name) for axis, name in backends.items() if name is not None
             }
-            wanted = [(layout, (axis,), options.get(axis, GroupOptions())) for axis in layout]
             if tp < sizes["tp"]:
                 warnings.warn(
                     f"{self.sizes['tp']} is {sizes['tp']}, but the world has {world} ranks; {self.name}'s {self.function} goes on "
                     f"with {world}",
                     stacklevel=3,
                 )
-            mesh = maker.make(layout, arguments, wanted, options)
-            groups = self._groups(mesh, maker.groups)
+            mesh = make_mesh(maker, layout, arguments, options)
+            groups = self._groups(mesh, maker)
         self.binding.take(mesh, (), groups, owned=True)
 
     def missing(self, what: str) -> Any:

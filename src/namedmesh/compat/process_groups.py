@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from namedmesh.compat.axis_map import axis_groups
+from namedmesh.compat.axis_map import axis_groups, compare_mesh
 from namedmesh.errors import LayoutError
 from namedmesh.init import init_mesh
 
@@ -80,7 +80,7 @@ class ProcessGroups:
             )
         self.mesh = mesh
         with mesh.agreed("ProcessGroups") as maker:
-            maker.compare({"layout": repr(mesh.layout)})
+            compare_mesh(mesh, maker, [("tp",), ("pp",), ("dp",)])
             by_axis = axis_groups(mesh, maker, "ProcessGroups")
         groups = [by_axis[axis][0] for axis in ("tp", "pp", "dp")]
         self.tp_group, self.pp_group, self.dp_group = groups

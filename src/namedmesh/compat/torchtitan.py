@@ -19,6 +19,7 @@ from importlib import import_module
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from namedmesh.compat.axis_map import check_axes
 from namedmesh.compat.errors import ContractError, ContractTypeError
 from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.init import init_mesh
@@ -26,7 +27,7 @@ from namedmesh.layout import Layout
 from namedmesh.views import join_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Self
@@ -47,15 +48,17 @@ _NAMES = ("pp", "batch", "loss", "dp_replicate", "cp", "tp", "ep", "efsdp", "fsd
 
 
 class _Backend(NamedTuple):
-    """What an ``spmd_backend`` means; a boundary of None is over everything."""
+    """What an ``spmd_backend`` means.
 
-    factorings: Mapping[str, tuple[str, ...]]
+    A mesh of one axis is a slice of the first factoring that has it. Dense is what the parameters outside of the experts
+    are sharded over, and the boundary what a boundary between modules may be redistributed over: None is everything.
+    """
+
+    factorings: dict[str, tuple[str, ...]]
     dense: tuple[str, ...]
     boundary: tuple[str, ...] | None
 
 
-# A mesh of one axis is a slice of the first factoring that has it. Dense is what the parameters outside of the experts
-# are sharded over, and the boundary what a boundary between modules may be redistributed over.
 _EVERY = {"data": ("pp", "batch", "cp", "tp"), "sparse": ("pp", *_SPARSE)}
 _BACKENDS = {
     "partial_dtensor": _Backend(
@@ -72,14 +75,13 @@ _BACKENDS = {
 }
 
 
-def _above_one(what: str, *axes: str) -> Callable[[ParallelDims], bool]:
+def _above_one(what: str, *axes: str) -> property:
     """Make a property: whether one of some degrees is above 1; ``what`` follows from that."""
 
     def enabled(self: ParallelDims) -> bool:
         return any(getattr(self, axis) > 1 for axis in axes)
 
-    enabled.__doc__ = f"Whether {what}."
-    return enabled
+    return property(enabled, doc=f"Whether {what}.")
 
 
 class MeshAxisName(str, Enum):
@@ -108,8 +110,14 @@ def unfold_dp_axes(axes: Iterable[MeshAxisName | str]) -> list[str]:
         >>> unfold_dp_axes(["pp", MeshAxisName.DP])
         ['pp', 'dp_replicate', 'dp_shard']
     """
-    names = [str(getattr(axis, "value", axis)) for axis in axes]
-    return [part for name in names for part in (_PRODUCTS["dp"] if name == "dp" else (name,))]
+    names: list[str] = []
+    for name in _texts(axes):
+        names += _PRODUCTS["dp"] if name == "dp" else (name,)
+    return names
+
+
+def _texts(axes: Iterable[MeshAxisName | str]) -> list[str]:
+    return [str(getattr(axis, "value", axis)) for axis in axes]  # torchtitan's own names, too
 
 
 @dataclass(frozen=True)
@@ -129,23 +137,20 @@ class SpmdLayout:
         return tuple(self.axis_types)
 
     def shard_types(self) -> dict[MeshAxisName, Any]:
-        """Return the type of each axis, that of one that shards a dim as ``spmd_types.S(dim)``.
+        """Return the type of each axis, that of one that shards a dim as ``S(dim)`` of the package ``spmd_types``.
 
         Raises:
             ContractTypeError: the partition names something else than a :class:`MeshAxisName`.
-            ModuleNotFoundError: the package ``spmd_types``, which torchtitan needs, is not installed.
         """
         types = dict(self.axis_types)
         for dim, entry in enumerate(self.partition_spec or ()):
-            axes = entry if isinstance(entry, tuple) else (entry,)
-            for axis in axes:
-                if axis is None:
-                    continue
-                if not isinstance(axis, MeshAxisName):
+            for axis in entry if isinstance(entry, tuple) else (entry,):
+                if isinstance(axis, MeshAxisName):
+                    types[axis] = import_module("spmd_types").S(dim)
+                elif axis is not None:
                     raise ContractTypeError(
                         f"partition_spec names {axis!r} for dim {dim}; give a MeshAxisName, such as MeshAxisName.TP"
                     )
-                types[axis] = import_module("spmd_types").S(dim)
         return types
 
 
@@ -173,6 +178,7 @@ class ParallelDims:
 
     Raises:
         ContractError: an ``AssertionError``, too: degrees that are below 1, or do not make up the world.
+        LayoutError: of its methods, a ``ValueError``, too.
 
     Example:
         >>> import torch.distributed as dist
@@ -191,17 +197,15 @@ class ParallelDims:
     ep: int
     world_size: int
     spmd_backend: str = "spmd_types"
-    dp_enabled = property(_above_one("there is data parallelism of either kind", "dp_replicate", "dp_shard"))
-    dp_replicate_enabled = property(_above_one("parameters are replicated", "dp_replicate"))
-    dp_shard_enabled = property(_above_one("data-parallel ranks shard the parameters", "dp_shard"))
-    cp_enabled = property(_above_one("ranks share sequences", "cp"))
-    dp_cp_enabled = property(_above_one("the loss is reduced over ranks", "dp_replicate", "dp_shard", "cp"))
-    fsdp_enabled = property(
-        _above_one("data- or context-parallel ranks shard the parameters", "dp_shard", "cp")
-    )
-    tp_enabled = property(_above_one("ranks share layers", "tp"))
-    pp_enabled = property(_above_one("there is a pipeline", "pp"))
-    ep_enabled = property(_above_one("ranks share experts", "ep"))
+    dp_enabled = _above_one("there is data parallelism of either kind", "dp_replicate", "dp_shard")
+    dp_replicate_enabled = _above_one("parameters are replicated", "dp_replicate")
+    dp_shard_enabled = _above_one("data-parallel ranks shard the parameters", "dp_shard")
+    cp_enabled = _above_one("ranks share sequences", "cp")
+    dp_cp_enabled = _above_one("the loss is reduced over ranks", "dp_replicate", "dp_shard", "cp")
+    fsdp_enabled = _above_one("data- or context-parallel ranks shard the parameters", "dp_shard", "cp")
+    tp_enabled = _above_one("ranks share layers", "tp")
+    pp_enabled = _above_one("there is a pipeline", "pp")
+    ep_enabled = _above_one("ranks share experts", "ep")
 
     def __post_init__(self) -> None:
         """Check the degrees, and infer dp_shard."""
@@ -209,13 +213,11 @@ class ParallelDims:
         self._roots: dict[str, DeviceMesh] = {}
         self._single_axis_meshes: dict[str, DeviceMesh] = {}
         self._slices: dict[tuple[str, ...], DeviceMesh] = {}
-        problems = [
-            f"{name}={degree} is below 1; a degree is 1 where it is not used"
-            for name in ("dp_replicate", "cp", "tp", "pp", "ep")
-            if (degree := getattr(self, name)) < 1
-        ]
-        if self.dp_shard != -1 and self.dp_shard < 1:
-            problems.append(f"dp_shard={self.dp_shard} is below 1; give -1 for whatever is left")
+        problems = []
+        for name in (*_AXES, "ep"):
+            degree = getattr(self, name)
+            if degree < 1 and (name, degree) != ("dp_shard", -1):
+                problems.append(f"{name}={degree} is below 1; a degree is 1 where it is not used")
         if self.spmd_backend not in _BACKENDS:
             problems.append(
                 f"spmd_backend={self.spmd_backend!r} is not one of {tuple(_BACKENDS)}"
@@ -223,32 +225,18 @@ class ParallelDims:
             )
         if problems:
             raise ContractError(*problems)
-        rest = self.dp_replicate * self.non_data_parallel_size
-        if self.dp_shard == -1:
-            self.dp_shard = max(1, self.world_size // rest)
-        if rest * self.dp_shard != self.world_size:
-            degrees = " x ".join(f"{axis}={getattr(self, axis)}" for axis in _AXES)
-            raise ContractError(
-                f"{degrees} = {rest * self.dp_shard} is not the world of {self.world_size} ranks; change a degree, or "
-                "give dp_shard=-1 for whatever is left"
+        try:
+            dense = Layout.from_shape(
+                _AXES, [getattr(self, axis) for axis in _AXES], world_size=self.world_size
             )
-        sharing = self.dp_shard * self.cp * self.tp
-        if sharing % self.ep:
-            raise ContractError(
-                f"ep={self.ep} does not divide dp_shard x cp x tp = {sharing}, the ranks that share the experts; change a degree"
-            )
+            self.dp_shard = dense["dp_shard"]
+            self._layout(("pp", *_SPARSE))
+        except LayoutError as error:
+            raise ContractError(*error.problems) from None
 
     @classmethod
     def from_config(cls, parallelism_config: Any, world_size: int) -> Self:
-        """Return the degrees of a ``ParallelismConfig`` of torchtitan.
-
-        Args:
-            parallelism_config: an object with ``data_parallel_replicate_degree`` and so on.
-            world_size: how many ranks there are.
-
-        Raises:
-            ContractError: degrees that are below 1, or do not make up the world.
-        """
+        """Return the dims of a ``ParallelismConfig`` of torchtitan, with ``data_parallel_replicate_degree`` and so on."""
         config = parallelism_config
         return cls(
             dp_replicate=config.data_parallel_replicate_degree,
@@ -274,18 +262,12 @@ class ParallelDims:
             spmd_backend: as for the class.
 
         Raises:
-            LayoutError: the mesh has other axes, or another order.
+            LayoutError: the mesh has other axes, or its ranks are in another order.
         """
-        data = "dp" if "dp" in mesh.layout else "dp_shard"
-        allowed = tuple(data if axis == "dp_shard" else axis for axis in _AXES)
-        known = tuple(axis for axis in allowed if axis in mesh.layout)
-        if known != mesh.layout.axes:
-            raise LayoutError(
-                f"{mesh.layout} is not over some of {join_names(allowed)} in this order, as torchtitan lays out ranks; "
-                "make the mesh with these axes"
-            )
-        sizes = {axis: mesh.size(axis) if axis in mesh.layout else 1 for axis in allowed}
-        sizes["dp_shard"] = sizes.pop(data)
+        check_axes(mesh.layout, "torchtitan")
+        sizes = dict.fromkeys(_AXES, 1)
+        for axis, size in mesh.layout.items():
+            sizes["dp_shard" if axis == "dp" else axis] = size
         if ep is None:
             ep = mesh.size("ep") if "ep" in mesh else 1
         dims = cls(**sizes, ep=ep, world_size=mesh.layout.world_size, spmd_backend=spmd_backend)
@@ -300,30 +282,26 @@ class ParallelDims:
             The 1-D mesh over all ranks, named ``world``.
 
         Raises:
-            LayoutError: ep does not divide the ranks that share the experts, or the world has another size.
+            LayoutError: the world has another size.
             AgreementError: the ranks have other degrees, or some did not call.
         """
         if self._single_axis_meshes:
             return self._roots["world"]
         factorings = self._backend.factorings
         if self.mesh is None:
-            self.mesh = init_mesh({axis: self._degree(axis) for axis in factorings["dense"]})
+            self.mesh = init_mesh(self._layout(factorings["dense"]))
         mesh = self.mesh
         for name, axes in factorings.items():
-            sizes = {axis: self._degree(axis) for axis in axes}
-            layout = Layout(**sizes, world_size=mesh.layout.world_size, rank_offset=mesh.layout.rank_offset)
+            layout = self._layout(axes, mesh.layout.rank_offset)
             if layout not in (mesh.layout, *mesh.views.values()):
-                mesh.add_view(f"torchtitan {name}", options={}, **sizes)
+                mesh.add_view(f"torchtitan {name}", options={}, **dict(layout.items()))
             self._roots[name] = mesh[axes]
         whole = mesh.layout.axes
         self._roots["world"] = mesh.flatten(*whole, name="world") if len(whole) > 1 else mesh.device_mesh
-        self._roots["loss"] = mesh.flatten("batch", "cp", name="loss_mesh")
-        for name in _NAMES:
-            root = next((key for key, axes in factorings.items() if name in axes), None)
-            if root is not None:
-                self._single_axis_meshes[name] = self._roots[root][name]
-            elif name == "loss":
-                self._single_axis_meshes[name] = self._roots[name]
+        meshes = {"loss": mesh.flatten("batch", "cp", name="loss_mesh")}
+        for root, axes in reversed(factorings.items()):
+            meshes |= {axis: self._roots[root][axis] for axis in axes}
+        self._single_axis_meshes = {name: meshes[name] for name in _NAMES if name in meshes}
         return self._roots["world"]
 
     def get_optional_mesh(
@@ -338,36 +316,27 @@ class ParallelDims:
             include_singleton_axes: whether axes that are not in use count, too.
 
         Raises:
-            LayoutError: a ``ValueError``, too: an unknown name, names that are in no factoring together, out of order
-                or repeated.
+            LayoutError: an unknown name, or names that are in no factoring together, out of order or repeated.
         """
         names = (dims,) if isinstance(dims, str) else tuple(dims)
         known = self._known()
-        problems = [
-            f"Invalid mesh dim {name!r}: the meshes with {self.spmd_backend} are {', '.join(known)}"
-            f"{did_you_mean(name, known)}"
-            for name in names
-            if name not in known
-        ]
-        if problems:
-            raise LayoutError(*problems)
+        for name in names:
+            if name not in known:
+                raise LayoutError(
+                    f"Invalid mesh dim {name!r}: the meshes with {self.spmd_backend} are {', '.join(known)}"
+                    f"{did_you_mean(name, known)}"
+                )
         if not include_singleton_axes and not all(self._in_use(name) for name in names):
             return None
         return known[names[0]] if len(names) == 1 else self._slice(names)
 
     def get_mesh(self, dims: str | list[str]) -> DeviceMesh:
-        """Return the mesh of :meth:`get_optional_mesh`; raise where an axis is not in use.
-
-        Raises:
-            LayoutError: a ``ValueError``, too: as above, or an axis is not in use.
-        """
+        """Return the mesh of :meth:`get_optional_mesh`; a LayoutError, as there, where an axis is not in use, too."""
         mesh = self.get_optional_mesh(dims)
         if mesh is None:
-            names = [dims] if isinstance(dims, str) else dims
-            unused = [name for name in names if not self._in_use(name)]
             raise LayoutError(
-                f"the mesh over {join_names(names)} is not available: {join_names(unused)} of size 1 or without experts is not in "
-                "use; ask get_optional_mesh, which returns None, or give the degree a size above 1"
+                f"the mesh over {dims!r} is not available: an axis of size 1, or efsdp without experts, is not in use; ask "
+                "get_optional_mesh, which returns None, or give the degree a size above 1"
             )
         return mesh
 
@@ -379,8 +348,8 @@ class ParallelDims:
 
     def get_all_one_dimensional_meshes(self) -> dict[str, DeviceMesh]:
         """Return the meshes of one axis that are in use and have more than one rank, by name."""
-        meshes = self._known().items()
-        return {name: mesh for name, mesh in meshes if mesh.size() > 1 and self._in_use(name)}
+        used = {name: mesh for name, mesh in self._known().items() if self._in_use(name)}
+        return {name: mesh for name, mesh in used.items() if mesh.size() > 1}
 
     def spmd_meshes(self) -> list[DeviceMesh]:
         """Return the meshes that parameters are sharded over: that of the dense ones, and that of the experts."""
@@ -388,11 +357,7 @@ class ParallelDims:
         return [mesh for mesh in meshes if mesh is not None]
 
     def spmd_dense_mesh(self) -> DeviceMesh:
-        """Return the mesh (dp, cp, tp) of spmd_types, axes of size 1 included.
-
-        Raises:
-            LayoutError: the backend is another.
-        """
+        """Return the mesh (dp, cp, tp) of spmd_types, axes of size 1 included; LayoutError with another backend."""
         if self.spmd_backend != "spmd_types":
             raise LayoutError(
                 f"spmd_dense_mesh is of the backend 'spmd_types', and this is {self.spmd_backend!r}; use spmd_meshes()"
@@ -404,11 +369,7 @@ class ParallelDims:
         return self._slice(_SPARSE) if self.spmd_backend == "spmd_types" and self.ep > 1 else None
 
     def get_dense_tp_mesh(self) -> DeviceMesh:
-        """Return the mesh over tp that the dense layers compute on.
-
-        Raises:
-            LayoutError: tp is not in use, and the backend is not spmd_types.
-        """
+        """Return the mesh over tp that the dense layers compute on; LayoutError where tp is not in use, except in spmd_types."""
         return self.spmd_dense_mesh()["tp"] if self.spmd_backend == "spmd_types" else self.get_mesh("tp")
 
     def resolve_mesh(self, axes: Iterable[str]) -> DeviceMesh | None:
@@ -419,10 +380,9 @@ class ParallelDims:
                 full_dtensor ``dp`` stands for dp_replicate and dp_shard.
 
         Raises:
-            LayoutError: with full_dtensor, a ``ValueError``, too: these are not all the axes of one of
-                :meth:`spmd_meshes`.
+            LayoutError: with full_dtensor, these are not all the axes of one of :meth:`spmd_meshes`.
         """
-        names = [str(getattr(axis, "value", axis)) for axis in axes]
+        names = _texts(axes)
         boundary = self._backend.boundary
         if boundary is not None:
             return self.get_activated_mesh([name for name in names if name in boundary])
@@ -435,19 +395,15 @@ class ParallelDims:
         )
 
     def resolve_shared_mesh(self, placements: Iterable[Any]) -> DeviceMesh | None:
-        """Return the mesh of :meth:`resolve_mesh` for layouts over the same axes; None among them is skipped.
+        """Return the mesh of :meth:`resolve_mesh` for layouts over the same axes; ContractError where they differ.
 
         Args:
-            placements: objects with a method ``axes()``, or None.
-
-        Raises:
-            ContractError: an ``AssertionError``, too: layouts over different axes.
+            placements: objects with a method ``axes()``, or None, which are skipped.
         """
-        axes = {tuple(layout.axes()) for layout in placements if layout is not None}
+        axes = {tuple(_texts(layout.axes())) for layout in placements if layout is not None}
         if len(axes) > 1:
-            shown = ", ".join(sorted(str(tuple(map(str, each))) for each in axes))
             raise ContractError(
-                f"the layouts of one boundary are over {shown}; give all of them the same axes"
+                f"the layouts of one boundary are over {sorted(axes)}; give all of them the same axes"
             )
         return self.resolve_mesh(axes.pop()) if axes else None
 
@@ -476,10 +432,13 @@ class ParallelDims:
             self.build_mesh()
         return self._single_axis_meshes
 
-    def _degree(self, axis: str) -> int:
-        if axis == "efsdp":
-            return -1
-        return prod(getattr(self, part) for part in _PRODUCTS.get(axis, (axis,)))
+    def _layout(self, axes: tuple[str, ...], rank_offset: int = 0) -> Layout:
+        """Return one factoring of the ranks."""
+        sizes = dict.fromkeys(axes, -1)  # efsdp is what is left
+        for axis in axes:
+            if axis != "efsdp":
+                sizes[axis] = prod(getattr(self, part) for part in _PRODUCTS.get(axis, (axis,)))
+        return Layout(**sizes, world_size=self.world_size, rank_offset=rank_offset)
 
     def _in_use(self, axis: str) -> bool:
         if axis in {"fsdp", "dp_shard"}:
@@ -493,15 +452,10 @@ class ParallelDims:
             return self._slices[names]
         factorings = self._backend.factorings
         for root, axes in factorings.items():
-            in_order = tuple(axis for axis in axes if axis in names)
-            if in_order == names:
+            if names == tuple(axis for axis in axes if axis in names):
                 self._slices[names] = self._roots[root][names]
                 return self._slices[names]
-            if set(in_order) == set(names):
-                raise LayoutError(
-                    f"the axes {names} are not each once and in the order of the ranks; ask for {in_order}"
-                )
         raise LayoutError(
-            f"axes {join_names(names)} are not together in one factoring of the ranks; the factorings are "
+            f"axes {join_names(names)} are not together in one factoring of the ranks, each once and in its order; those are "
             f"{', '.join(map(str, factorings.values()))}"
         )

@@ -170,7 +170,7 @@ def start_all_gather(local: Tensor, peers: RankGroup, dim: int) -> Pending:
         full = functional_collective("all_gather_into_tensor", first, peers.size, group=peers.group)
         return Pending(full, lambda full: wait_tensor(full).movedim(0, dim))
     full = first.new_empty((first.shape[0] * peers.size, *first.shape[1:]))
-    return Pending(full, _after(all_gather_single(full, first, peers.group), dim))
+    return Pending(full, _after(all_gather_single(full, first, group=peers.group, async_op=True), dim))
 
 
 def all_gather(local: Tensor, peers: RankGroup, dim: int) -> Tensor:
@@ -187,7 +187,7 @@ def start_reduce_scatter(full: Tensor, peers: RankGroup, dim: int) -> Pending:
         shard = functional_collective("reduce_scatter_tensor", first, "sum", peers.size, group=peers.group)
         return Pending(shard, lambda shard: wait_tensor(shard).movedim(0, dim))
     shard = first.new_empty((first.shape[0] // peers.size, *first.shape[1:]))
-    return Pending(shard, _after(reduce_scatter_single(shard, first, peers.group), dim))
+    return Pending(shard, _after(reduce_scatter_single(shard, first, group=peers.group, async_op=True), dim))
 
 
 def reduce_scatter(full: Tensor, peers: RankGroup, dim: int) -> Tensor:

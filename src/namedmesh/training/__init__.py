@@ -7,10 +7,9 @@ from namedmesh.training.checkpoints import load, save
 from namedmesh.training.clipping import clip_grad_norm_
 from namedmesh.training.context import context_attention, shard_sequence
 from namedmesh.training.data import check_same_batch, data_axes, fsdp_mesh, loader_kwargs, sampler_kwargs
-from namedmesh.training.experts import set_expert_divisor
 from namedmesh.training.initialization import init_parameters
-from namedmesh.training.loss import token_mean
 from namedmesh.training.lost_ranks import report_lost_ranks
+from namedmesh.training.means import set_expert_divisor, token_mean
 from namedmesh.training.pipelines import pipeline, stage_indices, stage_layers
 from namedmesh.training.seeds import seed_all, streams
 from namedmesh.training.tied_stages import tie_stages

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from namedmesh.errors import listing
 from namedmesh.tensor_parallel.collectives import local_shard
@@ -51,21 +52,22 @@ def _hash(value: object) -> float:
     return _exactly(digest(str(value)))
 
 
-def differing(mesh: NamedMesh | None, names: Sequence[str], table: Tensor) -> list[str]:
-    """Return the names of the entries that are not the same on all ranks that have them; communicates."""
+def differing(mesh: NamedMesh | None, names: Sequence[str], table: Tensor) -> dict[str, list[float]]:
+    """Return the entries that are not the same on all ranks that have them, and this rank's numbers of each; communicates."""
     if mesh is None:
-        return []
+        return {}
     ids = torch.tensor([_hash(name) for name in names], dtype=torch.float64)
-    bounds = torch.cat([table, -table], 1)
+    bounds = torch.stack([table, -table], 1)
     axes = dict.fromkeys(axis for layout in (mesh.layout, *mesh.views.values()) for axis in layout)
     for axis in axes:
         if mesh.size(axis) > 1:
             bounds = _reduced(mesh, axis, ids, bounds)
-    high, low = bounds[:, :5], -bounds[:, 5:]
+    high, low = bounds[:, 0], -bounds[:, 1]
     limits = torch.zeros_like(high)
     limits[:, _NUMBERS] = _TOLERANCE * torch.maximum(high.abs(), low.abs())[:, _NUMBERS].amax(1, keepdim=True)
     same = (high - low <= limits).all(1)
-    return [name for name, each in zip(names, same.tolist(), strict=True) if not each]
+    rows = zip(names, table[:, _NUMBERS].tolist(), same.tolist(), strict=True)
+    return {name: numbers for name, numbers, each in rows if not each}
 
 
 def _reduced(mesh: NamedMesh, axis: str, ids: Tensor, bounds: Tensor) -> Tensor:
@@ -76,12 +78,9 @@ def _reduced(mesh: NamedMesh, axis: str, ids: Tensor, bounds: Tensor) -> Tensor:
         largest = all_reduced(bounds.to(mesh.device), mesh, (axis,), "max").cpu()
     else:
         largest = _gathered(mesh, axis, ids, bounds)
-    # Of other parts only the shape of the whole is compared.
-    kept = bounds.clone()
-    for column in (_SHAPE, _SHAPE + 5):
-        kept[:, column] = largest[:, column]
-    other_part = largest[:, _SHARD] != -largest[:, _SHARD + 5]
-    return torch.where(other_part[:, None], kept, largest)
+    other_part = largest[:, 0, _SHARD] != -largest[:, 1, _SHARD]
+    other_part = other_part[:, None, None] & (torch.arange(largest.shape[2]) != _SHAPE)
+    return torch.where(other_part, bounds, largest)  # of other parts only the shape of the whole is compared
 
 
 def _gathered(mesh: NamedMesh, axis: str, ids: Tensor, bounds: Tensor) -> Tensor:
@@ -90,28 +89,18 @@ def _gathered(mesh: NamedMesh, axis: str, ids: Tensor, bounds: Tensor) -> Tensor
     dist.all_gather_object(found, (ids, bounds), group=mesh.group(axis))
     known, place = torch.cat([each for each, _ in found]).unique(return_inverse=True)
     rows = torch.cat([each for _, each in found])
-    largest = rows.new_empty(len(known), rows.shape[1])
-    largest.scatter_reduce_(0, place[:, None].expand_as(rows), rows, "amax", include_self=False)
+    largest = rows.new_empty(len(known), *rows.shape[1:])
+    largest.scatter_reduce_(0, place[:, None, None].expand_as(rows), rows, "amax", include_self=False)
     return largest[torch.searchsorted(known, ids)]
 
 
 def _numbers(entries: Mapping[str, Entry]) -> Tensor:
     """Return two numbers of each entry's elements, or some of them, that differ between different tensors."""
     samples = [_sample(each) for each in entries.values()]
-    result = torch.zeros(len(samples), 2, dtype=torch.float64)
-    filled = [each for each in samples if len(each)]
-    if not filled:
-        return result
-    device = filled[0].device
-    values = torch.cat([each.to(device) for each in filled])
-    lengths = torch.tensor([len(each) for each in samples], device=device)
-    place = torch.repeat_interleave(torch.arange(len(samples), device=device), lengths)
-    first = lengths.cumsum(0) - lengths
-    angles = torch.arange(int(lengths.max()), device=device, dtype=torch.float64).cos()
-    weights = angles[torch.arange(len(values), device=device) - first[place]]
-    both = torch.stack([values * values, values * weights], 1)
-    result = result.to(device).index_add_(0, place, both).cpu()
-    result[:, 0] = result[:, 0].sqrt()
+    device = max(samples, key=len).device
+    rows = pad_sequence([each.to(device) for each in samples], batch_first=True)
+    weights = torch.arange(rows.shape[1], device=device, dtype=torch.float64).cos()
+    result = torch.stack([rows.norm(dim=1), rows @ weights], 1).cpu()
     return result.nan_to_num(nan=_NO_NUMBER, posinf=2 * _NO_NUMBER, neginf=-2 * _NO_NUMBER)
 
 
@@ -125,36 +114,21 @@ def _sample(entry: Entry) -> Tensor:
 
 
 Detail = tuple["tuple[int, ...] | None", "tuple[object, ...]", "list[float]"]
-
-
-@torch.no_grad()
-def details(entries: Mapping[str, Entry]) -> dict[str, Detail]:
-    """Return what tells :func:`contradictions` how entries differ."""
-    rows = _numbers(entries).tolist()
-    return {
-        name: (each.shape, each.shard, row) for (name, each), row in zip(entries.items(), rows, strict=True)
-    }
+"""The shape of the whole, the part of it, and the numbers of an entry that differs."""
 
 
 def shown(name: str) -> str:
     """Return the name of an entry as messages have it."""
-    return repr(name.removesuffix("#").partition(".")[2])
+    return repr(name.partition(".")[2])
 
 
 def contradictions(by_rank: Sequence[Mapping[str, Detail]]) -> list[str]:
     """Return how names stand for different tensors on different ranks, one sentence for each way."""
-    shapes: dict[str, tuple[object, int]] = {}
-    seen: dict[object, tuple[list[float], int]] = {}
-    found: dict[str, str] = {}
+    ranks_of: dict[str, dict[int, Detail]] = {}
     for rank, entries in enumerate(by_rank):
-        for name, (shape, shard, numbers) in entries.items():
-            first_shape, first = shapes.setdefault(name, (shape, rank))
-            if shape != first_shape:
-                found.setdefault(name, f"shape {first_shape} on rank {first} and {shape} on rank {rank}")
-            first_numbers, first = seen.setdefault((name, shard), (numbers, rank))
-            pairs = list(zip(numbers, first_numbers, strict=True))
-            if max(abs(a - b) for a, b in pairs) > _TOLERANCE * max(abs(number) for number in pairs[0]):
-                found.setdefault(name, f"other values on rank {rank} than on rank {first}")
+        for name, entry in entries.items():
+            ranks_of.setdefault(name, {})[rank] = entry
+    found = {name: _how_it_differs(entries) for name, entries in ranks_of.items()}
     by_cause: dict[str, list[str]] = {}
     for name, what in found.items():
         by_cause.setdefault(what, []).append(shown(name))
@@ -164,3 +138,17 @@ def contradictions(by_rank: Sequence[Mapping[str, Detail]]) -> list[str]:
         "tensor_model_parallel and partition_dim"
         for what, names in by_cause.items()
     ]
+
+
+def _how_it_differs(entries: Mapping[int, Detail]) -> str:
+    first, (shape, shard, numbers) = next(iter(entries.items()))
+    for rank, (other, _, _) in entries.items():
+        if other != shape:
+            return f"shape {shape} on rank {first} and {other} on rank {rank}"
+    distance = {
+        rank: max(abs(one - other) for one, other in zip(numbers, others, strict=True))
+        for rank, (_, part, others) in entries.items()
+        if part == shard
+    }
+    farthest = max(distance, key=lambda rank: distance[rank])
+    return f"other values on rank {farthest} than on rank {first}"

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from namedmesh.mesh import NamedMesh
-    from namedmesh.training.checkpoint_load import About
     from namedmesh.training.checkpoint_state import Model, Optimizers
 
 _NAME = re.compile(r"step-\d+")
@@ -112,13 +111,13 @@ class Checkpoints:
         if resume is True:
             found = self._last_sound(ranks)
         elif resume is not False:
-            found = opened(Path(resume), ranks)
+            found = Path(resume), opened(Path(resume), ranks)
         self._lineage, extra = Lineage(), {"step": 0}
         if found is not None:
-            place, about = found
-            load_into(collect, place, about, ranks, cast=cast)
-            if about is not None:
-                self._lineage, extra = Lineage(about["run"], about["id"]), dict(about["extra"])
+            path, about = found
+            load_into(collect, path, about, ranks, cast=cast)
+            self._lineage = Lineage(about["run"], about["id"])
+            extra |= about["extra"]
         ranks.on_first(lambda _: self._refuse_other_run())
         return extra
 
@@ -169,16 +168,19 @@ class Checkpoints:
 
     def _clear(self) -> None:
         """Remove what interrupted saves and removals of this run left."""
-        for name in files.names_in(self.directory):
-            if _NAME.fullmatch(name):
-                files.clear(self.directory / name)
+        for path in self.directory.glob("step-*"):
+            if _NAME.fullmatch(path.name):
+                files.clear(path)
 
-    def _last_sound(self, ranks: CheckpointGroup) -> tuple[Path, About] | None:
+    def _last_sound(self, ranks: CheckpointGroup) -> tuple[Path, dict[str, Any]] | None:
         """Return the checkpoint that was finished last and is as it was written; None where none was ever finished."""
         paths = ranks.on_first(lambda _: [path for path, _ in files.in_order(self.directory)])
         for path in reversed(paths):
-            if found := _opened_if_sound(path, ranks):
-                return found
+            try:
+                return path, opened(path, ranks)
+            except CheckpointError as error:  # noqa: PERF203  one of a few
+                if ranks.rank == 0:
+                    warnings.warn(f"left out: {error}", stacklevel=3)
         if paths:
             raise CheckpointError(
                 f"no checkpoint in {self.directory} is as it was written; name one to load by resume=, or begin in another directory"
@@ -200,12 +202,3 @@ def _refuse_other_choices(by_rank: Sequence[str]) -> None:
         raise CheckpointError(
             f"resume is {by_rank[0]} on rank 0, and {by_rank[others[0]]} on {ranks_in_words(others)}; give all ranks the same"
         )
-
-
-def _opened_if_sound(path: Path, ranks: CheckpointGroup) -> tuple[Path, About] | None:
-    try:
-        return opened(path, ranks)
-    except CheckpointError as error:
-        if ranks.rank == 0:
-            warnings.warn(f"left out: {error}", stacklevel=4)
-        return None

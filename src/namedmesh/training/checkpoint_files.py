@@ -1,11 +1,10 @@
-"""Where a checkpoint lies: written beside its place and moved there, so that there is always a whole one."""
+"""Where a checkpoint lies: its tensors in a directory of a new name, and the file that names it, which is put in its place last."""
 
 from __future__ import annotations
 
 import io
 import os
 import pickle
-import re
 import secrets
 import shutil
 import sys
@@ -26,31 +25,19 @@ from namedmesh.layout import Layout
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-ABOUT = "namedmesh.pt"  # written last: a directory that has it is a whole checkpoint
-_HEAD = b"namedmesh checkpoint 2 %08x\n"  # the format, and the checksum of what follows
-_PROBE = "seen-by-all-ranks"  # written first, read by all ranks, and removed
+ABOUT = "namedmesh.pt"  # put in its place last: it names the directory beside it, and replaces the one before it at once
+_HEAD = b"namedmesh checkpoint 3 %08x\n"  # the format, and the checksum of what follows
+_ANY_DATA = "data-" + 16 * "[0-9a-f]"
+_SHARE = "give a path on a file system that all hosts share, such as NFS or Lustre"
 _METADATA = ".metadata"  # DCP's own name for what it says about the tensors
 # Some network file systems show a file on other hosts after a while only.
 _APPEARS_WITHIN = 10.0
 
 T = TypeVar("T")
-Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+Shapes = dict[str, "tuple[tuple[int, ...], torch.dtype] | None"]
+"""The whole shape and the type of each tensor; None for what is no tensor."""
 Files = dict[str, tuple[int, int]]
 """The size of each file, and its checksum."""
-
-
-class Writer(dcp.FileSystemWriter):
-    """DCP's, which also knows the files that this rank wrote."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.names: set[str] = set()
-
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        """Write this rank's tensors."""
-        written = super().write_data(plan, planner)
-        self.names |= {each.storage_data.relative_path for each in written.value()}
-        return written
 
 
 class _Metadata(pickle.Unpickler):
@@ -83,73 +70,63 @@ class Reader(dcp.FileSystemReader):
         return metadata
 
 
-def beside(path: Path, what: str) -> Path:
-    """Return the directory next to ``path`` for what is not in its place."""
-    return path.with_name(f".{path.name}.{what}")
+class _Planner(dcp.DefaultLoadPlanner):
+    """DCP's, which for what is no tensor runs no code that a file names either."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        """Read one value."""
+        name = read_item.dest_index.fqn
+        self.state_dict[name] = torch.load(value, weights_only=True, map_location="cpu")
+
+
+def read(reader: dcp.StorageReader, wanted: dict[str, Any], **ranks: Any) -> None:
+    """Fill tensors, and replace what is none, on the ranks that the arguments for DCP say."""
+    with without_warnings():
+        planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        dcp.load(wanted, storage_reader=reader, planner=planner, **ranks)
+
+
+def data_of(path: Path, about: dict[str, Any]) -> Path:
+    """Return the directory of a checkpoint's tensors."""
+    return path / f"data-{about['id']}"
 
 
 def is_whole(path: Path) -> bool:
-    """Return whether there is a finished checkpoint at this very place."""
+    """Return whether there is a finished checkpoint."""
     return (path / ABOUT).is_file()
 
 
-def place_of(path: Path) -> Path | None:
-    """Return where the finished checkpoint of a path is: one that was being replaced has another place."""
-    places = [place for place in (path, beside(path, "replaced")) if is_whole(place)]
-    return places[0] if places else None
-
-
 def make_room(path: Path) -> str:
-    """Make the directory that a checkpoint is written to, and undo what an interrupted one left; returns a text in it.
-
-    Raises:
-        CheckpointError: ``path`` is something else than a checkpoint, which would be lost.
-    """
+    """Make the directory that tensors are written to, unless the path is no checkpoint's, and remove what interrupted saves left."""
     clear(path)
     if path.exists() and not is_whole(path) and not (path.is_dir() and not any(path.iterdir())):
         raise CheckpointError(
             f"{path} exists and is no checkpoint of namedmesh.training; give the checkpoint a path of its own"
         )
-    unfinished = beside(path, "unfinished")
-    unfinished.mkdir(parents=True)
-    nonce = secrets.token_hex(8)
-    (unfinished / _PROBE).write_text(nonce, encoding="ascii")
-    return nonce
+    about = {"id": secrets.token_hex(8)}
+    data_of(path, about).mkdir(parents=True)
+    return about["id"]
 
 
 def clear(path: Path) -> None:
-    """Remove what an interrupted save or removal of this checkpoint left; one that was being replaced is put back."""
-    replaced = beside(path, "replaced")
-    if not is_whole(path) and is_whole(replaced):
-        replaced.rename(path)  # interrupted between the two moves
-    for left in (beside(path, "unfinished"), replaced, beside(path, "removed")):
-        if left.exists():
-            shutil.rmtree(left)
+    """Remove all directories of tensors but that of the finished checkpoint; of one that is damaged nothing."""
+    kept = None
+    if is_whole(path):
+        try:
+            kept = data_of(path, read_about(path))
+        except CheckpointError:
+            return
+    for each in path.glob(_ANY_DATA):
+        if each != kept:
+            shutil.rmtree(each, ignore_errors=True)
+    with suppress(OSError):
+        path.rmdir()  # where nothing is left
 
 
-def names_in(directory: Path) -> set[str]:
-    """Return the names of the checkpoints in a directory, also of those of which parts are left only."""
-    names = set()
-    for each in directory.glob("*"):
-        left = re.fullmatch(r"\.(.+)\.(unfinished|replaced|removed)", each.name)
-        names.add(left[1] if left else each.name)
-    return names
-
-
-def require_room(path: Path, nonce: str) -> None:
+def require_room(path: Path, about: dict[str, Any]) -> None:
     """Refuse a path that is another directory on this host than where the first rank has called :func:`make_room`."""
-    probe = beside(path, "unfinished") / _PROBE
-
-    def is_other() -> bool:
-        with suppress(OSError):
-            return probe.read_text(encoding="ascii") != nonce
-        return True
-
-    if _still(is_other):
-        raise CheckpointError(
-            f"{path} is another directory than on rank 0; give a path on a file system that all hosts share, such as NFS or "
-            "Lustre"
-        )
+    if _still(lambda: not data_of(path, about).is_dir()):
+        raise CheckpointError(f"{path} is another directory than on rank 0; {_SHARE}")
 
 
 def _still(missing: Callable[[], T]) -> T:
@@ -160,9 +137,9 @@ def _still(missing: Callable[[], T]) -> T:
     return found
 
 
-def measured(directory: Path, names: Iterable[str]) -> Files:
-    """Return the sizes and checksums of files."""
-    return {name: _measure(directory / name) for name in names}
+def written_by(rank: int, directory: Path) -> Files:
+    """Return the sizes and checksums of the files that DCP wrote on a rank."""
+    return {each.name: _measure(each) for each in directory.glob(f"__{rank}_*")}
 
 
 def _measure(path: Path) -> tuple[int, int]:
@@ -187,101 +164,84 @@ def damaged(directory: Path, files: Files, *, contents: bool = True) -> list[str
     return [name for name in files if not is_as_written(name)]
 
 
-def refuse_damaged(place: Path, files: Files) -> None:
-    """Refuse a checkpoint of which files are not as they were written."""
-    if broken := damaged(place, files):
+def refuse_damaged(path: Path, about: dict[str, Any], names: Iterable[str]) -> None:
+    """Refuse a checkpoint of which some files are not as they were written."""
+    if broken := damaged(data_of(path, about), {name: about["files"][name] for name in names}):
         raise CheckpointError(
-            f"{listing(broken, 4)} in the checkpoint {place} is missing, or not as it was written; load an older checkpoint"
+            f"{listing(broken, 4)} in the checkpoint {path} is missing, or not as it was written; load an older checkpoint"
         )
 
 
-def move(path: Path, about: dict[str, Any], files: Files) -> None:
-    """Finish what was written beside ``path``, and put it in the place of what was there.
-
-    Raises:
-        CheckpointError: not all that the ranks wrote is there.
-    """
-    unfinished, replaced = beside(path, "unfinished"), beside(path, "replaced")
-    files |= measured(unfinished, [_METADATA])
-    if absent := _still(lambda: damaged(unfinished, files, contents=False)):
+def finish(path: Path, about: dict[str, Any]) -> None:
+    """Put a checkpoint, of which all files are there, in the place of the one before."""
+    data = data_of(path, about)
+    about["files"][_METADATA] = _measure(data / _METADATA)
+    if absent := _still(lambda: damaged(data, about["files"], contents=False)):
         raise CheckpointError(
-            f"{listing(absent, 4)} of {path} was written, and is not there on rank 0; give a path on a file system that all "
-            "hosts share, such as NFS or Lustre"
+            f"{listing(absent, 4)} of {path} was written, and is not there on rank 0; {_SHARE}"
         )
-    (unfinished / _PROBE).unlink()
     contents = io.BytesIO()
-    torch.save(about | {"files": files}, contents)
-    with (unfinished / ABOUT).open("wb") as file:
+    torch.save(about, contents)
+    with (data / ABOUT).open("wb") as file:
         file.write(_HEAD % zlib.crc32(contents.getbuffer()))
         file.write(contents.getbuffer())
         file.flush()
         os.fsync(file.fileno())
-    _sync(unfinished)
-    if is_whole(path):
-        path.rename(replaced)
-    unfinished.rename(path)
-    _sync(path.parent)
-    if replaced.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
+    _sync(data, path)
+    (data / ABOUT).replace(path / ABOUT)
+    _sync(path, path.parent)
+    clear(path)
 
 
-def _sync(directory: Path) -> None:
-    """Let the names in a directory outlive a power failure."""
-    with suppress(OSError):  # not every file system can
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def _sync(*directories: Path) -> None:
+    """Let the names in directories outlive a power failure."""
+    for each in directories:
+        with suppress(OSError):  # not every file system can
+            descriptor = os.open(each, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; an interruption leaves nothing in its place."""
-    removed = beside(path, "removed")
-    path.rename(removed)
-    shutil.rmtree(removed, ignore_errors=True)
+    """Remove a checkpoint, with what else is in its directory; an interruption leaves none."""
+    (path / ABOUT).unlink()
+    _sync(path)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def read_about(path: Path) -> dict[str, Any]:
-    """Return what the checkpoint of a path says about itself, and its ``place``.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
-    place = place_of(path)
-    if place is None:
+    """Return what a checkpoint says about itself."""
+    if not is_whole(path):
         raise CheckpointError(
             f"there is no finished checkpoint at {path}; name the path that it was saved to"
         )
     with suppress(OSError, pickle.UnpicklingError):
-        head, _, contents = (place / ABOUT).read_bytes().partition(b"\n")
+        head, _, contents = (path / ABOUT).read_bytes().partition(b"\n")
         if head + b"\n" == _HEAD % zlib.crc32(contents):
             about: dict[str, Any] = torch.load(io.BytesIO(contents), weights_only=True, map_location="cpu")
-            return about | {"place": str(place)}
+            return about
     raise CheckpointError(
-        f"{place / ABOUT} is damaged, not readable, or of another version; load an older checkpoint"
+        f"{path / ABOUT} is damaged, not readable, or of another version; load an older checkpoint"
     )
 
 
-def find(path: Path) -> tuple[Path, dict[str, Any] | None]:
-    """Return where the last finished checkpoint is, and what it says about itself (None: of Hugging Face).
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
+def find(path: Path) -> dict[str, Any]:
+    """Return what a checkpoint says about itself, or refuse it; one in Hugging Face's format has no ``id``."""
     if not is_whole(path) and any(path.glob("*.safetensors")):
-        return path, None
-    about = read_about(path)
-    return Path(about["place"]), about
+        run = secrets.token_hex(8)
+        return {"id": None, "run": run, "layout": None, "extra": {}, "per_rank": {}, "files": {}}
+    return read_about(path)
 
 
 def shapes_in(reader: dcp.StorageReader) -> Shapes:
-    """Return the whole shape and type of every tensor in a checkpoint, by name."""
-    found = reader.read_metadata().state_dict_metadata
+    """Return what a checkpoint holds, by name."""
     return {
-        key: (tuple(each.size), each.properties.dtype)
-        for key, each in found.items()
+        name: (tuple(each.size), each.properties.dtype)
         if isinstance(each, dcp.TensorStorageMetadata)
+        else None
+        for name, each in reader.read_metadata().state_dict_metadata.items()
     }
 
 
@@ -314,9 +274,8 @@ def layout_of(about: dict[str, Any]) -> Layout | None:
 def in_order(directory: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Return the checkpoints in a directory as they were finished, and damaged ones, with the ``error``, behind them."""
     found: list[tuple[Path, dict[str, Any]]] = []
-    for name in sorted(names_in(directory)):
-        path = directory / name
-        if place_of(path) is not None:
+    for path in sorted(directory.glob("*")):
+        if is_whole(path):
             try:
                 found.append((path, read_about(path)))
             except CheckpointError as error:
@@ -344,12 +303,12 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
         'step-850'
     """
     path = Path(path)
-    if place_of(path) is not None:
+    if is_whole(path):
         return path
     each: Path
     for each, about in reversed(in_order(path)):
         problem = about.get("error")
-        if problem is None and (absent := damaged(Path(about["place"]), about["files"], contents=False)):
+        if problem is None and (absent := damaged(data_of(each, about), about["files"], contents=False)):
             problem = f"{each}, of which {listing(absent, 4)} is missing or has another size"
         if problem is None:
             return each

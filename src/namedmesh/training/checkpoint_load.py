@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from namedmesh.errors import CheckpointError, listing
 from namedmesh.training import checkpoint_files as files
 from namedmesh.training.checkpoint_compare import shown
-from namedmesh.training.checkpoint_state import State, groups_of, local
-from namedmesh.training.contents import decoded
+from namedmesh.training.checkpoint_state import State, groups_of, local, whole
+from namedmesh.training.seeds import streams
 
 if TYPE_CHECKING:
     import os
@@ -31,66 +31,58 @@ if TYPE_CHECKING:
 
 _MODEL = "model."
 
-About = dict[str, Any] | None
-"""What a checkpoint says about itself; None for one of Hugging Face."""
 
-
-def opened(path: Path, ranks: CheckpointGroup) -> tuple[Path, About]:
-    """Return where the checkpoint of a path is, and what it says; each rank reads some of its files, to see that they are sound.
-
-    Raises:
-        CheckpointError: there is none, a rank does not see it, or files are missing or damaged.
-    """
+def opened(path: Path, ranks: CheckpointGroup) -> dict[str, Any]:
+    """Return what a sound checkpoint says about itself, of which each rank reads some files, or refuse it."""
     with files.refuse_io(path, "read"):
-        place, about = ranks.on_first(lambda _: files.find(path))
+        about = ranks.on_first(lambda _: files.find(path))
 
     def check() -> None:
-        if not place.is_dir():
-            raise CheckpointError(f"{place} is not seen here, but on rank 0; put it where all hosts see it")
-        if about is None:
+        if not path.is_dir():
+            raise CheckpointError(f"{path} is not seen here, but on rank 0; put it where all hosts see it")
+        if about["id"] is None:
             require_safetensors()
-        else:
-            files.refuse_damaged(place, dict(sorted(about["files"].items())[ranks.rank :: ranks.size]))
+        files.refuse_damaged(path, about, sorted(about["files"])[ranks.rank :: ranks.size])
 
     ranks.on_all(check)
-    return place, about
+    return about
 
 
 def load_into(
-    collect: Callable[[], State], place: Path, about: About, ranks: CheckpointGroup, *, cast: bool
+    collect: Callable[[], State], path: Path, about: dict[str, Any], ranks: CheckpointGroup, *, cast: bool
 ) -> None:
     """Fill what ``collect`` returns from a checkpoint."""
     state = ranks.on_all(collect)
-    with files.refuse_io(place, "read"):
-        reader: Any = files.Reader(place) if about is not None else dcp.HuggingFaceStorageReader(str(place))
+    with files.refuse_io(path, "read"):
+        if about["id"] is None:
+            reader: Any = dcp.HuggingFaceStorageReader(str(path))
+        else:
+            reader = files.Reader(files.data_of(path, about))
         shapes = ranks.on_first(lambda _: files.shapes_in(reader))
-        loading = ranks.on_all(partial(_Loading, state, reader, shapes, about, cast=cast))
-        loading.add_unknown(ranks)
-        ranks.on_all(loading.refuse_problems)
-        loading.read(loading.tensors, **ranks.arguments)
+        loading = ranks.on_all(partial(_Loading, state, path, reader, shapes, about, cast=cast))
+        ranks.on_all(partial(loading.refuse_what_does_not_fit, ranks))
+        loading.read(loading.values, **ranks.arguments)
     found = loading.found()
     ranks.on_all(partial(loading.put, found))
 
 
 class _Loading:
-    """The tensors of a checkpoint that are read for a state, and what does not fit.
+    """What is read from a checkpoint for a state, by its name in the checkpoint (``values``), and what does not fit."""
 
-    Attributes:
-        tensors: what to read, by its name in the checkpoint.
-        problems: what does not fit.
-    """
-
-    def __init__(self, state: State, reader: Any, shapes: Shapes, about: About, *, cast: bool) -> None:
-        self.state, self.about, self.cast = state, about, cast
-        self._reader, self._where = reader, f"the checkpoint {reader.path}"
-        self._prefix = "" if about is not None else _MODEL
+    def __init__(
+        self, state: State, path: Path, reader: Any, shapes: Shapes, about: dict[str, Any], *, cast: bool
+    ) -> None:
+        self.state, self.cast = state, cast
+        self._reader, self._where = reader, f"the checkpoint {path}"
+        self._pretrained = about["id"] is None
+        self._prefix = _MODEL if self._pretrained else ""
         self._shapes = {self._prefix + name: each for name, each in shapes.items()}
-        self._per_rank: dict[str, dict[int, int]] = {} if about is None else about["per_rank"]
-        self._before = None if about is None else files.layout_of(about)
+        self._per_rank: dict[str, dict[int, int]] = about["per_rank"]
+        self._before = files.layout_of(about)
         once = {name for name in self._shapes if not name.startswith("rank.")}
         self._names = sorted(self._per_rank.keys() | once)
-        self.tensors: dict[str, Tensor] = {}
-        self.problems: list[str] = []
+        self.values: dict[str, Any] = {}
+        self._problems: list[str] = []
         # Of each entry, where a checkpoint has it for this rank, and the parameter whose part it is.
         self._wanted: dict[str, tuple[list[str], Tensor | None]] = {}
         self._options: dict[str, dict[str, Any]] = {}
@@ -100,7 +92,7 @@ class _Loading:
         if state.optimizers:
             self._want_optimizers()
         for number in range(len(state.loaders)):
-            self._want_data(f"data.{number}#")
+            self._want_data(f"data.{number}")
         for name in self._names_of("random."):
             copies = self._copies(name)
             if len(copies) == 1:
@@ -122,80 +114,77 @@ class _Loading:
         once = {by_rank[rank]: f"rank.{rank}.{name}" for rank in sorted(stood_for, reverse=True)}
         return sorted(once.values())
 
-    def add_unknown(self, ranks: CheckpointGroup) -> None:
-        """Find tensors of a model that no rank has; communicates."""
+    def refuse_what_does_not_fit(self, ranks: CheckpointGroup) -> None:
+        """Raise all problems, also of tensors of a model that no rank has; communicates."""
         names = self._names_of(_MODEL)
         known = torch.tensor([name in self.state.entries for name in names], dtype=torch.uint8)
         if ranks.group is not None and names:
             dist.all_reduce(known, dist.ReduceOp.MAX, group=ranks.group)
-        self.problems += [
+        self._problems += [
             f"{shown(name)} is in {self._where}, and on no rank in the model"
             for name, each in zip(names, known.tolist(), strict=True)
             if not each
         ]
+        if self._problems:
+            raise CheckpointError(*self._problems)
 
-    def refuse_problems(self) -> None:
-        """Raise what does not fit."""
-        if self.problems:
-            raise CheckpointError(*self.problems)
+    def read(self, values: dict[str, Any], **ranks: Any) -> None:
+        """Fill tensors, and replace what is none, on the ranks that the arguments for DCP say."""
+        wanted = {name.removeprefix(self._prefix): each for name, each in values.items()}
+        files.read(self._reader, wanted, **ranks)
+        values.update({self._prefix + name: each for name, each in wanted.items()})
 
-    def read(self, tensors: Mapping[str, Tensor], **arguments: Any) -> None:
-        """Fill tensors, on the ranks that the arguments for DCP say."""
-        wanted = {name.removeprefix(self._prefix): each for name, each in tensors.items()}
-        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with files.without_warnings():
-            dcp.load(wanted, storage_reader=self._reader, planner=planner, **arguments)
-
-    def _room(self, name: str) -> Tensor:
-        shape, dtype = self._shapes[name]
-        return torch.empty(shape, dtype=dtype)
+    def _room(self, name: str) -> Tensor | None:
+        known = self._shapes[name]
+        return None if known is None else torch.empty(known[0], dtype=known[1])
 
     def _want(
         self, name: str, copies: list[str], room: Tensor | None = None, parameter: Tensor | None = None
     ) -> None:
         self._wanted[name] = copies, parameter
         for copy in copies:
-            self.tensors[copy] = self._room(copy) if room is None else room
+            self.values[copy] = self._room(copy) if room is None else room
 
     def _want_of_model(self, name: str) -> None:
         entry = self.state.entries[name]
-        extra_state = name.removesuffix("#").endswith("_extra_state")
+        extra_state = name.endswith("_extra_state")
         copies = self._copies(name)
         if not copies:
-            elsewhere = any(self._copies(other) for other in self.state.aliases(name))
+            aliases = [other for other, each in self.state.entries.items() if each.value is entry.value]
+            elsewhere = any(self._copies(other) for other in aliases)
             # Hugging Face's format has no extra states; a tied tensor is there under one of its names at least.
-            if not elsewhere and not (extra_state and self.about is None):
-                self.problems.append(f"{shown(name)} is not in {self._where}")
+            if not elsewhere and not (extra_state and self._pretrained):
+                self._problems.append(f"{shown(name)} is not in {self._where}")
         elif extra_state or not isinstance(entry.value, Tensor):
             self._want(name, copies[:1])
         else:
-            room = self.state.room(name)
+            room = whole(entry.value, entry.parameter, self.state.mesh, exchange=False)  # its own memory
             for copy in copies:
-                self._check(name, room, *self._shapes[copy])
+                self._check(name, room, self._shapes[copy])
             if entry.may_be_averaged and len(copies) > 1:
                 self._want(name, copies)
             else:
                 self._want(name, copies[:1], room, entry.parameter)
 
-    def _check(self, name: str, target: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def _check(self, name: str, target: Tensor, known: tuple[tuple[int, ...], torch.dtype] | None) -> None:
+        shape, dtype = known or (None, None)
         if tuple(target.shape) != shape:
-            self.problems.append(
+            self._problems.append(
                 f"{shown(name)} has shape {tuple(target.shape)} here, and {shape} in {self._where}"
             )
         elif target.dtype != dtype and not self.cast:
-            self.problems.append(
+            self._problems.append(
                 f"{shown(name)} is {target.dtype} here, and {dtype} in {self._where}; make the model in that type, or "
                 "pass cast=True to load(), which rounds"
             )
 
     def _want_optimizers(self) -> None:
-        rooms = {name: self._room(name) for name in self._names_of("group.")}
-        if rooms:
-            self.read(rooms, no_dist=True)  # this rank alone
-        groups = [decoded(each) for each in rooms.values()]
-        by_name = {name: group for group in groups for name in group["names"]}
+        groups: dict[str, Any] = dict.fromkeys(self._names_of("group."))
+        if groups:
+            self.read(groups, no_dist=True)  # this rank alone
+        by_name = {name: group for group in groups.values() for name in group["names"]}
         if not by_name:
-            self.problems.append(f"{self._where} was saved without an optimizer; load it without one")
+            self._problems.append(f"{self._where} was saved without an optimizer; load it without one")
             return
         self._options = {name: group["options"] for name, group in by_name.items()}
         kept: dict[str, list[str]] = {}
@@ -203,23 +192,27 @@ class _Loading:
             kept.setdefault(name.removeprefix("optimizer.").partition(":")[0], []).append(name)
         for optimizer in self.state.optimizers:
             parameters = self.state.parameters(optimizer)
-            self.problems += _other_options(optimizer, parameters, by_name, self._where)
+            self._problems += _other_options(optimizer, parameters, by_name, self._where)
             for name, parameter in parameters:
                 for full in kept.get(name, ()):
                     self._want_of_optimizer(full, parameter)
 
     def _want_of_optimizer(self, name: str, parameter: Tensor) -> None:
         copies = self._copies(name)
-        shape, dtype = self._shapes[copies[0]] if copies else ((), torch.uint8)
-        alike = (
-            shape == tuple(parameter.shape) and dtype.is_floating_point and not isinstance(parameter, DTensor)
-        )
-        if copies == [name] and not name.endswith("#"):
-            self._want(name, copies, self.state.room_in_optimizer(parameter, shape, dtype), parameter)
-        elif len(copies) == 1 or (copies and alike):
+        known = self._shapes[copies[0]] if copies else None
+        has_mean = known is not None and known[0] == tuple(parameter.shape) and known[1].is_floating_point
+        if copies == [name] and known is not None:
+            room = whole(parameter, parameter, self.state.mesh, exchange=False)
+            if known[0] == tuple(room.shape) and known[0]:
+                empty = torch.zeros_like(parameter.detach(), dtype=known[1])
+                room = whole(empty, parameter, self.state.mesh, exchange=False)
+            else:
+                room = torch.empty(known[0], dtype=known[1])
+            self._want(name, copies, room, parameter)
+        elif len(copies) == 1 or (has_mean and not isinstance(parameter, DTensor)):
             self._want(name, copies)
         else:
-            self.problems.append(
+            self._problems.append(
                 f"the optimizer keeps {shown(name)} for the part that a rank had, and no rank has this part now; load it on the "
                 "layout that it was saved from, or without the optimizer"
             )
@@ -230,21 +223,21 @@ class _Loading:
             known = "no place in the data"
             if copies:
                 known = "another place in the data for each rank that this one stands for"
-            self.problems.append(
+            self._problems.append(
                 f"{self._where} has {known}; load it without data=, and skip the samples that were seen"
             )
         self._want(name, copies)
 
-    def found(self) -> dict[str, Tensor]:
+    def found(self) -> dict[str, Any]:
         """Return what was read for each entry; may communicate."""
         result = {}
         for name, (copies, parameter) in self._wanted.items():
-            tensors = [self.tensors[copy] for copy in copies]
-            joined = tensors[0] if len(tensors) == 1 else torch.stack(tensors).mean(0)
+            values = [self.values[copy] for copy in copies]
+            joined = values[0] if len(values) == 1 else torch.stack(values).mean(0)
             result[name] = local(joined, parameter, self.state.mesh)
         return result
 
-    def put(self, found: Mapping[str, Tensor]) -> None:
+    def put(self, found: Mapping[str, Any]) -> None:
         """Give what was read to the model, the optimizers, the loaders and the generators."""
         state = self.state
         state.put_model(found)
@@ -252,16 +245,13 @@ class _Loading:
         for name, value in found.items():
             if name.startswith("optimizer."):
                 parameter, _, key = name.removeprefix("optimizer.").partition(":")
-                of_parameter = kept.setdefault(parameter, {})
-                of_parameter[key.removesuffix("#")] = decoded(value) if key.endswith("#") else value
+                kept.setdefault(parameter, {})[key] = value
         for optimizer in state.optimizers:
             state.put_optimizer(optimizer, self._options, kept)
         for number, loader in enumerate(state.loaders):
-            loader.load_state_dict(decoded(found[f"data.{number}#"]))
-        prefix = "random."
-        state.put_random(
-            {name.removeprefix(prefix): each for name, each in found.items() if name.startswith(prefix)}
-        )
+            loader.load_state_dict(found[f"data.{number}"])
+        random = {name: each for name, each in found.items() if name.startswith("random.")}
+        streams.load_state_dict({name.removeprefix("random."): each for name, each in random.items()})
 
 
 def _other_options(
@@ -316,16 +306,17 @@ def to_pretrained(
     require_safetensors()
     from safetensors.torch import save_file
 
-    place, about = files.find(Path(path))
-    if about is None:
-        raise CheckpointError(f"{place} is in the format of save_pretrained already")
-    files.refuse_damaged(place, about["files"])
-    shapes = files.shapes_in(files.Reader(place))
+    source = Path(path)
+    about = files.find(source)
+    if about["id"] is None:
+        raise CheckpointError(f"{source} is in the format of save_pretrained already")
+    files.refuse_damaged(source, about, about["files"])
+    reader = files.Reader(files.data_of(source, about))
     parts: list[dict[str, Tensor]] = []
     free = 0
-    for key, (shape, dtype) in shapes.items():
-        if key.startswith("model."):
-            tensor = torch.empty(shape, dtype=dtype, device="meta")
+    for key, known in files.shapes_in(reader).items():
+        if key.startswith(_MODEL) and known is not None:
+            tensor = torch.empty(known[0], dtype=known[1], device="meta")
             if tensor.nbytes > free or not parts:
                 parts, free = [*parts, {}], shard_bytes
             parts[-1][key] = tensor
@@ -336,9 +327,8 @@ def to_pretrained(
     for number, part in enumerate(parts, start=1):
         several = f"-{number:05}-of-{len(parts):05}" if len(parts) > 1 else ""
         tensors = {key: torch.empty_like(each, device="cpu") for key, each in part.items()}
-        with files.without_warnings():
-            dcp.load(tensors, storage_reader=files.Reader(place), no_dist=True)
-        named = {key.removeprefix("model."): each for key, each in tensors.items()}
+        files.read(reader, tensors, no_dist=True)
+        named = {key.removeprefix(_MODEL): each for key, each in tensors.items()}
         save_file(named, target / f"model{several}.safetensors", metadata={"format": "pt"})
         index |= dict.fromkeys(named, f"model{several}.safetensors")
     if len(parts) > 1:

@@ -85,23 +85,15 @@ def _fail_at_exit() -> None:
 
 
 class CheckpointGroup:
-    """All ranks of a mesh, on a gloo group that nothing else uses: a background thread communicates on it.
-
-    Attributes:
-        group: the group; None in a process without process groups.
-        rank: this rank's place among them.
-        size: how many they are.
-        saving: the last save in the background.
-        warned: what the ranks were warned of already.
-    """
+    """All ranks of a mesh, on a gloo group (none in a process without) that nothing else uses: a background thread communicates."""
 
     _of: ClassVar[WeakKeyDictionary[NamedMesh, CheckpointGroup]] = WeakKeyDictionary()
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
-        self.saving: Saving | None = None
-        self.warned: set[str] = set()
+        self.saving: Saving | None = None  # the last one in the background
+        self.warned: set[str] = set()  # the names of which the ranks were warned already
 
     @classmethod
     def of(cls, mesh: NamedMesh | None) -> CheckpointGroup:

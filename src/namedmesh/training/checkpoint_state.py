@@ -2,7 +2,7 @@
 
 An entry is *sharded* (a DTensor, or a shard with Megatron's marks), *shared* (the same on every rank that has it), or *per
 rank*. A name is ``model.NAME``, ``optimizer.PARAMETER:KEY``, ``group.HASH`` (the options of some parameters), ``data.NUMBER``
-or ``random.NAME``; ``rank.N.`` stands before what is per rank, and ``#`` behind what is no tensor.
+or ``random.NAME``; ``rank.N.`` stands before what is per rank.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 
 from namedmesh.errors import CheckpointError, listing
 from namedmesh.training.checkpoint_compare import shown
-from namedmesh.training.contents import decoded, digest, encoded
+from namedmesh.training.contents import digest, plain
 from namedmesh.training.initialization import plain_name, shard_of
 from namedmesh.training.seeds import streams
 
@@ -32,36 +31,29 @@ if TYPE_CHECKING:
 
 
 class Entry(NamedTuple):
-    """One thing that a rank has to save, and what ranks compare of it.
-
-    Attributes:
-        value: what it is.
-        parameter: the parameter whose part it is, or which it is.
-        may_be_averaged: whether copies that differ have a mean, for a layout in which nobody is the rank that had one of them.
-        shape: that of the whole, which has to be the same everywhere; None where it may differ.
-        shard: which part of the whole this rank has; empty for all of it.
-        exact: whether every bit counts.
-    """
+    """One thing that a rank has to save, and what ranks compare of it."""
 
     value: Any
-    parameter: Tensor | None
-    may_be_averaged: bool
-    shape: tuple[int, ...] | None
-    shard: tuple[object, ...]
-    exact: bool
+    parameter: Tensor | None  # the one whose part it is, or which it is
+    may_be_averaged: (
+        bool  # copies that differ have a mean, for a layout in which nobody is the rank that had one of them
+    )
+    shape: (
+        tuple[int, ...] | None
+    )  # that of the whole, which has to be the same everywhere; None where it may differ
+    shard: tuple[object, ...]  # which part of the whole this rank has; empty for all of it
+    exact: bool  # every bit counts
 
 
 class State:
-    """What this rank saves: ``entries``, by name.
-
-    Raises:
-        CheckpointError: names stand for several tensors, or an optimizer has parameters that the model has not.
-    """
+    """What this rank saves: ``entries``, by name; refused where one stands for several values."""
 
     def __init__(
         self, mesh: NamedMesh | None, model: Model, optimizers: Optimizers = None, data: object = None
     ) -> None:
         self.mesh = mesh
+        if mesh is not None:
+            streams.follow(mesh.device)
         modules = [model] if isinstance(model, nn.Module) else list(model)
         self.modules = [
             each.module if isinstance(each, DistributedDataParallel) else each for each in modules
@@ -77,8 +69,8 @@ class State:
         for optimizer in self.optimizers:
             self._add_optimizer(optimizer)
         for number, loader in enumerate(self.loaders):
-            self._add(f"data.{number}#", loader.state_dict())
-        for name, state in self._random().items():
+            self._add(f"data.{number}", loader.state_dict())
+        for name, state in streams.state_dict().items():
             self._add(f"random.{name}", state)
         if self._problems:
             raise CheckpointError(*self._problems)
@@ -106,7 +98,7 @@ class State:
                     self._add(f"model.{name}", value, value, averaged=averaged)
                     self.names.setdefault(id(value), name)
                 elif value is not None:
-                    self._add(f"model.{name}#", value)
+                    self._add(f"model.{name}", value)
 
     def _add_optimizer(self, optimizer: Optimizer) -> None:
         parameters = self.parameters(optimizer)
@@ -124,23 +116,14 @@ class State:
                 continue
             name, parameter = parameters[index]
             for key, value in kept.items():
-                if isinstance(value, Tensor):
-                    alike = value.shape == parameter.shape and value.ndim > 0 and value.is_floating_point()
-                    averaged = alike and not isinstance(parameter, DTensor)
-                    self._add(f"optimizer.{name}:{key}", value, parameter, averaged=averaged)
-                else:
-                    self._add(f"optimizer.{name}:{key}#", value)
+                averaged = False
+                if isinstance(value, Tensor) and value.ndim and not isinstance(parameter, DTensor):
+                    averaged = value.shape == parameter.shape and value.is_floating_point()
+                self._add(f"optimizer.{name}:{key}", value, parameter, averaged=averaged)
         for content in groups_of(optimizer, parameters):
-            name = f"group.{digest(content):x}#"
+            name = f"group.{digest(content):x}"
             if name not in self.entries:
                 self._add(name, content)
-
-    def _random(self) -> dict[str, Tensor]:
-        states = streams.state_dict()
-        if self.mesh is not None and self.mesh.device.type not in states:
-            device = self.mesh.device
-            states[device.type] = torch.get_device_module(device).get_rng_state(device)
-        return states
 
     def parameters(self, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
         """Return an optimizer's parameters with their names, in the order in which torch numbers them."""
@@ -149,11 +132,6 @@ class State:
             for group in optimizer.param_groups
             for each in group["params"]
         ]
-
-    def aliases(self, key: str) -> list[str]:
-        """Return the names that the tensor of this name has."""
-        value = self.entries[key].value
-        return [other for other, entry in self.entries.items() if entry.value is value]
 
     def compared(self) -> dict[str, Entry]:
         """Return what ranks compare: all but the options, which are named by what they are, and shards of optimizers."""
@@ -168,27 +146,18 @@ class State:
         """Return which part of a tensor this rank has, empty for all of it, and the shape of the whole."""
         if not isinstance(value, Tensor):
             return (), ()
-        if isinstance(value, DTensor):
-            where: Sequence[int] = value.device_mesh.get_coordinate() or []
-            placed = zip(value.placements, value.device_mesh.shape, where, strict=False)
-            shard = tuple((str(each), size, place) for each, size, place in placed if not each.is_replicate())
-            return shard or ("whole",), tuple(value.shape)
-        shape = list(value.shape)
-        cut = shard_of(parameter, self.mesh)
-        if cut is None or self.mesh is None or parameter is None or value.shape != parameter.shape:
-            return (), tuple(shape)
-        axis, dim, _ = cut
-        shape[dim] *= self.mesh.size(axis)
-        return (*cut, self.mesh.rank(axis)), tuple(shape)
+        value = whole(value, parameter, self.mesh, exchange=False)
+        if not isinstance(value, DTensor):
+            return (), tuple(value.shape)
+        where: Sequence[int] = value.device_mesh.get_coordinate() or []
+        placed = zip(value.placements, value.device_mesh.shape, where, strict=False)
+        shard = tuple((str(each), size, place) for each, size, place in placed if not each.is_replicate())
+        return shard or ("whole",), tuple(value.shape)
 
-    def encoded(self) -> dict[str, Tensor]:
-        """Return all entries that are no tensors as a checkpoint holds them.
-
-        Raises:
-            CheckpointError: one is no plain data.
-        """
+    def objects(self) -> dict[str, Any]:
+        """Return copies of all entries that are no tensors, which have to be plain data."""
         return {
-            name: encoded(entry.value, shown(name))
+            name: plain(entry.value, shown(name))
             for name, entry in self.entries.items()
             if not isinstance(entry.value, Tensor)
         }
@@ -201,20 +170,7 @@ class State:
             if isinstance(entry.value, Tensor)
         }
 
-    def room(self, name: str) -> Tensor:
-        """Return the tensor of a model that is loaded, as a checkpoint holds it: its own memory."""
-        entry = self.entries[name]
-        return whole(entry.value, entry.parameter, self.mesh, exchange=False)
-
-    def room_in_optimizer(self, parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a tensor to load what an optimizer keeps for a parameter into, as a checkpoint holds it."""
-        like = whole(parameter, parameter, self.mesh, exchange=False)
-        if shape == tuple(like.shape) and shape:
-            empty = torch.zeros_like(parameter.detach(), dtype=dtype)
-            return whole(empty, parameter, self.mesh, exchange=False)
-        return torch.empty(shape, dtype=dtype)
-
-    def put_model(self, loaded: Mapping[str, Tensor]) -> None:
+    def put_model(self, loaded: Mapping[str, Any]) -> None:
         """Load parameters, buffers and extra states through ``load_state_dict``."""
         for module in self.modules:
             found: dict[str, Any] = {}
@@ -222,16 +178,7 @@ class State:
                 name = f"model.{plain_name(raw)}"
                 if name in loaded:
                     found[raw] = loaded[name]
-                elif f"{name}#" in loaded:
-                    found[raw] = decoded(loaded[f"{name}#"])
             module.load_state_dict(found, strict=False)
-
-    def put_random(self, loaded: Mapping[str, Tensor]) -> None:
-        """Let random generators and streams go on as they were."""
-        streams.load_state_dict(loaded)
-        if self.mesh is not None and self.mesh.device.type != "cpu" and self.mesh.device.type in loaded:
-            device = self.mesh.device
-            torch.get_device_module(device).set_rng_state(loaded[device.type], device)
 
     def put_optimizer(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import shutil
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -18,11 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from namedmesh.errors import CheckpointError, listing, ranks_in_words
 from namedmesh.training import checkpoint_files as files
-from namedmesh.training.checkpoint_compare import contradictions, details, differing, shown, table_of
+from namedmesh.training.checkpoint_compare import contradictions, differing, table_of
 from namedmesh.training.checkpoint_load import load_into, opened
 from namedmesh.training.checkpoint_ranks import CheckpointGroup, Saving
 from namedmesh.training.checkpoint_state import State
-from namedmesh.training.contents import decoded, digest, encoded
+from namedmesh.training.contents import digest, plain
 
 if TYPE_CHECKING:
     import os
@@ -57,9 +56,9 @@ def save(
 ) -> Future[Path] | None:
     """Write a model, its optimizers, the random states and any values of yours; every rank of the mesh calls this.
 
-    DCP writes the tensors, every rank what it holds, beside ``path``; a finished checkpoint is moved into its
-    place. Killed at any moment, :func:`load` finds the last one that was finished. For a run that saves again and again
-    see :class:`Checkpoints`.
+    DCP writes the tensors, every rank what it holds, to a directory of a new name in ``path``; the file ``namedmesh.pt``,
+    which names it, is put in its place last. Killed at any moment, :func:`load` finds the last one that was finished. For a
+    run that saves again and again see :class:`Checkpoints`.
 
     What is saved is what ``state_dict()`` returns, of the model and of the optimizers. Parameters have to be the same on all
     ranks that have the same part of them. Everything else that is no DTensor (buffers, extra states, what an optimizer keeps
@@ -121,44 +120,44 @@ def save_as(
     """Save what ``collect`` returns as a part of a run; ``after`` is called on the first rank, once it is in its place."""
     ranks = CheckpointGroup.of(mesh)
 
-    def local_part() -> tuple[State, dict[str, Tensor], dict[str, Any]]:
+    def local_part() -> tuple[State, dict[str, Any], dict[str, Any], Tensor]:
         _refuse_options(extra)
         ranks.finish()
         state = collect()
-        copies = {key: decoded(encoded(value, f"the extra value {key}")) for key, value in extra.items()}
-        return state, state.encoded(), copies
+        copies = {key: plain(each, f"the extra value {key}") for key, each in extra.items()}
+        return state, state.objects(), copies, table_of(state.compared())
 
-    state, values, copies = ranks.on_all(local_part)
+    state, objects, copies, table = ranks.on_all(local_part)
     compared = state.compared()
-    table = ranks.on_all(partial(table_of, compared))
     unlike = differing(mesh, list(compared), table)
-    wrong = {name: compared[name] for name in unlike if compared[name].shape is not None}
+    wrong = {name: each for name, each in unlike.items() if compared[name].shape is not None}
     own = {name: digest(compared[name].value) for name in unlike if name not in wrong}
-    checked = {"contradictions": details(wrong), "extra": digest(extra), "per_rank": own}
+    details = {name: (compared[name].shape, compared[name].shard, numbers) for name, numbers in wrong.items()}
+    checked = {"contradictions": details, "extra": digest(extra), "per_rank": own}
     with files.refuse_io(path):
-        nonce, per_rank = ranks.on_first(partial(_checked, path, ranks, extra), checked)
-    tensors = {}
-    for name, tensor in (values | state.tensors()).items():
-        tensors[f"rank.{ranks.rank}.{name}" if name in own else name] = tensor
+        made, per_rank = ranks.on_first(partial(_checked, path, ranks, extra), checked)
+    values = {}
+    for name, value in (objects | state.tensors()).items():
+        values[f"rank.{ranks.rank}.{name}" if name in own else name] = value
     about = {
         "run": lineage.run,
-        "id": nonce,
+        "id": made,
         "parent": lineage.parent,
         "layout": None if mesh is None else [dict(mesh.layout.items()), mesh.layout.rank_offset],
         "extra": copies,
         "per_rank": per_rank,
     }
 
-    def write(tensors: dict[str, Tensor]) -> Path:
-        _write(path, ranks, tensors, about, after)
-        lineage.parent = nonce
+    def write(values: dict[str, Any]) -> Path:
+        _write(path, ranks, values, about, after)
+        lineage.parent = made
         return path
 
     if async_ and mesh is not None:
-        copied = ranks.on_all(partial(_copied, tensors))
+        copied = ranks.on_all(partial(_copied, values))
         return ranks.begin(lambda: write(copied()))
     done = Saving()
-    done.set_result(write(tensors))
+    done.set_result(write(values))
     return done
 
 
@@ -174,18 +173,13 @@ def _refuse_options(extra: Mapping[str, Any]) -> None:
 def _checked(
     path: Path, ranks: CheckpointGroup, extra: Mapping[str, Any], by_rank: Sequence[dict[str, Any]]
 ) -> tuple[str, dict[str, dict[int, int]]]:
-    """Make room on the first rank if all ranks agree; returns the nonce in it, and which ranks have what of their own."""
+    """Make room on the first rank if all ranks agree; returns its name, and which ranks have what of their own."""
     problems = contradictions([one["contradictions"] for one in by_rank])
     others = [rank for rank, one in enumerate(by_rank) if one["extra"] != by_rank[0]["extra"]]
     if others:
         problems.append(
             f"the extra values ({listing(extra)}) are not on {ranks_in_words(others)} what they are on rank 0; give "
             "every rank the same, such as a list of what each of them has"
-        )
-    names = sorted({name for one in by_rank for name in one["contradictions"]})
-    if names and not problems:
-        problems.append(
-            f"{listing(map(shown, names))}: replicas of one tensor have other values on other ranks"
         )
     if problems:
         raise CheckpointError(*problems)
@@ -207,50 +201,53 @@ def _checked(
 def _write(
     path: Path,
     ranks: CheckpointGroup,
-    tensors: dict[str, Tensor],
+    values: dict[str, Any],
     about: dict[str, Any],
     after: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Write the tensors and put the checkpoint in its place; what cannot be finished is removed."""
-    unfinished = files.beside(path, "unfinished")
-    writer = files.Writer(unfinished)
+    """Write the values and put the checkpoint in its place; what cannot be finished is removed."""
+    data = files.data_of(path, about)
     # Without torch's caching of plans: it has one cache for all that a process saves, which a save that fails leaves wrong.
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-    def finish(by_rank: Sequence[dict[str, tuple[int, int]]]) -> None:
+    def finish(by_rank: Sequence[files.Files]) -> None:
         order = max((other["order"] for _, other in files.in_order(path.parent) if "run" in other), default=0)
-        written = {name: each for one in by_rank for name, each in one.items()}
-        files.move(path, about | {"order": order + 1}, written)
+        about["order"] = order + 1
+        about["files"] = {name: each for one in by_rank for name, each in one.items()}
+        files.finish(path, about)
         after(about)
 
     try:
-        ranks.on_all(partial(files.require_room, path, about["id"]))
+        ranks.on_all(partial(files.require_room, path, about))
         with files.refuse_io(path):
             # Filters of warnings belong to all threads.
             with files.without_warnings() if ranks.group is None else nullcontext():
-                dcp.save(tensors, storage_writer=writer, planner=planner, **ranks.arguments)
-            written = ranks.on_all(lambda: files.measured(unfinished, writer.names))
+                writer = dcp.FileSystemWriter(data)
+                dcp.save(values, storage_writer=writer, planner=planner, **ranks.arguments)
+            written = ranks.on_all(partial(files.written_by, ranks.rank, data))
             ranks.on_first(finish, written)
     except Exception:
         if ranks.rank == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            files.clear(path)
         raise
 
 
-def _copied(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+def _copied(values: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
     """Copy tensors to the CPU; returns a function that makes DTensors of them again, which takes longer."""
-    copies: dict[str, Tensor] = {}
+    copies: dict[str, Any] = {}
     with torch.no_grad():
-        for name, tensor in tensors.items():
-            if isinstance(tensor, DTensor) and tensor.device.type == "cpu":
-                copies[name] = tensor.to_local().clone()
+        for name, value in values.items():
+            if isinstance(value, DTensor) and value.device.type == "cpu":
+                copies[name] = value.to_local().clone()
+            elif isinstance(value, Tensor):
+                copies[name] = value.to("cpu", copy=True)
             else:
-                copies[name] = tensor.to("cpu", copy=True)
-    return lambda: {name: _like(tensors[name], copy) for name, copy in copies.items()}
+                copies[name] = value
+    return lambda: {name: _like(values[name], copy) for name, copy in copies.items()}
 
 
 @torch.no_grad()
-def _like(tensor: Tensor, local: Tensor) -> Tensor:
+def _like(tensor: Any, local: Any) -> Any:
     if not isinstance(tensor, DTensor) or isinstance(local, DTensor):
         return local
     placed: dict[str, Any] = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
@@ -295,10 +292,8 @@ def load(
     """
     ranks = CheckpointGroup.of(mesh)
     ranks.on_all(ranks.finish)
-    place, about = opened(Path(path), ranks)
-    load_into(partial(State, mesh, model, optimizer, data), place, about, ranks, cast=cast)
-    if about is None:
-        return {}
+    about = opened(Path(path), ranks)
+    load_into(partial(State, mesh, model, optimizer, data), Path(path), about, ranks, cast=cast)
     _lineage.run, _lineage.parent = about["run"], about["id"]
     extra: dict[str, Any] = about["extra"]
     return extra

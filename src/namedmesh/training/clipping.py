@@ -142,31 +142,25 @@ class _Clipped(NamedTuple):
 class _Holders(NamedTuple):
     """What decides which ranks hold the same numbers of a gradient."""
 
-    mesh: DeviceMesh | None
-    """That of a DTensor."""
-    whole: tuple[bool, ...]
-    """Along which of its dims the ranks hold the same."""
-    marks: tuple[str, ...]
-    """The axes along which marks say that they do not."""
-    copy: bool
-    """Marked as a copy of what another stage has."""
+    mesh: DeviceMesh | None  # that of a DTensor
+    whole: tuple[bool, ...]  # along which of its dims the ranks hold the same
+    marks: tuple[str, ...]  # the axes along which marks say that they do not
+    copy: bool  # marked as a copy of what another stage has
 
 
 def _holders(parameter: Tensor, grad: Tensor) -> _Holders:
-    sharded = getattr(parameter, "tensor_model_parallel", False) or getattr(
-        parameter, "model_parallel", False
-    )
+    def is_marked(*marks: str) -> bool:
+        return any(getattr(parameter, mark, False) for mark in marks)
+
     expert = not getattr(parameter, "allreduce", True)
-    marks = []
-    if expert:
-        marks.append("ep")
-    if sharded:
+    marks = ["ep"] if expert else []
+    if is_marked("tensor_model_parallel", "model_parallel"):
         marks.append("etp" if expert else "tp")
-    copy = getattr(parameter, "shared", False) or getattr(parameter, "ds_pipe_replicated", False)
+    copy = is_marked("shared", "ds_pipe_replicated")
     if not isinstance(grad, DTensor):
-        return _Holders(None, (), tuple(marks), bool(copy))
+        return _Holders(None, (), tuple(marks), copy)
     whole = tuple(isinstance(placement, Replicate | Partial) for placement in grad.placements)
-    return _Holders(grad.device_mesh, whole, tuple(marks), bool(copy))
+    return _Holders(grad.device_mesh, whole, tuple(marks), copy)
 
 
 def _shard(grad: Tensor) -> Tensor:

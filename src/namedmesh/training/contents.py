@@ -1,4 +1,4 @@
-"""Values that are not one tensor: a hash of all that they hold, and their form in a checkpoint."""
+"""Values that are not one tensor: a hash of all that they hold, and whether a checkpoint can hold them."""
 
 from __future__ import annotations
 
@@ -83,26 +83,15 @@ def _parts_of_object(value: Any, inside: tuple[int, ...]) -> Iterator[bytes]:
         yield b"\0" + repr(value).encode()
 
 
-def encoded(value: object, what: str) -> torch.Tensor:
-    """Return plain data as a tensor of bytes, which a checkpoint holds like any other tensor.
-
-    Raises:
-        CheckpointError: it holds something of a class of its own, which only code could read back.
-    """
+def plain(value: object, what: str) -> Any:
+    """Return a copy of a value as a checkpoint gives it back; refuse what only code could read back."""
     written = io.BytesIO()
     try:
         torch.save(value, written)
-        decoded(torch.frombuffer(written.getbuffer(), dtype=torch.uint8))
+        written.seek(0)
+        return torch.load(written, weights_only=True, map_location="cpu")
     except Exception as error:  # noqa: BLE001  of many kinds, by what torch finds
         cause = str(error).strip().partition("\n")[0]
         raise CheckpointError(
             f"{what} is not plain data ({cause}); give numbers, texts, tensors, and lists, tuples and dicts of them"
         ) from None
-    return torch.frombuffer(bytearray(written.getbuffer()), dtype=torch.uint8)
-
-
-def decoded(data: torch.Tensor) -> Any:
-    """Return the value of a tensor that :func:`encoded` returned; no code of anybody's is run."""
-    data = data.cpu().contiguous()
-    text = ctypes.string_at(data.data_ptr(), data.nbytes)
-    return torch.load(io.BytesIO(text), weights_only=True, map_location="cpu")

@@ -161,14 +161,15 @@ def context_attention(
     if ulysses:
         gqa = query.shape[1] != key.shape[1]
         query, key, value = (
-            whole_order(_to_heads(each, ranks), ranks.size, balanced=balanced) for each in (query, key, value)
+            whole_order(_exchanged(each, ranks, 1, 2), ranks.size, balanced=balanced)
+            for each in (query, key, value)
         )
         if not is_causal:
             key, value = key[:, :, :length], value[:, :, :length]
         mixed = F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=gqa, scale=scale
         )
-        return _to_sequence(rank_order(mixed, ranks.size, balanced=balanced), ranks)
+        return _exchanged(rank_order(mixed, ranks.size, balanced=balanced), ranks, 2, 1)
     if is_causal and has_attention_with_lse(query, value):
         return attend_in_pieces(query, key, value, ranks, balanced=balanced, scale=scale)
     if is_causal:
@@ -260,16 +261,10 @@ def _way_problems(attn_mask: Tensor | None, dropout_p: float, *, is_causal: bool
     return problems
 
 
-def _to_heads(tensor: Tensor, ranks: RankGroup) -> Tensor:
-    """Exchange all heads of a part of the sequence for some heads of all parts."""
-    sent = torch.cat(tensor.chunk(ranks.size, dim=1), dim=0)
-    return torch.cat(exchange(sent, ranks).chunk(ranks.size, dim=0), dim=2)
-
-
-def _to_sequence(tensor: Tensor, ranks: RankGroup) -> Tensor:
-    """Return the inverse of :func:`_to_heads`."""
-    sent = torch.cat(tensor.chunk(ranks.size, dim=2), dim=0)
-    return torch.cat(exchange(sent, ranks).chunk(ranks.size, dim=0), dim=1)
+def _exchanged(tensor: Tensor, ranks: RankGroup, cut: int, joined: int) -> Tensor:
+    """Give each rank its part of one dim, and get all parts of another."""
+    sent = torch.cat(tensor.chunk(ranks.size, dim=cut), dim=0)
+    return torch.cat(exchange(sent, ranks).chunk(ranks.size, dim=0), dim=joined)
 
 
 def _padded(tensor: Tensor, dim: int, length: int, value: float) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
@@ -13,7 +13,7 @@ from namedmesh.training.reduction import all_reduced
 from namedmesh.training.seeds import derived_seed, streams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _DATA = ("dp", "dp_replicate", "dp_shard")
 _SAME_SAMPLES = ("pp", "cp", "tp")
+_UNREAD = -1  # in place of the hash of a batch
 
 
 @constant_of_mesh
@@ -120,7 +121,7 @@ def check_same_batch(batch: object, mesh: NamedMesh, *, distinct: bool = True) -
         distinct: whether ranks with other coordinates on the data axes must have other batches.
 
     Raises:
-        AgreementError: on every rank, naming the ranks whose batches differ.
+        AgreementError: on every rank, naming the ranks whose batches differ, or cannot be read.
         AxisError: as for :func:`data_axes`.
 
     Example:
@@ -131,8 +132,11 @@ def check_same_batch(batch: object, mesh: NamedMesh, *, distinct: bool = True) -
         >>> training.check_same_batch({"tokens": torch.arange(3), "id": "a"}, mesh)
         >>> mesh.close(); dist.destroy_process_group()
     """
-    axes = data_axes(mesh)
-    mine = 0 if batch is None else digest(batch)
+    axes, unread = data_axes(mesh), None
+    try:
+        mine = 0 if batch is None else digest(batch)
+    except Exception as error:  # noqa: BLE001  the others wait
+        mine, unread = _UNREAD, error
     # The largest and the smallest of those that must load the same; without a batch, neither.
     bounds = torch.tensor([mine, -mine if mine else -(2**63) + 1], device=mesh.device)
     same = [axis for axis in mesh.layout if axis not in axes]
@@ -140,40 +144,44 @@ def check_same_batch(batch: object, mesh: NamedMesh, *, distinct: bool = True) -
     by_share = torch.zeros(mesh.size(*axes) if axes else 1, dtype=torch.int64)
     by_share[mesh.rank(*axes) if axes else 0] = high
     shares = [each for each in all_reduced(by_share.to(mesh.device), mesh, axes).tolist() if each]
-    wrong = (high > 0 and high != -low) or (distinct and len(set(shares)) < len(shares))
+    wrong = (high > 0 and high != -low) or (distinct and len(set(shares)) < len(shares)) or unread is not None
     if all_reduced(torch.tensor([int(wrong)], device=mesh.device), mesh, mesh.layout.axes, "max").item():
-        raise AgreementError(*_differences(mine, mesh, distinct=distinct))
+        raise AgreementError(*_differences(mine, mesh, distinct=distinct)) from unread
 
 
 def _differences(mine: int, mesh: NamedMesh, *, distinct: bool) -> list[str]:
     """Return one sentence for each set of ranks whose batches are not what they must be; communicates."""
     axes, digests = data_axes(mesh), torch.zeros(mesh.size(), dtype=torch.int64)
     digests[mesh.rank()] = mine
+    digests = all_reduced(digests.to(mesh.device), mesh, mesh.layout.axes)
+    by_rank = dict(zip(mesh.layout.ranks, digests.tolist(), strict=True))
+    if unread := [rank for rank, each in by_rank.items() if each == _UNREAD]:
+        return [f"ranks {listing(unread)} cannot read their batch; see the cause there"]
     shares: dict[tuple[int, ...], dict[int, list[int]]] = {}
     loaded: dict[int, dict[tuple[int, ...], list[int]]] = {}
-    for rank, each in zip(
-        mesh.layout.ranks, all_reduced(digests.to(mesh.device), mesh, mesh.layout.axes).tolist(), strict=True
-    ):
+    for rank, each in by_rank.items():
         if each:
             coords = mesh.layout.coords(rank)
             share = tuple(coords[axis] for axis in axes)
             shares.setdefault(share, {}).setdefault(each, []).append(rank)
             loaded.setdefault(each, {}).setdefault(share, []).append(rank)
-    problems = [
-        f"{' and '.join(f'ranks {listing(ranks)}' for ranks in found.values())} loaded different samples, and must "
-        "load the same; give their samplers sampler_kwargs(mesh) and one seed, and call this before the sequence "
-        "is sharded"
-        for found in shares.values()
-        if len(found) > 1
-    ]
+    problems = _groups_in_words(
+        shares.values(),
+        "different samples, and must load the same; give their samplers sampler_kwargs(mesh) and one seed, and call this before "
+        "the sequence is sharded",
+    )
     if distinct:
-        problems += [
-            f"{' and '.join(f'ranks {listing(ranks)}' for ranks in found.values())} loaded the same samples, and must load "
-            "different ones; give their samplers sampler_kwargs(mesh), or pass distinct=False where this is meant"
-            for found in loaded.values()
-            if len(found) > 1
-        ]
+        problems += _groups_in_words(
+            loaded.values(),
+            "the same samples, and must load different ones; give their samplers sampler_kwargs(mesh), or pass distinct=False where "
+            "this is meant",
+        )
     return problems
+
+
+def _groups_in_words(found: Iterable[Mapping[Any, Sequence[int]]], what: str) -> list[str]:
+    groups = [[f"ranks {listing(ranks)}" for ranks in each.values()] for each in found if len(each) > 1]
+    return [f"{' and '.join(each)} loaded {what}" for each in groups]
 
 
 class LoaderKwargs(TypedDict):

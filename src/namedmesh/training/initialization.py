@@ -9,8 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from namedmesh._torch import parts_of_shard
+from namedmesh.current import current_mesh
 from namedmesh.errors import TrainingError, listing
-from namedmesh.mesh import current_mesh
 from namedmesh.tensor_parallel.collectives import local_shard
 from namedmesh.training.seeds import derived_seed
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -11,13 +12,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from namedmesh._torch import remove_backwards
+from namedmesh._torch import remove_backwards, tree_leaves, tree_map
 from namedmesh.errors import LayoutError, ShapeError
 from namedmesh.sizes import stage_range
-from namedmesh.training.pipeline_parts import Whole, rows_of, tensors_of, unchanged_by_first_run, unpacked
+from namedmesh.training.seeds import streams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from namedmesh.mesh import NamedMesh
 
@@ -203,9 +204,9 @@ class Pipeline:
                 each.set_reshard_after_forward(False, recurse=False)
         self._whole = frozenset(whole)
         for module in modules:
-            module.register_forward_pre_hook(unpacked, with_kwargs=True)
-        self._built: dict[object, Any] = {}
-        self._rows: dict[object, int] = {}
+            module.register_forward_pre_hook(_unpacked, with_kwargs=True)
+        # By the shape of a batch, the rows of a part of it, and torch's schedule.
+        self._built: dict[object, tuple[int, Any]] = {}
         self._target: Any = None
         self._count = 0
 
@@ -265,7 +266,8 @@ class Pipeline:
             *args,
             *(each for key, each in kwargs.items() if isinstance(each, Tensor) and key not in self._whole),
         ]
-        counts = {each.shape[0] if each.ndim else 0 for each in (*cut, *tensors_of(target))}
+        split = [*cut, *(each for each in tree_leaves(target) if isinstance(each, Tensor))]
+        counts = {each.shape[0] if each.ndim else 0 for each in split}
         if len(counts) != 1 or not args or 0 in counts:
             raise ShapeError(
                 f"the batch has {sorted(counts)} rows; give inputs and target with the same number of rows, one at "
@@ -273,9 +275,13 @@ class Pipeline:
             )
         (count,) = counts
         shape = train, tuple((each.shape[1:], each.dtype, each.requires_grad) for each in cut)
-        rows = max(-(-count // self._microbatches), self._rows.get(shape, 0))
-        new = rows != self._rows.get(shape)
-        schedule = self._schedule(shape, rows, train=train)
+        known = self._built.get(shape, (0, None))[0]
+        rows = max(-(-count // self._microbatches), known)
+        if rows != known:  # the buffers of a stage are made for one shape
+            self._built[shape] = rows, self._schedule(train=train)
+            if len(self._built) > _SHAPES:
+                del self._built[next(iter(self._built))]
+        schedule = self._built[shape][1]
         self._count = count
         # Parts of one size: the last row again, which the loss leaves out.
         index = torch.arange(rows * self._microbatches)
@@ -286,8 +292,8 @@ class Pipeline:
             return value if whole else value[filled.to(value.device)]
 
         given = [fill(each) for each in args] if self._mesh.is_first("pp") else []
-        named = {key: Whole(value) if key in self._whole else fill(value) for key, value in kwargs.items()}
-        with unchanged_by_first_run(self._modules if new else []):
+        named = {key: _Whole(value) if key in self._whole else fill(value) for key, value in kwargs.items()}
+        with _unchanged_by_first_run(self._modules if rows != known else []):
             if train and target is not None:
                 self._target = target
                 output = schedule.step(*given, target=index, losses=losses, **named)
@@ -295,17 +301,7 @@ class Pipeline:
                 output = schedule.step(*given, **named)
         return None if output is None else output[:count]
 
-    def _schedule(self, shape: object, rows: int, *, train: bool) -> Any:
-        """Return torch's schedule for one shape of the batch: the buffers of a stage are made for one."""
-        if rows != self._rows.get(shape):
-            self._built[shape] = self._build(train=train)
-            self._rows[shape] = rows
-            if len(self._built) > _SHAPES:
-                oldest = next(iter(self._built))
-                del self._built[oldest], self._rows[oldest]
-        return self._built[shape]
-
-    def _build(self, *, train: bool) -> Any:
+    def _schedule(self, *, train: bool) -> Any:
         mesh = self._mesh
         count = len(self._modules) * mesh.size("pp")
         stages = [
@@ -327,6 +323,63 @@ class Pipeline:
         rows = min(len(index), self._count - first)
         if rows < 1:
             # Without a row of the batch, a row's loss times zero: the backward is the same on every rank.
-            return 0 * self._loss(output[:1], rows_of(self._target, slice(self._count - 1, self._count)))
-        loss = self._loss(output[:rows], rows_of(self._target, slice(first, first + rows)))
+            return 0 * self._loss(output[:1], _rows_of(self._target, slice(self._count - 1, self._count)))
+        loss = self._loss(output[:rows], _rows_of(self._target, slice(first, first + rows)))
         return loss * (rows / self._count) if self._mean else loss
+
+
+class _Whole:
+    """A keyword argument that torch is not to split; what is no tensor, every microbatch gets."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _unpacked(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Give a stage its keyword arguments as they were given to the pipeline."""
+    return args, {key: each.value if isinstance(each, _Whole) else each for key, each in kwargs.items()}
+
+
+def _rows_of(target: Any, rows: slice) -> Any:
+    """Return some rows of each tensor of a target."""
+    return tree_map(lambda each: each[rows] if isinstance(each, Tensor) else each, target)
+
+
+@contextmanager
+def _unchanged_by_first_run(modules: list[nn.Module]) -> Iterator[None]:
+    """Keep the first forward of new stages, in which torch finds out the shapes, from changing anything.
+
+    torch drops the gradients of FSDP2 in it, and puts back its own default generators only.
+    """
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    kept = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    for parameter, _ in kept:
+        parameter.grad = None
+    for module in modules:
+        _protect_once(module)
+    yield
+    for parameter, gradient in kept:
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def _protect_once(module: nn.Module) -> None:
+    """Let the next forward of a module leave its buffers and all random generators as they are."""
+    owners = [
+        (owner, name, each) for owner in module.modules() for name, each in owner.named_buffers(recurse=False)
+    ]
+    around = ExitStack()
+
+    def before(*_: Any) -> None:
+        first.remove()
+        around.enter_context(streams.unchanged())
+        for owner, name, buffer in owners:
+            setattr(owner, name, buffer.clone())
+
+    def after(*_: Any) -> None:
+        last.remove()
+        around.close()
+        for owner, name, buffer in owners:
+            setattr(owner, name, buffer)
+
+    first = module.register_forward_pre_hook(before, prepend=True)
+    last = module.register_forward_hook(after, always_call=True)

@@ -7,7 +7,7 @@ import json
 import random
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -21,8 +21,18 @@ if TYPE_CHECKING:
 
     from namedmesh.mesh import NamedMesh
 
-States = dict[str, "Tensor"]
-"""The states of generators, by the type of their device."""
+
+class _DefaultGenerator(NamedTuple):
+    """An accelerator's, with what a ``torch.Generator`` has."""
+
+    device: torch.device
+
+    def get_state(self) -> Tensor:
+        found: Tensor = torch.get_device_module(self.device).get_rng_state(self.device)
+        return found
+
+    def set_state(self, state: Tensor) -> None:
+        torch.get_device_module(self.device).set_rng_state(state, self.device)
 
 
 class Streams:
@@ -53,18 +63,24 @@ class Streams:
     """
 
     def __init__(self) -> None:
-        self._generators: dict[str, dict[str, torch.Generator]] = {}
         self._inside: list[str] = []
-        self._device: torch.device | None = None
+        self.reset()
 
     def __repr__(self) -> str:
-        return f"Streams({', '.join(map(repr, self._generators))})"
+        return f"Streams({', '.join(map(repr, self._names()))})"
 
     def reset(self, device: torch.device | None = None) -> None:
         """Forget all streams; those that follow are for the CPU and for this device."""
         self._check_outside("reset")
-        self._generators = {}
-        self._device = None if device is None or device.type in {"cpu", "meta"} else device
+        # torch's own by the type of their device, those of streams by "NAME/TYPE".
+        self._generators: dict[str, Any] = {"cpu": torch.default_generator}
+        if device is not None:
+            self.follow(device)
+
+    def follow(self, device: torch.device) -> None:
+        """Save, load and put back the default generator of an accelerator, too."""
+        if device.type != "meta":
+            self._generators.setdefault(device.type, _DefaultGenerator(device))
 
     def add(self, name: str, seed: int) -> None:
         """Add a stream, from a seed.
@@ -72,12 +88,13 @@ class Streams:
         Raises:
             TrainingError: there is a stream of this name.
         """
-        if name in self._generators:
+        if name in self._names():
             raise TrainingError(
                 f"there is a stream {name!r} already; choose another name, or reset() the streams first"
             )
-        devices = [torch.device("cpu")] + ([] if self._device is None else [self._device])
-        self._generators[name] = {each.type: torch.Generator(each).manual_seed(seed) for each in devices}
+        for kind in self._kinds():
+            generator = torch.Generator(self._generators[kind].device)
+            self._generators[f"{name}/{kind}"] = generator.manual_seed(seed)
 
     def generator(self, name: str, device: str = "cpu") -> torch.Generator:
         """Return the generator of a stream, for what takes ``generator=``.
@@ -85,8 +102,13 @@ class Streams:
         Raises:
             TrainingError: there is no such stream.
         """
-        self._check_name(name)
-        return self._generators[name][device]
+        if name not in self._names():
+            known = f"{did_you_mean(name, self._names())}; the streams are {self._names()}"
+            raise TrainingError(
+                f"there is no stream {name!r}{known}; seed_all() makes them, and streams.add(name, seed)"
+            )
+        found: torch.Generator = self._generators[f"{name}/{device}"]
+        return found
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -95,17 +117,14 @@ class Streams:
         Raises:
             TrainingError: there is no such stream.
         """
-        self._check_name(name)
-        outside = self._default()
-        if self._inside:
-            self._keep(self._inside[-1])
-        self._set_default(self._states_of(name))
-        self._inside.append(name)
+        self.generator(name)
+        own = [kind for kind in self._kinds() if f"{name}/{kind}" in self._generators]
+        outside = {kind: self._generators[kind].get_state() for kind in own}
+        self._switch([*self._inside, name], {})
         try:
             yield
         finally:
-            self._keep(self._inside.pop())
-            self._set_default(self._states_of(self._inside[-1]) if self._inside else outside)
+            self._switch(self._inside[:-1], outside)
 
     def recomputed(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return contexts for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=streams.recomputed)``.
@@ -113,36 +132,35 @@ class Streams:
         Prevents: a recomputation that draws other masks from the streams than the forward did, so that the
         gradients are of another function. torch puts back its own generators only.
         """
-        kept: dict[str, States] = {}
+        kept: dict[str, Tensor] = {}
         around: list[str] = []
 
         @contextmanager
         def forward() -> Iterator[None]:
-            kept.update(self._states())
+            kept.update({key: state for key, state in self._states().items() if "/" in key})
             around.extend(self._inside)
             yield
 
         @contextmanager
         def again() -> Iterator[None]:
-            now, inside = self._states(), self._inside
-            self._set(kept)
-            self._inside = list(around)
-            try:
-                yield
-            finally:
-                self._set(now)
-                self._inside = inside
+            inside = self._inside
+            with self.unchanged():
+                self._set(kept)
+                self._inside = around
+                try:
+                    yield
+                finally:
+                    self._inside = inside
 
         return forward(), again()
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Put back every generator of torch's and of the streams behind the block, which may be inside a stream."""
-        default, now = self._default(), self._states()
+        now = self._states()
         try:
             yield
         finally:
-            self._set_default(default)
             self._set(now)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -156,42 +174,37 @@ class Streams:
             TrainingError: called inside a stream.
         """
         self._check_outside("state_dict")
-        found = self._default() | {"python": _as_bytes(random.getstate())}
+        found = self._states() | {"python": _as_bytes(random.getstate())}
         if "numpy" in sys.modules:
             name, keys, *rest = sys.modules["numpy"].random.get_state()
             found["numpy"] = _as_bytes((name, keys.tolist(), *rest))
-        for name, states in self._states().items():
-            found |= {f"{name}/{kind}": state for kind, state in states.items()}
         return found
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load a state: streams that are in it are created, others stay as they are.
+        """Load a state: streams that are in it are created, others stay as they are, as do those of a device that is not here.
 
         Raises:
             TrainingError: called inside a stream.
         """
         self._check_outside("load_state_dict")
         for key, each in state.items():
-            name, slash, kind = key.rpartition("/")
-            if slash:
-                generators = self._generators.setdefault(name, {})
-                device = self._device if self._device is not None and self._device.type == kind else kind
-                generators.setdefault(kind, torch.Generator(device)).set_state(each)
-            elif key == "python":
+            name, _, kind = key.rpartition("/")
+            if key == "python":
                 version, numbers, gauss = json.loads(bytes(each.tolist()))
                 random.setstate((version, tuple(numbers), gauss))
             elif key == "numpy":
                 if "numpy" in sys.modules:
                     sys.modules["numpy"].random.set_state(tuple(json.loads(bytes(each.tolist()))))
-            else:
-                self._set_default({key: each})
+            elif kind in self._generators:
+                if name:
+                    self._generators.setdefault(key, torch.Generator(self._generators[kind].device))
+                self._generators[key].set_state(each)
 
-    def _check_name(self, name: str) -> None:
-        if name not in self._generators:
-            known = f"{did_you_mean(name, self._generators)}; the streams are {tuple(self._generators)}"
-            raise TrainingError(
-                f"there is no stream {name!r}{known}; seed_all() makes them, and streams.add(name, seed)"
-            )
+    def _kinds(self) -> list[str]:
+        return [key for key in self._generators if "/" not in key]
+
+    def _names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(key.rpartition("/")[0] for key in self._generators if "/" in key))
 
     def _check_outside(self, call: str) -> None:
         if self._inside:
@@ -199,35 +212,26 @@ class Streams:
                 f"{call}() was called inside the stream {self._inside[-1]!r}; call it behind the with block"
             )
 
-    def _states_of(self, name: str) -> States:
-        return {kind: generator.get_state() for kind, generator in self._generators[name].items()}
+    def _states(self) -> dict[str, Tensor]:
+        return {key: generator.get_state() for key, generator in self._generators.items()}
 
-    def _states(self) -> dict[str, States]:
-        return {name: self._states_of(name) for name in self._generators}
+    def _set(self, states: Mapping[str, Tensor]) -> None:
+        for key, state in states.items():
+            self._generators[key].set_state(state)
 
-    def _set(self, states: Mapping[str, States]) -> None:
-        for name, kinds in states.items():
-            for kind, state in kinds.items():
-                self._generators[name][kind].set_state(state)
+    def _switch(self, inside: list[str], outside: Mapping[str, Tensor]) -> None:
+        """Let the stream that is drawn from go on later where torch's default generators are, and these where they were."""
+        if self._inside:
+            self._copy({f"{self._inside[-1]}/{kind}": kind for kind in self._kinds()})
+        self._set(outside)
+        if inside:
+            self._copy({kind: f"{inside[-1]}/{kind}" for kind in self._kinds()})
+        self._inside = inside
 
-    def _keep(self, name: str) -> None:
-        """Let a stream go on later where torch's default generators are."""
-        for kind, state in self._default().items():
-            if kind in self._generators[name]:
-                self._generators[name][kind].set_state(state)
-
-    def _default(self) -> States:
-        states = {"cpu": torch.get_rng_state()}
-        if self._device is not None:
-            states[self._device.type] = torch.get_device_module(self._device).get_rng_state(self._device)
-        return states
-
-    def _set_default(self, states: States) -> None:
-        for kind, state in states.items():
-            if kind == "cpu":
-                torch.set_rng_state(state)
-            elif self._device is not None and self._device.type == kind:
-                torch.get_device_module(kind).set_rng_state(state, self._device)
+    def _copy(self, source_of: Mapping[str, str]) -> None:
+        for key, source in source_of.items():
+            if {key, source} <= self._generators.keys():
+                self._generators[key].set_state(self._generators[source].get_state())
 
 
 def _as_bytes(state: object) -> Tensor:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from namedmesh.compat.deepspeed import topology
 from namedmesh.compat.deepspeed.topology import (
     PipeDataParallelTopology,
     PipeModelDataParallelTopology,
@@ -26,9 +27,8 @@ from namedmesh.compat.install import Original
 
 if TYPE_CHECKING:
     from namedmesh.compat.deepspeed.grid import PipelineParallelGrid
-    from namedmesh.compat.deepspeed.groups import bind, unbind
+    from namedmesh.compat.deepspeed.groups import bind, mark_parameters, unbind
     from namedmesh.compat.deepspeed.model_parallel_unit import ModelParallelUnit, SequenceParallelUnit, mpu
-    from namedmesh.compat.deepspeed.parameters import mark_parameters
 
 __all__ = [
     "ModelParallelUnit",
@@ -45,29 +45,24 @@ __all__ = [
     "uninstall",
 ]
 
-_LAZY = {
-    "ModelParallelUnit": "model_parallel_unit",
-    "PipelineParallelGrid": "grid",
-    "SequenceParallelUnit": "model_parallel_unit",
-    "bind": "groups",
-    "mark_parameters": "parameters",
-    "mpu": "model_parallel_unit",
-    "unbind": "groups",
+# Where the names are that need torch.
+_HOMES = {
+    "grid": ("PipelineParallelGrid",),
+    "groups": ("bind", "mark_parameters", "unbind"),
+    "model_parallel_unit": ("ModelParallelUnit", "SequenceParallelUnit", "mpu"),
 }
-
 _PLACE = "deepspeed.runtime.pipe.topology"
+_REPLACED = (
+    "PipeDataParallelTopology",
+    "PipeModelDataParallelTopology",
+    "PipelineParallelGrid",
+    "ProcessTopology",
+)
 
 
 def _replace(module: Any) -> dict[tuple[str, str], object]:
     """Return our topologies and grid, which take the place of the original's."""
-    ours = import_module(f"{__name__}.topology")
-    names = (
-        "PipeDataParallelTopology",
-        "PipeModelDataParallelTopology",
-        "PipelineParallelGrid",
-        "ProcessTopology",
-    )
-    return {(module.__name__, name): getattr(ours, name) for name in names}
+    return {(module.__name__, name): getattr(topology, name) for name in _REPLACED}
 
 
 _ORIGINAL = Original(_PLACE, None, _replace, {_PLACE: f"{__name__}.topology"})
@@ -77,8 +72,7 @@ def install() -> None:
     """Let DeepSpeed's pipelines work on our topologies and grids; a second call does nothing.
 
     Where DeepSpeed is installed, the classes of ``deepspeed.runtime.pipe.topology`` are ours, also where they were
-    imported before: its ``PipelineModule`` makes grids of ours, and takes topologies of ours. Where it is not, the module
-    is this dialect's. Which mesh its engine works on is said by :func:`bind`.
+    imported before. Where it is not, the module is this dialect's. Which mesh its engine works on is said by :func:`bind`.
 
     Example, as the first lines of a program::
 
@@ -93,9 +87,10 @@ uninstall = _ORIGINAL.uninstall
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from namedmesh.compat.axis_map import compare_mesh
 from namedmesh.compat.binding import require_default_group, require_open
 from namedmesh.compat.deepspeed.model_parallel_unit import Getters, answers, axis_map
 from namedmesh.compat.deepspeed.topology import (
@@ -16,10 +16,10 @@ from namedmesh.compat.deepspeed.topology import (
     _prime_factors,
     validate_topology,
 )
-from namedmesh.compat.errors import ContractAttributeError
-from namedmesh.compat.new_mesh import new_mesh
 from namedmesh.errors import LayoutError, listing
-from namedmesh.options import GroupOptions
+from namedmesh.groups import GroupPool
+from namedmesh.init import make_mesh
+from namedmesh.making import agreed
 from namedmesh.views import join_names
 
 if TYPE_CHECKING:
@@ -37,8 +37,7 @@ _CALL = "deepspeed.PipelineParallelGrid"
 def topology_of(layout: Layout) -> tuple[ProcessTopology, dict[str, tuple[str, ...]]]:
     """Return a topology over the ranks of a layout, and the layout's axes for each of its own.
 
-    Axes of no kind of parallelism of DeepSpeed's keep their names. A grid needs pipe and data: one that the layout
-    lacks has size 1.
+    Other axes keep their names. A grid needs pipe and data: one that the layout lacks has size 1.
 
     Raises:
         LayoutError: two axes stand for the same kind, or dp_replicate and dp_shard do not adjoin.
@@ -69,6 +68,17 @@ def topology_of(layout: Layout) -> tuple[ProcessTopology, dict[str, tuple[str, .
     return topology, axes
 
 
+def _kinds(axes: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Return the mesh's axes of each kind of group, from those of each axis of the topology."""
+    replica = [own for axis, owns in axes.items() if axis != "data" for own in owns]
+    return {
+        "pipe": axes["pipe"],
+        "data": axes["data"],
+        "model": tuple(replica),
+        "slice": axes.get("model", ()),
+    }
+
+
 class PipelineParallelGrid(Getters):
     """Stages, replicas and tensor-parallel ranks, as DeepSpeed's pipelines and models use them; communicates.
 
@@ -88,13 +98,12 @@ class PipelineParallelGrid(Getters):
             ``model_parallel_size`` and ``slice_parallel_size``, which are the same.
         stage_id: this rank's coordinate on pipe; ``is_first_stage`` and ``is_last_stage`` follow from it.
         data_parallel_id: its coordinate on data.
-        ds_model_proc_group: the group of every rank with the same coordinate on data, that is of one replica of the
-            model; ``ds_model_world_size`` is its size and ``ds_model_rank`` this rank's position in it.
-        dp_group: the ranks along data, ``dp_proc_group`` their group, and ``dp_groups`` those of all such groups.
-        pp_group: the ranks along pipe, ``pp_proc_group`` their group, and ``pipe_groups`` those of all such groups.
+        ds_model_proc_group: the group of one replica of the model, the ranks with the same coordinate on data;
+            ``ds_model_world_size`` is its size and ``ds_model_rank`` this rank's position in it.
+        dp_group: the ranks along data, ``dp_proc_group`` their group, and ``dp_groups`` those of all such groups; so
+            ``pp_group``, ``pp_proc_group`` and ``pipe_groups`` along pipe, and ``slice_group``, ``slice_proc_group`` and
+            ``model_groups`` along model, the last one only if the model is sharded.
         p2p_groups: for each rank, it and the next in its pipeline; after the last stage comes the first.
-        slice_group: the ranks along model, ``slice_proc_group`` their group, and ``model_groups`` those of all such
-            groups, which exists only if the model is sharded.
 
     Raises:
         ContractError: ``torch.distributed`` has no default group, or the topology is not one of all its ranks.
@@ -118,7 +127,7 @@ class PipelineParallelGrid(Getters):
     def __init__(self, topology: Any = None, process_group: object = None) -> None:
         require_default_group("deepspeed.init_distributed()")
         world = dist.get_world_size()
-        with new_mesh(_CALL, range(world)) as maker:
+        with agreed(GroupPool(), _CALL, range(world)) as maker:
             if isinstance(process_group, dist.ProcessGroup) and process_group.size() != world:
                 raise LayoutError(
                     f"process_group has the ranks {listing(dist.get_process_group_ranks(process_group))}, but a grid is over "
@@ -128,10 +137,9 @@ class PipelineParallelGrid(Getters):
             given = topology or PipeDataParallelTopology(prod(factors[::2]), prod(factors[1::2]))
             ours = validate_topology(given, world, dist.get_rank())
             layout = ours.layout
-            wanted = [(layout, (axis,), GroupOptions()) for axis in layout]
-            mesh = maker.make(layout, {"layout": repr(layout)}, wanted, {})
+            mesh = make_mesh(maker, layout, {"layout": repr(layout)}, {})
             axes = {axis: (own,) for axis, own in zip(ours.axes, layout.axes, strict=True)}
-            self._fill(given, ours, mesh, maker.groups, axes)
+            self._fill(given, ours, mesh, maker, axes)
         self._owned = True
 
     @classmethod
@@ -166,11 +174,10 @@ class PipelineParallelGrid(Getters):
             if len(ranks) != dist.get_world_size():
                 raise LayoutError(
                     f"{mesh.layout} on ranks {ranks.start} to {ranks.stop - 1} is a part of the world of "
-                    f"{dist.get_world_size()} ranks, and a grid of DeepSpeed's is over all of them; give it a mesh over "
-                    "the world"
+                    f"{dist.get_world_size()} ranks, and a grid of DeepSpeed's is over all of them; make a mesh over the world"
                 )
             topology, axes = topology_of(mesh.layout)
-            maker.compare({"layout": repr(mesh.layout)})
+            compare_mesh(mesh, maker, _kinds(axes).values())
             grid._fill(topology, topology, mesh, maker, axes)
         grid._owned = False
         return grid
@@ -186,62 +193,21 @@ class PipelineParallelGrid(Getters):
         """Set this rank's coordinates and groups, by the mesh's axes for each of the topology's."""
         self._topo, self._topology, self.mesh = given, ours, mesh
         self.world_size = mesh.layout.world_size
-        replica = [own for axis, owns in axes.items() if axis != "data" for own in owns]
-        kinds = {"pipe": axes["pipe"], "data": axes["data"], "model": replica, "slice": axes.get("model", ())}
-        self._answers = answers(mesh, maker, kinds)
+        self._answers = answers(mesh, maker, _kinds(axes))
         self.global_rank = mesh.global_rank
-        self.pp_proc_group, self.pp_group, self.pipe_parallel_size, self.stage_id, _ = self._answers["pipe"]
-        self.dp_proc_group, self.dp_group, self.data_parallel_size, self.data_parallel_id, _ = self._answers[
-            "data"
-        ]
-        self.slice_proc_group, self.slice_group, self.slice_parallel_size, *_ = self._answers["slice"]
-        self.ds_model_proc_group, _, self.ds_model_world_size, self.ds_model_rank, _ = self._answers["model"]
+        pipe, data, model, part = self._answers.values()
+        self.pp_proc_group, self.pp_group, self.pipe_parallel_size, self.stage_id, _ = pipe
+        self.dp_proc_group, self.dp_group, self.data_parallel_size, self.data_parallel_id, _ = data
+        self.ds_model_proc_group, _, self.ds_model_world_size, self.ds_model_rank, _ = model
+        self.slice_proc_group, self.slice_group, self.slice_parallel_size, *_ = part
         self.model_parallel_size = self.slice_parallel_size
         self.is_first_stage = self.stage_id == 0
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
-
-    @cached_property
-    def dp_groups(self) -> list[list[int]]:
-        """The ranks of every group along data."""
-        return self._topology.get_axis_comm_lists("data")
-
-    @cached_property
-    def pipe_groups(self) -> list[list[int]]:
-        """The ranks of every group along pipe."""
-        return self._topology.get_axis_comm_lists("pipe")
-
-    @cached_property
-    def p2p_groups(self) -> list[list[int]]:
-        """For each rank, it and the next in its pipeline; after the last stage comes the first."""
-        layout = self._topology.layout
-        pipe = self._topology.mesh_axis("pipe")
-        return [[rank, layout.neighbour(rank, pipe)] for rank in layout.ranks]
-
-    @cached_property
-    def model_groups(self) -> list[list[int]]:
-        """The ranks of every group along model.
-
-        Raises:
-            ContractAttributeError: there is one rank along model; the original has no such attribute then.
-        """
-        self._check_sharded("model_groups")
-        return self._topology.get_axis_comm_lists("model")
-
-    @cached_property
-    def mp_group(self) -> list[int]:
-        """An empty list: the original never fills it.
-
-        Raises:
-            ContractAttributeError: there is one rank along model; the original has no such attribute then.
-        """
-        self._check_sharded("mp_group")
-        return []
-
-    def _check_sharded(self, name: str) -> None:
-        if self.model_parallel_size == 1:
-            raise ContractAttributeError(
-                f"the grid has no {name}, because its model-parallel size is 1; DeepSpeed's has none then either"
-            )
+        self.dp_groups, self.pipe_groups = map(ours.get_axis_comm_lists, ("data", "pipe"))
+        along_pipe = ours.mesh_axis("pipe")
+        self.p2p_groups = [[rank, ours.layout.neighbour(rank, along_pipe)] for rank in ours.layout.ranks]
+        if self.model_parallel_size > 1:  # the original has these only then, and never fills the second
+            self.model_groups, self.mp_group = ours.get_axis_comm_lists("model"), list[int]()
 
     def close(self) -> None:
         """Destroy the groups that the grid made; those of a mesh that existed before stay."""
@@ -257,11 +223,7 @@ class PipelineParallelGrid(Getters):
         return self._topo
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """Return the rank of another stage at this rank's other coordinates.
-
-        Args:
-            stage_id: the stage.
-            **kwargs: coordinates on other axes, in place of this rank's.
+        """Return the rank of another stage at this rank's other coordinates, or those that ``kwargs`` give in their place.
 
         Raises:
             ContractError: a coordinate outside of its axis.

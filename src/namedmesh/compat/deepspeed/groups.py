@@ -1,4 +1,4 @@
-"""``deepspeed.utils.groups`` where DeepSpeed is installed: its variables, filled from one NamedMesh."""
+"""What DeepSpeed reads besides an mpu: the variables of ``deepspeed.utils.groups``, and a mark on sharded parameters."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from namedmesh.compat.binding import Binding, Bound
 from namedmesh.compat.deepspeed.model_parallel_unit import mpu as make_mpu
 from namedmesh.compat.errors import ContractRuntimeError
+from namedmesh.errors import PlanError, listing
 from namedmesh.making import group_of_one
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from namedmesh.mesh import NamedMesh
 
-__all__ = ["bind", "unbind"]
+__all__ = ["bind", "mark_parameters", "unbind"]
 
 _BINDING = Binding(
     "DeepSpeed",
@@ -46,9 +50,9 @@ def bind(mesh: NamedMesh) -> Bound:
     """Let DeepSpeed's engine, MoE layers and ZeRO take their groups from a mesh.
 
     Call it on every rank of the mesh before ``deepspeed.initialize``. The variables of ``deepspeed.utils.groups`` are
-    filled until the mesh is closed. The mesh becomes the mpu. A view with axes ``ep`` and ``edp``, and ``etp`` where the
-    experts' layers are sharded, gives the groups of MoE layers whose ``ep_size`` is the size of ``ep``; without one, and
-    for what a mesh has no axis for (hpZ, quantized gradients), DeepSpeed makes groups of its own.
+    filled until the mesh is closed; its mpu is the mesh's. A view with axes ``ep`` and ``edp``, and ``etp`` where the
+    experts' layers are sharded, gives the groups of MoE layers whose ``ep_size`` is the size of ``ep``. For anything else
+    DeepSpeed makes groups of its own.
 
     Args:
         mesh: a mesh that :func:`namedmesh.compat.deepspeed.mpu` takes.
@@ -105,15 +109,52 @@ def _values(mesh: NamedMesh) -> dict[str, Any]:
         values["_WORLD_GROUP"] = dist.group.WORLD
     if "ep" in mesh:
         name = f"ep_size_{mesh.size('ep')}"
-        has_replicas = "edp" in mesh
-        replicas = mesh.group("edp") if has_replicas else group_of_one(mesh.pool)
-        values |= {
-            "_EXPERT_PARALLEL_GROUP": {name: mesh.group("ep")},
-            "_EXPERT_PARALLEL_GROUP_RANKS": {name: list(mesh.ranks("ep"))},
-            "_EXPERT_DATA_PARALLEL_GROUP": {name: replicas},
-            "_EXPERT_DATA_PARALLEL_GROUP_RANKS": {
-                name: list(mesh.ranks("edp")) if has_replicas else [mesh.global_rank]
-            },
-            "expert_tensor_parallel_world_size": mesh.size("etp") if "etp" in mesh else 1,
-        }
+        replicas = mesh.group("edp") if "edp" in mesh else group_of_one(mesh.pool)
+        for variable, group in (("_EXPERT_PARALLEL", mesh.group("ep")), ("_EXPERT_DATA_PARALLEL", replicas)):
+            values[f"{variable}_GROUP"] = {name: group}
+            values[f"{variable}_GROUP_RANKS"] = {name: dist.get_process_group_ranks(group)}
+        values["expert_tensor_parallel_world_size"] = mesh.size("etp") if "etp" in mesh else 1
     return values
+
+
+def mark_parameters(model: nn.Module) -> list[str]:
+    """Mark the shards of tensor-parallel parameters as every version of DeepSpeed expects them.
+
+    DeepSpeed counts a parameter that is not marked on the first model-parallel rank only, so without the mark the
+    norm of the gradients, and what is clipped by it, is silently too small. Call it before
+    ``deepspeed.initialize``. The layers of namedmesh's Megatron dialect mark their shards with
+    ``tensor_model_parallel``, which DeepSpeed 0.19 reads; this adds ``model_parallel``, which all versions do.
+
+    Args:
+        model: a model of plain parameters.
+
+    Returns:
+        The names of the parameters that are shards.
+
+    Raises:
+        PlanError: there are DTensors among the parameters, which DeepSpeed's optimizers cannot work with.
+
+    Example:
+        >>> import torch, namedmesh
+        >>> from namedmesh.compat.megatron.tensor_parallel import RowParallelLinear
+        >>> _ = namedmesh.launch.init("cpu")
+        >>> layer = RowParallelLinear(4, 4, input_is_parallel=True, tp_group=torch.distributed.group.WORLD)
+        >>> mark_parameters(layer)
+        ['weight']
+        >>> layer.weight.model_parallel
+        True
+        >>> torch.distributed.destroy_process_group()
+    """
+    parameters = dict(model.named_parameters())
+    dtensors = [name for name, parameter in parameters.items() if isinstance(parameter, DTensor)]
+    if dtensors:
+        raise PlanError(
+            f"parameters {listing(dtensors)} are DTensors, which DeepSpeed's optimizers cannot work with; use layers whose "
+            "parameters are plain shards, such as those of namedmesh.compat.megatron.tensor_parallel"
+        )
+    shards = []
+    for name, parameter in parameters.items():
+        if getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False):
+            parameter.model_parallel = True  # type: ignore[attr-defined]
+            shards.append(name)
+    return shards

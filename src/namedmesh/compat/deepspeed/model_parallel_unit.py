@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
-from namedmesh.compat.axis_map import check_axes, group_over, own_axes
+from namedmesh.compat.axis_map import check_axes, compare_mesh, group_over, own_axes
 from namedmesh.compat.binding import require_open
 from namedmesh.compat.errors import ContractAttributeError
 from namedmesh.errors import LayoutError, MeshError, did_you_mean
@@ -23,15 +23,7 @@ if TYPE_CHECKING:
     from namedmesh.making import GroupMaker
     from namedmesh.mesh import NamedMesh
 
-__all__ = [
-    "Answers",
-    "Getters",
-    "ModelParallelUnit",
-    "SequenceParallelUnit",
-    "answers",
-    "axis_map",
-    "mpu",
-]
+__all__ = ["Answers", "Getters", "ModelParallelUnit", "SequenceParallelUnit", "answers", "axis_map", "mpu"]
 
 _AXES = {
     "pipe": ("pp", "pipe"),
@@ -45,10 +37,7 @@ _EXPERT = ("edp", "ep", "etp")
 
 
 def axis_map(layout: Layout) -> dict[str, tuple[str, ...]]:
-    """Return the axes of a layout for each of DeepSpeed's kinds of parallelism, in the order of the layout.
-
-    Returns:
-        The axes of ``"pipe"``, ``"data"``, ``"model"`` and ``"sequence"``; none for a kind that the layout lacks.
+    """Return the axes of a layout for each of DeepSpeed's kinds of parallelism, in its order; none for what it lacks.
 
     Raises:
         LayoutError: two axes stand for the same kind.
@@ -58,12 +47,13 @@ def axis_map(layout: Layout) -> dict[str, tuple[str, ...]]:
         >>> axis_map(Layout(pp=2, dp_replicate=2, dp_shard=2, tp=2))["data"]
         ('dp_replicate', 'dp_shard')
     """
-    axes = {kind: tuple(axis for axis in layout.axes if axis in names) for kind, names in _AXES.items()}
-    problems = [
-        f"axes {join_names(own)} of {layout} both are what DeepSpeed calls {kind}; use one of them"
-        for kind, own in axes.items()
-        if len(own) > 1 and set(own) not in _TOGETHER
-    ]
+    axes, problems = {}, []
+    for kind, names in _AXES.items():
+        own = axes[kind] = tuple([axis for axis in layout if axis in names])
+        if len(own) > 1 and set(own) not in _TOGETHER:
+            problems.append(
+                f"axes {join_names(own)} of {layout} both are what DeepSpeed calls {kind}; use one of them"
+            )
     if problems:
         raise LayoutError(*problems)
     return axes
@@ -76,7 +66,7 @@ class Answers(NamedTuple):
     ranks: list[int]
     size: int
     rank: int
-    first: int
+    first_rank: int
 
 
 def answers(mesh: NamedMesh, maker: GroupMaker, kinds: Mapping[str, Sequence[str]]) -> dict[str, Answers]:
@@ -88,28 +78,19 @@ def answers(mesh: NamedMesh, maker: GroupMaker, kinds: Mapping[str, Sequence[str
     return of_kinds
 
 
-_RETURNS = {
-    "group": "this rank's group of",
-    "ranks": "a list of",
-    "size": "the number of",
-    "rank": "this rank's position among",
-    "first": "the first of",
-}
-
-
 @overload
 def _getter(kind: str, answer: Literal["group"]) -> Callable[[Getters], dist.ProcessGroup]: ...
 @overload
 def _getter(kind: str, answer: Literal["ranks"]) -> Callable[[Getters], list[int]]: ...
 @overload
-def _getter(kind: str, answer: Literal["size", "rank", "first"]) -> Callable[[Getters], int]: ...
+def _getter(kind: str, answer: Literal["size", "rank", "first_rank"]) -> Callable[[Getters], int]: ...
 def _getter(kind: str, answer: str) -> Callable[[Getters], Any]:
     """Make a method that returns one answer for a kind of parallelism."""
 
     def getter(self: Getters) -> Any:
         return self._answer(kind, answer)
 
-    getter.__doc__ = f"Return {_RETURNS[answer]} the {kind}-parallel ranks."
+    getter.__doc__ = f"Return this rank's {kind}-parallel {answer.replace('_', ' ')}."
     return getter
 
 
@@ -144,9 +125,7 @@ class Getters:
 def mpu(mesh: NamedMesh) -> ModelParallelUnit:
     """Make the unit of a mesh, for ``deepspeed.initialize(mpu=...)``; communicates.
 
-    Every rank of the mesh calls it. Groups that the mesh has are used; the one over pp and tp, and with sequence
-    parallelism the one over the data-parallel and sequence-parallel ranks, is made unless it exists. All of them
-    belong to the mesh.
+    Every rank of the mesh calls it. Groups over products of its axes are made unless they exist, and belong to it.
 
     Args:
         mesh: a mesh with any of the axes dp (or dp_replicate and dp_shard), tp, pp, and sp or cp. One that it lacks
@@ -184,13 +163,13 @@ def mpu(mesh: NamedMesh) -> ModelParallelUnit:
             experts=_EXPERT,
             instead="DeepSpeed makes its own groups for them; leave it out of the mesh",
         )
-        maker.compare({"layout": repr(mesh.layout)})
         kinds = {**axes, "model": axes["pipe"] + axes["model"], "slice": axes["model"]}
         sequence = kinds.pop("sequence")
-        if not sequence:
-            return ModelParallelUnit(mesh, answers(mesh, maker, kinds))
-        kinds |= {"sequence": sequence, "sequence_data": axes["data"] + sequence}
-        return SequenceParallelUnit(mesh, answers(mesh, maker, kinds))
+        if sequence:
+            kinds |= {"sequence": sequence, "sequence_data": axes["data"] + sequence}
+        compare_mesh(mesh, maker, kinds.values())
+        unit = SequenceParallelUnit if sequence else ModelParallelUnit
+        return unit(mesh, answers(mesh, maker, kinds))
 
 
 class ModelParallelUnit(Getters):
@@ -198,13 +177,7 @@ class ModelParallelUnit(Getters):
 
     *Model*-parallel are the ranks of one replica, all its stages and slices: pp and tp. *Tensor-* (or slice-)
     parallel are those that share a layer: tp. Groups of one rank are groups, too. Nothing here communicates.
-
-    Args:
-        mesh: the mesh.
-        answers: what its getters answer for each kind of parallelism.
-
-    Attributes:
-        mesh: the mesh, which leads to everything else that namedmesh does.
+    ``mesh`` is the mesh.
     """
 
     def __init__(self, mesh: NamedMesh, answers: dict[str, Answers]) -> None:
@@ -213,8 +186,6 @@ class ModelParallelUnit(Getters):
 
     def __getattr__(self, name: str) -> Any:
         # DeepSpeed looks for names with hasattr: an answer here would change what it does.
-        if name.startswith("__"):
-            raise AttributeError(name)
         if name == "initialize_sequence_parallel":
             why = "DeepSpeed takes it for a sign that there is no data-parallel group"
         elif "sequence" in name:
@@ -240,10 +211,10 @@ class ModelParallelUnit(Getters):
             raise MeshError(f"the mesh over {self.mesh.layout} was closed; make another, and an mpu of it")
         return getattr(self._answers[kind], answer)
 
-    get_model_parallel_src_rank = _getter("model", "first")
-    get_data_parallel_src_rank = _getter("data", "first")
+    get_model_parallel_src_rank = _getter("model", "first_rank")
+    get_data_parallel_src_rank = _getter("data", "first_rank")
     get_tensor_model_parallel_group = Getters.get_slice_parallel_group
-    get_tensor_model_parallel_src_rank = _getter("slice", "first")
+    get_tensor_model_parallel_src_rank = _getter("slice", "first_rank")
     get_pipeline_model_parallel_group = Getters.get_pipe_parallel_group
 
 
@@ -252,12 +223,11 @@ class SequenceParallelUnit(ModelParallelUnit):
 
     DeepSpeed reduces gradients, and shards optimizer states, over the *sequence-data*-parallel ranks: those of the
     data- and sequence-parallel axes together. Up to ZeRO stage 2 it divides the sum by the number of data-parallel
-    ranks only, so a rank's loss has to be its part of the mean over the sequence: the mean over its own tokens,
-    divided by the number of parts.
+    ranks only: a rank's loss has to be the mean over its own tokens, divided by the number of parts.
 
-    Stage 3 is different, and says nothing about it: ``deepspeed.initialize`` shards the parameters over the
-    data-parallel ranks alone, and the gradients of the parts are never added. Shard them before, over all ranks that
-    have the same ones; the loss is then the mean over a rank's own tokens, undivided::
+    With stage 3 ``deepspeed.initialize`` shards the parameters over the data-parallel ranks alone, and silently never
+    adds the gradients of the parts. Shard them before, over all ranks that have the same ones; the loss is then the mean
+    over a rank's own tokens, undivided::
 
         group = unit.get_sequence_data_parallel_group()
         deepspeed.zero.Init(module=model, data_parallel_group=group, config_dict_or_path=config, mpu=unit)

@@ -1,7 +1,7 @@
 """DeepSpeed's topologies: named axes over ranks, computed by a :class:`namedmesh.Layout`.
 
-``install()`` puts this module in place of the original's. Ranks are row-major, the last axis the fastest. Nothing here needs a process group, or torch: a topology of a
-million ranks costs what one of eight costs, until its whole :attr:`ProcessTopology.mapping` is read.
+``install()`` puts this module in place of the original's. Ranks are row-major, the last axis the fastest. Nothing here
+needs a process group, or torch. A topology of a million ranks costs what one of eight does, until all are asked for.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ class ProcessTopology:
         dims: the size of each axis.
 
     Attributes:
-        axes: the names, as they were given.
-        dims: the sizes, as they were given.
+        axes, dims: the names and the sizes, as they were given.
         layout: the same as a :class:`namedmesh.Layout`, for ``namedmesh.init_mesh(topology.layout)``. There the
             axes pipe, data and model have the names pp, dp and tp.
         ProcessCoord: the named tuple that coordinates come in.
@@ -62,18 +61,12 @@ class ProcessTopology:
         >>> topology = ProcessTopology(axes=["pipe", "data", "model"], dims=[2, 2, 2])
         >>> topology.get_coord(6), topology.get_rank(pipe=1, data=1, model=0)
         (ProcessCoord(pipe=1, data=1, model=0), 6)
-        >>> topology.get_axis_comm_lists("pipe"), topology.get_axis_comm_lists("expert")
-        ([[0, 4], [1, 5], [2, 6], [3, 7]], [])
-        >>> topology.filter_match(pipe=0, data=1), topology.get_axis_list("model", 0)
-        ([2, 3], [0, 2, 4, 6])
-        >>> topology.get_rank_repr(3), topology.get_rank_repr(3, omit_axes=["data"], outer_sep=".")
-        ('model_01', 'pipe_00.model_01')
-        >>> topology.get_dim("data"), topology.get_dim("expert"), topology.world_size()
-        (2, 0, 8)
+        >>> topology.get_axis_comm_lists("pipe"), topology.filter_match(pipe=0, data=1)
+        ([[0, 4], [1, 5], [2, 6], [3, 7]], [2, 3])
+        >>> topology.get_rank_repr(3, omit_axes=["data"], outer_sep=".")
+        'pipe_00.model_01'
         >>> topology.layout, topology.mesh_axis("pipe")
         (Layout(pp=2, dp=2, tp=2), 'pp')
-        >>> ProcessTopology(["x", "y"], [1, 2]).mapping
-        {ProcessCoord(x=0, y=0): 0, ProcessCoord(x=0, y=1): 1}
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
@@ -89,43 +82,37 @@ class ProcessTopology:
             raise ContractIndexError(
                 f"{len(axes)} axes {list(axes)} but {len(dims)} dims {list(dims)}; give one size for each axis"
             )
-        mistyped = [size for size in dims if not hasattr(size, "__index__")]
-        if mistyped:
-            raise ContractTypeError(
-                f"the dims {list(dims)} have {listing(map(repr, mistyped))}; a size is an int"
-            )
+        for size in dims:
+            if not hasattr(size, "__index__"):
+                raise ContractTypeError(f"the dims {list(dims)} have {size!r}; a size is an int")
         self.axes, self.dims = axes, dims
         self.layout = Layout.from_shape(_mesh_names(axes), map(operator.index, dims))
         self._names = dict(zip(axes, self.layout.axes, strict=True))
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """Return the rank at some coordinates.
-
-        Args:
-            **coord_kwargs: one coordinate for each axis.
+        """Return the rank at some coordinates, one for each axis.
 
         Raises:
             LayoutError: too few coordinates, or too many.
             ContractTypeError: as many coordinates as there are axes, but other names.
             ContractError: a coordinate outside of its axis.
         """
+        given = listing(f"{axis}={at!r}" for axis, at in coord_kwargs.items()) or "none"
+        words = product(self.axes, self.dims)
         if len(coord_kwargs) != len(self._names):
-            given = listing(f"{axis}={at!r}" for axis, at in coord_kwargs.items()) or "none"
             raise LayoutError(
-                f"get_rank() got {len(coord_kwargs)} coordinates, {given}, for {self._words}; give one for "
-                "each axis, or ask filter_match() for all ranks that share some"
+                f"get_rank() got {len(coord_kwargs)} coordinates, {given}, for {words}; give one for each axis, or ask "
+                "filter_match() for all ranks that share some"
             )
         unknown = [self._unknown(axis) for axis in coord_kwargs if axis not in self._names]
         if unknown:
             raise ContractTypeError(*unknown)
-        outside = [
-            f"coordinate {axis}={at!r} is outside of its axis; the coordinates of {axis!r} are 0 to {self.get_dim(axis) - 1}"
-            for axis, at in coord_kwargs.items()
-            if at not in range(self.get_dim(axis))
-        ]
-        if outside:
-            raise ContractError(*outside)
-        return self.layout.rank(**{self._names[axis]: int(at) for axis, at in coord_kwargs.items()})
+        ranks = self.filter_match(**coord_kwargs)
+        if not ranks:
+            raise ContractError(
+                f"the coordinates {given} are outside of {words}; those of an axis are 0 to its size - 1"
+            )
+        return ranks[0]
 
     def get_axis_names(self) -> Sequence[str]:
         """Return the names, slowest axis first."""
@@ -161,36 +148,22 @@ class ProcessTopology:
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:
-        """Return the coordinates of a rank, as a named tuple.
-
-        Raises:
-            LayoutError: the rank is not in the topology.
-        """
+        """Return the coordinates of a rank, as a named tuple; LayoutError for a rank that is not in the topology."""
         if rank not in self.layout.ranks:  # by equality, as the original
             raise LayoutError(
-                f"rank {rank!r} is not in the topology of {self._words}; its ranks are 0 to {self.layout.world_size - 1}"
+                f"rank {rank!r} is not in the topology of {product(self.axes, self.dims)}; its ranks are 0 to "
+                f"{self.layout.world_size - 1}"
             )
         return self.ProcessCoord(*self.layout.coords(int(rank)).values())
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """Return the ranks of every group along an axis; none if the topology does not have it.
-
-        Returns:
-            Groups by their first rank, ranks inside a group ascending.
-        """
+        """Return the ranks of every group along an axis, by their first rank; none if the topology does not have it."""
         if axis not in self.axes:
             return []
         return [list(ranks) for ranks in self.layout.groups(self._names[axis])]
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """Return every rank at some coordinates, ascending; none where a coordinate is outside of its axis.
-
-        Args:
-            **filter_kwargs: a coordinate for some of the axes.
-
-        Raises:
-            ContractAttributeError: a name that is no axis.
-        """
+        """Return every rank at coordinates on some axes, ascending; ContractAttributeError for a name that is no axis."""
         coords = {}
         for axis, at in filter_kwargs.items():
             # In the order given, as the original: names after a filter that no rank matches are not checked.
@@ -202,11 +175,7 @@ class ProcessTopology:
         return list(self.layout.where(**coords))
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """Return every rank at one coordinate of an axis, ascending; none where it is outside of the axis.
-
-        Raises:
-            LayoutError: the topology does not have the axis.
-        """
+        """Return every rank at one coordinate of an axis, ascending; LayoutError for an axis that is not there."""
         name = self.mesh_axis(axis)
         return list(self.layout.where(**{name: int(idx)})) if idx in range(self.layout[name]) else []
 
@@ -221,11 +190,7 @@ class ProcessTopology:
         return {self.ProcessCoord(*at): rank for rank, at in enumerate(coords)}
 
     def mesh_axis(self, axis: str) -> str:
-        """Return the name that an axis has in :attr:`layout`, and so on a mesh made from it.
-
-        Raises:
-            LayoutError: the topology does not have the axis.
-        """
+        """Return the name that an axis has in :attr:`layout`; LayoutError for an axis that is not there."""
         if axis not in self._names:
             raise LayoutError(self._unknown(axis))
         return self._names[axis]
@@ -237,20 +202,12 @@ class ProcessTopology:
         """Show what it was made from, whatever its size."""
         return f"{type(self).__name__}(axes={self.axes!r}, dims={self.dims!r})"
 
-    @property
-    def _words(self) -> str:
-        return product(self._names, self.layout.sizes)
-
     def _unknown(self, axis: object) -> str:
         return f"axis {axis!r} is not one of {tuple(self._names)}{did_you_mean(axis, self._names)}"
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Pipelines and their replicas, which are neighboring ranks: the axes pipe and data.
-
-    Args:
-        num_pp: how many stages a pipeline has.
-        num_dp: how many pipelines there are.
+    """``num_dp`` pipelines of ``num_pp`` stages, replicas on neighboring ranks: the axes pipe and data.
 
     Example:
         >>> PipeDataParallelTopology(num_pp=2, num_dp=2).get_axis_comm_lists("data")
@@ -262,12 +219,7 @@ class PipeDataParallelTopology(ProcessTopology):
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Pipelines whose stages are sharded over neighboring ranks, and their replicas: the axes pipe, data and model.
-
-    Args:
-        num_pp: how many stages a pipeline has.
-        num_mp: over how many ranks the layers of a stage are sharded.
-        num_dp: how many replicas there are.
+    """The same, with stages that are sharded over ``num_mp`` neighboring ranks: the axes pipe, data and model.
 
     Example:
         >>> PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=2).get_axis_comm_lists("data")
@@ -279,10 +231,7 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 
 def _prime_factors(N: int) -> list[int]:  # noqa: N803  the original's name
-    """Return the prime factors of a number, ascending.
-
-    Raises:
-        LayoutError: the number is not positive.
+    """Return the prime factors of a number, ascending; LayoutError for one that is not positive.
 
     Example:
         >>> _prime_factors(60), _prime_factors(1)
@@ -300,28 +249,23 @@ def _prime_factors(N: int) -> list[int]:  # noqa: N803  the original's name
 
 
 def _mesh_names(axes: Sequence[str]) -> list[str]:
-    """Return the names that a mesh has for the axes of a topology: the canonical ones, unless they are in use.
+    """Return the names that a mesh has for the axes of a topology: the canonical ones, unless one is in use.
 
     Example:
         >>> _mesh_names(["pipe", "data", "expert"]), _mesh_names(["pipe", "pp", "device"])
         (['pp', 'dp', 'expert'], ['pipe', 'pp', 'device_axis'])
     """
-    mesh_axes: list[str] = []
-    for axis in axes:
-        name = _CANONICAL.get(axis, axis)
-        name = axis if name != axis and name in axes else name
-        while name in {*RESERVED, "self"} or name in mesh_axes or (name != axis and name in axes):
-            name += "_axis"
-        mesh_axes.append(name)
-    return mesh_axes
+    names = [_CANONICAL.get(axis, axis) for axis in axes]
+    if len({*names}) < len(names):
+        names = [*axes]
+    for place, name in enumerate(names):
+        if name in {*RESERVED, "self"}:
+            names[place] += "_axis"
+    return names
 
 
 def validate_topology(topology: Any, world: int, rank: int) -> ProcessTopology:
-    """Return a topology for a grid, ours, DeepSpeed's or one like them, as one of ours.
-
-    It has as many ranks as the world (ContractError), the axes pipe and data (ContractAttributeError), and this rank where
-    row-major order has it (LayoutError).
-    """
+    """Return a topology for a grid, ours or DeepSpeed's, as one of ours; refuse one that no grid can have."""
     ours = topology
     if not isinstance(ours, ProcessTopology):
         axes = topology.get_axis_names()
@@ -332,14 +276,11 @@ def validate_topology(topology: Any, world: int, rank: int) -> ProcessTopology:
             f"the topology {sizes} has {ours.world_size()} ranks, but the world has {world}; change a size, or start "
             "another number of ranks"
         )
-    missing = [axis for axis in ("pipe", "data") if axis not in ours.axes]
-    if missing:
-        raise ContractAttributeError(
-            *(
+    for axis in ("pipe", "data"):
+        if axis not in ours.axes:
+            raise ContractAttributeError(
                 f"the topology {sizes} has no axis {axis!r}; give it one, of size 1 if need be"
-                for axis in missing
             )
-        )
     theirs, expected = tuple(topology.get_coord(rank=rank)), tuple(ours.layout.coords(rank).values())
     if theirs != expected:
         raise LayoutError(

@@ -12,19 +12,17 @@ from __future__ import annotations
 from typing import Any
 
 from namedmesh.compat.fairscale import cross_entropy, initialize, layers, mappings, utils
-from namedmesh.compat.fairscale.cross_entropy import vocab_parallel_cross_entropy
+from namedmesh.compat.fairscale.cross_entropy import *
 from namedmesh.compat.fairscale.initialize import *
-from namedmesh.compat.fairscale.initialize import __all__ as _initialize
 from namedmesh.compat.fairscale.layers import *
-from namedmesh.compat.fairscale.layers import __all__ as _layers
 from namedmesh.compat.fairscale.mappings import *
-from namedmesh.compat.fairscale.mappings import __all__ as _mappings
 from namedmesh.compat.install import Original
 
 __all__ = [  # noqa: PLE0604  lists of names, which ruff does not look into
-    *_initialize,
-    *_layers,
-    *_mappings,
+    *cross_entropy.__all__,
+    *initialize.__all__,
+    *layers.__all__,
+    *mappings.__all__,
     "cross_entropy",
     "initialize",
     "install",
@@ -32,10 +30,10 @@ __all__ = [  # noqa: PLE0604  lists of names, which ruff does not look into
     "mappings",
     "uninstall",
     "utils",
-    "vocab_parallel_cross_entropy",
 ]
 
 _PLACE = "fairscale.nn.model_parallel"
+_PARTS = ("cross_entropy", "initialize", "layers", "mappings", "utils")
 
 
 def _replace(module: Any) -> dict[tuple[str, str], object]:
@@ -51,13 +49,7 @@ _ORIGINAL = Original(
     f"{_PLACE}.initialize",
     initialize.DIALECT.binding,
     _replace,
-    {
-        _PLACE: __name__,
-        **{
-            f"{_PLACE}.{part}": f"{__name__}.{part}"
-            for part in ("cross_entropy", "initialize", "layers", "mappings", "utils")
-        },
-    },
+    {_PLACE: __name__} | {f"{_PLACE}.{part}": f"{__name__}.{part}" for part in _PARTS},
 )
 
 

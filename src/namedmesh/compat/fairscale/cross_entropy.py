@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from namedmesh.compat.fairscale.mappings import current_group
+from namedmesh.compat.fairscale.initialize import DIALECT
 from namedmesh.compat.partition import shapes_as_contract
 from namedmesh.tensor_parallel.vocabulary import cross_entropy
 
@@ -36,4 +36,4 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor) 
         >>> fairscale.destroy_model_parallel()
         >>> dist.destroy_process_group()
     """
-    return cross_entropy(vocab_parallel_logits, target, current_group(), dtype=None)
+    return cross_entropy(vocab_parallel_logits, target, DIALECT.peers(), dtype=None)

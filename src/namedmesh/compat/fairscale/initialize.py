@@ -102,9 +102,6 @@ def initialize_model_parallel(
         ContractError: there is no default group, a second initialization, or sizes that do not divide the
             world. After an error everything is as before.
         AgreementError: the other ranks did not call this, or not with the same arguments.
-
-    Warns:
-        UserWarning: the size was reduced.
     """
     DIALECT.initialize(
         {"tp": int(model_parallel_size_), "pp": pipeline_length, "cp": context_parallel_size},
@@ -114,11 +111,9 @@ def initialize_model_parallel(
 
 def model_parallel_is_initialized() -> bool:
     """Return whether there are model-, data- and pipeline-parallel groups."""
-    return (
-        _MODEL_PARALLEL_GROUP is not None
-        and _DATA_PARALLEL_GROUP is not None
-        and _PIPELINE_PARALLEL_GROUP is not None
-    )
+    if _MODEL_PARALLEL_GROUP is None or _DATA_PARALLEL_GROUP is None:
+        return False
+    return _PIPELINE_PARALLEL_GROUP is not None
 
 
 def get_model_parallel_group() -> ProcessGroup:

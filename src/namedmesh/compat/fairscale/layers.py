@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from namedmesh.compat import parallel_layers
-from namedmesh.compat.fairscale import mappings
+from namedmesh.compat.fairscale.initialize import DIALECT
 from namedmesh.compat.partition import divide
 from namedmesh.compat.sharded_layer import draw_whole
 
@@ -19,14 +19,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from namedmesh.compat.sharded_layer import Initializer
-    from namedmesh.tensor_parallel.collectives import RankGroup
 
 __all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
 
 
 class _ModelParallel:
-    def current_group(self) -> RankGroup:
-        return mappings.current_group()
+    current_group = staticmethod(DIALECT.peers)
 
 
 class ColumnParallelLinear(_ModelParallel, parallel_layers.ColumnParallelLinear):
@@ -75,7 +73,7 @@ def _initialize_affine_weight(  # noqa: PLR0917  the original's signature
     Ranks must be seeded alike. The dim that is sharded is made of ``stride`` blocks; a ContractError where they do not
     divide the length of the shard.
     """
-    group = mappings.current_group()
+    group = DIALECT.peers()
     if group.size == 1:
         init_method(weight)
         return weight if return_master_weight else None

@@ -13,7 +13,6 @@ __all__ = [
     "scatter_to_model_parallel_region",
 ]
 
-current_group = DIALECT.peers
 copy_to_model_parallel_region = DIALECT.copy
 reduce_from_model_parallel_region = DIALECT.reduce
 scatter_to_model_parallel_region = DIALECT.scatter

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from namedmesh.compat.axis_map import USUAL_AXES, check_axes, own_axes
-from namedmesh.compat.errors import ContractError, ContractFileNotFoundError, ContractRuntimeError
-from namedmesh.compat.megatron.rank_generator import insert_gtp_remat, ordered_tokens
-from namedmesh.dialects import DENSE, DIALECTS, EXPERT
-from namedmesh.errors import LayoutError, NamedMeshError
+from namedmesh.compat.errors import (
+    ContractError,
+    ContractFileNotFoundError,
+    ContractKeyError,
+    ContractRuntimeError,
+)
+from namedmesh.dialects import DENSE, DIALECTS, EXPERT, parse_order
+from namedmesh.errors import LayoutError, NamedMeshError, did_you_mean
 from namedmesh.layout import Layout
 from namedmesh.options import GroupOptions
 
@@ -32,6 +37,8 @@ BINDABLE = (
     "create_all_gather_group",
 )
 """The arguments that the axes of a mesh do not determine, which ``bind`` takes."""
+bindable = attrgetter(*BINDABLE)
+"""What a configuration has of these: a mesh that is bound with the same needs no new groups."""
 
 _EXPERT_AXES = frozenset(("edp", "ep", "etp", "egtp_remat"))
 _EXPERT = {"tp": "etp", "dp": "edp", "gtp_remat": "egtp_remat"}
@@ -58,7 +65,7 @@ class Factorings(NamedTuple):
         check_axes(
             mesh.layout,
             "Megatron",
-            (*USUAL_AXES, "gtp_remat"),
+            (*USUAL_AXES, "sp", "gtp_remat"),
             experts=_EXPERT_AXES,
             instead="they factor the world another way; leave it out of the mesh and add a view for it: "
             "mesh.add_view('expert', pp=..., edp=-1, ep=..., etp=...)",
@@ -116,21 +123,6 @@ class ParallelConfig:
     local_world_size: int | None = None
     create_all_gather_group: bool | None = field(default=False, kw_only=True)
 
-    def ranks(self, world_size: int) -> range:
-        """Return the ranks of the mesh, in a world of some size."""
-        local = self.local_world_size
-        return range(world_size) if local is None else range(self.rank_offset, self.rank_offset + local)
-
-    @property
-    def sharp_group(self) -> str | None:
-        """Which groups use SHARP: ``"dp"``, ``"dp_replica"``, or None."""
-        return (self.sharp_enabled_group or "dp") if self.use_sharp else None
-
-    @property
-    def bindable(self) -> tuple[object, ...]:
-        """What ``bind`` takes: a mesh that is bound with the same needs no new groups."""
-        return tuple([getattr(self, name) for name in BINDABLE])
-
     @cached_property
     def options(self) -> dict[str, GroupOptions]:
         """Options by Megatron's name of the group, from the file of NCCL settings and the high-priority groups."""
@@ -154,11 +146,11 @@ class ParallelConfig:
 
     def fields_to_compare(self, factorings: Factorings) -> dict[str, str]:
         """Return every argument as text, for the comparison between ranks; a callback as its answer for one pipeline."""
-        pipeline = factorings.groups("pp")[0]
-        values = {field.name: getattr(self, field.name) for field in fields(self)} | {"options": self.options}
-        return {
-            name: repr(value(list(pipeline)) if callable(value) else value) for name, value in values.items()
-        }
+        pipeline = list(factorings.groups("pp")[0])
+        values = {}
+        for name, value in vars(self).items():
+            values[name] = repr(value(pipeline) if callable(value) else value)
+        return values | {"options": repr(self.options)}
 
     # The checks, in the order of the original's. An error carries all problems of its step; its type is what the
     # original raises for the first.
@@ -193,12 +185,16 @@ class ParallelConfig:
 
     def _layout(self, world: int, view: str) -> Layout:
         """Return the layout of a view, whose axes are the tokens of the order under other names; dp is what is left."""
-        tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
-        sizes = {"tp": tp, "pp": pp, "cp": self.context_parallel_size}
-        gtp, names = self.gtp_remat_size, {}
+        tp, etp = self.tensor_model_parallel_size, self.expert_tensor_parallel_size
+        sizes = {"tp": tp, "pp": self.pipeline_model_parallel_size, "cp": self.context_parallel_size}
+        names: Mapping[str, str] = {}
+        gtp = self.gtp_remat_size
         if view == EXPERT:
-            etp = self.expert_tensor_parallel_size
-            sizes = {"tp": tp if etp is None else etp, "ep": self.expert_model_parallel_size, "pp": pp}
+            sizes = {
+                "tp": tp if etp is None else etp,
+                "ep": self.expert_model_parallel_size,
+                "pp": sizes["pp"],
+            }
             gtp, names = self.expert_gtp_remat_size, _EXPERT
         if gtp != 1:
             sizes["gtp_remat"] = gtp
@@ -272,6 +268,46 @@ class ParallelConfig:
                 f"hierarchical_context_parallel_sizes are {list(levels)}, which multiply to {prod(levels)}; "
                 f"they have to multiply to the context-parallel size, which is {cp}"
             )
+
+
+def ordered_tokens(order: str, sizes: Mapping[str, int]) -> list[str]:
+    """Return the tokens of an order string, fastest first, with those that it omits at the end.
+
+    The sizes are by token, in the order in which omitted ones are added. A token of a size other than 1 has to have a
+    place in the order (ContractRuntimeError), which names nothing else (ContractKeyError).
+    """
+    order = order.lower()
+    parsed = parse_order(order, tuple(sizes))
+    # "tp-dpp" has a mistake rather than no place for dp: the original searches the string, too.
+    problems = [
+        f"the size of {token} is {sizes[token]}, but the order {order!r} has no place for it; add {token!r}"
+        for token in parsed.omitted
+        if token not in order and sizes[token] != 1
+    ]
+    if problems:
+        raise ContractRuntimeError(*problems)
+    if parsed.unknown:
+        raise ContractKeyError(
+            *(
+                f"{token!r} in the order {order!r} is not one of {', '.join(sizes)}{did_you_mean(token, sizes)}"
+                for token in parsed.unknown
+            )
+        )
+    return parsed.tokens
+
+
+def insert_gtp_remat(order: str, after: str) -> str:
+    """Return an order string with the axis ``gtp_remat`` after another one, or after tp; it stays where it is named.
+
+    Example:
+        >>> insert_gtp_remat("tp-cp-ep-dp-pp", "ep"), insert_gtp_remat("tp-dp", "ep"), insert_gtp_remat("dp-pp", "tp")
+        ('tp-cp-ep-gtp_remat-dp-pp', 'tp-gtp_remat-dp', 'gtp_remat-dp-pp')
+    """
+    tokens = order.split("-")
+    if "gtp_remat" not in tokens:
+        before = after if after in tokens else "tp"
+        tokens.insert(tokens.index(before) + 1 if before in tokens else 0, "gtp_remat")
+    return "-".join(tokens)
 
 
 def check_net_names(net_names: Mapping[str, object]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +15,12 @@ import torch.distributed as dist
 from namedmesh.compat.axis_map import group_over
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer
-from namedmesh.compat.megatron.rank_generator import default_embedding_ranks, default_position_embedding_ranks
 from namedmesh.compat.megatron.variables import ROWS
 from namedmesh.dialects import DENSE, EXPERT, MEGATRON_GROUPS
 from namedmesh.options import GroupOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from namedmesh.compat.megatron.config import Factorings, ParallelConfig
     from namedmesh.dialects import GroupSpec
@@ -28,7 +28,24 @@ if TYPE_CHECKING:
     from namedmesh.making import GroupMaker
     from namedmesh.mesh import NamedMesh
 
-_OVER_AXES = [row for row in MEGATRON_GROUPS if row.members == "all" and row.key != "intra_dist_opt_instance"]
+OVER_AXES = [row for row in MEGATRON_GROUPS if row.members == "all" and row.key != "intra_dist_opt_instance"]
+"""The groups over whole axes."""
+
+
+def default_embedding_ranks(pp_ranks: Iterable[int]) -> list[int]:
+    """Return the ranks of a pipeline that hold the word embeddings: the first and the last stage.
+
+    Example:
+        >>> default_embedding_ranks([0, 4, 8, 12]), default_embedding_ranks([3])
+        ([0, 12], [3])
+    """
+    ranks = list(pp_ranks)
+    return ranks if len(ranks) == 1 else [ranks[0], ranks[-1]]
+
+
+def default_position_embedding_ranks(pp_ranks: Iterable[int]) -> list[int]:
+    """Return the ranks of a pipeline that hold the position embeddings: the first stage."""
+    return [next(iter(pp_ranks))]
 
 
 def group_options(
@@ -37,27 +54,25 @@ def group_options(
     """Return the options of the groups over whole axes, for the mesh and for the comparison between ranks.
 
     Megatron gives each group the options of its own name and no other; a mesh lets a group over two axes have those
-    of both. So once any options are given, every group has an entry.
+    of both. So every group has an entry.
 
     Returns:
         By view, the options under the names that a mesh has for axes together; and of every group the layout, the axes
         and the options.
     """
-    backend = config.pipeline_model_parallel_comm_backend
+    backend, default = config.pipeline_model_parallel_comm_backend, GroupOptions()
     by_view: dict[str, dict[str, GroupOptions]] = {DENSE: {}, EXPERT: {}}
     groups = []
-    for row in _OVER_AXES:
-        options = config.options.get(row.key, GroupOptions())
+    for row in OVER_AXES:
+        options = config.options.get(row.key, default)
         if row.key == "pp" and backend is not None:
             # The original gives no NCCL settings to a backend that is not NCCL.
             options = GroupOptions(backend="ucc") if backend == "ucc" else replace(options, backend="nccl")
         layout, axes = factorings.locate(row.axes)
-        if not axes:
-            continue
-        if config.options or backend is not None:
+        if axes:
             # The first row over these axes; a later one spans gtp_remat too, which is 1.
             options = by_view[row.view].setdefault("_".join(axes), options)
-        groups.append((layout, axes, options))
+            groups.append((layout, axes, options))
     return by_view, groups
 
 
@@ -72,7 +87,7 @@ def build_groups(
     builder = _Builder(mesh, maker, factorings, config)
     values = builder.values
     builder.build_data_parallel()
-    for row in _OVER_AXES:  # those that span gtp_remat are those that do not where it is 1
+    for row in OVER_AXES:  # those that span gtp_remat are those that do not where it is 1
         if row.variable not in values:
             builder.build(row)
     builder.build_context_levels()
@@ -95,7 +110,10 @@ class _Builder:
     ) -> None:
         self.mesh, self.maker, self.factorings, self.config = mesh, maker, factorings, config
         self.instances = config.num_distributed_optimizer_instances
-        self.values: dict[str, Any] = {row.gloo: None for row in MEGATRON_GROUPS if row.gloo}
+        self.values: dict[str, Any] = {}
+        for row in MEGATRON_GROUPS:
+            if row.gloo:  # where none is requested it is None, whatever the mesh was bound with before
+                self.values[row.gloo] = None
         # Beside weights that are gathered for each use the original makes no gloo groups.
         dense = config.create_gloo_process_groups and factorings.size("gtp_remat") == 1
         self.with_gloo = {DENSE: dense, EXPERT: dense and factorings.size("egtp_remat") == 1}
@@ -146,8 +164,11 @@ class _Builder:
                 for level, size in enumerate(levels)
             ]
         row = ROWS["hybrid_data_context_parallel"]
-        sizes = hybrid_sizes(self.factorings.size("dp", "cp")) if self.config.hybrid_context_parallel else []
-        self.values[row.variable] = {size: self.build_sets(row, self.split(row, size)) for size in sizes}
+        hybrid = {}
+        if self.config.hybrid_context_parallel:
+            for size in hybrid_sizes(self.factorings.size("dp", "cp")):
+                hybrid[size] = self.build_sets(row, self.split(row, size))
+        self.values[row.variable] = hybrid
 
     def build_embeddings(self) -> None:
         """Build the groups of the stages that hold embeddings."""
@@ -158,10 +179,13 @@ class _Builder:
                 self.config.get_position_embedding_ranks or default_position_embedding_ranks,
             ),
         ):
-            row = ROWS[name]
-            sets = [_embedding_stages(choose, list(ranks)) for ranks in self.factorings.groups("pp")]
+            row, sets = ROWS[name], []
+            self.values[row.ranks] = None
+            for pipeline in self.factorings.groups("pp"):
+                sets.append(_embedding_stages(choose, list(pipeline)))
+                if self.mesh.global_rank in sets[-1]:
+                    self.values[row.ranks] = sets[-1]
             self.build_sets(row, sets)
-            self.values[row.ranks] = next((ranks for ranks in sets if self.mesh.global_rank in ranks), None)
 
     def build_optimizer_instances(self) -> None:
         """Build the groups inside each instance of the distributed optimizer, and between them."""
@@ -174,7 +198,7 @@ class _Builder:
             self.build_sets(between, self.split(between, self.instances, part) if self.instances > 1 else [])
         models = self.factorings.groups("etp", "ep", "pp")
         instances = split_ranks(models, len(models) // self.instances)
-        sets = [[rank for model in instance for rank in model] for instance in instances]
+        sets = [list(chain(*instance)) for instance in instances]
         self.build_sets(ROWS["intra_distributed_optimizer_instance"], sets)
         # Weights that are gathered for each use go with one instance.
         for name, part_of in (
@@ -195,9 +219,10 @@ class _Builder:
 
     def split(self, row: GroupSpec, size: int, stride: int = 1) -> list[list[int]]:
         """Return the sets of ranks that :func:`split_ranks` makes of every group over the axes of a row."""
-        return [
-            part for ranks in self.factorings.groups(*row.axes) for part in split_ranks(ranks, size, stride)
-        ]
+        parts = []
+        for ranks in self.factorings.groups(*row.axes):
+            parts += split_ranks(ranks, size, stride)
+        return parts
 
     @contextmanager
     def sharp(self, name: str, row: GroupSpec) -> Iterator[None]:
@@ -205,7 +230,8 @@ class _Builder:
 
         NCCL reads the environment when it creates a communicator, which a first collective makes sure of.
         """
-        if self.config.sharp_group != name:
+        config = self.config
+        if not config.use_sharp or (config.sharp_enabled_group or "dp") != name:
             yield
             return
         os.environ["NCCL_COLLNET_ENABLE"] = "1"

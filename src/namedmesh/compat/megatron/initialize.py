@@ -13,15 +13,16 @@ import torch.distributed as dist
 from namedmesh.compat.binding import Bound, require_default_group
 from namedmesh.compat.errors import ContractTypeError
 from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer
-from namedmesh.compat.megatron.config import BINDABLE, Factorings, ParallelConfig
-from namedmesh.compat.megatron.groups import build_groups, group_options
+from namedmesh.compat.megatron.config import BINDABLE, Factorings, ParallelConfig, bindable
+from namedmesh.compat.megatron.groups import OVER_AXES, build_groups, group_options
 from namedmesh.compat.megatron.variables import BINDING
-from namedmesh.compat.new_mesh import new_mesh
 from namedmesh.dialects import DENSE, EXPERT
 from namedmesh.errors import did_you_mean
+from namedmesh.groups import GroupPool
+from namedmesh.init import make_mesh
 from namedmesh.launch import default_group_device
+from namedmesh.making import agreed
 from namedmesh.options import GroupOptions
-from namedmesh.views import View
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,9 +54,9 @@ def bind(mesh: NamedMesh, **options: Any) -> Bound:
     """Answer from a mesh that exists; communicates the first time.
 
     Every rank of the mesh calls it. Groups that the mesh has are used, the others that Megatron knows are made,
-    and belong to the mesh. The mesh has axes ``tp``, ``cp``, ``dp`` (or ``dp_replicate`` and ``dp_shard``) and
-    ``pp``, in any order; one that it lacks is of size 1. The experts' are in a view with ``etp``, ``ep`` and
-    ``edp``.
+    and belong to the mesh. The mesh has axes ``tp``, ``cp`` (or DeepSpeed's ``sp``), ``dp`` (or ``dp_replicate`` and
+    ``dp_shard``) and ``pp``, in any order; one that it lacks is of size 1. The experts' are in a view with ``etp``,
+    ``ep`` and ``edp``.
 
     Args:
         mesh: the mesh.
@@ -94,15 +95,17 @@ def bind(mesh: NamedMesh, **options: Any) -> Bound:
             )
         )
     config = ParallelConfig(**options)
-    bound = BINDING.rebind(mesh, config.bindable)
+    bound = BINDING.rebind(mesh, bindable(config))
     if bound is not None:
         return bound
     with mesh.agreed("megatron.bind") as maker:
         factorings = Factorings.of_mesh(mesh)
         config.validate_for_mesh(factorings)
-        maker.compare(config.fields_to_compare(factorings) | {"views": repr(mesh.views)})
+        fields = config.fields_to_compare(factorings) | {"views": repr(mesh.views)}
+        located = [factorings.locate(row.axes) for row in OVER_AXES]
+        maker.compare(fields, [(layout, axes, mesh.options_of(axes)) for layout, axes in located if axes])
         groups = build_groups(mesh, maker, factorings, config)
-    return BINDING.take(mesh, config.bindable, groups)
+    return BINDING.take(mesh, bindable(config), groups)
 
 
 unbind = BINDING.unbind
@@ -163,25 +166,26 @@ def initialize_model_parallel(config: ParallelConfig) -> None:  # noqa: D417  th
         >>> dist.destroy_process_group()
     """
     require_default_group()
-    world = dist.get_world_size()
-    ranks = config.ranks(world)
+    world, start, size = dist.get_world_size(), config.rank_offset, config.local_world_size
+    ranks = range(world) if size is None else range(start, start + size)
     if dist.get_rank() not in ranks:
         config.validate(world)
-        BINDING.assign("_GLOBAL_MEMORY_BUFFER", GlobalMemoryBuffer(default_group_device()))
+        BINDING.assign({"_GLOBAL_MEMORY_BUFFER": GlobalMemoryBuffer(default_group_device())})
         return
     defaults = GroupOptions(timeout=timedelta(minutes=config.distributed_timeout_minutes))
-    with new_mesh("megatron.initialize_model_parallel", ranks, defaults) as maker:
+    with agreed(GroupPool(defaults=defaults), "megatron.initialize_model_parallel", ranks) as maker:
         dense, expert = config.validate(world)
         BINDING.refuse_second()
         factorings = Factorings(dense, expert)
         options, wanted = group_options(factorings, config)
         if config.pipeline_model_parallel_comm_backend == "ucc":
             _prepare_ucc()
-        mesh = maker.make(dense, config.fields_to_compare(factorings), wanted, options[DENSE])
-        view = View(expert, mesh.create_view(expert, maker.groups, options[EXPERT]))
+        fields = config.fields_to_compare(factorings)
+        mesh = make_mesh(maker, dense, fields, options[DENSE], groups=wanted)
+        view = mesh.create_view(expert, maker, options[EXPERT])
         mesh.take_view(EXPERT, view, options[EXPERT])
-        groups = build_groups(mesh, maker.groups, factorings, config)
-    BINDING.take(mesh, config.bindable, groups, owned=True)
+        groups = build_groups(mesh, maker, factorings, config)
+    BINDING.take(mesh, bindable(config), groups, owned=True)
 
 
 def destroy_model_parallel() -> None:

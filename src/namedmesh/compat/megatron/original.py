@@ -15,6 +15,7 @@ from packaging.version import Version
 
 from namedmesh.compat.errors import ContractRuntimeError
 from namedmesh.compat.install import Original
+from namedmesh.compat.megatron import parallel_state
 from namedmesh.compat.megatron.config import ParallelConfig
 from namedmesh.compat.megatron.initialize import destroy_model_parallel, initialize_model_parallel
 from namedmesh.compat.megatron.variables import BINDING
@@ -31,19 +32,33 @@ _MODULE = "megatron.core.parallel_state"
 _FIRST, _AFTER_LAST = Version("0.14"), Version("0.20.dev0")
 _COMPARED = "releases 0.14 to 0.19"
 _OURS = "namedmesh.compat.megatron"
+_OF_MEGATRON_DEEPSPEED = (
+    "get_data_parallel_group_ranks",
+    "get_model_parallel_rank",
+    "get_model_parallel_world_size",
+    "get_sequence_data_parallel_group",
+    "get_sequence_data_parallel_rank",
+    "get_sequence_data_parallel_world_size",
+    "get_sequence_parallel_group",
+    "get_sequence_parallel_rank",
+    "get_sequence_parallel_src_rank",
+    "get_sequence_parallel_world_size",
+    "sequence_data_parallel_is_initialized",
+    "sequence_parallel_is_initialized",
+)
 _GROUP = re.compile(r"_[A-Z_]+_(GROUP|RANKS)[A-Z_]*")
 
 
 def _replace(module: ModuleType) -> dict[tuple[str, str], object]:
-    """Return what takes the place of the functions of ``parallel_state`` that make and destroy groups.
+    """Return what takes the place of the functions that make and destroy groups, and Megatron-DeepSpeed's names.
 
     Raises:
         ContractRuntimeError: a release that was not compared, or one with groups or arguments that nobody fills.
     """
-    found = sys.modules["megatron.core"].__version__
-    if not _FIRST <= Version(found) < _AFTER_LAST:
+    found = getattr(sys.modules["megatron.core"], "__version__", None)
+    if found is None or not _FIRST <= Version(found) < _AFTER_LAST:
         raise ContractRuntimeError(
-            f"megatron-core {found} is imported, and namedmesh was compared with {_COMPARED} only; install one of those, or "
+            f"megatron-core {found or 'without a version'} is imported, and namedmesh was compared with {_COMPARED} only; install one of those, or "
             "import the dialect as namedmesh.compat... without install()"
         )
     groups = [name for name in vars(module) if _GROUP.fullmatch(name) and name not in BINDING.variables]
@@ -62,6 +77,7 @@ def _replace(module: ModuleType) -> dict[tuple[str, str], object]:
     return {
         (_MODULE, "initialize_model_parallel"): initialize,
         (_MODULE, "destroy_model_parallel"): destroy_model_parallel,
+        **{(_MODULE, name): getattr(parallel_state, name) for name in _OF_MEGATRON_DEEPSPEED},
     }
 
 

@@ -25,20 +25,23 @@ Example:
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from namedmesh.compat.errors import ContractError, ContractKeyError
 from namedmesh.compat.megatron.buffers import GlobalMemoryBuffer, GlobalSymmetricMemoryBuffer
+from namedmesh.compat.megatron.groups import (
+    default_embedding_ranks as default_embedding_ranks,
+    default_position_embedding_ranks as default_position_embedding_ranks,
+)
 from namedmesh.compat.megatron.initialize import (
     destroy_model_parallel as destroy_model_parallel,
     initialize_model_parallel as initialize_model_parallel,
 )
 from namedmesh.compat.megatron.rank_generator import (
     RankGenerator as RankGenerator,
-    default_embedding_ranks as default_embedding_ranks,
-    default_position_embedding_ranks as default_position_embedding_ranks,
     generate_masked_orthogonal_rank_groups as generate_masked_orthogonal_rank_groups,
 )
 from namedmesh.compat.megatron.single_groups import (
@@ -168,9 +171,7 @@ def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
 
 def get_model_parallel_src_rank() -> int:
     """Return the first global rank of the model-parallel group."""
-    if _MODEL_PARALLEL_GLOBAL_RANKS is None:
-        missing("_MODEL_PARALLEL_GLOBAL_RANKS")
-    return _MODEL_PARALLEL_GLOBAL_RANKS[0]
+    return (_MODEL_PARALLEL_GLOBAL_RANKS or missing("_MODEL_PARALLEL_GLOBAL_RANKS"))[0]
 
 
 def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
@@ -180,9 +181,7 @@ def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGr
 
 def get_tensor_model_parallel_src_rank() -> int:
     """Return the first global rank of the tensor-parallel group."""
-    if _TENSOR_MODEL_PARALLEL_GLOBAL_RANKS is None:
-        missing("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS")
-    return _TENSOR_MODEL_PARALLEL_GLOBAL_RANKS[0]
+    return (_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS or missing("_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"))[0]
 
 
 def get_tensor_model_parallel_world_size() -> int:
@@ -223,16 +222,12 @@ def get_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> list[in
 
 def get_gtp_weight_remat_world_size() -> int:
     """Return the number of ranks in :func:`get_gtp_weight_remat_group`."""
-    if _GTP_WEIGHT_REMAT_GROUP is None:
-        return 0
-    return _GTP_WEIGHT_REMAT_GROUP.size()
+    return _GTP_WEIGHT_REMAT_GROUP.size() if _GTP_WEIGHT_REMAT_GROUP else 0
 
 
 def get_gtp_weight_remat_rank() -> int:
     """Return this rank's index in :func:`get_gtp_weight_remat_group`."""
-    if _GTP_WEIGHT_REMAT_GROUP is None:
-        return 0
-    return _GTP_WEIGHT_REMAT_GROUP.rank()
+    return _GTP_WEIGHT_REMAT_GROUP.rank() if _GTP_WEIGHT_REMAT_GROUP else 0
 
 
 def get_context_parallel_group(check_initialized: bool = True) -> ProcessGroup:
@@ -414,9 +409,7 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """Return the first global rank of the data-parallel group, with the context-parallel ranks if asked."""
     if with_context_parallel:
         return (_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP or missing("_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP"))[0]
-    if _DATA_PARALLEL_GLOBAL_RANKS is None:
-        missing("_DATA_PARALLEL_GLOBAL_RANKS")
-    return _DATA_PARALLEL_GLOBAL_RANKS[0]
+    return (_DATA_PARALLEL_GLOBAL_RANKS or missing("_DATA_PARALLEL_GLOBAL_RANKS"))[0]
 
 
 def get_hybrid_data_context_parallel_groups(
@@ -430,9 +423,7 @@ def get_hybrid_data_context_parallel_groups(
             raised for any other.
     """
     if get_data_parallel_world_size(with_context_parallel=True) == group_size:
-        if check_initialized and _DATA_PARALLEL_GROUP_WITH_CP is None:
-            missing("_DATA_PARALLEL_GROUP_WITH_CP")
-        return _DATA_PARALLEL_GROUP_WITH_CP
+        return _DATA_PARALLEL_GROUP_WITH_CP or missing("_DATA_PARALLEL_GROUP_WITH_CP", check_initialized)
     groups = _HYBRID_DP_CP_GROUPS or {}
     if group_size not in groups:
         raise ContractKeyError(
@@ -476,32 +467,27 @@ def set_pipeline_model_parallel_rank(rank: int | None) -> None:
     _MPU_PIPELINE_MODEL_PARALLEL_RANK = rank
 
 
-def _pipeline_ranks() -> list[int]:
-    return _PIPELINE_GLOBAL_RANKS or missing("_PIPELINE_GLOBAL_RANKS")
-
-
 def get_pipeline_model_parallel_next_rank() -> int:
     """Return the global rank of the next stage; after the last comes the first: ``mesh.next("pp")``."""
-    ranks = _pipeline_ranks()
+    ranks = _PIPELINE_GLOBAL_RANKS or missing("_PIPELINE_GLOBAL_RANKS")
     return ranks[(get_pipeline_model_parallel_rank() + 1) % get_pipeline_model_parallel_world_size()]
 
 
 def get_pipeline_model_parallel_prev_rank() -> int:
     """Return the global rank of the previous stage; before the first comes the last: ``mesh.prev("pp")``."""
-    ranks = _pipeline_ranks()
+    ranks = _PIPELINE_GLOBAL_RANKS or missing("_PIPELINE_GLOBAL_RANKS")
     return ranks[(get_pipeline_model_parallel_rank() - 1) % get_pipeline_model_parallel_world_size()]
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
     """Return the global rank of the first stage."""
-    if _PIPELINE_GLOBAL_RANKS is None:
-        missing("_PIPELINE_GLOBAL_RANKS")
-    return _PIPELINE_GLOBAL_RANKS[0]
+    return (_PIPELINE_GLOBAL_RANKS or missing("_PIPELINE_GLOBAL_RANKS"))[0]
 
 
 def get_pipeline_model_parallel_last_rank() -> int:
     """Return the global rank of the last stage."""
-    return _pipeline_ranks()[get_pipeline_model_parallel_world_size() - 1]
+    ranks = _PIPELINE_GLOBAL_RANKS or missing("_PIPELINE_GLOBAL_RANKS")
+    return ranks[get_pipeline_model_parallel_world_size() - 1]
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
@@ -614,16 +600,12 @@ def get_expert_gtp_weight_remat_global_ranks(check_initialized: bool = True) -> 
 
 def get_expert_gtp_weight_remat_world_size() -> int:
     """Return the number of ranks in :func:`get_expert_gtp_weight_remat_group`."""
-    if _EXPERT_GTP_WEIGHT_REMAT_GROUP is None:
-        return 0
-    return _EXPERT_GTP_WEIGHT_REMAT_GROUP.size()
+    return _EXPERT_GTP_WEIGHT_REMAT_GROUP.size() if _EXPERT_GTP_WEIGHT_REMAT_GROUP else 0
 
 
 def get_expert_gtp_weight_remat_rank() -> int:
     """Return this rank's index in :func:`get_expert_gtp_weight_remat_group`."""
-    if _EXPERT_GTP_WEIGHT_REMAT_GROUP is None:
-        return 0
-    return _EXPERT_GTP_WEIGHT_REMAT_GROUP.rank()
+    return _EXPERT_GTP_WEIGHT_REMAT_GROUP.rank() if _EXPERT_GTP_WEIGHT_REMAT_GROUP else 0
 
 
 def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGroup:
@@ -633,9 +615,7 @@ def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGr
 
 def get_expert_model_parallel_src_rank() -> int:
     """Return the first global rank of the expert-parallel group."""
-    if _EXPERT_MODEL_PARALLEL_RANKS is None:
-        missing("_EXPERT_MODEL_PARALLEL_RANKS")
-    return _EXPERT_MODEL_PARALLEL_RANKS[0]
+    return (_EXPERT_MODEL_PARALLEL_RANKS or missing("_EXPERT_MODEL_PARALLEL_RANKS"))[0]
 
 
 def get_expert_model_parallel_world_size() -> int:
@@ -729,10 +709,12 @@ def get_expert_tensor_model_pipeline_parallel_group(
 ) -> ProcessGroup:
     """Return the group over etp, ep and pp, and egtp_remat if asked: one full set of the experts of the model."""
     if with_egtp_remat:
-        group = _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP
-    else:
-        group = _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP
-    return group or missing("_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", check_initialized)
+        return _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP or missing(
+            "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", check_initialized
+        )
+    return _EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP or missing(
+        "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP", check_initialized
+    )
 
 
 def get_expert_data_parallel_group(
@@ -746,14 +728,16 @@ def get_expert_data_parallel_group(
         partial_expert_data_parallel: only those of this rank's optimizer instance.
     """
     if not partial_expert_data_parallel:
-        group = _EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT if with_gtp_remat else _EXPERT_DATA_PARALLEL_GROUP
+        if with_gtp_remat:
+            return _EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT or missing(
+                "_EXPERT_DATA_PARALLEL_GROUP", check_initialized
+            )
+        group = _EXPERT_DATA_PARALLEL_GROUP
     elif with_gtp_remat:
         group = _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT
     else:
         group = _INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP
-    if group is None:
-        missing("_EXPERT_DATA_PARALLEL_GROUP", check_initialized)
-    return group
+    return group or missing("_EXPERT_DATA_PARALLEL_GROUP", check_initialized)
 
 
 def get_expert_data_parallel_world_size(
@@ -803,6 +787,90 @@ def get_inter_distributed_optimizer_instance_group(check_initialized: bool = Tru
     return _INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP or missing(
         "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", check_initialized
     )
+
+
+# The names of Megatron-DeepSpeed. Its sequence parallelism is cp here, or an axis sp of a mesh that is bound.
+
+
+def sequence_parallel_is_initialized() -> bool:
+    """Return whether there are sequence- and data-parallel groups, of one rank too."""
+    return _CONTEXT_PARALLEL_GROUP is not None and _DATA_PARALLEL_GROUP is not None
+
+
+def sequence_data_parallel_is_initialized() -> bool:
+    """Return whether there is a group over the data- and sequence-parallel ranks."""
+    return _DATA_PARALLEL_GROUP_WITH_CP is not None
+
+
+def get_sequence_parallel_group() -> ProcessGroup:
+    """Return the group of the ranks that share each sequence, :func:`get_context_parallel_group`."""
+    return get_context_parallel_group()
+
+
+def get_sequence_parallel_world_size() -> int:
+    """Return the number of ranks in :func:`get_sequence_parallel_group`."""
+    return get_sequence_parallel_group().size()
+
+
+def get_sequence_parallel_rank() -> int:
+    """Return this rank's index in :func:`get_sequence_parallel_group`."""
+    return get_sequence_parallel_group().rank()
+
+
+def get_sequence_parallel_src_rank() -> int:
+    """Return the first global rank of :func:`get_sequence_parallel_group`."""
+    return get_context_parallel_global_ranks()[0]
+
+
+def get_sequence_data_parallel_group() -> ProcessGroup:
+    """Return the group of the ranks with the same parameters, over which ZeRO shards: ``mesh.group("dp", "cp")``."""
+    return get_data_parallel_group(with_context_parallel=True, with_gtp_remat=False)
+
+
+def get_sequence_data_parallel_world_size() -> int:
+    """Return the number of ranks in :func:`get_sequence_data_parallel_group`."""
+    return get_sequence_data_parallel_group().size()
+
+
+def get_sequence_data_parallel_rank() -> int:
+    """Return this rank's index in :func:`get_sequence_data_parallel_group`."""
+    return get_sequence_data_parallel_group().rank()
+
+
+def get_data_parallel_group_ranks() -> list[int]:
+    """Return the global ranks of the data-parallel group, ascending."""
+    return _DATA_PARALLEL_GLOBAL_RANKS or missing("_DATA_PARALLEL_GLOBAL_RANKS")
+
+
+def get_model_parallel_world_size() -> int:
+    """Return the number of tensor-parallel ranks; ContractError where there is a pipeline, too."""
+    _refuse_pipeline("get_model_parallel_world_size", "get_tensor_model_parallel_world_size")
+    return get_tensor_model_parallel_world_size()
+
+
+def get_model_parallel_rank() -> int:
+    """Return this rank's index among the tensor-parallel ranks; ContractError where there is a pipeline, too."""
+    _refuse_pipeline("get_model_parallel_rank", "get_tensor_model_parallel_rank")
+    return get_tensor_model_parallel_rank()
+
+
+def _refuse_pipeline(name: str, instead: str) -> None:
+    stages = get_pipeline_model_parallel_world_size()
+    if stages != 1:
+        raise ContractError(
+            f"{name}() is of the tensor-parallel ranks, and there are {stages} pipeline stages, which are model-parallel, "
+            f"too; call {instead}()"
+        )
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        # The mpu of trees before megatron.core has the layers, mappings and helpers for tensors, too.
+        tensor_parallel = import_module(f"{__package__}.tensor_parallel")
+        if name in tensor_parallel.__all__:
+            return getattr(tensor_parallel, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 # Buffers.

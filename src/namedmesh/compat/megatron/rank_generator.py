@@ -1,56 +1,16 @@
-"""Megatron's ``RankGenerator``, its rank arithmetic, and its default embedding stages, on :class:`namedmesh.Layout`."""
+"""Megatron's ``RankGenerator`` and its rank arithmetic, on :class:`namedmesh.Layout`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from namedmesh.compat.errors import ContractError, ContractKeyError, ContractRuntimeError
-from namedmesh.dialects import parse_order
+from namedmesh.compat.errors import ContractError
+from namedmesh.compat.megatron.config import ordered_tokens
 from namedmesh.errors import LayoutError, did_you_mean
 from namedmesh.layout import Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-
-def ordered_tokens(order: str, sizes: Mapping[str, int]) -> list[str]:
-    """Return the tokens of an order string, fastest first, with those that it omits at the end.
-
-    The sizes are by token, in the order in which omitted ones are added. A token of a size other than 1 has to have a
-    place in the order (ContractRuntimeError), which names nothing else (ContractKeyError).
-    """
-    order = order.lower()
-    parsed = parse_order(order, tuple(sizes))
-    # "tp-dpp" has a mistake rather than no place for dp: the original searches the string, too.
-    problems = [
-        f"the size of {token} is {sizes[token]}, but the order {order!r} has no place for it; add {token!r}"
-        for token in parsed.omitted
-        if token not in order and sizes[token] != 1
-    ]
-    if problems:
-        raise ContractRuntimeError(*problems)
-    if parsed.unknown:
-        raise ContractKeyError(
-            *(
-                f"{token!r} in the order {order!r} is not one of {', '.join(sizes)}{did_you_mean(token, sizes)}"
-                for token in parsed.unknown
-            )
-        )
-    return parsed.tokens
-
-
-def insert_gtp_remat(order: str, after: str) -> str:
-    """Return an order string with the axis ``gtp_remat`` after another one, or after tp; it stays where it is named.
-
-    Example:
-        >>> insert_gtp_remat("tp-cp-ep-dp-pp", "ep"), insert_gtp_remat("tp-dp", "ep"), insert_gtp_remat("dp-pp", "tp")
-        ('tp-cp-ep-gtp_remat-dp-pp', 'tp-gtp_remat-dp', 'gtp_remat-dp-pp')
-    """
-    tokens = order.split("-")
-    if "gtp_remat" not in tokens:
-        before = after if after in tokens else "tp"
-        tokens.insert(tokens.index(before) + 1 if before in tokens else 0, "gtp_remat")
-    return "-".join(tokens)
+    from collections.abc import Sequence
 
 
 class RankGenerator:
@@ -164,19 +124,3 @@ def generate_masked_orthogonal_rank_groups(
             "change a size"
         )
     return groups[:count]
-
-
-def default_embedding_ranks(pp_ranks: Iterable[int]) -> list[int]:
-    """Return the ranks of a pipeline that hold the word embeddings: the first and the last stage.
-
-    Example:
-        >>> default_embedding_ranks([0, 4, 8, 12]), default_embedding_ranks([3])
-        ([0, 12], [3])
-    """
-    ranks = list(pp_ranks)
-    return ranks if len(ranks) == 1 else [ranks[0], ranks[-1]]
-
-
-def default_position_embedding_ranks(pp_ranks: Iterable[int]) -> list[int]:
-    """Return the ranks of a pipeline that hold the position embeddings: the first stage."""
-    return [next(iter(pp_ranks))]

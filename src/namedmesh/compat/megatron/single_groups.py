@@ -14,7 +14,7 @@ from namedmesh.compat.errors import ContractError, ContractRuntimeError
 from namedmesh.compat.megatron.config import Factorings, check_net_names
 from namedmesh.compat.megatron.groups import hybrid_sizes, split_ranks
 from namedmesh.compat.megatron.variables import BINDING, ROWS, missing
-from namedmesh.errors import LayoutError, MeshError
+from namedmesh.errors import LayoutError
 from namedmesh.groups import new_group_by_everyone
 from namedmesh.options import GroupOptions, nccl_options
 
@@ -58,7 +58,7 @@ def create_group(  # noqa: PLR0917  the original's signature
 
 
 def _create_mine(rank: int, sets: Iterable[Sequence[int]], group_desc: str, **options: Any) -> Any:
-    """Create a group over each set of ranks, and return the one that a rank is in; None if it is in none."""
+    """Create a group over each set of ranks, and return the one that a rank is in, if any."""
     mine = None
     for ranks in sets:
         group = create_group(ranks, group_desc=group_desc, **options)
@@ -108,11 +108,10 @@ def create_hierarchical_groups(  # noqa: PLR0917  the original's signature
     for level, level_options in enumerate(options):
         sets, name = split_ranks(ranks, sizes[level], prod(sizes[:level])), f"HIERARCHICAL_{group_desc}"
         groups.append(_create_mine(rank, sets, f"{name}_L{level}", timeout=timeout, pg_options=level_options))
-        gloo_groups.append(
-            _create_mine(rank, sets, f"{name}_GLOO_L{level}", timeout=timeout, backend="gloo")
-            if create_gloo_process_groups
-            else None
-        )
+        gloo = None
+        if create_gloo_process_groups:
+            gloo = _create_mine(rank, sets, f"{name}_GLOO_L{level}", timeout=timeout, backend="gloo")
+        gloo_groups.append(gloo)
     return (groups, gloo_groups) if rank in ranks else ([], [])
 
 
@@ -127,12 +126,10 @@ def create_hybrid_dp_cp_groups(rank: int, ranks: Sequence[int], pg_options: Any)
     Returns:
         This rank's group for each size.
     """
-    groups = {
-        size: _create_mine(
-            rank, split_ranks(ranks, size), f"HYBRID_DP_CP_GROUP_{size}", pg_options=pg_options
-        )
-        for size in hybrid_sizes(len(ranks))
-    }
+    groups = {}
+    for size in hybrid_sizes(len(ranks)):
+        name = f"HYBRID_DP_CP_GROUP_{size}"
+        groups[size] = _create_mine(rank, split_ranks(ranks, size), name, pg_options=pg_options)
     return groups if rank in ranks else {}
 
 
@@ -157,12 +154,11 @@ def create_all_gather_groups(
     Raises:
         ContractRuntimeError: there is no parallel state yet.
     """
-    try:
-        mesh = BINDING.current_mesh()
-    except MeshError:
+    mesh = BINDING.shown
+    if mesh is None or not BINDING.is_bound(mesh):
         raise ContractRuntimeError(
             "create_all_gather_groups() needs the groups of the parallel state; call initialize_model_parallel(...) first"
-        ) from None
+        )
     factorings = Factorings.of_mesh(mesh)
 
     def create(name: str) -> Any:

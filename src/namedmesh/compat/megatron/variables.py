@@ -1,4 +1,4 @@
-"""Megatron's variables, the mesh that they are filled from, and the errors of those that are empty."""
+"""The mesh that Megatron's variables are filled from, and the errors of those that are empty."""
 
 from __future__ import annotations
 
@@ -10,44 +10,16 @@ import torch.distributed as dist
 
 from namedmesh.compat.binding import Binding
 from namedmesh.compat.errors import ContractError
-from namedmesh.dialects import MEGATRON_GROUPS, variables_of
+from namedmesh.dialects import MEGATRON_GROUPS
 
 __all__ = ["BINDING", "ROWS", "missing", "warn_deprecated", "zero_or_raise"]
 
 ROWS = {row.name: row for row in MEGATRON_GROUPS}
 """The rows of the table of groups, by name."""
 
-BINDING = Binding(
-    "Megatron's parallel state",
-    "initialize_model_parallel",
-    "namedmesh.compat.megatron.bind",
-    [
-        *variables_of(MEGATRON_GROUPS),
-        *(
-            f"_MPU_{name.upper()}_{answer}"
-            for name in (
-                "tensor_model_parallel",
-                "pipeline_model_parallel",
-                "data_parallel",
-                "expert_model_parallel",
-                "expert_tensor_parallel",
-            )
-            for answer in ("WORLD_SIZE", "RANK")
-        ),
-        "_GLOBAL_MEMORY_BUFFER",
-        "_GLOBAL_SYMMETRIC_MEMORY_BUFFER",
-        "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK",
-        "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE",
-        "_global_process_group_list",
-    ],
-)
+BINDING = Binding("Megatron's parallel state", "initialize_model_parallel", "namedmesh.compat.megatron.bind")
 """The variables of ``parallel_state``, and the mesh that they show."""
 
-_NAMES = {
-    "_global_process_group_list": "the list of groups",
-    "_GLOBAL_MEMORY_BUFFER": "the global memory buffer",
-    "_GLOBAL_SYMMETRIC_MEMORY_BUFFER": "the global symmetric memory buffer",
-}
 _NO_EMBEDDING = "this rank is in no such group: its stage holds no such embedding"
 _REMEDIES = {
     "_EMBEDDING_GROUP": _NO_EMBEDDING,
@@ -67,20 +39,17 @@ def missing(variable: str, check_initialized: bool = True) -> Any:
     """
     if not check_initialized:
         return None
-    what, remedy = _NAMES.get(variable), "it was set to None"
-    for row in MEGATRON_GROUPS:
-        if variable in {row.variable, row.ranks}:
-            what = f"the {row.name.replace('_', ' ')} group"
-        elif variable == row.gloo:
-            what = f"the {row.name.replace('_', ' ')} gloo group"
-            remedy = "make the groups with create_gloo_process_groups=True"
+    what = variable.strip("_").replace("_", " ").lower()
     mesh = BINDING.shown
     if mesh is None or not BINDING.is_bound(mesh):
         raise ContractError(
-            f"{what} is not initialized; call initialize_model_parallel(...), or "
+            f"the {what} is not initialized; call initialize_model_parallel(...), or "
             "namedmesh.compat.megatron.bind(mesh) with a mesh that exists (once, on every rank)"
         )
-    raise ContractError(f"{what} is not initialized: {_REMEDIES.get(variable, remedy)}")
+    remedy = _REMEDIES.get(variable, "it was set to None")
+    if variable.endswith("_GLOO"):
+        remedy = "make the groups with create_gloo_process_groups=True"
+    raise ContractError(f"the {what} is not initialized: {remedy}")
 
 
 def zero_or_raise(variable: str) -> int:

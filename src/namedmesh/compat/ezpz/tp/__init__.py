@@ -109,9 +109,6 @@ def initialize_tensor_parallel(  # noqa: PLR0917  the original's signature
         ContractError: there is no default group, a second initialization, or sizes that do not divide the
             world. After an error everything is as before.
         AgreementError: the other ranks did not call this, or not with the same arguments.
-
-    Warns:
-        UserWarning: the size was reduced.
     """
     DIALECT.initialize(
         {"tp": tensor_parallel_size, "pp": pipeline_parallel_size, "cp": context_parallel_size},
@@ -127,12 +124,9 @@ def initialize_tensor_parallel(  # noqa: PLR0917  the original's signature
 
 def tensor_parallel_is_initialized() -> bool:
     """Return whether there are tensor-, pipeline-, context- and data-parallel groups."""
-    return (
-        _TENSOR_PARALLEL_GROUP is not None
-        and _PIPELINE_PARALLEL_GROUP is not None
-        and _CONTEXT_PARALLEL_GROUP is not None
-        and _DATA_PARALLEL_GROUP is not None
-    )
+    if _TENSOR_PARALLEL_GROUP is None or _PIPELINE_PARALLEL_GROUP is None:
+        return False
+    return _CONTEXT_PARALLEL_GROUP is not None and _DATA_PARALLEL_GROUP is not None
 
 
 def get_tensor_parallel_group() -> ProcessGroup:

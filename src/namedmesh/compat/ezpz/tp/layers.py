@@ -5,20 +5,14 @@ Their documentation is that of the classes of the same names in :mod:`namedmesh.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from namedmesh.compat import parallel_layers
-from namedmesh.compat.ezpz.tp import mappings
-
-if TYPE_CHECKING:
-    from namedmesh.tensor_parallel.collectives import RankGroup
+from namedmesh.compat.ezpz.dialect import DIALECT
 
 __all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
 
 
 class _TensorParallel:
-    def current_group(self) -> RankGroup:
-        return mappings.current_group()
+    current_group = staticmethod(DIALECT.peers)
 
 
 class ColumnParallelLinear(_TensorParallel, parallel_layers.ColumnParallelLinear):

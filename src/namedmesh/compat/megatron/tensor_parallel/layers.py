@@ -44,13 +44,14 @@ import torch
 from torch import Tensor, nn
 
 from namedmesh.compat.errors import ContractError, ContractRuntimeError
-from namedmesh.compat.megatron.tensor_parallel.attributes import (
+from namedmesh.compat.megatron.tensor_parallel.utils import (
+    accelerator,
     copy_tensor_model_parallel_attributes,
+    current_group,
     param_is_not_tensor_parallel_duplicate,
     set_defaults_if_not_set_tensor_model_parallel_attributes,
     set_tensor_model_parallel_attributes,
 )
-from namedmesh.compat.megatron.tensor_parallel.utils import accelerator, current_group
 from namedmesh.compat.partition import check_shards, scatter
 from namedmesh.compat.sharded_layer import ParallelLayer
 from namedmesh.tensor_parallel.collectives import ALONE, RankGroup, gather, sum_forward, sum_scatter
