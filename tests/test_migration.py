@@ -19,7 +19,7 @@ import namedmesh
 from namedmesh import GroupOptions, Layout, NamedMesh
 from namedmesh.compat import migration
 from namedmesh.compat.migration import TABLE, advise
-from namedmesh.migrate.page import page, rows
+from namedmesh.migrate.report import page, rows
 from namedmesh.migrate.rules import Signature
 from namedmesh.migrate.table import SECTIONS
 

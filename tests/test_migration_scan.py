@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from importlib import import_module
 from pathlib import Path
 
@@ -227,25 +228,36 @@ def test_files_that_cannot_be_read_are_reported_and_the_rest_goes_on(tmp_path: P
         "d.py": b"print 'Python 2'",
         "e.py": b"# coding: nothing",
         "f.py": b"x = " + b"+".join([b"1"] * 9000),
+        "g.py": b"# coding: rot13",
+        "h.py": USE.replace("()", f"({'-' * 900}x)").encode(),
+        "i.py": USE.replace("mpu\n", "mpu as m0\n").encode()
+        + b"".join(b"m%d = m%d\n" % (n + 1, n) for n in range(3000)),
     }
     for name, code in broken.items():
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" * (name == "a.py") + code + b"\nmpu\n")
-        (tmp_path / f"other_{name}").write_bytes(code)  # names nothing legacy, and is not parsed
-    _write(tmp_path, z_py=USE, empty_py="")
+        if b"mpu" not in code:
+            (tmp_path / f"other_{name}").write_bytes(code)  # names nothing legacy, and is not parsed
+    _write(tmp_path, z_py=USE, empty_py="", book_nb="[" * 100_000)
     (tmp_path / "y.py").symlink_to(tmp_path / "nowhere.py")
+    (tmp_path / "loop.py").symlink_to(tmp_path / "loop.py")
+    (tmp_path / "folder").symlink_to(tmp_path)
+    os.mkfifo(tmp_path / "pipe.py")
     result = scan([tmp_path])
     assert len(result.findings) == 1
-    assert [Path(one.path).name for one in result.problems] == [*broken, "y.py"]
-    messages = [one.message.partition(":")[0] for one in result.problems]
-    assert messages[:5] == [
+    other = ["book.ipynb", "loop.py", "pipe.py", "y.py"]
+    assert [Path(one.path).name for one in result.problems] == sorted([*broken, *other])
+    messages = {Path(one.path).name: one.message for one in result.problems}
+    assert [messages[name].partition(":")[0] for name in list(broken)[:5]] == [
         "is not Python",
         "cannot be decoded",
         "is not Python",
         "is not Python",
         "cannot be decoded",
     ]
-    assert result.problems[-1].message == "cannot be read: No such file or directory"
-    assert result.files == 15
+    assert {messages["h.py"], messages["i.py"]} == {"is nested too deeply"}
+    assert messages["y.py"] == "cannot be read: No such file or directory"
+    assert messages["pipe.py"] == "is not a file"
+    assert result.files == 9 + 7 + 6
 
 
 # What makes a use uncertain.
@@ -334,17 +346,15 @@ def test_a_name_that_several_files_claim_is_uncertain(tmp_path: Path) -> None:
     assert [(one.line, one.certain) for one in scan([tmp_path]).findings] == [(3, False), (4, True)]
 
 
-def test_a_pool_of_processes_finds_the_same(tmp_path: Path) -> None:
+def test_names_that_the_code_base_gives_itself_are_found(tmp_path: Path) -> None:
     _write(
         tmp_path, pkg__state_py="from megatron.core.parallel_state import get_data_parallel_rank as rank\n"
     )
     _write(tmp_path, pkg__broken_py="(mpu", job_py="from pkg.state import rank\nrank(  f'{rank()}')\n")
-    for number in range(100):
-        _write(tmp_path, **{f"other{number}_py": f"import megatron.training\nx = {number}\n"})
-    alone, together = scan([tmp_path]), scan([tmp_path], processes=2)
-    assert together == alone
-    assert [one.line for one in alone.findings] == [2, 2]
-    assert (len(alone.problems), len(alone.missing), alone.files) == (1, 100, 103)
+    _write(tmp_path, other_py="import megatron.training\n")
+    result = scan([tmp_path])
+    assert [(one.line, one.column) for one in result.findings] == [(2, 1), (2, 11)]
+    assert (len(result.problems), len(result.missing), result.files) == (1, 1, 4)
 
 
 STAGE = "from megatron.core import mpu\nmpu.is_pipeline_first_stage()\n"

@@ -29,8 +29,7 @@ assignment to a private name, which patches that module. The *once* statements a
 from __future__ import annotations
 
 from namedmesh.migrate.findings import Finding, Problem, Scan
-from namedmesh.migrate.page import advise, page
-from namedmesh.migrate.report import as_json, as_text
+from namedmesh.migrate.report import advise, as_json, as_text, page
 from namedmesh.migrate.rules import Advice, Row
 from namedmesh.migrate.scan import scan
 from namedmesh.migrate.table import TABLE

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,7 +48,7 @@ def _migrate(arguments: argparse.Namespace) -> int:
     """Scan, and print the report; 1 if a file could not be read or rewritten."""
     if (arguments.diff or arguments.write) and arguments.format != "text":
         raise UsageError("--diff and --write report as text; leave --format out")
-    result = scan(arguments.paths, megatron=arguments.megatron, processes=os.cpu_count() or 1)
+    result = scan(arguments.paths, megatron=arguments.megatron)
     if arguments.diff or arguments.write:
         result = _rewritten(result, write_them=arguments.write)
     sys.stdout.write(as_json(result) if arguments.format == "json" else as_text(result))
@@ -59,9 +57,9 @@ def _migrate(arguments: argparse.Namespace) -> int:
 
 def _rewritten(result: Scan, *, write_them: bool) -> Scan:
     """Show or write what is certain, and return the rest."""
-    rewriting = rewrite(result)
+    files, left = rewrite(result)
     written: list[str] = []
-    for file in rewriting.files:
+    for file in files:
         if not write_them:
             sys.stdout.write(file.diff())
             continue
@@ -72,14 +70,11 @@ def _rewritten(result: Scan, *, write_them: bool) -> Scan:
                 f"rewritten before it: {listing(written)}" if written else "no file was rewritten before it"
             )
             raise RewriteError(f"{error}; {before}") from None
-        written.append(file.path)
-        sys.stdout.write(f"{file.path}: rewritten; it was {backup}\n")
-    if rewriting.files:
+        written.append(file.before.path)
+        sys.stdout.write(f"{file.before.path}: rewritten; it was {backup}\n")
+    if files:
         sys.stdout.write("\n")
-    done = {finding for file in rewriting.files for finding in file.done}
-    left = tuple(one for one in result.findings if one not in done)
-    remarks = (*result.remarks, *rewriting.remarks)
-    return replace(result, findings=left, problems=(*result.problems, *rewriting.problems), remarks=remarks)
+    return left
 
 
 COMMANDS = {

@@ -7,19 +7,21 @@ import io
 import json
 import os
 import re
+import stat
 import tokenize
 import warnings
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _SKIPPED = frozenset({"__pycache__", "build", "node_modules", "site-packages"})
 _NOTEBOOK = ".ipynb"
+TOO_DEEP = "is nested too deeply"
 _PACKAGES = ("megatron", "fairscale")
 
 
@@ -50,13 +52,36 @@ class Source:
         """
         try:
             return self.code.decode(self.encoding)
-        except (SyntaxError, UnicodeDecodeError) as error:
+        except (SyntaxError, UnicodeDecodeError, LookupError) as error:
             raise UnreadableError(f"cannot be decoded: {error}") from None
 
     @property
     def encoding(self) -> str:
         """The encoding that the code declares."""
         return tokenize.detect_encoding(io.BytesIO(self.code).readline)[0]
+
+    @cached_property
+    def lines(self) -> list[str]:
+        """The lines of the text where Python ends them, with their ends."""
+        return list(io.StringIO(self.text, newline=""))
+
+    def span(self, node: ast.AST) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return the line and column of a node's first character, and of the one after its last, from 1."""
+        given = cast("ast.expr", node)
+        end_line, end_offset = given.end_lineno or given.lineno, given.end_col_offset or 0
+        return self._place(given.lineno, given.col_offset), self._place(end_line, end_offset)
+
+    def _place(self, line: int, offset: int) -> tuple[int, int]:
+        """Return the line and column of an offset in bytes of UTF-8."""
+        text = self.lines[line - 1]
+        return line, 1 + (offset if text.isascii() else len(text.encode()[:offset].decode()))
+
+    def between(self, start: tuple[int, int], end: tuple[int, int]) -> str:
+        """Return the text between two places."""
+        lines = self.lines[start[0] - 1 : end[0]]
+        lines[-1] = lines[-1][: end[1] - 1]
+        lines[0] = lines[0][start[1] - 1 :]
+        return "".join(lines)
 
     def locate(self, line: int) -> tuple[str, int]:
         """Return the path, with the cell of a notebook, and the line there of a line of the code."""
@@ -72,12 +97,12 @@ def python_files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
     Hidden folders are left out, and ``__pycache__``, ``build``, ``node_modules``, ``site-packages`` and virtual
     environments, unless they are given themselves.
     """
-    seen: set[Path] = set()
+    seen: set[str] = set()
     for given in map(Path, paths):
         for path in _walk(given) if given.is_dir() else (given,):
-            resolved = path.resolve()
-            if resolved not in seen:
-                seen.add(resolved)
+            real = os.path.realpath(path)
+            if real not in seen:
+                seen.add(real)
                 yield path
 
 
@@ -123,6 +148,8 @@ def read(path: Path) -> Source:
         UnreadableError: it cannot be opened, or is no notebook.
     """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe can take for ever
+            raise UnreadableError("is not a file")
         content = path.read_bytes()
     except OSError as error:
         raise UnreadableError(f"cannot be read: {error.strerror}") from None
@@ -161,7 +188,7 @@ def _code_of(content: bytes) -> tuple[bytes, tuple[tuple[int, int], ...]]:
             for number, cell in enumerate(json.loads(content)["cells"])
             if cell["cell_type"] == "code"
         ]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UnreadableError(f"is not a notebook: {_reason(error)}") from None
     lines: list[str] = []
     starts = []

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from namedmesh.migrate.apis import APIS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from namedmesh.migrate.files import Source
 
 INITIALIZE_NAME = "initialize_model_parallel"
 """The name of the function that makes the groups, in each of the APIs."""
@@ -79,6 +85,7 @@ class Scan:
         problems: the files that could not be read.
         missing: imports of Megatron that have no replacement.
         remarks: what else is to be said about them.
+        sources: the code of the files with uses, as it was read, by path.
     """
 
     files: int
@@ -86,3 +93,4 @@ class Scan:
     problems: tuple[Problem, ...]
     missing: tuple[Missing, ...] = ()
     remarks: tuple[str, ...] = ()
+    sources: Mapping[str, Source] = field(default_factory=dict, repr=False, compare=False)

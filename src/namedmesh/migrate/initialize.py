@@ -91,22 +91,37 @@ def _views(
     arguments: Arguments, arrangement: DialectLayout, dense: dict[str, str]
 ) -> tuple[list[str], list[str]]:
     """Return the views that the arguments ask for, and remarks about groups that no view has."""
+    etp_follows_tp = arguments.is_off("expert_tensor_parallel_size")
+    instances = arguments.size(_INSTANCES)
+    sizes = {
+        **dense,
+        "etp": dense["tp"] if etp_follows_tp else arguments.size("expert_tensor_parallel_size"),
+        "ep": arguments.size("expert_model_parallel_size"),
+        "egtp_remat": arguments.size("expert_gtp_remat_size"),
+        "edp": "-1",
+        "dp_replicate": instances,
+        "dp_shard": "-1",
+        "edp_replicate": instances,
+        "edp_shard": "-1",
+    }
+    several = not arguments.is_one(_INSTANCES)
+    with_remat = not arguments.is_one("expert_gtp_remat_size")
     views: list[str] = []
     notes: list[str] = []
-    several = not arguments.is_one(_INSTANCES)
-    if not (
-        arguments.is_one("expert_model_parallel_size")
-        and arguments.is_off("expert_tensor_parallel_size")
-        and arguments.is_one("expert_gtp_remat_size")
-    ):
-        views += _expert_views(arguments, arrangement, dense, several=several)
+    if with_remat or not (arguments.is_one("expert_model_parallel_size") and etp_follows_tp):
+        axes = list(arrangement.expert or ())
+        if with_remat:
+            axes.insert(axes.index("ep"), "egtp_remat")
+        views.append(_view("expert", axes, sizes))
+        if several:
+            views.append(_view("expert_optimizer", _split(axes, "edp"), sizes))
     if several:
-        axes = arrangement.dense.axes
+        axes = list(arrangement.dense.axes)
         if not arguments.is_one(_DENSE_SIZES["cp"]) and abs(axes.index("dp") - axes.index("cp")) > 1:
             notes.append(_NOT_ADJOINING)
         else:
-            sizes = [(axis, dense[axis]) for axis in axes if axis != "cp"]
-            views.append(_sized_view("optimizer", _split(sizes, "dp", arguments)))
+            axes.remove("cp")
+            views.append(_view("optimizer", _split(axes, "dp"), sizes))
     if not arguments.is_off("create_all_gather_group"):
         views.append(view_statement("gather"))
     levels = arguments.named.get(_LEVELS)
@@ -117,36 +132,14 @@ def _views(
     return views, notes
 
 
-def _expert_views(
-    arguments: Arguments, arrangement: DialectLayout, dense: dict[str, str], *, several: bool
-) -> list[str]:
-    as_dense = arguments.is_off("expert_tensor_parallel_size")
-    sizes = {
-        "etp": dense["tp"] if as_dense else arguments.size("expert_tensor_parallel_size"),
-        "ep": arguments.size("expert_model_parallel_size"),
-        "edp": "-1",
-        "pp": dense["pp"],
-    }
-    axes = list(arrangement.expert or ())
-    if not arguments.is_one("expert_gtp_remat_size"):
-        sizes["egtp_remat"] = arguments.size("expert_gtp_remat_size")
-        axes.insert(axes.index("ep"), "egtp_remat")
-    ordered = [(axis, sizes[axis]) for axis in axes]
-    views = [_sized_view("expert", ordered)]
-    if several:
-        views.append(_sized_view("expert_optimizer", _split(ordered, "edp", arguments)))
-    return views
-
-
-def _split(sizes: list[tuple[str, str]], axis: str, arguments: Arguments) -> list[tuple[str, str]]:
+def _split(axes: list[str], axis: str) -> list[str]:
     """Split one axis into the optimizer instances and the rest."""
-    position = [name for name, _ in sizes].index(axis)
-    parts = [(f"{axis}_replicate", arguments.size(_INSTANCES)), (f"{axis}_shard", "-1")]
-    return [*sizes[:position], *parts, *sizes[position + 1 :]]
+    place = axes.index(axis)
+    return [*axes[:place], f"{axis}_replicate", f"{axis}_shard", *axes[place + 1 :]]
 
 
-def _sized_view(name: str, sizes: list[tuple[str, str]]) -> str:
-    return f'mesh.add_view("{name}", {", ".join(f"{axis}={size}" for axis, size in sizes)})'
+def _view(name: str, axes: list[str], sizes: dict[str, str]) -> str:
+    return f'mesh.add_view("{name}", {", ".join(f"{axis}={sizes[axis]}" for axis in axes)})'
 
 
 def _literal_order(arguments: Arguments) -> str | None:

@@ -3,76 +3,25 @@
 from __future__ import annotations
 
 import ast
-import re
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from namedmesh.migrate.apis import API_PATHS, needed_by
-from namedmesh.migrate.files import Source, key_of
-from namedmesh.migrate.positions import Positions
-from namedmesh.migrate.rules import Signature
+from namedmesh.migrate.files import TOO_DEEP, Source, UnreadableError, key_of, parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
     from typing import TypeAlias
 
-    from namedmesh.migrate.positions import Position
-
 USUAL_NAMES = ("parallel_state", "mpu")
 """What code calls the legacy module."""
-_USUAL = re.compile(r"\w*(?:parallel_state|mpu)_*\b")
 _DOTTED_PATHS = ("megatron.", "fairscale.", "namedmesh.")
 _NAMED_BY_VALUE = ("getattr", "setattr")
 _OBJECT_AND_NAME = 2
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-
-
-class Use(NamedTuple):
-    """An expression that may be a legacy name.
-
-    Args:
-        parts: the names that it consists of; after a call, those behind it.
-        dotted: the dotted names that it can stand for. None is anything else; a ``*`` before a name marks one that only
-            a star import can have bound.
-        position: the place of the expression, or of the call of it.
-        code: what stands there.
-        is_called: whether that is the call of it.
-        kind: a name, a string that is a dotted path, or the first argument of ``getattr`` and its like.
-        change: how the report shows that it is assigned or deleted; empty if it is not.
-    """
-
-    parts: tuple[str, ...]
-    dotted: frozenset[str | None]
-    position: Position
-    code: str
-    is_called: bool
-    kind: Literal["name", "path", "argument"]
-    change: str = ""
-
-
-@dataclass
-class Module:
-    """One module.
-
-    Args:
-        source: where it is; its code is left out.
-        names: the dotted names that each of its global names is bound to; None stands for anything else.
-        aliases: its global names that may be further names of legacy ones.
-        stars: the modules that it imports everything from.
-        functions: the parameters of its functions that have a legacy name.
-        uses: its expressions that may be legacy names.
-        imports: the line of each import, and the modules that it needs.
-    """
-
-    source: Source
-    names: dict[str, frozenset[str | None]] = field(default_factory=dict)
-    aliases: list[str] = field(default_factory=list)
-    stars: list[str] = field(default_factory=list)
-    functions: dict[str, Signature] = field(default_factory=dict)
-    uses: list[Use] = field(default_factory=list)
-    imports: list[tuple[int, list[str]]] = field(default_factory=list)
 
 
 class _Scope:
@@ -97,19 +46,56 @@ class _Scope:
 
 if TYPE_CHECKING:
     _Value: TypeAlias = str | tuple[ast.expr, _Scope] | None
-    _Nodes: TypeAlias = list[tuple[ast.AST | None, _Scope]]
+    Dotted: TypeAlias = frozenset[str | None]
 
 
-class _Seen(NamedTuple):
-    """An expression that consists of names, its scope, and the outermost f-string around it."""
+class Use(NamedTuple):
+    """An expression that may be a legacy name.
+
+    Args:
+        node: the expression; a name, attributes, or a string that is a dotted path.
+        parts: the names that it consists of; after a call, those behind it.
+        dotted: the dotted names that it can stand for. None is anything else; a ``*`` before a name marks one that only
+            a star import can have bound.
+        fstring: the outermost f-string around it.
+        argument_of: the call of ``getattr`` and its like whose first argument it is.
+        call: the call of it, or of what that returns.
+        change: how the report shows that it is assigned or deleted; empty if it is not.
+    """
 
     node: ast.expr
     parts: tuple[str, ...]
-    scope: _Scope
+    dotted: Dotted
     fstring: ast.JoinedStr | None
-    by_string: ast.Call | None = None
+    argument_of: ast.Call | None
+    call: ast.Call | None
+    change: str
 
 
+@dataclass
+class Module:
+    """One module.
+
+    Args:
+        source: where it is.
+        names: the dotted names that each of its global names is bound to; None stands for anything else.
+        aliases: its global names that may be further names of legacy ones.
+        stars: the modules that it imports everything from.
+        functions: the parameters of its functions.
+        uses: its expressions that may be legacy names.
+        imports: the line of each import, and the modules that it needs.
+    """
+
+    source: Source
+    names: dict[str, Dotted] = field(default_factory=dict)
+    aliases: list[str] = field(default_factory=list)
+    stars: list[str] = field(default_factory=list)
+    functions: dict[str, ast.arguments] = field(default_factory=dict)
+    uses: list[Use] = field(default_factory=list)
+    imports: list[tuple[int, list[str]]] = field(default_factory=list)
+
+
+@cache
 def is_usual(name: str) -> bool:
     """Return whether code has the legacy module under a name like this."""
     return any(name.strip("_") == usual or name.endswith(f"_{usual}") for usual in USUAL_NAMES)
@@ -128,113 +114,89 @@ def first_arguments(call: ast.Call) -> list[ast.expr]:
     return [*call.args, *(keyword.value for keyword in call.keywords)][:_OBJECT_AND_NAME]
 
 
-def _values_of(node: ast.expr) -> list[ast.expr] | None:
-    """Return the values that an expression chooses from; None if it is no choice."""
-    if isinstance(node, ast.IfExp):
-        return [node.body, node.orelse]
-    return node.values if isinstance(node, ast.BoolOp) else None
-
-
-class Reader:
-    """Reads one module.
+def read_module(source: Source, path: Path, words: frozenset[str]) -> Module:
+    """Read one module.
 
     Args:
         source: its code.
         path: its file.
         words: the legacy names, and those under which the code base is known to hand them out.
-    """
 
+    Raises:
+        UnreadableError: it cannot be decoded, or is not Python.
+    """
+    try:
+        return _Reader(source, path, words).read()
+    except RecursionError:
+        raise UnreadableError(TOO_DEEP) from None
+
+
+class _Reader:
     def __init__(self, source: Source, path: Path, words: frozenset[str]) -> None:
-        self._source, self._words = source, words
+        self._words, self._module = words, Module(source)
         self._key, self._is_package = key_of(path), path.stem == "__init__"
-        self._scope = _Scope()
-        self._links: list[tuple[str, list[str]]] = []  # the names, and the parts of what is bound to them
+        self._scope = self._here = _Scope()  # of the module, and of the node that is looked at
+        self._fstring: ast.JoinedStr | None = None  # around that node
+        self._stack: list[tuple[ast.AST, _Scope, ast.JoinedStr | None]] = []
         self._elsewhere: list[tuple[_Scope, str, bool]] = []  # the names that are global, or nonlocal
-        self._seen: list[_Seen] = []
+        self._seen: list[tuple[ast.expr, tuple[str, ...], _Scope, ast.JoinedStr | None, ast.Call | None]] = []
         self._calls: dict[ast.expr, ast.Call] = {}  # by the called expression
         self._changes: dict[ast.expr, str] = {}
-        self._dotted: dict[tuple[_Scope, str], frozenset[str | None]] = {}
-        self._module = Module(replace(source, code=b""))
+        self._dotted: dict[tuple[_Scope, str], Dotted] = {}
 
-    def read(self, tree: ast.Module) -> Module:
-        """Return the module of a syntax tree; names are looked up when all of it was seen, as when it runs."""
-        self._walk(tree)
+    def read(self) -> Module:
+        """Return the module; names are looked up when all of it was seen, as when it runs."""
+        module = self._module
+        self._walk(parse(module.source))
         for scope, name, is_global in self._elsewhere:
             owner = self._scope if is_global or not scope.parent else scope.parent.find(name)
             if owner and owner is not scope:
                 owner.bindings.setdefault(name, []).extend(scope.bindings.pop(name, ()))
-        near = self._near()
-        module = self._module
         module.names = {name: self._bound_to(self._scope, name) for name in self._scope.bindings}
-        module.aliases = [name for name in module.names if name in near and name not in self._words]
-        seen = [one for one in self._seen if not near.isdisjoint(one.parts)]
-        positions = Positions(self._source)
-        for one in seen:
-            is_path = isinstance(one.node, ast.Constant)
-            dotted = frozenset([".".join(one.parts)]) if is_path else self._dotted_of(one.node, one.scope)
-            if dotted == {None} and not any(map(is_usual, one.parts[-2:])):
-                continue
-            place = one.by_string or one.node
-            call = self._calls.get(place)
-            position = positions.of(call or place, one.fstring)
-            kind: Literal["name", "path", "argument"] = "path" if is_path else "name"
-            if one.by_string:
-                kind = "argument"
-            change = "" if one.by_string else self._changes.get(one.node, "")
-            code = positions.text(position)
-            module.uses.append(Use(one.parts, dotted, position, code, call is not None, kind, change))
+        for name in module.names.keys() - self._words:
+            if any(map(self._is_near, module.names[name])):
+                module.aliases.append(name)
+        for node, parts, scope, fstring, argument_of in self._seen:
+            is_path = isinstance(node, ast.Constant)
+            dotted = frozenset([".".join(parts)]) if is_path else self._dotted_of(node, scope)
+            if any(map(self._is_near, dotted)) or any(map(is_usual, parts[-2:])):
+                call = self._calls.get(argument_of or node)
+                change = "" if argument_of else self._changes.get(node, "")
+                module.uses.append(Use(node, parts, dotted, fstring, argument_of, call, change))
         return module
 
     # What the module has.
 
     def _walk(self, tree: ast.Module) -> None:
         """Note what each node binds, and each expression that consists of names; in no order."""
-        visitors: dict[type[ast.AST], Callable[[Any, _Scope], _Nodes]] = {
+        visitors: dict[type[ast.AST], Callable[[Any], Iterable[ast.AST | None]]] = {
             **dict.fromkeys((*_FUNCTIONS, ast.ClassDef, *_COMPREHENSIONS), self._scoped),
             **dict.fromkeys((ast.Import, ast.ImportFrom), self._import),
             **dict.fromkeys((ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr), self._assignment),
             **dict.fromkeys((ast.Global, ast.Nonlocal), self._declaration),
+            **dict.fromkeys((ast.Name, ast.Attribute), self._name),
+            **dict.fromkeys((ast.ExceptHandler, ast.MatchAs, ast.MatchStar, ast.MatchMapping), self._target),
+            ast.Constant: self._string,
+            ast.JoinedStr: self._formatted,
+            ast.Call: self._call,
+            ast.Delete: self._delete,
         }
-        stack: list[tuple[ast.AST, _Scope, ast.JoinedStr | None]] = [(tree, self._scope, None)]
-        while stack:
-            node, scope, fstring = stack.pop()
-            if type(node) in visitors:
-                nodes = visitors[type(node)](node, scope)
-                stack += [(child, inner, fstring) for child, inner in nodes if child]
-            elif isinstance(node, ast.JoinedStr):
-                parts = [part for part in node.values if isinstance(part, ast.FormattedValue)]
-                stack += [(part, scope, fstring or node) for part in parts]
-            else:
-                stack += [(child, scope, fstring) for child in self._expression(node, scope, fstring)]
+        self._stack.append((tree, self._scope, None))
+        while self._stack:
+            node, self._here, self._fstring = self._stack.pop()
+            children = visitors.get(type(node), ast.iter_child_nodes)(node)
+            self._stack += [(child, self._here, self._fstring) for child in children if child]
 
-    def _expression(self, node: ast.AST, scope: _Scope, fstring: ast.JoinedStr | None) -> Iterable[ast.AST]:
-        """Note a node that has no scope of its own, and return the nodes in it that are still to be seen."""
-        if isinstance(node, (ast.Name, ast.Attribute)):
-            return self._name(node, scope, fstring)
-        if isinstance(node, ast.Constant):
-            # As mock.patch takes them.
-            if isinstance(node.value, str) and node.value.startswith(_DOTTED_PATHS):
-                self._seen.append(_Seen(node, tuple(node.value.split(".")), scope, fstring))
-            return ()
-        if isinstance(node, ast.Call):
-            self._call(node, scope, fstring)
-        elif isinstance(node, ast.Delete):
-            self._changes |= {one: "del {}" for one in node.targets if isinstance(one, ast.Attribute)}
-        elif isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and node.name:
-            self._bind(scope, node.name)
-        elif isinstance(node, ast.MatchMapping) and node.rest:
-            self._bind(scope, node.rest)
-        return ast.iter_child_nodes(node)
+    def _bind(self, name: str, value: _Value = None, scope: _Scope | None = None) -> None:
+        (scope or self._here).bindings.setdefault(name, []).append(value)
 
-    def _bind(self, scope: _Scope, name: str, value: _Value = None) -> None:
-        scope.bindings.setdefault(name, []).append(value)
+    def _see(self, node: ast.expr, parts: Iterable[str], argument_of: ast.Call | None = None) -> None:
+        self._seen.append((node, tuple(parts), self._here, self._fstring, argument_of))
 
-    def _name(
-        self, node: ast.Name | ast.Attribute, scope: _Scope, fstring: ast.JoinedStr | None
-    ) -> list[ast.expr]:
+    def _name(self, node: ast.Name | ast.Attribute) -> list[ast.expr]:
         """Note a name, or attributes; return the expression that they are attributes of, if that is no name."""
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            self._bind(scope, node.id)
+            self._bind(node.id)
             return []
         parts: list[str] = []
         inner: ast.expr = node
@@ -245,45 +207,66 @@ class Reader:
         if isinstance(inner, ast.Name):
             parts.append(inner.id)
             left = []
-        self._seen.append(_Seen(node, tuple(reversed(parts)), scope, fstring))
+        self._see(node, reversed(parts))
         return left
 
-    def _call(self, node: ast.Call, scope: _Scope, fstring: ast.JoinedStr | None) -> None:
+    def _string(self, node: ast.Constant) -> list[ast.AST]:
+        """Note a dotted path in a string, as ``mock.patch`` takes it."""
+        if isinstance(node.value, str) and node.value.startswith(_DOTTED_PATHS):
+            self._see(node, node.value.split("."))
+        return []
+
+    def _formatted(self, node: ast.JoinedStr) -> list[ast.expr]:
+        self._fstring = self._fstring or node
+        return [part for part in node.values if isinstance(part, ast.FormattedValue)]
+
+    def _call(self, node: ast.Call) -> Iterable[ast.AST]:
         self._calls[node.func] = node
         given = first_arguments(node)
         if len(given) == _OBJECT_AND_NAME:
             is_string = isinstance(given[1], ast.Constant) and isinstance(given[1].value, str)
-            parts = dotted_name(given[0])
-            if parts and (is_string or dotted_name(node.func) in _NAMED_BY_VALUE):
-                self._seen.append(_Seen(given[0], tuple(parts.split(".")), scope, fstring, node))
+            name = dotted_name(given[0])
+            if name and (is_string or dotted_name(node.func) in _NAMED_BY_VALUE):
+                self._see(given[0], name.split("."), node)
+        return ast.iter_child_nodes(node)
 
-    def _scoped(self, node: Any, scope: _Scope) -> _Nodes:
+    def _delete(self, node: ast.Delete) -> list[ast.expr]:
+        self._changes |= {one: "del {}" for one in node.targets if isinstance(one, ast.Attribute)}
+        return node.targets
+
+    def _target(self, node: Any) -> Iterable[ast.AST]:
+        """Bind the name after ``except ... as`` or in a pattern."""
+        name = getattr(node, "name", None) or getattr(node, "rest", None)
+        if name:
+            self._bind(name)
+        return ast.iter_child_nodes(node)
+
+    def _scoped(self, node: Any) -> list[ast.AST]:
         """Read what has a scope; of functions and classes only the body, of comprehensions everything is in it."""
-        inner = _Scope(scope, node)
-        body = list(ast.iter_child_nodes(node))
-        outside: list[ast.AST] = []
+        inner = _Scope(self._here, node)
+        inside, outside = list(ast.iter_child_nodes(node)), list[ast.AST]()
         if not isinstance(node, _COMPREHENSIONS):
-            own = node.body if isinstance(node.body, list) else [node.body]
-            inside = set(map(id, own))
-            body, outside = own, [one for one in body if id(one) not in inside]
+            body = node.body if isinstance(node.body, list) else [node.body]
+            ids = set(map(id, body))
+            inside, outside = body, [one for one in inside if id(one) not in ids]
+        self._stack += [(one, inner, self._fstring) for one in inside]
         if hasattr(node, "args"):
             for one in ast.iter_child_nodes(node.args):
                 if isinstance(one, ast.arg):
-                    self._bind(inner, one.arg)
+                    self._bind(one.arg, scope=inner)
         if hasattr(node, "name"):
-            self._bind(scope, node.name)
-            if scope is self._scope and node.name in self._words and hasattr(node, "args"):
-                self._module.functions[node.name] = Signature.of(node.args)
-        return [*((one, inner) for one in body), *((one, scope) for one in outside)]
+            self._bind(node.name)
+            if self._here is self._scope and hasattr(node, "args"):
+                self._module.functions[node.name] = node.args
+        return outside
 
-    def _import(self, node: ast.Import | ast.ImportFrom, scope: _Scope) -> _Nodes:
+    def _import(self, node: ast.Import | ast.ImportFrom) -> list[ast.AST]:
         targets = dict(self._imported(node))
         for name, target in targets.items():
             if name == "*":
                 self._module.stars.append(target)
             else:
-                self._bind(scope, name, target)
-                self._links.append((name, [target, *target.split(".")]))
+                self._bind(name, target)
         self._module.imports += needed_by(node, targets)
         return []
 
@@ -303,25 +286,23 @@ class Reader:
             yield alias.asname or alias.name, module if alias.name == "*" else f"{module}.{alias.name}"
 
     def _assignment(
-        self, node: ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr, scope: _Scope
-    ) -> _Nodes:
+        self, node: ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr
+    ) -> list[ast.expr | None]:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         value = None if isinstance(node, ast.AugAssign) else node.value
-        owner = scope
+        owner = self._here
         while isinstance(node, ast.NamedExpr) and isinstance(owner.node, _COMPREHENSIONS) and owner.parent:
             owner = owner.parent
-        nodes: _Nodes = [(node.value, scope)]
+        left = [node.value]
         if isinstance(node, ast.AnnAssign):
-            nodes.append((node.annotation, scope))
+            left.append(node.annotation)
         for target in targets:
             if isinstance(target, ast.Name):
-                self._bind(owner, target.id, (value, scope) if value else None)
-                if value:
-                    self._links.append((target.id, list(_parts(value))))
+                self._bind(target.id, (value, self._here) if value else None, owner)
             else:
                 self._change(target)
-                nodes.append((target, scope))
-        return nodes
+                left.append(target)
+        return left
 
     def _change(self, target: ast.expr) -> None:
         if isinstance(target, (ast.Tuple, ast.List)):
@@ -330,23 +311,19 @@ class Reader:
         elif isinstance(target, ast.Attribute):
             self._changes[target] = "{} = ..."
 
-    def _declaration(self, node: ast.Global | ast.Nonlocal, scope: _Scope) -> _Nodes:
-        self._elsewhere += [(scope, name, isinstance(node, ast.Global)) for name in node.names]
+    def _declaration(self, node: ast.Global | ast.Nonlocal) -> list[ast.AST]:
+        self._elsewhere += [(self._here, name, isinstance(node, ast.Global)) for name in node.names]
         return []
 
     # What its names stand for.
 
-    def _near(self) -> set[str]:
-        """Return the names that may have to do with a legacy one: it, the usual ones, and what is bound to one of them."""
-        near = {*self._words, *API_PATHS}
-        near.update(filter(is_usual, _USUAL.findall(self._source.text)))
-        found: set[str] | None = None
-        while found is None or found:
-            found = {name for name, parts in self._links if name not in near and not near.isdisjoint(parts)}
-            near |= found
-        return near
+    def _is_near(self, dotted: str | None) -> bool:
+        """Return whether a dotted name may be a legacy one, or what has them."""
+        if not dotted:
+            return False
+        return dotted in API_PATHS or not self._words.isdisjoint(dotted.split("."))
 
-    def _dotted_of(self, node: ast.expr, scope: _Scope) -> frozenset[str | None]:
+    def _dotted_of(self, node: ast.expr, scope: _Scope) -> Dotted:
         """Return the dotted names that an expression can be; None stands for anything else but the literal None."""
         if isinstance(node, ast.Constant) and node.value is None:
             return frozenset()
@@ -354,13 +331,16 @@ class Reader:
         if values:
             return frozenset().union(*(self._dotted_of(value, scope) for value in values))
         name, _, rest = dotted_name(node).partition(".")
-        if not name:
-            return frozenset([None])
         owner = scope.find(name)
-        found = self._bound_to(owner, name) if owner else self._unbound(name)
+        if owner:
+            found = self._bound_to(owner, name)
+        elif name and not name.startswith("_") and self._module.stars:  # these bind no private names
+            found = frozenset(f"*{star}.{name}" for star in self._module.stars)
+        else:
+            return frozenset([None])
         return frozenset(f"{one}.{rest}" if one and rest else one for one in found)
 
-    def _bound_to(self, scope: _Scope, name: str) -> frozenset[str | None]:
+    def _bound_to(self, scope: _Scope, name: str) -> Dotted:
         key = (scope, name)
         if key not in self._dotted:
             self._dotted[key] = frozenset([None])  # for a name that is assigned to itself
@@ -370,13 +350,9 @@ class Reader:
             self._dotted[key] = frozenset(found)
         return self._dotted[key]
 
-    def _unbound(self, name: str) -> frozenset[str | None]:
-        """Return what a name may be that only a star import can have bound; these bind no private names."""
-        stars = [] if name.startswith("_") else self._module.stars
-        return frozenset(f"*{star}.{name}" for star in stars) or frozenset([None])
 
-
-def _parts(node: ast.expr) -> Iterator[str]:
-    for value in _values_of(node) or ():
-        yield from _parts(value)
-    yield from dotted_name(node).split(".")
+def _values_of(node: ast.expr) -> list[ast.expr] | None:
+    """Return the values that an expression chooses from; None if it is no choice."""
+    if isinstance(node, ast.IfExp):
+        return [node.body, node.orelse]
+    return node.values if isinstance(node, ast.BoolOp) else None

@@ -1,7 +1,8 @@
-"""Write the report of a scan: text for people, JSON for programs."""
+"""Write the report of a scan, as text for people or JSON for programs, and the page with the table of Megatron."""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from dataclasses import asdict
@@ -10,14 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 from namedmesh.errors import count_of
 from namedmesh.migrate.findings import API, INITIALIZE_NAME
+from namedmesh.migrate.table import SECTIONS, TABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from namedmesh.migrate.findings import Finding, Missing, Scan
+    from namedmesh.migrate.rules import Advice
 
 _INSTALL = "import namedmesh.compat.megatron; namedmesh.compat.megatron.install()"
 _MISSING = "These imports need megatron-core, and have no replacement without it:"
+# Slots of other libraries, which take a group of a mesh.
+_ELSEWHERE = {
+    "deepspeed.utils.groups": "namedmesh.compat.deepspeed.groups.bind(mesh)",
+    "torchtitan ParallelDims(...)": "namedmesh.compat.torchtitan.ParallelDims.bind(mesh)",
+    "verl.utils.ulysses": 'set_ulysses_sequence_parallel_group(mesh.group("sp"))',
+    "yunchang.globals, Ulysses": 'PROCESS_GROUP.ULYSSES_PG = mesh.group("sp")',
+    "yunchang.globals, ring attention": 'PROCESS_GROUP.RING_PG = mesh.group("cp")',
+}
+_WIDTH = 56  # of the left column of the page; a longer call has a line of its own
 _VIEW = re.compile(r'mesh\.add_view\("(\w+)"')
 
 
@@ -45,7 +57,7 @@ def as_text(scan: Scan) -> str:
     if setup:
         blocks.append("\n    ".join(["Once, on every rank, after init_mesh:", *setup]))
     if remarks:
-        blocks.append("\n".join(f"[{number}] {remark}" for remark, number in remarks.items()))
+        blocks.append(_numbered(remarks))
     return "\n\n".join([*blocks, _summary(scan)]) + "\n"
 
 
@@ -67,13 +79,12 @@ def as_json(scan: Scan) -> str:
         >>> json.loads(as_json(scan([])))["summary"]["files"]
         0
     """
-    data = asdict(scan)
     report = {
-        "findings": data["findings"],
+        "findings": [asdict(one) for one in scan.findings],
         "once": merge_setup(scan.findings),
-        "problems": data["problems"],
-        "missing": data["missing"],
-        "remarks": data["remarks"],
+        "problems": [asdict(one) for one in scan.problems],
+        "missing": [asdict(one) for one in scan.missing],
+        "remarks": scan.remarks,
         "summary": _counts(scan),
         "meanwhile": _INSTALL,
     }
@@ -102,14 +113,21 @@ def merge_setup(findings: Iterable[Finding]) -> list[str]:
 
 
 def _line(finding: Finding, remarks: dict[str, int]) -> str:
-    marks = "".join(f" [{remarks.setdefault(note, len(remarks) + 1)}]" for note in finding.notes)
     dialect = API[finding.origin].dialect
     stays = f"stays in {dialect}" if dialect else "has no replacement"
     otherwise = stays if finding.known else "not in the table"
     doubt = "" if finding.certain else " (not certain)"
-    return (
-        f"{finding.path}:{finding.line}: {finding.legacy}{doubt} -> {finding.replacement or otherwise}{marks}"
-    )
+    new = (finding.replacement or otherwise) + _marks(finding.notes, remarks)
+    return f"{finding.path}:{finding.line}: {finding.legacy}{doubt} -> {new}"
+
+
+def _marks(notes: Iterable[str], remarks: dict[str, int]) -> str:
+    """Return the numbers of some remarks; new ones are added to those that are numbered."""
+    return "".join(f" [{remarks.setdefault(note, len(remarks) + 1)}]" for note in notes)
+
+
+def _numbered(remarks: dict[str, int]) -> str:
+    return "\n".join(f"[{number}] {remark}" for remark, number in remarks.items())
 
 
 def _counts(scan: Scan) -> dict[str, Any]:
@@ -141,3 +159,52 @@ def _summary(scan: Scan) -> str:
         lines.append(f"{count_of(counts['unreadable'], 'file')} could not be read or rewritten; see the top.")
     lines.append(f"Until all have moved, the code runs unchanged on a mesh with: {_INSTALL}")
     return "\n".join(lines)
+
+
+def advise(legacy: str) -> Advice:
+    """Return the code that replaces a legacy call or name of Megatron, given as source text.
+
+    Raises:
+        KeyError: the name is not in the table.
+
+    Example:
+        >>> advise("get_data_parallel_world_size(with_context_parallel=True)").replacement
+        'mesh.size("dp", "cp")'
+    """
+    node = ast.parse(legacy, mode="eval").body
+    name = ast.unparse(node.func if isinstance(node, ast.Call) else node)
+    return TABLE[name].advise(node)
+
+
+def rows(section: str) -> Iterator[tuple[str, Advice]]:
+    """Yield each legacy call of a section, as the page shows it, and its advice."""
+    for row in SECTIONS[section]:
+        for legacy in row.calls():
+            yield legacy, advise(legacy)
+
+
+def page() -> str:
+    """Write the table: a line for each call, and numbered remarks below.
+
+    Example:
+        >>> "get_pipeline_model_parallel_next_rank()" in page()
+        True
+    """
+    remarks: dict[str, int] = {}
+    blocks = [
+        "\n".join([section, "-" * len(section), "", *_page_lines(section, remarks)]) for section in SECTIONS
+    ]
+    elsewhere = [f"    {slot:<{_WIDTH}}  {code}" for slot, code in _ELSEWHERE.items()]
+    blocks.append("\n".join(["Other libraries", "---------------", "", *elsewhere]))
+    blocks.append("\n".join(["Remarks", "-------", "", _numbered(remarks)]))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _page_lines(section: str, remarks: dict[str, int]) -> Iterator[str]:
+    for legacy, advice in rows(section):
+        notes = [f"once: {statement}" for statement in advice.once] + list(advice.notes)
+        call = f"    {legacy:<{_WIDTH}}"
+        if len(legacy) > _WIDTH:
+            yield call
+            call = " " * (_WIDTH + 4)
+        yield f"{call}  {advice.replacement or 'stays'}{_marks(notes, remarks)}"

@@ -8,15 +8,14 @@ import os
 import re
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from namedmesh.errors import NamedMeshError, count_of
-from namedmesh.migrate.files import Source, UnreadableError, parse, read
+from namedmesh.migrate.files import Source, UnreadableError, parse
 from namedmesh.migrate.findings import API, INITIALIZE_NAME, Finding, Problem
-from namedmesh.migrate.positions import lines_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -32,46 +31,22 @@ class RewriteError(NamedMeshError, RuntimeError):
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A file before and after.
+    """A file before and after, and the uses that were replaced."""
 
-    Args:
-        path: the file.
-        before: its bytes.
-        after: what they become.
-        encoding: the encoding of both.
-        done: the uses that were replaced.
-    """
-
-    path: str
-    before: bytes
-    after: bytes
-    encoding: str
+    before: Source
+    after: Source
     done: tuple[Finding, ...]
 
     def diff(self) -> str:
         """Return the difference as ``patch`` takes it."""
+        path, encoding = self.before.path, self.before.encoding.removesuffix("-sig")
         before, after = (
-            re.findall(r"[^\n]*\n|[^\n]+", side.decode(self.encoding)) for side in (self.before, self.after)
+            re.findall(r"[^\n]*\n|[^\n]+", side.code.decode(encoding)) for side in (self.before, self.after)
         )
-        lines = difflib.unified_diff(before, after, f"a/{self.path}", f"b/{self.path}")
+        lines = difflib.unified_diff(before, after, f"a/{path}", f"b/{path}")
         return "".join(
             line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
         )
-
-
-@dataclass(frozen=True)
-class Rewriting:
-    """What can be rewritten.
-
-    Args:
-        files: the files that change; those that make the groups come first.
-        problems: the files that cannot be rewritten.
-        remarks: why calls stay that are certain by themselves.
-    """
-
-    files: tuple[Rewritten, ...]
-    problems: tuple[Problem, ...] = ()
-    remarks: tuple[str, ...] = ()
 
 
 def is_certain(finding: Finding) -> bool:
@@ -89,14 +64,14 @@ def is_certain(finding: Finding) -> bool:
     )
 
 
-def rewrite(scan: Scan) -> Rewriting:
-    """Return the files with every certain use replaced, and with our dialect installed where the groups are made.
+def rewrite(scan: Scan) -> tuple[list[Rewritten], Scan]:
+    """Replace every certain use, install our dialect where the groups are made, and return the files and what is left.
 
     The mesh that the replaced calls ask is the one that ``initialize_model_parallel`` makes once the dialect is installed;
     the calls that are left answer from it, too. Where the groups are made in a way that is not certain, no call of that
     API is replaced.
     """
-    remarks = []
+    remarks = [*scan.remarks]
     uses: list[Finding] = []
     installs: dict[str, set[str]] = {}
     for origin, api in API.items():
@@ -117,19 +92,21 @@ def rewrite(scan: Scan) -> Rewriting:
         if not makers:
             remarks.append(f"no call of {INITIALIZE_NAME} is here: what uses these files makes the mesh")
     files: list[Rewritten] = []
-    problems = []
-    for path in sorted(
-        {one.path for one in uses} | {*installs}, key=lambda path: (path not in installs, path)
-    ):
+    problems = [*scan.problems]
+    paths = {one.path for one in uses} - installs.keys()
+    for path in (*sorted(installs), *sorted(paths)):
+        mine = [one for one in uses if one.path == path]
         try:
-            files.append(_rewrite(path, [one for one in uses if one.path == path], installs.get(path, set())))
-        except UnreadableError as error:  # noqa: PERF203  the other files are rewritten
+            files.append(_rewritten(scan.sources[path], mine, installs.get(path, set())))
+        except UnreadableError as error:
             problems.append(Problem(path, str(error)))
             if path in installs:
-                return Rewriting((), tuple(problems), (f"nothing is replaced: {path} makes the groups",))
-    return Rewriting(
-        tuple(file for file in files if file.after != file.before), tuple(problems), tuple(remarks)
-    )
+                files, remarks = [], [*scan.remarks, f"nothing is replaced: {path} makes the groups"]
+                break
+    changed = [file for file in files if file.after != file.before]
+    done = {finding for file in changed for finding in file.done}
+    left = tuple(one for one in scan.findings if one not in done)
+    return changed, replace(scan, findings=left, problems=tuple(problems), remarks=tuple(remarks))
 
 
 def write(file: Rewritten) -> str:
@@ -138,31 +115,32 @@ def write(file: Rewritten) -> str:
     Raises:
         RewriteError: one of them cannot be written, or the file is not what was read; it is as it was.
     """
-    path = Path(os.path.realpath(file.path))
+    given = file.before.path
+    path = Path(os.path.realpath(given))
     made: list[str] = []
     try:
-        if path.read_bytes() != file.before:
-            raise RewriteError(f"{file.path!r} was changed while it was read")
-        made.append(_copy_beside(file))
+        if path.read_bytes() != file.before.code:
+            raise RewriteError(f"{given!r} was changed while it was read")
+        made.append(_copy_beside(file.before))
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as new:
             made.append(new.name)
-            new.write(file.after)
+            new.write(file.after.code)
         shutil.copymode(path, new.name)
         Path(new.name).replace(path)
     except OSError as error:
         for name in made:
             Path(name).unlink(missing_ok=True)
-        raise RewriteError(f"{file.path!r} cannot be rewritten: {error.strerror}") from None
+        raise RewriteError(f"{given!r} cannot be rewritten: {error.strerror}") from None
     return made[0]
 
 
-def _copy_beside(file: Rewritten) -> str:
+def _copy_beside(file: Source) -> str:
     number = 0
     while True:
         backup = f"{file.path}.orig.{number}" if number else f"{file.path}.orig"
         try:
             with Path(backup).open("xb") as old:
-                old.write(file.before)
+                old.write(file.code)
         except FileExistsError:
             number += 1
         else:
@@ -170,46 +148,36 @@ def _copy_beside(file: Rewritten) -> str:
             return backup
 
 
-def _rewrite(path: str, findings: Sequence[Finding], installs: set[str]) -> Rewritten:
+def _rewritten(source: Source, findings: Sequence[Finding], installs: set[str]) -> Rewritten:
     """Return one file with some uses replaced, and some dialects installed.
 
     Raises:
-        UnreadableError: the file is not what it was, or is no Python afterwards.
+        UnreadableError: it binds our name, or is no Python afterwards.
     """
-    source = read(Path(path))
     tree = parse(source)
     if any(map(_binds_namedmesh, ast.walk(tree))):
         raise UnreadableError("binds the name 'namedmesh' to something of its own")
-    lines = lines_of(source.text)
     statements = []
     for name in sorted(installs):
         if f"{name}.install()" not in source.text:
             statements += [f"import {name}", f"{name}.install()"]
     if findings and not statements and not _imports_namedmesh(tree):
         statements = ["import namedmesh"]
-    starts = [0, *accumulate(map(len, lines))]
-    changes = [_insertion(tree, lines, starts, statements)] if statements else []
+    starts = [0, *accumulate(map(len, source.lines))]
+    changes = [_insertion(tree, source, starts, statements)] if statements else []
     for one in findings:
         end_line, end_column = one.end or (one.line, one.column)
         start, end = starts[one.line - 1] + one.column - 1, starts[end_line - 1] + end_column - 1
-        if not isinstance(_expression(source.text[start:end]), ast.Call):
-            raise UnreadableError("was changed while it was read")
         changes.append((start, end, _replacement(one)))
-    after = Source(path, _changed(source.text, changes).encode(source.encoding))
+    after = replace(source, code=_changed(source.text, changes).encode(source.encoding))
     parse(after)
-    return Rewritten(path, source.code, after.code, source.encoding.removesuffix("-sig"), tuple(findings))
-
-
-def _expression(code: str) -> ast.expr | None:
-    try:
-        return ast.parse(f"({code}\n)", mode="eval").body
-    except SyntaxError:
-        return None
+    return Rewritten(source, after, tuple(findings))
 
 
 def _replacement(finding: Finding) -> str:
     new = re.sub(r"\bmesh\.(?=\w)", f"{_MESH}.", finding.replacement)
-    alone = isinstance(_expression(new), (ast.Call, ast.Attribute, ast.Subscript, ast.List, ast.Dict))
+    node = ast.parse(new, mode="eval").body
+    alone = isinstance(node, (ast.Call, ast.Attribute, ast.Subscript, ast.List, ast.Dict))
     return new if alone else f"({new})"
 
 
@@ -225,20 +193,21 @@ def _changed(text: str, changes: Iterable[tuple[int, int, str]]) -> str:
 
 
 def _insertion(
-    tree: ast.Module, lines: Sequence[str], starts: Sequence[int], statements: Sequence[str]
+    tree: ast.Module, source: Source, starts: Sequence[int], statements: Sequence[str]
 ) -> tuple[int, int, str]:
     """Return where statements are inserted before the first one that may need them, and their text."""
     kept = [*_leading(tree.body)]
     first = tree.body[len(kept)]
-    end_of_line = lines[0][len(lines[0].rstrip("\r\n")) :] or "\n"
     line = min([first.lineno, *(one.lineno for one in getattr(first, "decorator_list", ()))])
     if kept:
         line = (kept[-1].end_lineno or 0) + 1
     if line > first.lineno:  # code on the line of the docstring
-        before = lines[first.lineno - 1].encode()[: first.col_offset].decode()
-        text, place = "; ".join([*statements, ""]), starts[first.lineno - 1] + len(before)
+        (line, column), _ = source.span(first)
+        place, text = starts[line - 1] + column - 1, "; ".join([*statements, ""])
     else:
-        text, place = "".join(f"{one}{end_of_line}" for one in statements), starts[line - 1]
+        ending = re.search(r"[\r\n]*$", source.lines[0])
+        end_of_line = (ending and ending[0]) or "\n"
+        place, text = starts[line - 1], "".join(f"{one}{end_of_line}" for one in statements)
     return place, place, text
 
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from namedmesh.errors import did_you_mean
 from namedmesh.migrate.apis import APIS, GPT_NEOX_MPU, MEGATRON
+from namedmesh.migrate.codebase import Legacy
 from namedmesh.migrate.findings import INITIALIZE_NAME, Finding
 from namedmesh.migrate.initialize import NEWER_ARGUMENTS
 from namedmesh.migrate.module import USUAL_NAMES, dotted_name, first_arguments, is_usual
-from namedmesh.migrate.names import Legacy
 from namedmesh.migrate.rules import Advice, Row
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from namedmesh.migrate.codebase import CodeBase
     from namedmesh.migrate.module import Module, Use
-    from namedmesh.migrate.names import Names
 
 _ASSIGNED = (
     "an assignment patches what the legacy calls answer and no mesh; where a test stands in for groups, give it a mesh "
@@ -28,8 +29,10 @@ _REFERENCE = "passed on, not called: arguments that are given where it is called
 _BY_STRING = "passed on as a string: what is done with it is not known here"
 _COMPUTED = "which name it is, is known only when it runs"
 _IN_FSTRING = (
-    "an f-string before Python 3.12 cannot hold these quotation marks: assign it to a variable first"
+    "in this f-string it stays: not every Python would take its quotation marks, or the f-string would show another "
+    "expression; assign it to a variable first"
 )
+_MARK = "namedmesh_migrate"
 _COMMENT = "a comment stands between its arguments"
 _OWN_PARAMETERS = "the code's own function of this name has other parameters"
 _BY_NAME = "by name only: no import says where it comes from"
@@ -43,15 +46,15 @@ _EXPLICIT_SINCE = (0, 13)
 _SETTERS = ("setattr", "delattr", "object")  # the last one of mock.patch
 
 
-def findings_of(module: Module, names: Names, release: tuple[int, ...]) -> Iterator[Finding]:
+def findings_of(module: Module, code: CodeBase, release: tuple[int, ...]) -> Iterator[Finding]:
     """Yield the uses of legacy names in one module.
 
     Args:
         module: the module.
-        names: what the modules of the code base stand for.
+        code: the code base that it is in.
         release: the release of megatron-core that the code runs with; empty if that is not known.
     """
-    uses = _Uses(module, names, release)
+    uses = _Uses(module, code, release)
     for use in module.uses:
         found = uses.finding(use)
         if found:
@@ -59,21 +62,22 @@ def findings_of(module: Module, names: Names, release: tuple[int, ...]) -> Itera
 
 
 class _Uses:
-    def __init__(self, module: Module, names: Names, release: tuple[int, ...]) -> None:
-        self._source, self._names, self._release = module.source, names, release
+    def __init__(self, module: Module, code: CodeBase, release: tuple[int, ...]) -> None:
+        self._source, self._code, self._release = module.source, code, release
+        self._taken: set[tuple[int, int]] = set()  # the places in f-strings where an expression was found
 
     def finding(self, use: Use) -> Finding | None:
         """Return what one expression is, if it is a legacy name."""
         meaning = self._meaning(use)
         if meaning is None:
             return None
-        return (self._argument if use.kind == "argument" else self._name)(use, *meaning)
+        return (self._argument if use.argument_of else self._name)(use, *meaning)
 
     # What it means.
 
     def _meaning(self, use: Use) -> tuple[Legacy, str] | None:
         """Return what an expression is of a legacy API, and why that is in doubt, if it is; None for anything else."""
-        meanings = self._names.meanings(use.dotted)
+        meanings = self._code.meanings(use.dotted)
         known = sorted((one for one in meanings if one), key=lambda one: (one.api.name, one.name))
         if not known:
             name = self._name_like(use)
@@ -81,7 +85,7 @@ class _Uses:
             return (Legacy(api, name), _BY_NAME) if api and name is not None else None
         if len(meanings) > 1:
             return known[0], _SEVERAL
-        mine = known[0].api is GPT_NEOX_MPU and not self._names.defines(GPT_NEOX_MPU)
+        mine = known[0].api is GPT_NEOX_MPU and not self._code.defines(GPT_NEOX_MPU)
         return known[0], _WHICH_MPU if mine else ""
 
     def _name_like(self, use: Use) -> str | None:
@@ -94,7 +98,7 @@ class _Uses:
         for one in use.dotted:
             if one is None or one.startswith("*"):
                 continue
-            if not one.startswith("/") and one not in self._names:
+            if not one.startswith("/") and one not in self._code:
                 return None
             *_, module, last = ["", "", *one.split(".")]
             if module in USUAL_NAMES:
@@ -107,35 +111,33 @@ class _Uses:
 
     def _name(self, use: Use, legacy: Legacy, doubt: str) -> Finding | None:
         row = legacy.api.table.get(legacy.name)
-        if use.kind == "path":
-            return self._change(use, legacy, repr(".".join(use.parts)), doubt) if row else None
+        if isinstance(use.node, ast.Constant):
+            written = repr(".".join(use.parts))
+            return self._remarked(use, legacy, written, _ASSIGNED, doubt, changes=True) if row else None
         if use.change:
-            of_module = not legacy.name and doubt != _BY_NAME
+            if not row and (legacy.name or doubt == _BY_NAME):
+                return None
             written = use.change.format(legacy.name or legacy.api.name)
-            return self._change(use, legacy, written, doubt) if row or of_module else None
+            return self._remarked(use, legacy, written, _ASSIGNED, doubt, changes=True)
         if not legacy.name or "." in legacy.name or legacy.name.startswith("__"):
             return None
         if row is None:
             note = f"the table has no such name{did_you_mean(legacy.name, legacy.api.table)}"
-            advice = Advice("", notes=(note,))
-            return self._finding(use._replace(is_called=False), legacy, legacy.name, advice, doubt)
+            return self._remarked(use._replace(call=None), legacy, legacy.name, note, doubt)
         return self._read(use, legacy, row, doubt)
 
     def _argument(self, use: Use, legacy: Legacy, doubt: str) -> Finding | None:
         """Return the use in ``getattr(mpu, "get_x")`` and its like, ``setattr`` and the patches of tests among them."""
-        if legacy.name:
-            return None
-        call = _call_in(use.code)
-        if use.is_called:
-            call = cast("ast.Call", call.func)
+        call = cast("ast.Call", use.argument_of)
         function = dotted_name(call.func)
         name = first_arguments(call)[1]
         written = ast.unparse(call)
+        if legacy.name:
+            return None
         if not isinstance(name, ast.Constant):
             if doubt:
                 return None
-            advice = Advice("", notes=(_COMPUTED,))
-            return self._finding(use, legacy, written, advice, doubt, changes=function == "setattr")
+            return self._remarked(use, legacy, written, _COMPUTED, doubt, changes=function == "setattr")
         row = legacy.api.table.get(str(name.value))
         if row is None or function == "hasattr":
             return None
@@ -143,12 +145,12 @@ class _Uses:
         if function == "getattr":
             return self._read(use, legacy, row, doubt)
         note = _ASSIGNED if function.rpartition(".")[2] in _SETTERS else _BY_STRING
-        return self._finding(use, legacy, written, Advice("", notes=(note,)), doubt, changes=True)
+        return self._remarked(use, legacy, written, note, doubt, changes=True)
 
     def _read(self, use: Use, legacy: Legacy, row: Row, doubt: str) -> Finding:
         """Return the use of a name that is called or passed on."""
-        own = self._names.definition(legacy.api, legacy.name)
-        call = _call_in(use.code) if use.is_called else None
+        own = self._code.definition(legacy.api, legacy.name)
+        call = use.call
         advice = row.advise(call, own)
         if call is None:
             if row.is_function and advice.replacement:
@@ -162,42 +164,86 @@ class _Uses:
         if row.name == INITIALIZE_NAME and own and not {*own.names} <= known:
             doubt = doubt or _OWN_PARAMETERS
         notes = (*advice.notes, *_elsewhere(legacy, advice, call)) if doubt == _BY_NAME else advice.notes
-        if "#" in use.code:
+        if self._has_comment(call):
             notes = (*notes, _COMMENT)
         changes = row.name.startswith("set_") and given != "None"
         advice = replace(advice, notes=notes)
         return self._finding(use, legacy, f"{row.name}({given})", advice, doubt, changes=changes)
 
-    def _change(self, use: Use, legacy: Legacy, written: str, doubt: str) -> Finding:
-        advice = Advice("", notes=(_ASSIGNED,))
-        return self._finding(use, legacy, written, advice, doubt, changes=True)
+    def _has_comment(self, call: ast.Call) -> bool:
+        return call.lineno != call.end_lineno and "#" in self._source.between(*self._source.span(call))
+
+    def _remarked(
+        self, use: Use, legacy: Legacy, written: str, note: str, doubt: str, *, changes: bool = False
+    ) -> Finding:
+        return self._finding(use, legacy, written, Advice("", notes=(note,)), doubt, changes=changes)
 
     def _finding(
         self, use: Use, legacy: Legacy, written: str, advice: Advice, doubt: str, *, changes: bool = False
     ) -> Finding:
-        position = use.position
-        path, line = self._source.locate(position.line)
-        if position.quotes and advice.replacement:
-            advice = _quoted(advice, position.quotes)
-        is_call = (use.is_called or use.kind == "argument") and not self._source.cells
+        node = use.call or use.argument_of or use.node
+        start, end = self._place(node, use.fstring)
+        if use.fstring:
+            whole = self._source.between(*self._source.span(use.fstring))
+            advice = _quoted(advice, whole) if end else replace(advice, notes=(*advice.notes, _IN_FSTRING))
+        if not isinstance(node, ast.Call) or self._source.cells:
+            end = None
+        path, line = self._source.locate(start[0])
         return Finding(
             path,
             line,
-            position.column,
+            start[1],
             legacy.name,
             written,
             advice.replacement,
             advice.once,
             advice.notes + ((doubt,) if doubt else ()),
             not doubt,
-            (position.end_line, position.end_column) if is_call else None,
+            end,
             legacy.api.name,
             changes,
         )
 
+    def _place(
+        self, node: ast.expr, fstring: ast.JoinedStr | None
+    ) -> tuple[tuple[int, int], tuple[int, int] | None]:
+        """Return where an expression starts and ends; the start of the f-string around it where that is not certain.
 
-def _call_in(code: str) -> ast.Call:
-    return cast("ast.Call", ast.parse(f"({code}\n)", mode="eval").body)
+        Before Python 3.12 the syntax tree of an f-string has some places wrong. A place is right if the text there is the
+        expression, and if with another name in its place the f-string has that name.
+        """
+        if fstring is None:
+            return self._source.span(node)
+        first, last = self._source.span(fstring)
+        try:
+            start, end = self._source.span(node)
+            found = _expression(self._source.between(start, end))
+            marked = f"{self._source.between(first, start)}{_MARK}{self._source.between(end, last)}"
+            marks = ast.dump(_expression(marked)).count(
+                _MARK
+            )  # two where the f-string shows the expression itself
+        except (SyntaxError, ValueError, IndexError):
+            return first, None
+        if ast.dump(found) != ast.dump(node) or marks != 1 or start in self._taken:
+            return first, None
+        self._taken.add(start)
+        return start, end
+
+
+def _expression(code: str) -> ast.expr:
+    return ast.parse(f"({code}\n)", mode="eval").body
+
+
+def _quoted(advice: Advice, fstring: str) -> Advice:
+    """Write a replacement with the quotation marks that the f-string around it allows before Python 3.12."""
+    if '"' not in advice.replacement:
+        return advice
+    mark = fstring[-1]
+    other = "'" if mark == '"' else '"'
+    is_one = re.fullmatch(rf"\w+({mark}|{mark * 3})[^{mark}]*\1", fstring)
+    if other not in fstring or (is_one and not re.search(rf"[fF][rR]?{other}", fstring)):
+        return replace(advice, replacement=advice.replacement.replace('"', other))
+    return replace(advice, notes=(*advice.notes, _IN_FSTRING))
 
 
 def _elsewhere(legacy: Legacy, advice: Advice, call: ast.Call) -> Iterator[str]:
@@ -207,12 +253,3 @@ def _elsewhere(legacy: Legacy, advice: Advice, call: ast.Call) -> Iterator[str]:
         other = row.advise(call).replacement if row else ""
         if other and other != advice.replacement:
             yield f"in {api.name} it is {other}"
-
-
-def _quoted(advice: Advice, quotes: tuple[str, ...]) -> Advice:
-    """Write the quotation marks that the f-strings around an expression allow before Python 3.12."""
-    if len(quotes) == 1 and quotes[0][0] == "'":
-        return advice
-    if len(quotes) == 1 and "'" not in advice.replacement:
-        return replace(advice, replacement=advice.replacement.replace('"', "'"))
-    return replace(advice, notes=(*advice.notes, _IN_FSTRING))

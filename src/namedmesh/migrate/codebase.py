@@ -1,4 +1,4 @@
-"""What dotted names stand for: something of a legacy API, also by way of the scanned modules, or something else."""
+"""The modules of a code base, and what dotted names stand for in them: something of a legacy API, or something else."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from namedmesh.migrate.apis import APIS, GPT_NEOX_MPU, MEGATRON, Api
-from namedmesh.migrate.files import key_of, module_names
+from namedmesh.migrate.files import UnreadableError, key_of, module_names, python_files, read
+from namedmesh.migrate.findings import Problem
+from namedmesh.migrate.module import USUAL_NAMES, Module, read_module
+from namedmesh.migrate.rules import Signature
 
 if TYPE_CHECKING:
+    import ast
     import os
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from namedmesh.migrate.module import Module
-    from namedmesh.migrate.rules import Signature
-
+_SPACED = re.sub(rb"\W", b" ", bytes(range(256)))  # what bytes.translate takes to leave words only
+_COMMON = {"logger", "is_initialized", "create_group"}  # names that do not suggest a legacy API by themselves
+_LEGACY_WORDS = frozenset((*USUAL_NAMES, *(name for api in APIS for name in api.table))) - _COMMON
+_IMPORT = re.compile(rb"^\s*(?:from|import)\s+(megatron(?:\.\w+)?)\b", re.MULTILINE)
 _NOT_NEOX = "get_pipe_parallel_group"
 
 
@@ -32,56 +37,100 @@ class Legacy(NamedTuple):
         return not self.name or self.name in self.api.table
 
 
-class Names:
+class CodeBase:
     """The modules of a code base, by every name that they may be imported by.
 
     Args:
-        files: the files.
-        roots: the paths that they were found under.
-        read: reads one of them, if it can be read.
+        paths: modules, notebooks, and folders of them.
     """
 
-    def __init__(
-        self,
-        files: Sequence[Path],
-        roots: Sequence[str | os.PathLike[str]],
-        read: Callable[[Path], Module | None],
-    ) -> None:
-        self.modules: dict[Path, Module | None] = {}
-        self._read = read
+    def __init__(self, paths: Sequence[str | os.PathLike[str]]) -> None:
+        self.files = list(python_files(paths))
+        self.problems: dict[Path, Problem] = {}
+        self._modules: dict[Path, Module | None] = {}  # None if it cannot be read, and need not be
+        self._paths: dict[str, list[Path]] = {}
+        self._apis: dict[Path, Api] = {}
+        self._meanings: dict[frozenset[str | None], set[Legacy | None]] = {}
         self._searched: set[tuple[Path, str]] = (
             set()
         )  # by way of star imports, for the name that is asked for
-        self._paths: dict[str, list[Path]] = {}
-        self._apis: dict[Path, Api] = {}
         modules = {module: api for api in APIS for module in api.modules}
-        for path in files:
-            for name in {key_of(path), *module_names(path, roots)}:
+        for path in self.files:
+            for name in {key_of(path), *module_names(path, paths)}:
                 self._paths.setdefault(name, []).append(path)
                 if name in modules:
                     self._apis[path] = modules[name]
+        self._words = frozenset[str]()
+        self._read()
+
+    # Its files.
+
+    @property
+    def modules(self) -> list[Module]:
+        """The modules that were read."""
+        return [module for module in self._modules.values() if module]
+
+    @cached_property
+    def packages(self) -> frozenset[str]:
+        """The first two parts, such as ``megatron.core``, of the names that start with ``megatron``."""
+        return frozenset(name for name in self._paths if re.fullmatch(r"megatron(\.\w+)?", name))
+
+    def _read(self) -> None:
+        """Read the files that may have uses: those with a legacy name, or with one that the code base gives to it."""
+        new = _LEGACY_WORDS
+        while new:
+            self._words |= new
+            wanted = {word.encode() for word in new}
+            for path in self.files:
+                if path not in self.problems:
+                    self._read_one(path, wanted)
+            aliases = [(name, one.names[name]) for one in self.modules for name in one.aliases]
+            new = frozenset(name for name, dotted in aliases if self.meanings(dotted) - {None}) - self._words
+
+    def _read_one(self, path: Path, wanted: set[bytes]) -> None:
+        """Read one file, if it has one of the wanted words or imports of Megatron what is not here."""
+        try:
+            source = read(path)
+            has_one = not wanted.isdisjoint(source.code.translate(_SPACED).split())
+            if not has_one and path not in self._modules:
+                has_one = any(name.decode() not in self.packages for name in _IMPORT.findall(source.code))
+            if has_one:
+                self._modules[path] = read_module(source, path, self._words)
+        except UnreadableError as error:
+            self.problems[path] = Problem(str(path), str(error))
+
+    def _module(self, path: Path) -> Module | None:
+        """Return a module that others import from; None if it cannot be read."""
+        if path not in self._modules:
+            try:
+                self._modules[path] = read_module(read(path), path, self._words)
+            except UnreadableError:
+                self._modules[path] = None
+        return self._modules[path]
+
+    # What names stand for.
 
     def __contains__(self, dotted: str) -> bool:
         """Whether a module is one of the code base, or something in one."""
         parts = dotted.split(".")
         return any(".".join(parts[:n]) in self._paths for n in range(1, len(parts) + 1))
 
-    @property
-    def packages(self) -> frozenset[str]:
-        """The first two parts, such as ``megatron.core``, of the names that start with ``megatron``."""
-        return frozenset(name for name in self._paths if re.fullmatch(r"megatron(\.\w+)?", name))
-
-    def meanings(
-        self, names: Iterable[str | None], seen: frozenset[tuple[Path, str]] = frozenset()
-    ) -> set[Legacy | None]:
+    def meanings(self, names: frozenset[str | None]) -> set[Legacy | None]:
         """Return what some dotted names stand for: the legacy names, and None if one is or may be anything else.
 
         Args:
             names: the dotted names. None is anything else; those with a ``*`` before them count if a table has them.
-            seen: the modules that were looked into on the way, and the names.
         """
-        if not seen:
+        if names not in self._meanings:
             self._searched.clear()
+            try:
+                self._meanings[names] = self._union(names, frozenset())
+            except RecursionError:  # a name that goes from module to module
+                self._meanings[names] = {None}
+        return self._meanings[names]
+
+    def _union(self, names: Iterable[str | None], seen: frozenset[tuple[Path, str]]) -> set[Legacy | None]:
+        """Return the meanings of several names; the modules that were looked into on the way, and the names, are seen."""
         found: set[Legacy | None] = set()
         by_star: list[set[Legacy | None]] = []
         for name in names:
@@ -122,10 +171,7 @@ class Names:
     def _inside(self, path: Path, rest: list[str], seen: frozenset[tuple[Path, str]]) -> set[Legacy | None]:
         if path in self._apis:
             return {Legacy(self._spoken(self._apis[path]), ".".join(rest))}
-        if not rest or (path, rest[0]) in seen:
-            return {None}
-        seen |= {(path, rest[0])}
-        module = self.module(path)
+        module = self._module(path) if rest and (path, rest[0]) not in seen else None
         if module is None:
             return {None}
         targets = module.names.get(rest[0])
@@ -135,37 +181,24 @@ class Names:
             self._searched.add((path, rest[0]))
             targets = frozenset(f"*{star}.{rest[0]}" for star in module.stars)
         after = "".join(f".{part}" for part in rest[1:])
-        return self.meanings([target + after if target else None for target in targets], seen) or {None}
+        names = [target + after if target else None for target in targets]
+        return self._union(names, seen | {(path, rest[0])}) or {None}
 
-    def module(self, path: Path) -> Module | None:
-        """Return one module; None if it cannot be read."""
-        if path not in self.modules:
-            self.modules[path] = self._read(path)
-        return self.modules[path]
-
-    def _functions(self, path: Path) -> dict[str, Signature]:
-        module = self.module(path)
-        return module.functions if module else {}
-
-    def aliases(self) -> set[str]:
-        """Return the names under which the modules that were read hand out legacy ones."""
-        return {
-            alias
-            for module in list(self.modules.values())
-            if module
-            for alias in module.aliases
-            if self.meanings(module.names[alias]) - {None}
-        }
+    # The legacy APIs that it has itself.
 
     def definition(self, api: Api, name: str) -> Signature | None:
         """Return the parameters of a legacy function where the code base defines it itself, once."""
         own = [self._functions(path) for path, spoken in self._apis.items() if self._spoken(spoken) is api]
         found = [functions[name] for functions in own if name in functions]
-        return found[0] if len(found) == 1 else None
+        return Signature.of(found[0]) if len(found) == 1 else None
 
     def defines(self, api: Api) -> bool:
         """Return whether the code base has an API's own modules."""
         return any(self._spoken(own) is api for own in self._apis.values())
+
+    def _functions(self, path: Path) -> dict[str, ast.arguments]:
+        module = self._module(path)
+        return module.functions if module else {}
 
     @cached_property
     def _mpu_of_megatron(self) -> bool:
