@@ -282,7 +282,7 @@ SECTIONS: dict[str, list[Row]] = {
     ],
     "Sequence parallelism of Megatron-DeepSpeed": [
         Row("get_sequence_parallel_group()", 'mesh.group("sp")'),
-        *size_and_rank("sequence_parallel", '"sp"'),
+        *size_and_rank("sequence_parallel", '"sp"', src=True),
         Row("get_sequence_data_parallel_group()", 'mesh.group("dp", "sp")'),
         *size_and_rank("sequence_data_parallel", '"dp", "sp"'),
         Row("sequence_parallel_is_initialized()", '"sp" in mesh.coords'),

@@ -220,6 +220,10 @@ def _notes(partition: Partition, columns: Sequence[str]) -> list[str]:
             f"TFLOP/s ({job.precision}), {hardware.domain_bandwidth / 1e9:.0f} GB/s a GPU among {hardware.domain}, "
             f"{hardware.nics_per_node} NICs of {hardware.nic_bandwidth / 1e9:.0f} GB/s a node of {hardware.gpus_per_node}"
         )
+        if job.model.experts:
+            notes.append(
+                "experts: the time that the host takes to launch their kernels is not counted; small experts are slower than this"
+            )
     return notes
 
 

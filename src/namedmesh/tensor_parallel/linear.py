@@ -206,28 +206,26 @@ def _conjugate(tensor: Tensor) -> Tensor:
     return tensor.conj() if tensor.is_complex() else tensor
 
 
-def _input_part(gradient: Tensor, mine: Tensor, factor: int = 1) -> Tensor:
+def _input_part(rows: Tensor, mine: Tensor, factor: int = 1) -> Tensor:
     """Return a multiple of this rank's part of the gradient of a layer's input, from its shard of the weight, in a new tensor."""
-    rows, weight = _rows(gradient), _conjugate(mine)
+    weight = _conjugate(mine)
     if factor == 1:
-        product = rows @ weight
-    else:
-        product = torch.addmm(rows.new_zeros(()), rows, weight, beta=0, alpha=factor)
-    return product.view(*gradient.shape[:-1], mine.shape[1])
+        return rows @ weight
+    return torch.addmm(rows.new_zeros(()), rows, weight, beta=0, alpha=factor)
 
 
 def _parameter_gradients(
-    now: tuple[bool, ...], gradient: Tensor, value: Tensor | None, weight: Tensor | None, bias: Tensor | None
+    now: tuple[bool, ...], rows: Tensor, value: Tensor | None, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of weight and bias, from the output's, each of the same kind as its parameter.
+    """Return the gradients of weight and bias, from the rows of the output's, each of the same kind as its parameter.
 
     ``now`` says which this pass is for: of the input, the weight and, where there is one, the bias.
     """
     weight_gradient = bias_gradient = None
     if now[1] and value is not None and weight is not None:
-        weight_gradient = _gradient(weight, _rows(gradient).t() @ _conjugate(_rows(value)))
+        weight_gradient = _gradient(weight, rows.t() @ _conjugate(_rows(value)))
     if bias is not None and now[2]:
-        bias_gradient = _gradient(bias, _rows(gradient).sum(0))
+        bias_gradient = _gradient(bias, rows.sum(0))
     return weight_gradient, bias_gradient
 
 
@@ -255,19 +253,19 @@ class _Column(torch.autograd.Function):
         value, weight, bias, mine = ctx.saved_tensors
         group, gather_dim, factor, gather_again = ctx.layout
         mine = local_tensor(weight) if mine is None else mine
-        gradient = synchronous(gradient)
+        shape, rows = gradient.shape, _rows(synchronous(gradient))
         pending = gathering = None
         if now[1] and value is not None and gather_again and gather_dim is not None:
             gathering = start_all_gather(value, group, gather_dim)
         if now[0]:
-            part = _input_part(gradient, mine, factor)
+            part = _input_part(rows, mine, factor).view(*shape[:-1], mine.shape[1])
             if gather_dim is None:
                 pending = start_all_reduce(part, group, mine=True)
             else:
                 pending = start_reduce_scatter(part, group, gather_dim)
         if gathering is not None:
             value = gathering.wait()
-        gradients = _parameter_gradients(now, gradient, value, weight, bias)
+        gradients = _parameter_gradients(now, rows, value, weight, bias)
         # Contiguous: a pipeline sends it to the stage before as it is.
         return None if pending is None else pending.wait().contiguous(), *gradients, None
 
@@ -311,8 +309,10 @@ class _Row(torch.autograd.Function):
         if ctx.scatter_dim is not None:
             # The whole gradient also makes the bias' gradient the same, and whole, on every rank.
             whole = _gathered_gradient(ctx, gradient, later=ctx.needs_input_grad[1] and not now[1])
-        input_gradient = _input_part(whole, mine) if now[0] else None
-        return input_gradient, *_parameter_gradients(now, whole, value, weight, bias), None, None
+        rows, input_gradient = _rows(whole), None
+        if now[0]:
+            input_gradient = _input_part(rows, mine).view(*whole.shape[:-1], mine.shape[1])
+        return input_gradient, *_parameter_gradients(now, rows, value, weight, bias), None, None
 
 
 def _gathered_gradient(ctx: Any, gradient: Tensor, *, later: bool) -> Tensor:
