@@ -23,6 +23,8 @@ DENSE_AXES = ("pp", "dp", "cp", "tp")
 _SPLIT_DP = ("dp_replicate", "dp_shard")
 USUAL_AXES = (*DENSE_AXES, *_SPLIT_DP)
 """The same, with the two parts of dp."""
+_STAND_IN = {"dp": _SPLIT_DP, "cp": ("sp",)}
+"""What an axis may be in a mesh instead: dp in two parts, and cp under DeepSpeed's name, where a dialect takes it."""
 
 
 def own_axes(layout: Layout, axes: Collection[str]) -> tuple[str, ...]:
@@ -34,10 +36,8 @@ def own_axes(layout: Layout, axes: Collection[str]) -> tuple[str, ...]:
         ('dp_replicate', 'dp_shard', 'tp')
     """
     named = {*axes}
-    if "dp" in axes:
-        named |= {*_SPLIT_DP}
-    if "cp" in axes:
-        named.add("sp")  # DeepSpeed's name, where a dialect takes it
+    for axis in axes:
+        named.update(_STAND_IN.get(axis, ()))
     return tuple([axis for axis in layout.axes if axis in named])
 
 
