@@ -509,26 +509,29 @@ _NEMO = (
     ("Llama 3 8B", LLAMA_8B, 8, 128, 1, 8192, 1, 1, 2, 1, 12036),
     ("Llama 3 70B", LLAMA_70B, 64, 128, 1, 8192, 4, 4, 2, 5, 1533),
 )
-# hardware, model, GPUs, precision, batch, micro-batch, tokens of a sequence, tp, pp, cp, stages a rank, ep, tokens a second and GPU
+# hardware, model, GPUs, precision, stage of ZeRO (3 where the page has FSDP), batch, micro-batch, tokens of a sequence, tp, pp, cp,
+# stages a rank, ep, tokens a second and GPU
 _BRIDGE = (
-    ("h100", "Llama 3 8B", LLAMA_8B, 8, "fp8", 128, 1, 8192, 1, 1, 1, 1, 1, 14451),
-    ("h100", "Llama 3 70B", LLAMA_70B, 64, "fp8", 128, 1, 8192, 4, 8, 1, 5, 1, 1602),
-    ("h100", "Llama 3.1 405B", LLAMA_405B, 1024, "fp8", 512, 1, 8192, 8, 8, 2, 8, 1, 292),
-    ("h100", "Qwen3 30B", _QWEN_3["30B"], 16, "fp8", 512, 2, 4096, 1, 2, 1, 24, 8, 5275),
-    ("b200", "Llama 3 8B", LLAMA_8B, 8, "fp8", 128, 2, 8192, 1, 1, 1, 1, 1, 30624),
-    ("b200", "Llama 3.1 405B", LLAMA_405B, 128, "fp8", 64, 1, 8192, 4, 8, 2, 8, 1, 661),
-    ("b200", "DeepSeek-V3", DEEPSEEK_V3, 256, "fp8", 2048, 1, 4096, 1, 16, 1, 1, 8, 2139),
-    ("b200", "Qwen3 30B", _QWEN_3["30B"], 8, "fp8", 512, 1, 4096, 1, 1, 1, 1, 8, 9299),
-    ("b200", "Qwen3 235B", _QWEN_3["235B"], 64, "fp8", 1024, 1, 4096, 1, 8, 1, 2, 8, 3269),
-    ("gb200-nvl72", "Llama 3 8B", LLAMA_8B, 8, "fp8", 128, 2, 8192, 1, 1, 1, 1, 1, 31508),
-    ("gb200-nvl72", "Llama 3 70B", LLAMA_70B, 64, "fp8", 256, 2, 8192, 1, 1, 1, 1, 1, 4312),
-    ("gb200-nvl72", "Llama 3.1 405B", LLAMA_405B, 256, "fp8", 1536, 1, 8192, 4, 16, 1, 4, 1, 813),
-    ("gb200-nvl72", "DeepSeek-V3", DEEPSEEK_V3, 256, "bf16", 4096, 1, 4096, 1, 4, 1, 4, 64, 3139),
-    ("gb200-nvl72", "DeepSeek-V3", DEEPSEEK_V3, 256, "fp8", 4096, 1, 4096, 1, 8, 1, 4, 32, 4018),
-    ("gb200-nvl72", "Qwen3 30B", _QWEN_3["30B"], 8, "fp8", 512, 4, 4096, 1, 1, 1, 1, 8, 23766),
-    ("gb200-nvl72", "Qwen3 235B", _QWEN_3["235B"], 256, "bf16", 8192, 1, 4096, 1, 8, 1, 3, 32, 4916),
+    ("h100", "Llama 3 8B", LLAMA_8B, 8, "fp8", 3, 128, 1, 8192, 1, 1, 1, 1, 1, 14451),
+    ("h100", "Llama 3 70B", LLAMA_70B, 64, "fp8", 1, 128, 1, 8192, 4, 8, 1, 5, 1, 1602),
+    ("h100", "Llama 3.1 405B", LLAMA_405B, 1024, "fp8", 1, 512, 1, 8192, 8, 8, 2, 8, 1, 292),
+    ("h100", "Qwen3 30B", _QWEN_3["30B"], 16, "fp8", 1, 512, 2, 4096, 1, 2, 1, 24, 8, 5275),
+    ("b200", "Llama 3 8B", LLAMA_8B, 8, "fp8", 1, 128, 2, 8192, 1, 1, 1, 1, 1, 30624),
+    ("b200", "Llama 3.1 405B", LLAMA_405B, 128, "fp8", 1, 64, 1, 8192, 4, 8, 2, 8, 1, 661),
+    ("b200", "DeepSeek-V3", DEEPSEEK_V3, 256, "fp8", 1, 2048, 1, 4096, 1, 16, 1, 1, 8, 2139),
+    ("b200", "Qwen3 30B", _QWEN_3["30B"], 8, "fp8", 1, 512, 1, 4096, 1, 1, 1, 1, 8, 9299),
+    ("b200", "Qwen3 235B", _QWEN_3["235B"], 64, "fp8", 1, 1024, 1, 4096, 1, 8, 1, 2, 8, 3269),
+    ("gb200-nvl72", "Llama 3 8B", LLAMA_8B, 8, "fp8", 1, 128, 2, 8192, 1, 1, 1, 1, 1, 31508),
+    ("gb200-nvl72", "Llama 3 70B", LLAMA_70B, 64, "fp8", 3, 256, 2, 8192, 1, 1, 1, 1, 1, 4312),
+    ("gb200-nvl72", "Llama 3.1 405B", LLAMA_405B, 256, "fp8", 1, 1536, 1, 8192, 4, 16, 1, 4, 1, 813),
+    ("gb200-nvl72", "DeepSeek-V3", DEEPSEEK_V3, 256, "bf16", 1, 4096, 1, 4096, 1, 4, 1, 4, 64, 3139),
+    ("gb200-nvl72", "DeepSeek-V3", DEEPSEEK_V3, 256, "fp8", 1, 4096, 1, 4096, 1, 8, 1, 4, 32, 4018),
+    ("gb200-nvl72", "Qwen3 30B", _QWEN_3["30B"], 8, "fp8", 1, 512, 4, 4096, 1, 1, 1, 1, 8, 23766),
+    ("gb200-nvl72", "Qwen3 235B", _QWEN_3["235B"], 256, "bf16", 1, 8192, 1, 4096, 1, 8, 1, 3, 32, 4916),
 )
-_NEMO_ASSUMED = (
+_NEMO_PAGE = "NVIDIA, NeMo 24.07, docs/source/performance/performance_summary.md"
+_BRIDGE_PAGE = "NVIDIA, Megatron Bridge 25.11, docs/performance-summary.md"
+_NVIDIA_ASSUMED = (
     "gradients of 2 bytes, as its recipes reduce them; nothing computed again and nothing offloaded, which the page does not say; "
     "attention in fp8 and communication inside of products are not counted; the page gives the one layout that its authors chose"
 )
@@ -540,28 +543,60 @@ _SMALL_EXPERTS = (
 
 def _nvidia() -> list[Run]:
     """Return the runs of two pages of NVIDIA's: all whose model and hardware can be told, and that have every column."""
-    common = {"trainer": "megatron", "checkpointing": "none", "state_bytes": 16}
-    runs = []
-    for name, model, gpus, batch, micro_batch, seq, tp, pp, cp, turns, tokens in _NEMO:
-        job = common | {"seq": seq, "global_batch": batch, "micro_batch": micro_batch, "precision": "fp8"}
-        job |= {"stages_per_rank": turns, "stage": 1, "sequence_parallel": tp > 1}
-        sizes = {"tp": tp, "pp": pp, "cp": cp, "dp": gpus // tp // pp // cp}
-        page = "NVIDIA, NeMo 24.07, docs/source/performance/performance_summary.md"
+    rows: list[tuple[Any, ...]] = []
+    for name, model, gpus, batch, micro_batch, seq, *degrees, turns, tokens in _NEMO:
         title = f"{name}, {gpus} GPUs, {seq} tokens"
-        runs.append(Run(title, page, model, _H100, sizes, job, tokens=tokens, assumed=_NEMO_ASSUMED))
-    for kind, name, model, gpus, precision, batch, micro_batch, seq, tp, pp, cp, turns, ep, tokens in _BRIDGE:
-        job = common | {"seq": seq, "global_batch": batch, "micro_batch": micro_batch, "precision": precision}
-        # The rows with FSDP are those on one or two axes that DDP would not fit.
-        fully_sharded = (kind, name) in {("h100", "Llama 3 8B"), ("gb200-nvl72", "Llama 3 70B")}
-        job |= {
-            "stages_per_rank": turns,
-            "stage": 3 if fully_sharded else 1,
-            "sequence_parallel": tp > 1,
-        }
-        sizes = {"tp": tp, "pp": pp, "cp": cp, "dp": gpus // tp // pp // cp, "ep": ep}
+        rows.append(
+            (
+                _NEMO_PAGE,
+                title,
+                "h100",
+                model,
+                gpus,
+                "fp8",
+                1,
+                batch,
+                micro_batch,
+                seq,
+                *degrees,
+                turns,
+                1,
+                tokens,
+            )
+        )
+    for kind, name, model, gpus, precision, *others in _BRIDGE:
         title = f"{name}, {gpus} {kind.partition('-')[0].upper()}, {precision}"
-        page = "NVIDIA, Megatron Bridge 25.11, docs/performance-summary.md"
-        assumed = _NEMO_ASSUMED + (_SMALL_EXPERTS if model.experts else "")
+        rows.append((_BRIDGE_PAGE, title, kind, model, gpus, precision, *others))
+    runs = []
+    for (
+        page,
+        title,
+        kind,
+        model,
+        gpus,
+        precision,
+        stage,
+        batch,
+        micro_batch,
+        seq,
+        tp,
+        pp,
+        cp,
+        turns,
+        ep,
+        tokens,
+    ) in rows:
+        job = {
+            "seq": seq,
+            "global_batch": batch,
+            "micro_batch": micro_batch,
+            "precision": precision,
+            "stage": stage,
+        }
+        job |= {"stages_per_rank": turns, "sequence_parallel": tp > 1, "trainer": "megatron"}
+        job |= {"checkpointing": "none", "state_bytes": 16}
+        sizes = {"tp": tp, "pp": pp, "cp": cp, "dp": gpus // tp // pp // cp, "ep": ep}
+        assumed = _NVIDIA_ASSUMED + (_SMALL_EXPERTS if model.experts else "")
         runs.append(Run(title, page, model, load_hardware(kind), sizes, job, tokens=tokens, assumed=assumed))
     return runs
 
