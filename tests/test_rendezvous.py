@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
+from collections import defaultdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +19,14 @@ from ranks import free_port, limits_begin_with, run_ranks
 
 from namedmesh import AgreementError, attempts, launch
 from namedmesh.agreement import Agreement
-from namedmesh.attempts import Agreements
+from namedmesh.attempts import Agreements, Participant, Progress
+from namedmesh.store import LimitedStore
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 SOON = timedelta(seconds=1)
+MINUTE = timedelta(seconds=60)
 ABSENT = (
     "rank {} of 0 to {} did not call {} within {:g} s; every rank of the job must call it, so look at what those ranks "
     "did instead"
@@ -277,3 +281,35 @@ def _after_one_that_ended_too_early() -> list[float]:
 def test_a_rank_that_ended_while_it_listed_its_scope_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts, "_LISTING_LIMIT", SOON)
     assert run_ranks(2, _after_one_that_ended_too_early, init=False) == [[3.0]] * 2
+
+
+def test_a_rank_that_is_interrupted_while_it_enters_an_attempt_gives_up_that_one() -> None:
+    """The thread that enters goes on while the handler of a signal tells the others, who wait in the first attempt."""
+    started, entered = threading.Event(), threading.Event()
+
+    class Store(dist.HashStore):
+        def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+            if key.endswith("/attempt") and telling.ident is None:
+                telling.start()
+                started.wait(0.5)  # it cannot start where the other thread is waited for
+            found: bytes = super().compare_set(key, expected, desired)
+            return found
+
+    class Progresses(defaultdict[range, Progress]):
+        def __getitem__(self, ranks: range) -> Progress:
+            if threading.current_thread() is telling:
+                started.set()
+                entered.wait(60)
+            return super().__getitem__(ranks)
+
+    store = LimitedStore(Store(), 60)
+    known = Agreements()
+    known.progress = Progresses(Progress)
+    participant = Participant("call", "job", range(2), 0, MINUTE, known)
+    telling = threading.Thread(target=participant.give_up, args=(store, "SIGTERM"))
+    participant.enter(store)
+    entered.set()
+    telling.join()
+    other = Participant("call", "job", range(2), 1, MINUTE, Agreements(known.generation))
+    verdict = other.enter(store)
+    assert (other.attempt.number, other.read(verdict)) == (0, ["rank 0 gave up on call: SIGTERM"])

@@ -22,6 +22,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
 from namedmesh.errors import ranks_in_words
+from namedmesh.store import StoreLostError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -137,9 +138,15 @@ class Participant:
         self.timeout, self.known = timeout, known
         self.scope = f"{ranks.start}-{ranks.stop}"
         self.attempt = Attempt(self.scope, -1)
+        # Whoever gives up because of a signal waits for the thread that was entering an attempt, and enters no other one.
+        self._entering = threading.RLock()
 
     def enter(self, store: LimitedStore) -> str:
         """Enter the current attempt, or start the next one; returns the verdict of a failed one that was missed."""
+        with self._entering:
+            return self._enter(store)
+
+    def _enter(self, store: LimitedStore) -> str:
         progress, place = self.known.progress[self.ranks], self.attempt.place(self.rank)
         before = progress.mark or store.first(place, "-1")
         entered = latest = progress.entered if progress.mark else int(before.partition(" ")[0])
@@ -224,11 +231,16 @@ class Participant:
 
     def give_up(self, store: LimitedStore, reason: str) -> str:
         """Let the attempt fail because of this rank, which enters one unless it has; returns the verdict."""
-        verdict = REPLACED if self.attempt.number < 0 else GO
-        while verdict == REPLACED:
-            verdict = self.enter(store)
-            if verdict == GO:
-                self.attempt.count_in(store, ARRIVED)
+        if not self._entering.acquire(timeout=_READING_LIMIT.total_seconds()):
+            raise StoreLostError("it does not answer a thread that was interrupted")
+        try:
+            verdict = REPLACED if self.attempt.number < 0 else GO
+            while verdict == REPLACED:
+                verdict = self.enter(store)
+                if verdict == GO:
+                    self.attempt.count_in(store, ARRIVED)
+        finally:
+            self._entering.release()
         return self.fail(store, f"rank {self.rank} gave up on {self.call}: {reason}")
 
     def leave(self, store: LimitedStore, readers: int, *, is_host: bool) -> None:
@@ -296,10 +308,14 @@ class Participant:
                 store.set(f"scopes/{store.add('scopes')}", self.scope)
                 store.set(listed, "")
         for place in range(len(scopes), store.add("scopes", 0)):
-            scopes.append(store.get(f"scopes/{place + 1}"))
+            key = f"scopes/{place + 1}"
+            listed_there = store.has(key)  # a rank may have ended before it set its own
+            scopes.append(store.get(key) if listed_there else "")
         for scope in scopes:
+            if scope in {"", self.scope}:
+                continue
             ranks = range(*map(int, scope.split("-")))
-            if scope != self.scope and self.rank in ranks:
+            if self.rank in ranks:
                 self._look_at(store, scope, ranks)
 
     def _look_at(self, store: LimitedStore, scope: str, ranks: range) -> None:
