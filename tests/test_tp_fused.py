@@ -25,7 +25,7 @@ from namedmesh.tensor_parallel import (
     parallelize,
     plan_report,
 )
-from namedmesh.tensor_parallel.fused import Blocks
+from namedmesh.tensor_parallel.fused import rows_moved
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -183,10 +183,14 @@ def test_a_fused_layer_trains_as_the_whole_one(size: int) -> None:
 @pytest.mark.parametrize("sizes", [(4, 4), (8, 4, 4), (12,), (4, 16, 8), (24, 4)])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_row_reaches_the_rank_that_works_on_it(sizes: tuple[int, ...], size: int) -> None:
-    blocks = Blocks(sizes, size)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     for worker in range(size):
-        got = [row for holder in range(size) for move in blocks.moved(holder, worker) for row in range(*move)]
+        got = [
+            row
+            for holder in range(size)
+            for move in rows_moved(sizes, size, holder, worker)
+            for row in range(*move)
+        ]
         parts = [rows // size for rows in sizes]
         assert got == [
             start + worker * part + i for start, part in zip(starts, parts, strict=True) for i in range(part)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel
 
 from namedmesh.errors import PlanError, listing
 from namedmesh.tensor_parallel.attention_heads import sharded_features
-from namedmesh.tensor_parallel.collectives import exchange, local_shard, whole_parameter
+from namedmesh.tensor_parallel.collectives import exchange, local_shard
 from namedmesh.tensor_parallel.placements import refuse_incompatible
 from namedmesh.tensor_parallel.styles import ColwiseParallel, shard_module
 
@@ -28,59 +27,36 @@ if TYPE_CHECKING:
     from namedmesh.tensor_parallel.placements import Entry
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """Rows that lie in blocks, of each of which every rank works on its part, and holds others.
-
-    What a rank holds is its shard of all rows, one after the other, as of any sharded weight.
-
-    Args:
-        sizes: the number of rows of each block.
-        size: the number of ranks, which divides each of them.
+def rows_moved(sizes: Sequence[int], size: int, holder: int, worker: int) -> list[tuple[int, int]]:
+    """Return the rows, from and to, that one of ``size`` ranks holds and another one works on, its part of each block.
 
     Example:
         Two blocks of 4 rows on 2 ranks: rank 0 holds rows 0 to 3 and works on 0, 1, 4 and 5, the last two of
         which rank 1 holds:
 
-        >>> Blocks((4, 4), 2).moved(0, 0), Blocks((4, 4), 2).moved(1, 0)
+        >>> rows_moved((4, 4), 2, 0, 0), rows_moved((4, 4), 2, 1, 0)
         ([(0, 2)], [(4, 6)])
     """
+    width = sum(sizes) // size
+    start, found = 0, []
+    for rows in sizes:
+        part = rows // size
+        low = max(holder * width, start + worker * part)
+        high = min((holder + 1) * width, start + (worker + 1) * part)
+        if low < high:
+            found.append((low, high))
+        start += rows
+    return found
 
-    sizes: tuple[int, ...]
-    size: int
 
-    def moved(self, holder: int, worker: int) -> list[tuple[int, int]]:
-        """Return the rows, from and to, that one rank holds and another one works on."""
-        width = sum(self.sizes) // self.size
-        start, found = 0, []
-        for rows in self.sizes:
-            part = rows // self.size
-            low = max(holder * width, start + worker * part)
-            high = min((holder + 1) * width, start + (worker + 1) * part)
-            if low < high:
-                found.append((low, high))
-            start += rows
-        return found
-
-    def select(self, whole: Tensor, rank: int) -> Tensor:
-        """Return the rows that a rank works on, out of all rows."""
-        moves = [move for holder in range(self.size) for move in self.moved(holder, rank)]
-        return torch.cat([whole[low:high] for low, high in moves])
-
-    def collect(self, shard: Tensor, group: RankGroup) -> Tensor:
-        """Return the rows that this rank works on, from the ranks that hold them; their gradients go back."""
-        first = group.rank * shard.shape[0]
-        sent = [self.moved(group.rank, worker) for worker in range(self.size)]
-        received = [self.moved(holder, group.rank) for holder in range(self.size)]
-        outgoing = torch.cat([shard[low - first : high - first] for ranges in sent for low, high in ranges])
-        return exchange(outgoing, group, (_lengths(sent), _lengths(received)))
-
-    def of(self, parameter: Tensor, group: RankGroup) -> Tensor:
-        """Return the plain rows that this rank works on, of a parameter whose rows are sharded."""
-        if torch.compiler.is_compiling() and isinstance(parameter, DTensor):
-            # What the compiler knows to trace: all rows are gathered, and the parts of their gradients summed.
-            return self.select(whole_parameter(parameter), group.rank)
-        return self.collect(local_shard(parameter), group)
+def _rows_of(sizes: Sequence[int], parameter: Tensor, group: RankGroup) -> Tensor:
+    """Return the plain rows that this rank works on, from the ranks that hold them; their gradients go back."""
+    shard = local_shard(parameter)
+    first = group.rank * shard.shape[0]
+    sent = [rows_moved(sizes, group.size, group.rank, worker) for worker in range(group.size)]
+    received = [rows_moved(sizes, group.size, holder, group.rank) for holder in range(group.size)]
+    outgoing = torch.cat([shard[low - first : high - first] for ranges in sent for low, high in ranges])
+    return exchange(outgoing, group, (_lengths(sent), _lengths(received)))
 
 
 def _lengths(moves: list[list[tuple[int, int]]]) -> list[int]:
@@ -143,10 +119,6 @@ class FusedColwiseParallel(ColwiseParallel):
             return (module.out_features // self.blocks,) * self.blocks
         return self.blocks or (module.out_features,)
 
-    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
-        """Return the placements: all parameters are sharded, rank after rank."""
-        return {name: Shard(0) for name in ("weight", "bias") if getattr(module, name, None) is not None}
-
     def incompatibilities(self, module: nn.Module) -> list[str]:
         """Return a sentence for each reason why the module is not made of such parts."""
         if not isinstance(module, nn.Linear):
@@ -180,7 +152,7 @@ class FusedColwiseParallel(ColwiseParallel):
             raise PlanError(*(f"{type(module).__name__}: {problem}" for problem in problems))
         if self.interleaved is not None or len(self.sizes(module)) == 1:
             return super()._apply(module, device_mesh)
-        return shard_module(self, module, device_mesh, Blocks(self.sizes(module), device_mesh.size()).of)
+        return shard_module(self, module, device_mesh, partial(_rows_of, self.sizes(module)))
 
 
 def fused_problems(entries: list[Entry], tp_size: int) -> list[str]:
