@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import RowwiseParallel
 
-from namedmesh.errors import PlanError, listing
+from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel.attention_heads import sharded_features
 from namedmesh.tensor_parallel.collectives import exchange, local_shard
 from namedmesh.tensor_parallel.placements import refuse_incompatible
@@ -155,17 +155,14 @@ class FusedColwiseParallel(ColwiseParallel):
         return shard_module(self, module, device_mesh, partial(_rows_of, self.sizes(module)))
 
 
-def fused_problems(entries: list[Entry], tp_size: int) -> list[str]:
-    """Return the parts that the ranks cannot share equally, and the column layers of which the plan must say what they are."""
-    places: dict[str, list[str]] = {}
+def fused_reasons(entries: list[Entry], tp_size: int) -> list[tuple[str, str]]:
+    """Return the names of layers with parts that the ranks cannot share equally, or that the plan does not tell; and why."""
+    reasons = []
     for entry in entries:
         if isinstance(entry.style, FusedColwiseParallel) and isinstance(entry.module, nn.Linear):
-            for reason in entry.style.size_incompatibilities(entry.module, tp_size):
-                places.setdefault(reason, []).append(entry.fqn or "the model")
-    if tp_size > 1:
-        for fqn, reason in _unsaid(entries):
-            places.setdefault(reason, []).append(fqn)
-    return [f"{listing(fqns, 3)}: {reason}" for reason, fqns in places.items()]
+            against = entry.style.size_incompatibilities(entry.module, tp_size)
+            reasons += [(entry.fqn, reason) for reason in against]
+    return reasons if tp_size == 1 else [*reasons, *_unsaid(entries)]
 
 
 def _unsaid(entries: list[Entry]) -> Iterator[tuple[str, str]]:

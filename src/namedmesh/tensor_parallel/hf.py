@@ -317,10 +317,10 @@ def _text_config(model: nn.Module | None) -> Any:
 def _shard_tied_embedding(model: nn.Module, plan: dict[str, ParallelStyle]) -> None:
     """Shard the input embedding as the tied output head is sharded; older plans name only the head."""
     modules = dict(model.named_modules())
-    heads = [fqn for fqn, m in modules.items() if isinstance(m, nn.Linear) and _stated_for(plan, fqn)]
-    tied = {id(modules[fqn].weight) for fqn in heads}
+    planned = {fqn for fqn in modules if _stated_for(plan, fqn) is not None}
+    tied = {id(modules[fqn].weight) for fqn in planned if isinstance(modules[fqn], nn.Linear)}
     for fqn, module in modules.items():
-        if isinstance(module, nn.Embedding) and id(module.weight) in tied and not _stated_for(plan, fqn):
+        if isinstance(module, nn.Embedding) and id(module.weight) in tied and fqn not in planned:
             plan[fqn] = _embedding_rows()
 
 
