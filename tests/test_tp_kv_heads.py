@@ -123,7 +123,7 @@ def test_torch_applies_the_style_with_given_counts() -> None:
 
 def test_a_plain_column_style_that_would_cut_a_head_names_the_style_that_is_right() -> None:
     plan = attention_plan() | {"wk": ColwiseParallel(), "wv": ColwiseParallel()}
-    text = "n_kv_heads: 1 heads ... and 'wk', 'wv' would cut them; give them KeyValueParallel(), or choose a ... 1"
+    text = "wk, wv: n_kv_heads 1 ... and heads would be cut; give them KeyValueParallel(), or choose a ... 1"
     with pytest.raises(PlanError, match=says(text)):
         plan_report(Attention(16, 4, 1), 2, plan)
     assert plan_report(Attention(16, 4, 1), 2, attention_plan()).tp_size == 2
@@ -132,8 +132,8 @@ def test_a_plain_column_style_that_would_cut_a_head_names_the_style_that_is_righ
 
 def test_queries_must_divide() -> None:
     text = (
-        "2 problems:\n  - n_heads: 6 heads ... and 'wq', 'wo' would cut them; ... 6\n"
-        "  - n_kv_heads: 2 heads ... and 'wk', 'wv' would cut them; ... 2"
+        "2 problems:\n  - wq, wo: n_heads 6 ... and heads would be cut; ... 6\n"
+        "  - wk, wv: n_kv_heads 2 ... and heads would be cut; ... 2"
     )
     with pytest.raises(PlanError, match=says(text)):
         plan_report(Attention(24, 6, 2), 4, attention_plan())

@@ -96,9 +96,8 @@ def test_heads_that_do_not_divide() -> None:
     model = Llama(n_heads=8, n_kv_heads=2, layers=5)
     columns = {f"layers.*.attention.{name}": ColwiseParallel() for name in ("wk", "wv")}
     assert problem_of(model, llama_plan() | columns, 4) == (
-        "layers.0.attention.n_kv_heads, layers.1.attention.n_kv_heads, layers.2.attention.n_kv_heads and 2 more: "
-        "2 heads are not divisible by the tp size 4, and 'layers.*.attention.wk', 'layers.*.attention.wv' would "
-        "cut them; give them KeyValueParallel(), or choose a tp size that divides 2"
+        "layers.0.attention.wk, layers.1.attention.wk, layers.2.attention.wk and 7 more: n_kv_heads 2 is not divisible "
+        "by the tp size 4, and heads would be cut; give them KeyValueParallel(), or choose a tp size that divides 2"
     )
     assert plan_report(model, 4, llama_plan()).tp_size == 4
     # A model that states heads can have its feed-forward split into any number of shards.
@@ -136,9 +135,8 @@ def test_heads_from_a_configuration() -> None:
         "mlp.up_proj": ColwiseParallel(),
     }
     text = (
-        "2 problems:\n  - self_attn.config.num_attention_heads: 6 heads ... and 'self_attn.q_proj', 'self_attn.o_proj' "
-        "would cut them; choose a ... 6\n  - self_attn.config.num_key_value_heads: 3 heads ... and 'self_attn.k_proj' "
-        "would cut them; choose a ... 3"
+        "2 problems:\n  - self_attn.q_proj, self_attn.o_proj: num_attention_heads 6 ... and heads would be cut; choose "
+        "a ... 6\n  - self_attn.k_proj: num_key_value_heads 3 ... and heads would be cut; choose a ... 3"
     )
     with pytest.raises(PlanError, match=says(text)):
         plan_report(model, 4, plan)
@@ -160,7 +158,7 @@ def test_heads_of_an_attention_that_states_no_width() -> None:
         "wo": RowwiseParallel(),
     }
     assert {row.module for row in plan_report(attention, 4, plan).rows} == set(plan)
-    assert "'wq', 'wo' would cut them" in problem_of(attention, plan, 16)
+    assert "wq, wo: n_heads 8 is not divisible" in problem_of(attention, plan, 16)
 
 
 class Layered:

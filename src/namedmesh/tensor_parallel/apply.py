@@ -170,11 +170,7 @@ def _restored_on_error(model: nn.Module) -> Iterator[None]:
 
 
 def _save_whole_tensors(model: nn.Module) -> None:
-    """Let the ``save_pretrained`` of a Hugging Face model write whole tensors, on rank 0; others are left alone.
-
-    Afterwards every rank that shares a parameter calls ``model.save_pretrained(...)``, which gathers one parameter
-    after the other.
-    """
+    """Let the ``save_pretrained`` of a Hugging Face model gather one parameter after the other; others are left alone."""
     if hasattr(model, "save_pretrained"):
         vars(model)["save_pretrained"] = partial(_save_pretrained, model)
 

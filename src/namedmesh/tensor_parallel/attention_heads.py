@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import nn
@@ -13,7 +14,6 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwiseParallel
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
 
-from namedmesh.errors import listing
 from namedmesh.sizes import SharedHeads
 from namedmesh.tensor_parallel.collectives import whole_parameter
 from namedmesh.tensor_parallel.module_setup import sharded_dim
@@ -51,8 +51,7 @@ class KeyValueParallel(ColwiseParallel):
     states them, and none are given, the style is ``ColwiseParallel``.
 
     Args:
-        input_layouts: how a plain input is laid out: ``Replicate()`` (the default), or ``Shard(dim)`` to
-            gather it first.
+        input_layouts: as for :class:`ColwiseParallel`.
         query_heads: the number of query heads, if no module states it.
         kv_heads: the number of kv heads, if no module states it.
 
@@ -149,12 +148,9 @@ def _rows_of(heads: SharedHeads, parameter: Tensor, group: RankGroup) -> Tensor:
 
 @dataclass(frozen=True)
 class Heads:
-    """The head counts that a module or its configuration states, each with the name of the attribute.
+    """The head counts that a module or its configuration states, each with the name of the attribute, and the width of one.
 
-    Args:
-        queries: how many heads the queries have.
-        keys: how many the keys and values have: as many as the queries if nothing else is stated.
-        head_dim: the features of one head, if stated.
+    Keys and values have as many heads as the queries if nothing else is stated.
     """
 
     queries: tuple[str, int] | None
@@ -206,65 +202,59 @@ def _counts_around(modules: Mapping[str, nn.Module], fqn: str) -> Counts:
     return None, None
 
 
-def head_problems(model: nn.Module, entries: list[Entry], tp_size: int) -> list[str]:
-    """Return the head counts that the ranks cannot share equally, once for all the layers that one key matches.
+def head_reasons(model: nn.Module, entries: list[Entry], tp_size: int) -> list[tuple[str, str]]:
+    """Return the names of layers of whose heads the ranks would get parts, and why.
 
     A count concerns the layers directly inside the module that states it, whose features are so many heads. What
     only a configuration states counts where the plan names keys and values: other modules carry it too.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     with_keys = {_owner(entry.fqn): entry for entry in entries if isinstance(entry.style, KeyValueParallel)}
-    merged: dict[tuple[str, int, str], tuple[dict[str, None], dict[str, None]]] = {}
+    reasons = []
     for entry in entries:
-        owner = _owner(entry.fqn)
-        features = sharded_features(entry)
+        owner, features = _owner(entry.fqn), sharded_features(entry)
         if not entry.fqn or features is None or owner not in modules:
             continue
-        place, heads = _stated(modules, owner, with_keys.get(owner))
-        if heads is None:
-            continue
-        cut = _cut(entry, features, heads, tp_size)
-        if cut is not None:
-            keys, where = merged.setdefault(cut, ({}, {}))
-            keys[repr(entry.key)] = None
-            where[f"{place}.{cut[0]}".lstrip(".")] = None
-    return [
-        f"{listing(where, 3)}: {count} heads are not divisible by the tp size {tp_size}, and "
-        f"{listing(keys, 4)} would cut them; {remedy}"
-        for (_, count, remedy), (keys, where) in merged.items()
-    ]
+        reason = _cut(entry, features, _stated(modules[owner], with_keys.get(owner)), tp_size)
+        if reason is not None:
+            reasons.append((entry.fqn, reason))
+    return reasons
 
 
-def _stated(modules: Mapping[str, nn.Module], owner: str, keys: Entry | None) -> tuple[str, Heads | None]:
-    """Return where the heads of the layers directly inside a module are stated, and the heads."""
-    module = modules[owner]
-    place, heads = owner, _heads(module, module)
+def _stated(module: nn.Module, keys: Entry | None) -> Heads | None:
+    """Return the heads of the layers directly inside a module, of which one may make its keys."""
+    heads = _heads(module, module)
     if heads is None and keys is not None:
-        place, heads = f"{owner}.config".lstrip("."), _heads(_own_config(module), module)
+        heads = _heads(_own_config(module), module)
     if heads is not None and heads.head_dim is None and keys is not None:
         count, layer = heads.counts[1], keys.module
         if count and isinstance(layer, nn.Linear) and layer.out_features % count == 0:
             heads = replace(heads, head_dim=layer.out_features // count)
-    return place, heads
+    return heads
 
 
-def _cut(entry: Entry, features: int, heads: Heads, tp_size: int) -> tuple[str, int, str] | None:
-    """Return the heads that the sharding of some features would cut: the attribute, the count, and what helps."""
+def _cut(entry: Entry, features: int, heads: Heads | None, tp_size: int) -> str | None:
+    """Return a sentence if the sharding of some features would cut heads."""
+    if heads is None:
+        return None
     style, blocks = entry.style, getattr(entry.style, "sizes", None)
     sizes = {features} if blocks is None else {*blocks(entry.module)}
     for stated in (heads.queries, heads.keys):
         if stated is None or stated[1] % tp_size == 0:
             continue
         name, count = stated
+        remedy = f"choose a tp size that divides {count}"
         if isinstance(style, KeyValueParallel):
-            if stated is heads.keys and not style.shared:
-                return name, count, f"choose a tp size that divides {count}"
-        elif heads.head_dim is not None and count * heads.head_dim in sizes:
-            remedy = f"choose a tp size that divides {count}"
+            is_cut = stated is heads.keys and not style.shared
+        else:
+            is_cut = heads.head_dim is not None and count * heads.head_dim in sizes
             queries = heads.queries if stated is heads.keys and blocks is None else None
             if queries is not None and SharedHeads(queries[1], count, tp_size).possible:
                 remedy = f"give them KeyValueParallel(), or {remedy}"
-            return name, count, remedy
+        if is_cut:
+            return (
+                f"{name} {count} is not divisible by the tp size {tp_size}, and heads would be cut; {remedy}"
+            )
     return None
 
 
@@ -289,35 +279,25 @@ def _own_config(module: nn.Module) -> object:
     return config if layers is None or index is None else layers[index]
 
 
-def _stated_value(source: object, name: str) -> object:
-    """Return an attribute; None where it is missing, or differs between layers (a RuntimeError in transformers)."""
-    try:
-        return getattr(source, name, None)
-    except RuntimeError:
-        return None
-
-
 def _heads(source: object, module: nn.Module) -> Heads | None:
     """Return what a module or its configuration states; what the module says of itself counts more."""
-    queries, keys = _first_count(source, _QUERY_HEADS), _first_count(source, _KV_HEADS)
-    groups = _stated_value(module, _GROUPS)
-    if queries is not None and _is_count(groups) and queries[1] % groups == 0:
-        own = queries[1] // groups
+    queries, keys = _first_count(source, *_QUERY_HEADS), _first_count(source, *_KV_HEADS)
+    groups = _first_count(module, _GROUPS)
+    if queries is not None and groups is not None and queries[1] % groups[1] == 0:
+        own = queries[1] // groups[1]
         if keys is None or keys[1] != own:
             keys = (f"{queries[0]} // {_GROUPS}", own)
     if queries is None and keys is None:
         return None
-    head_dims = (_stated_value(module, "head_dim"), _stated_value(source, "head_dim"))
-    return Heads(queries, keys or queries, next(filter(_is_count, head_dims), None))
+    head_dim = _first_count(module, "head_dim") or _first_count(source, "head_dim")
+    return Heads(queries, keys or queries, head_dim and head_dim[1])
 
 
-def _is_count(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _first_count(source: object, names: tuple[str, ...]) -> tuple[str, int] | None:
+def _first_count(source: object, *names: str) -> tuple[str, int] | None:
+    """Return the first attribute that is a count; one that differs between layers is a RuntimeError in transformers."""
     for name in names:
-        value = _stated_value(source, name)
-        if _is_count(value):
-            return name, value
+        with suppress(RuntimeError):
+            value = getattr(source, name, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return name, value
     return None

@@ -153,13 +153,9 @@ class ExpertForward(LocalForward):
         )
 
 
-def _unchanged(tensor: Tensor, group: RankGroup, _scale: float) -> Tensor:
-    return passed(tensor, group)
-
-
-def _times(gradient: Tensor, _group: RankGroup, scale: float) -> Tensor:
-    return gradient * scale
-
-
-_scale_gradient = with_backward(_unchanged, _times, on_one_rank=True)
+_scale_gradient = with_backward(
+    lambda tensor, group, _scale: passed(tensor, group),
+    lambda gradient, _group, scale: gradient * scale,
+    on_one_rank=True,
+)
 """Pass a tensor; multiply its gradient."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -78,8 +79,7 @@ class FusedColwiseParallel(ColwiseParallel):
         blocks: the number of equal blocks, or the output features of each; 1 where the model's features may be shared
             out rank after rank.
         interleaved: instead, the number of heads (or of groups of heads) that lie one after the other.
-        input_layouts: how a plain input is laid out: ``Replicate()`` (the default), or ``Shard(dim)`` to
-            gather it first.
+        input_layouts: as for :class:`ColwiseParallel`.
 
     Raises:
         PlanError: neither or both are given; or when applied to another kind of module, to one that is already
@@ -171,23 +171,21 @@ def _unsaid(entries: list[Entry]) -> Iterator[tuple[str, str]]:
     The code between them decides whether rank after rank is right; only the plan can say. Nothing else finds it: where a
     forward takes gate and up from a rank's rows with ``chunk``, the shapes fit, and the ranks agree on wrong gradients.
     """
-    columns: dict[str, list[Entry]] = {}
-    rows: dict[str, list[Entry]] = {}
+    columns: dict[str, list[Entry]] = defaultdict(list)
+    rows: dict[str, dict[str, int]] = defaultdict(dict)
     for entry in entries:
-        if sharded_features(entry) is not None:
-            kind = rows if isinstance(entry.style, RowwiseParallel) else columns
-            kind.setdefault(entry.fqn.rpartition(".")[0], []).append(entry)
+        owner, features = entry.fqn.rpartition(".")[0], sharded_features(entry)
+        if features is not None and isinstance(entry.style, RowwiseParallel):
+            rows[owner][entry.key] = features
+        elif features is not None:
+            columns[owner].append(entry)
     for owner, (column, *others) in columns.items():
-        beside = rows.get(owner, [])
-        taken = max((sharded_features(row) or 0 for row in beside), default=0)
-        features = sharded_features(column) or 0
-        if taken and features > taken and not others and not isinstance(column.style, FusedColwiseParallel):
-            names = ", ".join(
-                ".".join("*" if t.isdigit() else t for t in row.fqn.split(".")) for row in beside
-            )
+        features, taken = sharded_features(column) or 0, max(rows[owner].values(), default=0)
+        if 0 < taken < features and not others and not isinstance(column.style, FusedColwiseParallel):
             reason = (
-                f"{features} output features, of which {names} takes {taken}: several layers in one, whose features may "
-                f"lie in blocks (q|k|v, gate|up) or head by head; say which, with FusedColwiseParallel(blocks=...) or "
-                f"FusedColwiseParallel(interleaved=...); blocks=1 where rank after rank is right"
+                f"{features} output features, of which {', '.join(rows[owner])} takes {taken}: several layers in one, "
+                f"whose features may lie in blocks (q|k|v, gate|up) or head by head; say which, with "
+                f"FusedColwiseParallel(blocks=...) or FusedColwiseParallel(interleaved=...); blocks=1 where rank after "
+                f"rank is right"
             )
             yield column.fqn, reason

@@ -96,10 +96,7 @@ def compare_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
 class GradientComparison:
     """Watches a model until everything was compared that is to be the same on the ranks of an axis.
 
-    Args:
-        model: the model.
-        mesh: the axis.
-        sides: modules by name, and whether the first input and the output of each are the same on every rank.
+    ``sides`` are modules by name, and whether the first input and the output of each are the same on every rank.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, sides: Iterable[Sides]) -> None:
@@ -275,7 +272,7 @@ class GradientComparison:
         self.rows.clear()
         if not gathered[:, -1, 0].any():
             return
-        found_out = torch.tensor(_verdicts(gathered[:, :-1].cpu()), dtype=torch.float64, device=self.device)
+        found_out = _verdicts(gathered[:, :-1])
         for group in self._across(parameters.values()):
             dist.all_reduce(found_out, dist.ReduceOp.MAX, group)
         outcomes = dict(zip(keys, found_out.tolist(), strict=True))
@@ -311,17 +308,17 @@ def tensors_in(value: object) -> Iterator[Tensor]:
         >>> [tuple(tensor.shape) for tensor in tensors_in((torch.ones(2), {"loss": torch.ones(())}, None))]
         [(2,), ()]
     """
+    inside: Iterable[object] = ()
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
+        inside = value.values()
     elif isinstance(value, tuple | list):
-        for each in value:
-            yield from tensors_in(each)
+        inside = value
     elif is_dataclass(value) and not isinstance(value, type):
-        for entry in fields(value):
-            yield from tensors_in(getattr(value, entry.name))
+        inside = [getattr(value, field.name) for field in fields(value)]
+    for each in inside:
+        yield from tensors_in(each)
 
 
 # --- whether ranks have the same ------------------------------------------------------------------------------
@@ -367,37 +364,27 @@ def fingerprint(value: Tensor, dtypes: set[torch.dtype]) -> list[float]:
     return [_PRESENT, math.sqrt(squares), *weighted, eps]
 
 
-def _verdicts(rows: Tensor) -> list[float]:
-    """Return what the rows of all ranks, ``(ranks, tensors, numbers)``, say about each tensor.
+def _verdicts(rows: Tensor) -> Tensor:
+    """Return what the rows of all ranks, ``(ranks, tensors, numbers)``, say: 0 where nothing is settled, or else a verdict.
 
     Two tensors count as different where a number of theirs is apart by more than the square root of what their type
-    rounds off: sums in another order come near to none of that. Where all of it is within the rounding of the largest
-    tensor, nothing is settled: it may be zero.
-
-    Returns:
-        For each tensor 0 where nothing is settled, ``_SETTLED``, ``_FROZEN``, or for ranks that have different ones the
-        first and how far they are apart, as a part of the size.
+    rounds off: sums in another order come near to none of that. The verdict is then ``_SETTLED`` and how far they are
+    apart, as a part of the size. Where all of it is within the rounding of the largest tensor, nothing is settled: it
+    may be zero.
     """
-    largest = float(rows[:, :, 1].nan_to_num(0.0, 0.0, 0.0).max()) if rows.numel() else 0.0
-    return [_verdict(rows[:, i], largest) for i in range(rows.shape[1])]
-
-
-def _verdict(rows: Tensor, largest: float) -> float:
-    has, numbers, eps = rows[:, 0], rows[:, 1:-1], float(rows[:, -1].max())
-    if bool((has == _PART).all()):
-        return _SETTLED
-    if bool((has == _NEEDS_NONE).all()):
-        return _FROZEN
-    size = float(numbers[:, 0].max())
+    has, numbers, eps = rows[..., 0], rows[..., 1:-1], rows[..., -1].amax(0)
+    sizes = numbers[..., 0]
     # Where a gradient is zero but for rounding, the terms that cancel out in it may be much larger than eps says; but a
     # type of 16 bits rounds so coarsely that small gradients would hide behind the largest.
-    nothing = min(1000 * eps, 1e-4) * largest
-    if not torch.isfinite(rows).all() or size <= nothing:
-        return 0.0
-    difference = float((numbers.amax(0) - numbers.amin(0)).max()) / size
-    if difference > math.sqrt(eps) and difference * size > nothing:
-        return _SETTLED + difference
-    return _SETTLED if bool(has.all()) else 0.0
+    nothing = (1000 * eps).clamp(max=1e-4) * sizes.nan_to_num(0.0, 0.0, 0.0).max()
+    difference = (numbers.amax(0) - numbers.amin(0)).amax(-1)
+    part = difference / sizes.amax(0)
+    found = has.all(0) * _SETTLED
+    found = torch.where((part > eps.sqrt()) & (difference > nothing), _SETTLED + part, found)
+    says_something = torch.isfinite(rows).all(-1).all(0) & (sizes.amax(0) > nothing)
+    found = torch.where(says_something, found, 0.0)
+    found = torch.where((has == _NEEDS_NONE).all(0), _FROZEN, found)
+    return torch.where((has == _PART).all(0), _SETTLED, found)
 
 
 # --- what they say where they do not --------------------------------------------------------------------------

@@ -57,20 +57,15 @@ def reduce_gradients(parameters: nn.Module | Iterable[Tensor]) -> None:
             continue
         if gradient.placements == parameter.placements or gradient.device_mesh != parameter.device_mesh:
             continue
-        dim = _summed_dim(gradient, parameter)
-        if dim is None:
-            parameter.grad = gradient.redistribute(placements=parameter.placements)
+        layouts = enumerate(zip(gradient.placements, parameter.placements, strict=True))
+        different = {dim: layout for dim, layout in layouts if layout[0] != layout[1]}
+        if [*different.values()] == [(Partial(), Replicate())]:
+            key = gradient.device_mesh, next(iter(different)), gradient.dtype
+            together.setdefault(key, []).append(parameter)
         else:
-            together.setdefault((gradient.device_mesh, dim, gradient.dtype), []).append(parameter)
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
     for (mesh, dim, _), some in together.items():
         _reduce_together(some, RankGroup(mesh.get_group(dim)))
-
-
-def _summed_dim(gradient: DTensor, parameter: DTensor) -> int | None:
-    """Return the dim of the mesh over which a gradient is still to be summed, if it is otherwise laid out as its parameter."""
-    layouts = [*zip(gradient.placements, parameter.placements, strict=True)]
-    different = [dim for dim, (one, other) in enumerate(layouts) if one != other]
-    return different[0] if [layouts[dim] for dim in different] == [(Partial(), Replicate())] else None
 
 
 @torch.no_grad()

@@ -175,12 +175,7 @@ def _model_type(model: nn.Module | None) -> str:
 
 
 class _Reader:
-    """What a plan says of a model, or of any model.
-
-    Args:
-        model: the model, if there is one.
-        names: the names of styles, by names of modules and parameters.
-    """
+    """What names of styles, by names of modules and parameters, say of a model, or of any model."""
 
     def __init__(self, model: nn.Module | None, names: Mapping[str, str]) -> None:
         self.model, self.names = model, names

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from namedmesh._torch import absent_children
 from namedmesh.errors import PlanError, did_you_mean, listing
 from namedmesh.tensor_parallel.adapters import with_adapters
-from namedmesh.tensor_parallel.attention_heads import head_problems, with_counts
+from namedmesh.tensor_parallel.attention_heads import head_reasons, with_counts
 from namedmesh.tensor_parallel.fused import fused_reasons
 from namedmesh.tensor_parallel.module_setup import NAME
 from namedmesh.tensor_parallel.placements import (
@@ -67,12 +67,13 @@ def resolve(
         reasons += [(entry.fqn, reason) for reason in against]
         if not against:
             fitting.append(entry)
-    reasons += _size_reasons(fitting, tp_size) + fused_reasons(fitting, tp_size)
+    reasons += _size_reasons(fitting, tp_size)
+    reasons += head_reasons(model, fitting, tp_size)
+    reasons += fused_reasons(fitting, tp_size)
     places: dict[str, list[str]] = defaultdict(list)
     for fqn, reason in reasons:
         places[reason].append(fqn or "the model")
     problems += [f"{listing(fqns, 3)}: {reason}" for reason, fqns in places.items()]
-    problems += head_problems(model, fitting, tp_size)
     problems += [
         f"{name}: {value} is not divisible by the tp size {tp_size} (from must_divide); "
         f"choose a tp size that divides it"
@@ -115,7 +116,6 @@ def _match(model: nn.Module, plan: object) -> tuple[list[Entry], list[str]]:
     if not isinstance(plan, Mapping):
         return [], [f"a plan is a dict of module names to parallel styles, not a {type(plan).__name__}"]
     names: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
-    absent = absent_children(model) + [fqn for fqn, module in names.items() if _is_empty(module)]
     entries, problems = [], []
     owners: dict[int, Entry] = {}
     clashes: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -124,7 +124,7 @@ def _match(model: nn.Module, plan: object) -> tuple[list[Entry], list[str]]:
             hint = "; plan_from_hf reads Hugging Face's names" if isinstance(style, str) else ""
             problems.append(f"{key!r}: {style!r} is not a parallel style, such as ColwiseParallel(){hint}")
         matched = [fqn for fqn in names if matches(key, fqn)]
-        if not matched and not any(_covers(key, fqn) for fqn in absent) and not _spells_unset(key, names):
+        if not matched and not _is_absent(key, model, names):
             near = _generic(names) if "*" in key else list(names)
             problems.append(f"{key!r} matches no module of the model{did_you_mean(key, near)}")
         for fqn in matched:
@@ -150,28 +150,20 @@ def matches(key: str, fqn: str) -> bool:
     return len(wanted) == len(tokens) and all(map(fnmatchcase, tokens, wanted))
 
 
-def _is_empty(module: nn.Module) -> bool:
-    """Return whether a module is a container with nothing in it, as on a pipeline stage that has no layers."""
-    return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and not len(module)
+def _is_absent(key: str, model: nn.Module, names: Mapping[str, nn.Module]) -> bool:
+    """Return whether a key names what this model could have, as another pipeline stage does, or something inside it.
 
-
-def _covers(key: str, absent: str) -> bool:
-    """Return whether a key names a submodule that is set to None or empty, or something inside it."""
-    wanted, tokens = key.split("."), absent.split(".")
-    return len(wanted) >= len(tokens) and all(map(fnmatchcase, tokens, wanted))
-
-
-def _spells_unset(key: str, names: Mapping[str, nn.Module]) -> bool:
-    """Return whether a key names an attribute that was None from the start, or something inside it.
-
-    Such an attribute is no child, and may be anything: the key has to spell its name, without wildcards.
+    That is a submodule set to None, an empty container, or an attribute that was None from the start: no child, so that
+    it may be anything, and the key has to spell its name, without wildcards.
     """
-    tokens, unset = key.split("."), []
+    tokens, absent = key.split("."), absent_children(model)
     for fqn, module in names.items():
         depth = fqn.count(".") + 1 if fqn else 0
-        if depth < len(tokens) and vars(module).get(tokens[depth], module) is None:
-            unset.append(f"{fqn}.{tokens[depth]}".lstrip("."))
-    return any(_covers(key, fqn) for fqn in unset)
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and not len(module):
+            absent.append(fqn)
+        elif depth < len(tokens) and vars(module).get(tokens[depth], module) is None:
+            absent.append(f"{fqn}.{tokens[depth]}".lstrip("."))
+    return any(matches(".".join(tokens[: fqn.count(".") + 1]), fqn) for fqn in absent)
 
 
 def _generic(names: Iterable[str]) -> list[str]:
