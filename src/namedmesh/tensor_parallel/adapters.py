@@ -16,15 +16,6 @@ if TYPE_CHECKING:
     from namedmesh.tensor_parallel.placements import Entry
 
 
-def adapted_model(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """Return the model inside of a ``PeftModel``, and its name there; None for any other model."""
-    if not hasattr(model, "get_base_model"):
-        return None
-    inner: nn.Module = model.get_base_model()  # type: ignore[operator]  # a method, not a module
-    name = next((fqn for fqn, module in model.named_modules() if module is inner), None)
-    return None if name is None else (name, inner)
-
-
 def with_adapters(entries: list[Entry]) -> tuple[list[Entry], list[tuple[str, str]]]:
     """Return the entries, with those of adapted linears for what is inside; and the names of those with no answer, and why.
 

@@ -117,7 +117,8 @@ def parallelize(
         sides = ((entry.fqn, entry.module, *whole_sides(entry.style)) for entry in entries)
         GradientComparison(model, mesh, sides)
     _avoid_native_path(model)
-    _save_whole_tensors(model)
+    if hasattr(model, "save_pretrained"):  # of a Hugging Face model
+        vars(model)["save_pretrained"] = partial(_save_pretrained, model)
     return model
 
 
@@ -169,12 +170,6 @@ def _restored_on_error(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def _save_whole_tensors(model: nn.Module) -> None:
-    """Let the ``save_pretrained`` of a Hugging Face model gather one parameter after the other; others are left alone."""
-    if hasattr(model, "save_pretrained"):
-        vars(model)["save_pretrained"] = partial(_save_pretrained, model)
-
-
 def _save_pretrained(
     model: Any,
     save_directory: Any,
@@ -183,7 +178,7 @@ def _save_pretrained(
     *arguments: Any,
     **options: Any,
 ) -> Any:
-    """Write what ``save_pretrained`` of the class would of the model that is not sharded."""
+    """Write what ``save_pretrained`` of the class would of the model that is not sharded, one parameter after the other."""
     writes = is_main_process and dist.get_rank() == 0
     whole = _whole(model.state_dict() if state_dict is None else state_dict, keep=writes)
     saved = type(model).save_pretrained(model, save_directory, writes, whole, *arguments, **options)

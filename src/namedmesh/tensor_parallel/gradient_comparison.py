@@ -128,7 +128,13 @@ class GradientComparison:
     @cached_property
     def names(self) -> list[str]:
         """The parameters that are still to be compared; found when first asked, after ``fully_shard``."""
-        return [name for name, parameter in self.model.named_parameters() if self._is_whole(parameter)]
+        found = []
+        for name, parameter in self.model.named_parameters():
+            marks = (getattr(parameter, mark, False) for mark in ("tensor_model_parallel", "model_parallel"))
+            is_part = self._differs_along_axis(parameter) if isinstance(parameter, DTensor) else any(marks)
+            if not is_part:
+                found.append(name)
+        return found
 
     def _parameters(self) -> dict[str, Tensor]:
         """Return those parameters as they are now: ``fully_shard`` has others in a forward than after a backward."""
@@ -196,12 +202,6 @@ class GradientComparison:
             self.after_backward()
 
     # --- what -------------------------------------------------------------------------------------------------
-
-    def _is_whole(self, parameter: Tensor) -> bool:
-        if isinstance(parameter, DTensor):
-            return not self._differs_along_axis(parameter)
-        marks = (getattr(parameter, mark, False) for mark in ("tensor_model_parallel", "model_parallel"))
-        return not any(marks)
 
     def _differs_along_axis(self, tensor: DTensor) -> bool:
         """Return whether the ranks of the axis have different parts of a DTensor, or of the sum that it is."""

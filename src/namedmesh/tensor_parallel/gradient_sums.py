@@ -50,7 +50,7 @@ def reduce_gradients(parameters: nn.Module | Iterable[Tensor]) -> None:
         >>> mesh.close()
         >>> dist.destroy_process_group()
     """
-    together: dict[tuple[DeviceMesh, int, torch.dtype], list[Tensor]] = {}
+    together: dict[tuple[DeviceMesh, int, torch.dtype], list[Any]] = {}
     for parameter in parameters.parameters() if isinstance(parameters, nn.Module) else parameters:
         gradient = parameter.grad
         if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
@@ -65,16 +65,12 @@ def reduce_gradients(parameters: nn.Module | Iterable[Tensor]) -> None:
         else:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
     for (mesh, dim, _), some in together.items():
-        _reduce_together(some, RankGroup(mesh.get_group(dim)))
-
-
-@torch.no_grad()
-def _reduce_together(parameters: list[Any], group: RankGroup) -> None:
-    parts = [synchronous(parameter.grad.to_local()) for parameter in parameters]
-    total = all_reduce(torch.cat([part.flatten() for part in parts]), group, mine=True)
-    sums = total.split([part.numel() for part in parts])
-    for parameter, part, whole in zip(parameters, parts, sums, strict=True):
-        parameter.grad = gradient_like(parameter, whole.view_as(part))
+        parts = [synchronous(parameter.grad.to_local().detach()) for parameter in some]
+        joined = torch.cat([part.flatten() for part in parts])
+        total = all_reduce(joined, RankGroup(mesh.get_group(dim)), mine=True)
+        sums = total.split([part.numel() for part in parts])
+        for parameter, part, whole in zip(some, parts, sums, strict=True):
+            parameter.grad = gradient_like(parameter, whole.view_as(part))
 
 
 def reduce_before_use(model: nn.Module) -> None:

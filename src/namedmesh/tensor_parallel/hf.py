@@ -11,7 +11,6 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel
 
 from namedmesh.errors import PlanError, did_you_mean
-from namedmesh.tensor_parallel.adapters import adapted_model
 from namedmesh.tensor_parallel.attention_heads import KeyValueParallel
 from namedmesh.tensor_parallel.fused import FusedColwiseParallel
 from namedmesh.tensor_parallel.local import (
@@ -118,8 +117,9 @@ def plan_from_hf(
         layers.*.mlp.up_proj ColwiseParallel
         layers.*.mlp.down_proj RowwiseParallel
     """
-    if isinstance(model_or_plan, nn.Module) and (adapted := adapted_model(model_or_plan)):
-        prefix, inner = adapted
+    if isinstance(model_or_plan, nn.Module) and hasattr(model_or_plan, "get_base_model"):  # a PeftModel
+        inner: Any = model_or_plan.get_base_model()
+        prefix = next(fqn for fqn, module in model_or_plan.named_modules() if module is inner)
         return {f"{prefix}.{key}": style for key, style in plan_from_hf(inner, leave_out=leave_out).items()}
     if isinstance(model_or_plan, Mapping):
         model, names = None, dict(model_or_plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -27,7 +28,7 @@ from namedmesh.tensor_parallel.placements import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from torch.distributed.tensor.placement_types import Placement
 
@@ -125,7 +126,7 @@ def _match(model: nn.Module, plan: object) -> tuple[list[Entry], list[str]]:
             problems.append(f"{key!r}: {style!r} is not a parallel style, such as ColwiseParallel(){hint}")
         matched = [fqn for fqn in names if matches(key, fqn)]
         if not matched and not _is_absent(key, model, names):
-            near = _generic(names) if "*" in key else list(names)
+            near = [re.sub(r"\b\d+\b", "*", fqn) if "*" in key else fqn for fqn in names]
             problems.append(f"{key!r} matches no module of the model{did_you_mean(key, near)}")
         for fqn in matched:
             owner = owners.get(id(names[fqn]))
@@ -164,12 +165,6 @@ def _is_absent(key: str, model: nn.Module, names: Mapping[str, nn.Module]) -> bo
         elif depth < len(tokens) and vars(module).get(tokens[depth], module) is None:
             absent.append(f"{fqn}.{tokens[depth]}".lstrip("."))
     return any(matches(".".join(tokens[: fqn.count(".") + 1]), fqn) for fqn in absent)
-
-
-def _generic(names: Iterable[str]) -> list[str]:
-    """Return module names with the layer numbers as wildcards, each once."""
-    starred = (".".join("*" if token.isdigit() else token for token in fqn.split(".")) for fqn in names)
-    return list(dict.fromkeys(starred))
 
 
 def laid_out(entry: Entry) -> Iterator[tuple[str, nn.Parameter, Placement | None]]:

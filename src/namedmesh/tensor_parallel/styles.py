@@ -110,7 +110,7 @@ def shard_module(style: Any, module: nn.Module, mesh: DeviceMesh, rows: Rows | N
         nn.Embedding: ColwiseEmbedding if column else RowwiseEmbedding,
     }
     layouts = style.input_layouts[0], style.output_layouts[0]
-    setup = StyleContext(RankGroup(mesh), *layouts, style.use_local_output, rows)
+    setup = StyleContext(RankGroup(mesh), *layouts, use_local_output=style.use_local_output, rows=rows)
     partition = shard_parameters(style)
     # A subclass may do anything in its forward, and so may a forward set on the instance.
     own: Any = type(module)

@@ -118,10 +118,14 @@ def verify(
         >>> dist.destroy_process_group()
     """
     whole = copy.deepcopy(model).double().eval()
-    group = mesh.get_group()
-    for tensor in (*whole.parameters(), *whole.buffers()):
-        dist.broadcast(tensor.detach(), group=group, group_src=0)
-    given = [_same_on_all(value, group) for value in inputs]
+    group, given = mesh.get_group(), [*inputs]
+    for i, value in enumerate(inputs):
+        if isinstance(value, Tensor):
+            dtype = torch.float64 if value.is_floating_point() else value.dtype
+            given[i] = value.detach().to(dtype, copy=True)
+    for tensor in (*whole.parameters(), *whole.buffers(), *given):
+        if isinstance(tensor, Tensor):
+            dist.broadcast(tensor.detach(), group=group, group_src=0)
     sharded = parallelize(copy.deepcopy(whole), mesh, plan, check=False)
     wanted, got = _run(whole, given), _run(sharded, given)
     names = [*(wanted | got)]
@@ -130,15 +134,6 @@ def verify(
     dist.all_reduce(mine, dist.ReduceOp.MAX, group)
     compared = [Compared(*key, value) for key, value in zip(names, mine.tolist(), strict=True)]
     return VerifyReport(mesh.size(), tuple(compared), tolerance, dropouts_of(model))
-
-
-def _same_on_all(value: Any, group: dist.ProcessGroup) -> Any:
-    """Return an input of the first rank's values, in double precision if it is of numbers with a fraction."""
-    if not isinstance(value, Tensor):
-        return value
-    copied = value.detach().clone().double() if value.is_floating_point() else value.detach().clone()
-    dist.broadcast(copied, group=group, group_src=0)
-    return copied
 
 
 def _run(model: nn.Module, given: Sequence[Any]) -> dict[tuple[str, str], Tensor | None]:
