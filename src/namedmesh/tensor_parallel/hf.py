@@ -118,7 +118,7 @@ def plan_from_hf(
         layers.*.mlp.down_proj RowwiseParallel
     """
     if isinstance(model_or_plan, nn.Module) and hasattr(model_or_plan, "get_base_model"):  # a PeftModel
-        inner: Any = model_or_plan.get_base_model()
+        inner: Any = model_or_plan.get_base_model()  # type: ignore[operator]  # a method, not a module
         prefix = next(fqn for fqn, module in model_or_plan.named_modules() if module is inner)
         return {f"{prefix}.{key}": style for key, style in plan_from_hf(inner, leave_out=leave_out).items()}
     if isinstance(model_or_plan, Mapping):
