@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
 from torch import Tensor, nn
-from tp_compare import hf_difference, problem_of, tp_mesh, training_difference
+from tp_compare import assert_right, hf_difference, problem_of, sharded, training_difference
 from tp_models import Llama, hf_model
 
 from namedmesh.errors import PlanError
-from namedmesh.tensor_parallel import llama_plan, parallelize, plan_from_hf, plan_report
+from namedmesh.tensor_parallel import llama_plan, plan_from_hf, plan_report
 
 
 class Lora(nn.Module):
@@ -48,18 +47,16 @@ def differences() -> list[float]:
 
 
 def difference(sequence_parallel: bool) -> float:
-    mesh = tp_mesh()
     reference = adapted_llama()
     plan = llama_plan(sequence_parallel=sequence_parallel)
-    model = parallelize(copy.deepcopy(reference), mesh, plan)
+    model = sharded(reference, plan)
     ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
     return training_difference(model, reference, ids)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_adapters_train_as_those_of_the_whole_model(size: int) -> None:
-    for found in run_ranks(size, differences):
-        assert max(found) < 1e-10, found
+    assert_right(run_ranks(size, differences), 1e-10)
 
 
 def test_the_report_names_what_is_inside() -> None:
@@ -93,18 +90,18 @@ def test_other_adapters_are_refused() -> None:
 # --- PEFT itself --------------------------------------------------------------------------------------------
 
 
-def peft_model(**options: Any) -> Any:
+def peft_model(rank: int = 4, **options: Any) -> Any:
     model = hf_model("Qwen3", num_key_value_heads=2, head_dim=8)
     import peft
 
-    adapters = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, **options)
+    adapters = peft.LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False, **options)
     return peft.get_peft_model(model, adapters).double()
 
 
 @pytest.mark.oracle("transformers", "peft")
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_peft_model_trains_as_the_whole_one(size: int) -> None:
-    assert max(run_ranks(size, hf_difference, peft_model())) < 1e-5
+@pytest.mark.parametrize(("size", "rank"), [(2, 4), (4, 4), (2, 8)])  # 8 is the width of a head
+def test_a_peft_model_trains_as_the_whole_one(size: int, rank: int) -> None:
+    assert max(run_ranks(size, hf_difference, peft_model(rank))) < 1e-5
 
 
 @pytest.mark.oracle("transformers", "peft")

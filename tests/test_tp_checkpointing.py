@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812  torch's own spelling
+import tp_compare
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from tp_compare import whole
+from tp_compare import assert_right, sharded, training_difference, whole
 from tp_models import Llama
 
 import namedmesh
@@ -95,10 +94,8 @@ def selectively(function: Callable[..., Any], *args: Any, policy: str) -> Any:
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
 
-def apart(one: Any, other: Any) -> float:
-    one, other = whole(one.detach()), whole(other.detach())
-    assert one.shape == other.shape
-    return (one - other).abs().max().item() if one.numel() else 0.0
+def apart(one: Tensor, other: Tensor) -> float:
+    return tp_compare.apart(whole(one), whole(other))
 
 
 # --- the styles ---------------------------------------------------------------------------------------------
@@ -122,46 +119,20 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(model: Llama, ids: Tensor, block: Callable[..., Any]) -> Tensor:
-    """The model's forward, with every block called through ``block``."""
-    x = model.tok_embeddings(ids)
-    for layer in model.layers:
-        x = block(layer, x)
-    out: Tensor = model.output(model.norm(x))
-    return out
-
-
-def train(model: Llama, block: Callable[..., Any], steps: int = STEPS) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
-    losses = []
-    for step in range(steps):
-        ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(step))
-        loss = F.cross_entropy(run(model, ids, block).flatten(0, 1), ids.roll(-1, 1).flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+IDS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
 
 
 def trained_differences() -> dict[tuple[str, str], float]:
-    """How far parameters and last gradients are from those of one process, for each plan and policy."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    """How far training is from that of one process, for each plan and policy."""
     found = {}
-    for name, plan in PLANS.items():
+    for (name, plan), policy in product(PLANS.items(), POLICIES):
         torch.manual_seed(0)
         several = name == "sequence"  # layers and steps: one plan is enough for these
-        start = Llama(layers=2 if several else 1).double()
-        reference = copy.deepcopy(start)
-        losses = train(reference, lambda layer, x: layer(x), STEPS if several else 1)
-        for policy in POLICIES:
-            model = parallelize(copy.deepcopy(start), mesh, plan)
-            assert isinstance(model, Llama)
-            mine = train(model, partial(selectively, policy=policy), len(losses))
-            differences = [abs(one - other) for one, other in zip(mine, losses, strict=True)]
-            for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-                differences += [apart(one, other), apart(one.grad, other.grad)]
-            found[name, policy] = max(differences)
+        reference = Llama(layers=2 if several else 1).double()
+        model = sharded(reference, plan)
+        for layer in model.layers:
+            layer.forward = partial(selectively, layer.forward, policy=policy)
+        found[name, policy] = training_difference(model, reference, IDS, steps=STEPS if several else 1)
     return found
 
 
@@ -184,29 +155,21 @@ class Checkpointed(nn.Module):
 
 
 def compiled_differences() -> dict[str, float]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    torch.manual_seed(0)
-    start = Llama(layers=1).double()
-    reference = copy.deepcopy(start)
-    train(reference, lambda layer, x: layer(x))
     found = {}
-    for plan in ("plain", "sequence"):
-        model = parallelize(copy.deepcopy(start), mesh, PLANS[plan])
-        assert isinstance(model, Llama)
-        model.layers = nn.ModuleList(Checkpointed(layer) for layer in model.layers)
-        compiled = torch.compile(model, backend="aot_eager")
-        train(compiled, lambda layer, x: layer(x))  # type: ignore[arg-type]
-        found[plan] = max(
-            max(apart(one, other), apart(one.grad, other.grad))
-            for one, other in zip(model.parameters(), reference.parameters(), strict=True)
-        )
+    for name in ("plain", "sequence"):
+        torch.manual_seed(0)
+        reference = Llama(layers=1).double()
+        model = sharded(reference, PLANS[name])
+        for each in (model, reference):
+            each.layers = nn.ModuleList(map(Checkpointed, each.layers))
+        model.compile(backend="aot_eager")
+        found[name] = training_difference(model, reference, IDS, steps=STEPS)
     return found
 
 
 @pytest.mark.filterwarnings("default")  # torch.compile's own
 def test_compiled_with_kept_products() -> None:
-    for found in run_ranks(2, compiled_differences):
-        assert max(found.values()) < 1e-12, found
+    assert_right(run_ranks(2, compiled_differences))
 
 
 # --- layers of legacy code, and the functions under them -----------------------------------------------------
@@ -293,9 +256,7 @@ def legacy_differences() -> dict[str, float]:
 
 
 def test_legacy_layers_under_every_policy() -> None:
-    for found in run_ranks(2, legacy_differences):
-        assert len(found) == 4 * len(POLICIES)
-        assert max(found.values()) < 1e-12, found
+    assert_right(run_ranks(2, legacy_differences), cases=4 * len(POLICIES))
 
 
 def compiled_legacy_differences() -> dict[str, float]:
@@ -314,9 +275,7 @@ def compiled_legacy_differences() -> dict[str, float]:
 
 @pytest.mark.filterwarnings("default")  # torch.compile's own
 def test_compiled_legacy_layers_with_kept_products() -> None:
-    for found in run_ranks(2, compiled_legacy_differences):
-        assert len(found) == 3  # ezpz's layers are fairscale's
-        assert max(found.values()) < 1e-12, found
+    assert_right(run_ranks(2, compiled_legacy_differences), cases=3)  # ezpz's layers are fairscale's
 
 
 def outcome(call: Callable[..., Tensor], given: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -402,9 +361,9 @@ def part_differences() -> dict[str, float]:
 
 
 def test_every_style_layer_and_function_under_every_policy() -> None:
-    for found in run_ranks(2, part_differences):
-        assert len(found) == (26 if TORCH.release >= (2, 9) else 24) * len(POLICIES)
-        assert max(found.values()) < 1e-12, {name: value for name, value in found.items() if value}
+    assert_right(
+        run_ranks(2, part_differences), cases=(26 if TORCH.release >= (2, 9) else 24) * len(POLICIES)
+    )
 
 
 # --- a mesh that is selected for the forward only ------------------------------------------------------------

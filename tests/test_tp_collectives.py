@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
+from tp_compare import sharded
 from tp_models import FeedForward, Llama
 
 from namedmesh.tensor_parallel import (
@@ -175,7 +176,7 @@ def both(mesh: DeviceMesh, case: Case) -> tuple[Step, Step]:
     """A step of ours and one of torch's, of the same model; the second, when nothing is new any more."""
     torch.manual_seed(0)
     model = Llama(dim=64, hidden=96)
-    ours = parallelize(copy.deepcopy(model), mesh, case.ours)
+    ours = sharded(model, case.ours)
     torchs = parallelize_module(copy.deepcopy(model), mesh, case.torchs)
     ids = torch.randint(0, 32, IDS)
     steps = [[step(one, ids, case) for one in (ours, torchs)] for _ in range(2)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as torch_styles
-from tp_compare import whole
+from tp_compare import apart, gradient_of, gradients_apart, sharded, training_difference
 from tp_models import Attention, Block, Llama
 
 from namedmesh.tensor_parallel import (
@@ -76,6 +75,7 @@ OneLayer = partial(Llama, layers=1)
 HEADS: dict[str, Any] = dict.fromkeys(("wq", "wk", "wv"), ColwiseParallel())
 HEADS |= {"wo": RowwiseParallel(), "q_norm": LocalParameters(), "k_norm": LocalParameters()}
 CASES: dict[str, tuple[Callable[[], nn.Module], Any, Callable[[], Tensor]]] = {
+    "plain": (OneLayer, llama_plan(), ids),
     "sequence": (OneLayer, llama_plan(sequence_parallel=True), ids),
     "torch's norms": (
         OneLayer,
@@ -87,31 +87,17 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, Callable[[], Tensor]]] = {
 }
 
 
-def compiled_case(name: str) -> tuple[int, float]:
-    """In how many graphs, and how far outputs and gradients are from those of one process."""
-    make, plan, given = CASES[name]
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    torch.manual_seed(0)
-    reference = make().double()
-    model = parallelize(copy.deepcopy(reference), mesh, plan)
-    wanted = reference(given())
-    wanted.square().sum().backward()
-    counter = CompileCounterWithBackend("aot_eager")
-    got = torch.compile(model, backend=counter, fullgraph=True)(given())
-    got.square().sum().backward()
-    apart = [(got - wanted).abs().max().item()]
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert mine.grad is not None
-        assert theirs.grad is not None
-        apart.append((whole(mine.grad) - theirs.grad).abs().max().item())
-    return counter.frame_count, max(apart)
-
-
 def compiled_cases() -> dict[str, tuple[int, float]]:
+    """In how many graphs, and how far outputs and gradients are from those of one process."""
     found = {}
-    for name in CASES:
+    for name, (make, plan, given) in CASES.items():
         torch._dynamo.reset()
-        found[name] = compiled_case(name)
+        torch.manual_seed(0)
+        reference = make().double()
+        model, counter = sharded(reference, plan), CompileCounterWithBackend("aot_eager")
+        model.compile(backend=counter, fullgraph=True)
+        difference = training_difference(model, reference, given(), steps=1)
+        found[name] = counter.frame_count, difference
     return found
 
 
@@ -139,10 +125,9 @@ class Twice(nn.Module):
 
 def autocast_types(dtype: torch.dtype) -> tuple[float, set[str]]:
     """Under autocast: how far from one process, and in which types outputs and gradients come."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     reference = Twice().to(dtype)
-    model = parallelize(copy.deepcopy(reference), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model = sharded(reference, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     x = values(2, 4, 8).to(dtype)
     outs = []
     for one in (reference, model):
@@ -150,27 +135,22 @@ def autocast_types(dtype: torch.dtype) -> tuple[float, set[str]]:
             outs.append(one(x))
         outs[-1].float().square().sum().backward()
     types = {str(outs[0].dtype), str(outs[1].dtype)}
-    apart = (outs[0] - outs[1]).abs().max().item()
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert mine.grad is not None
-        assert theirs.grad is not None
-        assert mine.grad.dtype is theirs.grad.dtype is dtype
-        apart = max(apart, (whole(mine.grad) - theirs.grad).abs().max().item())
-    return apart, types
+        assert gradient_of(mine).dtype is gradient_of(theirs).dtype is dtype
+    return max(apart(*outs), gradients_apart(model, reference)), types
 
 
 def test_autocast_leaves_float64_as_it_is() -> None:
-    for apart, types in run_ranks(2, autocast_types, torch.float64):
+    for difference, types in run_ranks(2, autocast_types, torch.float64):
         assert types == {"torch.float64"}
-        assert apart < 1e-6  # the loss is computed in float32
+        assert difference < 1e-6  # the loss is computed in float32
 
 
 def casts(batches: int) -> list[int]:
     """How often weights are cast in two blocks of several batches each, by one process and by ours."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     reference = Twice()
-    model = parallelize(copy.deepcopy(reference), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model = sharded(reference, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     counts = []
     for one in (reference, model):
         count = 0

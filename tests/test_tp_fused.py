@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,8 +15,9 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
-from tp_compare import problem_of, training_difference, whole
+from torch.distributed.tensor import Shard
+from tp_checks import against_whole, largest_difference
+from tp_compare import assert_right, problem_of, sharded, training_difference, whole
 
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel import (
@@ -124,45 +126,16 @@ CASES: dict[str, tuple[nn.Module, dict[str, Any]]] = {
 
 
 def difference(case: str, compiled: bool = False) -> float:
-    size = torch.distributed.get_world_size()
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     module, plan = CASES[case]
     reference = copy.deepcopy(module).double()
-    model = parallelize(copy.deepcopy(reference), mesh, plan)
     data = torch.randn(2, 8, 16, dtype=torch.float64)
     if "sequence" in case:
-        rank, length = torch.distributed.get_rank(), 8 // size
-        model = _Scattered(model, rank * length, length, mesh)
-        reference = _Plain(reference)
+        return largest_difference(partial(against_whole, reference, plan, data, cut_in=1, cut_out=1))
+    model = sharded(reference, plan)
     if compiled:
         model.compile(backend="aot_eager", fullgraph=True)
     return training_difference(model, reference, data)
-
-
-class _Plain(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x)
-        return out
-
-
-class _Scattered(_Plain):
-    """Gives the module inside its shard of the sequence, and joins the shards of the output."""
-
-    def __init__(self, inner: nn.Module, start: int, length: int, mesh: Any) -> None:
-        super().__init__(inner)
-        self.start, self.length, self.mesh = start, length, mesh
-
-    def forward(self, x: Tensor) -> Tensor:
-        shard = (
-            DTensor.from_local(x, self.mesh, run_check=False).redistribute(placements=[Shard(1)]).to_local()
-        )
-        joined = DTensor.from_local(self.inner(shard), self.mesh, [Shard(1)], run_check=False)
-        return joined.full_tensor()
 
 
 def differences() -> dict[str, float]:
@@ -175,9 +148,7 @@ def differences() -> dict[str, float]:
 @pytest.mark.filterwarnings("default")  # torch.compile's own
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_fused_layer_trains_as_the_whole_one(size: int) -> None:
-    for found in run_ranks(size, differences):
-        assert len(found) == len(CASES) + (size == 2)
-        assert max(found.values()) < 1e-10, found
+    assert_right(run_ranks(size, differences), 1e-10, cases=len(CASES) + (size == 2))
 
 
 @pytest.mark.parametrize("sizes", [(4, 4), (8, 4, 4), (12,), (4, 16, 8), (24, 4)])

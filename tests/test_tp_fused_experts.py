@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from messages import says
 from ranks import run_ranks
 from test_tp_collectives import Traffic
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
-from tp_compare import tp_mesh, training_difference, whole
+from tp_compare import sharded, tp_mesh, training_difference, whole
 
-import namedmesh
 from namedmesh import training
 from namedmesh._torch import HAS_BLOCKS
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel import ShardedExperts, local, parallelize, plan_from_hf, plan_report
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 needs_blocks = pytest.mark.skipif(not HAS_BLOCKS, reason="torch up to 2.11 cannot gather DTensors of blocks")
 
@@ -69,10 +59,9 @@ class Mixture(nn.Module):
 
 
 def mixture_difference(style: str, is_concatenated: bool) -> float:
-    mesh = tp_mesh()
     torch.manual_seed(0)
     reference = Mixture(style, is_concatenated=is_concatenated).double()
-    model = parallelize(copy.deepcopy(reference), mesh, plan_from_hf(reference))
+    model = sharded(reference, plan_from_hf(reference))
     # What a checkpoint gets is the whole weight, its parts in their order.
     stored = model.state_dict()["experts.gate_up_proj"].full_tensor()
     assert torch.equal(stored, reference.experts.gate_up_proj)
@@ -92,7 +81,7 @@ def test_experts_are_sharded_inside_whatever_their_plan_says_of_gate_and_up(
 def compiled_difference() -> float:
     torch.manual_seed(0)
     reference = Mixture("packed_colwise").double()
-    model = parallelize(copy.deepcopy(reference), tp_mesh(), plan_from_hf(reference))
+    model = sharded(reference, plan_from_hf(reference))
     model.compile(backend="aot_eager", fullgraph=True)
     return training_difference(model, reference, torch.randn(6, 4, dtype=torch.float64), steps=1)
 
@@ -128,85 +117,14 @@ def test_only_activations_travel() -> None:
             assert (backward, back) == (Counter(all_reduce=2), tokens * (4 + 2) * number)
 
 
-# --- checkpoints --------------------------------------------------------------------------------------------
-
-
-def made(tp: int, dp: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model on some ranks, or the whole one, and its optimizer."""
-    torch.manual_seed(dp)  # what is loaded has other numbers
-    model: nn.Module = Mixture("packed_colwise").double()
-    if tp > 1:
-        mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
-        model = parallelize(model, mesh["tp"], plan_from_hf(model))
-        if dp > 1:
-            fully_shard(model, mesh=mesh["dp"])
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    """All parameters after a step."""
-    x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    model(x).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return numbers(model)
-
-
-def numbers(model: nn.Module) -> list[float]:
-    return torch.cat([whole(parameter.detach()).flatten() for parameter in model.parameters()]).tolist()
-
-
-def saved(path: str, tp: int, dp: int, ours: bool) -> list[float]:
-    model, optimizer = made(tp, dp)
-    after = step(model, optimizer)
-    if ours:
-        mesh = namedmesh.init_mesh(dp=dp, tp=tp)
-        training.save(path, mesh, model, optimizer)
-    else:
-        state, moments = get_state_dict(model, optimizer)
-        dcp.save({"model": state, "optimizer": moments}, checkpoint_id=path)
-    return after
-
-
-def loaded(path: str, tp: int, dp: int, ours: bool) -> tuple[list[float], list[float]]:
-    """The parameters that were loaded, and those after another step."""
-    model, optimizer = made(tp, dp)
-    if ours:
-        training.load(path, namedmesh.init_mesh(dp=dp, tp=tp), model, optimizer)
-    else:
-        state, moments = get_state_dict(model, optimizer)
-        dcp.load({"model": state, "optimizer": moments}, checkpoint_id=path)
-        set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=moments)
-    found = numbers(model)
-    return found, step(model, optimizer)
-
-
-@needs_blocks
-@pytest.mark.filterwarnings("default")  # torch's own, from its checkpoint code
-@pytest.mark.parametrize("ours", [False, True])
-def test_a_checkpoint_is_that_of_the_whole_model(tmp_path: Path, ours: bool) -> None:
-    """Written by two ranks, read by four, by two times two under FSDP2, and by one process; and back."""
-    path = str(tmp_path / "two")
-    (wanted, *_) = run_ranks(2, saved, path, 2, 1, ours)
-    afterwards = []
-    for tp, dp in ((4, 1), (2, 2), (1, 1)):
-        for found, after in run_ranks(tp * dp, loaded, path, tp, dp, ours):
-            assert found == wanted
-            afterwards.append(after)
-    far = max(abs(a - b) for after in afterwards for a, b in zip(after, afterwards[0], strict=True))
-    assert far < 1e-12
-    path = str(tmp_path / "four")
-    (wanted, *_) = run_ranks(4, saved, path, 2, 2, ours)
-    for found, _ in run_ranks(1, loaded, path, 1, 1, ours):
-        assert found == wanted
-
-
 def drawn() -> list[list[float]]:
     found = []
-    for tp in (1, dist.get_world_size()):
-        model, _ = made(tp, 1)
+    for is_sharded in (False, True):
+        model: nn.Module = Mixture("packed_colwise").double()
+        if is_sharded:
+            parallelize(model, tp_mesh(), plan_from_hf(model))
         training.init_parameters(model, 5)
-        found.append(numbers(model))
+        found.append(torch.cat([whole(each.detach()).flatten() for each in model.parameters()]).tolist())
     return found
 
 

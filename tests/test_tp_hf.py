@@ -11,7 +11,7 @@ from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
-from tp_compare import hf_difference, tp_mesh, training_difference
+from tp_compare import hf_difference, sharded, tp_mesh, training_difference
 from tp_models import hf_model
 
 from namedmesh.errors import PlanError
@@ -192,11 +192,10 @@ class Parts(nn.Module):
 
 
 def parts_difference() -> float:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     reference = Parts().double()
     plan = plan_from_hf({"": "all_reduce", "inner.0": "colwise"})
-    model = parallelize(copy.deepcopy(reference), mesh, plan)
+    model = sharded(reference, plan)
     return training_difference(model, reference, torch.randn(3, 4, dtype=torch.float64))
 
 

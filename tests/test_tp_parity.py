@@ -12,13 +12,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from ranks import run_ranks
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
-from tp_compare import tp_mesh, whole
+from tp_compare import assert_right, gradient_of, gradients_apart, sharded, tp_mesh, whole
 from tp_models import Llama, Mlp
 
 from namedmesh.tensor_parallel import (
@@ -27,12 +26,12 @@ from namedmesh.tensor_parallel import (
     RowwiseParallel,
     SequenceParallel,
     llama_plan,
-    parallelize,
     reduce_gradients,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
 
 STEPS = 2  # of which the second has momentum
 
@@ -101,10 +100,8 @@ def largest(one: Tensor, other: Tensor) -> float:
 
 def gradient_difference(mine: Tensor, reference: Tensor, *, locally: bool) -> float:
     """How far a gradient is from the reference's: as a whole, and once it is summed, as what this rank holds."""
-    assert mine.grad is not None
-    assert reference.grad is not None
-    wanted = reference.grad
-    difference = largest(mine.grad, wanted)
+    wanted = gradient_of(reference)
+    difference = largest(gradient_of(mine), wanted)
     if isinstance(mine, DTensor) and locally:
         reduce_gradients([mine])
         grad = mine.grad
@@ -116,11 +113,10 @@ def gradient_difference(mine: Tensor, reference: Tensor, *, locally: bool) -> fl
     return difference
 
 
-def llama_differences(mesh: DeviceMesh, case: Case) -> dict[str, float]:
+def llama_differences(case: Case) -> dict[str, float]:
     torch.manual_seed(0)
     reference = Llama(**case.model).to(case.dtype)
-    model = parallelize(copy.deepcopy(reference), mesh, case.plan)
-    assert isinstance(model, Llama)
+    model = sharded(reference, case.plan)
     if case.model.get("tied"):
         assert model.output.weight is model.tok_embeddings.weight
     ids = torch.randint(0, 32, (2, 8))
@@ -145,8 +141,7 @@ def llama_differences(mesh: DeviceMesh, case: Case) -> dict[str, float]:
 
 
 def llamas(names: list[str]) -> dict[str, dict[str, float]]:
-    mesh = tp_mesh()
-    return {name: llama_differences(mesh, LLAMAS[name]) for name in names}
+    return {name: llama_differences(LLAMAS[name]) for name in names}
 
 
 MAIN = ["plain", "sequence, float32", "sequence, loss", "tied, sequence"]
@@ -239,7 +234,7 @@ def pair_differences(
         reference.up.__class__ = reference.down.__class__ = linear
     for parameter in frozen:
         reference.get_parameter(parameter).requires_grad_(False)
-    model = parallelize(copy.deepcopy(reference), mesh, {"up": up, "down": down})
+    model = sharded(reference, {"up": up, "down": down})
     x = torch.randn(4, 8, 8, dtype=torch.float64, requires_grad=True)
     placed = distribute_tensor(x.detach(), mesh, [input_layout], src_data_rank=None)
     shard = (placed if as_dtensor else placed.to_local()).requires_grad_()
@@ -275,9 +270,7 @@ def all_pairs() -> dict[str, float]:
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_every_layout_gives_the_whole_models_gradients(tp_size: int) -> None:
-    for rank, found in enumerate(run_ranks(tp_size, all_pairs)):
-        assert len(found) == len(PAIRS) + 3 * 5
-        assert max(found.values()) < 1e-12, (rank, found)
+    assert_right(run_ranks(tp_size, all_pairs), cases=len(PAIRS) + 3 * 5)
 
 
 # --- embeddings ---------------------------------------------------------------------------------------------
@@ -286,7 +279,7 @@ def test_every_layout_gives_the_whole_models_gradients(tp_size: int) -> None:
 def embedding_difference(mesh: DeviceMesh, style: Any, output_layout: Any, **options: Any) -> float:
     torch.manual_seed(2)
     reference = nn.Embedding(16, 8, dtype=torch.float64, **options)
-    model = parallelize(copy.deepcopy(reference), mesh, style)
+    model = sharded(reference, style)
     ids = torch.randint(0, 16, (4, 8))
     ids[0, :4] = 5  # a frequent one
     if style.input_layouts != (Replicate(),):
@@ -300,7 +293,6 @@ def embedding_difference(mesh: DeviceMesh, style: Any, output_layout: Any, **opt
     if not isinstance(got, DTensor):
         got = DTensor.from_local(got, mesh, [output_layout])
     (got.full_tensor() * weights).sum().backward()
-    assert isinstance(model, nn.Embedding)
     return max(largest(got, wanted), gradient_difference(model.weight, reference.weight, locally=True))
 
 
@@ -332,14 +324,11 @@ def all_embeddings() -> dict[str, float]:
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_embeddings_of_rows_and_columns(tp_size: int) -> None:
-    for rank, found in enumerate(run_ranks(tp_size, all_embeddings)):
-        assert len(found) == 14
-        assert max(found.values()) < 1e-12, (rank, found)
+    assert_right(run_ranks(tp_size, all_embeddings), cases=14)
 
 
 def stranger() -> str:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    model = parallelize(nn.Embedding(16, 8), mesh, RowwiseParallel(input_layouts=Replicate()))
+    model = sharded(nn.Embedding(16, 8), RowwiseParallel(input_layouts=WHOLE))
     with pytest.raises(IndexError) as caught:
         model(torch.tensor([[3, 16]]))
     return str(caught.value)
@@ -354,10 +343,9 @@ def test_an_id_outside_the_vocabulary_is_refused_on_every_rank() -> None:
 
 
 def surroundings() -> dict[str, float]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     torch.manual_seed(3)
     reference = Llama().double()
-    model = parallelize(copy.deepcopy(reference), mesh, llama_plan(sequence_parallel=True))
+    model = sharded(reference, llama_plan(sequence_parallel=True))
     ids = torch.randint(0, 32, (2, 8))
     found = {}
     wanted = reference(ids)
@@ -370,10 +358,7 @@ def surroundings() -> dict[str, float]:
         model.zero_grad()
         x = torch.zeros((), requires_grad=True)  # the reentrant kind wants an input with a gradient
         checkpoint(lambda ids, _x: model(ids), ids, x, use_reentrant=reentrant).square().mean().backward()
-        found[f"checkpoint {reentrant}"] = max(
-            gradient_difference(mine, theirs, locally=True)
-            for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True)
-        )
+        found[f"checkpoint {reentrant}"] = gradients_apart(model, reference)
     copied = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -384,15 +369,13 @@ def surroundings() -> dict[str, float]:
 
 
 def test_no_grad_checkpointing_and_deep_copies() -> None:
-    for found in run_ranks(2, surroundings):
-        assert max(found.values()) < 1e-12, found
+    assert_right(run_ranks(2, surroundings))
 
 
 def autocast_differences() -> dict[str, float]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     torch.manual_seed(4)
     reference = Mlp(64, 128)
-    model = parallelize(copy.deepcopy(reference), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model = sharded(reference, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     x = torch.randn(2, 8, 64)
     results = []
     for one in (reference, model):
@@ -403,62 +386,11 @@ def autocast_differences() -> dict[str, float]:
         results.append(out)
     found = {"output": largest(results[0].float(), results[1].float())}
     for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert mine.grad is not None
-        assert theirs.grad is not None
-        assert mine.grad.dtype is torch.float32
-        found[name] = largest(mine.grad, theirs.grad) / theirs.grad.abs().max().item()
+        gradient, wanted = gradient_of(mine), gradient_of(theirs)
+        assert gradient.dtype is torch.float32
+        found[name] = largest(gradient, wanted) / wanted.abs().max().item()
     return found
 
 
 def test_autocast_gives_the_types_and_about_the_numbers_of_the_whole_model() -> None:
-    for found in run_ranks(2, autocast_differences):
-        assert max(found.values()) < 0.03, found
-
-
-def compiled_differences() -> dict[str, float]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    torch.manual_seed(5)
-    reference = Mlp().double()
-    found = {}
-    for name in ("default", "sequence"):
-        up, down, layout, _ = PAIRS[name]
-        model = parallelize(copy.deepcopy(reference), mesh, {"up": up, "down": down})
-        x = torch.randn(4, 8, 8, dtype=torch.float64)
-        reference.zero_grad()
-        wanted = reference(x)
-        wanted.square().sum().backward()
-        shard = distribute_tensor(x, mesh, [layout], src_data_rank=None).to_local()
-        got = torch.compile(model, backend="aot_eager", fullgraph=True)(shard)
-        got = DTensor.from_local(got, mesh, [layout])
-        got.full_tensor().square().sum().backward()
-        found[name] = max(
-            largest(got, wanted),
-            *(
-                gradient_difference(mine, theirs, locally=False)
-                for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True)
-            ),
-        )
-    return found
-
-
-@pytest.mark.filterwarnings("default")  # torch.compile's own
-def test_the_compiler_takes_the_whole_model_in_one_graph() -> None:
-    for found in run_ranks(2, compiled_differences):
-        assert max(found.values()) < 1e-12, found
-
-
-def no_second_derivative() -> str:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    model = parallelize(Mlp(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    x = torch.randn(2, 8, requires_grad=True)
-    with pytest.raises(RuntimeError) as caught:
-        torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    return str(caught.value)
-
-
-def test_a_second_derivative_is_refused() -> None:
-    text = (
-        "the fast parallel styles have no second derivative, and backward was called with create_graph=True; "
-        "leave the layers that it passes through out of the plan"
-    )
-    assert run_ranks(2, no_second_derivative) == [text] * 2
+    assert_right(run_ranks(2, autocast_differences), 0.03)

@@ -20,6 +20,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
+from tp_compare import gradient_of, gradients_apart
 from tp_models import Block
 
 from namedmesh._torch import TORCH
@@ -70,8 +71,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     """The gradients that one backward leaves, taken away."""
     found = []
     for parameter in model.parameters():
-        assert parameter.grad is not None
-        found.append(tiny.shard(parameter.grad))
+        found.append(tiny.shard(gradient_of(parameter)))
         parameter.grad = None
     return found
 
@@ -185,14 +185,8 @@ def scheduled(name: str) -> tuple[Counter[str], float]:
             model.zero_grad()
         with Counted() as counted:
             schedule.step(*((inputs,) if first else ()), target=inputs if last else None)
-    apart = 0.0
-    for model, i in zip(models, mine, strict=True):
-        for one, other in zip(model.parameters(), reference[i].parameters(), strict=True):
-            assert one.grad is not None
-            assert other.grad is not None
-            whole = one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad
-            apart = max(apart, (whole - other.grad).abs().max().item())
-    return counted.calls, apart
+    pairs = zip(models, mine, strict=True)
+    return counted.calls, max(gradients_apart(model, reference[i]) for model, i in pairs)
 
 
 @pytest.mark.skipif(
