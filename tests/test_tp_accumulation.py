@@ -63,12 +63,11 @@ def calls(model: nn.Module, *, loss: bool) -> int:
 
 
 def all_calls() -> dict[str, tuple[int, int]]:
-    mesh = tp_mesh()
     found = {}
     for name in COUNTED:
         case, model = CASES[name], Llama(layers=1)
         ours = sharded(model, case.ours)
-        torchs = parallelize_module(copy.deepcopy(model), mesh, case.torchs)
+        torchs = parallelize_module(copy.deepcopy(model), tp_mesh(), case.torchs)
         found[name] = calls(ours, loss=case.loss), calls(torchs, loss=case.loss)
     return found
 

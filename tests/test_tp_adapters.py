@@ -43,15 +43,13 @@ def adapted_llama() -> Llama:
 
 
 def differences() -> list[float]:
-    return [difference(sequence_parallel) for sequence_parallel in (False, True)]
-
-
-def difference(sequence_parallel: bool) -> float:
-    reference = adapted_llama()
-    plan = llama_plan(sequence_parallel=sequence_parallel)
-    model = sharded(reference, plan)
-    ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
-    return training_difference(model, reference, ids)
+    found = []
+    for sequence_parallel in (False, True):
+        reference = adapted_llama()
+        model = sharded(reference, llama_plan(sequence_parallel=sequence_parallel))
+        ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
+        found.append(training_difference(model, reference, ids))
+    return found
 
 
 @pytest.mark.parametrize("size", [2, 4])

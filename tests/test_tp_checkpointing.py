@@ -11,10 +11,9 @@ import torch
 import tp_compare
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from tp_compare import assert_right, sharded, training_difference, whole
+from tp_compare import assert_right, sharded, tp_mesh, training_difference, whole
 from tp_models import Llama
 
 import namedmesh
@@ -37,6 +36,8 @@ from namedmesh.tensor_parallel.collectives import RankGroup, all_gather, exchang
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
 
 STEPS = 2
 aten = torch.ops.aten
@@ -347,11 +348,10 @@ def parts(mesh: DeviceMesh) -> dict[str, tuple[Callable[[Tensor], Tensor], Tenso
 
 def part_differences() -> dict[str, float]:
     """Outputs and gradients with each policy, against those without one."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     fairscale.initialize_model_parallel(2)
     torch.manual_seed(0)
     found = {}
-    for name, (call, value) in parts(mesh).items():
+    for name, (call, value) in parts(tp_mesh()).items():
         parameters = list(call.parameters()) if isinstance(call, nn.Module) else []
         wanted = outcome(call, value, parameters)
         for policy in POLICIES:

@@ -14,13 +14,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from ranks import run_ranks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
-from tp_compare import sharded
+from tp_compare import sharded, tp_mesh
 from tp_models import FeedForward, Llama
 
 from namedmesh.tensor_parallel import (
@@ -35,6 +34,7 @@ from namedmesh.tensor_parallel import (
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
 TP = 2
 IDS = (2, 16)
@@ -184,8 +184,7 @@ def both(mesh: DeviceMesh, case: Case) -> tuple[Step, Step]:
 
 
 def all_cases() -> dict[str, tuple[Step, Step]]:
-    mesh = init_device_mesh("cpu", (TP,), mesh_dim_names=("tp",))
-    return {name: both(mesh, case) for name, case in CASES.items()}
+    return {name: both(tp_mesh(), case) for name, case in CASES.items()}
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +229,7 @@ def names_in_backward(mesh: DeviceMesh, plan: dict[str, Any], value: torch.Tenso
 
 
 def orders() -> dict[str, list[str]]:
-    mesh = init_device_mesh("cpu", (TP,), mesh_dim_names=("tp",))
+    mesh = tp_mesh()
     layers: dict[str, Any] = {"w1": ColwiseParallel(), "w3": ColwiseParallel(), "w2": RowwiseParallel()}
     whole, shard = torch.ones(2, 4, 8), torch.ones(2, 2, 8)
     scattered = {"w2": RowwiseParallel(output_layouts=SEQUENCE)}
@@ -256,14 +255,13 @@ def test_the_weights_gradient_is_computed_while_the_inputs_is_summed() -> None:
 
 def bytes_in_backward() -> list[tuple[float, float]]:
     """What a backward sends in float32, and under autocast: of a shared input that is whole, and of one that is gathered."""
-    mesh = init_device_mesh("cpu", (TP,), mesh_dim_names=("tp",))
     layers: dict[str, Any] = {"w1": ColwiseParallel(), "w3": ColwiseParallel()}
     found = []
     for layout, value in ((WHOLE, torch.ones(2, 4, 8)), (SEQUENCE, torch.ones(2, 2, 8))):
         plan = layers | {"w2": RowwiseParallel(output_layouts=layout), "": SharedInput(input_layouts=layout)}
         sent = []
         for enabled in (False, True):
-            model = parallelize(FeedForward(8, 12), mesh, plan)
+            model = parallelize(FeedForward(8, 12), tp_mesh(), plan)
             with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
                 out = model(value.clone().requires_grad_())
             with Traffic() as backward:

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 from tp_checks import against_whole, largest_difference
 from tp_compare import assert_right, numbers, sharded, tp_mesh, training_difference
-from tp_models import Attention, Llama, Mlp, hf_model
+from tp_models import Attention, Llama, Mlp, Net, hf_model
 from tp_wirings import Gain, OfHeads
 
 from namedmesh.errors import GradientError, MeshError
@@ -75,21 +75,15 @@ class Wired(nn.Module):
         return layers.scale(out) if "scale" in self.names else out  # type: ignore[no-any-return]
 
 
-class Scaled(nn.Module):
+def scaled(after: bool) -> Net:
     """A number of the module itself, between the two linears or after both."""
 
-    def __init__(self, after: bool) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-        self.after, self.weight = after, nn.Parameter(torch.ones(1))
-        self.other = nn.Parameter(torch.ones(1))
+    def compute(m: Any, x: Tensor) -> Any:
+        features = torch.tanh(m.up(x * m.other))
+        return m.down(features) * m.weight if after else m.down(features * m.weight)
 
-    def forward(self, x: Tensor) -> Tensor:
-        features = torch.tanh(self.up(x * self.other))
-        if self.after:
-            return self.down(features) * self.weight  # type: ignore[no-any-return]
-        out: Tensor = self.down(features * self.weight)
-        return out
+    numbers = {name: nn.Parameter(torch.ones(1)) for name in ("weight", "other")}
+    return Net(compute, up=nn.Linear(8, 16), down=nn.Linear(16, 8), **numbers)
 
 
 class Subclass(nn.Linear):
@@ -115,23 +109,20 @@ def quantized(x: Tensor) -> Tensor:
     return (x / step).round() * step
 
 
-class TwoColumns(nn.Module):
+def two_columns(operation: Callable[[Tensor], Any], where: str = "before") -> Net:
     """Two column layers, and an operation on their input: before them, between them, or between them on a copy."""
 
-    def __init__(self, operation: Callable[[Tensor], Any], where: str = "before") -> None:
-        super().__init__()
-        self.up, self.gate, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
-        self.operation, self.where = operation, where
+    def compute(m: Any, x: Tensor) -> Any:
+        if where == "before":
+            operation(x)
+        features = m.up(x)
+        if where != "before":
+            x = x * 1 if where == "copy" else x
+            operation(x)
+        out = m.down(torch.tanh(features) * m.gate(x))
+        return out + x if out.shape == x.shape else out  # the output may be sharded
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.where == "before":
-            self.operation(x)
-        features = self.up(x)
-        if self.where != "before":
-            x = x * 1 if self.where == "copy" else x
-            self.operation(x)
-        out: Tensor = self.down(torch.tanh(features) * self.gate(x)) + (x if self.where != "between" else 0)
-        return out
+    return Net(compute, up=nn.Linear(8, 16), gate=nn.Linear(8, 16), down=nn.Linear(16, 8))
 
 
 def double_gradient(x: Tensor) -> None:
@@ -169,13 +160,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Plan, set[str]]] = {
         {"vector.inner.weight"},
     ),
     "(b) a scale of the whole": (partial(Wired, FIRST, scale=Gain()), UP_DOWN, set()),
-    "a number of the module, between": (partial(Scaled, after=False), UP_DOWN, {"weight"}),
+    "a number of the module, between": (partial(scaled, after=False), UP_DOWN, {"weight"}),
     "a number of the module, covered": (
-        partial(Scaled, after=False),
+        partial(scaled, after=False),
         UP_DOWN | {"": LocalParameters({"weight": WHOLE})},
         set(),
     ),
-    "a number of the module, after": (partial(Scaled, after=True), UP_DOWN | {"": KeepWhole()}, set()),
+    "a number of the module, after": (partial(scaled, after=True), UP_DOWN | {"": KeepWhole()}, set()),
     "(c) softmax": (column_of(lambda x: x.softmax(-1)), UP_DOWN, set()),
     "(c) normalize": (column_of(lambda x: F.normalize(x, dim=-1)), UP_DOWN, set()),
     "(c) chunked": (column_of(glu), UP_DOWN, set()),
@@ -188,10 +179,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Plan, set[str]]] = {
         {"norms.inner.weight"},
     ),
     "an activation": (partial(Wired, LAST, act=nn.PReLU()), UP_DOWN, {"act.weight"}),
-    "(f) written into at first": (partial(TwoColumns, lambda x: x.mul_(2)), SHARED, set()),
-    "(f) a ReLU in place": (partial(TwoColumns, F.relu_), SHARED, set()),
-    "(f) a copy is written into": (partial(TwoColumns, lambda x: x.mul_(2), "copy"), SHARED, set()),
-    "(f) a hook": (partial(TwoColumns, double_gradient), SHARED, set()),
+    "(f) written into at first": (partial(two_columns, lambda x: x.mul_(2)), SHARED, set()),
+    "(f) a ReLU in place": (partial(two_columns, F.relu_), SHARED, set()),
+    "(f) a copy is written into": (partial(two_columns, lambda x: x.mul_(2), "copy"), SHARED, set()),
+    "(f) a hook": (partial(two_columns, double_gradient), SHARED, set()),
 }
 
 
@@ -207,26 +198,17 @@ def result(make: Callable[[], nn.Module], plan: Plan, features: int = 8) -> floa
     reference = make().double()
     for parameter in reference.parameters():  # a norm of ones, and a factor of 1, would hide what it does
         nn.init.uniform_(parameter, -0.7, 0.7)
-    model = parallelize(
-        _Given(copy.deepcopy(reference)), tp_mesh(), {f"inner.{k}".rstrip("."): s for k, s in plan.items()}
-    )
+    model = sharded(_given(reference), {f"inner.{k}".rstrip("."): s for k, s in plan.items()})
     data = torch.randn(2, 6, features, dtype=torch.float64)
     try:
-        return training_difference(model, _Given(reference), data)
+        return training_difference(model, _given(reference), data)
     except GradientError as error:
         return str(error)
 
 
-class _Given(nn.Module):
-    """Gives a module an input that is no leaf, so that it may write into it."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x * 1)
-        return out
+def _given(inner: nn.Module) -> Net:
+    """A module with an input that is no leaf, so that it may write into it."""
+    return Net(lambda m, x: m.inner(x * 1), inner=inner)
 
 
 def results() -> dict[str, float | str]:
@@ -268,17 +250,17 @@ ON_SHARDS: Plan = {
 def gathered_inputs() -> dict[str, float | str]:
     """(f) Where the shared input is gathered."""
     models = {
-        "mul": TwoColumns(lambda x: x.mul_(2)),
-        "relu": TwoColumns(F.relu_),
-        "dropout": TwoColumns(lambda x: F.dropout(x, 0.0, training=True, inplace=True)),
-        "hook": TwoColumns(double_gradient),
-        "mul between": TwoColumns(lambda x: x.mul_(2), "between"),
-        "hook between": TwoColumns(double_gradient, "between"),
+        "mul": two_columns(lambda x: x.mul_(2)),
+        "relu": two_columns(F.relu_),
+        "dropout": two_columns(lambda x: F.dropout(x, 0.0, training=True, inplace=True)),
+        "hook": two_columns(double_gradient),
+        "mul between": two_columns(lambda x: x.mul_(2), "between"),
+        "hook between": two_columns(double_gradient, "between"),
     }
     found: dict[str, float | str] = {}
     for name, model in models.items():
         pairs = partial(
-            against_whole, _Given(model), ON_SHARDS, numbers(2, 4, 8, seed=1), cut_in=1, cut_out=1
+            against_whole, _given(model), ON_SHARDS, numbers(2, 4, 8, seed=1), cut_in=1, cut_out=1
         )
         try:
             found[name] = largest_difference(pairs)
@@ -306,35 +288,22 @@ def error_of(make: Callable[[], nn.Module], plan: Plan, data: Tensor, **options:
     return str(caught.value)
 
 
-class Beside(nn.Module):
+def beside() -> Net:
     """All ranks compute a few features whole, and use them with their own part of others."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.small, self.up, self.down = (
-            nn.RMSNorm(8),
-            nn.Linear(8, 4),
-            nn.Linear(8, 16),
-            nn.Linear(16, 8),
-        )
+    def compute(m: Any, x: Tensor) -> Any:
+        x = m.norm(x)
+        return m.down((m.up(x).unflatten(-1, (-1, 4)) * m.small(x).unsqueeze(-2)).flatten(-2))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x)
-        out: Tensor = self.down((self.up(x).unflatten(-1, (-1, 4)) * self.small(x).unsqueeze(-2)).flatten(-2))
-        return out
+    linears = {"small": nn.Linear(8, 4), "up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}
+    return Net(compute, norm=nn.RMSNorm(8), **linears)
 
 
-class RowGate(nn.Module):
+def row_gate() -> Net:
     """A gate that a row layer makes of all features, for each rank's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.gate, self.down = nn.Linear(8, 16), nn.Linear(16, 1, bias=False), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        features = self.up(x)
-        out: Tensor = self.down(features * torch.sigmoid(self.gate(features)))
-        return out
+    gate = nn.Linear(16, 1, bias=False)
+    compute = lambda m, x: m.down((up := m.up(x)) * torch.sigmoid(m.gate(up)))  # noqa: E731
+    return Net(compute, up=nn.Linear(8, 16), gate=gate, down=nn.Linear(16, 8))
 
 
 class TwoBatches(Mlp):
@@ -346,10 +315,10 @@ def texts() -> dict[str, str]:
     gathered = UP_DOWN | {"small": ColwiseParallel(output_layouts=WHOLE)}
     return {
         "parameter": error_of(partial(Wired, LAST, act=nn.PReLU()), UP_DOWN, numbers(2, 8, seed=1)),
-        "several": error_of(partial(Scaled, after=False), UP_DOWN, numbers(2, 8, seed=1)),
-        "upstream": error_of(Beside, UP_DOWN, numbers(2, 8, seed=1)),
-        "gathered": error_of(Beside, gathered, numbers(2, 8, seed=1)),
-        "row": error_of(RowGate, UP_DOWN | {"gate": RowwiseParallel()}, numbers(2, 8, seed=1)),
+        "several": error_of(partial(scaled, after=False), UP_DOWN, numbers(2, 8, seed=1)),
+        "upstream": error_of(beside, UP_DOWN, numbers(2, 8, seed=1)),
+        "gathered": error_of(beside, gathered, numbers(2, 8, seed=1)),
+        "row": error_of(row_gate, UP_DOWN | {"gate": RowwiseParallel()}, numbers(2, 8, seed=1)),
         "input": error_of(TwoBatches, UP_DOWN, numbers(2, 8, seed=1)),
         "keys": error_of(
             lambda: Attention(32, 4, 1),
@@ -391,7 +360,7 @@ def remedies() -> dict[str, float | str]:
     keys |= dict.fromkeys(("wk", "wv"), KeyValueParallel())
     return {
         "act": result(partial(Wired, LAST, act=nn.PReLU()), UP_DOWN | {"act": LocalParameters()}),
-        "small": result(Beside, UP_DOWN | {"small": SumTailGradient(4)}),
+        "small": result(beside, UP_DOWN | {"small": SumTailGradient(4)}),
         "keys": result(lambda: Attention(32, 4, 1), keys, 32),
         "norms": result(
             partial(Wired, LAST, norms=OfHeads(nn.RMSNorm(4))), UP_DOWN | {"norms.inner": LocalParameters()}
@@ -628,7 +597,6 @@ def test_rounding_is_no_difference() -> None:
 
 def two_steps() -> list[float]:
     """A plan for the model around its layers and one for each layer, in either order."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     plan = llama_plan(sequence_parallel=True)
     around = {key: style for key, style in plan.items() if not key.startswith("layers")}
     block = {key.removeprefix("layers.*."): style for key, style in plan.items() if key not in around}
@@ -639,7 +607,7 @@ def two_steps() -> list[float]:
         model: Any = copy.deepcopy(reference)
         plans = [(layer, block) for layer in model.layers]
         for part, own in [(model, around), *plans] if first else [*plans, (model, around)]:
-            parallelize(part, mesh, own)
+            parallelize(part, tp_mesh(), own)
         ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
         found.append(training_difference(model, reference, ids))
     return found

@@ -13,11 +13,10 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch._aot_autograd.utils import make_boxed_func
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as torch_styles
-from tp_compare import apart, gradient_of, gradients_apart, sharded, training_difference
-from tp_models import Attention, Block, Llama
+from tp_compare import apart, gradient_of, gradients_apart, sharded, tp_mesh, training_difference
+from tp_models import Attention, Block, Llama, Mlp, Net
 
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
@@ -51,16 +50,10 @@ class NormedAttention(Attention):
         return result
 
 
-class Summed(nn.Module):
+def summed() -> Net:
     """Every rank makes a part of the output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.rest = nn.Linear(8, 8, bias=False), nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.rest(self.up(x).sum(-1))
-        return out
+    up = nn.Linear(8, 8, bias=False)
+    return Net(lambda m, x: m.rest(m.up(x).sum(-1)), up=up, rest=nn.Identity())
 
 
 def ids() -> Tensor:
@@ -83,7 +76,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, Callable[[], Tensor]]] = {
         ids,
     ),
     "norms of heads": (NormedAttention, HEADS, lambda: values(2, 8, 32)),
-    "summed": (Summed, {"up": ColwiseParallel(), "rest": SumOutput()}, lambda: values(2, 8, 8)),
+    "summed": (summed, {"up": ColwiseParallel(), "rest": SumOutput()}, lambda: values(2, 8, 8)),
 }
 
 
@@ -110,24 +103,16 @@ def test_a_plan_is_one_graph() -> None:
             assert difference < 1e-12, name
 
 
-class Twice(nn.Module):
+def twice() -> nn.Module:
     """A model that uses its layers twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(2):
-            x = self.down(torch.tanh(self.up(x)))
-        return x
+    return Net(lambda m, x: m.mlp(m.mlp(x)), mlp=Mlp(8, 16))
 
 
 def autocast_types(dtype: torch.dtype) -> tuple[float, set[str]]:
     """Under autocast: how far from one process, and in which types outputs and gradients come."""
     torch.manual_seed(0)
-    reference = Twice().to(dtype)
-    model = sharded(reference, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    reference = twice().to(dtype)
+    model = sharded(reference, {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()})
     x = values(2, 4, 8).to(dtype)
     outs = []
     for one in (reference, model):
@@ -149,8 +134,8 @@ def test_autocast_leaves_float64_as_it_is() -> None:
 def casts(batches: int) -> list[int]:
     """How often weights are cast in two blocks of several batches each, by one process and by ours."""
     torch.manual_seed(0)
-    reference = Twice()
-    model = sharded(reference, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    reference = twice()
+    model = sharded(reference, {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()})
     counts = []
     for one in (reference, model):
         count = 0
@@ -200,7 +185,7 @@ def counted(model: nn.Module, value: Tensor) -> dict[str, Counter[str]]:
 
 
 def compiled_counts() -> dict[str, dict[str, Counter[str]]]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = tp_mesh()
     sequence = {
         key[9:]: style for key, style in llama_plan(sequence_parallel=True).items() if "layers" in key
     }

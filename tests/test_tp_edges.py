@@ -62,7 +62,6 @@ def differences(model: nn.Module, reference: nn.Module, given: Tensor, mine: Ten
 
 
 def numbers() -> dict[str, float]:
-    mesh = tp_mesh()
     torch.manual_seed(0)
     found = {}
     dtypes = {"real": torch.float64, "complex": torch.complex128}
@@ -85,7 +84,7 @@ def numbers() -> dict[str, float]:
         assert value.grad.shape == empty.shape
     no_tokens = torch.zeros(2, 0, dtype=torch.long)
     for sequence in (False, True):
-        model = parallelize(Llama(layers=1), mesh, llama_plan(sequence_parallel=sequence))
+        model = parallelize(Llama(layers=1), tp_mesh(), llama_plan(sequence_parallel=sequence))
         model(no_tokens).sum().backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
     return found
@@ -118,7 +117,6 @@ def test_conjugates_and_negatives_are_sent_as_what_they_mean() -> None:
 
 def uneven() -> list[float]:
     """DTensors of a length that the ranks do not divide, which torch pads and a collective of ours may not get."""
-    mesh = tp_mesh()
     torch.manual_seed(0)
     found = []
     for plan in (
@@ -134,7 +132,7 @@ def uneven() -> list[float]:
         for layout in (Shard(1), Shard(0), WHOLE):
             reference.zero_grad()
             model.zero_grad()
-            placed = distribute_tensor(x, mesh, [layout], src_data_rank=None)
+            placed = distribute_tensor(x, tp_mesh(), [layout], src_data_rank=None)
             found.append(differences(model, reference, x, placed))
     return found
 
@@ -333,19 +331,19 @@ def surviving() -> dict[str, float]:
     torch.manual_seed(0)
     reference = Llama(layers=1)
 
-    def fresh() -> nn.Module:
+    def fresh() -> Any:
         return sharded(reference, llama_plan(sequence_parallel=True) | norms)
 
     state = {name: value.detach().clone() for name, value in fresh().state_dict().items()}
 
-    def emptied() -> nn.Module:
+    def emptied() -> Any:
         model = fresh().to_empty(device="cpu")
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(state[name])
         return model
 
-    def assigned() -> nn.Module:
+    def assigned() -> Any:
         model = fresh()
         model.load_state_dict(state, assign=True)
         return model.requires_grad_()

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from tp_checks import against_whole, largest_difference
 from tp_compare import assert_right, problem_of, sharded, training_difference, whole
+from tp_models import Net, gate_up
 
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel import (
@@ -62,44 +63,24 @@ class FusedAttention(nn.Module):
         return result
 
 
-class Chunked(nn.Module):
+def chunked() -> Net:
     """``chunk(3, -1)``, as written in many models."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(16, 48, bias=False), nn.Linear(16, 16)
+    def compute(m: Any, x: Tensor) -> Any:
+        heads = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in m.qkv(x).chunk(3, -1))
+        return m.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
 
-    def forward(self, x: Tensor) -> Tensor:
-        heads = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        out: Tensor = self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
-        return out
+    return Net(compute, qkv=nn.Linear(16, 48, bias=False), out=nn.Linear(16, 16))
 
 
-class GateUp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_up, self.down = nn.Linear(16, 48), nn.Linear(24, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
-        out: Tensor = self.down(F.silu(gate) * up)
-        return out
-
-
-class Maxout(nn.Module):
+def maxout() -> Net:
     """The larger one of two features that lie next to each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 48), nn.Linear(24, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.up(x).unflatten(-1, (-1, 2)).amax(-1))
-        return out
+    compute = lambda m, x: m.down(m.up(x).unflatten(-1, (-1, 2)).amax(-1))  # noqa: E731
+    return Net(compute, up=nn.Linear(16, 48), down=nn.Linear(24, 16))
 
 
 CASES: dict[str, tuple[nn.Module, dict[str, Any]]] = {
-    "q|k|v by chunk": (Chunked(), {"qkv": FusedColwiseParallel(blocks=3), "out": RowwiseParallel()}),
+    "q|k|v by chunk": (chunked(), {"qkv": FusedColwiseParallel(blocks=3), "out": RowwiseParallel()}),
     "q|k|v": (FusedAttention(), {"qkv": FusedColwiseParallel(blocks=3), "out": RowwiseParallel()}),
     "q|k|v, fewer kv heads": (
         FusedAttention(8, 4),
@@ -113,10 +94,10 @@ CASES: dict[str, tuple[nn.Module, dict[str, Any]]] = {
         FusedAttention(8, 4, interleaved=True),
         {"qkv": FusedColwiseParallel(interleaved=4), "out": RowwiseParallel()},
     ),
-    "gate|up": (GateUp(), {"gate_up": FusedColwiseParallel(blocks=2), "down": RowwiseParallel()}),
-    "maxout": (Maxout(), {"up": FusedColwiseParallel(blocks=1), "down": RowwiseParallel()}),
+    "gate|up": (gate_up(16), {"gate_up": FusedColwiseParallel(blocks=2), "down": RowwiseParallel()}),
+    "maxout": (maxout(), {"up": FusedColwiseParallel(blocks=1), "down": RowwiseParallel()}),
     "gate|up, sharded sequence": (
-        GateUp(),
+        gate_up(16),
         {
             "gate_up": FusedColwiseParallel(blocks=2, input_layouts=Shard(1)),
             "down": RowwiseParallel(output_layouts=Shard(1)),
@@ -224,7 +205,7 @@ def test_parts_that_do_not_fit() -> None:
     )
     with pytest.raises(PlanError, match=says("qkv: n_kv_heads 2 ... and heads would be cut; choose a ... 2")):
         plan_report(model, 4, out | {"qkv": FusedColwiseParallel(blocks=(32, 8, 8))})
-    assert problem_of(GateUp(), {"gate_up": FusedColwiseParallel(blocks=(40, 8))}, 16) == (
+    assert problem_of(gate_up(16), {"gate_up": FusedColwiseParallel(blocks=(40, 8))}, 16) == (
         "2 problems:\n"
         "  - gate_up: 40 output features of a block are not divisible by the tp size 16; choose a tp size that "
         "divides 40\n"

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
-from tp_compare import problem_of
+from tp_compare import problem_of, tp_mesh
 from tp_models import Llama, Mlp
 
 import namedmesh.tensor_parallel as tp
@@ -277,7 +277,7 @@ def test_the_mesh_must_be_one_axis() -> None:
 
 def test_a_plan_that_does_not_fit_changes_nothing() -> None:
     with fake_world(2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        mesh = tp_mesh()
         model = Mlp()
         with pytest.raises(PlanError):
             parallelize(model, mesh, UP_DOWN | {"dwon": RowwiseParallel()})
@@ -288,7 +288,7 @@ def test_a_plan_that_does_not_fit_changes_nothing() -> None:
 
 def test_a_model_is_parallelized_once() -> None:
     with fake_world(2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        mesh = tp_mesh()
         model = parallelize(Mlp(), mesh, UP_DOWN)
         with pytest.raises(PlanError) as caught:
             parallelize(model, mesh, UP_DOWN)
@@ -321,18 +321,16 @@ class Noting(ParallelStyle):
 @pytest.mark.parametrize("source", [0, 1, None])
 def test_the_source_of_the_data_reaches_every_style(key: str, source: int | None) -> None:
     with fake_world(2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         style = Noting()
-        parallelize(Mlp(), mesh, {key: style}, src_data_rank=source)
+        parallelize(Mlp(), tp_mesh(), {key: style}, src_data_rank=source)
         assert style.seen == source
 
 
 def test_a_frozen_norm_stays_frozen() -> None:
     with fake_world(2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         model = Llama()
         model.norm.weight.requires_grad_(False)
-        parallelize(model, mesh, {"norm": SequenceParallel(), "layers.*.ffn_norm": SequenceParallel()})
+        parallelize(model, tp_mesh(), {"norm": SequenceParallel(), "layers.*.ffn_norm": SequenceParallel()})
         assert isinstance(model.norm.weight, DTensor)
         assert not model.norm.weight.requires_grad
         assert model.layers[0].ffn_norm.weight.requires_grad  # type: ignore[union-attr]

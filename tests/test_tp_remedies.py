@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn.utils import parametrizations, parametrize
 from tp_checks import Mixture
-from tp_compare import sharded, training_difference, whole
-from tp_models import Attention, FeedForward, Llama, Mlp
+from tp_compare import sharded, tp_mesh, training_difference, whole
+from tp_models import Attention, FeedForward, Llama, Mlp, Net, gate_up
 
 from namedmesh.compat.megatron.tensor_parallel import layers
 from namedmesh.errors import NamedMeshError
@@ -41,6 +39,8 @@ from namedmesh.tensor_parallel import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch.distributed.device_mesh import DeviceMesh
 
 Plan = dict[str, Any]
 UP_DOWN: Plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -69,58 +69,42 @@ def without(plan: Plan, *words: str) -> Plan:
     return {key: style for key, style in plan.items() if not any(word in key for word in words)}
 
 
-class Normed(nn.Module):
+def normed(attention: nn.Module) -> Net:
     """Attention behind a norm, whose gradient is the sum of what the ranks make."""
-
-    def __init__(self, attention: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.attention = nn.RMSNorm(32), attention
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.attention(self.norm(x))
-        return out
+    return Net(lambda m, x: x + m.attention(m.norm(x)), norm=nn.RMSNorm(32), attention=attention)
 
 
 def one_kv_head() -> nn.Module:
-    return Normed(Attention(32, 4, 1))
+    return normed(Attention(32, 4, 1))
 
 
 def frozen_keys() -> nn.Module:
     attention = Attention(32, 4, 1)
     for layer in (attention.wk, attention.wv):
         layer.requires_grad_(False)
-    return Normed(attention)
+    return normed(attention)
 
 
-class GateUp(nn.Module):
-    """Gate and up in one linear."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_up, self.down = nn.Linear(32, 48), nn.Linear(24, 32)
-        self._tp_plan = {"gate_up": "packed_colwise", "down": "rowwise"}
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
-        out: Tensor = self.down(F.silu(gate) * up)
-        return out
+def packed() -> Any:
+    model: Any = gate_up(32)
+    model._tp_plan = {"gate_up": "packed_colwise", "down": "rowwise"}
+    return model
 
 
-class Latent(nn.Module):
+def latent() -> Any:
     """Keys from a latent, of which every head uses the last features directly; gates of heads, and one of all."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.n_heads, self.head_dim = 4, 8
-        self.q_proj, self.o_proj, self.gate = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 4)
-        self.kv_a_proj, self.kv_b_proj, self.total = nn.Linear(32, 7), nn.Linear(5, 32), nn.Linear(32, 3)
+    def compute(m: Any, x: Tensor) -> Any:
+        hidden, tail = m.kv_a_proj(x).split([5, 2], dim=-1)
+        k = m.kv_b_proj(hidden).unflatten(-1, (-1, 8)) + tail.sum(-1)[..., None, None]
+        heads = torch.tanh(m.q_proj(x).unflatten(-1, (-1, 8)) * k) * m.gate(x).unsqueeze(-1)
+        return m.o_proj(heads.flatten(-2)) * m.total(x).sum(-1, keepdim=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        latent, tail = self.kv_a_proj(x).split([5, 2], dim=-1)
-        k = self.kv_b_proj(latent).unflatten(-1, (-1, 8)) + tail.sum(-1)[..., None, None]
-        heads = torch.tanh(self.q_proj(x).unflatten(-1, (-1, 8)) * k) * self.gate(x).unsqueeze(-1)
-        out: Tensor = self.o_proj(heads.flatten(-2)) * self.total(x).sum(-1, keepdim=True)
-        return out
+    widths = {"q_proj": (32, 32), "o_proj": (32, 32), "gate": (32, 4), "kv_a_proj": (32, 7)}
+    widths |= {"kv_b_proj": (5, 32), "total": (32, 3)}
+    model: Any = Net(compute, **{name: nn.Linear(*width) for name, width in widths.items()})
+    model.n_heads, model.head_dim = 4, 8
+    return model
 
 
 LATENT: Plan = {
@@ -131,16 +115,9 @@ LATENT: Plan = {
 
 
 def embedding(**options: Any) -> Callable[[], nn.Module]:
-    class Embedded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.out = nn.Embedding(32, 32, **options), nn.Linear(32, 4)
-
-        def forward(self, ids: Tensor) -> Tensor:
-            out: Tensor = self.out(self.table(ids))
-            return out
-
-    return Embedded
+    return lambda: Net(
+        lambda m, ids: m.out(m.table(ids)), table=nn.Embedding(32, 32, **options), out=nn.Linear(32, 4)
+    )
 
 
 def parametrized() -> nn.Module:
@@ -213,7 +190,7 @@ REMEDIES = {
         ATTENTION,
     ),
     "linears left out of attention": Remedy(
-        lambda: Normed(Latent()),
+        lambda: normed(latent()),
         LATENT | {"attention.gate": ColwiseParallel()},
         r"kv_a_proj.*SumTailGradient\(width\) if all use its last width features",
         LATENT
@@ -224,7 +201,7 @@ REMEDIES = {
         },
     ),
     "gate|up in a column style": Remedy(
-        GateUp,
+        packed,
         {"gate_up": ColwiseParallel(), "down": RowwiseParallel()},
         r"FusedColwiseParallel\(blocks=...\)",
         {"gate_up": FusedColwiseParallel(blocks=2), "down": RowwiseParallel()},
@@ -291,10 +268,9 @@ def run(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
 
 def follow(remedy: Remedy) -> tuple[str, float]:
     """The error, and how far training is from that of one process after the remedy."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     with pytest.raises(NamedMeshError) as caught:
-        run(remedy.model().double(), mesh, remedy.plan)
+        run(remedy.model().double(), tp_mesh(), remedy.plan)
     torch.manual_seed(0)
     reference = (remedy.remedied or remedy.model)()
     for parameter in reference.parameters():  # a norm of ones would hide what it does
@@ -326,7 +302,7 @@ def second_derivative() -> tuple[str, float]:
 
 
 def packed_columns() -> tuple[str, float]:
-    reference = GateUp().double()
+    reference = packed().double()
     with pytest.raises(NamedMeshError) as caught:
         plan_from_hf(reference._tp_plan)
     model = sharded(reference, plan_from_hf(reference))
@@ -368,12 +344,11 @@ def pickled_layer() -> tuple[str, float]:
 
 def whole_experts() -> tuple[str, float]:
     """Experts of which one weight is whole on every rank."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     reference = Mixture().double()
     for parameter in reference.parameters():
         nn.init.uniform_(parameter, -0.3, 0.3)
     with pytest.raises(NamedMeshError) as caught:
-        plan_report(reference, mesh, {"experts": ShardedExperts({"up": Shard(1)})})
+        plan_report(reference, tp_mesh(), {"experts": ShardedExperts({"up": Shard(1)})})
     plan = {"experts": ShardedExperts({"up": Shard(1), "down": Shard(2)}), "experts.same": IdentityExpert()}
     model = sharded(reference, plan)
     data = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import fake_world, run_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
@@ -44,8 +43,7 @@ class Named(nn.Module):
 
 def refusal(module: nn.Module, style: Any, *args: Any, **kwargs: Any) -> str:
     """The message of the ShapeError that the forward raises; then a collective, to see that all are alive."""
-    mesh = tp_mesh()
-    model = parallelize(nn.ModuleDict({"part": module}), mesh, {"part": style})
+    model = parallelize(nn.ModuleDict({"part": module}), tp_mesh(), {"part": style})
     with pytest.raises(ShapeError) as caught:
         model["part"](*args, **kwargs)  # type: ignore[index]
     torch.distributed.barrier()
@@ -53,8 +51,7 @@ def refusal(module: nn.Module, style: Any, *args: Any, **kwargs: Any) -> str:
 
 
 def refusals() -> dict[str, str]:
-    tp = torch.distributed.get_world_size()
-    mesh = init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",))
+    tp, mesh = torch.distributed.get_world_size(), tp_mesh()
     half, odd = torch.zeros(2, 17, 16 // tp), torch.zeros(2, 17, 16)
     ids = torch.zeros(2, 17, dtype=torch.long)
     rows = RowwiseParallel(output_layouts=SEQUENCE)
@@ -123,8 +120,7 @@ def test_every_style_that_splits_refuses_what_it_cannot_split(tp: int) -> None:
 
 
 def llama_refusal() -> str:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    model = parallelize(Llama(), mesh, llama_plan(sequence_parallel=True))
+    model = parallelize(Llama(), tp_mesh(), llama_plan(sequence_parallel=True))
     assert model(torch.zeros(1, 16, dtype=torch.long)).shape == (1, 16, 32)
     with pytest.raises(ShapeError) as caught:
         model(torch.zeros(1, 17, dtype=torch.long))
@@ -136,19 +132,14 @@ def test_a_model_names_the_module_that_splits_first() -> None:
     assert [text.startswith(words) for text in run_ranks(2, llama_refusal)] == [True] * 2
 
 
-def one_rank() -> tuple[int, ...]:
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
-    model = parallelize(Llama(), mesh, llama_plan(sequence_parallel=True))
-    return tuple(model(torch.zeros(1, 17, dtype=torch.long)).shape)
-
-
 def test_one_rank_takes_any_length() -> None:
-    assert run_ranks(1, one_rank) == [(1, 17, 32)]
+    with fake_world(1):
+        model = parallelize(Llama(), tp_mesh(), llama_plan(sequence_parallel=True))
+        assert model(torch.zeros(1, 17, dtype=torch.long)).shape == (1, 17, 32)
 
 
 def layouts_of_what_goes_on() -> list[bool]:
     """Whether outputs and input gradients lie in memory as a pipeline has to send them."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     told = []
     for style, width in (
         (ColwiseParallel(input_layouts=SEQUENCE), 8),
@@ -156,7 +147,7 @@ def layouts_of_what_goes_on() -> list[bool]:
         (RowwiseParallel(output_layouts=SEQUENCE), 4),
         (RowwiseParallel(), 4),
     ):
-        layer = parallelize(nn.Linear(8, 8), mesh, style)
+        layer = parallelize(nn.Linear(8, 8), tp_mesh(), style)
         value = torch.ones(2, 4, width, requires_grad=True)
         output = layer(value)
         gradient: list[torch.Tensor] = []

@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
-from tp_compare import gradient_of, gradients_apart
+from tp_compare import gradient_of, gradients_apart, tp_mesh
 from tp_models import Block
 
 from namedmesh._torch import TORCH
@@ -113,12 +113,11 @@ class LegacyMlp(nn.Module):
 
 
 def all_passes() -> dict[str, dict[str, Any]]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     found = {}
     for sequence in (False, True):
         for shared in (False, True):
             torch.manual_seed(0)
-            model = parallelize(Block(32, 8, 4, 48).double(), mesh, block_plan(sequence, shared))
+            model = parallelize(Block(32, 8, 4, 48).double(), tp_mesh(), block_plan(sequence, shared))
             found[f"{sequence=}, {shared=}"] = two_passes(
                 model, lambda: torch.linspace(-1, 1, 2 * 8 * 32, dtype=torch.float64).view(2, 8, 32)
             )

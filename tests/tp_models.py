@@ -10,6 +10,8 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import nn
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 
@@ -96,6 +98,29 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(torch.tanh(self.up(x)))
         return out
+
+
+class Net(nn.Module):
+    """Named parts, modules or parameters, and what a forward computes with them."""
+
+    def __init__(self, compute: Callable[..., Any], **parts: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.compute = compute
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        return self.compute(self, *given, **named)
+
+
+def gate_up(dim: int) -> Net:
+    """Gate and up in one linear, one after the other."""
+
+    def compute(m: Any, x: Tensor) -> Any:
+        gate, up = m.gate_up(x).chunk(2, -1)
+        return m.down(F.silu(gate) * up)
+
+    return Net(compute, gate_up=nn.Linear(dim, 48), down=nn.Linear(24, dim))
 
 
 def hf_model(kind: str, **options: Any) -> Any:

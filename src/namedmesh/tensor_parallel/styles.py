@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class _FastStyle(ParallelStyle):
+class _FastStyle:
     """What the two fast styles have beside torch's."""
 
     def __init__(self, *, local_forward: bool = False, **options: Any) -> None:
