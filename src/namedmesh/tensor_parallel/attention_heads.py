@@ -120,9 +120,9 @@ class KeyValueParallel(ColwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         bound = self.on_ranks(device_mesh.size(), None, None, self.attentions)
-        if bound.shared is None:
-            return super()._apply(module, device_mesh)
         bound.src_data_rank = self.src_data_rank
+        if bound.shared is None:
+            return shard_module(bound, module, device_mesh)
         for attention in self.attentions:
             setattr(attention, _GROUPS, bound.shared.repeats)
         return shard_module(bound, module, device_mesh, partial(_rows_of, bound.shared))
@@ -190,8 +190,7 @@ def _around(modules: Mapping[str, nn.Module], fqn: str) -> Iterator[nn.Module]:
     """Yield the modules around one, the nearest first."""
     while fqn:
         fqn = _owner(fqn)
-        if fqn in modules:
-            yield modules[fqn]
+        yield modules[fqn]
 
 
 def _counts_around(modules: Mapping[str, nn.Module], fqn: str) -> Counts:
@@ -213,7 +212,7 @@ def head_reasons(model: nn.Module, entries: list[Entry], tp_size: int) -> list[t
     reasons = []
     for entry in entries:
         owner, features = _owner(entry.fqn), sharded_features(entry)
-        if not entry.fqn or features is None or owner not in modules:
+        if not entry.fqn or features is None:
             continue
         reason = _cut(entry, features, _stated(modules[owner], with_keys.get(owner)), tp_size)
         if reason is not None:

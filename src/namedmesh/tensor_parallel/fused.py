@@ -155,25 +155,19 @@ class FusedColwiseParallel(ColwiseParallel):
         return shard_module(self, module, device_mesh, partial(_rows_of, self.sizes(module)))
 
 
-def fused_reasons(entries: list[Entry], tp_size: int) -> list[tuple[str, str]]:
-    """Return the names of layers with parts that the ranks cannot share equally, or that the plan does not tell; and why."""
-    reasons = []
-    for entry in entries:
-        if isinstance(entry.style, FusedColwiseParallel) and isinstance(entry.module, nn.Linear):
-            against = entry.style.size_incompatibilities(entry.module, tp_size)
-            reasons += [(entry.fqn, reason) for reason in against]
-    return reasons if tp_size == 1 else [*reasons, *_unsaid(entries)]
+def fused_reasons(entries: list[Entry], tp_size: int) -> Iterator[tuple[str, str]]:
+    """Yield the names of layers with parts that the ranks cannot share equally, or that the plan does not tell; and why.
 
-
-def _unsaid(entries: list[Entry]) -> Iterator[tuple[str, str]]:
-    """Yield the only column layers of their modules that make more features than a row layer beside them takes.
-
-    The code between them decides whether rank after rank is right; only the plan can say. Nothing else finds it: where a
-    forward takes gate and up from a rank's rows with ``chunk``, the shapes fit, and the ranks agree on wrong gradients.
+    It does not tell where the only column layer of a module makes more features than a row layer beside it takes. The
+    code between them decides whether rank after rank is right, and nothing else finds it: where a forward takes gate and
+    up from a rank's rows with ``chunk``, the shapes fit, and the ranks agree on wrong gradients.
     """
     columns: dict[str, list[Entry]] = defaultdict(list)
     rows: dict[str, dict[str, int]] = defaultdict(dict)
     for entry in entries:
+        if isinstance(entry.style, FusedColwiseParallel) and isinstance(entry.module, nn.Linear):
+            for reason in entry.style.size_incompatibilities(entry.module, tp_size):
+                yield entry.fqn, reason
         owner, features = entry.fqn.rpartition(".")[0], sharded_features(entry)
         if features is not None and isinstance(entry.style, RowwiseParallel):
             rows[owner][entry.key] = features
@@ -181,7 +175,8 @@ def _unsaid(entries: list[Entry]) -> Iterator[tuple[str, str]]:
             columns[owner].append(entry)
     for owner, (column, *others) in columns.items():
         features, taken = sharded_features(column) or 0, max(rows[owner].values(), default=0)
-        if 0 < taken < features and not others and not isinstance(column.style, FusedColwiseParallel):
+        told = others or tp_size == 1 or isinstance(column.style, FusedColwiseParallel)
+        if 0 < taken < features and not told:
             reason = (
                 f"{features} output features, of which {', '.join(rows[owner])} takes {taken}: several layers in one, "
                 f"whose features may lie in blocks (q|k|v, gate|up) or head by head; say which, with "

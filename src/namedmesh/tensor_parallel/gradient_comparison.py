@@ -206,9 +206,8 @@ class GradientComparison:
     def _differs_along_axis(self, tensor: DTensor) -> bool:
         """Return whether the ranks of the axis have different parts of a DTensor, or of the sum that it is."""
         # Of its own mesh, which may cut the ranks otherwise, as those of experts do.
-        dims = [
-            dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)
-        ]
+        layouts = enumerate(tensor.placements)
+        dims = [dim for dim, layout in layouts if not isinstance(layout, Replicate)]
         return len(_ranks_along(tensor.device_mesh, dims) & {*self.ranks}) > 1
 
     def _across(self, parameters: Iterable[Tensor]) -> Iterable[dist.ProcessGroup]:
