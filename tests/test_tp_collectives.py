@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
-from tp_compare import sharded, tp_mesh
+from tp_compare import Recorded, sharded, tp_mesh
 from tp_models import FeedForward, Llama
 
 from namedmesh.tensor_parallel import (
@@ -213,19 +213,10 @@ def names_in_backward(mesh: DeviceMesh, plan: dict[str, Any], value: torch.Tenso
     torch.manual_seed(0)
     model = parallelize(FeedForward(8, 12), mesh, plan)
     out = model(value.requires_grad_())
-    names: list[str] = []
-
-    class Names(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if DTensor in types:
-                return NotImplemented
-            names.append(func._schema.name.partition("::")[2])
-            return func(*args, **(kwargs or {}))
-
-    with Names():  # type: ignore[no-untyped-call]
+    with Recorded() as recorded:
         out.sum().backward()
     wanted = {"mm", "addmm", "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "wait_tensor"}
-    return [name for name in names if name in wanted]
+    return [name for name in recorded.names if name in wanted]
 
 
 def orders() -> dict[str, list[str]]:

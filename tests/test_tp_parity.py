@@ -360,27 +360,3 @@ def surroundings() -> dict[str, float]:
 
 def test_no_grad_checkpointing_and_deep_copies() -> None:
     assert_right(run_ranks(2, surroundings))
-
-
-def autocast_differences() -> dict[str, float]:
-    torch.manual_seed(4)
-    reference = Mlp(64, 128)
-    model = sharded(reference, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    x = torch.randn(2, 8, 64)
-    results = []
-    for one in (reference, model):
-        with torch.autocast("cpu", torch.bfloat16):
-            out = one(x)
-        assert out.dtype is torch.bfloat16
-        out.float().square().sum().backward()
-        results.append(out)
-    found = {"output": largest(results[0].float(), results[1].float())}
-    for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        gradient, wanted = gradient_of(mine), gradient_of(theirs)
-        assert gradient.dtype is torch.float32
-        found[name] = largest(gradient, wanted) / wanted.abs().max().item()
-    return found
-
-
-def test_autocast_gives_the_types_and_about_the_numbers_of_the_whole_model() -> None:
-    assert_right(run_ranks(2, autocast_differences), 0.03)

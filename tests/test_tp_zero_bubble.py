@@ -18,9 +18,8 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
-from tp_compare import gradient_of, gradients_apart, tp_mesh
+from torch.distributed.tensor import Replicate, Shard
+from tp_compare import Recorded, gradient_of, gradients_apart, tp_mesh
 from tp_models import Block
 
 from namedmesh._torch import TORCH
@@ -34,20 +33,9 @@ if TYPE_CHECKING:
 COUNTED = {"mm", "addmm", "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"}
 
 
-class Counted(TorchDispatchMode):
-    """Counts matrix products, an added one as one, and collectives."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:
-            return NotImplemented
-        name = func._schema.name.partition("::")[2]
-        if name in COUNTED:
-            self.calls["mm" if name == "addmm" else name] += 1
-        return func(*args, **(kwargs or {}))
+def counted(recorded: Recorded) -> Counter[str]:
+    """Matrix products, an added one as one, and collectives."""
+    return Counter("mm" if name == "addmm" else name for name in recorded.names if name in COUNTED)
 
 
 def block_plan(sequence: bool, shared: bool) -> dict[str, Any]:
@@ -79,21 +67,21 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 def two_passes(model: nn.Module, make_input: Callable[[], torch.Tensor]) -> dict[str, Any]:
     """Counts of a backward in one pass and in two, and how far their gradients are apart."""
     value = make_input().requires_grad_()
-    with Counted() as once:
+    with Recorded() as once:
         out = model(value)
         out.square().sum().backward()
     wanted = [value.grad, *gradients(model)]
     other = make_input().requires_grad_()
-    with Counted() as for_input:
+    with Recorded() as for_input:
         out = model(other)
         inputs, groups = stage_backward_input([out.square().sum()], None, [other], model.parameters())
-    with Counted() as for_weights:
+    with Recorded() as for_weights:
         stage_backward_weight(model.parameters(), groups)
     found = [inputs[0], *gradients(model)]
     return {
-        "once": dict(once.calls),
-        "twice": dict(for_input.calls + for_weights.calls),
-        "in the second": {name for name in for_weights.calls if name != "mm"},
+        "once": dict(counted(once)),
+        "twice": dict(counted(for_input) + counted(for_weights)),
+        "in the second": {name for name in counted(for_weights) if name != "mm"},
         "apart": max((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True)),  # type: ignore[operator]
     }
 
@@ -182,10 +170,10 @@ def scheduled(name: str) -> tuple[Counter[str], float]:
     for _ in range(2):
         for model in models:
             model.zero_grad()
-        with Counted() as counted:
+        with Recorded() as step:
             schedule.step(*((inputs,) if first else ()), target=inputs if last else None)
     pairs = zip(models, mine, strict=True)
-    return counted.calls, max(gradients_apart(model, reference[i]) for model, i in pairs)
+    return counted(step), max(gradients_apart(model, reference[i]) for model, i in pairs)
 
 
 @pytest.mark.skipif(

@@ -10,6 +10,7 @@ import tiny
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel import parallelize, plan_from_hf, plan_report, reduce_gradients
@@ -47,6 +48,20 @@ def whole(tensor: Tensor) -> Tensor:
 def gradient_of(tensor: Tensor) -> Tensor:
     assert tensor.grad is not None
     return tensor.grad
+
+
+class Recorded(TorchDispatchMode):
+    """The names of the operations below DTensors, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented
+        self.names.append(func._schema.name.partition("::")[2])
+        return func(*args, **(kwargs or {}))
 
 
 def gradients_apart(model: nn.Module, reference: nn.Module) -> float:
