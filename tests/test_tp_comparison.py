@@ -509,6 +509,25 @@ def test_a_rank_that_begins_alone_to_train_a_parameter_does_not_hang() -> None:
     assert first[1] == second[1] == 1
 
 
+def asked_and_told() -> tuple[int, str]:
+    """Every parameter is sharded, and the first gradients are zero: how often the model is looked at, and what comes next."""
+    linears = {"up": nn.Linear(8, 16, bias=False), "down": nn.Linear(16, 8, bias=False)}
+    model = sharded(Net(lambda m, x: m.down(m.up(x)), **linears).double(), UP_DOWN)
+    x, kind = numbers(2, 8, seed=1), gradient_comparison.GradientComparison
+    with mock.patch.object(kind, "_parameters", autospec=True, side_effect=kind._parameters) as asked:
+        outs = [model(x * 0) for _ in range(3)]
+        outs[-1].square().sum().backward()
+    with pytest.raises(GradientError) as caught:
+        model(x * (1 + torch.distributed.get_rank())).square().sum().backward()
+    return asked.call_count, str(caught.value)
+
+
+def test_what_is_left_is_looked_for_once_a_backward() -> None:
+    for asked, text in run_ranks(2, asked_and_told):
+        assert asked == 1
+        assert text.startswith("the input of up: the plan says")
+
+
 def forgotten() -> int:
     """A model goes away while another optimizer makes a step."""
     kept = [wrong_model()]

@@ -16,10 +16,11 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as torch_styles
 from tp_compare import apart, gradient_of, sharded, tp_mesh, training_difference, whole
-from tp_models import Attention, Block, Llama, Mlp, Net
+from tp_models import Attention, Block, Llama, Mlp, Net, gate_up
 
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
+    FusedColwiseParallel,
     LocalParameters,
     RowwiseParallel,
     SequenceParallel,
@@ -208,6 +209,7 @@ def compiled_counts() -> dict[str, dict[str, Counter[str]]]:
         theirs[name] = torch_styles.ColwiseParallel()
     for name in ("attention.wo", "feed_forward.w2"):
         theirs[name] = torch_styles.RowwiseParallel(output_layouts=Shard(1))
+    fused = {"gate_up": FusedColwiseParallel(blocks=2), "down": RowwiseParallel()}
     shard, value = torch.randn(2, 4, 32, requires_grad=True), torch.randn(2, 8, 32, requires_grad=True)
     return {
         "ours, sequence": counted(parallelize(Block(32, 8, 4, 48), mesh, sequence), shard),
@@ -215,6 +217,7 @@ def compiled_counts() -> dict[str, dict[str, Counter[str]]]:
             torch_styles.parallelize_module(Block(32, 8, 4, 48), mesh, theirs), shard
         ),
         "ours": counted(parallelize(Block(32, 8, 4, 48), mesh, plain), value),
+        "fused": counted(parallelize(gate_up(32), mesh, fused), value),
     }
 
 
@@ -225,3 +228,6 @@ def test_a_compiled_block_has_the_collectives_of_torchs_styles() -> None:
         assert ours["forward"] == theirs["forward"]
         assert ours["backward"] == theirs["backward"]
         assert found["ours"] == {"forward": Counter(all_reduce=2), "backward": Counter(all_reduce=2)}
+        # Rows of the weight and of the bias, of which each rank sends what another one works on.
+        moved = Counter(all_reduce=1, all_to_all_single=2)
+        assert found["fused"] == {"forward": moved, "backward": moved}

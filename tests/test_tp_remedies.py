@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from messages import error_of
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
@@ -19,7 +20,6 @@ from tp_compare import sharded, tp_mesh, training_difference, whole
 from tp_models import Attention, FeedForward, Llama, Mlp, Net, gate_up
 
 from namedmesh.compat.megatron.tensor_parallel import layers
-from namedmesh.errors import NamedMeshError
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
     FusedColwiseParallel,
@@ -32,7 +32,6 @@ from namedmesh.tensor_parallel import (
     SharedInput,
     SumTailGradient,
     llama_plan,
-    parallelize,
     plan_from_hf,
     plan_report,
 )
@@ -40,7 +39,6 @@ from namedmesh.tensor_parallel import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.distributed.device_mesh import DeviceMesh
 
 Plan = dict[str, Any]
 UP_DOWN: Plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -237,7 +235,7 @@ REMEDIES = {
     "a shared input, gathered again": Remedy(
         Llama,
         SEQUENCE_LLAMA | {"layers.*.feed_forward.w1": ColwiseParallel(input_layouts=SEQUENCE)},
-        r"^layers.0.feed_forward.w1: the input is laid out as Shard\(1\) by this style, but a SharedInput above has made "
+        r"^PlanError: layers.0.feed_forward.w1: the input is laid out as Shard\(1\) by this style, but a SharedInput above has made "
         r"it whole; leave input_layouts at Replicate\(\), or take the SharedInput out of the plan$",
         SEQUENCE_LLAMA | {"layers.*.feed_forward.w1": ColwiseParallel(input_layouts=WHOLE)},
     ),
@@ -261,23 +259,18 @@ def given(model: nn.Module) -> Tensor:
     return torch.randn(2, 8, 32, dtype=torch.float64, generator=generator)
 
 
-def run(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
-    out = parallelize(model, mesh, plan)(given(model))
-    out.square().sum().backward()
-
-
 def follow(remedy: Remedy) -> tuple[str, float]:
     """The error, and how far training is from that of one process after the remedy."""
     torch.manual_seed(0)
-    with pytest.raises(NamedMeshError) as caught:
-        run(remedy.model().double(), tp_mesh(), remedy.plan)
+    model = remedy.model().double()
+    text = error_of(lambda: sharded(model, remedy.plan)(given(model)).square().sum().backward())
     torch.manual_seed(0)
     reference = (remedy.remedied or remedy.model)()
     for parameter in reference.parameters():  # a norm of ones would hide what it does
         nn.init.uniform_(parameter, -0.3, 0.3)
     reference = reference.double()
-    model = sharded(reference, remedy.remedy)
-    return str(caught.value), training_difference(model, reference, given(reference), steps=2)
+    right = sharded(reference, remedy.remedy)
+    return text, training_difference(right, reference, given(reference), steps=2)
 
 
 # --- what is no plan of a model ------------------------------------------------------------------------------
@@ -294,28 +287,25 @@ def second_derivative() -> tuple[str, float]:
         gradient.square().sum().backward()
         return [whole(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
 
-    with pytest.raises(NamedMeshError) as caught:
-        penalize(sharded(reference, {f"*.{name}": style for name, style in UP_DOWN.items()}))
+    text = error_of(
+        lambda: penalize(sharded(reference, {f"*.{name}": style for name, style in UP_DOWN.items()}))
+    )
     model = sharded(reference, {f"0.{name}": style for name, style in UP_DOWN.items()})
     pairs = zip(penalize(model), penalize(reference), strict=True)
-    return str(caught.value), float(max((one - other).abs().max() for one, other in pairs))
+    return text, float(max((one - other).abs().max() for one, other in pairs))
 
 
 def packed_columns() -> tuple[str, float]:
     reference = packed().double()
-    with pytest.raises(NamedMeshError) as caught:
-        plan_from_hf(reference._tp_plan)
-    model = sharded(reference, plan_from_hf(reference))
-    return str(caught.value), training_difference(model, reference, given(reference))
+    text = error_of(lambda: plan_from_hf(reference._tp_plan))
+    return text, training_difference(sharded(reference, plan_from_hf(reference)), reference, given(reference))
 
 
 def removed_entry() -> tuple[str, float]:
     reference = Llama().double()
     stated = {f"layers.*.feed_forward.w{i}": "rowwise" if i == 2 else "colwise" for i in (1, 2, 3)}
-    with pytest.raises(NamedMeshError) as caught:
-        plan_from_hf(stated | {"layers.*.attention": "grouped_gemm"})
-    model = sharded(reference, plan_from_hf(stated))
-    return str(caught.value), training_difference(model, reference, given(reference))
+    text = error_of(lambda: plan_from_hf(stated | {"layers.*.attention": "grouped_gemm"}))
+    return text, training_difference(sharded(reference, plan_from_hf(stated)), reference, given(reference))
 
 
 def destroyed_group() -> tuple[str, float]:
@@ -325,21 +315,19 @@ def destroyed_group() -> tuple[str, float]:
 
     x, layer = given(nn.Linear(1, 1)), make()
     dist.destroy_process_group(layer.tp_group)
-    with pytest.raises(NamedMeshError) as caught:
-        layer(x)
+    text = error_of(lambda: layer(x))
     found = make()(x)[0].detach()
-    return str(caught.value), float((found - x.sum(-1, keepdim=True)).abs().max())
+    return text, float((found - x.sum(-1, keepdim=True)).abs().max())
 
 
 def pickled_layer() -> tuple[str, float]:
     make = partial(layers.RowParallelLinear, 32, 8, input_is_parallel=True, tp_group=dist.group.WORLD)
     layer, other = make(), make()
-    with pytest.raises(NamedMeshError) as caught:
-        pickle.dumps(layer)
+    text = error_of(lambda: pickle.dumps(layer))
     sent = pickle.dumps(layer.state_dict())
     other.load_state_dict(pickle.loads(sent))  # noqa: S301  our own
     x = torch.ones(4, 16)
-    return str(caught.value), float((layer(x)[0] - other(x)[0]).detach().abs().max())
+    return text, float((layer(x)[0] - other(x)[0]).detach().abs().max())
 
 
 def whole_experts() -> tuple[str, float]:
@@ -347,12 +335,11 @@ def whole_experts() -> tuple[str, float]:
     reference = Mixture().double()
     for parameter in reference.parameters():
         nn.init.uniform_(parameter, -0.3, 0.3)
-    with pytest.raises(NamedMeshError) as caught:
-        plan_report(reference, tp_mesh(), {"experts": ShardedExperts({"up": Shard(1)})})
+    text = error_of(lambda: plan_report(reference, tp_mesh(), {"experts": ShardedExperts({"up": Shard(1)})}))
     plan = {"experts": ShardedExperts({"up": Shard(1), "down": Shard(2)}), "experts.same": IdentityExpert()}
     model = sharded(reference, plan)
     data = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    return str(caught.value), training_difference(model, reference, data)
+    return text, training_difference(model, reference, data)
 
 
 OTHERS: dict[str, tuple[Callable[[], tuple[str, float]], str]] = {
