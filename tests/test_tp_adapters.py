@@ -7,27 +7,12 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from torch import Tensor, nn
+from torch import nn
 from tp_compare import assert_right, hf_difference, problem_of, sharded, training_difference
-from tp_models import Llama, hf_model
+from tp_models import Llama, Lora, hf_model
 
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel import llama_plan, plan_from_hf, plan_report
-
-
-class Lora(nn.Module):
-    """As PEFT wraps a linear."""
-
-    def __init__(self, base_layer: nn.Linear, rank: int = 2) -> None:
-        super().__init__()
-        self.base_layer = base_layer.requires_grad_(False)
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, rank, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base_layer.out_features, bias=False)})
-        self.lora_magnitude_vector = nn.ModuleDict()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x)) * 0.5
-        return out
 
 
 def adapted_llama() -> Llama:
@@ -73,7 +58,7 @@ def test_other_adapters_are_refused() -> None:
     del model.layers[0].attention.wo.lora_A
     model.output = Lora(nn.Linear(32, 32))
     model.output.base_layer = nn.Embedding(32, 32)
-    kind = "test_tp_adapters's Lora" if Lora.__module__ == "test_tp_adapters" else "tests's Lora"
+    kind = f"{Lora.__module__.partition('.')[0]}'s Lora"
     assert problem_of(model, llama_plan()) == (
         "3 problems:\n"
         f"  - output: {kind} is an adapter around Embedding, and only LoRA around nn.Linear can be sharded, by a "

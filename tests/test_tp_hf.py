@@ -9,7 +9,7 @@ import torch
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.tensor import Shard
-from tp_checks import Heads
+from tp_checks import heads_and_tail
 from tp_compare import hf_difference, sharded, training_difference
 from tp_models import Net, hf_model
 
@@ -120,7 +120,7 @@ class Config:
 
 
 def stated() -> Any:
-    model: Any = Net(lambda m, x: m.attn(x), attn=Heads())
+    model: Any = Net(lambda m, x: m.attn(x), attn=heads_and_tail())
     model.config = Config()
     return model
 

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn.utils import parametrizations, parametrize
-from tp_checks import Mixture
+from tp_checks import mixture
 from tp_compare import sharded, tp_mesh, training_difference, whole
 from tp_models import Attention, FeedForward, Llama, Mlp, Net, gate_up
 
@@ -332,7 +332,7 @@ def pickled_layer() -> tuple[str, float]:
 
 def whole_experts() -> tuple[str, float]:
     """Experts of which one weight is whole on every rank."""
-    reference = Mixture().double()
+    reference = mixture().double()
     for parameter in reference.parameters():
         nn.init.uniform_(parameter, -0.3, 0.3)
     text = error_of(lambda: plan_report(reference, tp_mesh(), {"experts": ShardedExperts({"up": Shard(1)})}))

@@ -113,6 +113,21 @@ class Net(nn.Module):
         return self.compute(self, *given, **named)
 
 
+class Lora(nn.Module):
+    """As PEFT wraps a linear."""
+
+    def __init__(self, base_layer: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base_layer.out_features, bias=False)})
+        self.lora_magnitude_vector = nn.ModuleDict()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x)) * 0.5
+        return out
+
+
 def gate_up(dim: int) -> Net:
     """Gate and up in one linear, one after the other."""
 
