@@ -120,7 +120,7 @@ def autocast_types(dtype: torch.dtype) -> tuple[float, set[str]]:
         with torch.autocast("cpu", torch.bfloat16):
             outs.append(one(x))
         outs[-1].float().square().sum().backward()
-    found = [apart(*outs) / float(outs[0].abs().max())]
+    found = [apart(*outs) / float(outs[0].detach().abs().max())]
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         gradient, wanted = gradient_of(mine), gradient_of(theirs)
         assert gradient.dtype is wanted.dtype is dtype
