@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from tp_compare import assert_right, sharded, tp_mesh, training_difference, whole
-from tp_models import Llama
+from tp_models import Llama, Net
 
 import namedmesh
 from namedmesh._torch import TORCH
@@ -176,32 +176,30 @@ def test_compiled_with_kept_products() -> None:
 # --- layers of legacy code, and the functions under them -----------------------------------------------------
 
 
-class Legacy(nn.Module):
+def legacy(up: nn.Module, down: nn.Module) -> Net:
     """Two linear layers of a dialect; an output may be a tensor, or a tensor and a bias."""
 
-    def __init__(self, up: nn.Module, down: nn.Module) -> None:
-        super().__init__()
-        self.up, self.down = up, down
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in (self.up, self.down):
-            out: Any = layer(x)
+    def compute(m: Any, x: Tensor) -> Tensor:
+        for layer in (m.up, m.down):
+            out = layer(x)
             x = torch.tanh(out[0] if isinstance(out, tuple) else out)
         return x
 
+    return Net(compute, up=up, down=down).double()
 
-def legacy_model(dialect: str, *, sequence: bool = False) -> Legacy:
+
+def legacy_model(dialect: str, *, sequence: bool = False) -> Any:
     if dialect == "megatron":
         config = type("Config", (), {"sequence_parallel": sequence, "params_dtype": torch.float64})
         layers = megatron_layers
         up = layers.ColumnParallelLinear(8, 16, config=config, gather_output=False)
-        return Legacy(up, layers.RowParallelLinear(16, 8, config=config, input_is_parallel=True)).double()
+        return legacy(up, layers.RowParallelLinear(16, 8, config=config, input_is_parallel=True))
     module: Any = fairscale.layers if dialect == "fairscale" else ezpz_tp.layers
     up = module.ColumnParallelLinear(8, 16, gather_output=False)
-    return Legacy(up, module.RowParallelLinear(16, 8, input_is_parallel=True)).double()
+    return legacy(up, module.RowParallelLinear(16, 8, input_is_parallel=True))
 
 
-def one_process(model: Legacy, peers: RankGroup) -> nn.Sequential:
+def one_process(model: Any, peers: RankGroup) -> nn.Sequential:
     """The same with whole weights."""
     up, down = nn.Linear(8, 16).double(), nn.Linear(16, 8).double()
     with torch.no_grad():
@@ -212,7 +210,7 @@ def one_process(model: Legacy, peers: RankGroup) -> nn.Sequential:
 
 
 def legacy_difference(
-    model: Legacy, peers: RankGroup, call: Callable[..., Tensor], *, sequence: bool = False
+    model: Any, peers: RankGroup, call: Callable[..., Tensor], *, sequence: bool = False
 ) -> float:
     """Weights of a dialect's model after some steps, against those of one process."""
     reference = one_process(model, peers)
@@ -238,45 +236,29 @@ def legacy_difference(
     )
 
 
-def legacy_differences() -> dict[str, float]:
+LEGACY = (("megatron", False), ("megatron", True), ("fairscale", False), ("ezpz", False))
+
+
+def legacy_differences() -> dict[tuple[str, bool, str], float]:
     found = {}
     peers = RankGroup(torch.distributed.group.WORLD)
     megatron.initialize_model_parallel(tensor_model_parallel_size=2)
     fairscale.initialize_model_parallel(2)
     ezpz_tp.initialize_tensor_parallel(2)
-    for policy in POLICIES:
-        call = partial(selectively, policy=policy)
-        for dialect in ("megatron", "fairscale", "ezpz"):
-            torch.manual_seed(0)
-            found[f"{dialect}, {policy}"] = legacy_difference(legacy_model(dialect), peers, call)
-        torch.manual_seed(0)
-        found[f"megatron, sequence, {policy}"] = legacy_difference(
-            legacy_model("megatron", sequence=True), peers, call, sequence=True
-        )
-    return found
-
-
-def test_legacy_layers_under_every_policy() -> None:
-    assert_right(run_ranks(2, legacy_differences), cases=4 * len(POLICIES))
-
-
-def compiled_legacy_differences() -> dict[str, float]:
-    found = {}
-    peers = RankGroup(torch.distributed.group.WORLD)
-    megatron.initialize_model_parallel(tensor_model_parallel_size=2)
-    fairscale.initialize_model_parallel(2)
-    for dialect, sequence in (("megatron", False), ("megatron", True), ("fairscale", False)):
+    for (dialect, sequence), policy in product(LEGACY, (*POLICIES, "compiled")):
         torch.manual_seed(0)
         model = legacy_model(dialect, sequence=sequence)
-        compiled = torch.compile(Checkpointed(model), backend="aot_eager", fullgraph=True)
-        call = lambda _model, x, compiled=compiled: compiled(x)  # noqa: E731
-        found[f"{dialect}, {sequence}"] = legacy_difference(model, peers, call, sequence=sequence)
+        call: Callable[..., Any] = partial(selectively, policy=policy)
+        if policy == "compiled":
+            compiled = torch.compile(Checkpointed(model), backend="aot_eager", fullgraph=True)
+            call = lambda _model, x, compiled=compiled: compiled(x)  # noqa: E731
+        found[dialect, sequence, policy] = legacy_difference(model, peers, call, sequence=sequence)
     return found
 
 
 @pytest.mark.filterwarnings("default")  # torch.compile's own
-def test_compiled_legacy_layers_with_kept_products() -> None:
-    assert_right(run_ranks(2, compiled_legacy_differences), cases=3)  # ezpz's layers are fairscale's
+def test_legacy_layers_under_every_policy() -> None:
+    assert_right(run_ranks(2, legacy_differences), cases=len(LEGACY) * (len(POLICIES) + 1))
 
 
 def outcome(call: Callable[..., Tensor], given: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.tensor import Replicate, Shard
 from tp_compare import Recorded, gradient_of, gradients_apart, tp_mesh
-from tp_models import Block
+from tp_models import Block, Net
 
 from namedmesh._torch import TORCH
 from namedmesh.compat import megatron
@@ -86,20 +86,6 @@ def two_passes(model: nn.Module, make_input: Callable[[], torch.Tensor]) -> dict
     }
 
 
-class LegacyMlp(nn.Module):
-    """Two layers of a dialect, of whose output only the tensor counts."""
-
-    def __init__(self, up: nn.Module, down: nn.Module) -> None:
-        super().__init__()
-        self.up, self.down = up, down
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in (self.up, self.down):
-            out: Any = layer(x)
-            x = out[0] if isinstance(out, tuple) else out
-        return x
-
-
 def all_passes() -> dict[str, dict[str, Any]]:
     found = {}
     for sequence in (False, True):
@@ -112,10 +98,9 @@ def all_passes() -> dict[str, dict[str, Any]]:
     megatron.initialize_model_parallel(tensor_model_parallel_size=2)
     layers = megatron_layers
     torch.manual_seed(0)
-    model = LegacyMlp(
-        layers.ColumnParallelLinear(8, 16, gather_output=False),
-        layers.RowParallelLinear(16, 8, input_is_parallel=True, bias=False),
-    )
+    up = layers.ColumnParallelLinear(8, 16, gather_output=False)
+    down = layers.RowParallelLinear(16, 8, input_is_parallel=True, bias=False)
+    model = Net(lambda m, x: m.down(m.up(x)[0])[0], up=up, down=down)  # of the output and a bias
     found["megatron"] = two_passes(model, lambda: torch.ones(4, 2, 8))
     return found
 

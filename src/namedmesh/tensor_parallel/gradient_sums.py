@@ -79,9 +79,7 @@ def reduce_before_use(model: nn.Module) -> None:
     if CLIPS_PARTIAL_GRADIENTS:
         return
     for parameter in model.parameters():
-        if isinstance(parameter, DTensor) and any(
-            isinstance(each, Replicate) for each in parameter.placements
-        ):
+        if isinstance(parameter, DTensor):
             trainable = parameter.requires_grad
             parameter.requires_grad_()  # or it takes no hook
             parameter.register_post_accumulate_grad_hook(_sum_at_once)  # type: ignore[no-untyped-call]  # torch's
