@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from tp_compare import gradients_apart, sharded, tp_mesh, whole
-from tp_models import Llama
+from tp_models import NORMS, Llama
 
 import namedmesh
 from namedmesh._torch import CLIPS_PARTIAL_GRADIENTS
@@ -170,10 +170,9 @@ WAYS: dict[str, tuple[Any, Any]] = {
     "summed after each": (partial(plain, sum_early=True), SgdOfShards),
     "recomputed": (partial(plain, recompute=True), SgdOfShards),
 }
-TORCHS_NORMS = dict.fromkeys(("layers.*.attention_norm", "layers.*.ffn_norm", "norm"), SequenceParallel())
 PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sequence": ({}, llama_plan(sequence_parallel=True)),
-    "torch's norms": ({}, llama_plan(sequence_parallel=True) | TORCHS_NORMS),
+    "torch's norms": ({}, llama_plan(sequence_parallel=True) | dict.fromkeys(NORMS, SequenceParallel())),
     "shared kv heads": (SHARED_HEADS, llama_plan(sequence_parallel=True)),
 }
 

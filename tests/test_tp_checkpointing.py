@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from tp_compare import assert_right, sharded, tp_mesh, training_difference, whole
-from tp_models import Llama, Net
+from tp_models import TORCHS_NORMS, Llama, Net
 
 import namedmesh
 from namedmesh._torch import TORCH
@@ -104,13 +104,12 @@ def apart(one: Tensor, other: Tensor) -> float:
 BETWEEN = Shard(1)
 PREPARED = PrepareModuleInput(input_layouts=BETWEEN, desired_input_layouts=Replicate())
 SEQUENCE_PLAN = llama_plan(sequence_parallel=True)
-NORMS = ("layers.*.attention_norm", "layers.*.ffn_norm", "norm")
 PLANS: dict[str, dict[str, Any]] = {
     "plain": llama_plan(),
     "sequence": SEQUENCE_PLAN,
     "torch's preparation": SEQUENCE_PLAN
     | {"layers.*.attention": PREPARED, "layers.*.feed_forward": PREPARED},
-    "torch's norms": SEQUENCE_PLAN | dict.fromkeys(NORMS, SequenceParallel(use_local_output=True)),
+    "torch's norms": SEQUENCE_PLAN | TORCHS_NORMS,
     "gathered": llama_plan()
     | {
         "layers.*.feed_forward.w1": ColwiseParallel(output_layouts=Replicate()),

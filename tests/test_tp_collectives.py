@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from tp_compare import Recorded, sharded, tp_mesh
-from tp_models import FeedForward, Llama
+from tp_models import NORMS, FeedForward, Llama
 
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 TP = 2
 IDS = (2, 16)
 WHOLE, SEQUENCE = Replicate(), Shard(1)
-NORMS = ("layers.*.attention_norm", "layers.*.ffn_norm", "norm")
 COLUMNS = tuple(f"layers.*.{name}" for name in ("attention.wq", "attention.wk", "attention.wv"))
 COLUMNS += tuple(f"layers.*.feed_forward.{name}" for name in ("w1", "w3"))
 ROWS = ("layers.*.attention.wo", "layers.*.feed_forward.w2")

@@ -23,14 +23,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 from tp_checks import against_whole, largest_difference
 from tp_compare import assert_right, numbers, sharded, tp_mesh, training_difference
-from tp_models import Attention, Llama, Mlp, Net, hf_model
+from tp_models import UP_DOWN, Attention, Llama, Mlp, Net, hf_model
 from tp_wirings import Gain, OfHeads
 
 from namedmesh.errors import GradientError, MeshError
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
     KeepWhole,
-    KeyValueParallel,
     LocalParameters,
     RowwiseParallel,
     SharedInput,
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 Plan = dict[str, Any]
-UP_DOWN: Plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 WHOLE, SEQUENCE = Replicate(), Shard(1)
 
 
@@ -129,6 +127,17 @@ def double_gradient(x: Tensor) -> None:
     x.register_hook(lambda gradient: 2 * gradient.clamp(-1, 1))
 
 
+def beside() -> Net:
+    """All ranks compute a few features whole, and use them with their own part of others."""
+
+    def compute(m: Any, x: Tensor) -> Any:
+        x = m.norm(x)
+        return m.down((m.up(x).unflatten(-1, (-1, 4)) * m.small(x).unsqueeze(-2)).flatten(-2))
+
+    linears = {"small": nn.Linear(8, 4), "up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}
+    return Net(compute, norm=nn.RMSNorm(8), **linears)
+
+
 def column_of(work: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
     return lambda: Wired(LAST, up=Subclass(work, 8, 16))
 
@@ -140,49 +149,50 @@ def row_of(work: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
 SHARED: Plan = UP_DOWN | {"gate": ColwiseParallel(), "": SharedInput()}
 LAST = "up down skip"  # whatever else there is comes before, or after, these
 FIRST = "gain vector norms act skip up down"
-# A model, a plan and the names that the error has to have; none where training is that of one process.
-CASES: dict[str, tuple[Callable[[], nn.Module], Plan, set[str]]] = {
-    "(a) a factor of the input": (partial(Wired, LAST, factor=Gain()), UP_DOWN, set()),
-    "(a) a temperature of the input": (partial(Wired, FIRST, temperature=Gain()), UP_DOWN, set()),
+SKIP = partial(Wired, LAST, gain=Gain(), skip=nn.Linear(8, 8))
+NORMED_HEADS = partial(Wired, LAST, norms=OfHeads(nn.RMSNorm(4)))
+ACTIVATED = partial(Wired, LAST, act=nn.PReLU())
+# A model and a plan with which training is that of one process.
+RIGHT: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
+    "(a) a factor of the input": (partial(Wired, LAST, factor=Gain()), UP_DOWN),
+    "(a) a temperature of the input": (partial(Wired, FIRST, temperature=Gain()), UP_DOWN),
+    "(b) a gain between, covered": (SKIP, UP_DOWN | {"gain": LocalParameters()}),
+    "(b) a scale of the whole": (partial(Wired, FIRST, scale=Gain()), UP_DOWN),
+    "a number, covered": (partial(scaled, False), UP_DOWN | {"": LocalParameters({"weight": WHOLE})}),
+    "a number after both": (partial(scaled, True), UP_DOWN | {"": KeepWhole()}),
+    "(c) softmax": (column_of(lambda x: x.softmax(-1)), UP_DOWN),
+    "(c) normalize": (column_of(lambda x: F.normalize(x, dim=-1)), UP_DOWN),
+    "(c) chunked": (column_of(glu), UP_DOWN),
+    "(c) row: layer norm": (row_of(lambda x: F.layer_norm(x, (16,))), UP_DOWN),
+    "(c) row: quantized": (row_of(quantized), UP_DOWN),
+    "(c) row: mean gate": (row_of(lambda x: x * torch.sigmoid(x.mean(-1, keepdim=True))), UP_DOWN),
+    "(f) written into at first": (partial(two_columns, lambda x: x.mul_(2)), SHARED),
+    "(f) a ReLU in place": (partial(two_columns, F.relu_), SHARED),
+    "(f) a copy is written into": (partial(two_columns, lambda x: x.mul_(2), "copy"), SHARED),
+    "(f) a hook": (partial(two_columns, double_gradient), SHARED),
+    "norms of heads, covered": (NORMED_HEADS, UP_DOWN | {"norms.inner": LocalParameters()}),
+    "an activation, covered": (ACTIVATED, UP_DOWN | {"act": LocalParameters()}),
+    "a few features, covered": (beside, UP_DOWN | {"small": SumTailGradient(4)}),
+    "a gate, covered": (
+        partial(Wired, LAST, gate=nn.Linear(8, 16)),
+        UP_DOWN | {"gate": ColwiseParallel(output_layouts=Shard(-1))},
+    ),
+}
+# A model, a plan, and the names that the error has to have.
+STOPPED: dict[str, tuple[Callable[[], nn.Module], Plan, set[str]]] = {
     "(b) a gain between, declared last": (
         partial(Wired, "gain" + LAST, gain=Gain(), skip=nn.Linear(8, 8)),
         UP_DOWN,
         {"gain.weight"},
-    ),
-    "(b) a gain between, covered": (
-        partial(Wired, LAST, gain=Gain(), skip=nn.Linear(8, 8)),
-        UP_DOWN | {"gain": LocalParameters()},
-        set(),
     ),
     "(b) a vector of the model's width on features": (
         lambda: Wired(LAST, up=nn.Linear(8, 32), down=nn.Linear(32, 8), vector=_EachEight(Gain(8))),
         UP_DOWN,
         {"vector.inner.weight"},
     ),
-    "(b) a scale of the whole": (partial(Wired, FIRST, scale=Gain()), UP_DOWN, set()),
-    "a number of the module, between": (partial(scaled, after=False), UP_DOWN, {"weight"}),
-    "a number of the module, covered": (
-        partial(scaled, after=False),
-        UP_DOWN | {"": LocalParameters({"weight": WHOLE})},
-        set(),
-    ),
-    "a number of the module, after": (partial(scaled, after=True), UP_DOWN | {"": KeepWhole()}, set()),
-    "(c) softmax": (column_of(lambda x: x.softmax(-1)), UP_DOWN, set()),
-    "(c) normalize": (column_of(lambda x: F.normalize(x, dim=-1)), UP_DOWN, set()),
-    "(c) chunked": (column_of(glu), UP_DOWN, set()),
-    "(c) row: layer norm": (row_of(lambda x: F.layer_norm(x, (16,))), UP_DOWN, set()),
-    "(c) row: quantized": (row_of(quantized), UP_DOWN, set()),
-    "(c) row: mean gate": (row_of(lambda x: x * torch.sigmoid(x.mean(-1, keepdim=True))), UP_DOWN, set()),
-    "norms of heads": (
-        partial(Wired, LAST, norms=OfHeads(nn.RMSNorm(4))),
-        UP_DOWN,
-        {"norms.inner.weight"},
-    ),
-    "an activation": (partial(Wired, LAST, act=nn.PReLU()), UP_DOWN, {"act.weight"}),
-    "(f) written into at first": (partial(two_columns, lambda x: x.mul_(2)), SHARED, set()),
-    "(f) a ReLU in place": (partial(two_columns, F.relu_), SHARED, set()),
-    "(f) a copy is written into": (partial(two_columns, lambda x: x.mul_(2), "copy"), SHARED, set()),
-    "(f) a hook": (partial(two_columns, double_gradient), SHARED, set()),
+    "a number of the module, between": (partial(scaled, False), UP_DOWN, {"weight"}),
+    "norms of heads": (NORMED_HEADS, UP_DOWN, {"norms.inner.weight"}),
+    "an activation": (ACTIVATED, UP_DOWN, {"act.weight"}),
 }
 
 
@@ -192,14 +202,14 @@ class _EachEight(OfHeads):
         return out
 
 
-def result(make: Callable[[], nn.Module], plan: Plan, features: int = 8) -> float | str:
+def result(make: Callable[[], nn.Module], plan: Plan) -> float | str:
     """How far training is from that of one process, or the error."""
     torch.manual_seed(0)
     reference = make().double()
     for parameter in reference.parameters():  # a norm of ones, and a factor of 1, would hide what it does
         nn.init.uniform_(parameter, -0.7, 0.7)
     model = sharded(_given(reference), {f"inner.{k}".rstrip("."): s for k, s in plan.items()})
-    data = torch.randn(2, 6, features, dtype=torch.float64)
+    data = torch.randn(2, 6, 8, dtype=torch.float64)
     try:
         return training_difference(model, _given(reference), data)
     except GradientError as error:
@@ -212,7 +222,7 @@ def _given(inner: nn.Module) -> Net:
 
 
 def results() -> dict[str, float | str]:
-    return {name: result(make, plan) for name, (make, plan, _) in CASES.items()}
+    return {name: result(*case[:2]) for name, case in (RIGHT | STOPPED).items()}
 
 
 @pytest.fixture(scope="module")
@@ -220,18 +230,17 @@ def found() -> list[dict[str, float | str]]:
     return run_ranks(2, results)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*RIGHT, *STOPPED])
 def test_training_is_that_of_one_process_or_stops_with_the_names(
     name: str, found: list[dict[str, float | str]]
 ) -> None:
-    names = CASES[name][2]
     first, second = (each[name] for each in found)
-    if not names:
+    if name in RIGHT:
         assert isinstance(first, float), first
         assert max(first, float(second)) < 1e-10
         return
     assert first == second
-    assert names_in(first) == {f"inner.{each}" for each in names}
+    assert names_in(first) == {f"inner.{each}" for each in STOPPED[name][2]}
 
 
 def names_in(text: object) -> set[str]:
@@ -276,7 +285,7 @@ def test_what_is_written_into_a_gathered_input() -> None:
         assert "its shared input has a hook" in str(found["hook between"])
 
 
-# --- the words of the error, and that what they say helps ----------------------------------------------------
+# --- the words of the error -----------------------------------------------------------------------------------
 
 
 def error_of(make: Callable[[], nn.Module], plan: Plan, data: Tensor, **options: Any) -> str:
@@ -285,17 +294,6 @@ def error_of(make: Callable[[], nn.Module], plan: Plan, data: Tensor, **options:
     with pytest.raises(GradientError) as caught:
         model(data).square().sum().backward()
     return str(caught.value)
-
-
-def beside() -> Net:
-    """All ranks compute a few features whole, and use them with their own part of others."""
-
-    def compute(m: Any, x: Tensor) -> Any:
-        x = m.norm(x)
-        return m.down((m.up(x).unflatten(-1, (-1, 4)) * m.small(x).unsqueeze(-2)).flatten(-2))
-
-    linears = {"small": nn.Linear(8, 4), "up": nn.Linear(8, 16), "down": nn.Linear(16, 8)}
-    return Net(compute, norm=nn.RMSNorm(8), **linears)
 
 
 def row_gate() -> Net:
@@ -314,7 +312,7 @@ def texts() -> dict[str, str]:
     gathered = UP_DOWN | {"small": ColwiseParallel(output_layouts=WHOLE)}
     return {
         "parameter": error_of(partial(Wired, LAST, act=nn.PReLU()), UP_DOWN, numbers(2, 8, seed=1)),
-        "several": error_of(partial(scaled, after=False), UP_DOWN, numbers(2, 8, seed=1)),
+        "several": error_of(partial(scaled, False), UP_DOWN, numbers(2, 8, seed=1)),
         "upstream": error_of(beside, UP_DOWN, numbers(2, 8, seed=1)),
         "gathered": error_of(beside, gathered, numbers(2, 8, seed=1)),
         "row": error_of(row_gate, UP_DOWN | {"gate": RowwiseParallel()}, numbers(2, 8, seed=1)),
@@ -351,29 +349,6 @@ def test_what_the_errors_name() -> None:
     assert "the input of up: the plan says that the 2 ranks of tp have the same" in first["input"]
     assert names_in(first["keys"]) == {"wk.weight", "wv.weight"}
     assert "layers.0.ffn_norm.weight, layers.1.ffn_norm.weight: whole" in first["sequence"]
-
-
-def remedies() -> dict[str, float | str]:
-    """What the errors above say to do."""
-    keys: Plan = {"wq": ColwiseParallel(), "wo": RowwiseParallel()}
-    keys |= dict.fromkeys(("wk", "wv"), KeyValueParallel())
-    return {
-        "act": result(partial(Wired, LAST, act=nn.PReLU()), UP_DOWN | {"act": LocalParameters()}),
-        "small": result(beside, UP_DOWN | {"small": SumTailGradient(4)}),
-        "keys": result(lambda: Attention(32, 4, 1), keys, 32),
-        "norms": result(
-            partial(Wired, LAST, norms=OfHeads(nn.RMSNorm(4))), UP_DOWN | {"norms.inner": LocalParameters()}
-        ),
-        "gate": result(
-            partial(Wired, LAST, gate=nn.Linear(8, 16)),
-            UP_DOWN | {"gate": ColwiseParallel(output_layouts=Shard(-1))},
-        ),
-    }
-
-
-def test_what_the_errors_say_helps() -> None:
-    for found in run_ranks(2, remedies):
-        assert all(isinstance(value, float) and value < 1e-10 for value in found.values()), found
 
 
 # --- when the ranks compare ----------------------------------------------------------------------------------

@@ -16,14 +16,13 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as torch_styles
 from tp_compare import apart, gradient_of, sharded, tp_mesh, training_difference, whole
-from tp_models import Attention, Block, Llama, Mlp, Net, gate_up
+from tp_models import TORCHS_NORMS, Attention, Block, Llama, Mlp, Net, gate_up
 
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
     FusedColwiseParallel,
     LocalParameters,
     RowwiseParallel,
-    SequenceParallel,
     SumOutput,
     llama_plan,
     parallelize,
@@ -31,8 +30,6 @@ from namedmesh.tensor_parallel import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-NORMS = ("layers.*.attention_norm", "layers.*.ffn_norm", "norm")
 
 
 class NormedAttention(Attention):
@@ -73,7 +70,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, Callable[[], Tensor]]] = {
     "sequence": (OneLayer, llama_plan(sequence_parallel=True), ids),
     "torch's norms": (
         OneLayer,
-        llama_plan(sequence_parallel=True) | dict.fromkeys(NORMS, SequenceParallel(use_local_output=True)),
+        llama_plan(sequence_parallel=True) | TORCHS_NORMS,
         ids,
     ),
     "norms of heads": (NormedAttention, HEADS, lambda: values(2, 8, 32)),

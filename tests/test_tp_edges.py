@@ -13,14 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from tp_compare import apart, assert_right, gradients_apart, sharded, tp_mesh, whole
-from tp_models import Llama, Mlp
+from tp_models import TORCHS_NORMS, UP_DOWN, Llama, Mlp
 
 from namedmesh._torch import TORCH
 from namedmesh.errors import MeshError, PlanError, ShapeError
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
     RowwiseParallel,
-    SequenceParallel,
     SharedInput,
     llama_plan,
     parallelize,
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 WHOLE = Replicate()
-PAIR: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 SEQUENCE_PAIR: dict[str, Any] = {
     "up": ColwiseParallel(input_layouts=Shard(1)),
     "down": RowwiseParallel(output_layouts=Shard(1)),
@@ -70,12 +68,12 @@ def numbers() -> dict[str, float]:
     for name, dtype in dtypes.items():
         reference = Mlp()
         reference.up, reference.down = nn.Linear(8, 16, dtype=dtype), nn.Linear(16, 8, dtype=dtype)
-        for layout, plan in (("whole", PAIR), ("shared", PAIR | {"": SharedInput()})):
+        for layout, plan in (("whole", UP_DOWN), ("shared", UP_DOWN | {"": SharedInput()})):
             model = sharded(reference, plan)
             reference.zero_grad()
             found[f"{name}, {layout}"] = differences(model, reference, torch.randn(4, 6, 8, dtype=dtype) / 8)
     empty = torch.randn(0, 6, 8, dtype=torch.float64)
-    for plan in (PAIR, PAIR | {"": SharedInput()}):
+    for plan in (UP_DOWN, UP_DOWN | {"": SharedInput()}):
         reference = Mlp().double()
         model = sharded(reference, plan)
         value = empty.clone().requires_grad_()
@@ -120,11 +118,11 @@ def uneven() -> list[float]:
     torch.manual_seed(0)
     found = []
     for plan in (
-        PAIR,
+        UP_DOWN,
         {"up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel()},
         {"up": RowwiseParallel(), "down": ColwiseParallel(output_layouts=WHOLE)},
-        PAIR | {"": SharedInput()},
-        PAIR | {"": SharedInput(input_layouts=Shard(1))},
+        UP_DOWN | {"": SharedInput()},
+        UP_DOWN | {"": SharedInput(input_layouts=Shard(1))},
     ):
         reference = Mlp().double()
         model = sharded(reference, plan)
@@ -161,7 +159,7 @@ def in_place() -> bool:
     """What a function returns can be written into, on one rank as on several."""
     mesh, peers = tp_mesh(), RankGroup(tp_mesh())
     plan = {"up": ColwiseParallel(output_layouts=WHOLE), "down": RowwiseParallel(input_layouts=WHOLE)}
-    for style in (plan, PAIR, SEQUENCE_PAIR, PAIR | {"": SharedInput()}):
+    for style in (plan, UP_DOWN, SEQUENCE_PAIR, UP_DOWN | {"": SharedInput()}):
         model = parallelize(Mlp(), mesh, style)
         model(torch.ones(2, 4, 8)).mul_(2).sum().backward()
         hidden = model.up(torch.ones(2, 4, 8))  # type: ignore[operator]
@@ -262,7 +260,7 @@ def test_encoders_in_evaluation() -> None:
 
 
 def transformed() -> list[str]:
-    model = parallelize(Mlp().double(), tp_mesh(), PAIR)
+    model = parallelize(Mlp().double(), tp_mesh(), UP_DOWN)
     x = torch.randn(4, 8, dtype=torch.float64)
     texts = []
     for transform in (torch.func.grad(lambda x: model(x).sum()), torch.func.vmap(model)):
@@ -325,14 +323,11 @@ def test_a_computed_weight_is_refused() -> None:
 
 def surviving() -> dict[str, float]:
     """The gradients of norms are whole after everything that replaces parameters."""
-    norms = dict.fromkeys(
-        ("layers.*.attention_norm", "layers.*.ffn_norm", "norm"), SequenceParallel(use_local_output=True)
-    )
     torch.manual_seed(0)
     reference = Llama(layers=1)
 
     def fresh() -> Any:
-        return sharded(reference, llama_plan(sequence_parallel=True) | norms)
+        return sharded(reference, llama_plan(sequence_parallel=True) | TORCHS_NORMS)
 
     state = {name: value.detach().clone() for name, value in fresh().state_dict().items()}
 

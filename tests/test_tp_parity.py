@@ -19,13 +19,12 @@ from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 from tp_compare import assert_right, gradient_of, gradients_apart, sharded, tp_mesh, whole
-from tp_models import Llama, Mlp
+from tp_models import TORCHS_NORMS, Llama, Mlp
 
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
     PrepareModuleInput,
     RowwiseParallel,
-    SequenceParallel,
     llama_plan,
     reduce_gradients,
 )
@@ -76,12 +75,7 @@ LLAMAS = {
             )
         }
     ),
-    "torch's norms": Case(
-        llama_plan(sequence_parallel=True)
-        | dict.fromkeys(
-            ("layers.*.attention_norm", "layers.*.ffn_norm", "norm"), SequenceParallel(use_local_output=True)
-        )
-    ),
+    "torch's norms": Case(llama_plan(sequence_parallel=True) | TORCHS_NORMS),
 }
 
 

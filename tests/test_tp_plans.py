@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from tp_compare import problem_of, tp_mesh
-from tp_models import Llama, Mlp
+from tp_models import UP_DOWN, Llama, Mlp
 
 import namedmesh.tensor_parallel as tp
 from namedmesh.errors import PlanError
@@ -31,9 +31,6 @@ from namedmesh.tensor_parallel import (
     parallelize,
     plan_report,
 )
-
-UP_DOWN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-
 
 NO_MODULE = "matches no module of the model"
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.nn.utils import parametrizations, parametrize
 from tp_checks import mixture
 from tp_compare import sharded, tp_mesh, training_difference, whole
-from tp_models import Attention, FeedForward, Llama, Mlp, Net, gate_up
+from tp_models import UP_DOWN, Attention, FeedForward, Llama, Mlp, Net, gate_up
 
 from namedmesh.compat.megatron.tensor_parallel import layers
 from namedmesh.tensor_parallel import (
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 
 Plan = dict[str, Any]
-UP_DOWN: Plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 ATTENTION: Plan = {
     "attention.wq": ColwiseParallel(),
     "attention.wk": KeyValueParallel(),

@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from tp_compare import tp_mesh
-from tp_models import Llama
+from tp_models import TORCHS_NORMS, Llama
 
 import namedmesh
 from namedmesh import training
-from namedmesh.tensor_parallel import SequenceParallel, llama_plan, parallelize, plan_from_hf
+from namedmesh.tensor_parallel import llama_plan, parallelize, plan_from_hf
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,13 +66,10 @@ def farthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max((one[key] - other[key]).abs().max().item() for key in one)
 
 
-TORCH_NORMS = dict.fromkeys(
-    ("layers.*.attention_norm", "layers.*.ffn_norm", "norm"), SequenceParallel(use_local_output=True)
-)
 PLANS = {
     "plain": llama_plan(),
     "sequence": llama_plan(sequence_parallel=True),
-    "torch's norms": llama_plan(sequence_parallel=True) | TORCH_NORMS,
+    "torch's norms": llama_plan(sequence_parallel=True) | TORCHS_NORMS,
 }
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from ranks import run_ranks
 from torch import Tensor, nn
 from tp_compare import tp_mesh
-from tp_models import Llama, Net, gate_up
+from tp_models import UP_DOWN, Llama, Net, gate_up
 
 from namedmesh.__main__ import main
 from namedmesh.tensor_parallel import (
@@ -26,8 +26,6 @@ from namedmesh.tensor_parallel import (
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-UP_DOWN: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
 def softened(softmax: bool) -> Net:

@@ -9,10 +9,17 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import nn
 
+from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+
+
+UP_DOWN: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+NORMS = ("layers.*.attention_norm", "layers.*.ffn_norm", "norm")
+TORCHS_NORMS = dict.fromkeys(NORMS, SequenceParallel(use_local_output=True))
 
 
 class Attention(nn.Module):
