@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
 from tp_compare import assert_right, gradient_of, gradients_apart, sharded, tp_mesh, whole
-from tp_models import TORCHS_NORMS, Llama, Mlp
+from tp_models import TORCHS_NORMS, Llama, Mlp, OwnForward
 
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
@@ -152,13 +152,6 @@ def test_a_sharded_llama_trains_as_the_whole_one(tp_size: int, names: list[str])
 # --- one pair of linears, in every layout -------------------------------------------------------------------
 
 WHOLE, SEQUENCE, LAST = Replicate(), Shard(1), Shard(-1)
-
-
-class OwnForward(nn.Linear):
-    """A linear that does something of its own, which the styles must not replace."""
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
-        return 2 * super().forward(input)
 
 
 # (style of `up`, style of `down`, layout of the input, layout of the output)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from tp_compare import tp_mesh
-from tp_models import Llama
+from tp_models import Llama, OwnForward
 
 from namedmesh.errors import ShapeError
 from namedmesh.tensor_parallel import (
@@ -27,11 +27,6 @@ from namedmesh.tensor_parallel import (
 )
 
 SEQUENCE, WHOLE = Shard(1), Replicate()
-
-
-class OwnForward(nn.Linear):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  the name nn.Linear gives it
-        return super().forward(input) + 1
 
 
 class Named(nn.Module):

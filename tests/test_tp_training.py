@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from ranks import run_ranks
-from test_tp_fused_experts import Mixture, needs_blocks
+from test_tp_fused_experts import mixture, needs_blocks
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -123,7 +123,7 @@ def numbers(model: nn.Module) -> list[float]:
 def made(kind: str, tp: int, dp: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model on some ranks, or the whole one, and its optimizer."""
     torch.manual_seed(dp)  # what is loaded has other numbers
-    model: nn.Module = Llama().double() if kind == "llama" else Mixture("packed_colwise").double()
+    model: nn.Module = Llama().double() if kind == "llama" else mixture("packed_colwise").double()
     if tp > 1:
         mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
         plan = PLANS["sequence" if dp == 1 else "plain"] if kind == "llama" else plan_from_hf(model)

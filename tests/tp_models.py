@@ -145,6 +145,13 @@ def gate_up(dim: int) -> Net:
     return Net(compute, gate_up=nn.Linear(dim, 48), down=nn.Linear(24, dim))
 
 
+class OwnForward(nn.Linear):
+    """A linear that does something of its own, which the styles must not replace."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
+        return 2 * super().forward(input)
+
+
 def hf_model(kind: str, **options: Any) -> Any:
     """A causal language model of Hugging Face, with random weights; the first one imports the library."""
     os.environ["HF_HUB_OFFLINE"] = "1"
