@@ -79,7 +79,7 @@ def reduce_before_use(model: nn.Module) -> None:
     if CLIPS_PARTIAL_GRADIENTS:
         return
     for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor) and Replicate() in parameter.placements:
             trainable = parameter.requires_grad
             parameter.requires_grad_()  # or it takes no hook
             parameter.register_post_accumulate_grad_hook(_sum_at_once)  # type: ignore[no-untyped-call]  # torch's
