@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
-from tp_compare import tp_mesh, whole
-from tp_models import Llama
+from tp_compare import gradients_apart, sharded, tp_mesh, whole
+from tp_models import NORMS, Llama
 
 import namedmesh
 from namedmesh._torch import CLIPS_PARTIAL_GRADIENTS
@@ -62,12 +63,11 @@ def calls(model: nn.Module, *, loss: bool) -> int:
 
 
 def all_calls() -> dict[str, tuple[int, int]]:
-    mesh = tp_mesh()
     found = {}
     for name in COUNTED:
         case, model = CASES[name], Llama(layers=1)
-        ours = parallelize(copy.deepcopy(model), mesh, case.ours)
-        torchs = parallelize_module(copy.deepcopy(model), mesh, case.torchs)
+        ours = sharded(model, case.ours)
+        torchs = parallelize_module(copy.deepcopy(model), tp_mesh(), case.torchs)
         found[name] = calls(ours, loss=case.loss), calls(torchs, loss=case.loss)
     return found
 
@@ -104,20 +104,23 @@ def test_a_step_sums_all_of_them_at_once() -> None:
 
 # --- values -------------------------------------------------------------------------------------------------
 
-Step = "Callable[[nn.Module, torch.optim.Optimizer, list[Tensor]], None]"
 
-
-def plain(model: nn.Module, optimizer: torch.optim.Optimizer, some: list[Tensor]) -> None:
+def plain(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    some: list[Tensor],
+    *,
+    clip: bool = False,
+    sum_early: bool = False,
+    recompute: bool = False,
+) -> None:
     for ids in some:
-        loss_of(model, ids).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def clipped(model: nn.Module, optimizer: torch.optim.Optimizer, some: list[Tensor]) -> None:
-    for ids in some:
-        loss_of(model, ids).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        loss = checkpoint(loss_of, model, ids, use_reentrant=False) if recompute else loss_of(model, ids)
+        loss.backward()
+        if sum_early:
+            reduce_gradients(model)
+    if clip:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -132,21 +135,6 @@ def inside(model: nn.Module, optimizer: torch.optim.Optimizer, some: list[Tensor
         return 0.0
 
     optimizer.step(closure)
-
-
-def summed_early(model: nn.Module, optimizer: torch.optim.Optimizer, some: list[Tensor]) -> None:
-    for ids in some:
-        loss_of(model, ids).backward()
-        reduce_gradients(model)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def recomputed(model: nn.Module, optimizer: torch.optim.Optimizer, some: list[Tensor]) -> None:
-    for ids in some:
-        checkpoint(loss_of, model, ids, use_reentrant=False).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 class SgdOfShards(torch.optim.Optimizer):
@@ -176,16 +164,15 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
 WAYS: dict[str, tuple[Any, Any]] = {
     "torch's momentum": (plain, momentum),
     "on shards": (plain, SgdOfShards),
-    "clipped": (clipped, momentum),
+    "clipped": (partial(plain, clip=True), momentum),
     "in a closure": (inside, momentum),
     "in a closure, on shards": (inside, SgdOfShards),
-    "summed after each": (summed_early, SgdOfShards),
-    "recomputed": (recomputed, SgdOfShards),
+    "summed after each": (partial(plain, sum_early=True), SgdOfShards),
+    "recomputed": (partial(plain, recompute=True), SgdOfShards),
 }
-TORCHS_NORMS = dict.fromkeys(("layers.*.attention_norm", "layers.*.ffn_norm", "norm"), SequenceParallel())
 PLANS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sequence": ({}, llama_plan(sequence_parallel=True)),
-    "torch's norms": ({}, llama_plan(sequence_parallel=True) | TORCHS_NORMS),
+    "torch's norms": ({}, llama_plan(sequence_parallel=True) | dict.fromkeys(NORMS, SequenceParallel())),
     "shared kv heads": (SHARED_HEADS, llama_plan(sequence_parallel=True)),
 }
 
@@ -210,7 +197,7 @@ def differences() -> dict[tuple[str, str], float]:
         start = Llama(layers=1, **options).double()
         for way in WAYS:
             reference = trained(copy.deepcopy(start), way)
-            model = trained(parallelize(copy.deepcopy(start), tp_mesh(), plan), way)
+            model = trained(sharded(start, plan), way)
             found[name, way] = apart(model, reference)
     return found
 
@@ -236,10 +223,7 @@ def whole_gradients() -> list[float]:
         for ids in batches(0)[:2]:
             for each in (model, reference):
                 loss_of(each, ids).backward()
-            for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-                assert mine.grad is not None
-                assert theirs.grad is not None
-                found.append((whole(mine.grad) - theirs.grad).abs().max().item())
+            found.append(gradients_apart(model, reference))
         wanted = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
         with Traffic() as traffic:
             found.append(abs(float(clip_grad_norm_(model.parameters(), 0.1, mesh) - wanted)))
@@ -262,8 +246,8 @@ def with_fsdp() -> float:
     for name, (options, plan) in PLANS.items():
         torch.manual_seed(0)
         start = Llama(**options).double()
-        reference, model = copy.deepcopy(start), parallelize(copy.deepcopy(start), mesh["tp"], plan)
-        assert isinstance(model, Llama)
+        reference: Any = copy.deepcopy(start)
+        model: Any = parallelize(copy.deepcopy(start), mesh["tp"], plan)
         for layer in model.layers:
             fully_shard(layer, mesh=mesh["dp"])
         sharded: Any = fully_shard(model, mesh=mesh["dp"])

@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
-from torch import Tensor, nn
-from tp_compare import hf_difference, problem_of, tp_mesh, training_difference
-from tp_models import Llama, hf_model
+from torch import nn
+from tp_compare import assert_right, hf_difference, problem_of, sharded, training_difference
+from tp_models import Llama, Lora, hf_model
 
 from namedmesh.errors import PlanError
-from namedmesh.tensor_parallel import llama_plan, parallelize, plan_from_hf, plan_report
-
-
-class Lora(nn.Module):
-    """As PEFT wraps a linear."""
-
-    def __init__(self, base_layer: nn.Linear, rank: int = 2) -> None:
-        super().__init__()
-        self.base_layer = base_layer.requires_grad_(False)
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, rank, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base_layer.out_features, bias=False)})
-        self.lora_magnitude_vector = nn.ModuleDict()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x)) * 0.5
-        return out
+from namedmesh.tensor_parallel import llama_plan, plan_from_hf, plan_report
 
 
 def adapted_llama() -> Llama:
@@ -44,22 +28,18 @@ def adapted_llama() -> Llama:
 
 
 def differences() -> list[float]:
-    return [difference(sequence_parallel) for sequence_parallel in (False, True)]
-
-
-def difference(sequence_parallel: bool) -> float:
-    mesh = tp_mesh()
-    reference = adapted_llama()
-    plan = llama_plan(sequence_parallel=sequence_parallel)
-    model = parallelize(copy.deepcopy(reference), mesh, plan)
-    ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
-    return training_difference(model, reference, ids)
+    found = []
+    for sequence_parallel in (False, True):
+        reference = adapted_llama()
+        model = sharded(reference, llama_plan(sequence_parallel=sequence_parallel))
+        ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
+        found.append(training_difference(model, reference, ids))
+    return found
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_adapters_train_as_those_of_the_whole_model(size: int) -> None:
-    for found in run_ranks(size, differences):
-        assert max(found) < 1e-10, found
+    assert_right(run_ranks(size, differences), 1e-10)
 
 
 def test_the_report_names_what_is_inside() -> None:
@@ -78,7 +58,7 @@ def test_other_adapters_are_refused() -> None:
     del model.layers[0].attention.wo.lora_A
     model.output = Lora(nn.Linear(32, 32))
     model.output.base_layer = nn.Embedding(32, 32)
-    kind = "test_tp_adapters's Lora" if Lora.__module__ == "test_tp_adapters" else "tests's Lora"
+    kind = f"{Lora.__module__.partition('.')[0]}'s Lora"
     assert problem_of(model, llama_plan()) == (
         "3 problems:\n"
         f"  - output: {kind} is an adapter around Embedding, and only LoRA around nn.Linear can be sharded, by a "
@@ -93,18 +73,18 @@ def test_other_adapters_are_refused() -> None:
 # --- PEFT itself --------------------------------------------------------------------------------------------
 
 
-def peft_model(**options: Any) -> Any:
+def peft_model(rank: int = 4, **options: Any) -> Any:
     model = hf_model("Qwen3", num_key_value_heads=2, head_dim=8)
     import peft
 
-    adapters = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, **options)
+    adapters = peft.LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False, **options)
     return peft.get_peft_model(model, adapters).double()
 
 
 @pytest.mark.oracle("transformers", "peft")
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_peft_model_trains_as_the_whole_one(size: int) -> None:
-    assert max(run_ranks(size, hf_difference, peft_model())) < 1e-5
+@pytest.mark.parametrize(("size", "rank"), [(2, 4), (4, 4), (2, 8)])  # 8 is the width of a head
+def test_a_peft_model_trains_as_the_whole_one(size: int, rank: int) -> None:
+    assert max(run_ranks(size, hf_difference, peft_model(rank))) < 1e-5
 
 
 @pytest.mark.oracle("transformers", "peft")

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812  torch's own spelling
+import tp_compare
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from tp_compare import whole
-from tp_models import Llama
+from tp_compare import assert_right, sharded, tp_mesh, training_difference, whole
+from tp_models import TORCHS_NORMS, Llama, Net
 
 import namedmesh
 from namedmesh._torch import TORCH
@@ -38,6 +36,8 @@ from namedmesh.tensor_parallel.collectives import RankGroup, all_gather, exchang
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
 
 STEPS = 2
 aten = torch.ops.aten
@@ -95,10 +95,8 @@ def selectively(function: Callable[..., Any], *args: Any, policy: str) -> Any:
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
 
-def apart(one: Any, other: Any) -> float:
-    one, other = whole(one.detach()), whole(other.detach())
-    assert one.shape == other.shape
-    return (one - other).abs().max().item() if one.numel() else 0.0
+def apart(one: Tensor, other: Tensor) -> float:
+    return tp_compare.apart(whole(one), whole(other))
 
 
 # --- the styles ---------------------------------------------------------------------------------------------
@@ -106,13 +104,12 @@ def apart(one: Any, other: Any) -> float:
 BETWEEN = Shard(1)
 PREPARED = PrepareModuleInput(input_layouts=BETWEEN, desired_input_layouts=Replicate())
 SEQUENCE_PLAN = llama_plan(sequence_parallel=True)
-NORMS = ("layers.*.attention_norm", "layers.*.ffn_norm", "norm")
 PLANS: dict[str, dict[str, Any]] = {
     "plain": llama_plan(),
     "sequence": SEQUENCE_PLAN,
     "torch's preparation": SEQUENCE_PLAN
     | {"layers.*.attention": PREPARED, "layers.*.feed_forward": PREPARED},
-    "torch's norms": SEQUENCE_PLAN | dict.fromkeys(NORMS, SequenceParallel(use_local_output=True)),
+    "torch's norms": SEQUENCE_PLAN | TORCHS_NORMS,
     "gathered": llama_plan()
     | {
         "layers.*.feed_forward.w1": ColwiseParallel(output_layouts=Replicate()),
@@ -122,46 +119,20 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(model: Llama, ids: Tensor, block: Callable[..., Any]) -> Tensor:
-    """The model's forward, with every block called through ``block``."""
-    x = model.tok_embeddings(ids)
-    for layer in model.layers:
-        x = block(layer, x)
-    out: Tensor = model.output(model.norm(x))
-    return out
-
-
-def train(model: Llama, block: Callable[..., Any], steps: int = STEPS) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
-    losses = []
-    for step in range(steps):
-        ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(step))
-        loss = F.cross_entropy(run(model, ids, block).flatten(0, 1), ids.roll(-1, 1).flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+IDS = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
 
 
 def trained_differences() -> dict[tuple[str, str], float]:
-    """How far parameters and last gradients are from those of one process, for each plan and policy."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    """How far training is from that of one process, for each plan and policy."""
     found = {}
-    for name, plan in PLANS.items():
+    for (name, plan), policy in product(PLANS.items(), POLICIES):
         torch.manual_seed(0)
         several = name == "sequence"  # layers and steps: one plan is enough for these
-        start = Llama(layers=2 if several else 1).double()
-        reference = copy.deepcopy(start)
-        losses = train(reference, lambda layer, x: layer(x), STEPS if several else 1)
-        for policy in POLICIES:
-            model = parallelize(copy.deepcopy(start), mesh, plan)
-            assert isinstance(model, Llama)
-            mine = train(model, partial(selectively, policy=policy), len(losses))
-            differences = [abs(one - other) for one, other in zip(mine, losses, strict=True)]
-            for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-                differences += [apart(one, other), apart(one.grad, other.grad)]
-            found[name, policy] = max(differences)
+        reference = Llama(layers=2 if several else 1).double()
+        model = sharded(reference, plan)
+        for layer in model.layers:
+            layer.forward = partial(selectively, layer.forward, policy=policy)
+        found[name, policy] = training_difference(model, reference, IDS, steps=STEPS if several else 1)
     return found
 
 
@@ -184,60 +155,50 @@ class Checkpointed(nn.Module):
 
 
 def compiled_differences() -> dict[str, float]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    torch.manual_seed(0)
-    start = Llama(layers=1).double()
-    reference = copy.deepcopy(start)
-    train(reference, lambda layer, x: layer(x))
     found = {}
-    for plan in ("plain", "sequence"):
-        model = parallelize(copy.deepcopy(start), mesh, PLANS[plan])
-        assert isinstance(model, Llama)
-        model.layers = nn.ModuleList(Checkpointed(layer) for layer in model.layers)
-        compiled = torch.compile(model, backend="aot_eager")
-        train(compiled, lambda layer, x: layer(x))  # type: ignore[arg-type]
-        found[plan] = max(
-            max(apart(one, other), apart(one.grad, other.grad))
-            for one, other in zip(model.parameters(), reference.parameters(), strict=True)
-        )
+    for name in ("plain", "sequence"):
+        torch.manual_seed(0)
+        reference = Llama(layers=1).double()
+        model = sharded(reference, PLANS[name])
+        for each in (model, reference):
+            each.layers = nn.ModuleList(map(Checkpointed, each.layers))
+        model.compile(backend="aot_eager")
+        found[name] = training_difference(model, reference, IDS, steps=STEPS)
     return found
 
 
 @pytest.mark.filterwarnings("default")  # torch.compile's own
 def test_compiled_with_kept_products() -> None:
-    for found in run_ranks(2, compiled_differences):
-        assert max(found.values()) < 1e-12, found
+    assert_right(run_ranks(2, compiled_differences))
 
 
 # --- layers of legacy code, and the functions under them -----------------------------------------------------
 
 
-class Legacy(nn.Module):
+def legacy(up: nn.Module, down: nn.Module) -> Net:
     """Two linear layers of a dialect; an output may be a tensor, or a tensor and a bias."""
 
-    def __init__(self, up: nn.Module, down: nn.Module) -> None:
-        super().__init__()
-        self.up, self.down = up, down
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in (self.up, self.down):
-            out: Any = layer(x)
+    def compute(m: Any, x: Tensor) -> Tensor:
+        for layer in (m.up, m.down):
+            out = layer(x)
             x = torch.tanh(out[0] if isinstance(out, tuple) else out)
         return x
 
+    return Net(compute, up=up, down=down).double()
 
-def legacy_model(dialect: str, *, sequence: bool = False) -> Legacy:
+
+def legacy_model(dialect: str, *, sequence: bool = False) -> Any:
     if dialect == "megatron":
         config = type("Config", (), {"sequence_parallel": sequence, "params_dtype": torch.float64})
         layers = megatron_layers
         up = layers.ColumnParallelLinear(8, 16, config=config, gather_output=False)
-        return Legacy(up, layers.RowParallelLinear(16, 8, config=config, input_is_parallel=True)).double()
+        return legacy(up, layers.RowParallelLinear(16, 8, config=config, input_is_parallel=True))
     module: Any = fairscale.layers if dialect == "fairscale" else ezpz_tp.layers
     up = module.ColumnParallelLinear(8, 16, gather_output=False)
-    return Legacy(up, module.RowParallelLinear(16, 8, input_is_parallel=True)).double()
+    return legacy(up, module.RowParallelLinear(16, 8, input_is_parallel=True))
 
 
-def one_process(model: Legacy, peers: RankGroup) -> nn.Sequential:
+def one_process(model: Any, peers: RankGroup) -> nn.Sequential:
     """The same with whole weights."""
     up, down = nn.Linear(8, 16).double(), nn.Linear(16, 8).double()
     with torch.no_grad():
@@ -248,7 +209,7 @@ def one_process(model: Legacy, peers: RankGroup) -> nn.Sequential:
 
 
 def legacy_difference(
-    model: Legacy, peers: RankGroup, call: Callable[..., Tensor], *, sequence: bool = False
+    model: Any, peers: RankGroup, call: Callable[..., Tensor], *, sequence: bool = False
 ) -> float:
     """Weights of a dialect's model after some steps, against those of one process."""
     reference = one_process(model, peers)
@@ -274,49 +235,29 @@ def legacy_difference(
     )
 
 
-def legacy_differences() -> dict[str, float]:
+LEGACY = (("megatron", False), ("megatron", True), ("fairscale", False), ("ezpz", False))
+
+
+def legacy_differences() -> dict[tuple[str, bool, str], float]:
     found = {}
     peers = RankGroup(torch.distributed.group.WORLD)
     megatron.initialize_model_parallel(tensor_model_parallel_size=2)
     fairscale.initialize_model_parallel(2)
     ezpz_tp.initialize_tensor_parallel(2)
-    for policy in POLICIES:
-        call = partial(selectively, policy=policy)
-        for dialect in ("megatron", "fairscale", "ezpz"):
-            torch.manual_seed(0)
-            found[f"{dialect}, {policy}"] = legacy_difference(legacy_model(dialect), peers, call)
-        torch.manual_seed(0)
-        found[f"megatron, sequence, {policy}"] = legacy_difference(
-            legacy_model("megatron", sequence=True), peers, call, sequence=True
-        )
-    return found
-
-
-def test_legacy_layers_under_every_policy() -> None:
-    for found in run_ranks(2, legacy_differences):
-        assert len(found) == 4 * len(POLICIES)
-        assert max(found.values()) < 1e-12, found
-
-
-def compiled_legacy_differences() -> dict[str, float]:
-    found = {}
-    peers = RankGroup(torch.distributed.group.WORLD)
-    megatron.initialize_model_parallel(tensor_model_parallel_size=2)
-    fairscale.initialize_model_parallel(2)
-    for dialect, sequence in (("megatron", False), ("megatron", True), ("fairscale", False)):
+    for (dialect, sequence), policy in product(LEGACY, (*POLICIES, "compiled")):
         torch.manual_seed(0)
         model = legacy_model(dialect, sequence=sequence)
-        compiled = torch.compile(Checkpointed(model), backend="aot_eager", fullgraph=True)
-        call = lambda _model, x, compiled=compiled: compiled(x)  # noqa: E731
-        found[f"{dialect}, {sequence}"] = legacy_difference(model, peers, call, sequence=sequence)
+        call: Callable[..., Any] = partial(selectively, policy=policy)
+        if policy == "compiled":
+            compiled = torch.compile(Checkpointed(model), backend="aot_eager", fullgraph=True)
+            call = lambda _model, x, compiled=compiled: compiled(x)  # noqa: E731
+        found[dialect, sequence, policy] = legacy_difference(model, peers, call, sequence=sequence)
     return found
 
 
 @pytest.mark.filterwarnings("default")  # torch.compile's own
-def test_compiled_legacy_layers_with_kept_products() -> None:
-    for found in run_ranks(2, compiled_legacy_differences):
-        assert len(found) == 3  # ezpz's layers are fairscale's
-        assert max(found.values()) < 1e-12, found
+def test_legacy_layers_under_every_policy() -> None:
+    assert_right(run_ranks(2, legacy_differences), cases=len(LEGACY) * (len(POLICIES) + 1))
 
 
 def outcome(call: Callable[..., Tensor], given: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -388,11 +329,10 @@ def parts(mesh: DeviceMesh) -> dict[str, tuple[Callable[[Tensor], Tensor], Tenso
 
 def part_differences() -> dict[str, float]:
     """Outputs and gradients with each policy, against those without one."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     fairscale.initialize_model_parallel(2)
     torch.manual_seed(0)
     found = {}
-    for name, (call, value) in parts(mesh).items():
+    for name, (call, value) in parts(tp_mesh()).items():
         parameters = list(call.parameters()) if isinstance(call, nn.Module) else []
         wanted = outcome(call, value, parameters)
         for policy in POLICIES:
@@ -402,9 +342,9 @@ def part_differences() -> dict[str, float]:
 
 
 def test_every_style_layer_and_function_under_every_policy() -> None:
-    for found in run_ranks(2, part_differences):
-        assert len(found) == (26 if TORCH.release >= (2, 9) else 24) * len(POLICIES)
-        assert max(found.values()) < 1e-12, {name: value for name, value in found.items() if value}
+    assert_right(
+        run_ranks(2, part_differences), cases=(26 if TORCH.release >= (2, 9) else 24) * len(POLICIES)
+    )
 
 
 # --- a mesh that is selected for the forward only ------------------------------------------------------------

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from ranks import run_ranks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
-from tp_models import FeedForward, Llama
+from tp_compare import Recorded, sharded, tp_mesh
+from tp_models import NORMS, FeedForward, Llama
 
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
@@ -34,11 +34,11 @@ from namedmesh.tensor_parallel import (
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
 TP = 2
 IDS = (2, 16)
 WHOLE, SEQUENCE = Replicate(), Shard(1)
-NORMS = ("layers.*.attention_norm", "layers.*.ffn_norm", "norm")
 COLUMNS = tuple(f"layers.*.{name}" for name in ("attention.wq", "attention.wk", "attention.wv"))
 COLUMNS += tuple(f"layers.*.feed_forward.{name}" for name in ("w1", "w3"))
 ROWS = ("layers.*.attention.wo", "layers.*.feed_forward.w2")
@@ -175,7 +175,7 @@ def both(mesh: DeviceMesh, case: Case) -> tuple[Step, Step]:
     """A step of ours and one of torch's, of the same model; the second, when nothing is new any more."""
     torch.manual_seed(0)
     model = Llama(dim=64, hidden=96)
-    ours = parallelize(copy.deepcopy(model), mesh, case.ours)
+    ours = sharded(model, case.ours)
     torchs = parallelize_module(copy.deepcopy(model), mesh, case.torchs)
     ids = torch.randint(0, 32, IDS)
     steps = [[step(one, ids, case) for one in (ours, torchs)] for _ in range(2)]
@@ -183,8 +183,7 @@ def both(mesh: DeviceMesh, case: Case) -> tuple[Step, Step]:
 
 
 def all_cases() -> dict[str, tuple[Step, Step]]:
-    mesh = init_device_mesh("cpu", (TP,), mesh_dim_names=("tp",))
-    return {name: both(mesh, case) for name, case in CASES.items()}
+    return {name: both(tp_mesh(), case) for name, case in CASES.items()}
 
 
 @pytest.fixture(scope="module")
@@ -213,23 +212,14 @@ def names_in_backward(mesh: DeviceMesh, plan: dict[str, Any], value: torch.Tenso
     torch.manual_seed(0)
     model = parallelize(FeedForward(8, 12), mesh, plan)
     out = model(value.requires_grad_())
-    names: list[str] = []
-
-    class Names(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if DTensor in types:
-                return NotImplemented
-            names.append(func._schema.name.partition("::")[2])
-            return func(*args, **(kwargs or {}))
-
-    with Names():  # type: ignore[no-untyped-call]
+    with Recorded() as recorded:
         out.sum().backward()
     wanted = {"mm", "addmm", "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "wait_tensor"}
-    return [name for name in names if name in wanted]
+    return [name for name in recorded.names if name in wanted]
 
 
 def orders() -> dict[str, list[str]]:
-    mesh = init_device_mesh("cpu", (TP,), mesh_dim_names=("tp",))
+    mesh = tp_mesh()
     layers: dict[str, Any] = {"w1": ColwiseParallel(), "w3": ColwiseParallel(), "w2": RowwiseParallel()}
     whole, shard = torch.ones(2, 4, 8), torch.ones(2, 2, 8)
     scattered = {"w2": RowwiseParallel(output_layouts=SEQUENCE)}
@@ -255,14 +245,13 @@ def test_the_weights_gradient_is_computed_while_the_inputs_is_summed() -> None:
 
 def bytes_in_backward() -> list[tuple[float, float]]:
     """What a backward sends in float32, and under autocast: of a shared input that is whole, and of one that is gathered."""
-    mesh = init_device_mesh("cpu", (TP,), mesh_dim_names=("tp",))
     layers: dict[str, Any] = {"w1": ColwiseParallel(), "w3": ColwiseParallel()}
     found = []
     for layout, value in ((WHOLE, torch.ones(2, 4, 8)), (SEQUENCE, torch.ones(2, 2, 8))):
         plan = layers | {"w2": RowwiseParallel(output_layouts=layout), "": SharedInput(input_layouts=layout)}
         sent = []
         for enabled in (False, True):
-            model = parallelize(FeedForward(8, 12), mesh, plan)
+            model = parallelize(FeedForward(8, 12), tp_mesh(), plan)
             with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
                 out = model(value.clone().requires_grad_())
             with Traffic() as backward:

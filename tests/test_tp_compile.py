@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,17 +13,16 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch._aot_autograd.utils import make_boxed_func
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as torch_styles
-from tp_compare import whole
-from tp_models import Attention, Block, Llama
+from tp_compare import apart, gradient_of, sharded, tp_mesh, training_difference, whole
+from tp_models import TORCHS_NORMS, Attention, Block, Llama, Mlp, Net, gate_up
 
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
+    FusedColwiseParallel,
     LocalParameters,
     RowwiseParallel,
-    SequenceParallel,
     SumOutput,
     llama_plan,
     parallelize,
@@ -32,8 +30,6 @@ from namedmesh.tensor_parallel import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-NORMS = ("layers.*.attention_norm", "layers.*.ffn_norm", "norm")
 
 
 class NormedAttention(Attention):
@@ -52,16 +48,10 @@ class NormedAttention(Attention):
         return result
 
 
-class Summed(nn.Module):
+def summed() -> Net:
     """Every rank makes a part of the output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.rest = nn.Linear(8, 8, bias=False), nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.rest(self.up(x).sum(-1))
-        return out
+    up = nn.Linear(8, 8, bias=False)
+    return Net(lambda m, x: m.rest(m.up(x).sum(-1)), up=up, rest=nn.Identity())
 
 
 def ids() -> Tensor:
@@ -76,42 +66,29 @@ OneLayer = partial(Llama, layers=1)
 HEADS: dict[str, Any] = dict.fromkeys(("wq", "wk", "wv"), ColwiseParallel())
 HEADS |= {"wo": RowwiseParallel(), "q_norm": LocalParameters(), "k_norm": LocalParameters()}
 CASES: dict[str, tuple[Callable[[], nn.Module], Any, Callable[[], Tensor]]] = {
+    "plain": (OneLayer, llama_plan(), ids),
     "sequence": (OneLayer, llama_plan(sequence_parallel=True), ids),
     "torch's norms": (
         OneLayer,
-        llama_plan(sequence_parallel=True) | dict.fromkeys(NORMS, SequenceParallel(use_local_output=True)),
+        llama_plan(sequence_parallel=True) | TORCHS_NORMS,
         ids,
     ),
     "norms of heads": (NormedAttention, HEADS, lambda: values(2, 8, 32)),
-    "summed": (Summed, {"up": ColwiseParallel(), "rest": SumOutput()}, lambda: values(2, 8, 8)),
+    "summed": (summed, {"up": ColwiseParallel(), "rest": SumOutput()}, lambda: values(2, 8, 8)),
 }
 
 
-def compiled_case(name: str) -> tuple[int, float]:
-    """In how many graphs, and how far outputs and gradients are from those of one process."""
-    make, plan, given = CASES[name]
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    torch.manual_seed(0)
-    reference = make().double()
-    model = parallelize(copy.deepcopy(reference), mesh, plan)
-    wanted = reference(given())
-    wanted.square().sum().backward()
-    counter = CompileCounterWithBackend("aot_eager")
-    got = torch.compile(model, backend=counter, fullgraph=True)(given())
-    got.square().sum().backward()
-    apart = [(got - wanted).abs().max().item()]
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert mine.grad is not None
-        assert theirs.grad is not None
-        apart.append((whole(mine.grad) - theirs.grad).abs().max().item())
-    return counter.frame_count, max(apart)
-
-
 def compiled_cases() -> dict[str, tuple[int, float]]:
+    """In how many graphs, and how far outputs and gradients are from those of one process."""
     found = {}
-    for name in CASES:
+    for name, (make, plan, given) in CASES.items():
         torch._dynamo.reset()
-        found[name] = compiled_case(name)
+        torch.manual_seed(0)
+        reference = make().double()
+        model, counter = sharded(reference, plan), CompileCounterWithBackend("aot_eager")
+        model.compile(backend=counter, fullgraph=True)
+        difference = training_difference(model, reference, given(), steps=1)
+        found[name] = counter.frame_count, difference
     return found
 
 
@@ -124,53 +101,48 @@ def test_a_plan_is_one_graph() -> None:
             assert difference < 1e-12, name
 
 
-class Twice(nn.Module):
+def twice() -> nn.Module:
     """A model that uses its layers twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(2):
-            x = self.down(torch.tanh(self.up(x)))
-        return x
+    return Net(lambda m, x: m.mlp(m.mlp(x)), mlp=Mlp(8, 16))
 
 
 def autocast_types(dtype: torch.dtype) -> tuple[float, set[str]]:
-    """Under autocast: how far from one process, and in which types outputs and gradients come."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    """Under autocast: how far from one process, as a part of the size, and in which types outputs come."""
     torch.manual_seed(0)
-    reference = Twice().to(dtype)
-    model = parallelize(copy.deepcopy(reference), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    reference = twice().to(dtype)
+    model = sharded(reference, {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()})
     x = values(2, 4, 8).to(dtype)
     outs = []
     for one in (reference, model):
         with torch.autocast("cpu", torch.bfloat16):
             outs.append(one(x))
         outs[-1].float().square().sum().backward()
-    types = {str(outs[0].dtype), str(outs[1].dtype)}
-    apart = (outs[0] - outs[1]).abs().max().item()
+    found = [apart(*outs) / float(outs[0].detach().abs().max())]
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert mine.grad is not None
-        assert theirs.grad is not None
-        assert mine.grad.dtype is theirs.grad.dtype is dtype
-        apart = max(apart, (whole(mine.grad) - theirs.grad).abs().max().item())
-    return apart, types
+        gradient, wanted = gradient_of(mine), gradient_of(theirs)
+        assert gradient.dtype is wanted.dtype is dtype
+        found.append(apart(whole(gradient), wanted) / float(wanted.abs().max()))
+    return max(found), {str(out.dtype) for out in outs}
 
 
-def test_autocast_leaves_float64_as_it_is() -> None:
-    for apart, types in run_ranks(2, autocast_types, torch.float64):
-        assert types == {"torch.float64"}
-        assert apart < 1e-6  # the loss is computed in float32
+@pytest.mark.parametrize(
+    ("dtype", "made", "tolerance"),
+    # The loss is computed in float32.
+    [(torch.float64, torch.float64, 1e-6), (torch.float32, torch.bfloat16, 0.03)],
+)
+def test_autocast_does_what_it_does_to_the_whole_model(
+    dtype: torch.dtype, made: torch.dtype, tolerance: float
+) -> None:
+    for difference, types in run_ranks(2, autocast_types, dtype):
+        assert types == {str(made)}
+        assert difference < tolerance
 
 
 def casts(batches: int) -> list[int]:
     """How often weights are cast in two blocks of several batches each, by one process and by ours."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
-    reference = Twice()
-    model = parallelize(copy.deepcopy(reference), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    reference = twice()
+    model = sharded(reference, {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()})
     counts = []
     for one in (reference, model):
         count = 0
@@ -220,7 +192,7 @@ def counted(model: nn.Module, value: Tensor) -> dict[str, Counter[str]]:
 
 
 def compiled_counts() -> dict[str, dict[str, Counter[str]]]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = tp_mesh()
     sequence = {
         key[9:]: style for key, style in llama_plan(sequence_parallel=True).items() if "layers" in key
     }
@@ -234,6 +206,7 @@ def compiled_counts() -> dict[str, dict[str, Counter[str]]]:
         theirs[name] = torch_styles.ColwiseParallel()
     for name in ("attention.wo", "feed_forward.w2"):
         theirs[name] = torch_styles.RowwiseParallel(output_layouts=Shard(1))
+    fused = {"gate_up": FusedColwiseParallel(blocks=2), "down": RowwiseParallel()}
     shard, value = torch.randn(2, 4, 32, requires_grad=True), torch.randn(2, 8, 32, requires_grad=True)
     return {
         "ours, sequence": counted(parallelize(Block(32, 8, 4, 48), mesh, sequence), shard),
@@ -241,6 +214,7 @@ def compiled_counts() -> dict[str, dict[str, Counter[str]]]:
             torch_styles.parallelize_module(Block(32, 8, 4, 48), mesh, theirs), shard
         ),
         "ours": counted(parallelize(Block(32, 8, 4, 48), mesh, plain), value),
+        "fused": counted(parallelize(gate_up(32), mesh, fused), value),
     }
 
 
@@ -251,3 +225,6 @@ def test_a_compiled_block_has_the_collectives_of_torchs_styles() -> None:
         assert ours["forward"] == theirs["forward"]
         assert ours["backward"] == theirs["backward"]
         assert found["ours"] == {"forward": Counter(all_reduce=2), "backward": Counter(all_reduce=2)}
+        # Rows of the weight and of the bias, of which each rank sends what another one works on.
+        moved = Counter(all_reduce=1, all_to_all_single=2)
+        assert found["fused"] == {"forward": moved, "backward": moved}

@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
-from tp_compare import tp_mesh, whole
-from tp_models import Llama, Mlp
+from tp_compare import apart, assert_right, gradients_apart, sharded, tp_mesh, whole
+from tp_models import TORCHS_NORMS, UP_DOWN, Llama, Mlp
 
 from namedmesh._torch import TORCH
 from namedmesh.errors import MeshError, PlanError, ShapeError
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
     RowwiseParallel,
-    SequenceParallel,
     SharedInput,
     llama_plan,
     parallelize,
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 WHOLE = Replicate()
-PAIR: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 SEQUENCE_PAIR: dict[str, Any] = {
     "up": ColwiseParallel(input_layouts=Shard(1)),
     "down": RowwiseParallel(output_layouts=Shard(1)),
@@ -52,22 +50,16 @@ SEQUENCE_PAIR: dict[str, Any] = {
 
 def differences(model: nn.Module, reference: nn.Module, given: Tensor, mine: Tensor | None = None) -> float:
     """How far outputs and gradients are from those of one process."""
-    got, wanted = model(given if mine is None else mine), reference(given)
-    (whole(got).abs().square()).sum().backward()
-    wanted.abs().square().sum().backward()
-    found = [(whole(got) - wanted).abs()]
-    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-        assert one.grad is not None
-        assert other.grad is not None
-        found.append((whole(one.grad) - other.grad).abs())
-    return max(float(difference.detach().max()) for difference in found if difference.numel())
+    got, wanted = whole(model(given if mine is None else mine)), reference(given)
+    for out in (got, wanted):
+        out.abs().square().sum().backward()
+    return max(apart(got, wanted), gradients_apart(model, reference))
 
 
 # --- numbers ------------------------------------------------------------------------------------------------
 
 
 def numbers() -> dict[str, float]:
-    mesh = tp_mesh()
     torch.manual_seed(0)
     found = {}
     dtypes = {"real": torch.float64, "complex": torch.complex128}
@@ -76,29 +68,28 @@ def numbers() -> dict[str, float]:
     for name, dtype in dtypes.items():
         reference = Mlp()
         reference.up, reference.down = nn.Linear(8, 16, dtype=dtype), nn.Linear(16, 8, dtype=dtype)
-        for layout, plan in (("whole", PAIR), ("shared", PAIR | {"": SharedInput()})):
-            model = parallelize(copy.deepcopy(reference), mesh, plan)
+        for layout, plan in (("whole", UP_DOWN), ("shared", UP_DOWN | {"": SharedInput()})):
+            model = sharded(reference, plan)
             reference.zero_grad()
             found[f"{name}, {layout}"] = differences(model, reference, torch.randn(4, 6, 8, dtype=dtype) / 8)
     empty = torch.randn(0, 6, 8, dtype=torch.float64)
-    for plan in (PAIR, PAIR | {"": SharedInput()}):
+    for plan in (UP_DOWN, UP_DOWN | {"": SharedInput()}):
         reference = Mlp().double()
-        model = parallelize(copy.deepcopy(reference), mesh, plan)
+        model = sharded(reference, plan)
         value = empty.clone().requires_grad_()
         found[f"empty, {len(plan)}"] = differences(model, reference, empty, value)
         assert value.grad is not None
         assert value.grad.shape == empty.shape
     no_tokens = torch.zeros(2, 0, dtype=torch.long)
     for sequence in (False, True):
-        model = parallelize(Llama(layers=1), mesh, llama_plan(sequence_parallel=sequence))
+        model = parallelize(Llama(layers=1), tp_mesh(), llama_plan(sequence_parallel=sequence))
         model(no_tokens).sum().backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
     return found
 
 
 def test_complex_layers_and_empty_batches() -> None:
-    for found in run_ranks(2, numbers):
-        assert max(found.values()) < 1e-12, found
+    assert_right(run_ranks(2, numbers))
 
 
 def conjugated() -> list[float]:
@@ -124,31 +115,28 @@ def test_conjugates_and_negatives_are_sent_as_what_they_mean() -> None:
 
 def uneven() -> list[float]:
     """DTensors of a length that the ranks do not divide, which torch pads and a collective of ours may not get."""
-    mesh = tp_mesh()
     torch.manual_seed(0)
     found = []
-    for plan, shape in (
-        (PAIR, (2, 7, 8)),
-        ({"up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel()}, (2, 7, 8)),
-        ({"up": RowwiseParallel(), "down": ColwiseParallel(output_layouts=WHOLE)}, (2, 7, 8)),
-        (PAIR | {"": SharedInput()}, (2, 7, 8)),
-        (PAIR | {"": SharedInput(input_layouts=Shard(1))}, (2, 7, 8)),
+    for plan in (
+        UP_DOWN,
+        {"up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel()},
+        {"up": RowwiseParallel(), "down": ColwiseParallel(output_layouts=WHOLE)},
+        UP_DOWN | {"": SharedInput()},
+        UP_DOWN | {"": SharedInput(input_layouts=Shard(1))},
     ):
         reference = Mlp().double()
-        model = parallelize(copy.deepcopy(reference), mesh, plan)
-        x = torch.randn(shape, dtype=torch.float64)
+        model = sharded(reference, plan)
+        x = torch.randn(2, 7, 8, dtype=torch.float64)
         for layout in (Shard(1), Shard(0), WHOLE):
             reference.zero_grad()
             model.zero_grad()
-            placed = distribute_tensor(x, mesh, [layout], src_data_rank=None)
+            placed = distribute_tensor(x, tp_mesh(), [layout], src_data_rank=None)
             found.append(differences(model, reference, x, placed))
     return found
 
 
 def test_dtensors_of_uneven_shards() -> None:
-    for found in run_ranks(2, uneven):
-        assert len(found) == 15
-        assert max(found) < 1e-12, found
+    assert_right(run_ranks(2, uneven), cases=15)
 
 
 def too_many_features() -> str:
@@ -164,23 +152,6 @@ def test_a_row_layer_refuses_another_number_of_features() -> None:
     assert run_ranks(2, too_many_features) == [text] * 2
 
 
-def gathered_twice() -> str:
-    plan = llama_plan(sequence_parallel=True)
-    plan["layers.*.feed_forward.w1"] = ColwiseParallel(input_layouts=Shard(1))
-    model = parallelize(Llama(), tp_mesh(), plan)
-    with pytest.raises(PlanError) as caught:
-        model(torch.zeros(2, 8, dtype=torch.long))
-    return str(caught.value)
-
-
-def test_an_input_is_not_gathered_twice() -> None:
-    text = (
-        "layers.0.feed_forward.w1: the input is laid out as Shard(1) by this style, but a SharedInput above "
-        "has made it whole; leave input_layouts at Replicate(), or take the SharedInput out of the plan"
-    )
-    assert run_ranks(2, gathered_twice) == [text] * 2
-
-
 # --- one rank -----------------------------------------------------------------------------------------------
 
 
@@ -188,7 +159,7 @@ def in_place() -> bool:
     """What a function returns can be written into, on one rank as on several."""
     mesh, peers = tp_mesh(), RankGroup(tp_mesh())
     plan = {"up": ColwiseParallel(output_layouts=WHOLE), "down": RowwiseParallel(input_layouts=WHOLE)}
-    for style in (plan, PAIR, SEQUENCE_PAIR, PAIR | {"": SharedInput()}):
+    for style in (plan, UP_DOWN, SEQUENCE_PAIR, UP_DOWN | {"": SharedInput()}):
         model = parallelize(Mlp(), mesh, style)
         model(torch.ones(2, 4, 8)).mul_(2).sum().backward()
         hidden = model.up(torch.ones(2, 4, 8))  # type: ignore[operator]
@@ -213,35 +184,25 @@ def test_outputs_can_be_written_into(tp_size: int) -> None:
 # --- no numbers ---------------------------------------------------------------------------------------------
 
 
-def meta_step(sequence: bool) -> None:
+def step_without_numbers(kind: str, sequence: bool) -> None:
+    plan = llama_plan(sequence_parallel=sequence)
     with fake_world(4):
-        with torch.device("meta"):
-            model = Llama()
-        parallelize(model, tp_mesh(), llama_plan(sequence_parallel=sequence), src_data_rank=None)
-        logits = model(torch.zeros(2, 8, dtype=torch.long, device="meta"))
-        assert logits.is_meta
+        mesh = tp_mesh()
+        with torch.device("meta") if kind == "meta" else FakeTensorMode():
+            model, ids = Llama(), torch.zeros(2, 8, dtype=torch.long)
+            logits = parallelize(model, mesh, plan, src_data_rank=None)(ids)
+            logits.sum().backward()
+        assert logits.is_meta == (kind == "meta")
         assert logits.shape == (2, 8, 32)
-        logits.sum().backward()
         for parameter in model.parameters():
             assert parameter.grad is not None
             assert parameter.grad.shape == parameter.shape
 
 
-def fake_step(sequence: bool) -> None:
-    with fake_world(4):
-        mesh = tp_mesh()
-        with FakeTensorMode():
-            model = parallelize(Llama(), mesh, llama_plan(sequence_parallel=sequence), src_data_rank=None)
-            logits = model(torch.zeros(2, 8, dtype=torch.long))
-            assert logits.shape == (2, 8, 32)
-            logits.sum().backward()
-            assert all(parameter.grad is not None for parameter in model.parameters())
-
-
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("step", [meta_step, fake_step])
-def test_forward_and_backward_without_numbers(step: Callable[[bool], None], sequence: bool) -> None:
-    run_ranks(1, step, sequence, init=False)  # no backward in the process that forks
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_forward_and_backward_without_numbers(kind: str, sequence: bool) -> None:
+    run_ranks(1, step_without_numbers, kind, sequence, init=False)  # no backward in the process that forks
 
 
 # --- modules ------------------------------------------------------------------------------------------------
@@ -266,56 +227,40 @@ def modules() -> dict[str, float]:
     found = {}
     for kind, style in styles.items():
         reference = nn.Sequential(Dropped(8, 8).double())
-        model = parallelize(copy.deepcopy(reference), tp_mesh(), {"0": style})
+        model = sharded(reference, {"0": style})
         found[kind] = differences(model, reference, torch.randn(4, 8, dtype=torch.float64))
     return found
 
 
 def test_subclasses_with_children() -> None:
-    for found in run_ranks(2, modules):
-        assert len(found) == 2
-        assert max(found.values()) < 1e-12, found
+    assert_right(run_ranks(2, modules), cases=2)
 
 
-def encoder() -> float:
-    """In evaluation torch would hand the weights to a native function."""
-    torch.manual_seed(0)
-    reference = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dtype=torch.float64).eval()
-    model = parallelize(
-        copy.deepcopy(reference), tp_mesh(), {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()}
-    )
-    x = torch.randn(2, 4, 8, dtype=torch.float64)
-    with torch.no_grad():
-        return max(float((one(x) - reference(x)).abs().max()) for one in (model, copy.deepcopy(model)))
-
-
-def test_an_encoder_layer_in_evaluation() -> None:
-    assert max(run_ranks(2, encoder)) < 1e-12
-
-
-def padded_encoder() -> float:
-    """With a padding mask torch would make nested tensors of what is not padding."""
+def encoders() -> list[float]:
+    """In evaluation torch would hand the weights to a native function, and make nested tensors of what is not padding."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dtype=torch.float64)
     reference = nn.TransformerEncoder(layer, 2).eval()
     plan = {"layers.*.linear1": ColwiseParallel(), "layers.*.linear2": RowwiseParallel()}
-    model = parallelize(copy.deepcopy(reference), tp_mesh(), plan)
-    x, padding = (
-        torch.randn(2, 4, 8, dtype=torch.float64),
-        torch.tensor([[False] * 4, [False] * 2 + [True] * 2]),
-    )
+    model = sharded(reference, plan)
+    x, padding = torch.randn(2, 4, 8, dtype=torch.float64), torch.zeros(2, 4, dtype=torch.bool)
+    padding[1, 2:] = True
+    found = []
     with torch.no_grad():
-        got, wanted = (each(x, src_key_padding_mask=padding) for each in (model, reference))
-    return float((got - wanted).masked_fill(padding.unsqueeze(-1), 0).abs().max())
+        for each in (model, copy.deepcopy(model)):
+            found.append(apart(each.layers[0](x), reference.layers[0](x)))
+            got, wanted = (one(x, src_key_padding_mask=padding)[~padding] for one in (each, reference))
+            found.append(apart(got, wanted))
+    return found
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # of the whole model
-def test_an_encoder_with_padding_in_evaluation() -> None:
-    assert max(run_ranks(2, padded_encoder)) < 1e-12
+def test_encoders_in_evaluation() -> None:
+    assert_right(run_ranks(2, encoders), cases=4)
 
 
 def transformed() -> list[str]:
-    model = parallelize(Mlp().double(), tp_mesh(), PAIR)
+    model = parallelize(Mlp().double(), tp_mesh(), UP_DOWN)
     x = torch.randn(4, 8, dtype=torch.float64)
     texts = []
     for transform in (torch.func.grad(lambda x: model(x).sum()), torch.func.vmap(model)):
@@ -378,26 +323,22 @@ def test_a_computed_weight_is_refused() -> None:
 
 def surviving() -> dict[str, float]:
     """The gradients of norms are whole after everything that replaces parameters."""
-    mesh = tp_mesh()
-    norms = dict.fromkeys(
-        ("layers.*.attention_norm", "layers.*.ffn_norm", "norm"), SequenceParallel(use_local_output=True)
-    )
     torch.manual_seed(0)
     reference = Llama(layers=1)
 
-    def fresh() -> nn.Module:
-        return parallelize(copy.deepcopy(reference), mesh, llama_plan(sequence_parallel=True) | norms)
+    def fresh() -> Any:
+        return sharded(reference, llama_plan(sequence_parallel=True) | TORCHS_NORMS)
 
     state = {name: value.detach().clone() for name, value in fresh().state_dict().items()}
 
-    def emptied() -> nn.Module:
+    def emptied() -> Any:
         model = fresh().to_empty(device="cpu")
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(state[name])
         return model
 
-    def assigned() -> nn.Module:
+    def assigned() -> Any:
         model = fresh()
         model.load_state_dict(state, assign=True)
         return model.requires_grad_()
@@ -423,6 +364,4 @@ def surviving() -> dict[str, float]:
 
 
 def test_norm_gradients_are_summed_whatever_replaced_the_parameters() -> None:
-    for found in run_ranks(2, surviving):
-        assert len(found) == 5
-        assert max(found.values()) < 1e-4, found
+    assert_right(run_ranks(2, surviving), 1e-4, cases=5)

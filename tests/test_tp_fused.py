@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,8 +15,10 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
-from tp_compare import problem_of, training_difference, whole
+from torch.distributed.tensor import Shard
+from tp_checks import against_whole, largest_difference
+from tp_compare import assert_right, problem_of, sharded, training_difference, whole
+from tp_models import Net, gate_up
 
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel import (
@@ -25,7 +28,7 @@ from namedmesh.tensor_parallel import (
     parallelize,
     plan_report,
 )
-from namedmesh.tensor_parallel.fused import Blocks
+from namedmesh.tensor_parallel.fused import rows_moved
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,44 +63,24 @@ class FusedAttention(nn.Module):
         return result
 
 
-class Chunked(nn.Module):
+def chunked() -> Net:
     """``chunk(3, -1)``, as written in many models."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(16, 48, bias=False), nn.Linear(16, 16)
+    def compute(m: Any, x: Tensor) -> Any:
+        heads = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in m.qkv(x).chunk(3, -1))
+        return m.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
 
-    def forward(self, x: Tensor) -> Tensor:
-        heads = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        out: Tensor = self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
-        return out
+    return Net(compute, qkv=nn.Linear(16, 48, bias=False), out=nn.Linear(16, 16))
 
 
-class GateUp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_up, self.down = nn.Linear(16, 48), nn.Linear(24, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
-        out: Tensor = self.down(F.silu(gate) * up)
-        return out
-
-
-class Maxout(nn.Module):
+def maxout() -> Net:
     """The larger one of two features that lie next to each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 48), nn.Linear(24, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.up(x).unflatten(-1, (-1, 2)).amax(-1))
-        return out
+    compute = lambda m, x: m.down(m.up(x).unflatten(-1, (-1, 2)).amax(-1))  # noqa: E731
+    return Net(compute, up=nn.Linear(16, 48), down=nn.Linear(24, 16))
 
 
 CASES: dict[str, tuple[nn.Module, dict[str, Any]]] = {
-    "q|k|v by chunk": (Chunked(), {"qkv": FusedColwiseParallel(blocks=3), "out": RowwiseParallel()}),
+    "q|k|v by chunk": (chunked(), {"qkv": FusedColwiseParallel(blocks=3), "out": RowwiseParallel()}),
     "q|k|v": (FusedAttention(), {"qkv": FusedColwiseParallel(blocks=3), "out": RowwiseParallel()}),
     "q|k|v, fewer kv heads": (
         FusedAttention(8, 4),
@@ -111,10 +94,10 @@ CASES: dict[str, tuple[nn.Module, dict[str, Any]]] = {
         FusedAttention(8, 4, interleaved=True),
         {"qkv": FusedColwiseParallel(interleaved=4), "out": RowwiseParallel()},
     ),
-    "gate|up": (GateUp(), {"gate_up": FusedColwiseParallel(blocks=2), "down": RowwiseParallel()}),
-    "maxout": (Maxout(), {"up": FusedColwiseParallel(blocks=1), "down": RowwiseParallel()}),
+    "gate|up": (gate_up(16), {"gate_up": FusedColwiseParallel(blocks=2), "down": RowwiseParallel()}),
+    "maxout": (maxout(), {"up": FusedColwiseParallel(blocks=1), "down": RowwiseParallel()}),
     "gate|up, sharded sequence": (
-        GateUp(),
+        gate_up(16),
         {
             "gate_up": FusedColwiseParallel(blocks=2, input_layouts=Shard(1)),
             "down": RowwiseParallel(output_layouts=Shard(1)),
@@ -124,45 +107,16 @@ CASES: dict[str, tuple[nn.Module, dict[str, Any]]] = {
 
 
 def difference(case: str, compiled: bool = False) -> float:
-    size = torch.distributed.get_world_size()
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
     module, plan = CASES[case]
     reference = copy.deepcopy(module).double()
-    model = parallelize(copy.deepcopy(reference), mesh, plan)
     data = torch.randn(2, 8, 16, dtype=torch.float64)
     if "sequence" in case:
-        rank, length = torch.distributed.get_rank(), 8 // size
-        model = _Scattered(model, rank * length, length, mesh)
-        reference = _Plain(reference)
+        return largest_difference(partial(against_whole, reference, plan, data, cut_in=1, cut_out=1))
+    model = sharded(reference, plan)
     if compiled:
         model.compile(backend="aot_eager", fullgraph=True)
     return training_difference(model, reference, data)
-
-
-class _Plain(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x)
-        return out
-
-
-class _Scattered(_Plain):
-    """Gives the module inside its shard of the sequence, and joins the shards of the output."""
-
-    def __init__(self, inner: nn.Module, start: int, length: int, mesh: Any) -> None:
-        super().__init__(inner)
-        self.start, self.length, self.mesh = start, length, mesh
-
-    def forward(self, x: Tensor) -> Tensor:
-        shard = (
-            DTensor.from_local(x, self.mesh, run_check=False).redistribute(placements=[Shard(1)]).to_local()
-        )
-        joined = DTensor.from_local(self.inner(shard), self.mesh, [Shard(1)], run_check=False)
-        return joined.full_tensor()
 
 
 def differences() -> dict[str, float]:
@@ -175,18 +129,20 @@ def differences() -> dict[str, float]:
 @pytest.mark.filterwarnings("default")  # torch.compile's own
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_fused_layer_trains_as_the_whole_one(size: int) -> None:
-    for found in run_ranks(size, differences):
-        assert len(found) == len(CASES) + (size == 2)
-        assert max(found.values()) < 1e-10, found
+    assert_right(run_ranks(size, differences), 1e-10, cases=len(CASES) + (size == 2))
 
 
 @pytest.mark.parametrize("sizes", [(4, 4), (8, 4, 4), (12,), (4, 16, 8), (24, 4)])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_row_reaches_the_rank_that_works_on_it(sizes: tuple[int, ...], size: int) -> None:
-    blocks = Blocks(sizes, size)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     for worker in range(size):
-        got = [row for holder in range(size) for move in blocks.moved(holder, worker) for row in range(*move)]
+        got = [
+            row
+            for holder in range(size)
+            for move in rows_moved(sizes, size, holder, worker)
+            for row in range(*move)
+        ]
         parts = [rows // size for rows in sizes]
         assert got == [
             start + worker * part + i for start, part in zip(starts, parts, strict=True) for i in range(part)
@@ -247,11 +203,9 @@ def test_parts_that_do_not_fit() -> None:
     assert problem_of(model, out | {"qkv": FusedColwiseParallel(interleaved=5)}) == (
         "qkv: 5 interleaved heads do not divide out_features 48"
     )
-    with pytest.raises(
-        PlanError, match=says("n_kv_heads: 2 heads ... and 'qkv' would cut them; choose a ... 2")
-    ):
+    with pytest.raises(PlanError, match=says("qkv: n_kv_heads 2 ... and heads would be cut; choose a ... 2")):
         plan_report(model, 4, out | {"qkv": FusedColwiseParallel(blocks=(32, 8, 8))})
-    assert problem_of(GateUp(), {"gate_up": FusedColwiseParallel(blocks=(40, 8))}, 16) == (
+    assert problem_of(gate_up(16), {"gate_up": FusedColwiseParallel(blocks=(40, 8))}, 16) == (
         "2 problems:\n"
         "  - gate_up: 40 output features of a block are not divisible by the tp size 16; choose a tp size that "
         "divides 40\n"

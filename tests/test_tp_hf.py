@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
-from tp_compare import hf_difference, tp_mesh, training_difference
-from tp_models import hf_model
+from tp_checks import heads_and_tail
+from tp_compare import hf_difference, sharded, training_difference
+from tp_models import Net, hf_model
 
 from namedmesh.errors import PlanError
-from namedmesh.tensor_parallel import LocalParameters, parallelize, plan_from_hf
+from namedmesh.tensor_parallel import LocalParameters, plan_from_hf
 
 WHOLE, LAST = "Replicate(),", "Shard(dim=-1),"
 
@@ -106,61 +105,34 @@ def test_a_model_without_a_plan() -> None:
 # --- styles that only such plans use, on a model that states one itself -------------------------------------
 
 
-class Sinks(nn.Module):
-    """Attention in small: each head has a number of its own, and a latent whose tail every head uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sinks = nn.Parameter(torch.randn(4))
-        self.q_proj, self.o_proj = nn.Linear(8, 16), nn.Linear(16, 8)
-        self.kv_a_proj, self.kv_b_proj = nn.Linear(8, 6), nn.Linear(4, 16)
-        self.q_norm = nn.LayerNorm(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, 4)))
-        latent, tail = self.kv_a_proj(x).split([4, 2], dim=-1)
-        k = self.kv_b_proj(latent).unflatten(-1, (-1, 4)) + tail.sum(-1)[..., None, None]
-        heads = torch.tanh(q * k) * self.sinks.unsqueeze(-1)
-        out: torch.Tensor = self.o_proj(heads.flatten(-2))
-        return out
-
-
 class Config:
     qk_rope_head_dim = 2
     base_model_tp_plan = {  # noqa: RUF012  as transformers writes it
-        "attn.q_proj": "colwise",
-        "attn.q_norm": "replicated_with_grad_allreduce",
-        "attn.kv_a_proj": "mla_kv_a_proj",
-        "attn.kv_b_proj": "colwise",
-        "attn.o_proj": "rowwise",
-        "attn.sinks": "colwise",
+        "attn.up": "colwise",
+        "attn.norm": "replicated_with_grad_allreduce",
+        "attn.latent": "mla_kv_a_proj",
+        "attn.expand": "colwise",
+        "attn.down": "rowwise",
+        "attn.scale": "colwise",
         "attn": "local_params",
         "experts.*": "moe_tp_experts",  # of another variant: this model has none
     }
 
 
-class Stated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = Config()
-        self.attn = Sinks()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.attn(x)
-        return out
+def stated() -> Any:
+    model: Any = Net(lambda m, x: m.attn(x), attn=heads_and_tail())
+    model.config = Config()
+    return model
 
 
 def stated_difference() -> float:
-    mesh = tp_mesh()
     torch.manual_seed(0)
-    reference = Stated().double()
-    model = copy.deepcopy(reference)
-    plan = plan_from_hf(model)
+    reference = stated().double()
+    plan = plan_from_hf(reference)
     assert isinstance(plan["attn"], LocalParameters)
-    assert plan["attn"].placements == {"sinks": Shard(0)}
-    return training_difference(
-        parallelize(model, mesh, plan), reference, torch.randn(3, 5, 8, dtype=torch.float64)
-    )
+    assert plan["attn"].placements == {"scale": Shard(0)}
+    data = torch.randn(3, 5, 8, dtype=torch.float64)
+    return training_difference(sharded(reference, plan), reference, data)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
@@ -169,39 +141,14 @@ def test_local_parameters_shared_norms_and_latent_attention(tp_size: int) -> Non
 
 
 def test_a_bare_parameter_needs_its_module_in_the_plan() -> None:
-    model = Stated()
-    model.config.base_model_tp_plan = {"attn.sinks": "colwise"}
+    model = stated()
+    model.config.base_model_tp_plan = {"attn.scale": "colwise"}
     with pytest.raises(PlanError) as caught:
         plan_from_hf(model)
     assert str(caught.value) == (
-        "'attn.sinks': 'colwise' shards a bare parameter, which needs 'local_params' or 'moe_tp_experts' at its "
+        "'attn.scale': 'colwise' shards a bare parameter, which needs 'local_params' or 'moe_tp_experts' at its "
         "module; change or remove this entry"
     )
-
-
-class Parts(nn.Module):
-    """Two branches, summed by hand over the ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.inner(x).sum(-1, keepdim=True)
-        return out
-
-
-def parts_difference() -> float:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    torch.manual_seed(0)
-    reference = Parts().double()
-    plan = plan_from_hf({"": "all_reduce", "inner.0": "colwise"})
-    model = parallelize(copy.deepcopy(reference), mesh, plan)
-    return training_difference(model, reference, torch.randn(3, 4, dtype=torch.float64))
-
-
-def test_an_output_of_parts_is_summed() -> None:
-    assert max(run_ranks(2, parts_difference)) < 1e-12
 
 
 class Layer(nn.Module):
@@ -269,27 +216,14 @@ def test_every_style_name_of_transformers_has_an_answer() -> None:
             assert "is not a style" not in str(error)  # noqa: PT017  both ways are right
 
 
-class Tied(nn.Module):
-    """A head tied to the embedding, of which the plan names the head only."""
-
-    _tp_plan = {"lm_head": "colwise_rep"}  # noqa: RUF012  as transformers writes it
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.lm_head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
-        self.lm_head.weight = self.embed.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.lm_head(self.embed(ids))
-        return logits
-
-
 def tied_difference() -> float:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    """A head tied to the embedding, of which the plan names the head only."""
     torch.manual_seed(0)
-    reference = Tied().double()
-    model = copy.deepcopy(reference)
-    parallelize(model, mesh, plan_from_hf(model))
+    parts = {"embed": nn.Embedding(16, 8), "lm_head": nn.Linear(8, 16, bias=False)}
+    reference: Any = Net(lambda m, ids: m.lm_head(m.embed(ids)), **parts).double()
+    reference.lm_head.weight = reference.embed.weight
+    reference._tp_plan = {"lm_head": "colwise_rep"}
+    model = sharded(reference, plan_from_hf(reference))
     assert model.lm_head.weight is model.embed.weight
     return training_difference(model, reference, torch.arange(16).view(2, 8))
 

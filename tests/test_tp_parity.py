@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,22 +13,19 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from ranks import run_ranks
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwise
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwise
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
-from tp_compare import tp_mesh, whole
-from tp_models import Llama, Mlp
+from tp_compare import assert_right, gradient_of, gradients_apart, sharded, tp_mesh, whole
+from tp_models import TORCHS_NORMS, Llama, Mlp, OwnForward
 
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
     PrepareModuleInput,
     RowwiseParallel,
-    SequenceParallel,
     llama_plan,
-    parallelize,
     reduce_gradients,
 )
 
@@ -77,12 +75,7 @@ LLAMAS = {
             )
         }
     ),
-    "torch's norms": Case(
-        llama_plan(sequence_parallel=True)
-        | dict.fromkeys(
-            ("layers.*.attention_norm", "layers.*.ffn_norm", "norm"), SequenceParallel(use_local_output=True)
-        )
-    ),
+    "torch's norms": Case(llama_plan(sequence_parallel=True) | TORCHS_NORMS),
 }
 
 
@@ -101,10 +94,8 @@ def largest(one: Tensor, other: Tensor) -> float:
 
 def gradient_difference(mine: Tensor, reference: Tensor, *, locally: bool) -> float:
     """How far a gradient is from the reference's: as a whole, and once it is summed, as what this rank holds."""
-    assert mine.grad is not None
-    assert reference.grad is not None
-    wanted = reference.grad
-    difference = largest(mine.grad, wanted)
+    wanted = gradient_of(reference)
+    difference = largest(gradient_of(mine), wanted)
     if isinstance(mine, DTensor) and locally:
         reduce_gradients([mine])
         grad = mine.grad
@@ -116,11 +107,10 @@ def gradient_difference(mine: Tensor, reference: Tensor, *, locally: bool) -> fl
     return difference
 
 
-def llama_differences(mesh: DeviceMesh, case: Case) -> dict[str, float]:
+def llama_differences(case: Case) -> dict[str, float]:
     torch.manual_seed(0)
     reference = Llama(**case.model).to(case.dtype)
-    model = parallelize(copy.deepcopy(reference), mesh, case.plan)
-    assert isinstance(model, Llama)
+    model = sharded(reference, case.plan)
     if case.model.get("tied"):
         assert model.output.weight is model.tok_embeddings.weight
     ids = torch.randint(0, 32, (2, 8))
@@ -145,8 +135,7 @@ def llama_differences(mesh: DeviceMesh, case: Case) -> dict[str, float]:
 
 
 def llamas(names: list[str]) -> dict[str, dict[str, float]]:
-    mesh = tp_mesh()
-    return {name: llama_differences(mesh, LLAMAS[name]) for name in names}
+    return {name: llama_differences(LLAMAS[name]) for name in names}
 
 
 MAIN = ["plain", "sequence, float32", "sequence, loss", "tied, sequence"]
@@ -154,23 +143,15 @@ MAIN = ["plain", "sequence, float32", "sequence, loss", "tied, sequence"]
 
 @pytest.mark.parametrize(("tp_size", "names"), [(1, MAIN), (2, list(LLAMAS)), (4, MAIN)])
 def test_a_sharded_llama_trains_as_the_whole_one(tp_size: int, names: list[str]) -> None:
-    for rank, results in enumerate(run_ranks(tp_size, llamas, names)):
+    for results in run_ranks(tp_size, llamas, names):
         assert list(results) == names
         for name, found in results.items():
-            bound = 1e-6 if LLAMAS[name].dtype is torch.float32 else 1e-12
-            assert max(found.values()) < bound, (rank, name, found)
+            assert_right([found], 1e-6 if LLAMAS[name].dtype is torch.float32 else 1e-12)
 
 
 # --- one pair of linears, in every layout -------------------------------------------------------------------
 
 WHOLE, SEQUENCE, LAST = Replicate(), Shard(1), Shard(-1)
-
-
-class OwnForward(nn.Linear):
-    """A linear that does something of its own, which the styles must not replace."""
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
-        return 2 * super().forward(input)
 
 
 # (style of `up`, style of `down`, layout of the input, layout of the output)
@@ -225,21 +206,20 @@ PAIRS: dict[str, tuple[Any, Any, Any, Any]] = {
 
 
 def pair_differences(
-    mesh: DeviceMesh,
     name: str,
     *,
     linear: type[nn.Linear] = nn.Linear,
     frozen: tuple[str, ...] = (),
     as_dtensor: bool = False,
 ) -> float:
-    up, down, input_layout, output_layout = PAIRS[name]
+    mesh, (up, down, input_layout, output_layout) = tp_mesh(), PAIRS[name]
     torch.manual_seed(1)
     reference = Mlp().double()
     if linear is not nn.Linear:
         reference.up.__class__ = reference.down.__class__ = linear
     for parameter in frozen:
         reference.get_parameter(parameter).requires_grad_(False)
-    model = parallelize(copy.deepcopy(reference), mesh, {"up": up, "down": down})
+    model = sharded(reference, {"up": up, "down": down})
     x = torch.randn(4, 8, 8, dtype=torch.float64, requires_grad=True)
     placed = distribute_tensor(x.detach(), mesh, [input_layout], src_data_rank=None)
     shard = (placed if as_dtensor else placed.to_local()).requires_grad_()
@@ -263,30 +243,28 @@ def pair_differences(
 
 
 def all_pairs() -> dict[str, float]:
-    mesh = tp_mesh()
-    found = {name: pair_differences(mesh, name) for name in PAIRS}
+    found = {name: pair_differences(name) for name in PAIRS}
     for name in ("default", "sequence", "unknown to the short way"):
-        found[f"{name}, DTensor in"] = pair_differences(mesh, name, as_dtensor=True)
-        found[f"{name}, own forward"] = pair_differences(mesh, name, linear=OwnForward)
+        found[f"{name}, DTensor in"] = pair_differences(name, as_dtensor=True)
+        found[f"{name}, own forward"] = pair_differences(name, linear=OwnForward)
         for frozen in (("up.weight",), ("down.weight", "up.bias"), ("down.bias", "up.bias", "up.weight")):
-            found[f"{name}, {frozen} frozen"] = pair_differences(mesh, name, frozen=frozen)
+            found[f"{name}, {frozen} frozen"] = pair_differences(name, frozen=frozen)
     return found
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_every_layout_gives_the_whole_models_gradients(tp_size: int) -> None:
-    for rank, found in enumerate(run_ranks(tp_size, all_pairs)):
-        assert len(found) == len(PAIRS) + 3 * 5
-        assert max(found.values()) < 1e-12, (rank, found)
+    assert_right(run_ranks(tp_size, all_pairs), cases=len(PAIRS) + 3 * 5)
 
 
 # --- embeddings ---------------------------------------------------------------------------------------------
 
 
-def embedding_difference(mesh: DeviceMesh, style: Any, output_layout: Any, **options: Any) -> float:
+def embedding_difference(style: Any, output_layout: Any, options: dict[str, Any]) -> float:
+    mesh = tp_mesh()
     torch.manual_seed(2)
     reference = nn.Embedding(16, 8, dtype=torch.float64, **options)
-    model = parallelize(copy.deepcopy(reference), mesh, style)
+    model = sharded(reference, style)
     ids = torch.randint(0, 16, (4, 8))
     ids[0, :4] = 5  # a frequent one
     if style.input_layouts != (Replicate(),):
@@ -300,46 +278,34 @@ def embedding_difference(mesh: DeviceMesh, style: Any, output_layout: Any, **opt
     if not isinstance(got, DTensor):
         got = DTensor.from_local(got, mesh, [output_layout])
     (got.full_tensor() * weights).sum().backward()
-    assert isinstance(model, nn.Embedding)
     return max(largest(got, wanted), gradient_difference(model.weight, reference.weight, locally=True))
 
 
+ROWS, COLUMNS = partial(RowwiseParallel, input_layouts=WHOLE), ColwiseParallel
+# (style, layout of the output, options of the embedding)
+EMBEDDINGS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    **{f"rows, padding {i}": (ROWS(), WHOLE, {"padding_idx": i}) for i in (None, 0, 5, -1)},
+    **{f"columns, padding {i}": (COLUMNS(), LAST, {"padding_idx": i}) for i in (None, 0, 5, -1)},
+    "rows, sequence": (ROWS(output_layouts=SEQUENCE), SEQUENCE, {}),
+    "rows, ids cut": (RowwiseParallel(input_layouts=SEQUENCE), WHOLE, {}),
+    "rows, DTensor out": (ROWS(use_local_output=False), WHOLE, {}),
+    "columns, gathered": (COLUMNS(output_layouts=WHOLE), WHOLE, {}),
+    "columns, sequence": (COLUMNS(output_layouts=SEQUENCE), SEQUENCE, {}),
+    "columns, by frequency": (COLUMNS(output_layouts=WHOLE), WHOLE, {"scale_grad_by_freq": True}),
+}
+
+
 def all_embeddings() -> dict[str, float]:
-    mesh = tp_mesh()
-    rows, columns = RowwiseParallel, ColwiseParallel
-    found = {}
-    for padding in (None, 0, 5, -1):
-        found[f"rows, padding {padding}"] = embedding_difference(
-            mesh, rows(input_layouts=WHOLE), WHOLE, padding_idx=padding
-        )
-        found[f"columns, padding {padding}"] = embedding_difference(
-            mesh, columns(), LAST, padding_idx=padding
-        )
-    found["rows, sequence"] = embedding_difference(
-        mesh, rows(input_layouts=WHOLE, output_layouts=SEQUENCE), SEQUENCE
-    )
-    found["rows, ids cut"] = embedding_difference(mesh, rows(input_layouts=SEQUENCE), WHOLE)
-    found["rows, DTensor out"] = embedding_difference(
-        mesh, rows(input_layouts=WHOLE, use_local_output=False), WHOLE
-    )
-    found["columns, gathered"] = embedding_difference(mesh, columns(output_layouts=WHOLE), WHOLE)
-    found["columns, sequence"] = embedding_difference(mesh, columns(output_layouts=SEQUENCE), SEQUENCE)
-    found["columns, by frequency"] = embedding_difference(
-        mesh, columns(output_layouts=WHOLE), WHOLE, scale_grad_by_freq=True
-    )
-    return found
+    return {name: embedding_difference(*case) for name, case in EMBEDDINGS.items()}
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_embeddings_of_rows_and_columns(tp_size: int) -> None:
-    for rank, found in enumerate(run_ranks(tp_size, all_embeddings)):
-        assert len(found) == 14
-        assert max(found.values()) < 1e-12, (rank, found)
+    assert_right(run_ranks(tp_size, all_embeddings), cases=len(EMBEDDINGS))
 
 
 def stranger() -> str:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    model = parallelize(nn.Embedding(16, 8), mesh, RowwiseParallel(input_layouts=Replicate()))
+    model = sharded(nn.Embedding(16, 8), RowwiseParallel(input_layouts=WHOLE))
     with pytest.raises(IndexError) as caught:
         model(torch.tensor([[3, 16]]))
     return str(caught.value)
@@ -354,10 +320,9 @@ def test_an_id_outside_the_vocabulary_is_refused_on_every_rank() -> None:
 
 
 def surroundings() -> dict[str, float]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     torch.manual_seed(3)
     reference = Llama().double()
-    model = parallelize(copy.deepcopy(reference), mesh, llama_plan(sequence_parallel=True))
+    model = sharded(reference, llama_plan(sequence_parallel=True))
     ids = torch.randint(0, 32, (2, 8))
     found = {}
     wanted = reference(ids)
@@ -370,10 +335,7 @@ def surroundings() -> dict[str, float]:
         model.zero_grad()
         x = torch.zeros((), requires_grad=True)  # the reentrant kind wants an input with a gradient
         checkpoint(lambda ids, _x: model(ids), ids, x, use_reentrant=reentrant).square().mean().backward()
-        found[f"checkpoint {reentrant}"] = max(
-            gradient_difference(mine, theirs, locally=True)
-            for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True)
-        )
+        found[f"checkpoint {reentrant}"] = gradients_apart(model, reference)
     copied = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -384,81 +346,4 @@ def surroundings() -> dict[str, float]:
 
 
 def test_no_grad_checkpointing_and_deep_copies() -> None:
-    for found in run_ranks(2, surroundings):
-        assert max(found.values()) < 1e-12, found
-
-
-def autocast_differences() -> dict[str, float]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    torch.manual_seed(4)
-    reference = Mlp(64, 128)
-    model = parallelize(copy.deepcopy(reference), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    x = torch.randn(2, 8, 64)
-    results = []
-    for one in (reference, model):
-        with torch.autocast("cpu", torch.bfloat16):
-            out = one(x)
-        assert out.dtype is torch.bfloat16
-        out.float().square().sum().backward()
-        results.append(out)
-    found = {"output": largest(results[0].float(), results[1].float())}
-    for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert mine.grad is not None
-        assert theirs.grad is not None
-        assert mine.grad.dtype is torch.float32
-        found[name] = largest(mine.grad, theirs.grad) / theirs.grad.abs().max().item()
-    return found
-
-
-def test_autocast_gives_the_types_and_about_the_numbers_of_the_whole_model() -> None:
-    for found in run_ranks(2, autocast_differences):
-        assert max(found.values()) < 0.03, found
-
-
-def compiled_differences() -> dict[str, float]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    torch.manual_seed(5)
-    reference = Mlp().double()
-    found = {}
-    for name in ("default", "sequence"):
-        up, down, layout, _ = PAIRS[name]
-        model = parallelize(copy.deepcopy(reference), mesh, {"up": up, "down": down})
-        x = torch.randn(4, 8, 8, dtype=torch.float64)
-        reference.zero_grad()
-        wanted = reference(x)
-        wanted.square().sum().backward()
-        shard = distribute_tensor(x, mesh, [layout], src_data_rank=None).to_local()
-        got = torch.compile(model, backend="aot_eager", fullgraph=True)(shard)
-        got = DTensor.from_local(got, mesh, [layout])
-        got.full_tensor().square().sum().backward()
-        found[name] = max(
-            largest(got, wanted),
-            *(
-                gradient_difference(mine, theirs, locally=False)
-                for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True)
-            ),
-        )
-    return found
-
-
-@pytest.mark.filterwarnings("default")  # torch.compile's own
-def test_the_compiler_takes_the_whole_model_in_one_graph() -> None:
-    for found in run_ranks(2, compiled_differences):
-        assert max(found.values()) < 1e-12, found
-
-
-def no_second_derivative() -> str:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    model = parallelize(Mlp(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    x = torch.randn(2, 8, requires_grad=True)
-    with pytest.raises(RuntimeError) as caught:
-        torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    return str(caught.value)
-
-
-def test_a_second_derivative_is_refused() -> None:
-    text = (
-        "the fast parallel styles have no second derivative, and backward was called with create_graph=True; "
-        "leave the layers that it passes through out of the plan"
-    )
-    assert run_ranks(2, no_second_derivative) == [text] * 2
+    assert_right(run_ranks(2, surroundings))

@@ -13,14 +13,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from ranks import run_ranks
+from test_tp_fused_experts import mixture, needs_blocks
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from tp_compare import tp_mesh
-from tp_models import Llama
+from tp_models import TORCHS_NORMS, Llama
 
-from namedmesh.tensor_parallel import SequenceParallel, llama_plan, parallelize
+import namedmesh
+from namedmesh import training
+from namedmesh.tensor_parallel import llama_plan, parallelize, plan_from_hf
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,13 +66,10 @@ def farthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max((one[key] - other[key]).abs().max().item() for key in one)
 
 
-TORCH_NORMS = dict.fromkeys(
-    ("layers.*.attention_norm", "layers.*.ffn_norm", "norm"), SequenceParallel(use_local_output=True)
-)
 PLANS = {
     "plain": llama_plan(),
     "sequence": llama_plan(sequence_parallel=True),
-    "torch's norms": llama_plan(sequence_parallel=True) | TORCH_NORMS,
+    "torch's norms": llama_plan(sequence_parallel=True) | TORCHS_NORMS,
 }
 
 
@@ -120,50 +120,76 @@ def numbers(model: nn.Module) -> list[float]:
     return torch.cat([value.flatten() for value in full(model.state_dict()).values()]).tolist()
 
 
-def apart(one: list[float], other: list[float]) -> float:
-    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+def made(kind: str, tp: int, dp: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model on some ranks, or the whole one, and its optimizer."""
+    torch.manual_seed(dp)  # what is loaded has other numbers
+    model: nn.Module = Llama().double() if kind == "llama" else mixture("packed_colwise").double()
+    if tp > 1:
+        mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+        plan = PLANS["sequence" if dp == 1 else "plain"] if kind == "llama" else plan_from_hf(model)
+        parallelize(model, mesh["tp"], plan)
+        if dp > 1:
+            fully_shard(model, mesh=mesh["dp"])
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
 
 
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-
-
-def save(path: str, plan: str) -> list[float]:
-    torch.manual_seed(0)
-    model = parallelize(Llama().double(), tp_mesh(), PLANS[plan])
-    optimizer = adam(model)
-    loss_of(model, batch(0)).backward()
+def stepped(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    """All parameters after a step."""
+    x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    model(batch(0) if kind == "llama" else x).square().sum().backward()
     optimizer.step()
-    state, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": state, "optimizer": moments}, checkpoint_id=path)
+    optimizer.zero_grad()
     return numbers(model)
 
 
-def load(path: str, plan: str) -> tuple[list[float], list[float]]:
-    """Into a model with other values, on this world's size; then one more step."""
-    torch.manual_seed(1)
-    model = parallelize(Llama().double(), tp_mesh(), PLANS[plan])
-    optimizer = adam(model)
-    state, moments = get_state_dict(model, optimizer)
-    dcp.load({"model": state, "optimizer": moments}, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=moments)
-    loaded = numbers(model)
-    loss_of(model, batch(1)).backward()
-    optimizer.step()
-    return loaded, numbers(model)
+def saved(path: str, kind: str, tp: int, dp: int, ours: bool) -> list[float]:
+    model, optimizer = made(kind, tp, dp)
+    after = stepped(kind, model, optimizer)
+    if ours:
+        training.save(path, namedmesh.init_mesh(dp=dp, tp=tp), model, optimizer)
+    else:
+        state, moments = get_state_dict(model, optimizer)
+        dcp.save({"model": state, "optimizer": moments}, checkpoint_id=path)
+    return after
+
+
+def loaded(path: str, kind: str, tp: int, dp: int, ours: bool) -> tuple[list[float], list[float]]:
+    """The parameters that were loaded, and those after another step."""
+    model, optimizer = made(kind, tp, dp)
+    if ours:
+        training.load(path, namedmesh.init_mesh(dp=dp, tp=tp), model, optimizer)
+    else:
+        state, moments = get_state_dict(model, optimizer)
+        dcp.load({"model": state, "optimizer": moments}, checkpoint_id=path)
+        set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=moments)
+    return numbers(model), stepped(kind, model, optimizer)
 
 
 @pytest.mark.filterwarnings("default")  # torch's own, from its checkpoint code
-def test_a_checkpoint_is_read_by_another_number_of_ranks(tmp_path: Path) -> None:
-    saved = run_ranks(2, save, str(tmp_path), "sequence")
-    assert apart(saved[0], saved[1]) == 0
-    continued = []
-    for size, plan in ((4, "sequence"), (1, "plain"), (2, "plain")):
-        for loaded, after in run_ranks(size, load, str(tmp_path), plan):
-            assert apart(loaded, saved[0]) == 0
-            continued.append(after)
-    assert max(apart(continued[0], other) for other in continued) < 1e-12
-    assert apart(continued[0], saved[0]) > 1e-3
+@pytest.mark.parametrize(
+    ("kind", "ours"),
+    [
+        ("llama", False),
+        pytest.param("fused experts", False, marks=needs_blocks),
+        pytest.param("fused experts", True, marks=needs_blocks),
+    ],
+)
+def test_a_checkpoint_is_that_of_the_whole_model(tmp_path: Path, kind: str, ours: bool) -> None:
+    """Written by two ranks, read by four, by two times two under FSDP2, and by one process; and back."""
+    path = str(tmp_path / "two")
+    (wanted, *_) = run_ranks(2, saved, path, kind, 2, 1, ours)
+    afterwards = []
+    for tp, dp in ((4, 1), (2, 2), (1, 1)):
+        for found, after in run_ranks(tp * dp, loaded, path, kind, tp, dp, ours):
+            assert found == wanted
+            assert after != found
+            afterwards.append(after)
+    far = max(abs(a - b) for after in afterwards for a, b in zip(after, afterwards[0], strict=True))
+    assert far < 1e-12
+    path = str(tmp_path / "four")
+    (wanted, *_) = run_ranks(4, saved, path, kind, 2, 2, ours)
+    for found, _ in run_ranks(1, loaded, path, kind, 1, 1, ours):
+        assert found == wanted
 
 
 def meta_differences() -> float:

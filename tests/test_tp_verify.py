@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from ranks import run_ranks
 from torch import Tensor, nn
 from tp_compare import tp_mesh
-from tp_models import Llama, Mlp
+from tp_models import UP_DOWN, Llama, Net, gate_up
 
 from namedmesh.__main__ import main
 from namedmesh.tensor_parallel import (
@@ -27,35 +27,26 @@ from namedmesh.tensor_parallel import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-UP_DOWN: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
-
-class Softened(Mlp):
+def softened(softmax: bool) -> Net:
     """A softmax over all features, and a number for all of the input that the plan has summed."""
 
-    def __init__(self, softmax: bool) -> None:
-        super().__init__()
-        self.softmax, self.factor, self.dropout = softmax, nn.PReLU(), nn.Dropout(0.5)
+    def compute(m: Any, x: Tensor) -> Any:
+        features = m.up(m.factor(x))
+        return m.down(m.dropout(features.softmax(-1) if softmax else torch.tanh(features)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        features = self.up(self.factor(x))
-        features = features.softmax(-1) if self.softmax else torch.tanh(features)
-        out: Tensor = self.down(self.dropout(features))
-        return out
+    parts = {"up": nn.Linear(8, 16), "down": nn.Linear(16, 8), "factor": nn.PReLU()}
+    return Net(compute, **parts, dropout=nn.Dropout(0.5))
 
 
-class Halves(nn.Module):
-    """Gate and up in one linear, by halves; or pair by pair."""
+def of_pairs() -> Net:
+    """Gate and up in one linear, pair by pair."""
 
-    def __init__(self, pairs: bool) -> None:
-        super().__init__()
-        self.pairs, self.up, self.down = pairs, nn.Linear(8, 32), nn.Linear(16, 8)
+    def compute(m: Any, x: Tensor) -> Any:
+        gate, up = m.gate_up(x).unflatten(-1, (-1, 2)).unbind(-1)
+        return m.down(F.silu(gate) * up)
 
-    def forward(self, x: Tensor) -> Tensor:
-        fused = self.up(x)
-        gate, up = fused.unflatten(-1, (-1, 2)).unbind(-1) if self.pairs else fused.chunk(2, -1)
-        out: Tensor = self.down(F.silu(gate) * up)
-        return out
+    return Net(compute, gate_up=nn.Linear(8, 48), down=nn.Linear(24, 8))
 
 
 def names(report: VerifyReport) -> set[str]:
@@ -67,17 +58,19 @@ def reports() -> dict[str, VerifyReport]:
     torch.manual_seed(torch.distributed.get_rank())  # the first rank's values count
     x, ids = torch.randn(2, 5, 8), torch.randint(0, 32, (2, 8))
     twice = UP_DOWN | {"factor": LocalParameters()}
-    halves = UP_DOWN | {"up": FusedColwiseParallel(blocks=2)}
-    pairs = UP_DOWN | {"up": FusedColwiseParallel(interleaved=16)}
+    halves, pairs = (
+        {"gate_up": fused, "down": RowwiseParallel()}
+        for fused in (FusedColwiseParallel(blocks=2), FusedColwiseParallel(interleaved=24))
+    )
     return {
         "llama": verify(Llama(), mesh, llama_plan(sequence_parallel=True), ids),
         "logits as DTensors": verify(Llama(), mesh, llama_plan(loss_parallel=True), ids),
-        "softmax of a rank's features": verify(Softened(softmax=True), mesh, UP_DOWN, x),
-        "right": verify(Softened(softmax=False), mesh, UP_DOWN, x),
-        "summed twice": verify(Softened(softmax=False), mesh, twice, x),
-        "halves": verify(Halves(pairs=False), mesh, halves, x),
-        "halves as pairs": verify(Halves(pairs=False), mesh, pairs, x),
-        "pairs": verify(Halves(pairs=True), mesh, pairs, x),
+        "softmax of a rank's features": verify(softened(softmax=True), mesh, UP_DOWN, x),
+        "right": verify(softened(softmax=False), mesh, UP_DOWN, x),
+        "summed twice": verify(softened(softmax=False), mesh, twice, x),
+        "halves": verify(gate_up(8), mesh, halves, x),
+        "halves as pairs": verify(gate_up(8), mesh, pairs, x),
+        "pairs": verify(of_pairs(), mesh, pairs, x),
         "shards": verify(nn.Linear(8, 16), mesh, ColwiseParallel(), x),
     }
 

@@ -18,9 +18,9 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
-from tp_models import Block
+from torch.distributed.tensor import Replicate, Shard
+from tp_compare import Recorded, gradient_of, gradients_apart, tp_mesh
+from tp_models import Block, Net
 
 from namedmesh._torch import TORCH
 from namedmesh.compat import megatron
@@ -33,20 +33,9 @@ if TYPE_CHECKING:
 COUNTED = {"mm", "addmm", "all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"}
 
 
-class Counted(TorchDispatchMode):
-    """Counts matrix products, an added one as one, and collectives."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:
-            return NotImplemented
-        name = func._schema.name.partition("::")[2]
-        if name in COUNTED:
-            self.calls["mm" if name == "addmm" else name] += 1
-        return func(*args, **(kwargs or {}))
+def counted(recorded: Recorded) -> Counter[str]:
+    """Matrix products, an added one as one, and collectives."""
+    return Counter("mm" if name == "addmm" else name for name in recorded.names if name in COUNTED)
 
 
 def block_plan(sequence: bool, shared: bool) -> dict[str, Any]:
@@ -70,8 +59,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     """The gradients that one backward leaves, taken away."""
     found = []
     for parameter in model.parameters():
-        assert parameter.grad is not None
-        found.append(tiny.shard(parameter.grad))
+        found.append(tiny.shard(gradient_of(parameter)))
         parameter.grad = None
     return found
 
@@ -79,56 +67,40 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 def two_passes(model: nn.Module, make_input: Callable[[], torch.Tensor]) -> dict[str, Any]:
     """Counts of a backward in one pass and in two, and how far their gradients are apart."""
     value = make_input().requires_grad_()
-    with Counted() as once:
+    with Recorded() as once:
         out = model(value)
         out.square().sum().backward()
     wanted = [value.grad, *gradients(model)]
     other = make_input().requires_grad_()
-    with Counted() as for_input:
+    with Recorded() as for_input:
         out = model(other)
         inputs, groups = stage_backward_input([out.square().sum()], None, [other], model.parameters())
-    with Counted() as for_weights:
+    with Recorded() as for_weights:
         stage_backward_weight(model.parameters(), groups)
     found = [inputs[0], *gradients(model)]
     return {
-        "once": dict(once.calls),
-        "twice": dict(for_input.calls + for_weights.calls),
-        "in the second": {name for name in for_weights.calls if name != "mm"},
+        "once": dict(counted(once)),
+        "twice": dict(counted(for_input) + counted(for_weights)),
+        "in the second": {name for name in counted(for_weights) if name != "mm"},
         "apart": max((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True)),  # type: ignore[operator]
     }
 
 
-class LegacyMlp(nn.Module):
-    """Two layers of a dialect, of whose output only the tensor counts."""
-
-    def __init__(self, up: nn.Module, down: nn.Module) -> None:
-        super().__init__()
-        self.up, self.down = up, down
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in (self.up, self.down):
-            out: Any = layer(x)
-            x = out[0] if isinstance(out, tuple) else out
-        return x
-
-
 def all_passes() -> dict[str, dict[str, Any]]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     found = {}
     for sequence in (False, True):
         for shared in (False, True):
             torch.manual_seed(0)
-            model = parallelize(Block(32, 8, 4, 48).double(), mesh, block_plan(sequence, shared))
+            model = parallelize(Block(32, 8, 4, 48).double(), tp_mesh(), block_plan(sequence, shared))
             found[f"{sequence=}, {shared=}"] = two_passes(
                 model, lambda: torch.linspace(-1, 1, 2 * 8 * 32, dtype=torch.float64).view(2, 8, 32)
             )
     megatron.initialize_model_parallel(tensor_model_parallel_size=2)
     layers = megatron_layers
     torch.manual_seed(0)
-    model = LegacyMlp(
-        layers.ColumnParallelLinear(8, 16, gather_output=False),
-        layers.RowParallelLinear(16, 8, input_is_parallel=True, bias=False),
-    )
+    up = layers.ColumnParallelLinear(8, 16, gather_output=False)
+    down = layers.RowParallelLinear(16, 8, input_is_parallel=True, bias=False)
+    model = Net(lambda m, x: m.down(m.up(x)[0])[0], up=up, down=down)  # of the output and a bias
     found["megatron"] = two_passes(model, lambda: torch.ones(4, 2, 8))
     return found
 
@@ -183,16 +155,10 @@ def scheduled(name: str) -> tuple[Counter[str], float]:
     for _ in range(2):
         for model in models:
             model.zero_grad()
-        with Counted() as counted:
+        with Recorded() as step:
             schedule.step(*((inputs,) if first else ()), target=inputs if last else None)
-    apart = 0.0
-    for model, i in zip(models, mine, strict=True):
-        for one, other in zip(model.parameters(), reference[i].parameters(), strict=True):
-            assert one.grad is not None
-            assert other.grad is not None
-            whole = one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad
-            apart = max(apart, (whole - other.grad).abs().max().item())
-    return counted.calls, apart
+    pairs = zip(models, mine, strict=True)
+    return counted(step), max(gradients_apart(model, reference[i]) for model, i in pairs)
 
 
 @pytest.mark.skipif(

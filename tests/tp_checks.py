@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from tp_compare import tp_mesh
-from tp_models import Llama
+from tp_models import Llama, Net
 
 from namedmesh.compat import parallel_layers
 from namedmesh.compat.megatron.tensor_parallel import layers as megatron
@@ -177,21 +177,18 @@ def llamas() -> Pairs:
             yield from against_whole(model, llama_plan(sequence_parallel=sequence_parallel), ids)
 
 
-class Heads(nn.Module):
+def heads_and_tail() -> Net:
     """A norm over each head's features, a number for each head, and a tail that every head uses."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(4))
-        self.up, self.norm, self.down = nn.Linear(8, 16), nn.LayerNorm(4), nn.Linear(16, 8)
-        self.latent, self.expand = nn.Linear(8, 6), nn.Linear(4, 16)
+    def compute(m: Any, x: Tensor) -> Any:
+        heads = m.norm(m.up(x).unflatten(-1, (-1, 4))) * m.scale.unsqueeze(-1)
+        rest, tail = m.latent(x).split([4, 2], -1)
+        keys = m.expand(rest).unflatten(-1, (-1, 4)) + tail.sum(-1)[..., None, None]
+        return m.down(torch.tanh(heads * keys).flatten(-2))
 
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.norm(self.up(x).unflatten(-1, (-1, 4))) * self.scale.unsqueeze(-1)
-        rest, tail = self.latent(x).split([4, 2], -1)
-        keys = self.expand(rest).unflatten(-1, (-1, 4)) + tail.sum(-1)[..., None, None]
-        out: Tensor = self.down(torch.tanh(heads * keys).flatten(-2))
-        return out
+    widths = {"up": (8, 16), "down": (16, 8), "latent": (8, 6), "expand": (4, 16)}
+    linears = {name: nn.Linear(*width) for name, width in widths.items()}
+    return Net(compute, scale=nn.Parameter(torch.randn(4)), norm=nn.LayerNorm(4), **linears)
 
 
 def heads() -> Pairs:
@@ -203,48 +200,28 @@ def heads() -> Pairs:
         "0.expand": ColwiseParallel(),
         "0.down": RowwiseParallel(),
     }
-    yield from against_whole(nn.Sequential(Heads()), plan, noise(2, 3, 8))
-
-
-class Parts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.tanh(self.inner(x)).sum(-1, keepdim=True)
-        return out
+    yield from against_whole(nn.Sequential(heads_and_tail()), plan, noise(2, 3, 8))
 
 
 def parts() -> Pairs:
+    module = Net(lambda m, x: torch.tanh(m.inner(x)).sum(-1, keepdim=True), inner=nn.Linear(4, 8))
     plan = {"0": SumOutput(), "0.inner": ColwiseParallel()}
-    yield from against_whole(nn.Sequential(Parts()), plan, noise(2, 3, 4))
+    yield from against_whole(nn.Sequential(module), plan, noise(2, 3, 4))
 
 
-class Experts(nn.Module):
+def mixture() -> Net:
     """Two experts and one that returns its input, weighted by a router."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.empty(2, 8, 4))
-        self.down = nn.Parameter(torch.empty(2, 4, 8))
-        self.same = nn.Identity()
+    def compute(m: Any, x: Tensor, *, weights: Tensor) -> Any:
+        hidden = torch.tanh(torch.einsum("...i,eoi->...eo", x, m.up))
+        out = torch.einsum("...eo,eio->...ei", hidden, m.down)
+        return (out * weights[..., :2, None]).sum(-2) + m.same(x) * weights[..., 2:]
 
-    def forward(self, x: Tensor, *, weights: Tensor) -> Tensor:
-        hidden = torch.tanh(torch.einsum("...i,eoi->...eo", x, self.up))
-        out = torch.einsum("...eo,eio->...ei", hidden, self.down)
-        mixed: Tensor = (out * weights[..., :2, None]).sum(-2) + self.same(x) * weights[..., 2:]
-        return mixed
-
-
-class Mixture(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.experts = nn.Linear(4, 3), Experts()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.experts(x, weights=self.router(x).softmax(-1))
-        return out
+    up, down = nn.Parameter(torch.empty(2, 8, 4)), nn.Parameter(torch.empty(2, 4, 8))
+    experts = Net(compute, up=up, down=down, same=nn.Identity())
+    return Net(
+        lambda m, x: m.experts(x, weights=m.router(x).softmax(-1)), router=nn.Linear(4, 3), experts=experts
+    )
 
 
 def experts() -> Pairs:
@@ -252,38 +229,27 @@ def experts() -> Pairs:
         "experts": ShardedExperts({"up": Shard(1), "down": Shard(2)}),
         "experts.same": IdentityExpert(),
     }
-    yield from against_whole(Mixture(), plan, noise(2, 3, 4))
+    yield from against_whole(mixture(), plan, noise(2, 3, 4))
 
 
-class Stacked(nn.Module):
-    """Four experts; tokens come sorted by expert."""
+def routed() -> Net:
+    """Four experts; the signs of a token's first two features name its expert."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(4, 4, 4))
-
-    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        parts = zip(tokens.split(counts.tolist()), self.weight, strict=True)
+    def each(m: Any, tokens: Tensor, counts: Tensor) -> Tensor:
+        parts = zip(tokens.split(counts.tolist()), m.weight, strict=True)
         return torch.cat([torch.tanh(part @ weight) for part, weight in parts])
 
-
-class Routed(nn.Module):
-    """The signs of a token's first two features name its expert."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = Stacked()
-
-    def forward(self, x: Tensor) -> Tensor:
+    def compute(m: Any, x: Tensor) -> Any:
         chosen = (x[:, 0] > 0) * 2 + (x[:, 1] > 0) * 1
         order = chosen.argsort(stable=True)
-        out: Tensor = self.experts(x[order], chosen.bincount(minlength=4))
-        return out[order.argsort()]
+        return m.experts(x[order], chosen.bincount(minlength=4))[order.argsort()]
+
+    return Net(compute, experts=Net(each, weight=nn.Parameter(torch.empty(4, 4, 4))))
 
 
 def exchanged_tokens() -> Pairs:
     plan = {"experts": ExpertParallel()}
-    yield from against_whole(Routed(), plan, noise(16, 4), cut_in=0, cut_out=0)
+    yield from against_whole(routed(), plan, noise(16, 4), cut_in=0, cut_out=0)
 
 
 # --- layers of legacy code and their regions ----------------------------------------------------------------
@@ -401,17 +367,10 @@ def regions() -> Pairs:
 def comparison() -> Pairs:
     """The ranks find out that they have other gradients of a number between sharded layers."""
 
-    class Between(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.act, self.down = nn.Linear(8, 12), nn.PReLU(), nn.Linear(12, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.down(self.act(self.up(x)))
-            return out
-
+    linears = {"up": nn.Linear(8, 12), "down": nn.Linear(12, 8)}
+    between = Net(lambda m, x: m.down(m.act(m.up(x))), act=nn.PReLU(), **linears)
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    model = parallelize(filled(Between()), tp_mesh(), plan, src_data_rank=None)
+    model = parallelize(filled(between), tp_mesh(), plan, src_data_rank=None)
     found = torch.zeros(1)
     try:
         model(noise(2, 8)).square().sum().backward()

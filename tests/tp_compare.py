@@ -10,11 +10,14 @@ import tiny
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel import parallelize, plan_from_hf, plan_report, reduce_gradients
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -45,6 +48,39 @@ def whole(tensor: Tensor) -> Tensor:
 def gradient_of(tensor: Tensor) -> Tensor:
     assert tensor.grad is not None
     return tensor.grad
+
+
+class Recorded(TorchDispatchMode):
+    """The names of the operations below DTensors, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented
+        self.names.append(func._schema.name.partition("::")[2])
+        return func(*args, **(kwargs or {}))
+
+
+def gradients_apart(model: nn.Module, reference: nn.Module) -> float:
+    """How far the whole gradients of all parameters are from those of one process."""
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max(apart(whole(gradient_of(mine)), gradient_of(theirs)) for mine, theirs in pairs)
+
+
+def sharded(reference: nn.Module, plan: Any, **options: Any) -> Any:
+    """A copy of a model under a plan, over all ranks."""
+    return parallelize(copy.deepcopy(reference), tp_mesh(), plan, **options)
+
+
+def assert_right(ranks: Iterable[Any], tolerance: float = 1e-12, cases: int | None = None) -> None:
+    """What every rank found is next to no difference; for so many cases, if it is to be said."""
+    for found in ranks:
+        values = found.values() if isinstance(found, dict) else found if isinstance(found, list) else [found]
+        assert cases in {None, len(values)}
+        assert all(value < tolerance for value in values), found
 
 
 def training_difference(
@@ -85,8 +121,7 @@ def training_difference(
 
 def hf_difference(reference: Any, *, steps: int = 3) -> float:
     """On one rank of a world: the largest difference for a model of Hugging Face, by its own plan."""
-    model = copy.deepcopy(reference)
-    parallelize(model, tp_mesh(), plan_from_hf(model))
+    model = sharded(reference, plan_from_hf(reference))
     ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(0))
     return training_difference(model, reference, ids, steps=steps, pick="logits")
 

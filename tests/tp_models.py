@@ -9,8 +9,17 @@ import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import nn
 
+from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
+
+
+UP_DOWN: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+NORMS = ("layers.*.attention_norm", "layers.*.ffn_norm", "norm")
+TORCHS_NORMS = dict.fromkeys(NORMS, SequenceParallel(use_local_output=True))
 
 
 class Attention(nn.Module):
@@ -96,6 +105,51 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(torch.tanh(self.up(x)))
         return out
+
+
+class Net(nn.Module):
+    """Named parts, modules or parameters, and what a forward computes with them."""
+
+    def __init__(self, compute: Callable[..., Any], **parts: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.compute = compute
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        return self.compute(self, *given, **named)
+
+
+class Lora(nn.Module):
+    """As PEFT wraps a linear."""
+
+    def __init__(self, base_layer: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base_layer.out_features, bias=False)})
+        self.lora_magnitude_vector = nn.ModuleDict()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x)) * 0.5
+        return out
+
+
+def gate_up(dim: int) -> Net:
+    """Gate and up in one linear, one after the other."""
+
+    def compute(m: Any, x: Tensor) -> Any:
+        gate, up = m.gate_up(x).chunk(2, -1)
+        return m.down(F.silu(gate) * up)
+
+    return Net(compute, gate_up=nn.Linear(dim, 48), down=nn.Linear(24, dim))
+
+
+class OwnForward(nn.Linear):
+    """A linear that does something of its own, which the styles must not replace."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name nn.Linear gives it
+        return 2 * super().forward(input)
 
 
 def hf_model(kind: str, **options: Any) -> Any:

@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from tp_compare import numbers, tp_mesh, whole
+from tp_models import Lora
 
 from namedmesh.errors import GradientError, PlanError
 from namedmesh.tensor_parallel import (
@@ -84,20 +85,6 @@ class Gated(nn.Linear):
         return super().forward(input * torch.sigmoid(input.mean(-1, keepdim=True)))
 
 
-class Lora(nn.Module):
-    """As PEFT wraps a linear, with a rank that is the width of a head."""
-
-    def __init__(self, base_layer: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = base_layer
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, HEAD, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(HEAD, base_layer.out_features, bias=False)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
-        return out
-
-
 WHOLE: list[Callable[[], nn.Module]] = [
     Gain,
     lambda: Gain(DIM),
@@ -145,7 +132,7 @@ class Wiring(nn.Module):
         for name in ("up", "down"):
             layer = parts[name]
             if draw.random() < 0.2 and type(layer) is nn.Linear:
-                parts[name] = Lora(layer)
+                parts[name] = Lora(layer, HEAD)
         self.before = names[0] if draw.random() < 0.7 else ""
         self.between = names[1:3] if draw.random() < 0.5 else names[1:2]
         self.after = names[3] if draw.random() < 0.5 else ""

@@ -8,12 +8,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 from namedmesh.tensor_parallel.apply import parallelize
+from namedmesh.tensor_parallel.attention_heads import KeyValueParallel
 from namedmesh.tensor_parallel.expert_parallel import ExpertParallel
 from namedmesh.tensor_parallel.fused import FusedColwiseParallel
 from namedmesh.tensor_parallel.gradient_comparison import compare_gradients
 from namedmesh.tensor_parallel.gradient_sums import reduce_gradients
 from namedmesh.tensor_parallel.hf import plan_from_hf
-from namedmesh.tensor_parallel.kv_heads import KeyValueParallel
 from namedmesh.tensor_parallel.local import (
     IdentityExpert,
     KeepWhole,

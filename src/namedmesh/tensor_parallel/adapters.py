@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,43 +9,29 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from namedmesh.errors import listing
 from namedmesh.tensor_parallel.local import LocalParameters
 from namedmesh.tensor_parallel.styles import RowwiseParallel as FastRowwiseParallel
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor.parallel import ParallelStyle
-
     from namedmesh.tensor_parallel.placements import Entry
 
 
-def adapted_model(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """Return the model inside of a ``PeftModel``, and its name there; None for any other model."""
-    if not hasattr(model, "get_base_model"):
-        return None
-    inner: nn.Module = model.get_base_model()  # type: ignore[operator]  # a method, not a module
-    name = next((fqn for fqn, module in model.named_modules() if module is inner), None)
-    return None if name is None else (name, inner)
-
-
-def with_adapters(entries: list[Entry]) -> tuple[list[Entry], list[str]]:
-    """Return the entries, with those of adapted linears for what is inside; and a sentence for each that has no answer.
+def with_adapters(entries: list[Entry]) -> tuple[list[Entry], list[tuple[str, str]]]:
+    """Return the entries, with those of adapted linears for what is inside; and the names of those with no answer, and why.
 
     An adapter adds ``B(A(x))`` to the layer's output. Beside a column layer every rank computes the few features
     of ``A(x)``, and B is a column layer, too; beside a row layer A is one, and B gets the sum.
     """
     found: list[Entry] = []
-    places: dict[str, list[str]] = {}
+    reasons = []
     for entry in entries:
         if not isinstance(getattr(entry.module, "base_layer", None), nn.Module):
             found.append(entry)
-            continue
-        reason = _reason(entry)
-        if reason is None:
-            found += _inside(entry)
+        elif reason := _reason(entry):
+            reasons.append((entry.fqn, reason))
         else:
-            places.setdefault(reason, []).append(entry.fqn)
-    return found, [f"{listing(fqns, 3)}: {reason}" for reason, fqns in places.items()]
+            found += _inside(entry)
+    return found, reasons
 
 
 def _reason(entry: Entry) -> str | None:
@@ -70,21 +55,19 @@ def _reason(entry: Entry) -> str | None:
 def _inside(entry: Entry) -> list[Entry]:
     module: Any = entry.module
     style: Any = entry.style
-    column = isinstance(style, ColwiseParallel)
+    layouts = style.input_layouts[0], style.output_layouts[0]
+    if isinstance(style, ColwiseParallel):
+        sharded, whole, between = "lora_B", "lora_A", layouts[0]
+    else:
+        sharded, whole, between = "lora_A", "lora_B", layouts[1]
+        style = FastRowwiseParallel(input_layouts=layouts[0], output_layouts=layouts[1])
     found = [replace(entry, fqn=f"{entry.fqn}.base_layer", module=module.base_layer)]
     for name in module.lora_A:
-        pair = {"lora_A": module.lora_A[name], "lora_B": module.lora_B[name]}
-        sharded, whole = ("lora_B", "lora_A") if column else ("lora_A", "lora_B")
-        own: ParallelStyle = copy.copy(style) if column else _row_like(style)
-        found.append(replace(entry, fqn=f"{entry.fqn}.{sharded}.{name}", module=pair[sharded], style=own))
-        between = style.input_layouts[0] if column else style.output_layouts[0]
-        if isinstance(
-            between, Shard
-        ):  # each rank has its shard of the sequence, and makes a part of the gradient
+        inner = getattr(module, sharded)[name]
+        found.append(replace(entry, fqn=f"{entry.fqn}.{sharded}.{name}", module=inner, style=style))
+        # Where each rank has its shard of the sequence, it makes a part of the gradient.
+        if isinstance(between, Shard):
+            inner = getattr(module, whole)[name]
             fqn = f"{entry.fqn}.{whole}.{name}"
-            found.append(replace(entry, fqn=fqn, module=pair[whole], style=LocalParameters()))
+            found.append(replace(entry, fqn=fqn, module=inner, style=LocalParameters()))
     return found
-
-
-def _row_like(style: RowwiseParallel) -> RowwiseParallel:
-    return FastRowwiseParallel(input_layouts=style.input_layouts[0], output_layouts=style.output_layouts[0])

@@ -100,24 +100,25 @@ def parallelize(
         >>> mesh.close()
         >>> dist.destroy_process_group()
     """
-    resolved = resolve(model, mesh, plan, must_divide)
+    entries, ties = resolve(model, mesh, plan, must_divide)
     with _restored_on_error(model):
-        for entry in resolved.entries:
+        for entry in entries:
             applied = _apply_entry(entry, mesh, src_data_rank)
             if entry.module is model:
                 model = applied
-        for tie in resolved.ties:
+        for tie in ties:
             (_, first, own_name), *others = tie
             for _, module, name in others:
                 module.register_parameter(name, first.get_parameter(own_name))
     reduce_before_use(model)
     # Ranks that have data of their own have other gradients of everything.
-    own_data = any(getattr(entry.style, "ranks_have_own_data", False) for entry in resolved.entries)
+    own_data = any(getattr(entry.style, "ranks_have_own_data", False) for entry in entries)
     if check and mesh.size() > 1 and not own_data:
-        sides = ((entry.fqn, entry.module, *whole_sides(entry.style)) for entry in resolved.entries)
+        sides = ((entry.fqn, entry.module, *whole_sides(entry.style)) for entry in entries)
         GradientComparison(model, mesh, sides)
     _avoid_native_path(model)
-    _save_whole_tensors(model)
+    if hasattr(model, "save_pretrained"):  # of a Hugging Face model
+        vars(model)["save_pretrained"] = partial(_save_pretrained, model)
     return model
 
 
@@ -169,16 +170,6 @@ def _restored_on_error(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def _save_whole_tensors(model: nn.Module) -> None:
-    """Let the ``save_pretrained`` of a Hugging Face model write whole tensors, on rank 0; others are left alone.
-
-    Afterwards every rank that shares a parameter calls ``model.save_pretrained(...)``, which gathers one parameter
-    after the other.
-    """
-    if hasattr(model, "save_pretrained"):
-        vars(model)["save_pretrained"] = partial(_save_pretrained, model)
-
-
 def _save_pretrained(
     model: Any,
     save_directory: Any,
@@ -187,7 +178,7 @@ def _save_pretrained(
     *arguments: Any,
     **options: Any,
 ) -> Any:
-    """Write what ``save_pretrained`` of the class would of the model that is not sharded."""
+    """Write what ``save_pretrained`` of the class would of the model that is not sharded, one parameter after the other."""
     writes = is_main_process and dist.get_rank() == 0
     whole = _whole(model.state_dict() if state_dict is None else state_dict, keep=writes)
     saved = type(model).save_pretrained(model, save_directory, writes, whole, *arguments, **options)
@@ -219,21 +210,22 @@ def _whole(state_dict: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
 def _install_guards(module: nn.Module, style: ParallelStyle, tp_size: int) -> None:
     """Register the checks that a style needs; before the style itself, so that they run before its hooks."""
     inputs, outputs = _moves_of(style)
+    if tp_size == 1:
+        return
 
     def check_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given: dict[int | str, Any] = dict(enumerate(args))
         given.update(kwargs)
         for place, move in inputs.items():
-            _check_move(module, f"input {place!r}", given.get(place), *move, tp_size)
+            _check_move(module, f"input {place!r}", given.get(place), move, tp_size)
 
     def check_outputs(module: nn.Module, _args: Any, output: Any) -> None:
-        given = output if isinstance(output, tuple) else (output,)
-        for value, move in zip(given, outputs, strict=False):
-            _check_move(module, "the output", value, *move, tp_size)
+        for value, move in zip(output if isinstance(output, tuple) else (output,), outputs, strict=False):
+            _check_move(module, "the output", value, move, tp_size)
 
-    if inputs and tp_size > 1:
+    if inputs:
         module.register_forward_pre_hook(check_inputs, with_kwargs=True)
-    if outputs and tp_size > 1:
+    if outputs:
         module.register_forward_hook(check_outputs)
 
 
@@ -259,21 +251,14 @@ def _moves_of(style: ParallelStyle) -> tuple[dict[int | str, Move], list[Move]]:
     return inputs, outputs
 
 
-def _check_move(  # noqa: PLR0917  one line at each call
-    module: nn.Module,
-    what: str,
-    value: object,
-    layout: Placement | None,
-    wanted: Placement | None,
-    tp_size: int,
-) -> None:
+def _check_move(module: nn.Module, what: str, value: object, move: Move, tp_size: int) -> None:
     """Check one redistribution of a style: it may not split a dim into unequal shards."""
+    layout, wanted = move
     if not isinstance(value, torch.Tensor) or not isinstance(wanted, Shard):
         return
     if isinstance(value, DTensor):
         layout = value.placements[0]
     dim = sharded_dim(wanted, value.ndim)
-    if dim is None or layout is None or same_layout(layout, wanted, value.ndim):
-        return
-    # The dim that gets sharded is whole at present: the local length is the global one.
-    check_divides(module, what, value.shape, dim, tp_size)
+    if dim is not None and layout is not None and not same_layout(layout, wanted, value.ndim):
+        # The dim that gets sharded is whole at present: the local length is the global one.
+        check_divides(module, what, value.shape, dim, tp_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -122,7 +122,7 @@ class ExpertForward(LocalForward):
         self.gradient_scale = 1.0
         """What the gradients of the weights are multiplied by."""
 
-    def __call__(self, tokens: Tensor, counts: Tensor) -> Tensor:
+    def __call__(self, tokens: Tensor, counts: Tensor) -> Any:
         """Return the module's output for this rank's tokens, of which each expert has a number."""
         if counts.shape != (self.experts,):
             raise ShapeError(
@@ -130,10 +130,8 @@ class ExpertForward(LocalForward):
                 "experts"
             )
         ranks = self.group.size
-        output: Tensor
         if ranks == 1:
-            output = super().__call__(tokens, counts)
-            return output
+            return super().__call__(tokens, counts)
         # Of each rank, how many tokens come for each of this rank's experts.
         arriving = all_to_all(counts, self.group).view(ranks, -1)
         totals = torch.stack([counts.view(ranks, -1).sum(1), arriving.sum(1)])
@@ -148,18 +146,13 @@ class ExpertForward(LocalForward):
     def plain(self, name: str) -> Tensor:
         """Return this rank's experts of a weight."""
         weight = super().plain(name)
-        return (
-            weight if self.gradient_scale == 1 else _scale_gradient(weight, self.group, self.gradient_scale)
-        )
+        scale = self.gradient_scale
+        return weight if scale == 1 else _scale_gradient(weight, self.group, scale)
 
 
-def _unchanged(tensor: Tensor, group: RankGroup, _scale: float) -> Tensor:
-    return passed(tensor, group)
-
-
-def _times(gradient: Tensor, _group: RankGroup, scale: float) -> Tensor:
-    return gradient * scale
-
-
-_scale_gradient = with_backward(_unchanged, _times, on_one_rank=True)
+_scale_gradient = with_backward(
+    lambda tensor, group, _scale: passed(tensor, group),
+    lambda gradient, _group, scale: gradient * scale,
+    on_one_rank=True,
+)
 """Pass a tensor; multiply its gradient."""

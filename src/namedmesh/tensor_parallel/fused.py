@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel
 
-from namedmesh.errors import PlanError, listing
+from namedmesh.errors import PlanError
 from namedmesh.tensor_parallel.attention_heads import sharded_features
-from namedmesh.tensor_parallel.collectives import exchange, local_shard, whole_parameter
+from namedmesh.tensor_parallel.collectives import exchange, local_shard
 from namedmesh.tensor_parallel.placements import refuse_incompatible
 from namedmesh.tensor_parallel.styles import ColwiseParallel, shard_module
 
@@ -28,59 +28,36 @@ if TYPE_CHECKING:
     from namedmesh.tensor_parallel.placements import Entry
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """Rows that lie in blocks, of each of which every rank works on its part, and holds others.
-
-    What a rank holds is its shard of all rows, one after the other, as of any sharded weight.
-
-    Args:
-        sizes: the number of rows of each block.
-        size: the number of ranks, which divides each of them.
+def rows_moved(sizes: Sequence[int], size: int, holder: int, worker: int) -> list[tuple[int, int]]:
+    """Return the rows, from and to, that one of ``size`` ranks holds and another one works on, its part of each block.
 
     Example:
         Two blocks of 4 rows on 2 ranks: rank 0 holds rows 0 to 3 and works on 0, 1, 4 and 5, the last two of
         which rank 1 holds:
 
-        >>> Blocks((4, 4), 2).moved(0, 0), Blocks((4, 4), 2).moved(1, 0)
+        >>> rows_moved((4, 4), 2, 0, 0), rows_moved((4, 4), 2, 1, 0)
         ([(0, 2)], [(4, 6)])
     """
+    width = sum(sizes) // size
+    start, found = 0, []
+    for rows in sizes:
+        part = rows // size
+        low = max(holder * width, start + worker * part)
+        high = min((holder + 1) * width, start + (worker + 1) * part)
+        if low < high:
+            found.append((low, high))
+        start += rows
+    return found
 
-    sizes: tuple[int, ...]
-    size: int
 
-    def moved(self, holder: int, worker: int) -> list[tuple[int, int]]:
-        """Return the rows, from and to, that one rank holds and another one works on."""
-        width = sum(self.sizes) // self.size
-        start, found = 0, []
-        for rows in self.sizes:
-            part = rows // self.size
-            low = max(holder * width, start + worker * part)
-            high = min((holder + 1) * width, start + (worker + 1) * part)
-            if low < high:
-                found.append((low, high))
-            start += rows
-        return found
-
-    def select(self, whole: Tensor, rank: int) -> Tensor:
-        """Return the rows that a rank works on, out of all rows."""
-        moves = [move for holder in range(self.size) for move in self.moved(holder, rank)]
-        return torch.cat([whole[low:high] for low, high in moves])
-
-    def collect(self, shard: Tensor, group: RankGroup) -> Tensor:
-        """Return the rows that this rank works on, from the ranks that hold them; their gradients go back."""
-        first = group.rank * shard.shape[0]
-        sent = [self.moved(group.rank, worker) for worker in range(self.size)]
-        received = [self.moved(holder, group.rank) for holder in range(self.size)]
-        outgoing = torch.cat([shard[low - first : high - first] for ranges in sent for low, high in ranges])
-        return exchange(outgoing, group, (_lengths(sent), _lengths(received)))
-
-    def of(self, parameter: Tensor, group: RankGroup) -> Tensor:
-        """Return the plain rows that this rank works on, of a parameter whose rows are sharded."""
-        if torch.compiler.is_compiling() and isinstance(parameter, DTensor):
-            # What the compiler knows to trace: all rows are gathered, and the parts of their gradients summed.
-            return self.select(whole_parameter(parameter), group.rank)
-        return self.collect(local_shard(parameter), group)
+def _rows_of(sizes: Sequence[int], parameter: Tensor, group: RankGroup) -> Tensor:
+    """Return the plain rows that this rank works on, from the ranks that hold them; their gradients go back."""
+    shard = local_shard(parameter)
+    first = group.rank * shard.shape[0]
+    sent = [rows_moved(sizes, group.size, group.rank, worker) for worker in range(group.size)]
+    received = [rows_moved(sizes, group.size, holder, group.rank) for holder in range(group.size)]
+    outgoing = torch.cat([shard[low - first : high - first] for ranges in sent for low, high in ranges])
+    return exchange(outgoing, group, (_lengths(sent), _lengths(received)))
 
 
 def _lengths(moves: list[list[tuple[int, int]]]) -> list[int]:
@@ -102,8 +79,7 @@ class FusedColwiseParallel(ColwiseParallel):
         blocks: the number of equal blocks, or the output features of each; 1 where the model's features may be shared
             out rank after rank.
         interleaved: instead, the number of heads (or of groups of heads) that lie one after the other.
-        input_layouts: how a plain input is laid out: ``Replicate()`` (the default), or ``Shard(dim)`` to
-            gather it first.
+        input_layouts: as for :class:`ColwiseParallel`.
 
     Raises:
         PlanError: neither or both are given; or when applied to another kind of module, to one that is already
@@ -143,10 +119,6 @@ class FusedColwiseParallel(ColwiseParallel):
             return (module.out_features // self.blocks,) * self.blocks
         return self.blocks or (module.out_features,)
 
-    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
-        """Return the placements: all parameters are sharded, rank after rank."""
-        return {name: Shard(0) for name in ("weight", "bias") if getattr(module, name, None) is not None}
-
     def incompatibilities(self, module: nn.Module) -> list[str]:
         """Return a sentence for each reason why the module is not made of such parts."""
         if not isinstance(module, nn.Linear):
@@ -180,45 +152,35 @@ class FusedColwiseParallel(ColwiseParallel):
             raise PlanError(*(f"{type(module).__name__}: {problem}" for problem in problems))
         if self.interleaved is not None or len(self.sizes(module)) == 1:
             return super()._apply(module, device_mesh)
-        return shard_module(self, module, device_mesh, Blocks(self.sizes(module), device_mesh.size()).of)
+        return shard_module(self, module, device_mesh, partial(_rows_of, self.sizes(module)))
 
 
-def fused_problems(entries: list[Entry], tp_size: int) -> list[str]:
-    """Return the parts that the ranks cannot share equally, and the column layers of which the plan must say what they are."""
-    places: dict[str, list[str]] = {}
+def fused_reasons(entries: list[Entry], tp_size: int) -> Iterator[tuple[str, str]]:
+    """Yield the names of layers with parts that the ranks cannot share equally, or that the plan does not tell; and why.
+
+    It does not tell where the only column layer of a module makes more features than a row layer beside it takes. The
+    code between them decides whether rank after rank is right, and nothing else finds it: where a forward takes gate and
+    up from a rank's rows with ``chunk``, the shapes fit, and the ranks agree on wrong gradients.
+    """
+    columns: dict[str, list[Entry]] = defaultdict(list)
+    rows: dict[str, dict[str, int]] = defaultdict(dict)
     for entry in entries:
         if isinstance(entry.style, FusedColwiseParallel) and isinstance(entry.module, nn.Linear):
             for reason in entry.style.size_incompatibilities(entry.module, tp_size):
-                places.setdefault(reason, []).append(entry.fqn or "the model")
-    if tp_size > 1:
-        for fqn, reason in _unsaid(entries):
-            places.setdefault(reason, []).append(fqn)
-    return [f"{listing(fqns, 3)}: {reason}" for reason, fqns in places.items()]
-
-
-def _unsaid(entries: list[Entry]) -> Iterator[tuple[str, str]]:
-    """Yield the only column layers of their modules that make more features than a row layer beside them takes.
-
-    The code between them decides whether rank after rank is right; only the plan can say. Nothing else finds it: where a
-    forward takes gate and up from a rank's rows with ``chunk``, the shapes fit, and the ranks agree on wrong gradients.
-    """
-    columns: dict[str, list[Entry]] = {}
-    rows: dict[str, list[Entry]] = {}
-    for entry in entries:
-        if sharded_features(entry) is not None:
-            kind = rows if isinstance(entry.style, RowwiseParallel) else columns
-            kind.setdefault(entry.fqn.rpartition(".")[0], []).append(entry)
+                yield entry.fqn, reason
+        owner, features = entry.fqn.rpartition(".")[0], sharded_features(entry)
+        if features is not None and isinstance(entry.style, RowwiseParallel):
+            rows[owner][entry.key] = features
+        elif features is not None:
+            columns[owner].append(entry)
     for owner, (column, *others) in columns.items():
-        beside = rows.get(owner, [])
-        taken = max((sharded_features(row) or 0 for row in beside), default=0)
-        features = sharded_features(column) or 0
-        if taken and features > taken and not others and not isinstance(column.style, FusedColwiseParallel):
-            names = ", ".join(
-                ".".join("*" if t.isdigit() else t for t in row.fqn.split(".")) for row in beside
-            )
+        features, taken = sharded_features(column) or 0, max(rows[owner].values(), default=0)
+        told = others or tp_size == 1 or isinstance(column.style, FusedColwiseParallel)
+        if 0 < taken < features and not told:
             reason = (
-                f"{features} output features, of which {names} takes {taken}: several layers in one, whose features may "
-                f"lie in blocks (q|k|v, gate|up) or head by head; say which, with FusedColwiseParallel(blocks=...) or "
-                f"FusedColwiseParallel(interleaved=...); blocks=1 where rank after rank is right"
+                f"{features} output features, of which {', '.join(rows[owner])} takes {taken}: several layers in one, "
+                f"whose features may lie in blocks (q|k|v, gate|up) or head by head; say which, with "
+                f"FusedColwiseParallel(blocks=...) or FusedColwiseParallel(interleaved=...); blocks=1 where rank after "
+                f"rank is right"
             )
             yield column.fqn, reason

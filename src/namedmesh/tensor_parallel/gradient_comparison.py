@@ -7,6 +7,7 @@ without a word. What a forward does with a parameter cannot be known from the ou
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -25,18 +26,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from namedmesh._torch import at_end_of_backward, backward_pass, communicates, default_store
 from namedmesh.errors import GradientError, listing, ranks_in_words
 from namedmesh.tensor_parallel.collectives import RankGroup, all_gather, local_shard
-from namedmesh.tensor_parallel.fingerprints import (
-    ABSENT,
-    COLUMNS,
-    FROZEN,
-    NEEDS_NONE,
-    PART,
-    SETTLED,
-    fingerprint,
-    problems_of,
-    row_of,
-    verdicts,
-)
 from namedmesh.tensor_parallel.gradient_sums import reduce_before_steps
 
 if TYPE_CHECKING:
@@ -46,6 +35,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 Sides: TypeAlias = tuple[str, nn.Module, bool, bool]
+Key: TypeAlias = tuple[str, str]
 
 _EVERY_PASS = 16
 
@@ -75,7 +65,7 @@ def compare_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     For a model that was sharded along the axis by whatever means: by ``parallelize``, which calls this itself, by torch's
     ``parallelize_module``, by hand. Compared is every trainable parameter that the axis does not shard: a plain
     tensor, or a DTensor that is replicated along it. (A gradient that is ``Partial`` is summed by whoever uses it. A
-    plain tensor that is marked as a shard, with ``tensor_model_parallel``, is left out.) The ranks send five numbers
+    plain tensor that is marked as a shard, with ``tensor_model_parallel``, is left out.) The ranks send six numbers
     for each, at the end of one backward. Where the gradients come later, as in the two passes of zero-bubble schedules,
     or a compiled forward has no hooks, they compare before the optimizer's step, and the error comes from there. A
     parameter that has no gradient then, a zero one, or is frozen, is compared when it has one; parameters that
@@ -106,24 +96,21 @@ def compare_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
 class GradientComparison:
     """Watches a model until everything was compared that is to be the same on the ranks of an axis.
 
-    Args:
-        model: the model.
-        mesh: the axis.
-        sides: modules by name, and whether the first input and the output of each are the same on every rank.
+    ``sides`` are modules by name, and whether the first input and the output of each are the same on every rank.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, sides: Iterable[Sides]) -> None:
         self.model, self.group, self.device = model, RankGroup(mesh), mesh.device_type
         self.ranks = dist.get_process_group_ranks(mesh.get_group())
         self.axis = (mesh.mesh_dim_names or ("the mesh",))[0]
-        self.rows: dict[tuple[str, str], list[float]] = {}
+        self.rows: dict[Key, list[float]] = {}
         self.dtypes: set[torch.dtype] = set()
         self.passes, self._pass, self._agreements = 0, -1, 0
         self.place = f"namedmesh/begun/{mesh.get_group().group_name}/{next(_numbers)}"
         # Those that needed no gradient on any rank when the ranks last compared.
         self.frozen: set[str] = set()
         self.handles: list[RemovableHandle] = []
-        self.activations: list[tuple[str, str]] = []
+        self.activations: list[Key] = []
         for name, module, whole_input, whole_output in sides:
             # Methods, and no closures, so that a copy of the model has a copy of this.
             if whole_input:
@@ -139,15 +126,20 @@ class GradientComparison:
         _watch_optimizers()
 
     @cached_property
-    def parameters(self) -> dict[str, tuple[nn.Module, str]]:
-        """The parameters that are still to be compared, by module and name; found when first asked, after ``fully_shard``."""
-        modules = dict(self.model.named_modules(remove_duplicate=False))
-        found = {}
+    def names(self) -> list[str]:
+        """The parameters that are still to be compared; found when first asked, after ``fully_shard``."""
+        found = []
         for name, parameter in self.model.named_parameters():
-            owner, _, own_name = name.rpartition(".")
-            if self._is_whole(parameter):
-                found[name] = modules[owner], own_name
+            marks = (getattr(parameter, mark, False) for mark in ("tensor_model_parallel", "model_parallel"))
+            is_part = self._differs_along_axis(parameter) if isinstance(parameter, DTensor) else any(marks)
+            if not is_part:
+                found.append(name)
         return found
+
+    def _parameters(self) -> dict[str, Tensor]:
+        """Return those parameters as they are now: ``fully_shard`` has others in a forward than after a backward."""
+        names = {*self.names}
+        return {name: parameter for name, parameter in self.model.named_parameters() if name in names}
 
     # --- when -------------------------------------------------------------------------------------------------
 
@@ -156,7 +148,7 @@ class GradientComparison:
             return
         _watched[self] = None  # a copy of the model has a copy of this, which is not registered
         found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        if not all(communicates(tensor, self.group.process_group) for tensor in found) or not self._pending():
+        if not all(communicates(tensor, self.group.process_group) for tensor in found):
             return
         if torch.is_autocast_enabled(self.device):
             self.dtypes.add(torch.get_autocast_dtype(self.device))
@@ -170,20 +162,18 @@ class GradientComparison:
             self._pass = backward_pass()
             at_end_of_backward(self.after_backward)
 
-    def _pending(self) -> bool:
-        """Return whether something is still to be compared; the same on every rank, but for what has begun to be trained."""
-        return bool(self._open() or self.activations or {*self.parameters} - self.frozen)
-
     def after_backward(self) -> None:
         """Compare what a pass has left, unless some of it never comes: then in fewer and fewer passes."""
-        begun = self.frozen & {*self._open()}
+        parameters = self._parameters()
+        begun = {name for name in self.frozen if name in parameters and parameters[name].requires_grad}
         if begun:
             self._agree_on(begun)
             self.passes, self.frozen = 0, self.frozen - begun
-        if self._pending():
+        # The same on every rank.
+        if self.activations or {*self.names} - self.frozen:
             self.passes += 1
             if self.passes <= _EVERY_PASS or self.passes & (self.passes - 1) == 0:
-                self._compare()
+                self._compare(parameters)
 
     def _agree_on(self, begun: set[str]) -> None:
         """Wait until every rank has the same parameters begin to need a gradient; those that have not would not compare.
@@ -207,49 +197,29 @@ class GradientComparison:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Compare what an optimizer is about to use, if it is this model's and no backward has compared it."""
-        mine = {id(self._parameter(name)) for name in self.parameters}
+        mine = {id(parameter) for parameter in self._parameters().values()}
         if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
             self.after_backward()
 
     # --- what -------------------------------------------------------------------------------------------------
 
-    def _open(self) -> dict[str, Tensor]:
-        """Return the trainable parameters that were not compared yet."""
-        found = {name: self._parameter(name) for name in self.parameters}
-        return {name: parameter for name, parameter in found.items() if parameter.requires_grad}
-
-    def _parameter(self, name: str) -> Tensor:
-        module, own_name = self.parameters[name]
-        parameter: Tensor = getattr(module, own_name)
-        return parameter
-
-    def _is_whole(self, parameter: Tensor) -> bool:
-        if isinstance(parameter, DTensor):
-            return not self._differs_along_axis(parameter)
-        marks = (getattr(parameter, mark, False) for mark in ("tensor_model_parallel", "model_parallel"))
-        return not any(marks)
-
     def _differs_along_axis(self, tensor: DTensor) -> bool:
         """Return whether the ranks of the axis have different parts of a DTensor, or of the sum that it is."""
         # Of its own mesh, which may cut the ranks otherwise, as those of experts do.
-        dims = [
-            dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)
-        ]
+        layouts = enumerate(tensor.placements)
+        dims = [dim for dim, layout in layouts if not isinstance(layout, Replicate)]
         return len(_ranks_along(tensor.device_mesh, dims) & {*self.ranks}) > 1
 
-    def _across(self) -> list[dist.ProcessGroup]:
+    def _across(self, parameters: Iterable[Tensor]) -> Iterable[dist.ProcessGroup]:
         """Return the groups over which parameters are sharded besides, as by FSDP2, whose ranks see other parts of them."""
-        found: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for name in self.parameters:
-            parameter = self._parameter(name)
-            if not isinstance(parameter, DTensor):
-                continue
-            mesh = parameter.device_mesh
+        found: dict[frozenset[int], dist.ProcessGroup] = {}
+        meshes = [parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)]
+        for mesh in dict.fromkeys(meshes):
             for dim in range(mesh.ndim):
-                ranks = tuple(sorted(_ranks_along(mesh, [dim])))
-                if len(ranks) > 1 and ranks not in found and ranks != tuple(sorted(self.ranks)):
+                ranks = frozenset(_ranks_along(mesh, [dim]))
+                if len(ranks) > 1 and ranks not in found and ranks != {*self.ranks}:
                     found[ranks] = mesh.get_group(dim)
-        return list(found.values())
+        return found.values()
 
     def _note_input(
         self, name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -266,65 +236,60 @@ class GradientComparison:
         if output.requires_grad:
             output.register_hook(partial(self._note, ("output", name)))
 
-    def _note(self, key: tuple[str, str], value: Tensor) -> None:
+    def _note(self, key: Key, value: Tensor) -> None:
         """Note what this rank has of an activation, the last time it comes by: a pipeline's first inputs are empty."""
         if communicates(value, self.group.process_group):
             self.rows[key] = fingerprint(local_shard(value), self.dtypes)
 
-    def _row_of(self, key: tuple[str, str], found: Mapping[str, Tensor]) -> list[float]:
-        kind, name = key
-        if kind != "parameter":
-            return self.rows.get(key, row_of(ABSENT))
-        if name not in found:
-            return row_of(NEEDS_NONE)
-        gradient = found[name].grad
+    def _row_of(self, parameter: Tensor | None) -> list[float]:
+        if parameter is None or not parameter.requires_grad:
+            return _row(_NEEDS_NONE)
+        gradient = parameter.grad
         if gradient is None:
-            return row_of(ABSENT)
+            return _row(_ABSENT)
         if isinstance(gradient, DTensor) and self._differs_along_axis(gradient):
-            return row_of(PART)
+            return _row(_PART)
         return fingerprint(local_shard(gradient), self.dtypes)
 
-    def _compare(self) -> None:
-        """Let the ranks compare what they have, and note what is settled.
+    def _compare(self, parameters: Mapping[str, Tensor]) -> None:
+        """Let the ranks compare what they have, and forget what is settled.
 
         Raises:
             GradientError: they have different things.
         """
-        found = self._open()
         some = next(self.model.parameters(), None)
         if some is None or not communicates(some, self.group.process_group):
             return
-        every = [("parameter", name) for name in self.parameters] + self.activations
-        rows = [self._row_of(key, found) for key in every]
+        keys = [("parameter", name) for name in self.names] + self.activations
+        rows = [self._row_of(parameters.get(name)) for name in self.names]
+        rows += [self.rows.get(key, _row(_ABSENT)) for key in self.activations]
         # A pass that leaves no gradient anywhere may be one over numbers that mean nothing, as pipelines do to find shapes.
         left = any(parameter.grad is not None for parameter in self.model.parameters())
-        rows.append(row_of(float(left)))
-        mine = torch.tensor(rows, dtype=torch.float64, device=self.device)
-        gathered = all_gather(mine.view(1, -1, COLUMNS), self.group, 0)
+        rows.append(_row(float(left)))
+        mine = torch.tensor([rows], dtype=torch.float64, device=self.device)
+        gathered = all_gather(mine, self.group, 0)
         self.rows.clear()
         if not gathered[:, -1, 0].any():
             return
-        found_out = torch.tensor(verdicts(gathered[:, :-1]), dtype=torch.float64, device=self.device)
-        for group in self._across():
+        found_out = _verdicts(gathered[:, :-1])
+        for group in self._across(parameters.values()):
             dist.all_reduce(found_out, dist.ReduceOp.MAX, group)
-        outcomes = dict(zip(every, found_out.tolist(), strict=True))
-        different = {key: value - SETTLED for key, value in outcomes.items() if value > SETTLED}
+        outcomes = dict(zip(keys, found_out.tolist(), strict=True))
+        different = {key: value - _SETTLED for key, value in outcomes.items() if value > _SETTLED}
         if different:
-            raise GradientError(*problems_of(self.model, different, self.axis, self.group.size))
-        self.frozen = {name for (_, name), value in outcomes.items() if value == FROZEN}
-        self._close([key for key, value in outcomes.items() if value == SETTLED])
-
-    def _close(self, settled: Sequence[tuple[str, str]]) -> None:
-        """Forget what is settled, and all activations: their contract does not change with what is trained."""
-        for kind, name in settled:
-            if kind == "parameter":
-                del self.parameters[name]
-        if settled and self.activations:
-            self.activations = []
+            raise GradientError(
+                *_problems(self.model, different, f"the {self.group.size} ranks of {self.axis}")
+            )
+        self.frozen = {name for name in self.names if outcomes["parameter", name] == _FROZEN}
+        self.names = [name for name in self.names if outcomes["parameter", name] != _SETTLED]
+        if _SETTLED in outcomes.values():
+            # All activations with the first that is: their contract does not change with what is trained.
+            self.activations.clear()
             while self.handles:
                 self.handles.pop().remove()
-        if not self.parameters:
+        if not self.names and not self.activations:
             self.root_handle.remove()
+            _watched.pop(self, None)
 
 
 def _ranks_along(mesh: DeviceMesh, dims: Sequence[int]) -> set[int]:
@@ -342,14 +307,132 @@ def tensors_in(value: object) -> Iterator[Tensor]:
         >>> [tuple(tensor.shape) for tensor in tensors_in((torch.ones(2), {"loss": torch.ones(())}, None))]
         [(2,), ()]
     """
+    inside: Iterable[object] = ()
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
+        inside = value.values()
     elif isinstance(value, tuple | list):
-        for each in value:
-            yield from tensors_in(each)
+        inside = value
     elif is_dataclass(value) and not isinstance(value, type):
-        for entry in fields(value):
-            yield from tensors_in(getattr(value, entry.name))
+        inside = [getattr(value, field.name) for field in fields(value)]
+    for each in inside:
+        yield from tensors_in(each)
+
+
+# --- whether ranks have the same ------------------------------------------------------------------------------
+
+# How many numbers a rank sends for each name: the state of the tensor, the fingerprint, and how it rounds.
+_COLUMNS = 6
+# The states: this rank has none, it has one, a part of a sum over the ranks, or a parameter that needs no gradient.
+_ABSENT, _PRESENT, _PART, _NEEDS_NONE = 0.0, 1.0, 2.0, 3.0
+# What the ranks find of a tensor that all of them have alike, and of a parameter that needs a gradient on none.
+_SETTLED, _FROZEN = 1.0, -1.0
+
+_CHUNK = 1 << 20
+_FREQUENCIES = (1.0, 0.7, 0.3)
+
+
+def _row(state: float) -> list[float]:
+    """Return the row of what has no numbers to compare."""
+    return [state, *[0.0] * (_COLUMNS - 1)]
+
+
+def fingerprint(value: Tensor, dtypes: set[torch.dtype]) -> list[float]:
+    """Return the row of a plain tensor, computed in ``dtypes`` and its own: its size, and three weighted sums.
+
+    Example:
+        >>> row = fingerprint(torch.tensor([3.0, 4.0]), {torch.float32})
+        >>> row[0], row[1]
+        (1.0, 5.0)
+    """
+    value = value.detach()
+    kinds = {kind for kind in (*dtypes, value.dtype) if kind.is_floating_point or kind.is_complex}
+    eps = max((torch.finfo(kind).eps for kind in kinds), default=0.0)
+    if value.is_sparse:
+        value = value.coalesce().values()
+    if value.is_complex():
+        value = torch.view_as_real(value)
+    flat = value.flatten()
+    sums = torch.zeros(1 + len(_FREQUENCIES), dtype=torch.float64, device=flat.device)
+    for start in range(0, flat.numel(), _CHUNK):
+        part = flat[start : start + _CHUNK].double()
+        place = torch.arange(start, start + part.numel(), dtype=torch.float64, device=flat.device)
+        sums += torch.stack([part @ part, *(part @ (place * rate).cos() for rate in _FREQUENCIES)])
+    squares, *weighted = sums.tolist()
+    return [_PRESENT, math.sqrt(squares), *weighted, eps]
+
+
+def _verdicts(rows: Tensor) -> Tensor:
+    """Return what the rows of all ranks, ``(ranks, tensors, numbers)``, say: 0 where nothing is settled, or else a verdict.
+
+    Two tensors count as different where a number of theirs is apart by more than the square root of what their type
+    rounds off: sums in another order come near to none of that. The verdict is then ``_SETTLED`` and how far they are
+    apart, as a part of the size. Where all of it is within the rounding of the largest tensor, nothing is settled: it
+    may be zero.
+    """
+    has, numbers, eps = rows[..., 0], rows[..., 1:-1], rows[..., -1].amax(0)
+    sizes = numbers[..., 0]
+    # Where a gradient is zero but for rounding, the terms that cancel out in it may be much larger than eps says; but a
+    # type of 16 bits rounds so coarsely that small gradients would hide behind the largest.
+    nothing = (1000 * eps).clamp(max=1e-4) * sizes.nan_to_num(0.0, 0.0, 0.0).max()
+    difference = (numbers.amax(0) - numbers.amin(0)).amax(-1)
+    part = difference / sizes.amax(0)
+    found = has.all(0) * _SETTLED
+    found = torch.where((part > eps.sqrt()) & (difference > nothing), _SETTLED + part, found)
+    says_something = torch.isfinite(rows).all(-1).all(0) & (sizes.amax(0) > nothing)
+    found = torch.where(says_something, found, 0.0)
+    found = torch.where((has == _NEEDS_NONE).all(0), _FROZEN, found)
+    return torch.where((has == _PART).all(0), _SETTLED, found)
+
+
+# --- what they say where they do not --------------------------------------------------------------------------
+
+_SENTENCES = {
+    "input": (
+        "the input of {names}: the plan says that {ranks} have the same, but they differ, {far}; give every rank the "
+        "same batch, the same values of what is whole and the same random numbers (namedmesh.training.streams), or "
+        "say with input_layouts how the input is sharded"
+    ),
+    "output": (
+        "the output of {names}: {ranks} have all of it, but their gradients of it differ, {far}: each uses it with its "
+        "own part of something; leave a column layer's output sharded, with output_layouts=Shard(-1) (keys and values: "
+        "KeyValueParallel()), and use the output of a row layer only where all ranks compute the same"
+    ),
+    "parameter": (
+        "{names}: whole on each of {ranks}, but their gradients differ, {far}: each has a part, and they would train "
+        "apart; where the ranks use a module on their own features or tokens add {entries} to the plan, which sums the "
+        "parts; where they use their own features of what a linear makes, give it a style: ColwiseParallel(), "
+        "KeyValueParallel() for keys and values, SumTailGradient(width) if all use its last width features; what all "
+        "ranks use alike stays whole (KeepWhole()), and can differ because of what follows it only"
+    ),
+}
+
+
+def _problems(model: nn.Module, different: Mapping[Key, float], ranks: str) -> list[str]:
+    """Return a sentence for each kind of thing of which ranks are apart, by so much of the size."""
+    problems = []
+    for kind, sentence in _SENTENCES.items():
+        found = {name: apart for (each, name), apart in different.items() if each == kind}
+        if not found:
+            continue
+        names = listing(name or "the model" for name in found)
+        far = f"by up to {max(found.values()):.2g} of the size"
+        entries = listing(_entries(model, found)) if kind == "parameter" else ""
+        problems.append(sentence.format(names=names, far=far, ranks=ranks, entries=entries))
+    return problems
+
+
+def _entries(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Return the entries of a plan that sum the gradients of some parameters, one for each module."""
+    owners: dict[str, list[str]] = {}
+    for name in names:
+        owner, _, own_name = name.rpartition(".")
+        owners.setdefault(owner, []).append(own_name)
+    entries = []
+    for owner, own_names in owners.items():
+        placements = ""
+        if len([*model.get_submodule(owner).parameters(recurse=False)]) != len(own_names):
+            placements = "{" + ", ".join(f"{name!r}: Replicate()" for name in own_names) + "}"
+        entries.append(f"{owner!r}: LocalParameters({placements})")
+    return entries

@@ -50,36 +50,27 @@ def reduce_gradients(parameters: nn.Module | Iterable[Tensor]) -> None:
         >>> mesh.close()
         >>> dist.destroy_process_group()
     """
-    together: dict[tuple[DeviceMesh, int, torch.dtype], list[Tensor]] = {}
+    together: dict[tuple[DeviceMesh, int, torch.dtype], list[Any]] = {}
     for parameter in parameters.parameters() if isinstance(parameters, nn.Module) else parameters:
         gradient = parameter.grad
         if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
             continue
         if gradient.placements == parameter.placements or gradient.device_mesh != parameter.device_mesh:
             continue
-        dim = _summed_dim(gradient, parameter)
-        if dim is None:
-            parameter.grad = gradient.redistribute(placements=parameter.placements)
+        layouts = enumerate(zip(gradient.placements, parameter.placements, strict=True))
+        different = {dim: layout for dim, layout in layouts if layout[0] != layout[1]}
+        if [*different.values()] == [(Partial(), Replicate())]:
+            key = gradient.device_mesh, next(iter(different)), gradient.dtype
+            together.setdefault(key, []).append(parameter)
         else:
-            together.setdefault((gradient.device_mesh, dim, gradient.dtype), []).append(parameter)
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
     for (mesh, dim, _), some in together.items():
-        _reduce_together(some, RankGroup(mesh.get_group(dim)))
-
-
-def _summed_dim(gradient: DTensor, parameter: DTensor) -> int | None:
-    """Return the dim of the mesh over which a gradient is still to be summed, if it is otherwise laid out as its parameter."""
-    layouts = [*zip(gradient.placements, parameter.placements, strict=True)]
-    different = [dim for dim, (one, other) in enumerate(layouts) if one != other]
-    return different[0] if [layouts[dim] for dim in different] == [(Partial(), Replicate())] else None
-
-
-@torch.no_grad()
-def _reduce_together(parameters: list[Any], group: RankGroup) -> None:
-    parts = [synchronous(parameter.grad.to_local()) for parameter in parameters]
-    total = all_reduce(torch.cat([part.flatten() for part in parts]), group, mine=True)
-    sums = total.split([part.numel() for part in parts])
-    for parameter, part, whole in zip(parameters, parts, sums, strict=True):
-        parameter.grad = gradient_like(parameter, whole.view_as(part))
+        parts = [synchronous(parameter.grad.to_local().detach()) for parameter in some]
+        joined = torch.cat([part.flatten() for part in parts])
+        total = all_reduce(joined, RankGroup(mesh.get_group(dim)), mine=True)
+        sums = total.split([part.numel() for part in parts])
+        for parameter, part, whole in zip(some, parts, sums, strict=True):
+            parameter.grad = gradient_like(parameter, whole.view_as(part))
 
 
 def reduce_before_use(model: nn.Module) -> None:
@@ -88,9 +79,7 @@ def reduce_before_use(model: nn.Module) -> None:
     if CLIPS_PARTIAL_GRADIENTS:
         return
     for parameter in model.parameters():
-        if isinstance(parameter, DTensor) and any(
-            isinstance(each, Replicate) for each in parameter.placements
-        ):
+        if isinstance(parameter, DTensor) and Replicate() in parameter.placements:
             trainable = parameter.requires_grad
             parameter.requires_grad_()  # or it takes no hook
             parameter.register_post_accumulate_grad_hook(_sum_at_once)  # type: ignore[no-untyped-call]  # torch's

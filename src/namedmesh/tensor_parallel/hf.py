@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel
 
 from namedmesh.errors import PlanError, did_you_mean
-from namedmesh.tensor_parallel.adapters import adapted_model
+from namedmesh.tensor_parallel.attention_heads import KeyValueParallel
 from namedmesh.tensor_parallel.fused import FusedColwiseParallel
-from namedmesh.tensor_parallel.kv_heads import KeyValueParallel
 from namedmesh.tensor_parallel.local import (
     IdentityExpert,
     LocalParameters,
@@ -30,13 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
     from torch.distributed.tensor.placement_types import Placement
 
-
-def _gathered_columns() -> ParallelStyle:
-    return ColwiseParallel(output_layouts=Replicate())
-
-
-def _whole_input_rows() -> ParallelStyle:
-    return RowwiseParallel(input_layouts=Replicate())
+T = TypeVar("T")
 
 
 def _embedding_rows() -> ParallelStyle:
@@ -48,22 +41,21 @@ _SUMMED = "replicated_with_grad_allreduce"
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
-    "colwise_gather_output": _gathered_columns,
-    "colwise_rep": _gathered_columns,
-    "rowwise_split_input": _whole_input_rows,
-    "rowwise_rep": _whole_input_rows,
+    **dict.fromkeys(
+        ("colwise_gather_output", "colwise_rep", "embedding_colwise"),
+        lambda: ColwiseParallel(output_layouts=Replicate()),
+    ),
+    **dict.fromkeys(
+        ("rowwise_split_input", "rowwise_rep"), lambda: RowwiseParallel(input_layouts=Replicate())
+    ),
     "embedding_rowwise": _embedding_rows,
-    "embedding_colwise": _gathered_columns,
+    "packed_colwise": lambda: FusedColwiseParallel(blocks=2),
     "sequence_parallel": lambda: SequenceParallel(use_local_output=True),
     _SUMMED: LocalParameters,
     "all_reduce": SumOutput,
     "moe_identity_expert": IdentityExpert,
 }
-_EXPERTS = (
-    "it gives each rank whole experts (expert parallelism), while tensor parallelism gives each rank a shard of "
-    "every expert"
-)
-_UNSUPPORTED = {"grouped_gemm": _EXPERTS, "ep_dispatch_experts": _EXPERTS}
+_OF_WHOLE_EXPERTS = ("grouped_gemm", "ep_dispatch_experts")
 # What shards a bare parameter, one that is no module's weight or bias, and what its module needs for that.
 _BARE = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
 _COLUMNS = ("colwise", "packed_colwise")
@@ -125,19 +117,20 @@ def plan_from_hf(
         layers.*.mlp.up_proj ColwiseParallel
         layers.*.mlp.down_proj RowwiseParallel
     """
-    if isinstance(model_or_plan, nn.Module) and (adapted := adapted_model(model_or_plan)):
-        prefix, inner = adapted
+    if isinstance(model_or_plan, nn.Module) and hasattr(model_or_plan, "get_base_model"):  # a PeftModel
+        inner: Any = model_or_plan.get_base_model()  # type: ignore[operator]  # a method, not a module
+        prefix = next(fqn for fqn, module in model_or_plan.named_modules() if module is inner)
         return {f"{prefix}.{key}": style for key, style in plan_from_hf(inner, leave_out=leave_out).items()}
     if isinstance(model_or_plan, Mapping):
         model, names = None, dict(model_or_plan)
     else:
         model, names = model_or_plan, _names_of(model_or_plan)
-    idle = [pattern for pattern in leave_out if not fnmatch.filter(names, pattern)]
+    left_out = {pattern: fnmatch.filter(names, pattern) for pattern in leave_out}
+    idle = [pattern for pattern, keys in left_out.items() if not keys]
     if idle:
         raise PlanError(*(f"leave_out: {pattern!r} matches no entry of the plan" for pattern in idle))
-    for pattern in leave_out:
-        for key in fnmatch.filter(names, pattern):
-            names.pop(key, None)
+    for key in {key for keys in left_out.values() for key in keys}:
+        del names[key]
     reason = _WRONG_ATTENTION.get(_model_type(model))
     if reason is not None and any(".self_attn." in key for key in names):
         raise PlanError(
@@ -155,7 +148,8 @@ def _names_of(model: nn.Module) -> dict[str, str]:
     if not isinstance(model, nn.Module):
         raise PlanError(f"plan_from_hf reads a model or a dict of style names, not a {type(model).__name__}")
     stated: dict[str, str] = {}
-    prefix = _base_prefix(model)
+    base = getattr(model, "base_model", model)
+    prefix = next((f"{fqn}." for fqn, module in model.named_modules() if module is base and fqn), "")
     for plan in (
         getattr(getattr(model, "config", None), "base_model_tp_plan", None),
         getattr(getattr(model, "base_model", None), "_tp_plan", None),
@@ -180,19 +174,8 @@ def _model_type(model: nn.Module | None) -> str:
     return str(getattr(_text_config(model), "model_type", ""))
 
 
-def _base_prefix(model: nn.Module) -> str:
-    """Return what the base model's names start with in this model: ``"model."``, or nothing for the base model."""
-    base = getattr(model, "base_model", model)
-    return next((f"{fqn}." for fqn, module in model.named_modules() if module is base and fqn), "")
-
-
 class _Reader:
-    """What a plan says of a model, or of any model.
-
-    Args:
-        model: the model, if there is one.
-        names: the names of styles, by names of modules and parameters.
-    """
+    """What names of styles, by names of modules and parameters, say of a model, or of any model."""
 
     def __init__(self, model: nn.Module | None, names: Mapping[str, str]) -> None:
         self.model, self.names = model, names
@@ -219,8 +202,11 @@ class _Reader:
         """
         if name == "replicate":
             return {}
-        if name in _UNSUPPORTED:
-            raise LookupError(f"is not supported: {_UNSUPPORTED[name]}")
+        if name in _OF_WHOLE_EXPERTS:
+            raise LookupError(
+                "is not supported: it gives each rank whole experts (expert parallelism), while tensor parallelism gives "
+                "each rank a shard of every expert"
+            )
         if self.model is None:
             if name in _SPECIAL:
                 raise LookupError("depends on the model: pass the model instead of a dict")
@@ -247,21 +233,14 @@ class _Reader:
             return self._owner(fqn, name)
         if name == "mla_kv_a_proj":
             return self._tail(fqn)
-        if name == "colwise":
-            return self._column(fqn)
-        if name == "packed_colwise":
-            return FusedColwiseParallel(blocks=2)
+        if name == "colwise" and any(token in _KEYS_AND_VALUES for token in fqn.split(".")[-2:]):
+            return KeyValueParallel()
+        if name == "colwise" and fqn.endswith("query_key_value"):  # GPT-NeoX's: head by head
+            heads = getattr(_text_config(self.model), "num_attention_heads", None)
+            return ColwiseParallel() if heads is None else FusedColwiseParallel(interleaved=heads)
         if name == "rowwise" and self._input_is_whole(fqn):
             return None
         return _style_of(name)
-
-    def _column(self, fqn: str) -> ParallelStyle:
-        if any(token in _KEYS_AND_VALUES for token in fqn.split(".")[-2:]):
-            return KeyValueParallel()
-        if fqn.endswith("query_key_value"):  # GPT-NeoX's: head by head
-            heads = getattr(_text_config(self.model), "num_attention_heads", None)
-            return ColwiseParallel() if heads is None else FusedColwiseParallel(interleaved=heads)
-        return ColwiseParallel()
 
     def _owner(self, fqn: str, name: str) -> ParallelStyle | None:
         """Return the style of a module whose own parameters the plan names, for those that it has."""
@@ -269,8 +248,7 @@ class _Reader:
         placements: dict[str, Placement] = {}
         fused = {}
         for parameter, value in module.named_parameters(recurse=False):
-            place = f"{fqn}.{parameter}"
-            style = next((style for key, style in self.names.items() if matches(key, place)), "")
+            style = _stated_for(self.names, f"{fqn}.{parameter}") or ""
             if style not in _BARE:
                 continue
             # A linear's weight, experts stacked in front, or one number a head.
@@ -322,7 +300,7 @@ def _style_of(name: str) -> ParallelStyle:
         raise LookupError(
             "depends on the model: here it names a module, not a parameter of experts; name the parameter"
         )
-    known = (*_STYLES, *_UNSUPPORTED, *_SPECIAL)
+    known = (*_STYLES, *_OF_WHOLE_EXPERTS, *_SPECIAL)
     raise LookupError(f"is not a style that transformers has{did_you_mean(name, known)}")
 
 
@@ -334,12 +312,13 @@ def _text_config(model: nn.Module | None) -> Any:
 def _shard_tied_embedding(model: nn.Module, plan: dict[str, ParallelStyle]) -> None:
     """Shard the input embedding as the tied output head is sharded; older plans name only the head."""
     modules = dict(model.named_modules())
-    heads = [fqn for fqn, m in modules.items() if isinstance(m, nn.Linear) and _style_for(plan, fqn)]
-    tied = {id(modules[fqn].weight) for fqn in heads}
+    planned = {fqn for fqn in modules if _stated_for(plan, fqn) is not None}
+    tied = {id(modules[fqn].weight) for fqn in planned if isinstance(modules[fqn], nn.Linear)}
     for fqn, module in modules.items():
-        if isinstance(module, nn.Embedding) and id(module.weight) in tied and not _style_for(plan, fqn):
+        if isinstance(module, nn.Embedding) and id(module.weight) in tied and fqn not in planned:
             plan[fqn] = _embedding_rows()
 
 
-def _style_for(plan: Mapping[str, ParallelStyle], fqn: str) -> ParallelStyle | None:
+def _stated_for(plan: Mapping[str, T], fqn: str) -> T | None:
+    """Return what a plan says of a name, by the first of its keys that matches."""
     return next((style for key, style in plan.items() if matches(key, fqn)), None)

@@ -63,7 +63,13 @@ def cross_entropy(
         tensor(1.3863)
     """
     local, group = _part(logits, mesh)
-    _check(logits.shape, target, reduction, label_smoothing)
+    problems = target_problems(logits.shape, target)
+    if reduction not in _REDUCTIONS:
+        problems.append(f"reduction is {reduction!r}; it can be one of {_REDUCTIONS}")
+    if not 0 <= label_smoothing <= 1:
+        problems.append(f"label_smoothing is {label_smoothing}; it can be from 0 to 1")
+    if problems:
+        raise ShapeError(*problems)
     dtype = torch.promote_types(local.dtype, torch.float32)
     counts = target != ignore_index
     vocabulary = local.shape[-1] * group.size
@@ -79,29 +85,16 @@ def _part(logits: Tensor, mesh: DeviceMesh | None) -> tuple[Tensor, RankGroup]:
     """Return this rank's part of the logits, and the ranks that have the others."""
     if not isinstance(logits, DTensor):
         return logits, RankGroup(mesh)
-    if logits.device_mesh.ndim == 1:
-        (layout,) = logits.placements
-        if isinstance(layout, Replicate):
-            return logits.to_local(), RankGroup(None)
-        if (
-            sharded_dim(layout, logits.ndim) == logits.ndim - 1
-            and logits.shape[-1] % logits.device_mesh.size() == 0
-        ):
-            return logits.to_local(), RankGroup(logits.device_mesh)
+    if logits.placements == (Replicate(),):
+        return logits.to_local(), RankGroup(None)
+    axis, last = logits.device_mesh, logits.ndim - 1
+    is_last = axis.ndim == 1 and sharded_dim(logits.placements[0], logits.ndim) == last
+    if is_last and logits.shape[last] % axis.size() == 0:
+        return logits.to_local(), RankGroup(axis)
     raise ShapeError(
         f"the logits, of shape {tuple(logits.shape)}, are laid out as {logits.placements}; shard their last dim, and "
         f"nothing else, into equal parts, as ColwiseParallel(use_local_output=False) does"
     )
-
-
-def _check(shape: torch.Size, target: Tensor, reduction: str, label_smoothing: float) -> None:
-    problems = target_problems(shape, target)
-    if reduction not in _REDUCTIONS:
-        problems.append(f"reduction is {reduction!r}; it can be one of {_REDUCTIONS}")
-    if not 0 <= label_smoothing <= 1:
-        problems.append(f"label_smoothing is {label_smoothing}; it can be from 0 to 1")
-    if problems:
-        raise ShapeError(*problems)
 
 
 def target_problems(shape: torch.Size, target: Tensor) -> list[str]:

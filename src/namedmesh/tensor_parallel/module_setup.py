@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -27,7 +26,6 @@ WHOLE, LAST = Replicate(), Shard(-1)
 Rows: TypeAlias = "Callable[[Tensor, RankGroup], Tensor]"
 
 
-@dataclass(frozen=True)
 class StyleContext:
     """The style of one sharded module, bound to ranks.
 
@@ -39,18 +37,21 @@ class StyleContext:
         rows: of a column layer's parameter, the plain rows that this rank works on, if not those that it holds.
     """
 
-    group: RankGroup
-    input_layout: Placement
-    output_layout: Placement
-    use_local_output: bool = True
-    rows: Rows | None = None
-    whole_input: bool = field(init=False)
-    whole_output: bool = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        group: RankGroup,
+        input_layout: Placement,
+        output_layout: Placement,
+        *,
+        use_local_output: bool = True,
+        rows: Rows | None = None,
+    ) -> None:
+        self.group, self.input_layout, self.output_layout = group, input_layout, output_layout
+        self.use_local_output, self.rows = use_local_output, rows
         # To ask a layout for its class takes long, in every forward.
-        object.__setattr__(self, "whole_input", isinstance(self.input_layout, Replicate))
-        object.__setattr__(self, "whole_output", isinstance(self.output_layout, Replicate))
+        self.whole_input, self.whole_output = (
+            isinstance(each, Replicate) for each in (input_layout, output_layout)
+        )
 
     @property
     def mesh(self) -> Any:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import (
-    ParallelStyle,
-)
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from namedmesh._torch import absent_children
 from namedmesh.errors import PlanError, did_you_mean, listing
 from namedmesh.tensor_parallel.adapters import with_adapters
-from namedmesh.tensor_parallel.attention_heads import head_problems, with_counts
-from namedmesh.tensor_parallel.fused import fused_problems
+from namedmesh.tensor_parallel.attention_heads import head_reasons, with_counts
+from namedmesh.tensor_parallel.fused import fused_reasons
 from namedmesh.tensor_parallel.module_setup import NAME
 from namedmesh.tensor_parallel.placements import (
     Entry,
@@ -30,7 +28,9 @@ from namedmesh.tensor_parallel.placements import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterator
+
+    from torch.distributed.tensor.placement_types import Placement
 
 Plan: TypeAlias = "ParallelStyle | Mapping[str, ParallelStyle]"
 
@@ -44,38 +44,37 @@ Holders: TypeAlias = "list[tuple[str, nn.Module, str]]"
 """The modules that hold one parameter: the name of each, the module, and the parameter's name there."""
 
 
-@dataclass(frozen=True)
-class Resolved:
-    """A plan that fits its model: what to apply, in order, and which parameters to tie again afterwards."""
-
-    entries: tuple[Entry, ...]
-    ties: tuple[Holders, ...]
-
-
 def resolve(
     model: nn.Module, mesh_or_tp_size: DeviceMesh | int, plan: Plan, must_divide: Mapping[str, int] | None
-) -> Resolved:
+) -> tuple[list[Entry], list[Holders]]:
     """Match a plan with a model, and check everything that can be checked without communication.
+
+    Returns:
+        What to apply, in order, and which parameters to tie again afterwards.
 
     Raises:
         PlanError: with every problem there is.
     """
     problems, tp_size = mesh_problems(mesh_or_tp_size)
-    entries: list[Entry] = []
-    matching_problems = _match(model, plan, entries)
+    entries, matching_problems = _match(model, plan)
     problems += matching_problems
-    entries, adapter_problems = with_adapters(entries)
-    problems += adapter_problems
+    entries, reasons = with_adapters(entries)
     entries = with_counts(model, entries, tp_size)
     fitting = []
     for entry in entries:
-        reasons = _reasons_against(entry)
-        problems += reasons
-        if not reasons:
+        against = incompatibilities(entry.style, entry.module)
+        if NAME in vars(entry.module) and not accepts_sharded_module(entry.style):
+            against = ["already parallelized; parallelize a model once"]
+        reasons += [(entry.fqn, reason) for reason in against]
+        if not against:
             fitting.append(entry)
-    problems += _size_problems(fitting, tp_size)
-    problems += head_problems(model, fitting, tp_size)
-    problems += fused_problems(fitting, tp_size)
+    reasons += _size_reasons(fitting, tp_size)
+    reasons += head_reasons(model, fitting, tp_size)
+    reasons += fused_reasons(fitting, tp_size)
+    places: dict[str, list[str]] = defaultdict(list)
+    for fqn, reason in reasons:
+        places[reason].append(fqn or "the model")
+    problems += [f"{listing(fqns, 3)}: {reason}" for reason, fqns in places.items()]
     problems += [
         f"{name}: {value} is not divisible by the tp size {tp_size} (from must_divide); "
         f"choose a tp size that divides it"
@@ -86,7 +85,7 @@ def resolve(
     problems += tie_problems
     if problems:
         raise PlanError(*problems)
-    return Resolved(tuple(entries), tuple(ties))
+    return entries, ties
 
 
 def mesh_problems(mesh_or_tp_size: object) -> tuple[list[str], int]:
@@ -111,15 +110,14 @@ def mesh_problems(mesh_or_tp_size: object) -> tuple[list[str], int]:
     return [f"a plan needs a one-dimensional torch DeviceMesh, not a {kind}; pass mesh['tp']"], 1
 
 
-def _match(model: nn.Module, plan: object, entries: list[Entry]) -> list[str]:
-    """Fill ``entries`` with the modules that the plan names; return what it names wrongly."""
+def _match(model: nn.Module, plan: object) -> tuple[list[Entry], list[str]]:
+    """Return the modules that the plan names, and what it names wrongly."""
     if isinstance(plan, ParallelStyle):
         plan = {"": plan}
     if not isinstance(plan, Mapping):
-        return [f"a plan is a dict of module names to parallel styles, not a {type(plan).__name__}"]
+        return [], [f"a plan is a dict of module names to parallel styles, not a {type(plan).__name__}"]
     names: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
-    absent = absent_children(model) + [fqn for fqn, module in names.items() if _is_empty(module)]
-    problems = []
+    entries, problems = [], []
     owners: dict[int, Entry] = {}
     clashes: dict[tuple[str, str], list[str]] = defaultdict(list)
     for key, style in plan.items():
@@ -127,8 +125,8 @@ def _match(model: nn.Module, plan: object, entries: list[Entry]) -> list[str]:
             hint = "; plan_from_hf reads Hugging Face's names" if isinstance(style, str) else ""
             problems.append(f"{key!r}: {style!r} is not a parallel style, such as ColwiseParallel(){hint}")
         matched = [fqn for fqn in names if matches(key, fqn)]
-        if not matched and not any(_covers(key, fqn) for fqn in absent) and not _spells_unset(key, names):
-            near = _generic(names) if "*" in key else list(names)
+        if not matched and not _is_absent(key, model, names):
+            near = [re.sub(r"\b\d+\b", "*", fqn) if "*" in key else fqn for fqn in names]
             problems.append(f"{key!r} matches no module of the model{did_you_mean(key, near)}")
         for fqn in matched:
             owner = owners.get(id(names[fqn]))
@@ -142,7 +140,7 @@ def _match(model: nn.Module, plan: object, entries: list[Entry]) -> list[str]:
         f"{first!r} and {second!r} both match {listing(fqns, 3)}; one module takes one style"
         for (first, second), fqns in clashes.items()
     ]
-    return problems
+    return entries, problems
 
 
 def matches(key: str, fqn: str) -> bool:
@@ -153,63 +151,46 @@ def matches(key: str, fqn: str) -> bool:
     return len(wanted) == len(tokens) and all(map(fnmatchcase, tokens, wanted))
 
 
-def _is_empty(module: nn.Module) -> bool:
-    """Return whether a module is a container with nothing in it, as on a pipeline stage that has no layers."""
-    return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and not len(module)
+def _is_absent(key: str, model: nn.Module, names: Mapping[str, nn.Module]) -> bool:
+    """Return whether a key names what this model could have, as another pipeline stage does, or something inside it.
 
-
-def _covers(key: str, absent: str) -> bool:
-    """Return whether a key names a submodule that is set to None or empty, or something inside it."""
-    wanted, tokens = key.split("."), absent.split(".")
-    return len(wanted) >= len(tokens) and all(map(fnmatchcase, tokens, wanted))
-
-
-def _spells_unset(key: str, names: Mapping[str, nn.Module]) -> bool:
-    """Return whether a key names an attribute that was None from the start, or something inside it.
-
-    Such an attribute is no child, and may be anything: the key has to spell its name, without wildcards.
+    That is a submodule set to None, an empty container, or an attribute that was None from the start: no child, so that
+    it may be anything, and the key has to spell its name, without wildcards.
     """
-    tokens = key.split(".")
-    unset = (
-        f"{fqn}.{token}".lstrip(".")
-        for fqn, module in names.items()
-        for token in tokens[fqn.count(".") + 1 if fqn else 0 :][:1]
-        if vars(module).get(token, module) is None
-    )
-    return any(_covers(key, fqn) for fqn in unset)
+    tokens, absent = key.split("."), absent_children(model)
+    for fqn, module in names.items():
+        depth = fqn.count(".") + 1 if fqn else 0
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) and not len(module):
+            absent.append(fqn)
+        elif depth < len(tokens) and vars(module).get(tokens[depth], module) is None:
+            absent.append(f"{fqn}.{tokens[depth]}".lstrip("."))
+    return any(matches(".".join(tokens[: fqn.count(".") + 1]), fqn) for fqn in absent)
 
 
-def _generic(names: Iterable[str]) -> list[str]:
-    """Return module names with the layer numbers as wildcards, each once."""
-    starred = (".".join("*" if token.isdigit() else token for token in fqn.split(".")) for fqn in names)
-    return list(dict.fromkeys(starred))
+def laid_out(entry: Entry) -> Iterator[tuple[str, nn.Parameter, Placement | None]]:
+    """Yield the parameters that an entry's style touches, with their placements: None if only the style knows."""
+    placements = parameter_placements(entry.style, entry.module)
+    for name, parameter in entry.module.named_parameters():
+        if placements is None or name in placements:
+            yield name, parameter, None if placements is None else placements[name]
 
 
-def _reasons_against(entry: Entry) -> list[str]:
-    place = entry.fqn or "the model"
-    if NAME in vars(entry.module) and not accepts_sharded_module(entry.style):
-        return [f"{place}: already parallelized; parallelize a model once"]
-    return [f"{place}: {reason}" for reason in incompatibilities(entry.style, entry.module)]
-
-
-def _size_problems(entries: list[Entry], tp_size: int) -> list[str]:
-    """Return sizes that do not divide, once for all the layers that one key matches."""
-    places: dict[tuple[str, str, int, int], list[str]] = defaultdict(list)
+def _size_reasons(entries: list[Entry], tp_size: int) -> list[tuple[str, str]]:
+    """Return the names of modules, and what of theirs does not divide."""
+    reasons = []
     for entry in entries:
-        for name, placement in (parameter_placements(entry.style, entry.module) or {}).items():
+        for name, parameter, placement in laid_out(entry):
             if not isinstance(placement, Shard) or (name == "bias" and hasattr(entry.module, "out_features")):
                 continue  # a bias is sharded as the output features are: say it once
-            dim = placement.dim
-            parts = getattr(entry.style, "fused", {}).get(name, 1)
-            size = entry.module.get_parameter(name).shape[dim]
-            if size % (tp_size * parts):
-                places[entry.key, _size_name(entry.module, name, dim), size, parts].append(entry.fqn)
-    return [
-        f"{listing((fqn or 'the model' for fqn in fqns), 3)}: {what} {size} is not divisible by "
-        f"{f'{parts} times ' if parts > 1 else ''}the tp size {tp_size}; pad it to "
-        f"{-(-size // (tp_size * parts)) * tp_size * parts}"
-        for (_, what, size, parts), fqns in places.items()
-    ]
+            size, parts = parameter.shape[placement.dim], getattr(entry.style, "fused", {}).get(name, 1)
+            unit = tp_size * parts
+            if size % unit:
+                reason = (
+                    f"{_size_name(entry.module, name, placement.dim)} {size} is not divisible by "
+                    f"{f'{parts} times ' if parts > 1 else ''}the tp size {tp_size}; pad it to {-(-size // unit) * unit}"
+                )
+                reasons.append((entry.fqn, reason))
+    return reasons
 
 
 def _size_name(module: nn.Module, parameter: str, dim: int) -> str:
@@ -223,12 +204,9 @@ def _find_ties(model: nn.Module, entries: list[Entry]) -> tuple[list[Holders], l
     """Return the ties to restore after a plan is applied, and those that the plan would break."""
     layouts: dict[tuple[int, str], str] = {}
     for entry in entries:
-        placements = parameter_placements(entry.style, entry.module)
-        for name, _ in entry.module.named_parameters():
-            if placements is None:
-                layouts[id(entry.module), name] = f"as {type(entry.style).__name__} decides"
-            elif name in placements:
-                layouts[id(entry.module), name] = placement_name(placements[name])
+        for name, _, placement in laid_out(entry):
+            unknown = f"as {type(entry.style).__name__} decides"
+            layouts[id(entry.module), name] = unknown if placement is None else placement_name(placement)
     ties, problems = [], []
     for names in _shared(model).values():
         named = [(fqn, layouts.get((id(module), name))) for fqn, module, name in names]
@@ -238,7 +216,13 @@ def _find_ties(model: nn.Module, entries: list[Entry]) -> tuple[list[Holders], l
         if len(distinct) == 1:
             ties.append(names)
         else:
-            problems.append(_broken(named))
+            fqns = listing((fqn for fqn, _ in named), 4)
+            how = listing((f"{fqn}: {layout or 'not sharded'}" for fqn, layout in named), 4)
+            problems.append(
+                f"{fqns} are one parameter (tied), but the plan lays them out differently ({how}); give them the same "
+                f"layout, such as RowwiseParallel for an embedding and ColwiseParallel for the output head, or untie "
+                f"them first"
+            )
     return ties, problems
 
 
@@ -252,13 +236,3 @@ def _shared(model: nn.Module) -> dict[int, Holders]:
         # One module under two names is not a tie: it is sharded once.
         holders[id(parameter)].setdefault((id(module), name), (fqn, module, name))
     return {key: list(found.values()) for key, found in holders.items() if len(found) > 1}
-
-
-def _broken(named: list[tuple[str, str | None]]) -> str:
-    names = listing((fqn for fqn, _ in named), 4)
-    layouts = listing((f"{fqn}: {layout or 'not sharded'}" for fqn, layout in named), 4)
-    return (
-        f"{names} are one parameter (tied), but the plan lays them out differently ({layouts}); give them "
-        f"the same layout, such as RowwiseParallel for an embedding and ColwiseParallel for the output head, "
-        f"or untie them first"
-    )

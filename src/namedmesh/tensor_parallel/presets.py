@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.tensor import Replicate, Shard
 
-from namedmesh.tensor_parallel.kv_heads import KeyValueParallel
+from namedmesh.tensor_parallel.attention_heads import KeyValueParallel
 from namedmesh.tensor_parallel.local import LocalParameters
 from namedmesh.tensor_parallel.shared_input import SharedInput
 from namedmesh.tensor_parallel.styles import ColwiseParallel, RowwiseParallel

@@ -13,13 +13,12 @@ from torch.distributed.tensor import Shard
 from namedmesh.errors import listing
 from namedmesh.plan.tables import Table, as_text
 from namedmesh.plan.weights import Weight, draw_weights_html, draw_weights_svg, fold
-from namedmesh.tensor_parallel.placements import parameter_placements, placement_name
-from namedmesh.tensor_parallel.plan import resolve
+from namedmesh.tensor_parallel.placements import placement_name
+from namedmesh.tensor_parallel.plan import laid_out, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from namedmesh.tensor_parallel.placements import Entry
     from namedmesh.tensor_parallel.plan import Plan
 
 
@@ -71,16 +70,18 @@ class PlanReport:
 
     def __str__(self) -> str:
         columns = ("module", "style", "parameter", "placement", "global", "local")
-        rows = [_cells(row) for row in self.rows]
-        rows += [
-            (name, "-", "", "not in the plan", _shape(shape), _shape(shape)) for name, shape in self.unsharded
-        ]
-        folded = [(name, *cells) for name, cells in fold((row[0], row[1:]) for row in rows)]
+        rows = []
+        for row in self.rows:
+            shapes = (_shape(row.global_shape), _shape(row.local_shape)) if row.parameter else ("", "")
+            rows.append((row.module or "(model)", (row.style, row.parameter, row.placement, *shapes)))
+        for name, shape in self.unsharded:
+            rows.append((name, ("-", "", "not in the plan", _shape(shape), _shape(shape))))
+        folded = [(name, *cells) for name, cells in fold(rows)]
         text = f"{as_text(Table(columns, tuple(folded)))}\n{self._total()}"
-        if self.tp_size > 1:
-            whole = (self.parameters_per_rank * self.tp_size - self.parameters) // (self.tp_size - 1)
-            text += f", {whole:,} of them whole"
-        return text + dropout_note(self.dropouts) if self.tp_size > 1 else text
+        if self.tp_size == 1:
+            return text
+        whole = (self.parameters_per_rank * self.tp_size - self.parameters) // (self.tp_size - 1)
+        return f"{text}, {whole:,} of them whole{dropout_note(self.dropouts)}"
 
     def svg(self) -> str:
         """Draw each weight with the part of it that each rank has, equal layers once, as an SVG document."""
@@ -142,22 +143,26 @@ def plan_report(
         w2      RowwiseParallel  bias       Replicate()  8       8
         144 of 280 parameters on each of 2 ranks, 8 of them whole
     """
-    resolved = resolve(model, mesh_or_tp_size, plan, must_divide)
+    entries, _ = resolve(model, mesh_or_tp_size, plan, must_divide)
     tp_size = mesh_or_tp_size.size() if isinstance(mesh_or_tp_size, DeviceMesh) else mesh_or_tp_size
     rows: list[Row] = []
-    touched: set[int] = set()
-    local_sizes: dict[str, int] = {}
-    for entry in resolved.entries:
-        found = _rows(entry, tp_size)
-        rows += found or [Row(entry.fqn, type(entry.style).__name__, "", "", (), ())]
-        for row in found:
-            touched.add(id(entry.module.get_parameter(row.parameter)))
-            local_sizes[row.name] = prod(row.local_shape)
+    held: dict[int, int] = {}  # of each parameter that the plan touches, how many numbers a rank has
+    for entry in entries:
+        style, before = type(entry.style).__name__, len(rows)
+        for name, parameter, placement in laid_out(entry):
+            shape, local = tuple(parameter.shape), list(parameter.shape)
+            if isinstance(placement, Shard):
+                local[placement.dim] //= tp_size
+            layout = "?" if placement is None else placement_name(placement)
+            rows.append(Row(entry.fqn, style, name, layout, shape, tuple(local)))
+            held[id(parameter)] = prod(local)
+        if len(rows) == before:
+            rows.append(Row(entry.fqn, style, "", "", (), ()))
     unsharded, total, per_rank = [], 0, 0
     for fqn, parameter in model.named_parameters():
         total += parameter.numel()
-        per_rank += local_sizes.get(fqn, parameter.numel())
-        if id(parameter) not in touched:
+        per_rank += held.get(id(parameter), parameter.numel())
+        if id(parameter) not in held:
             unsharded.append((fqn, tuple(parameter.shape)))
     return PlanReport(tp_size, tuple(rows), tuple(unsharded), total, per_rank, dropouts_of(model))
 
@@ -179,27 +184,6 @@ def dropout_note(names: tuple[str, ...]) -> str:
         f"\ndropout in {listing(names, 4)}: between sharded layers all ranks draw one mask for their features, unless "
         f"each draws from a stream of its own: namedmesh.training.streams"
     )
-
-
-def _rows(entry: Entry, tp_size: int) -> list[Row]:
-    placements = parameter_placements(entry.style, entry.module)
-    style = type(entry.style).__name__
-    rows = []
-    for name, parameter in entry.module.named_parameters():
-        shape, local = tuple(parameter.shape), list(parameter.shape)
-        if placements is None:
-            rows.append(Row(entry.fqn, style, name, "?", shape, shape))
-        elif name in placements:
-            placement = placements[name]
-            if isinstance(placement, Shard):
-                local[placement.dim] //= tp_size
-            rows.append(Row(entry.fqn, style, name, placement_name(placement), shape, tuple(local)))
-    return rows
-
-
-def _cells(row: Row) -> tuple[str, str, str, str, str, str]:
-    shapes = (_shape(row.global_shape), _shape(row.local_shape)) if row.parameter else ("", "")
-    return (row.module or "(model)", row.style, row.parameter, row.placement, *shapes)
 
 
 def _shape(shape: tuple[int, ...]) -> str:

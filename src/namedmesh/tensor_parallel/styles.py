@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel as TorchColwiseParallel
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.parallel import RowwiseParallel as TorchRowwiseParallel
 
 from namedmesh._torch import distribute_blocks
@@ -21,12 +22,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.parallel import ParallelStyle
-
-Kinds: TypeAlias = "dict[type[nn.Module], type[nn.Module]]"
 
 
-class ColwiseParallel(TorchColwiseParallel):
+class _FastStyle:
+    """What the two fast styles have beside torch's."""
+
+    def __init__(self, *, local_forward: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self.local_forward = local_forward
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return shard_module(self, module, device_mesh)
+
+
+class ColwiseParallel(_FastStyle, TorchColwiseParallel):
     """Shard an ``nn.Linear``'s output features, or an ``nn.Embedding``'s vectors, over the ranks.
 
     The same options, parameters and results as torch's style of this name. The parameters are DTensors, so
@@ -61,15 +70,8 @@ class ColwiseParallel(TorchColwiseParallel):
         (4, 6)
     """
 
-    def __init__(self, *, local_forward: bool = False, **options: Any) -> None:
-        super().__init__(**options)
-        self.local_forward = local_forward
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return shard_module(self, module, device_mesh)
-
-
-class RowwiseParallel(TorchRowwiseParallel):
+class RowwiseParallel(_FastStyle, TorchRowwiseParallel):
     """Shard an ``nn.Linear``'s input features, or an ``nn.Embedding``'s vocabulary, over the ranks.
 
     The same options, parameters and results as torch's style of this name, except that the output is
@@ -80,9 +82,8 @@ class RowwiseParallel(TorchRowwiseParallel):
             embedding: say ``Replicate()`` there), or ``Replicate()`` to let each rank take its features.
         output_layouts: ``Replicate()`` (the default) sums over the ranks; ``Shard(dim)`` leaves each rank
             its shard of the sum (sequence parallelism).
-        use_local_output: hand out this rank's plain tensor (the default) instead of a DTensor.
-        local_forward: let the forward of a subclass work on plain tensors, too: what its ``super().forward`` returns
-            is this rank's shard, and what it does with that has to be right for a shard.
+        use_local_output: as for :class:`ColwiseParallel`.
+        local_forward: as for :class:`ColwiseParallel`.
 
     Raises:
         PlanError: when applied to another kind of module, or to one that is already parallelized.
@@ -99,25 +100,17 @@ class RowwiseParallel(TorchRowwiseParallel):
         [(8, 3), (8,)]
     """
 
-    def __init__(self, *, local_forward: bool = False, **options: Any) -> None:
-        super().__init__(**options)
-        self.local_forward = local_forward
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return shard_module(self, module, device_mesh)
-
-
-def shard_module(
-    style: ColwiseParallel | RowwiseParallel, module: nn.Module, mesh: DeviceMesh, rows: Rows | None = None
-) -> nn.Module:
+def shard_module(style: Any, module: nn.Module, mesh: DeviceMesh, rows: Rows | None = None) -> nn.Module:
     """Shard the parameters, then give the module the forward for them; ``rows`` as in StyleContext."""
     refuse_incompatible(style, module)
     column = isinstance(style, ColwiseParallel)
-    local_compute: Kinds = {nn.Linear: RowwiseLinear, nn.Embedding: RowwiseEmbedding}
-    if column:
-        local_compute = {nn.Linear: ColwiseLinear, nn.Embedding: ColwiseEmbedding}
+    local_compute: dict[type[nn.Module], type[nn.Module]] = {
+        nn.Linear: ColwiseLinear if column else RowwiseLinear,
+        nn.Embedding: ColwiseEmbedding if column else RowwiseEmbedding,
+    }
     layouts = style.input_layouts[0], style.output_layouts[0]
-    setup = StyleContext(RankGroup(mesh), *layouts, style.use_local_output, rows)
+    setup = StyleContext(RankGroup(mesh), *layouts, use_local_output=style.use_local_output, rows=rows)
     partition = shard_parameters(style)
     # A subclass may do anything in its forward, and so may a forward set on the instance.
     own: Any = type(module)

@@ -18,7 +18,7 @@ from namedmesh.tensor_parallel.gradient_comparison import tensors_in
 from namedmesh.tensor_parallel.report import dropout_note, dropouts_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -118,39 +118,39 @@ def verify(
         >>> dist.destroy_process_group()
     """
     whole = copy.deepcopy(model).double().eval()
-    group = mesh.get_group()
-    for tensor in (*whole.parameters(), *whole.buffers()):
-        dist.broadcast(tensor.detach(), group=group, group_src=0)
-    given = [_same_on_all(value, group) for value in inputs]
+    group, given = mesh.get_group(), [*inputs]
+    for i, value in enumerate(inputs):
+        if isinstance(value, Tensor):
+            dtype = torch.float64 if value.is_floating_point() else value.dtype
+            given[i] = value.detach().to(dtype, copy=True)
+    for tensor in (*whole.parameters(), *whole.buffers(), *given):
+        if isinstance(tensor, Tensor):
+            dist.broadcast(tensor.detach(), group=group, group_src=0)
     sharded = parallelize(copy.deepcopy(whole), mesh, plan, check=False)
     wanted, got = _run(whole, given), _run(sharded, given)
-    names = [*wanted, *(key for key in got if key not in wanted)]
-    mine = torch.tensor([_difference(got.get(key), wanted.get(key)) for key in names], dtype=torch.float64)
-    mine = mine.to(mesh.device_type)
+    names = [*(wanted | got)]
+    differences = [_difference(got.get(key), wanted.get(key)) for key in names]
+    mine = torch.tensor(differences, dtype=torch.float64, device=mesh.device_type)
     dist.all_reduce(mine, dist.ReduceOp.MAX, group)
     compared = [Compared(*key, value) for key, value in zip(names, mine.tolist(), strict=True)]
     return VerifyReport(mesh.size(), tuple(compared), tolerance, dropouts_of(model))
 
 
-def _same_on_all(value: Any, group: dist.ProcessGroup) -> Any:
-    """Return an input of the first rank's values, in double precision if it is of numbers with a fraction."""
-    if not isinstance(value, Tensor):
-        return value
-    copied = value.detach().clone().double() if value.is_floating_point() else value.detach().clone()
-    dist.broadcast(copied, group=group, group_src=0)
-    return copied
-
-
-def _run(model: nn.Module, given: Sequence[Any]) -> Mapping[tuple[str, str], Tensor | None]:
+def _run(model: nn.Module, given: Sequence[Any]) -> dict[tuple[str, str], Tensor | None]:
     """Return the outputs of a model, and the gradients of a loss that weights each number of them differently."""
-    inputs = [_leaf(value) for value in given]
+    inputs = [*given]
+    for i, value in enumerate(given):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            inputs[i] = value.clone().requires_grad_()
     outputs = [_whole(tensor) for tensor in tensors_in(model(*inputs)) if tensor.dtype.is_floating_point]
-    found: dict[tuple[str, str], Tensor | None] = {
-        (f"output {i}", "value"): output.detach() for i, output in enumerate(outputs)
-    }
-    loss = sum((output.double() * _weights(output)).sum() for output in outputs if output.requires_grad)
-    if isinstance(loss, Tensor):
-        loss.backward()
+    found: dict[tuple[str, str], Tensor | None] = {}
+    for i, output in enumerate(outputs):
+        found[f"output {i}", "value"] = output.detach()
+    trained = [output for output in outputs if output.requires_grad]
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each) for each in trained]
+    if trained:
+        torch.autograd.backward(trained, weights)
     for i, value in enumerate(inputs):
         if isinstance(value, Tensor) and value.requires_grad:
             found[f"input {i}", "gradient"] = value.grad
@@ -158,16 +158,6 @@ def _run(model: nn.Module, given: Sequence[Any]) -> Mapping[tuple[str, str], Ten
         if parameter.requires_grad:
             found[name, "gradient"] = None if parameter.grad is None else _whole(parameter.grad)
     return found
-
-
-def _leaf(value: Any) -> Any:
-    differentiable = isinstance(value, Tensor) and value.is_floating_point()
-    return value.clone().requires_grad_() if differentiable else value
-
-
-def _weights(output: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.device)
 
 
 def _whole(tensor: Tensor) -> Tensor:
