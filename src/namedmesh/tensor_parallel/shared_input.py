@@ -145,7 +145,8 @@ class Shared:
 
 def sums_gradient_of(module: nn.Module, group: RankGroup, value: Tensor) -> bool:
     """Return whether a module around a column layer sums the gradient of the layer's input, over the same ranks."""
-    shared: Shared | None = vars(module).get(SHARED_INPUT)
+    # Not from vars(): the compiler of torch 2.8 does not know that.
+    shared: Shared | None = getattr(module, SHARED_INPUT, None)
     return shared is not None and shared.setup.group == group and shared.sums(value)
 
 
