@@ -19,14 +19,13 @@ from ranks import fake_world, run_ranks
 from torch import Tensor, nn
 from tp_compare import apart, numbers
 
-from namedmesh import MeshError, ShapeError
-from namedmesh.compat.errors import ContractError, ContractRuntimeError
+from namedmesh import MeshError
+from namedmesh.compat.errors import ContractError
+from namedmesh.compat.layers import block_shard, fill_shard
 from namedmesh.compat.megatron import parallel_state, tensor_parallel
 from namedmesh.compat.megatron.tensor_parallel import layers as our_layers
 from namedmesh.compat.megatron.tensor_parallel import mappings as our_mappings
 from namedmesh.compat.megatron.tensor_parallel import utils as our_utils
-from namedmesh.compat.partition import checked_exchange
-from namedmesh.compat.sharded_layer import block_shard, fill_shard
 from namedmesh.tensor_parallel.collectives import RankGroup
 
 if TYPE_CHECKING:
@@ -781,12 +780,6 @@ def test_lengths_of_shards_are_checked_on_one_rank_too() -> None:
         assert call(**{sizes: [2]}) is value
         with pytest.raises(ContractError, match=r"\[3\]"):
             call(**{sizes: [3]})
-
-
-def test_the_shared_code_raises_no_error_of_a_dialect() -> None:
-    with pytest.raises(ShapeError) as caught:
-        checked_exchange(torch.zeros(2), RankGroup(None), [3])
-    assert not isinstance(caught.value, (ContractError, ContractRuntimeError))
 
 
 @pytest.mark.parametrize("name", ["", ".layers", ".mappings", ".cross_entropy", ".utils"])
