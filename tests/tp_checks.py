@@ -303,9 +303,7 @@ def legacy(layer: nn.Module) -> Callable[..., Tensor]:
 def fairscales(name: str, *arguments: Any, **options: Any) -> Any:
     """A layer of fairscale's and ezpz's over all ranks."""
     group = RankGroup(tp_mesh())
-    return type(name, (getattr(layers, name),), {"current_group": lambda _: group})(
-        *arguments, **options
-    )
+    return type(name, (getattr(layers, name),), {"current_group": lambda _: group})(*arguments, **options)
 
 
 def legacy_linears() -> Pairs:

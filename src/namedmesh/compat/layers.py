@@ -180,6 +180,7 @@ class VocabEmbedding(ParallelLayer):
     """An embedding whose vocabulary is sharded, with the ids from ``vocab_start_index`` up to ``vocab_end_index`` here."""
 
     lengths = "num_embeddings", "embedding_dim"
+    num_embeddings: int
     padding_idx: int | None = None
     scale_grad_by_freq = False
     sparse = False

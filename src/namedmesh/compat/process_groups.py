@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from namedmesh.compat.axis_map import axis_groups, compare_mesh
+from namedmesh.compat.binding import require_open
 from namedmesh.errors import LayoutError
 from namedmesh.init import init_mesh
 
@@ -68,7 +69,9 @@ class ProcessGroups:
 
         Raises:
             LayoutError: the mesh has other axes.
+            MeshError: ``mesh`` is no open mesh.
         """
+        require_open(mesh, "ProcessGroups.bind")
         bound = cls.__new__(cls)
         bound._fill(mesh)
         return bound

@@ -6,7 +6,7 @@ So a unit has the names that mean something on its mesh, and no others.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from namedmesh.compat.axis_map import check_axes, compare_mesh, group_over, own_axes
 from namedmesh.compat.binding import require_open
@@ -15,7 +15,7 @@ from namedmesh.errors import LayoutError, MeshError, did_you_mean
 from namedmesh.views import join_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch.distributed as dist
 
@@ -78,13 +78,7 @@ def answers(mesh: NamedMesh, maker: GroupMaker, kinds: Mapping[str, Sequence[str
     return of_kinds
 
 
-@overload
-def _getter(kind: str, answer: Literal["group"]) -> Callable[[Getters], dist.ProcessGroup]: ...
-@overload
-def _getter(kind: str, answer: Literal["ranks"]) -> Callable[[Getters], list[int]]: ...
-@overload
-def _getter(kind: str, answer: Literal["size", "rank", "first_rank"]) -> Callable[[Getters], int]: ...
-def _getter(kind: str, answer: str) -> Callable[[Getters], Any]:
+def _getter(kind: str, answer: str) -> Any:
     """Make a method that returns one answer for a kind of parallelism."""
 
     def getter(self: Getters) -> Any:
