@@ -122,19 +122,6 @@ def test_groups(sizes: tuple[int, int, int, int]) -> None:
             tp.destroy_tensor_parallel()
 
 
-def test_the_worked_example_of_sixteen_ranks() -> None:
-    expected = {
-        0: {"tensor": [0, 1], "context": [0, 2], "pipeline": [0, 4], "data": [0, 8]},
-        3: {"tensor": [2, 3], "context": [1, 3], "pipeline": [3, 7], "data": [3, 11]},
-        8: {"tensor": [8, 9], "context": [8, 10], "pipeline": [8, 12], "data": [0, 8]},
-    }
-    for rank, groups in expected.items():
-        with fake_world(16, rank):
-            tp.initialize_tensor_parallel(2, 2, 2)
-            assert answers() == groups
-            tp.destroy_tensor_parallel()
-
-
 VARIABLES = [name for name in ezpz.dialect.DIALECT.binding.variables if name != "_rank_group"]
 
 
