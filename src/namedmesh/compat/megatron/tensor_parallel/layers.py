@@ -304,16 +304,16 @@ class RowParallelLinear(_Linear):
         group = self._group
         if not self.input_is_parallel:
             input_ = scatter(input_, group, -1)
-        bias, scatter_dim = None if self.skip_bias_add else self.bias, None
         if self.explicit_expert_comm:
-            group = ALONE
+            output = row(input_, self.weight, None, ALONE)
         elif self.sequence_parallel:
             check_shards(input_.shape[0], group.size, what="the length of dim 0 of the output")
-            scatter_dim = 0
-        output = row(input_, self.weight, None if scatter_dim == 0 else bias, group, scatter_dim)
-        if scatter_dim == 0 and bias is not None:
-            output = output + bias  # its gradient is this rank's part
-        return output, self.bias if self.skip_bias_add else None
+            output = row(input_, self.weight, None, group, 0)
+        else:
+            output = row(input_, self.weight, None, group)
+        if self.skip_bias_add:
+            return output, self.bias
+        return output if self.bias is None else output + self.bias, None
 
 
 class VocabParallelEmbedding(_Layer, VocabEmbedding):
