@@ -205,9 +205,8 @@ class VocabEmbedding(ParallelLayer):
             chosen = mine[~elsewhere]
             vectors = F.embedding(chosen, self.weight, padding, scale_grad_by_freq=True, sparse=self.sparse)
             return vectors.new_zeros(*ids.shape, self.weight.shape[1]).index_put((~elsewhere,), vectors)
-        if (
-            self.deterministic_mode
-        ):  # on some devices the gradient of an embedding adds up in another order each time
+        # The gradient of an embedding adds up in another order each time on some devices.
+        if self.deterministic_mode:
             vectors = self.weight[mine]
         else:
             vectors = F.embedding(mine, self.weight, padding, sparse=self.sparse)
