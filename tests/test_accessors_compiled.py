@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import warnings
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from ranks import fake_world
 import namedmesh
 from namedmesh import Layout, NamedMeshError
 from namedmesh.compat import deepspeed, ezpz, fairscale
-from namedmesh.compat.fairscale import initialize
 from namedmesh.compat.megatron import parallel_state
 from namedmesh.compat.process_groups import ProcessGroups
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from namedmesh import NamedMesh
 
-
+Made: TypeAlias = "tuple[Any, Callable[[], object]]"
+"""What has accessors, and what ends it."""
 PLAIN = (int, tuple, list, dict)
 
 
@@ -126,70 +127,49 @@ def plain_accessors(place: object, names: list[str]) -> dict[str, bool]:
     return known
 
 
-def _megatron() -> None:
-    parallel_state.initialize_model_parallel(2, 2, num_distributed_optimizer_instances=2)
+def _started(place: Any, start: str, stop: str, *sizes: int, **more: int) -> Made:
+    getattr(place, start)(*sizes, **more)
+    return place, getattr(place, stop)
 
 
-DIALECTS: dict[str, tuple[Any, Callable[[], object], Callable[[], object]]] = {
-    "megatron": (parallel_state, _megatron, parallel_state.destroy_model_parallel),
-    "fairscale": (
-        fairscale.initialize,
-        lambda: initialize.initialize_model_parallel(2, 2),
-        initialize.destroy_model_parallel,
-    ),
-    "ezpz": (
-        ezpz.tp,
-        lambda: ezpz.tp.initialize_tensor_parallel(2, 2),
-        ezpz.tp.destroy_tensor_parallel,
-    ),
+def _on_mesh(make: Callable[[NamedMesh], object]) -> Made:
+    mesh = namedmesh.init_mesh(pp=2, dp=2, tp=2)
+    return make(mesh), mesh.close
+
+
+STATE = "initialize_model_parallel", "destroy_model_parallel"
+DIALECTS: dict[str, Callable[[], Made]] = {
+    "megatron": partial(_started, parallel_state, *STATE, 2, 2, num_distributed_optimizer_instances=2),
+    "fairscale": partial(_started, fairscale.initialize, *STATE, 2, 2),
+    "ezpz": partial(_started, ezpz.tp, "initialize_tensor_parallel", "destroy_tensor_parallel", 2, 2),
+    "deepspeed's mpu": partial(_on_mesh, deepspeed.mpu),
+    "deepspeed's grid": partial(_on_mesh, deepspeed.PipelineParallelGrid.from_mesh),
 }
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["at first", "after a call"])
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_accessors_of_dialects(dialect: str, first: bool) -> None:
-    place, start, stop = DIALECTS[dialect]
-    names = accessors(place)
-    assert len(names) > 10
     with fake_world(8, 5), warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        start()
+        place, stop = DIALECTS[dialect]()
+        names = accessors(place)
+        assert len(names) > 10
         known = plain_accessors(place, names)
         assert len(known) >= len(names) - 6  # two of Megatron-DeepSpeed's are refused beside a pipeline
         for name, plain in known.items() if first else ():
             stop()
-            start()
+            place, stop = DIALECTS[dialect]()
             assert_one_graph(getattr(place, name), plain=plain)
         if not first:
             assert_one_graph_for_all([(getattr(place, name), plain) for name, plain in known.items()])
         stop()
 
 
-def _deepspeed(make: Callable[[NamedMesh], object]) -> tuple[object, NamedMesh]:
-    mesh = namedmesh.init_mesh(pp=2, dp=2, tp=2)
-    return make(mesh), mesh
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["at first", "after a call"])
-@pytest.mark.parametrize("make", [deepspeed.mpu, deepspeed.PipelineParallelGrid.from_mesh])
-def test_accessors_of_deepspeed(make: Callable[[NamedMesh], object], first: bool) -> None:
-    with fake_world(8, 5):
-        place, mesh = _deepspeed(make)
-        known = plain_accessors(place, accessors(place))
-        for name, plain in known.items() if first else ():
-            mesh.close()
-            place, mesh = _deepspeed(make)
-            assert_one_graph(getattr(place, name), plain=plain)
-        if not first:
-            assert_one_graph_for_all([(getattr(place, name), plain) for name, plain in known.items()])
-        mesh.close()
-
-
 @pytest.mark.parametrize("first", [True, False], ids=["at first", "after a call"])
 def test_accessors_of_three_groups(first: bool) -> None:
     with fake_world(8, 5):
-        mesh = namedmesh.init_mesh(pp=2, dp=2, tp=2)
-        groups = ProcessGroups.bind(mesh)
+        groups, stop = _on_mesh(ProcessGroups.bind)
 
         def ask() -> object:
             return groups.tp_group, groups.tp_rank, groups.dp_size, groups.is_last_stage
@@ -197,7 +177,7 @@ def test_accessors_of_three_groups(first: bool) -> None:
         if not first:
             ask()
         assert_one_graph(ask)
-        mesh.close()
+        stop()
 
 
 def test_another_mesh_is_compiled_anew() -> None:

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from installing import run_python, without
 from megatron_cases import comparable, kind_of
-from messages import error_of, refuses
+from messages import refuses
 from ranks import fake_world, live_groups, run_ranks
 
 import namedmesh
-from namedmesh import Layout, LayoutError, MeshError, NamedMesh, NamedMeshError
+from namedmesh import Layout, LayoutError, MeshError, NamedMeshError
 from namedmesh.compat import deepspeed
 from namedmesh.compat.deepspeed import (
     PipeDataParallelTopology,
@@ -232,22 +232,6 @@ def test_nothing_leaks() -> None:
     assert run_ranks(8, _again_and_again, timeout=120) == [[0] * 13] * 8
 
 
-def _with_another_last(most: tuple[int, int], last: tuple[int, int]) -> str:
-    sizes = most if dist.get_rank() < 3 else last
-    return error_of(lambda: PipelineParallelGrid(PipeDataParallelTopology(*sizes)))
-
-
-def test_ranks_that_differ_are_reported_instead_of_hanging() -> None:
-    for text in run_ranks(4, _with_another_last, (2, 2), (1, 4)):
-        assert text.startswith(
-            "AgreementError: layout differs between ranks: Layout(pp=2, dp=2) on ranks 0, 1, 2;"
-        )
-    *others, guilty = run_ranks(4, _with_another_last, (2, 2), (2, 4))
-    words = "the topology pipe=2 x data=4 has 8 ranks"
-    assert all(f"rank 3 gave up on deepspeed.PipelineParallelGrid: {words}" in text for text in others)
-    assert words in guilty
-
-
 # Over a mesh that exists.
 
 
@@ -321,8 +305,6 @@ def test_mistakes_are_explained_and_leave_no_group() -> None:
             (ValueError, lambda: PipelineParallelGrid(_ColumnMajor(["pipe", "data"], [2, 4])),
                 "the topology pipe=2 x data=4 has rank 3 at (1, 1), and row-major order at (0, 3); the last axis has to be the "
                 "fastest"),
-            (RuntimeError, lambda: PipelineParallelGrid.from_mesh(3),  # type: ignore[arg-type]
-                "deepspeed.PipelineParallelGrid.from_mesh got a int; give it a NamedMesh, such as NamedMesh.from_device_mesh(...)"),
         ]  # fmt: skip
         for kind, call, text in mistakes:
             refuses(call, kind, text)
@@ -345,39 +327,14 @@ class _ColumnMajor(ProcessTopology):
         return self.ProcessCoord(rank % self.dims[0], rank // self.dims[0])
 
 
-def refused(call: Callable[[NamedMesh], Any], **sizes: int) -> str:
-    """What is said about a mesh that cannot be used, and then about a closed one."""
-    mesh = namedmesh.init_mesh(Layout(**sizes), device="cpu")
-    with pytest.raises(LayoutError) as caught:
-        call(mesh)
-    mesh.close()
-    with pytest.raises(MeshError, match="was closed; give deepspeed"):
-        call(mesh)
-    return str(caught.value)
-
-
-def test_meshes_that_deepspeed_cannot_use() -> None:
+def test_a_grid_is_over_the_whole_world_and_a_unit_over_any_part() -> None:
     with fake_world(8, 3):
-        grid, unit = PipelineParallelGrid.from_mesh, mpu
-        assert refused(grid, dp_shard=2, tp=2, dp_replicate=2) == (
-            "axes 'dp_shard' and 'dp_replicate' do not adjoin in dp_shard=2 x tp=2 x dp_replicate=2 (8 ranks), and a "
-            "topology of DeepSpeed's has one data axis; put one right after the other"
-        )
-        assert refused(grid, pp=2, pipe=2, dp=2) == (
-            "axes 'pp' and 'pipe' of pp=2 x pipe=2 x dp=2 (8 ranks) both are what DeepSpeed calls pipe; use one of them"
-        )
-        assert refused(unit, dp=2, ep=2, tq=2) == (
-            "2 problems:\n"
-            "  - axis 'ep' is one of the experts', and DeepSpeed makes its own groups for them; leave it out of the mesh\n"
-            "  - axis 'tq' has no place in DeepSpeed's groups, which are over pp, pipe, dp, data, dp_replicate, "
-            "dp_shard, tp, model, sp, cp; did you mean 'tp'?"
-        )
         part = namedmesh.init_mesh(tp=2, rank_offset=2, part=True, world_size=2, device="cpu")
         with pytest.raises(
             LayoutError, match=r"is a part of the world of 8 ranks, and a grid of DeepSpeed's is over"
         ):
-            grid(part)
-        assert unit(part).get_tensor_model_parallel_src_rank() == 2
+            PipelineParallelGrid.from_mesh(part)
+        assert mpu(part).get_tensor_model_parallel_src_rank() == 2
         part.close()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import textwrap
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from installing import run_python, without
 from messages import refuses
-from ranks import fake_world, live_groups, run_ranks
+from ranks import fake_world
 
 from namedmesh.compat import ezpz
 from namedmesh.compat.ezpz import tp
@@ -121,47 +120,6 @@ def test_groups(sizes: tuple[int, int, int, int]) -> None:
             assert tp.tensor_parallel_is_initialized()
             assert answers() == ranks_by_hand(rank, *sizes)
             tp.destroy_tensor_parallel()
-
-
-def test_the_worked_example_of_sixteen_ranks() -> None:
-    expected = {
-        0: {"tensor": [0, 1], "context": [0, 2], "pipeline": [0, 4], "data": [0, 8]},
-        3: {"tensor": [2, 3], "context": [1, 3], "pipeline": [3, 7], "data": [3, 11]},
-        8: {"tensor": [8, 9], "context": [8, 10], "pipeline": [8, 12], "data": [0, 8]},
-    }
-    for rank, groups in expected.items():
-        with fake_world(16, rank):
-            tp.initialize_tensor_parallel(2, 2, 2)
-            assert answers() == groups
-            tp.destroy_tensor_parallel()
-
-
-def on_gloo() -> list[Any]:
-    counts = []
-    for _ in range(10):
-        tp.initialize_tensor_parallel(2, 2, tensor_parallel_backend="gloo", timeout=timedelta(seconds=60))
-        found = answers()
-        sums = {}
-        for axis in AXES:
-            tensor = torch.tensor([float(dist.get_rank())])
-            dist.all_reduce(tensor, group=getattr(tp, f"get_{axis}_parallel_group")())
-            sums[axis] = tensor.item() == sum(found[axis])
-        tp.destroy_tensor_parallel()
-        counts.append(live_groups())
-    return [found == ranks_by_hand(dist.get_rank(), 2, 2, 1, 2), all(sums.values()), counts]
-
-
-def test_groups_work_on_gloo_and_ten_times_leave_nothing_behind() -> None:
-    assert run_ranks(8, on_gloo) == [[True, True, [1] * 10]] * 8
-
-
-def test_a_size_above_the_world_is_cut_down() -> None:
-    text = "tensor_parallel_size is 8, but the world has 4 ranks; ezpz's initialize_tensor_parallel goes on with 4"
-    with fake_world(4):
-        with pytest.warns(UserWarning, match=text) as caught:
-            tp.initialize_tensor_parallel(8)
-        assert tp.get_tensor_parallel_world_size() == 4
-    assert caught[0].filename == __file__
 
 
 VARIABLES = [name for name in ezpz.dialect.DIALECT.binding.variables if name != "_rank_group"]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812  torch's own spelling
 from legacy_layers import Dialect, results, shard, started
 from messages import refuses
 from ranks import fake_world, run_ranks
@@ -163,40 +162,6 @@ def test_layers_and_mappings_are_shards_of_whole_ones(world_size: int) -> None:
         for found, number in zip(compared, COMPARED.values(), strict=True):
             assert len(found) == number
             assert max(found) < 1e-12, found
-
-
-def train() -> list[list[float]]:
-    """Two layers and an embedding learn what plain ones learn."""
-    with started("ezpz") as (dialect,):
-        layers = dialect.layers
-        torch.manual_seed(0)
-        mine = nn.Sequential(
-            layers.VocabParallelEmbedding(V, H),
-            layers.ColumnParallelLinear(H, OUT, gather_output=False),
-            nn.GELU(),
-            layers.RowParallelLinear(OUT, V, input_is_parallel=True),
-        )
-        plain = nn.Sequential(nn.Embedding(V, H), nn.Linear(H, OUT), nn.GELU(), nn.Linear(OUT, V))
-        torch.manual_seed(0)
-        for parameter in plain.parameters():
-            nn.init.zeros_(parameter) if parameter.ndim == 1 else nn.init.xavier_normal_(parameter)
-        ids = torch.randint(0, V, (4, 6), generator=torch.Generator().manual_seed(3))
-        losses: list[list[float]] = [[], []]
-        for model, seen in zip((mine, plain), losses, strict=True):
-            step = torch.optim.Adam(model.parameters(), lr=0.01)
-            for _ in range(4):
-                loss = F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-                step.zero_grad()
-                loss.backward()
-                step.step()
-                seen.append(loss.item())
-        return losses
-
-
-def test_layers_train_as_plain_ones_do() -> None:
-    for mine, plain in run_ranks(2, train):
-        assert mine == pytest.approx(plain, abs=1e-12)
-        assert mine[-1] < mine[0]
 
 
 def reduce_twice() -> tuple[list[float], float]:

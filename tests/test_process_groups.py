@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 import torch.distributed as dist
-from messages import error_of
-from ranks import fake_world, run_ranks
-from torch.distributed import distributed_c10d as c10d
+from ranks import fake_world
 
 import namedmesh
 from namedmesh.compat import megatron
@@ -60,25 +57,6 @@ def test_other_sizes(sizes: tuple[int, int, int]) -> None:
             groups.close()
 
 
-def on_gloo() -> tuple[list[float], int, bool]:
-    before = len(c10d._world.pg_map)
-    for _ in range(10):
-        groups = ProcessGroups(tp=2, pp=2, dp=2)
-        sums = []
-        for group in (groups.tp_group, groups.pp_group, groups.dp_group):
-            tensor = torch.tensor([float(dist.get_rank())])
-            dist.all_reduce(tensor, group=group)
-            sums.append(tensor.item())
-        groups.close()
-    return sums, len(c10d._world.pg_map) - before, groups.mesh.closed
-
-
-def test_groups_work_on_gloo_and_ten_times_leave_nothing_behind() -> None:
-    for rank, told in enumerate(run_ranks(8, on_gloo)):
-        tp, pp, dp = rank // 2 * 2, rank // 4 * 4 + rank % 2, rank % 4
-        assert told == ([2 * tp + 1, 2 * pp + 2, 2 * dp + 4], 0, True)
-
-
 def test_log_prints_the_sizes_on_rank_0(capsys: pytest.CaptureFixture[str]) -> None:
     with fake_world(12):
         groups = ProcessGroups(2, 3, 2)
@@ -113,20 +91,3 @@ def test_a_world_of_another_size_is_an_error(sizes: tuple[int, int, int]) -> Non
     with fake_world(8), pytest.raises(ValueError, match=str(sizes[0])) as caught:
         ProcessGroups(*sizes)
     assert isinstance(caught.value, namedmesh.LayoutError)
-
-
-def test_meshes_with_other_axes() -> None:
-    with fake_world(8):
-        mesh = namedmesh.init_mesh(dp=4, cp=2, device="cpu")
-        with pytest.raises(namedmesh.LayoutError) as caught:
-            ProcessGroups.bind(mesh)
-        assert str(caught.value) == (
-            "axis 'cp' of dp=4 x cp=2 (8 ranks) has no place in ProcessGroups, which are over tp, pp and dp; use the mesh itself"
-        )
-        mesh.close()
-
-
-def test_one_rank_s_mistake_reaches_the_others() -> None:
-    *others, guilty = run_ranks(4, error_of, lambda: ProcessGroups(2, 2, 1 if dist.get_rank() < 3 else 2))
-    assert guilty.startswith("LayoutError: ")
-    assert all("rank 3 gave up on init_mesh" in text for text in others)

@@ -1,11 +1,12 @@
-"""``ParallelDims`` against torchtitan's where it is installed, against an own calculation, and in training."""
+"""torchtitan's ``ParallelDims`` on our groups, against one that makes its own, against an own calculation, and in training."""
 
 from __future__ import annotations
 
 import random
 import sys
+from dataclasses import make_dataclass
 from math import prod
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,151 +21,117 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import namedmesh
 from namedmesh import LayoutError
 from namedmesh._torch import TORCH
-from namedmesh.compat import torchtitan
-from namedmesh.compat.errors import ContractError
-from namedmesh.compat.torchtitan import ParallelDims
+from namedmesh.compat.errors import ContractRuntimeError
+from namedmesh.compat.torchtitan import parallel_dims
 
+needs_torchtitan = pytest.mark.oracle("torchtitan")
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 BACKENDS = ("partial_dtensor", "full_dtensor", "spmd_types")
 # In the order of the ranks, so that any selection can be asked for.
 NAMES = ("pp", "batch", "dp", "dp_replicate", "dp_shard", "fsdp", "cp", "efsdp", "tp", "ep", "loss", "none")
 
 
-def make(**degrees: Any) -> ParallelDims:
-    """Dims of the degrees that are named, the others being 1."""
-    chosen = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"), 1) | degrees
-    world_size = prod(chosen[axis] for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp"))
-    return ParallelDims(**({"world_size": world_size} | chosen))
-
-
-def random_degrees(rng: random.Random) -> dict[str, Any]:
-    degrees: dict[str, Any] = {
+def random_degrees(rng: random.Random) -> tuple[dict[str, int], int, str]:
+    """Degrees by axis, the number of ranks that share the experts, and a backend."""
+    degrees = {
+        "pp": rng.choice([1, 2]),
         "dp_replicate": rng.choice([1, 1, 2, 3]),
         "dp_shard": rng.choice([1, 2, 3, 4]),
         "cp": rng.choice([1, 2]),
         "tp": rng.choice([1, 2, 4]),
-        "pp": rng.choice([1, 2]),
     }
     experts = degrees["dp_shard"] * degrees["cp"] * degrees["tp"]
-    degrees["ep"] = rng.choice([1, *(ep for ep in range(1, experts + 1) if experts % ep == 0)])
-    return degrees | {"spmd_backend": rng.choice(BACKENDS)}
+    ep = rng.choice([1, *(ep for ep in range(1, experts + 1) if experts % ep == 0)])
+    return degrees, ep, rng.choice(BACKENDS)
 
 
-def expected_groups(dims: ParallelDims, rank: int) -> dict[str, list[int]]:
+def expected_groups(degrees: dict[str, int], ep: int, rank: int) -> dict[str, list[int]]:
     """The ranks of this rank's group under each name, counted out from the order of the ranks."""
-    dense = (dims.pp, dims.dp_replicate, dims.dp_shard, dims.cp, dims.tp)
+    dense = tuple(degrees.values())
     ranks = torch.arange(prod(dense))
-    experts = dims.dp_shard * dims.cp * dims.tp
 
-    def mine(shape: tuple[int, ...], over: tuple[int, ...]) -> list[int]:
+    def mine(shape: tuple[int, ...], *over: int) -> list[int]:
         grid = ranks.reshape(shape)
         place = (grid == rank).nonzero()[0].tolist()
-        return (
-            grid[tuple(slice(None) if i in over else place[i] for i in range(len(shape)))].flatten().tolist()
-        )
+        picked = grid[tuple(slice(None) if i in over else place[i] for i in range(len(shape)))]
+        return picked.flatten().tolist()
 
-    sparse = (dims.pp, dims.dp_replicate, experts // dims.ep, dims.ep)
-    return {
-        "pp": mine(dense, (0,)),
-        "dp_replicate": mine(dense, (1,)),
-        "dp_shard": mine(dense, (2,)),
-        "cp": mine(dense, (3,)),
-        "tp": mine(dense, (4,)),
-        "batch": mine(dense, (1, 2)),
-        "dp": mine(dense, (1, 2)),
-        "fsdp": mine(dense, (2, 3)),
-        "loss": mine(dense, (1, 2, 3)),
-        "efsdp": mine(sparse, (2,)),
-        "ep": mine(sparse, (3,)),
-    }
+    sparse = (degrees["pp"], degrees["dp_replicate"], -1, ep)
+    groups = {axis: mine(dense, place) for place, axis in enumerate(AXES)}
+    groups |= {"batch": mine(dense, 1, 2), "dp": mine(dense, 1, 2), "fsdp": mine(dense, 2, 3)}
+    return groups | {"loss": mine(dense, 1, 2, 3), "efsdp": mine(sparse, 2), "ep": mine(sparse, 3)}
 
 
-def test_every_name_has_the_ranks_that_counting_gives() -> None:
-    rng = random.Random(3)
-    for _ in range(12):
-        degrees = random_degrees(rng)
-        dims = make(**degrees)
-        rank = rng.randrange(dims.world_size)
-        with fake_world(dims.world_size, rank):
-            expected = expected_groups(dims, rank)
-            backend = dims.spmd_backend
-            absent = {
-                "partial_dtensor": ("dp", "dp_shard"),
-                "full_dtensor": ("dp", "fsdp"),
-                "spmd_types": ("fsdp",),
-            }
-            for name, ranks in expected.items():
-                if name in absent[backend]:
-                    with pytest.raises(ValueError, match=f"Invalid mesh dim '{name}'"):
-                        dims.get_optional_mesh(name)
-                    continue
-                always = name in {"fsdp", "dp_shard"} or (name == "efsdp" and dims.ep > 1)
-                never = name == "efsdp" and dims.ep == 1
-                mesh = dims.get_optional_mesh(name)
-                assert (mesh is not None) == ((len(ranks) > 1 or always) and not never), (degrees, name)
-                mesh = mesh or dims.get_optional_mesh(name, include_singleton_axes=True)
-                assert mesh is not None
-                assert mesh.mesh.tolist() == ranks == dist.get_process_group_ranks(mesh.get_group())
-            assert dims.world_mesh.mesh.tolist() == list(range(dims.world_size))
-            assert dims.mesh is not None
-            groups = [each.ranks for each in dims.mesh.communicators]
-            assert len(set(groups)) == len(groups)  # one group for each set of ranks
-            dims.mesh.close()
-            assert live_groups() == 1
+@needs_torchtitan
+def test_every_answer_is_that_of_dims_that_make_their_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torchtitan.distributed.parallel_dims as theirs  # type: ignore[import-not-found, unused-ignore]
 
-
-def test_the_package_gives_the_same_answers() -> None:
-    theirs = pytest.importorskip("torchtitan.distributed.parallel_dims", reason="needs torchtitan")
-    theirs.device_type = "cpu"
+    monkeypatch.setattr(theirs, "device_type", "cpu")
     rng = random.Random(5)
-    for _ in range(10):
-        degrees = random_degrees(rng)
-        ours = make(**degrees)
-        with fake_world(ours.world_size, rng.randrange(ours.world_size)):
-            ours.build_mesh()
-            other = theirs.ParallelDims(**degrees, world_size=ours.world_size)
-            selections: list[Any] = [*NAMES, *([name] for name in NAMES)]
-            selections += [
-                sorted(rng.sample(NAMES[:-1], rng.randint(2, 4)), key=NAMES.index) for _ in range(30)
-            ]
-            for names in selections:
-                for call in ("get_optional_mesh", "get_mesh", "get_activated_mesh", "resolve_mesh"):
-                    if call in {"get_activated_mesh", "resolve_mesh"} and isinstance(names, str):
-                        continue
-                    if "pp" in names and "dp" in names:
-                        continue  # theirs has no mesh of both
-                    if call == "resolve_mesh" and {"batch", "loss", "none"} & set(names):
-                        continue  # no names of a layout
-                    got = _answer(ours, call, names)
-                    assert got == _answer(other, call, names), (degrees, call, names)
-            for call in ("spmd_dense_mesh", "spmd_sparse_mesh", "get_dense_tp_mesh"):
-                assert _answer(ours, call) == _answer(other, call), (degrees, call)
-            assert [_shown(mesh) for mesh in ours.spmd_meshes()] == [
-                _shown(mesh) for mesh in other.spmd_meshes()
-            ]
-            assert list(ours.get_all_one_dimensional_meshes()) == list(other.get_all_one_dimensional_meshes())
+    for _ in range(12):
+        degrees, ep, backend = random_degrees(rng)
+        world = prod(degrees.values())
+        rank = rng.randrange(world)
+        with fake_world(world, rank):
+            mesh = namedmesh.init_mesh(degrees, device="cpu")
+            ours = parallel_dims(mesh, ep=ep, spmd_backend=backend)
+            assert isinstance(ours, theirs.ParallelDims)
+            groups = [each.ranks for each in mesh.communicators]
+            assert len(set(groups)) == len(groups)  # one group for each set of ranks
+            for name, expected in expected_groups(degrees, ep, rank).items():
+                if name in ours._single_axis_meshes:
+                    of_axis = ours.get_optional_mesh(name, include_singleton_axes=True)
+                    ranks = dist.get_process_group_ranks(of_axis.get_group())
+                    assert of_axis.mesh.tolist() == ranks == expected, (degrees, name)
+            other = theirs.ParallelDims(**degrees, ep=ep, world_size=world, spmd_backend=backend)
+            other.build_mesh()
+            for call, *arguments in _calls(rng):
+                got, expected_answer = _answer(ours, call, *arguments), _answer(other, call, *arguments)
+                assert got == expected_answer, (degrees, call, arguments)
             for name, kind in vars(theirs.ParallelDims).items():
-                if isinstance(kind, property) and name != "world_mesh":
-                    assert getattr(ours, name) == getattr(other, name), name
-            assert ours.mesh is not None
-            ours.mesh.close()
+                if isinstance(kind, property):
+                    assert _shown(getattr(ours, name)) == _shown(getattr(other, name)), name
+            ours._validate_meshes()
+            mesh.close()
 
 
-def _shown(mesh: Any) -> Any:
-    return mesh and (mesh.mesh_dim_names, mesh.mesh.tolist(), mesh.get_coordinate())
+def _calls(rng: random.Random) -> list[tuple[Any, ...]]:
+    selections: list[Any] = [*NAMES, *([name] for name in NAMES)]
+    selections += [sorted(rng.sample(NAMES[:-1], rng.randint(2, 4)), key=NAMES.index) for _ in range(30)]
+    calls: list[tuple[Any, ...]] = []
+    for names in selections:
+        calls += [("get_optional_mesh", names), ("get_mesh", names)]
+        if not isinstance(names, str):
+            calls.append(("get_activated_mesh", names))
+            if not {"batch", "loss", "none"} & set(names):  # no names of a layout
+                calls.append(("resolve_mesh", names))
+    calls += [(name,) for name in ("spmd_dense_mesh", "spmd_sparse_mesh", "get_dense_tp_mesh", "spmd_meshes")]
+    return [*calls, ("get_all_one_dimensional_meshes",)]
+
+
+def _shown(answer: Any) -> Any:
+    if isinstance(answer, list):
+        return [_shown(mesh) for mesh in answer]
+    if isinstance(answer, dict):
+        return {name: _shown(mesh) for name, mesh in sorted(answer.items())}
+    if hasattr(answer, "mesh_dim_names"):
+        return answer.mesh_dim_names, answer.mesh.tolist(), answer.get_coordinate()
+    return answer
 
 
 def _answer(dims: Any, call: str, *arguments: Any) -> Any:
     try:
         return _shown(getattr(dims, call)(*arguments))
-    except (ValueError, KeyError, RuntimeError):
+    except (ValueError, KeyError, RuntimeError, AssertionError):
         return "refused"
 
 
-def test_a_mesh_that_exists_is_used_with_its_groups() -> None:
+@needs_torchtitan
+def test_a_mesh_is_used_with_its_groups() -> None:
     with fake_world(16):
         mesh = namedmesh.init_mesh(pp=2, dp=4, tp=2, device="cpu")
         before = {each.ranks for each in mesh.communicators}
-        dims = ParallelDims.bind(mesh, ep=4)
+        dims = parallel_dims(mesh, ep=4)
         assert (dims.pp, dims.dp_shard, dims.tp, dims.ep) == (2, 4, 2, 4)
         assert dims.get_mesh("tp").get_group() is mesh.group("tp")
         assert dims.get_mesh("dp").get_group() is dims.get_mesh("dp_shard").get_group() is mesh.group("dp")
@@ -173,58 +140,45 @@ def test_a_mesh_that_exists_is_used_with_its_groups() -> None:
         new = {each.ranks for each in mesh.communicators} - before
         # This rank alone, and what only the experts have: efsdp and ep.
         assert new == {(0,), (0, 4), (0, 1, 2, 3)}
-        assert ParallelDims.bind(mesh).ep == 4  # a second one finds the factorings
+        assert parallel_dims(mesh).ep == 4  # a second one finds the factorings
         with pytest.raises(LayoutError, match="axis 'efsdp' groups rank 0 with"):
-            ParallelDims.bind(mesh, ep=2)
+            parallel_dims(mesh, ep=2)
         mesh.close()
-        wrong = namedmesh.init_mesh(tp=2, dp_shard=8, device="cpu")
-        with pytest.raises(LayoutError, match="axis 'dp_shard' groups rank 0 with"):
-            ParallelDims.bind(wrong)
-        wrong.close()
-        wrong = namedmesh.init_mesh(dp=8, sp=2, device="cpu")
-        with pytest.raises(LayoutError, match="axis 'sp' has no place in torchtitan's groups"):
-            ParallelDims.bind(wrong)
-        wrong.close()
+        assert live_groups() == 1
 
 
-def test_degrees_that_do_not_fit_are_refused_all_at_once() -> None:
-    with pytest.raises(ContractError) as caught:
-        make(tp=0, dp_shard=0, spmd_backend="spmd_type")
-    assert str(caught.value) == (
-        "3 problems:\n"
-        "  - dp_shard=0 is below 1; a degree is 1 where it is not used\n"
-        "  - tp=0 is below 1; a degree is 1 where it is not used\n"
-        "  - spmd_backend='spmd_type' is not one of ('partial_dtensor', 'full_dtensor', 'spmd_types'); did you mean "
-        "'spmd_types'?"
-    )
-    with pytest.raises(
-        AssertionError, match="x dp_shard=2 x cp=1 x tp=2 needs 4 ranks, but the world has 10"
-    ):
-        make(dp_shard=2, tp=2, world_size=10)
-    with pytest.raises(AssertionError, match="cp=1 x tp=3 = 3 does not divide the world of 8 ranks"):
-        make(dp_shard=-1, tp=3, world_size=8)
-    assert make(dp_shard=-1, tp=2, world_size=8).dp_shard == 4
-    with fake_world(4):
-        dims = make(dp_shard=2, tp=2, spmd_backend="full_dtensor")
-        with pytest.raises(ValueError, match="the mesh over 'cp' is not available: an axis of size 1"):
-            dims.get_mesh("cp")
-        with pytest.raises(LayoutError, match="axes 'dp_replicate' and 'batch' are not together"):
-            dims.get_optional_mesh(["dp_replicate", "batch"], include_singleton_axes=True)
-        with pytest.raises(
-            LayoutError, match=r"axes 'tp' and 'dp_shard' are not together in one .* in its order"
-        ):
-            dims.get_mesh(["tp", "dp_shard"])
-        with pytest.raises(LayoutError, match="axes 'tp' are not all of a mesh of parameters"):
-            dims.resolve_mesh(["tp"])
-        whole, part = (SimpleNamespace(axes=lambda axes=axes: axes) for axes in (["dp", "tp"], ["tp"]))
-        assert dims.resolve_shared_mesh([whole, None]) is dims.get_mesh(["dp_shard", "tp"])
-        assert dims.resolve_shared_mesh([None]) is None
-        with pytest.raises(AssertionError, match="the layouts of one boundary are over"):
-            dims.resolve_shared_mesh([whole, part])
-        with pytest.raises(LayoutError, match="is of the backend 'spmd_types', and this is 'full_dtensor'"):
-            dims.spmd_dense_mesh()
-        assert dims.mesh is not None
-        dims.mesh.close()
+@needs_torchtitan
+@pytest.mark.parametrize(
+    ("sizes", "options", "text"),
+    [
+        ({"tp": 2, "dp_shard": 8}, {}, "axis 'dp_shard' groups rank 0 with"),
+        ({"dp": 8, "sp": 2}, {}, "axis 'sp' has no place in torchtitan's groups"),
+        ({"dp": 16}, {"ep": 3}, "ep=3.*does not divide the world of 16 ranks"),
+        ({"dp": 16}, {"spmd_backend": "spmd_type"}, "did you mean 'spmd_types'"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused(
+    sizes: dict[str, int], options: dict[str, Any], text: str
+) -> None:
+    with fake_world(16):
+        mesh = namedmesh.init_mesh(sizes, device="cpu")
+        with pytest.raises(LayoutError, match=text):
+            parallel_dims(mesh, **options)
+        mesh.close()
+
+
+def test_without_the_release_that_was_compared_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = "torchtitan.distributed.parallel_dims"
+    monkeypatch.setitem(sys.modules, place, None)
+    with pytest.raises(ContractRuntimeError, match=r"which cannot be imported .* install it"):
+        parallel_dims(None)  # type: ignore[arg-type]
+    other = ModuleType(place)
+    other.ParallelDims = make_dataclass("ParallelDims", ["dp", "tp"])  # type: ignore[attr-defined]
+    for name in ("torchtitan", "torchtitan.distributed"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, place, other)
+    with pytest.raises(ContractRuntimeError, match="other fields than in release"):
+        parallel_dims(None)  # type: ignore[arg-type]
 
 
 class _Model(nn.Module):
@@ -242,7 +196,8 @@ class _Model(nn.Module):
 
 def _train() -> float:
     """HSDP with tensor parallelism, and experts over two axes; the greatest deviation of a gradient."""
-    dims = make(dp_replicate=2, dp_shard=2, tp=2, ep=2, spmd_backend="partial_dtensor")
+    mesh = namedmesh.init_mesh(dp_replicate=2, dp_shard=2, tp=2)
+    dims = parallel_dims(mesh, ep=2, spmd_backend="partial_dtensor")
     model, whole = _Model(), _Model()
     tp, ep = dims.get_mesh("tp"), dims.get_mesh("ep")
     parallelize_module(model, tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -262,30 +217,13 @@ def _train() -> float:
     for name in ("up", "down"):
         grad, right = getattr(model, name).weight.grad, getattr(whole, name).weight.grad
         deviations.append((grad.full_tensor() - right).abs().max().item())
-    assert dims.mesh is not None
-    dims.mesh.close()
+    mesh.close()
     return max(map(abs, deviations))
 
 
+@needs_torchtitan
 @pytest.mark.skipif(
     TORCH.release < (2, 9), reason="torch 2.8's full_tensor misplaces what HSDP and tensor parallelism shard"
 )
 def test_training_on_them_is_training_in_one_process() -> None:
     assert max(run_ranks(8, _train)) < 1e-6
-
-
-def test_layouts_by_the_names_of_axes(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = torchtitan.MeshAxisName
-    monkeypatch.setitem(sys.modules, "spmd_types", SimpleNamespace(S=lambda dim: f"S({dim})"))
-    layout = torchtitan.SpmdLayout({name.DP: "R", name.CP: "V", name.TP: "V"}, (None, (name.CP, name.TP)))
-    assert layout.axes() == ("dp", "cp", "tp")
-    assert layout.shard_types() == {name.DP: "R", name.CP: "S(1)", name.TP: "S(1)"}
-    with pytest.raises(TypeError, match="names 'tp' for dim 0; give a MeshAxisName"):
-        torchtitan.SpmdLayout({name.TP: "R"}, ("tp",)).shard_types()
-
-
-def test_an_ep_that_does_not_divide_is_refused_at_once() -> None:
-    with pytest.raises(
-        AssertionError, match="dp_replicate=2 x ep=3 = 6 does not divide the world of 8 ranks"
-    ):
-        torchtitan.ParallelDims(2, 2, 1, 2, 1, 3, 8)

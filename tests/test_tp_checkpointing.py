@@ -19,9 +19,9 @@ from tp_models import TORCHS_NORMS, Llama, Net
 import namedmesh
 from namedmesh._torch import TORCH
 from namedmesh.compat import ezpz, fairscale, megatron
+from namedmesh.compat.cross_entropy import cross_entropy
 from namedmesh.compat.ezpz import tp as ezpz_tp
 from namedmesh.compat.megatron import tensor_parallel as megatron_layers
-from namedmesh.compat.vocabulary import cross_entropy
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
     LocalParameters,

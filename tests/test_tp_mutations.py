@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from tp_checks import CHECKS, largest_difference
 
 import namedmesh.tensor_parallel as package
-from namedmesh.compat import parallel_layers, partition, vocabulary
+from namedmesh.compat import layers, partition
 from namedmesh.compat.megatron.tensor_parallel import layers as megatron_layers
 from namedmesh.tensor_parallel import collectives
 from namedmesh.tensor_parallel.collectives import Pending, RankGroup, my_shard
@@ -102,7 +102,7 @@ DOUBLED: dict[str, Callable[..., Any]] = {
 
 def modules() -> list[ModuleType]:
     names = [f"{package.__name__}.{found.name}" for found in pkgutil.iter_modules(package.__path__)]
-    return [*map(importlib.import_module, names), partition, parallel_layers, vocabulary, megatron_layers]
+    return [*map(importlib.import_module, names), partition, layers, megatron_layers]
 
 
 def sites_of(module: ModuleType) -> dict[Site, bool]:

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tp_compare import tp_mesh
 from tp_models import Llama, Net
 
-from namedmesh.compat import parallel_layers
+from namedmesh.compat import layers
+from namedmesh.compat.cross_entropy import cross_entropy
 from namedmesh.compat.megatron.tensor_parallel import layers as megatron
-from namedmesh.compat.vocabulary import cross_entropy
 from namedmesh.errors import GradientError
 from namedmesh.tensor_parallel import (
     ColwiseParallel,
@@ -269,9 +269,7 @@ def legacy(layer: nn.Module) -> Callable[..., Tensor]:
 def fairscales(name: str, *arguments: Any, **options: Any) -> Any:
     """A layer of fairscale's and ezpz's over all ranks."""
     group = RankGroup(tp_mesh())
-    return type(name, (getattr(parallel_layers, name),), {"current_group": lambda _: group})(
-        *arguments, **options
-    )
+    return type(name, (getattr(layers, name),), {"current_group": lambda _: group})(*arguments, **options)
 
 
 def legacy_linears() -> Pairs:

@@ -16,13 +16,11 @@ if TYPE_CHECKING:
     from namedmesh.mesh import NamedMesh
     from namedmesh.options import GroupOptions
 
-__all__ = ["DENSE_AXES", "USUAL_AXES", "axis_groups", "check_axes", "compare_mesh", "group_over", "own_axes"]
+__all__ = ["USUAL_AXES", "check_axes", "compare_mesh", "group_over", "own_axes"]
 
-DENSE_AXES = ("pp", "dp", "cp", "tp")
-"""The axes that every legacy API has groups over."""
 _SPLIT_DP = ("dp_replicate", "dp_shard")
-USUAL_AXES = (*DENSE_AXES, *_SPLIT_DP)
-"""The same, with the two parts of dp."""
+USUAL_AXES = ("pp", "dp", "cp", "tp", *_SPLIT_DP)
+"""The axes that every legacy API has groups over, with the two parts of dp."""
 _STAND_IN = {"dp": _SPLIT_DP, "cp": ("sp",)}
 """What an axis may be in a mesh instead: dp in two parts, and cp under DeepSpeed's name, where a dialect takes it."""
 
@@ -44,49 +42,32 @@ def own_axes(layout: Layout, axes: Collection[str]) -> tuple[str, ...]:
 def group_over(
     mesh: NamedMesh,
     maker: GroupMaker,
-    layout: Layout,
-    axes: tuple[str, ...],
+    axes: Collection[str],
+    *,
+    layout: Layout | None = None,
     options: GroupOptions | None = None,
 ) -> tuple[ProcessGroup, list[int]]:
-    """Return this rank's group over some axes, made unless the mesh has it, and its ranks; without axes of this rank alone.
+    """Return this rank's group over some of a legacy API's axes, made unless the mesh has it, and its ranks.
 
-    Args:
-        mesh: the mesh, which owns the group.
-        maker: makes it.
-        layout: the layout of the mesh, or of one of its views.
-        axes: some of its axes, in its order.
-        options: options of the group; by default those that the mesh has for the axes.
+    The axes are those of the mesh, or of the layout of one of its views. Over axes that are not there it is the group of
+    this rank alone. Without options they are those that the mesh has for the axes.
     """
-    if not axes:
+    layout = layout or mesh.layout
+    own = own_axes(layout, axes)
+    if not own:
         return maker.alone(), [mesh.global_rank]
-    group = maker.make(layout, axes, options or mesh.options_of(axes))
-    return group, list(layout.group(mesh.global_rank, *axes))
+    group = maker.make(layout, own, options or mesh.options_of(own))
+    return group, list(layout.group(mesh.global_rank, *own))
 
 
 def compare_mesh(mesh: NamedMesh, maker: GroupMaker, kinds: Iterable[Collection[str]]) -> None:
-    """Compare a mesh, and the groups over some of its axes that will be made, with the other ranks; communicates.
-
-    Raises:
-        AgreementError: the ranks do not agree, or only some of them have a group already.
-    """
+    """Compare a mesh, and the groups over some of its axes that will be made, with the other ranks; communicates."""
     groups = []
     for axes in kinds:
         own = own_axes(mesh.layout, axes)
         if own:
             groups.append((mesh.layout, own, mesh.options_of(own)))
     maker.compare({"layout": repr(mesh.layout)}, groups)
-
-
-def axis_groups(
-    mesh: NamedMesh, maker: GroupMaker, dialect: str
-) -> dict[str, tuple[ProcessGroup, list[int]]]:
-    """Return this rank's group over each of pp, dp, cp and tp, and the ranks in it.
-
-    Raises:
-        LayoutError: the mesh has an axis that the dialect has no group for.
-    """
-    check_axes(mesh.layout, dialect)
-    return {axis: group_over(mesh, maker, mesh.layout, own_axes(mesh.layout, (axis,))) for axis in DENSE_AXES}
 
 
 def check_axes(
@@ -97,15 +78,7 @@ def check_axes(
     experts: Collection[str] = (),
     instead: str = "",
 ) -> None:
-    """Refuse a mesh with axes that a legacy API has no group for.
-
-    Args:
-        layout: the layout of the mesh.
-        dialect: the name of the API, for messages.
-        allowed: the axes that it has groups over.
-        experts: axes of the experts, which are none of the mesh.
-        instead: why, and what to do about them.
-    """
+    """Refuse a mesh with axes that a legacy API has no group for, or that are of its experts: ``instead`` says what to do."""
     problems = []
     for axis in layout:
         if axis in experts:

@@ -111,11 +111,7 @@ class Binding:
         return mesh in self._bound
 
     def current_mesh(self) -> NamedMesh:
-        """Return the mesh that the accessors answer from at this moment.
-
-        Raises:
-            MeshError: they answer from none.
-        """
+        """Return the mesh that the accessors answer from at this moment; a MeshError where they answer from none."""
         if self.shown is None or not self.is_bound(self.shown):
             raise MeshError(
                 f"{self.dialect} is not bound to a mesh; call {self.initialize}(...) or {self.bind}(mesh) first"
@@ -123,11 +119,7 @@ class Binding:
         return self.shown
 
     def rebind(self, mesh: NamedMesh, config: object) -> Bound | None:
-        """Bind a mesh that was bound before with the same configuration; None if the dialect has to make groups.
-
-        Raises:
-            MeshError: ``mesh`` is not an open NamedMesh.
-        """
+        """Bind a mesh that was bound before with the same configuration; None if the dialect has to make groups."""
         require_open(mesh, self.bind)
         if mesh not in self._bound or self._bound[mesh][0] != config:
             return None
@@ -160,12 +152,7 @@ class Binding:
         return Bound(self, mesh, before)
 
     def refuse_second(self) -> None:
-        """Refuse to make a mesh for the dialect where it has one, or where it would not be seen.
-
-        Raises:
-            ContractError: it is initialized, or bound, or groups were assigned by hand.
-            MeshError: another mesh is selected.
-        """
+        """Refuse to make a mesh for the dialect where it has one, or groups by hand, or where it would not be seen."""
         assigned = False
         for module, empty in self._modules.items():
             for name, value in empty.items():

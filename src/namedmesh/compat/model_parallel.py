@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from namedmesh._torch import backward_pass
-from namedmesh.compat.axis_map import axis_groups, check_axes, compare_mesh
+from namedmesh.compat.axis_map import check_axes, compare_mesh, group_over
 from namedmesh.compat.binding import Binding, Bound, require_default_group
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.partition import scatter
@@ -114,17 +114,7 @@ class ModelParallel:
         backends: Mapping[str, str | None],
         timeout: timedelta | None = None,
     ) -> None:
-        """Make a mesh over the world, and answer from it; communicates.
-
-        Args:
-            sizes: the size of tp, pp and cp; dp is what is left.
-            backends: the backend of the groups of an axis, or None for the default group's.
-            timeout: the timeout of the groups.
-
-        Raises:
-            ContractError: no default group, a second initialization, or sizes that do not divide the world.
-            AgreementError: the other ranks did not call this, or not with the same arguments.
-        """
+        """Make a mesh over the world, of sizes of tp, pp and cp, with a backend for each axis, and answer from it."""
         require_default_group()
         world = dist.get_world_size()
         arguments = {name: repr(sizes[axis]) for axis, name in self.sizes.items()}
@@ -202,9 +192,8 @@ class ModelParallel:
     def _groups(self, mesh: NamedMesh, maker: GroupMaker) -> dict[str, Any]:
         """Return the value of each variable: the groups of the mesh, and their ranks."""
         values: dict[str, Any] = {}
-        by_axis = axis_groups(mesh, maker, self.name)
         for row in self._rows:
-            values[row.variable], ranks = by_axis[row.axes[0]]
+            values[row.variable], ranks = group_over(mesh, maker, row.axes)
             if row.ranks:
                 values[row.ranks] = ranks
         return values | {"_rank_group": RankGroup(values[self._of_tp])}

@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import torch
-
 from namedmesh.compat.errors import ContractError
-from namedmesh.errors import ShapeError
-from namedmesh.tensor_parallel.collectives import exchange, split
+from namedmesh.tensor_parallel.collectives import split
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from torch import Tensor
 
     from namedmesh.tensor_parallel.collectives import RankGroup
 
 __all__ = [
     "VocabUtility",
-    "check_even",
-    "check_shards",
     "divide",
     "divide_and_check_no_remainder",
     "ensure_divisibility",
-    "scatter",
-    "shapes_as_contract",
     "split_tensor_along_last_dim",
 ]
-
-
-@contextmanager
-def shapes_as_contract() -> Iterator[None]:
-    """Raise a ShapeError from inside as the AssertionError that legacy callers catch. Also a decorator."""
-    try:
-        yield
-    except ShapeError as error:
-        raise ContractError(*error.problems) from None
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
@@ -147,51 +128,3 @@ class VocabUtility:
         """Return the range of a rank of the group, from the length of the whole vocabulary, which the ranks divide."""
         part = divide(global_vocab_size, world_size)
         return VocabUtility.vocab_range_from_per_partition_vocab_size(part, rank, world_size)
-
-
-def checked_exchange(
-    outgoing: Tensor,
-    group: RankGroup,
-    send: Sequence[int] | None = None,
-    receive: Sequence[int] | None = None,
-) -> Tensor:
-    """Send one shard of dim 0 to each rank, and join what is received in rank order.
-
-    Args:
-        outgoing: the shards to send, one after the other.
-        group: the ranks.
-        send: the lengths of the shards; equal ones by default.
-        receive: the lengths of what each rank sends here; equal ones by default.
-
-    Raises:
-        ShapeError: the lengths are not one for each rank, or do not add up to the length of dim 0; or by
-            default, the number of ranks does not divide it.
-    """
-    if not torch.compiler.is_compiling():  # lengths that are computed are known when the graph runs
-        send, receive = (None if sizes is None else check_lengths(sizes, group) for sizes in (send, receive))
-        _check_sum(outgoing, group, send)
-    return exchange(outgoing, group, (send, receive))
-
-
-def _check_sum(outgoing: Tensor, group: RankGroup, send: list[int] | None) -> None:
-    length = outgoing.shape[0]
-    if send is not None and sum(send) != length:
-        raise ShapeError(
-            f"the lengths to send {send} add up to {sum(send)}, but dim 0 of shape {tuple(outgoing.shape)} has length "
-            f"{length}; they must add up to it"
-        )
-    if send is None and length % group.size:  # by default it is sharded into equal shards
-        raise ShapeError(
-            f"dim 0 of shape {tuple(outgoing.shape)} has length {length}, which cannot be split into "
-            f"{group.size} equal shards; pass the length of each shard"
-        )
-
-
-def check_lengths(sizes: Sequence[int], group: RankGroup) -> list[int]:
-    """Return the lengths of the ranks' shards as integers; a ShapeError where they are not one for each rank."""
-    lengths = [int(size) for size in sizes]
-    if len(lengths) != group.size or min(lengths) < 0:
-        raise ShapeError(
-            f"the sizes are {lengths}, for {group.size} ranks; pass one length for each rank, none negative"
-        )
-    return lengths

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from namedmesh.compat.axis_map import axis_groups, compare_mesh
+from namedmesh.compat.axis_map import check_axes, compare_mesh, group_over
+from namedmesh.compat.binding import require_open
 from namedmesh.errors import LayoutError
 from namedmesh.init import init_mesh
 
@@ -68,7 +69,9 @@ class ProcessGroups:
 
         Raises:
             LayoutError: the mesh has other axes.
+            MeshError: ``mesh`` is no open mesh.
         """
+        require_open(mesh, "ProcessGroups.bind")
         bound = cls.__new__(cls)
         bound._fill(mesh)
         return bound
@@ -80,9 +83,9 @@ class ProcessGroups:
             )
         self.mesh = mesh
         with mesh.agreed("ProcessGroups") as maker:
+            check_axes(mesh.layout, "ProcessGroups")
             compare_mesh(mesh, maker, [("tp",), ("pp",), ("dp",)])
-            by_axis = axis_groups(mesh, maker, "ProcessGroups")
-        groups = [by_axis[axis][0] for axis in ("tp", "pp", "dp")]
+            groups = [group_over(mesh, maker, (axis,))[0] for axis in ("tp", "pp", "dp")]
         self.tp_group, self.pp_group, self.dp_group = groups
         self.tp_size, self.pp_size, self.dp_size = (group.size() for group in groups)
         self.tp_rank, self.pp_rank, self.dp_rank = (group.rank() for group in groups)

@@ -24,7 +24,7 @@ _MISSING = "These imports need megatron-core, and have no replacement without it
 # Slots of other libraries, which take a group of a mesh.
 _ELSEWHERE = {
     "deepspeed.utils.groups": "namedmesh.compat.deepspeed.groups.bind(mesh)",
-    "torchtitan ParallelDims(...)": "namedmesh.compat.torchtitan.ParallelDims.bind(mesh)",
+    "torchtitan ParallelDims(...)": "namedmesh.compat.torchtitan.parallel_dims(mesh)",
     "verl.utils.ulysses": 'set_ulysses_sequence_parallel_group(mesh.group("sp"))',
     "yunchang.globals, Ulysses": 'PROCESS_GROUP.ULYSSES_PG = mesh.group("sp")',
     "yunchang.globals, ring attention": 'PROCESS_GROUP.RING_PG = mesh.group("cp")',

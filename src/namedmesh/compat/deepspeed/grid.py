@@ -38,14 +38,6 @@ def topology_of(layout: Layout) -> tuple[ProcessTopology, dict[str, tuple[str, .
     """Return a topology over the ranks of a layout, and the layout's axes for each of its own.
 
     Other axes keep their names. A grid needs pipe and data: one that the layout lacks has size 1.
-
-    Raises:
-        LayoutError: two axes stand for the same kind, or dp_replicate and dp_shard do not adjoin.
-
-    Example:
-        >>> from namedmesh import Layout
-        >>> topology_of(Layout(dp=4, tp=2))
-        (ProcessTopology(axes=['pipe', 'data', 'model'], dims=[1, 4, 2]), {'pipe': (), 'data': ('dp',), 'model': ('tp',)})
     """
     kinds = axis_map(layout)
     del kinds["sequence"]

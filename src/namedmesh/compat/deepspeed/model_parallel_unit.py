@@ -6,16 +6,16 @@ So a unit has the names that mean something on its mesh, and no others.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from namedmesh.compat.axis_map import check_axes, compare_mesh, group_over, own_axes
+from namedmesh.compat.axis_map import check_axes, compare_mesh, group_over
 from namedmesh.compat.binding import require_open
 from namedmesh.compat.errors import ContractAttributeError
 from namedmesh.errors import LayoutError, MeshError, did_you_mean
 from namedmesh.views import join_names
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch.distributed as dist
 
@@ -37,10 +37,7 @@ _EXPERT = ("edp", "ep", "etp")
 
 
 def axis_map(layout: Layout) -> dict[str, tuple[str, ...]]:
-    """Return the axes of a layout for each of DeepSpeed's kinds of parallelism, in its order; none for what it lacks.
-
-    Raises:
-        LayoutError: two axes stand for the same kind.
+    """Return the axes of a layout for each of DeepSpeed's kinds of parallelism, in its order; two of a kind are refused.
 
     Example:
         >>> from namedmesh import Layout
@@ -73,18 +70,12 @@ def answers(mesh: NamedMesh, maker: GroupMaker, kinds: Mapping[str, Sequence[str
     """Return what the getters answer for each kind of parallelism, by the axes that it is over."""
     of_kinds = {}
     for kind, axes in kinds.items():
-        group, ranks = group_over(mesh, maker, mesh.layout, own_axes(mesh.layout, axes))
+        group, ranks = group_over(mesh, maker, axes)
         of_kinds[kind] = Answers(group, ranks, len(ranks), ranks.index(mesh.global_rank), ranks[0])
     return of_kinds
 
 
-@overload
-def _getter(kind: str, answer: Literal["group"]) -> Callable[[Getters], dist.ProcessGroup]: ...
-@overload
-def _getter(kind: str, answer: Literal["ranks"]) -> Callable[[Getters], list[int]]: ...
-@overload
-def _getter(kind: str, answer: Literal["size", "rank", "first_rank"]) -> Callable[[Getters], int]: ...
-def _getter(kind: str, answer: str) -> Callable[[Getters], Any]:
+def _getter(kind: str, answer: str) -> Any:
     """Make a method that returns one answer for a kind of parallelism."""
 
     def getter(self: Getters) -> Any:

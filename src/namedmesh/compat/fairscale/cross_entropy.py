@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from namedmesh.compat.cross_entropy import cross_entropy
 from namedmesh.compat.fairscale.initialize import DIALECT
-from namedmesh.compat.partition import shapes_as_contract
-from namedmesh.compat.vocabulary import cross_entropy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
 __all__ = ["vocab_parallel_cross_entropy"]
 
 
-@shapes_as_contract()
 def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor) -> Tensor:
     """Return the cross entropy of each token, ``(...)``, in the type of the logits and the same on every rank.
 

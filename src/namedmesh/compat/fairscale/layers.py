@@ -3,22 +3,22 @@
 Arguments, attributes and results are the original's, but where its embeddings are not those of one whole
 ``torch.nn.Embedding``: there ``padding_idx`` stops the gradient of one vector on every rank, ``scale_grad_by_freq``
 counts ids that other ranks hold, and ``max_norm`` of ``ParallelEmbedding`` is a limit for shards of vectors.
-Their documentation is that of the classes of the same names in :mod:`namedmesh.compat.parallel_layers`.
+Their documentation is that of the classes of the same names in :mod:`namedmesh.compat.layers`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from namedmesh.compat import parallel_layers
+from namedmesh.compat import layers
 from namedmesh.compat.fairscale.initialize import DIALECT
+from namedmesh.compat.layers import draw_whole
 from namedmesh.compat.partition import divide
-from namedmesh.compat.sharded_layer import draw_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from namedmesh.compat.sharded_layer import Initializer
+    from namedmesh.compat.layers import Initializer
 
 __all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
 
@@ -27,7 +27,7 @@ class _ModelParallel:
     current_group = staticmethod(DIALECT.peers)
 
 
-class ColumnParallelLinear(_ModelParallel, parallel_layers.ColumnParallelLinear):
+class ColumnParallelLinear(_ModelParallel, layers.ColumnParallelLinear):
     """A linear layer whose output features are sharded over the model-parallel ranks.
 
     Example:
@@ -46,15 +46,15 @@ class ColumnParallelLinear(_ModelParallel, parallel_layers.ColumnParallelLinear)
     """
 
 
-class RowParallelLinear(_ModelParallel, parallel_layers.RowParallelLinear):
+class RowParallelLinear(_ModelParallel, layers.RowParallelLinear):
     """A linear layer whose input features are sharded over the model-parallel ranks."""
 
 
-class VocabParallelEmbedding(_ModelParallel, parallel_layers.VocabParallelEmbedding):
+class VocabParallelEmbedding(_ModelParallel, layers.VocabParallelEmbedding):
     """An embedding whose vocabulary is sharded over the model-parallel ranks."""
 
 
-class ParallelEmbedding(_ModelParallel, parallel_layers.ParallelEmbedding):
+class ParallelEmbedding(_ModelParallel, layers.ParallelEmbedding):
     """An embedding whose features are sharded over the model-parallel ranks."""
 
 

@@ -45,11 +45,7 @@ class GlobalMemoryBuffer:
     ) -> torch.Tensor:
         """Return a tensor of a shape, uninitialized, on the buffer of this name and type.
 
-        Args:
-            tensor_shape: its shape.
-            dtype: its type.
-            name: the name of the buffer.
-            mem_alloc_context: a function that returns a context manager, entered around an allocation.
+        ``mem_alloc_context`` returns a context manager, which is entered around an allocation.
         """
         length = prod(tensor_shape)
         held = self.buffer.get((name, dtype))
@@ -72,12 +68,7 @@ class GlobalSymmetricMemoryBuffer:
         self.symm_buffer, self.symm_mem_hdl = symmetric_memory(int(size_in_mb * 2**20), process_group)
 
     def maybe_get_tensor(self, tensor_shape: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
-        """Return a tensor at the start of the buffer and the handle to the peers' memory; None where it cannot be.
-
-        Args:
-            tensor_shape: its shape.
-            dtype: its type.
-        """
+        """Return a tensor at the start of the buffer and the handle to the peers' memory; None where it cannot be."""
         length = prod(tensor_shape)
         needed = length * dtype.itemsize
         if self.symm_mem_hdl is None or self.symm_buffer is None or needed > self.symm_buffer.numel():

@@ -167,7 +167,15 @@ class ParallelConfig:
                 errors.append(ContractRuntimeError(*error.problems))
             except NamedMeshError as error:
                 errors.append(error)
-        _raise_all([*errors, *self._world_errors(world, world_size)])
+        if not 0 <= self.rank_offset <= self.rank_offset + world <= world_size:
+            errors.append(
+                ContractRuntimeError(
+                    f"rank_offset is {self.rank_offset} and local_world_size is {self.local_world_size}, which are not "
+                    f"ranks of the world of {world_size}; change one of them"
+                )
+            )
+        if errors:
+            raise _joined(errors)
         _ = self.options
         dense, expert = layouts
         pp_inside = not self.order.endswith("pp") and dense["pp"] > 1 and expert["edp"] != dense["dp"]
@@ -176,12 +184,16 @@ class ParallelConfig:
                 f"the pipelines of {dense} and of the experts' {expert} do not fit together in the order "
                 f"{self.order!r}; put pp last in the order, or choose expert sizes that leave edp = dp"
             )
-        _raise_all([*self._group_errors(Factorings(dense, expert))])
+        errors = [*self._group_errors(Factorings(dense, expert))]
+        if errors:
+            raise _joined(errors)
         return dense, expert
 
     def validate_for_mesh(self, factorings: Factorings) -> None:
         """Check what ``bind`` takes against the axes of a mesh."""
-        _raise_all([*self._group_errors(factorings), *self._argument_errors(factorings.size("pp"))])
+        errors = [*self._group_errors(factorings), *self._argument_errors(factorings.size("pp"))]
+        if errors:
+            raise _joined(errors)
 
     def _layout(self, world: int, view: str) -> Layout:
         """Return the layout of a view, whose axes are the tokens of the order under other names; dp is what is left."""
@@ -234,13 +246,6 @@ class ParallelConfig:
             yield ContractRuntimeError(
                 f"virtual_pipeline_model_parallel_size is {virtual}, but pipeline_model_parallel_size is 1; virtual "
                 "stages interleave the stages of a pipeline, which needs 2 or more"
-            )
-
-    def _world_errors(self, world: int, world_size: int) -> Iterator[NamedMeshError]:
-        if not 0 <= self.rank_offset <= self.rank_offset + world <= world_size:
-            yield ContractRuntimeError(
-                f"rank_offset is {self.rank_offset} and local_world_size is {self.local_world_size}, which are not ranks "
-                f"of the world of {world_size}; change one of them"
             )
         backend = self.pipeline_model_parallel_comm_backend
         if backend not in {None, "nccl", "ucc"}:
@@ -321,7 +326,6 @@ def check_net_names(net_names: Mapping[str, object]) -> None:
         raise ContractRuntimeError(*problems)
 
 
-def _raise_all(errors: Sequence[NamedMeshError]) -> None:
-    """Raise one error with every problem, each once, of the type of the first."""
-    if errors:
-        raise type(errors[0])(*dict.fromkeys(problem for error in errors for problem in error.problems))
+def _joined(errors: Sequence[NamedMeshError]) -> NamedMeshError:
+    """Return one error with every problem, each once, of the type of the first."""
+    return type(errors[0])(*dict.fromkeys(problem for error in errors for problem in error.problems))

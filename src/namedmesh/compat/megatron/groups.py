@@ -51,14 +51,10 @@ def default_position_embedding_ranks(pp_ranks: Iterable[int]) -> list[int]:
 def group_options(
     factorings: Factorings, config: ParallelConfig
 ) -> tuple[dict[str, dict[str, GroupOptions]], list[tuple[Layout, tuple[str, ...], GroupOptions]]]:
-    """Return the options of the groups over whole axes, for the mesh and for the comparison between ranks.
+    """Return the options of the groups over whole axes, by view and name, and layout, axes and options of each, to compare.
 
     Megatron gives each group the options of its own name and no other; a mesh lets a group over two axes have those
     of both. So every group has an entry.
-
-    Returns:
-        By view, the options under the names that a mesh has for axes together; and of every group the layout, the axes
-        and the options.
     """
     backend, default = config.pipeline_model_parallel_comm_backend, GroupOptions()
     by_view: dict[str, dict[str, GroupOptions]] = {DENSE: {}, EXPERT: {}}
@@ -79,11 +75,7 @@ def group_options(
 def build_groups(
     mesh: NamedMesh, maker: GroupMaker, factorings: Factorings, config: ParallelConfig
 ) -> dict[str, Any]:
-    """Create the groups that the mesh does not have yet; every rank of the mesh calls this with the same arguments.
-
-    Returns:
-        For this rank, the value of every variable that a mesh determines.
-    """
+    """Create the groups that the mesh does not have yet, and return the value of every variable that a mesh determines."""
     builder = _Builder(mesh, maker, factorings, config)
     values = builder.values
     builder.build_data_parallel()
@@ -121,12 +113,12 @@ class _Builder:
     def build(self, row: GroupSpec) -> None:
         """Build a group over whole axes, and its gloo group."""
         layout, axes = self.factorings.locate(row.axes)
-        self.values[row.variable], ranks = group_over(self.mesh, self.maker, layout, axes)
+        self.values[row.variable], ranks = group_over(self.mesh, self.maker, axes, layout=layout)
         if row.ranks:
             self.values[row.ranks] = ranks
         if row.gloo and self.with_gloo[row.view]:
             options = self.mesh.pool.gloo_options(self.mesh.options_of(axes))
-            self.values[row.gloo], _ = group_over(self.mesh, self.maker, layout, axes, options)
+            self.values[row.gloo], _ = group_over(self.mesh, self.maker, axes, layout=layout, options=options)
 
     def build_sets(
         self, row: GroupSpec, sets: Sequence[Sequence[int]], options: GroupOptions | None = None

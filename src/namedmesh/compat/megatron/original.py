@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
+from namedmesh.compat.binding import require_open
 from namedmesh.compat.errors import ContractRuntimeError
 from namedmesh.compat.install import Original
 from namedmesh.compat.megatron import parallel_state
@@ -106,7 +107,9 @@ def hyper_comm_grid(mesh: NamedMesh) -> Any:
 
     Raises:
         ContractRuntimeError: megatron-core is not installed.
+        MeshError: ``mesh`` is no open mesh.
     """
+    require_open(mesh, "megatron.hyper_comm_grid")
     try:
         kind = import_module("megatron.core.hyper_comm_grid").HyperCommGrid
     except ModuleNotFoundError as error:

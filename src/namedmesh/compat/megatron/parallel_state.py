@@ -318,7 +318,6 @@ def get_data_parallel_group(
     with_context_parallel: bool = False,
     with_gtp_remat: bool = True,
     partial_data_parallel: bool = False,
-    *,
     independent_all_gather: bool = False,
 ) -> ProcessGroup:
     """Return the group of the ranks that have other samples: ``mesh.group("dp", "gtp_remat")``.

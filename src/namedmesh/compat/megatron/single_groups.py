@@ -33,13 +33,10 @@ def create_group(  # noqa: PLR0917  the original's signature
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
 ) -> Any:
-    """Create a process group beside those of the mesh; communicates. The group belongs to the caller.
+    """Create a process group beside those of the mesh, and return what ``torch.distributed.new_group`` does; communicates.
 
-    The arguments are those of ``torch.distributed.new_group``. The group is on the list that
-    :func:`update_pg_timeout` goes through; ``destroy_model_parallel`` does not destroy it.
-
-    Returns:
-        The group; on a rank outside it, what torch returns to those.
+    The arguments are those of that function. The group belongs to the caller: it is on the list that
+    :func:`update_pg_timeout` goes through, and ``destroy_model_parallel`` does not destroy it.
     """
     group = new_group_by_everyone(
         ranks,
@@ -85,9 +82,9 @@ def create_hierarchical_groups(  # noqa: PLR0917  the original's signature
         ranks: the ranks.
         hierarchical_group_sizes: the size of each level, which multiply to the number of ranks.
         create_gloo_process_groups: whether there are gloo groups too.
-        pg_options: options of the groups, for all levels or a list of one for each.
-        timeout: the timeout of the groups.
-        group_desc: a description, for torch's messages.
+        pg_options: for all levels, or a list of one for each.
+        timeout: as for :func:`create_group`.
+        group_desc: the same.
 
     Returns:
         This rank's groups, one for each level, and the gloo groups (None where there are none); empty on a rank
@@ -118,13 +115,7 @@ def create_hierarchical_groups(  # noqa: PLR0917  the original's signature
 def create_hybrid_dp_cp_groups(rank: int, ranks: Sequence[int], pg_options: Any) -> dict[int, Any]:
     """Create groups of neighboring ranks, for each power of two from 2 to below the number of ranks; communicates.
 
-    Args:
-        rank: this rank.
-        ranks: the ranks of a data- and context-parallel group.
-        pg_options: options of the groups.
-
-    Returns:
-        This rank's group for each size.
+    The ranks are those of a data- and context-parallel group, and ``rank`` is this one, whose group is returned for each size.
     """
     groups = {}
     for size in hybrid_sizes(len(ranks)):
@@ -175,9 +166,7 @@ def create_all_gather_groups(
 def get_nccl_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]) -> Any:
     """Return the NCCL options of a group, from settings by group name; None where it has none.
 
-    Args:
-        pg_name: the name, such as ``"dp_cp"``.
-        nccl_comm_cfgs: settings by name, as in the file of ``nccl_communicator_config_path``.
+    The settings are by name, such as ``"dp_cp"``, as in the file of ``nccl_communicator_config_path``.
 
     Raises:
         ContractRuntimeError: a setting that NCCL does not have, or a ``net_name`` other than IB or socket.

@@ -1,11 +1,11 @@
 """``ezpz.tp.layers``: parallel layers over the tensor-parallel ranks of this moment; each returns a tensor.
 
-Their documentation is that of the classes of the same names in :mod:`namedmesh.compat.parallel_layers`.
+Their documentation is that of the classes of the same names in :mod:`namedmesh.compat.layers`.
 """
 
 from __future__ import annotations
 
-from namedmesh.compat import parallel_layers
+from namedmesh.compat import layers
 from namedmesh.compat.ezpz.dialect import DIALECT
 
 __all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "VocabParallelEmbedding"]
@@ -15,7 +15,7 @@ class _TensorParallel:
     current_group = staticmethod(DIALECT.peers)
 
 
-class ColumnParallelLinear(_TensorParallel, parallel_layers.ColumnParallelLinear):
+class ColumnParallelLinear(_TensorParallel, layers.ColumnParallelLinear):
     """A linear layer whose output features are sharded over the tensor-parallel ranks.
 
     Example:
@@ -31,13 +31,13 @@ class ColumnParallelLinear(_TensorParallel, parallel_layers.ColumnParallelLinear
     """
 
 
-class RowParallelLinear(_TensorParallel, parallel_layers.RowParallelLinear):
+class RowParallelLinear(_TensorParallel, layers.RowParallelLinear):
     """A linear layer whose input features are sharded over the tensor-parallel ranks."""
 
 
-class VocabParallelEmbedding(_TensorParallel, parallel_layers.VocabParallelEmbedding):
+class VocabParallelEmbedding(_TensorParallel, layers.VocabParallelEmbedding):
     """An embedding whose vocabulary is sharded over the tensor-parallel ranks."""
 
 
-class ParallelEmbedding(_TensorParallel, parallel_layers.ParallelEmbedding):
+class ParallelEmbedding(_TensorParallel, layers.ParallelEmbedding):
     """An embedding whose features are sharded over the tensor-parallel ranks."""

@@ -44,6 +44,7 @@ import torch
 from torch import Tensor, nn
 
 from namedmesh.compat.errors import ContractError, ContractRuntimeError
+from namedmesh.compat.layers import ParallelLayer, ParallelLinear, VocabEmbedding
 from namedmesh.compat.megatron.tensor_parallel.utils import (
     accelerator,
     copy_tensor_model_parallel_attributes,
@@ -53,15 +54,13 @@ from namedmesh.compat.megatron.tensor_parallel.utils import (
     set_tensor_model_parallel_attributes,
 )
 from namedmesh.compat.partition import check_shards, scatter
-from namedmesh.compat.sharded_layer import ParallelLayer
-from namedmesh.compat.vocabulary import lookup
 from namedmesh.tensor_parallel.collectives import ALONE, RankGroup, gather, sum_forward, sum_scatter
 from namedmesh.tensor_parallel.linear import column, row
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from namedmesh.compat.sharded_layer import Initializer
+    from namedmesh.compat.layers import Initializer
 
 __all__ = [
     "ColumnParallelLinear",
@@ -80,9 +79,8 @@ class _Layer(ParallelLayer):
     """What the three layers share: what they read of the configuration, and the group that they were made with."""
 
     def __init__(self, config: object, tp_group: ProcessGroup | None, *, is_expert: bool = False) -> None:
-        group = current_group(tp_group, is_expert=is_expert)
-        super().__init__(group)
-        self._group = group
+        super().__init__()
+        self._group = current_group(tp_group, is_expert=is_expert)
         self.params_dtype = getattr(config, "params_dtype", None)
         self.params_device = None if getattr(config, "use_cpu_initialization", False) else accelerator()
         self.init_dtype = torch.float32  # whatever the dtype is: the same numbers, rounded
@@ -103,11 +101,10 @@ class _Layer(ParallelLayer):
         return self._group.process_group
 
 
-class _Linear(_Layer):
-    """What the column and the row layer share: making the parameters, and an extra state that is empty."""
+class _Linear(_Layer, ParallelLinear):
+    """What the column and the row layer share: the marks of the parameters, and an extra state that is empty."""
 
-    shape_names = "output_size", "input_size"
-    bias: nn.Parameter | None
+    lengths = "output_size", "input_size"
 
     def __init__(
         self, sizes: tuple[int, int], config: object, tp_group: ProcessGroup | None, is_expert: bool
@@ -123,26 +120,12 @@ class _Linear(_Layer):
         # A state from before there was an extra one, or from a plain linear layer, loads all the same.
         self.register_load_state_dict_pre_hook(_allow_no_extra_state)  # type: ignore[no-untyped-call]
 
-    def make_parameters(
-        self, initialize: Initializer, stride: int, *, bias: bool, keep: bool, weight: bool = True
-    ) -> None:
-        """Make this rank's shard of the weight, and its bias: sharded too, if the rows are."""
-        shape = self.output_size, self.input_size
-        if weight:
-            self.make_weight(shape, initialize, stride, keep=keep)
-            set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=self.dim, stride=stride)
-        else:
-            check_shards(shape[self.dim], self._group.size, stride, what=self.shape_names[self.dim])
-            self.register_parameter("weight", None)
-            self.master_weight = None
-        self.register_parameter("bias", None)
-        if bias:
-            sharded = self.dim == 0
-            length = self.output_size // self._group.size if sharded else self.output_size
-            self.bias = self.make_bias(length)
-            if sharded:
-                set_tensor_model_parallel_attributes(self.bias, is_parallel=True, dim=0, stride=stride)
+    def make_parameters(self, initialize: Initializer, stride: int, **choices: bool) -> None:
+        """Make this rank's shards, and mark them."""
+        super().make_parameters(initialize, stride, **choices)
         for parameter in self.parameters(recurse=False):
+            if parameter is self.weight or self.dim == 0:
+                set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=self.dim, stride=stride)
             # Experts differ between data-parallel ranks, so their gradients are not summed over these.
             parameter.allreduce = not (self.is_expert and self.expert_parallel)  # type: ignore[attr-defined]
 
@@ -151,13 +134,6 @@ class _Linear(_Layer):
 
     def set_extra_state(self, state: Any) -> None:
         """Ignore the state: what another implementation keeps there means nothing here."""
-
-    def extra_repr(self) -> str:
-        """Return the sizes of the whole layer, and over how many ranks it is sharded."""
-        return (
-            f"in_features={self.input_size}, out_features={self.output_size}, bias={self.bias is not None}, "
-            f"TP={self._group.size}"
-        )
 
 
 def _allow_no_extra_state(_module: nn.Module, state: dict[str, Any], prefix: str, *_args: Any) -> None:
@@ -217,8 +193,13 @@ class ColumnParallelLinear(_Linear):
             )
             self.sequence_parallel = False
         self.allreduce_dgrad = ranks > 1 and not self.sequence_parallel and not disable_grad_reduce
-        weight = not skip_weight_param_allocation
-        self.make_parameters(init_method, stride, bias=bias, keep=keep_master_weight_for_test, weight=weight)
+        self.make_parameters(
+            init_method,
+            stride,
+            bias=bias,
+            keep=keep_master_weight_for_test,
+            allocate=not skip_weight_param_allocation,
+        )
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
@@ -335,7 +316,7 @@ class RowParallelLinear(_Linear):
         return output if self.bias is None else output + self.bias, None
 
 
-class VocabParallelEmbedding(_Layer):
+class VocabParallelEmbedding(_Layer, VocabEmbedding):
     """An embedding whose vocabulary is sharded over the tensor-parallel ranks.
 
     The weight is this rank's ``(num_embeddings / t, embedding_dim)``: the ids from ``vocab_start_index`` up to,
@@ -351,8 +332,6 @@ class VocabParallelEmbedding(_Layer):
         ContractError: the ranks do not divide ``num_embeddings``; pad the vocabulary.
     """
 
-    shape_names = "num_embeddings", "embedding_dim"
-
     def __init__(
         self,
         num_embeddings: int,
@@ -367,10 +346,7 @@ class VocabParallelEmbedding(_Layer):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
         self.deterministic_mode = getattr(config, "deterministic_mode", False)
-        self.make_weight((num_embeddings, embedding_dim), init_method)
-        rows = self.num_embeddings_per_partition = self.weight.shape[0]
-        self.vocab_start_index = self._group.rank * rows
-        self.vocab_end_index = self.vocab_start_index + rows
+        self.make_weight(init_method)
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, input_: Tensor) -> Tensor:
@@ -380,12 +356,8 @@ class VocabParallelEmbedding(_Layer):
             input_: ids, ``(b, s)``, the same on every rank. On several ranks one outside of the vocabulary gets zeros.
         """
         group = self._group
-        vectors = lookup(input_, self.weight, self.vocab_start_index, by_index=self.deterministic_mode)
+        vectors = self.look_up(input_)
         if not self.reduce_scatter_embeddings:
             return sum_forward(vectors, group)
         check_shards(vectors.shape[1], group.size, what="the length of dim 1 of the ids")
         return sum_scatter(vectors.transpose(0, 1), group, 0)
-
-    def extra_repr(self) -> str:
-        """Return the sizes of the whole layer, and over how many ranks it is sharded."""
-        return f"{self.num_embeddings}, {self.embedding_dim}, TP={self._group.size}"

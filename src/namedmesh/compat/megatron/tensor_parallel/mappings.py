@@ -14,16 +14,10 @@ from torch import Tensor
 
 from namedmesh.compat.errors import ContractError
 from namedmesh.compat.megatron.tensor_parallel.utils import current_group
-from namedmesh.compat.partition import (
-    check_even,
-    check_lengths,
-    checked_exchange,
-    scatter,
-    shapes_as_contract,
-)
-from namedmesh.errors import ShapeError
+from namedmesh.compat.partition import check_even, scatter
 from namedmesh.tensor_parallel.collectives import (
     RankGroup,
+    exchange,
     gather,
     gather_parts,
     sum_backward,
@@ -83,7 +77,6 @@ def scatter_to_sequence_parallel_region(input_: Tensor, group: Group = None) -> 
     return scatter(input_, current_group(group), 0)
 
 
-@shapes_as_contract()
 def gather_from_sequence_parallel_region(
     input_: Tensor,
     tensor_parallel_output_grad: bool = True,
@@ -112,7 +105,6 @@ def gather_from_sequence_parallel_region(
     return gather_parts(input_, ranks, 0) if tensor_parallel_output_grad else gather(input_, ranks, 0)
 
 
-@shapes_as_contract()
 def reduce_scatter_to_sequence_parallel_region(
     input_: Tensor,
     group: Group = None,
@@ -152,7 +144,6 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Gro
     return sum_scatter(input_, ranks, -1)
 
 
-@shapes_as_contract()
 def all_to_all(
     group: Group,
     input_: Tensor,
@@ -173,7 +164,7 @@ def all_to_all(
     """
     if group is None:
         raise ContractError("all_to_all was called without a group; pass the process group of its ranks")
-    return checked_exchange(input_, current_group(group), input_split_sizes, output_split_sizes_)
+    return _exchange(input_, current_group(group), input_split_sizes, output_split_sizes_)
 
 
 def all_to_all_sp2hp(input_: Tensor, group: Group = None) -> Tensor:
@@ -193,7 +184,7 @@ def all_to_all_sp2hp(input_: Tensor, group: Group = None) -> Tensor:
     check_even(input_, -1, ranks.size)
     rows = input_.reshape(-1, input_.shape[-1])
     # A block of features for each rank, one below the other.
-    return checked_exchange(torch.cat(rows.chunk(ranks.size, dim=1)), ranks)
+    return _exchange(torch.cat(rows.chunk(ranks.size, dim=1)), ranks)
 
 
 def all_to_all_hp2sp(input_: Tensor, group: Group = None) -> Tensor:
@@ -201,22 +192,54 @@ def all_to_all_hp2sp(input_: Tensor, group: Group = None) -> Tensor:
     ranks = current_group(group)
     rows = input_.reshape(-1, input_.shape[-1])
     check_even(rows, 0, ranks.size)
-    return torch.cat(checked_exchange(rows, ranks).chunk(ranks.size), dim=-1)
+    return torch.cat(_exchange(rows, ranks).chunk(ranks.size), dim=-1)
+
+
+def _exchange(
+    outgoing: Tensor,
+    group: RankGroup,
+    send: Sequence[int] | None = None,
+    receive: Sequence[int] | None = None,
+) -> Tensor:
+    """Send a shard of dim 0 to each rank, and join what is received; of equal lengths, unless they are given."""
+    if not torch.compiler.is_compiling():  # lengths that are computed are known when the graph runs
+        send, receive = (None if sizes is None else _checked(sizes, group) for sizes in (send, receive))
+        length = outgoing.shape[0]
+        what = f"dim 0 of shape {tuple(outgoing.shape)} has length {length}"
+        if send is not None and sum(send) != length:
+            raise ContractError(
+                f"the lengths to send {send} add up to {sum(send)}, but {what}; they must add up to it"
+            )
+        if send is None and length % group.size:
+            raise ContractError(
+                f"{what}, which cannot be split into {group.size} equal shards; pass the length of each shard"
+            )
+    return exchange(outgoing, group, (send, receive))
+
+
+def _checked(sizes: Sequence[int], group: RankGroup) -> list[int]:
+    """Return the lengths of the ranks' shards as integers, one for each rank."""
+    lengths = [int(size) for size in sizes]
+    if len(lengths) != group.size or min(lengths) < 0:
+        raise ContractError(
+            f"the sizes are {lengths}, for {group.size} ranks; pass one length for each rank, none negative"
+        )
+    return lengths
 
 
 def _gather_uneven(shard: Tensor, group: RankGroup, sizes: Sequence[int], *, sum_gradients: bool) -> Tensor:
     """Join shards of different lengths along dim 0: every rank sends its own to each of them."""
-    lengths = check_lengths(sizes, group)
+    lengths = _checked(sizes, group)
     length = lengths[group.rank]
     if shard.shape[0] != length:
-        raise ShapeError(
+        raise ContractError(
             f"rank {group.rank} has a shard of length {shard.shape[0]} (shape {tuple(shard.shape)}), but the "
             f"sizes {lengths} say {length}; pass the length of every rank's shard, in rank order"
         )
     if group.size == 1:
         return shard
     sent = shard if sum_gradients else shard.detach()
-    whole = checked_exchange(torch.cat([sent] * group.size), group, [length] * group.size, lengths)
+    whole = _exchange(torch.cat([sent] * group.size), group, [length] * group.size, lengths)
     if sum_gradients:
         return whole
     before = sum(lengths[: group.rank])
@@ -225,9 +248,9 @@ def _gather_uneven(shard: Tensor, group: RankGroup, sizes: Sequence[int], *, sum
 
 def _sum_scatter_uneven(partial: Tensor, group: RankGroup, sizes: Sequence[int]) -> Tensor:
     """Sum the ranks' parts, of which each rank keeps a shard of dim 0 of another length."""
-    lengths = check_lengths(sizes, group)
+    lengths = _checked(sizes, group)
     length = lengths[group.rank]
-    received = checked_exchange(partial, group, lengths, [length] * group.size)
+    received = _exchange(partial, group, lengths, [length] * group.size)
     if group.size == 1:
         return received
     parts: Tensor = received.unflatten(0, (group.size, length))
