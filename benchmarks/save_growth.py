@@ -39,7 +39,7 @@ def measured(ranks: int, names: int) -> tuple[float, float, float]:
         state = State(mesh, model)
         start = time.process_time()
         entries = state.compared()
-        differing(mesh, list(entries), table_of(entries))
+        differing(mesh, entries, table_of(entries))
         compared = time.process_time() - start
         states = {
             name: digest(entry.value) for name, entry in state.entries.items() if name.startswith("random")

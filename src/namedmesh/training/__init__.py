@@ -1,9 +1,8 @@
 """What every training job needs beside a mesh: few functions over torch, each usable alone."""
 
-from namedmesh.training.checkpoint_directory import Checkpoints
 from namedmesh.training.checkpoint_files import checkpoint_info, latest
 from namedmesh.training.checkpoint_load import to_pretrained
-from namedmesh.training.checkpoints import load, save
+from namedmesh.training.checkpoints import Checkpoints, load, save
 from namedmesh.training.clipping import clip_grad_norm_
 from namedmesh.training.context import context_attention, shard_sequence
 from namedmesh.training.data import check_same_batch, data_axes, fsdp_mesh, loader_kwargs, sampler_kwargs

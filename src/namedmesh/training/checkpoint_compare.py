@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from namedmesh.mesh import NamedMesh
     from namedmesh.training.checkpoint_state import Entry
 
+Detail = tuple["tuple[int, ...]", "tuple[object, ...]", "list[float]"]
+"""The shape of the whole, the part of it, and the numbers of an entry that differs."""
+
 _SAMPLE = 1024  # elements of a tensor that are compared between ranks, at least
 # Replicas may differ by what rounding adds up to over a run; different tensors differ by more.
 _TOLERANCE = 1e-3
@@ -52,11 +55,15 @@ def _hash(value: object) -> float:
     return _exactly(digest(str(value)))
 
 
-def differing(mesh: NamedMesh | None, names: Sequence[str], table: Tensor) -> dict[str, list[float]]:
-    """Return the entries that are not the same on all ranks that have them, and this rank's numbers of each; communicates."""
+def differing(
+    mesh: NamedMesh | None, entries: Mapping[str, Entry], table: Tensor
+) -> tuple[dict[str, Detail], dict[str, int]]:
+    """Return the entries that contradict those of another rank, and hashes of those that are per rank; communicates."""
+    wrong: dict[str, Detail] = {}
+    own: dict[str, int] = {}
     if mesh is None:
-        return {}
-    ids = torch.tensor([_hash(name) for name in names], dtype=torch.float64)
+        return wrong, own
+    ids = torch.tensor([_hash(name) for name in entries], dtype=torch.float64)
     bounds = torch.stack([table, -table], 1)
     axes = dict.fromkeys(axis for layout in (mesh.layout, *mesh.views.values()) for axis in layout)
     for axis in axes:
@@ -66,8 +73,13 @@ def differing(mesh: NamedMesh | None, names: Sequence[str], table: Tensor) -> di
     limits = torch.zeros_like(high)
     limits[:, _NUMBERS] = _TOLERANCE * torch.maximum(high.abs(), low.abs())[:, _NUMBERS].amax(1, keepdim=True)
     same = (high - low <= limits).all(1)
-    rows = zip(names, table[:, _NUMBERS].tolist(), same.tolist(), strict=True)
-    return {name: numbers for name, numbers, each in rows if not each}
+    rows = zip(entries.items(), table[:, _NUMBERS].tolist(), same.tolist(), strict=True)
+    for (name, entry), numbers, alike in rows:
+        if not alike and entry.shape is not None:
+            wrong[name] = entry.shape, entry.shard, numbers
+        elif not alike:
+            own[name] = digest(entry.value)
+    return wrong, own
 
 
 def _reduced(mesh: NamedMesh, axis: str, ids: Tensor, bounds: Tensor) -> Tensor:
@@ -113,10 +125,6 @@ def _sample(entry: Entry) -> Tensor:
     return local.reshape(-1)[:: max(1, local.numel() // _SAMPLE)].double()
 
 
-Detail = tuple["tuple[int, ...] | None", "tuple[object, ...]", "list[float]"]
-"""The shape of the whole, the part of it, and the numbers of an entry that differs."""
-
-
 def shown(name: str) -> str:
     """Return the name of an entry as messages have it."""
     return repr(name.partition(".")[2])
@@ -128,10 +136,9 @@ def contradictions(by_rank: Sequence[Mapping[str, Detail]]) -> list[str]:
     for rank, entries in enumerate(by_rank):
         for name, entry in entries.items():
             ranks_of.setdefault(name, {})[rank] = entry
-    found = {name: _how_it_differs(entries) for name, entries in ranks_of.items()}
     by_cause: dict[str, list[str]] = {}
-    for name, what in found.items():
-        by_cause.setdefault(what, []).append(shown(name))
+    for name, entries in ranks_of.items():
+        by_cause.setdefault(_how_it_differs(entries), []).append(shown(name))
     return [
         f"{listing(names)}: {what}, and a checkpoint holds one tensor of a name; replicas have to be equal, a layer "
         "has its number in the whole model in its name (training.stage_layers), and plain shards are marked with "
@@ -150,5 +157,5 @@ def _how_it_differs(entries: Mapping[int, Detail]) -> str:
         for rank, (_, part, others) in entries.items()
         if part == shard
     }
-    farthest = max(distance, key=lambda rank: distance[rank])
+    farthest = max(distance, key=distance.__getitem__)
     return f"other values on rank {farthest} than on rank {first}"
