@@ -137,8 +137,8 @@ def contradictions(by_rank: Sequence[Mapping[str, Detail]]) -> list[str]:
         for name, entry in entries.items():
             ranks_of.setdefault(name, {})[rank] = entry
     by_cause: dict[str, list[str]] = {}
-    for name, entries in ranks_of.items():
-        by_cause.setdefault(_how_it_differs(entries), []).append(shown(name))
+    for name, details in ranks_of.items():
+        by_cause.setdefault(_how_it_differs(details), []).append(shown(name))
     return [
         f"{listing(names)}: {what}, and a checkpoint holds one tensor of a name; replicas have to be equal, a layer "
         "has its number in the whole model in its name (training.stage_layers), and plain shards are marked with "

@@ -317,9 +317,11 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
         ...     training.latest(directory).name
         'step-850'
     """
-    if is_whole(Path(path)):
-        return Path(path)
-    for each, about in reversed(in_order(Path(path))):
+    path = Path(path)
+    if is_whole(path):
+        return path
+    each: Path
+    for each, about in reversed(in_order(path)):
         problem = about.get("error")
         if problem is None and (absent := damaged(data_of(each, about), about["files"], contents=False)):
             problem = f"{each}, of which {listing(absent, 4)} is missing or has another size"
