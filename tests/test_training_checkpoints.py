@@ -25,6 +25,7 @@ from namedmesh import training
 from namedmesh.compat.megatron.tensor_parallel import set_tensor_model_parallel_attributes
 from namedmesh.errors import CheckpointError
 from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel, parallelize
+from namedmesh.training import checkpoint_load
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -265,7 +266,9 @@ def through_marked_shards(root: Path) -> list[float]:
     if rank == 0:
         training.save(root / "whole", None, expected, expecting)
     dist.barrier()
-    training.load(root / "whole", mesh, marked, optimizer)
+    with mock.patch.object(checkpoint_load, "whole", wraps=checkpoint_load.whole) as worked_out:
+        training.load(root / "whole", mesh, marked, optimizer)
+    assert worked_out.call_count == 3 * len(CUTS)  # once for each parameter, and for each of its two moments
     wanted = {
         key: value if key.endswith("step") else shard(key.partition(":")[0], value, rank, 2)
         for key, value in everything(expected, expecting).items()

@@ -9,6 +9,7 @@ import random
 import shutil
 import threading
 import zlib
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -109,9 +110,10 @@ def test_what_interrupted_saves_leave_is_removed(tmp_path: Path) -> None:
     third, fourth = (checkpoint_files.read_about(tmp_path / f"step-00000{step}") for step in (3, 4))
     assert (third["parent"], fourth["parent"]) == (None, third["id"])  # what failed is nobody's parent
     # A removal that is interrupted leaves nothing that looks like a checkpoint, or is in the way of one.
+    (tmp_path / "step-000003" / "tokenizer.json").touch()
     with mock.patch.object(shutil, "rmtree", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         run.save(5, model)
-    assert files_left(tmp_path / "step-000003")[0].startswith("data-")
+    assert [path.name for path, _ in checkpoint_files.in_order(tmp_path)] == ["step-000004", "step-000005"]
     assert training.latest(tmp_path) == tmp_path / "step-000005"
     run.save(3, model)
     assert files_left(tmp_path) == ["step-000003", "step-000005"]
@@ -207,6 +209,25 @@ def test_a_damaged_one_is_refused_before_anything_changes_and_the_one_before_is_
                 other.weight.copy_(before)
 
 
+def test_a_read_that_fails_on_the_way_says_what_has_changed(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    training.save(tmp_path / "one", None, model)
+    read = dcp.FileSystemReader.read_data
+
+    def read_one(self: Any, plan: Any, planner: Any) -> Any:
+        read(self, replace(plan, items=plan.items[:1]), planner).wait()
+        raise OSError(5, "Input/output error")
+
+    other = nn.Linear(2, 2)
+    with mock.patch.object(dcp.FileSystemReader, "read_data", read_one):
+        said = error_of(lambda: training.load(tmp_path / "one", None, other))
+    (changed,) = [
+        name for name, each in other.state_dict().items() if torch.equal(each, model.state_dict()[name])
+    ]
+    assert "could not be read by rank 0 (OSError: [Errno 5] Input/output error)" in said
+    assert f"- {changed!r} of the model were read before, so it has some of the checkpoint" in said
+
+
 def test_a_run_of_which_nothing_is_whole_does_not_begin_again(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     training.Checkpoints(tmp_path, None).save(1, model)
@@ -263,9 +284,7 @@ def trouble_on_one_rank(root: Path) -> list[str]:
     model.fails = ""
     run = training.Checkpoints(root / "run", mesh)
     tell(lambda: run.resume_or_start(model, resume=second))
-    with mock.patch.object(
-        checkpoints, "_copied", side_effect=MemoryError("full") if second else lambda _: dict
-    ):
+    with mock.patch.object(checkpoints, "_copied", side_effect=MemoryError("full") if second else dict):
         tell(lambda: training.save(root / "two", mesh, model, async_=True))
     mesh.close()
     return told

@@ -3,7 +3,6 @@
 from namedmesh.training.checkpoint_files import checkpoint_info, latest
 from namedmesh.training.checkpoint_load import to_pretrained
 from namedmesh.training.checkpoints import Checkpoints, load, save
-from namedmesh.training.clipping import clip_grad_norm_
 from namedmesh.training.context import context_attention, shard_sequence
 from namedmesh.training.data import (
     check_same_batch,
@@ -17,6 +16,7 @@ from namedmesh.training.data import (
 from namedmesh.training.initialization import init_parameters
 from namedmesh.training.lost_ranks import report_lost_ranks
 from namedmesh.training.pipelines import pipeline, stage_indices, stage_layers, tie_stages
+from namedmesh.training.reduction import clip_grad_norm_
 from namedmesh.training.seeds import seed_all, streams
 
 __all__ = [

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from namedmesh.errors import CheckpointError, listing
 from namedmesh.training import checkpoint_files as files
-from namedmesh.training.checkpoint_compare import shown
 from namedmesh.training.checkpoint_state import State, groups_of, local, whole
+from namedmesh.training.comparison import shown
 from namedmesh.training.seeds import streams
 
 if TYPE_CHECKING:

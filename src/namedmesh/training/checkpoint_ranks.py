@@ -38,14 +38,6 @@ class Saving(Future[Path]):
             if self.done():
                 _unreported.discard(self)
 
-    def run(self, work: Callable[[], Path]) -> None:
-        """Do the work of this save, in its thread."""
-        try:
-            self.set_result(work())
-            _unreported.discard(self)
-        except BaseException as error:  # noqa: BLE001  whoever asks for the result gets it
-            self.set_exception(error)
-
 
 _unreported: set[Saving] = set()
 """The saves that are under way, and those whose failure was not raised anywhere."""
@@ -114,11 +106,18 @@ class CheckpointGroup:
 
     def begin(self, work: Callable[[], Path]) -> Saving:
         """Save in the background."""
-        self.saving = Saving()
-        _unreported.add(self.saving)
-        # No daemon: the interpreter waits for it.
-        Thread(target=self.saving.run, args=(work,), name="namedmesh checkpoint", daemon=False).start()
-        return self.saving
+        saving = self.saving = Saving()
+        _unreported.add(saving)
+
+        def run() -> None:
+            try:
+                saving.set_result(work())
+                _unreported.discard(saving)
+            except BaseException as error:  # noqa: BLE001  whoever asks for the result gets it
+                saving.set_exception(error)
+
+        Thread(target=run, name="namedmesh checkpoint", daemon=False).start()  # the interpreter waits for it
+        return saving
 
     def wait(self) -> None:
         """Wait for the end of the save in the background."""

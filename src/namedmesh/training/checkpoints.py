@@ -17,11 +17,10 @@ from torch import Tensor
 
 from namedmesh.errors import CheckpointError, listing, ranks_in_words
 from namedmesh.training import checkpoint_files as files
-from namedmesh.training.checkpoint_compare import contradictions, differing, table_of
 from namedmesh.training.checkpoint_load import load_into, opened
 from namedmesh.training.checkpoint_ranks import CheckpointGroup, Saving
-from namedmesh.training.checkpoint_state import State
-from namedmesh.training.contents import digest, plain
+from namedmesh.training.checkpoint_state import State, plain
+from namedmesh.training.comparison import contradictions, differing, digest, table_of
 
 if TYPE_CHECKING:
     import os

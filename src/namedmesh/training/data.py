@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from namedmesh._torch import concatenate_meshes, constant_of_mesh
 from namedmesh.errors import AgreementError, AxisError, ShapeError, TrainingError, listing
 from namedmesh.tensor_parallel.expert_parallel import ExpertForward
-from namedmesh.training.contents import digest
+from namedmesh.training.comparison import digest
 from namedmesh.training.reduction import all_reduced
 from namedmesh.training.seeds import derived_seed, streams
 
@@ -47,26 +47,23 @@ def data_axes(mesh: NamedMesh) -> tuple[str, ...]:
         ('dp_replicate', 'dp_shard')
         >>> mesh.close(); dist.destroy_process_group()
     """
-    unknown = [
-        axis
+    known = (*_DATA, *_SAME_SAMPLES)
+    problems = [
+        f"axis {axis!r} is none of {known}, so it is not known whether samples differ along it; make the mesh with these "
+        "names, and add what has others with mesh.add_view(...)"
         for axis, size in mesh.layout.items()
-        if size > 1 and axis not in _DATA and axis not in _SAME_SAMPLES
+        if size > 1 and axis not in known
     ]
-    if unknown:
-        raise AxisError(
-            *(
-                f"axis {axis!r} is none of {(*_DATA, *_SAME_SAMPLES)}, so it is not known whether samples differ "
-                "along it; make the mesh with these names, and add what has others with mesh.add_view(...)"
-                for axis in unknown
-            )
-        )
+    if problems:
+        raise AxisError(*problems)
     return tuple(axis for axis in mesh.layout if axis in _DATA)
 
 
 @constant_of_mesh
-def token_axes(mesh: NamedMesh) -> tuple[str, ...]:
-    """Return the axes along which ranks have different tokens: those along which samples differ, and cp."""
-    return data_axes(mesh) + (("cp",) if "cp" in mesh.layout else ())
+def _token_axes(mesh: NamedMesh) -> tuple[tuple[str, ...], int]:
+    """Return the axes along which ranks have different tokens, which are those of samples and cp; and the number of ranks."""
+    axes = data_axes(mesh) + (("cp",) if "cp" in mesh.layout else ())
+    return axes, mesh.size(*axes) if axes else 1
 
 
 class SamplerKwargs(TypedDict):
@@ -135,17 +132,18 @@ def check_same_batch(batch: object, mesh: NamedMesh, *, distinct: bool = True) -
         >>> training.check_same_batch({"tokens": torch.arange(3), "id": "a"}, mesh)
         >>> mesh.close(); dist.destroy_process_group()
     """
-    axes, unread = data_axes(mesh), None
+    share, unread = sampler_kwargs(mesh), None
     try:
         mine = 0 if batch is None else digest(batch)
     except Exception as error:  # noqa: BLE001  the others wait
         mine, unread = _UNREAD, error
     # The largest and the smallest of those that must load the same; without a batch, neither.
     bounds = torch.tensor([mine, -mine if mine else -(2**63) + 1], device=mesh.device)
+    axes = data_axes(mesh)
     same = [axis for axis in mesh.layout if axis not in axes]
     high, low = all_reduced(bounds, mesh, same, "max").tolist()
-    by_share = torch.zeros(mesh.size(*axes) if axes else 1, dtype=torch.int64)
-    by_share[mesh.rank(*axes) if axes else 0] = high
+    by_share = torch.zeros(share["num_replicas"], dtype=torch.int64)
+    by_share[share["rank"]] = high
     shares = [each for each in all_reduced(by_share.to(mesh.device), mesh, axes).tolist() if each]
     wrong = (high > 0 and high != -low) or (distinct and len(set(shares)) < len(shares)) or unread is not None
     if all_reduced(torch.tensor([int(wrong)], device=mesh.device), mesh, mesh.layout.axes, "max").item():
@@ -322,20 +320,17 @@ def token_mean(loss_sum: Tensor, token_count: Tensor | int, mesh: NamedMesh) -> 
             f"loss_sum has shape {tuple(loss_sum.shape)}, and must be one number: the sum over this rank's tokens, as "
             'cross_entropy(..., reduction="sum") returns it'
         )
-    loss_sum = _plain(loss_sum)
-    count = _plain(torch.as_tensor(token_count, device=loss_sum.device))
-    axes = token_axes(mesh)
-    ranks = mesh.size(*axes) if axes else 1
+    loss_sum, count = (
+        each.full_tensor() if isinstance(each, DTensor) else torch.as_tensor(each, device=loss_sum.device)
+        for each in (loss_sum, token_count)
+    )
+    axes, ranks = _token_axes(mesh)
     together = torch.stack([loss_sum.detach().double(), count.double()])
     total, tokens = all_reduced(together, mesh, axes).unbind()
     # Averaging divides by the number of ranks, so it is multiplied by here.
     scaled = loss_sum.double() * (ranks / tokens)
     # The value of the mean, exactly, with the gradient of the scaled sum.
     return (total / tokens + (scaled - scaled.detach())).to(loss_sum.dtype)
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def set_expert_divisor(model: nn.Module, mesh: NamedMesh) -> None:
@@ -375,8 +370,7 @@ def set_expert_divisor(model: nn.Module, mesh: NamedMesh) -> None:
         >>> training.set_expert_divisor(experts, mesh)
         >>> mesh.close(); dist.destroy_process_group()
     """
-    axes = token_axes(mesh)
-    scale = mesh.size("edp") / (mesh.size(*axes) if axes else 1)
+    scale = mesh.size("edp") / _token_axes(mesh)[1]
     found = [each.forward for each in model.modules() if isinstance(each.forward, ExpertForward)]
     if not found:
         raise TrainingError(

@@ -1,4 +1,4 @@
-"""Which entries of a checkpoint are the same on all ranks that have them: reductions along the axes of the mesh.
+"""Whether values are the same: by a hash of all that they hold, and the entries of a checkpoint on all ranks that have them.
 
 Each rank's work grows with its own entries, and not with the number of ranks. Along an axis whose ranks have the same
 names it is one maximum of a matrix; where they have others, as pipeline stages do, the rows are gathered over this axis.
@@ -6,8 +6,14 @@ names it is one maximum of a matrix; where they have others, as pipeline stages 
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
+import hashlib
+import sys
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,11 +22,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from namedmesh.errors import listing
 from namedmesh.tensor_parallel.collectives import local_shard
-from namedmesh.training.contents import digest
 from namedmesh.training.reduction import all_reduced
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from namedmesh.mesh import NamedMesh
     from namedmesh.training.checkpoint_state import Entry
@@ -33,6 +38,69 @@ _SAMPLE = 1024  # elements of a tensor that are compared between ranks, at least
 _TOLERANCE = 1e-3
 _NO_NUMBER = 1e300
 _SHAPE, _SHARD, _NUMBERS = 0, 1, slice(3, 5)  # columns of a table; between them all bits
+
+
+def digest(value: object) -> int:
+    """Return a hash of what a value holds, equal for others with a chance of 2 to the -62; never 0.
+
+    Values that are equal have the same: dicts in any order, and NumPy's numbers and arrays as well as torch's.
+
+    Example:
+        >>> digest({"a": [1], "b": torch.ones(2)}) == digest({"b": torch.ones(2), "a": [1]}) != digest({"a": [1]})
+        True
+    """
+    found = hashlib.sha256()
+    for part in _parts(value, ()):
+        found.update(part)
+    return int.from_bytes(found.digest()[:8], "little") >> 1 | 1
+
+
+def _parts(value: Any, around: tuple[int, ...]) -> Iterator[bytes]:
+    """Yield the bytes of a value; ``around`` are the identities of what it is in."""
+    if id(value) in around:
+        yield b"around"
+        return
+    inside = (*around, id(value))
+    if isinstance(value, torch.Tensor):
+        flat = local_shard(value).detach().cpu().contiguous()
+        yield repr((flat.dtype, tuple(flat.shape))).encode()
+        yield ctypes.string_at(flat.data_ptr(), flat.nbytes)
+    elif isinstance(value, Mapping):
+        yield b"{"
+        # Ranks may fill theirs in different orders.
+        for key, each in sorted(value.items(), key=lambda item: repr(item[0])):
+            yield from _parts(key, inside)
+            yield from _parts(each, inside)
+        yield b"}"
+    elif isinstance(value, list | tuple):
+        yield b"("
+        for each in value:
+            yield from _parts(each, inside)
+        yield b")"
+    elif isinstance(value, AbstractSet):
+        yield repr(sorted(map(digest, value))).encode()
+    else:
+        yield from _parts_of_object(value, inside)
+
+
+def _parts_of_object(value: Any, inside: tuple[int, ...]) -> Iterator[bytes]:
+    """Yield the bytes of what is no collection of Python's: NumPy's, or by its fields, or by its text."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
+        if value.ndim == 0 or value.dtype.hasobject:
+            yield from _parts(value.tolist(), inside)
+        else:
+            yield repr((value.dtype.str, value.shape)).encode()
+            yield value.tobytes()
+        return
+    yield type(value).__name__.encode()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        yield from _parts(fields, inside)
+    elif getattr(type(value), "__repr__", None) is object.__repr__ and hasattr(value, "__dict__"):
+        yield from _parts(vars(value), inside)
+    else:
+        yield b"\0" + repr(value).encode()
 
 
 @torch.no_grad()
