@@ -155,13 +155,12 @@ def clip_grad_norm_(
 
 def _norm(shards: list[Any], norm_type: float, foreach: bool | None) -> Tensor:
     """Return the norm of this rank's numbers; torch's own is computed in their type, where a square soon is infinite."""
-    small = {torch.float16, torch.bfloat16}
-    norms = [
-        torch.linalg.vector_norm(each, norm_type, dtype=torch.float32)
-        for each in shards
-        if each.dtype in small
-    ]
-    others = [each for each in shards if each.dtype not in small]
+    norms, others = [], []
+    for each in shards:
+        if each.dtype in {torch.float16, torch.bfloat16}:
+            norms.append(torch.linalg.vector_norm(each, norm_type, dtype=torch.float32))
+        else:
+            others.append(each)
     if others:
         norms.append(get_total_norm(others, norm_type, foreach=foreach))
     together = torch.stack([each.to(norms[0].device, torch.float64) for each in norms])
@@ -174,12 +173,8 @@ def _over_ranks(mine: Tensor, norm_type: float, mesh: NamedMesh) -> Tensor:
     if not math.isinf(norm_type):
         return all_reduced(mine**norm_type, mesh, mesh.layout.axes) ** (1 / norm_type)
     # Not every backend's maximum keeps what is not a number.
-    largest, undefined = all_reduced(
-        torch.stack([mine.nan_to_num(nan=0.0, posinf=math.inf), mine.isnan().double()]),
-        mesh,
-        mesh.layout.axes,
-        "max",
-    ).unbind()
+    both = torch.stack([mine.nan_to_num(nan=0.0, posinf=math.inf), mine.isnan().double()])
+    largest, undefined = all_reduced(both, mesh, mesh.layout.axes, "max").unbind()
     return largest.masked_fill(undefined > 0, math.nan)
 
 
@@ -189,16 +184,15 @@ class _Clipped(NamedTuple):
     grad: Tensor
 
 
-class _Holders(NamedTuple):
-    """What decides which ranks hold the same numbers of a gradient."""
+def _holders(
+    parameter: Tensor, grad: Tensor
+) -> tuple[DeviceMesh | None, tuple[bool, ...], tuple[str, ...], bool]:
+    """Return what decides which ranks hold the same numbers of a gradient.
 
-    mesh: DeviceMesh | None  # that of a DTensor
-    whole: tuple[bool, ...]  # along which of its dims the ranks hold the same
-    marks: tuple[str, ...]  # the axes along which marks say that they do not
-    copy: bool  # marked as a copy of what another stage has
+    The mesh of a DTensor, and along which of its dims they do; the axes along which marks say that they do not; and whether it
+    is marked as a copy of what another stage has.
+    """
 
-
-def _holders(parameter: Tensor, grad: Tensor) -> _Holders:
     def is_marked(*marks: str) -> bool:
         return any(getattr(parameter, mark, False) for mark in marks)
 
@@ -208,9 +202,9 @@ def _holders(parameter: Tensor, grad: Tensor) -> _Holders:
         marks.append("etp" if expert else "tp")
     copy = is_marked("shared", "ds_pipe_replicated")
     if not isinstance(grad, DTensor):
-        return _Holders(None, (), tuple(marks), copy)
+        return None, (), tuple(marks), copy
     whole = tuple(isinstance(placement, Replicate | Partial) for placement in grad.placements)
-    return _Holders(grad.device_mesh, whole, tuple(marks), copy)
+    return grad.device_mesh, whole, tuple(marks), copy
 
 
 def _shard(grad: Tensor) -> Tensor:
@@ -230,7 +224,7 @@ def _summed(grad: Tensor) -> Tensor:
 def _counts_here(
     mesh: NamedMesh, over: DeviceMesh | None, whole: tuple[bool, ...], marks: tuple[str, ...], copy: bool
 ) -> bool:
-    """Return whether this rank is the first of those that hold the same numbers."""
+    """Return whether this rank is the first of those that hold the same numbers, by what :func:`_holders` returns."""
     rank = mesh.global_rank
     members = {rank} if over is None else set(over.mesh.flatten().tolist())
     same = set(mesh.layout.ranks)  # the ranks that hold the tensor, or a shard of it
