@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from dataclasses import dataclass, field
@@ -13,13 +12,11 @@ import tiny
 import torch
 from ranks import fake_world, run_ranks
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import namedmesh
 from namedmesh import training
-from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel
 
 if TYPE_CHECKING:
     from namedmesh import NamedMesh
@@ -220,37 +217,6 @@ def test_every_number_of_the_models_gradient_counts_once() -> None:
             for order in ("2.0", "inf")
         )
     }
-
-
-def clipped_models() -> list[float]:
-    """Models with a norm that no style shards: after FSDP2 on another slice of the mesh, without it a plain tensor."""
-    mesh = namedmesh.init_mesh(dp=2, tp=2)
-    differences = []
-    for sharded in (True, False):
-        torch.manual_seed(0)
-        whole = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).double()
-        model = copy.deepcopy(whole)
-        batch = torch.randn(4, 8, dtype=torch.float64)
-        namedmesh.parallelize(model, mesh["tp"], {"1": ColwiseParallel(), "3": RowwiseParallel()})
-        if sharded:
-            fully_shard(model, mesh=mesh["dp"])
-        for each, part in ((whole, batch), (model, batch.chunk(2)[mesh.rank("dp")] if sharded else batch)):
-            (each(part).square().sum(-1).mean() * 10).backward()
-        with pytest.raises((RuntimeError, ValueError)):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        expected = nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
-        assert expected > 1
-        differences.append((training.clip_grad_norm_(model.parameters(), 1.0, mesh) - expected).abs().item())
-        for mine, right in zip(model.parameters(), whole.parameters(), strict=True):
-            grad: Any = mine.grad
-            grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
-            differences.append((grad - right.grad).abs().max().item())
-    mesh.close()
-    return differences
-
-
-def test_models_of_mixed_parameters_are_clipped_as_in_one_process() -> None:
-    assert max(max(each) for each in run_ranks(4, clipped_models)) < 1e-9
 
 
 def test_norms_of_short_types_are_computed_in_float32() -> None:
