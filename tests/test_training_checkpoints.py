@@ -20,6 +20,7 @@ from tiny import AdamWOfShards
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from training_checks import states_of
 
 import namedmesh
 from namedmesh import training
@@ -425,10 +426,6 @@ def numbers_of(model: Noted) -> list[Any]:
     return [inside.average.tolist(), int(inside.count), inside.amax.tolist(), model.note["number"]]
 
 
-def states_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    return [str(sorted(each.items())) for each in optimizer.state.values()]
-
-
 def what_ranks_have_for_themselves_they_get_back(root: Path) -> None:
     mesh = namedmesh.init_mesh(dp=2, device="cpu")
     rank = mesh.rank()
@@ -534,6 +531,7 @@ def all_that_need(ranks: int, root: Path) -> list[str]:
     held = []
     for case, count in ON_RANKS.items():
         if count == ranks:
+            torch.manual_seed(0)
             case(root / case.__name__)
             held.append(case.__name__)
     return held

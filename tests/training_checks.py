@@ -190,6 +190,10 @@ def whole(tensor: Tensor | None) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def states_of(optimizer: torch.optim.Optimizer) -> list[str]:
+    return [str(sorted(each.items())) for each in optimizer.state.values()]
+
+
 def parallelized(model: Part, mesh: namedmesh.NamedMesh, *, ulysses: bool) -> Part:
     if "tp" in mesh.layout:
         columns, rows = (
