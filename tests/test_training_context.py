@@ -157,7 +157,7 @@ def left_of_gathered(mesh: DeviceMesh) -> list[bool]:
     """Whether gathered keys and values are gone before the backward, on devices whose kernels keep their sums to themselves."""
     q, k, v, _ = (spread(each, mesh, balanced=True).requires_grad_() for each in whole_tensors(64, HEADS))
     gathered: list[StorageWeakRef] = []
-    real = context._whole_order
+    real = context._reordered
 
     def remember(*args: Any, **how: Any) -> Tensor:
         whole = real(*args, **how)
@@ -165,7 +165,7 @@ def left_of_gathered(mesh: DeviceMesh) -> list[bool]:
         return whole
 
     without = mock.patch.object(context, "has_attention_with_lse", return_value=False)
-    with without, mock.patch.object(context, "_whole_order", remember):
+    with without, mock.patch.object(context, "_reordered", remember):
         output = training.context_attention(q, k, v, mesh)
         gone = [each.expired() for each in gathered]
         output.sum().backward()

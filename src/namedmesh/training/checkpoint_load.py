@@ -153,10 +153,8 @@ class _Loading:
         self._wanted[name] = copies, parameter
         for copy in copies:
             known = self._shapes[copy]
-            if room is None and known is not None:
-                self._values[copy] = torch.empty(known[0], dtype=known[1])
-            else:
-                self._values[copy] = room
+            empty = None if known is None else torch.empty(known[0], dtype=known[1])
+            self._values[copy] = empty if room is None else room
 
     def _want_of_model(self, name: str) -> None:
         entry = self.state.entries[name]
@@ -232,9 +230,11 @@ class _Loading:
     def _want_data(self, name: str) -> None:
         copies = self._copies(name)
         if len(copies) != 1:
-            known = "no place in the data"
-            if copies:
-                known = "another place in the data for each rank that this one stands for"
+            known = (
+                "another place in the data for each rank that this one stands for"
+                if copies
+                else "no place in the data"
+            )
             self._problems.append(
                 f"{self._where} has {known}; load it without data=, and skip the samples that were seen"
             )
@@ -262,8 +262,8 @@ class _Loading:
             state.put_optimizer(optimizer, self._options, kept)
         for number, loader in enumerate(state.loaders):
             loader.load_state_dict(found[f"data.{number}"])
-        random = {name: each for name, each in found.items() if name.startswith("random.")}
-        streams.load_state_dict({name.removeprefix("random."): each for name, each in random.items()})
+        random = [name for name in found if name.startswith("random.")]
+        streams.load_state_dict({name.removeprefix("random."): found[name] for name in random})
 
 
 def _other_options(

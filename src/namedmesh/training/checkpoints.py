@@ -397,14 +397,14 @@ class Checkpoints:
         def collect() -> State:
             if ranks.rank == 0:
                 self._refuse_other_run()
-                self._clear()
+                for each in self.directory.glob("step-*"):
+                    if _NAME.fullmatch(each.name):
+                        files.clear(each)
             return State(self.mesh, model, optimizer, data)
 
-        path = self.directory / f"step-{step:06}"
-        values = {"step": step} | extra
-        return _save(
-            path, self.mesh, collect, values, self._lineage, async_=self.async_, after=self._remove_older
-        )
+        path, values = self.directory / f"step-{step:06}", {"step": step} | extra
+        how: dict[str, Any] = {"async_": self.async_, "after": self._remove_older}
+        return _save(path, self.mesh, collect, values, self._lineage, **how)
 
     def close(self) -> None:
         """Wait for what is written, and raise its error if it was not reported."""
@@ -418,12 +418,6 @@ class Checkpoints:
                 f"{self.directory} holds another run, up to {runs[-1][1]}; go on with it by "
                 "resume_or_start(..., resume=True), or give this run a directory of its own"
             )
-
-    def _clear(self) -> None:
-        """Remove what interrupted saves and removals of this run left."""
-        for path in self.directory.glob("step-*"):
-            if _NAME.fullmatch(path.name):
-                files.clear(path)
 
     def _last_sound(self, ranks: CheckpointGroup) -> tuple[Path, dict[str, Any]] | None:
         """Return the checkpoint that was finished last and is as it was written; None where none was ever finished."""

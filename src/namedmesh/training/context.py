@@ -62,8 +62,7 @@ def shard_sequence(
         >>> tokens, positions = shard_sequence(torch.tensor([[5, 6, 7]]), mesh=mesh["cp"], pad=(0,))
         >>> tokens, positions
         (tensor([[5, 6, 7, 0]]), tensor([0, 1, 2, 3]))
-        >>> mesh.close()
-        >>> dist.destroy_process_group()
+        >>> mesh.close(); dist.destroy_process_group()
     """
     parts = mesh.size() * (2 if balanced else 1)
     lengths = {each.shape[dim] for each in tensors}
@@ -148,8 +147,7 @@ def context_attention(
         >>> whole = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         >>> torch.allclose(context_attention(q, k, v, mesh["cp"]), whole, atol=1e-6)
         True
-        >>> mesh.close()
-        >>> dist.destroy_process_group()
+        >>> mesh.close(); dist.destroy_process_group()
     """
     ranks = RankGroup(mesh)
     problems = _problems(
@@ -165,7 +163,7 @@ def context_attention(
     if ulysses:
         gqa = query.shape[1] != key.shape[1]
         query, key, value = (
-            _whole_order(_exchanged(each, ranks, 1, 2), ranks.size, balanced=balanced)
+            _reordered(_exchanged(each, ranks, 1, 2), ranks.size, balanced=balanced)
             for each in (query, key, value)
         )
         if not is_causal:
@@ -173,7 +171,7 @@ def context_attention(
         mixed = F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=gqa, scale=scale
         )
-        return _exchanged(_rank_order(mixed, ranks.size, balanced=balanced), ranks, 2, 1)
+        return _exchanged(_reordered(mixed, ranks.size, balanced=balanced, by_rank=True), ranks, 2, 1)
     if is_causal and has_attention_with_lse(query, value):
         pieces = _pieces(query.shape[2], ranks, balanced=balanced)
         return cast("Tensor", _InPieces.apply(query, key, value, ranks, pieces, scale))  # type: ignore[no-untyped-call]
@@ -222,7 +220,7 @@ def _attend_to_gathered(
 ) -> Tensor:
     """Return the attention of this rank's queries to the keys and values of all ranks, with any kernel; ``seen`` is by chunk."""
     key, value = (
-        _whole_order(gather_parts(each, ranks, 2), ranks.size, balanced=balanced) for each in (key, value)
+        _reordered(gather_parts(each, ranks, 2), ranks.size, balanced=balanced) for each in (key, value)
     )
     gqa = query.shape[1] != key.shape[1]
     results = []
@@ -283,21 +281,11 @@ def _chunks_of(rank: int, size: int, *, balanced: bool) -> tuple[int, ...]:
     return (rank, 2 * size - 1 - rank) if balanced else (rank,)
 
 
-def _whole_order(joined: Tensor, size: int, *, balanced: bool) -> Tensor:
-    """Return the sequence in its own order, from the parts of all ranks one after the other."""
-    places = [part for rank in range(size) for part in _chunks_of(rank, size, balanced=balanced)]
-    return _ordered(joined, [places.index(part) for part in range(len(places))])
-
-
-def _rank_order(whole: Tensor, size: int, *, balanced: bool) -> Tensor:
-    """Return the inverse of :func:`_whole_order`."""
-    return _ordered(
-        whole, [part for rank in range(size) for part in _chunks_of(rank, size, balanced=balanced)]
-    )
-
-
-def _ordered(tensor: Tensor, order: list[int]) -> Tensor:
-    """Return chunks of the sequence, by their numbers."""
+def _reordered(tensor: Tensor, size: int, *, balanced: bool, by_rank: bool = False) -> Tensor:
+    """Return the sequence in its own order, from the parts of all ranks one after the other; or the inverse, ``by_rank``."""
+    order = [part for rank in range(size) for part in _chunks_of(rank, size, balanced=balanced)]
+    if not by_rank:
+        order = [order.index(part) for part in range(len(order))]
     if order == sorted(order):
         return tensor
     chunks = tensor.chunk(len(order), dim=2)

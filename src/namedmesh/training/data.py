@@ -39,8 +39,7 @@ def data_axes(mesh: NamedMesh) -> tuple[str, ...]:
             it is not known.
 
     Example:
-        >>> import torch.distributed as dist
-        >>> import namedmesh
+        >>> import namedmesh, torch.distributed as dist
         >>> from namedmesh import training
         >>> mesh = namedmesh.init_mesh(pp=1, dp_replicate=1, dp_shard=-1, tp=1, device="cpu")
         >>> training.data_axes(mesh)
@@ -125,8 +124,7 @@ def check_same_batch(batch: object, mesh: NamedMesh, *, distinct: bool = True) -
         AxisError: as for :func:`data_axes`.
 
     Example:
-        >>> import torch, torch.distributed as dist
-        >>> import namedmesh
+        >>> import namedmesh, torch, torch.distributed as dist
         >>> from namedmesh import training
         >>> mesh = namedmesh.init_mesh(dp=-1, tp=1, device="cpu")
         >>> training.check_same_batch({"tokens": torch.arange(3), "id": "a"}, mesh)
@@ -356,17 +354,13 @@ def set_expert_divisor(model: nn.Module, mesh: NamedMesh) -> None:
         AxisError: the mesh has no axis ``edp``; or as for :func:`data_axes`.
 
     Example:
-        >>> import torch, torch.distributed as dist
-        >>> import namedmesh
+        >>> import namedmesh, torch, torch.distributed as dist
         >>> from namedmesh import training
         >>> from namedmesh.tensor_parallel import ExpertParallel, parallelize
-        >>> class Experts(torch.nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.weight = torch.nn.Parameter(torch.ones(8, 4, 4))
         >>> mesh = namedmesh.init_mesh(dp=-1, device="cpu")
         >>> _ = mesh.add_view("expert", edp=-1, ep=1)
-        >>> experts = parallelize(Experts(), mesh["ep"], ExpertParallel())
+        >>> experts = torch.nn.ParameterDict({"weight": torch.ones(8, 4, 4)})   # with a forward of its own
+        >>> experts = parallelize(experts, mesh["ep"], ExpertParallel())
         >>> training.set_expert_divisor(experts, mesh)
         >>> mesh.close(); dist.destroy_process_group()
     """

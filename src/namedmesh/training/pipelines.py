@@ -171,8 +171,7 @@ def pipeline(
         >>> output = pipe.step(torch.ones(3, 2), target=torch.ones(3, 1), losses=losses)   # 3 rows in 2 parts
         >>> bool(torch.isclose(sum(losses), torch.nn.functional.mse_loss(output, torch.ones(3, 1))))
         True
-        >>> mesh.close()
-        >>> dist.destroy_process_group()
+        >>> mesh.close(); dist.destroy_process_group()
     """
     modules = [stages] if isinstance(stages, nn.Module) else list(stages)
     return Pipeline(mesh, modules, schedule, microbatches, loss, reduction, frozenset(whole))

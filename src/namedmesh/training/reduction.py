@@ -7,19 +7,13 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from namedmesh._torch import (
-    constant_of_mesh,
-    functional_collective,
-    needs_functional_collectives,
-    synchronous,
-    wait_tensor,
-)
+from namedmesh._torch import constant_of_mesh, synchronous
 from namedmesh.errors import MeshError, TrainingError
+from namedmesh.tensor_parallel.collectives import RankGroup, all_reduce
 from namedmesh.tensor_parallel.gradient_sums import reduce_gradients
 
 if TYPE_CHECKING:
@@ -28,9 +22,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from namedmesh.mesh import NamedMesh
-
-
-_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def all_reduced(tensor: Tensor, mesh: NamedMesh, axes: Sequence[str], operation: str = "sum") -> Tensor:
@@ -45,33 +36,21 @@ def all_reduced(tensor: Tensor, mesh: NamedMesh, axes: Sequence[str], operation:
         tensor([1., 1.])
         >>> mesh.close(); dist.destroy_process_group()
     """
-    for span in _spans(mesh, tuple(axes)):
-        if needs_functional_collectives(tensor):
-            name = _group_name(mesh, span)
-            tensor = wait_tensor(functional_collective("all_reduce", tensor, operation, group=name))
-        else:
-            tensor = tensor.clone()
-            dist.all_reduce(tensor, _OPERATIONS[operation], group=mesh.group(*span))
+    for group in _groups(mesh, tuple(axes)):
+        tensor = all_reduce(tensor, group, operation)
     return tensor
 
 
 @constant_of_mesh
-def _spans(mesh: NamedMesh, axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """Return the axes of the groups that together span some axes; none where they have one rank."""
+def _groups(mesh: NamedMesh, axes: tuple[str, ...]) -> tuple[RankGroup, ...]:
+    """Return the groups that together span some axes; none where they have one rank."""
     large = tuple(axis for axis in axes if mesh.size(axis) > 1)
     if not large:
         return ()
     try:
-        mesh.group(*large)
+        return (RankGroup(mesh.group(*large)),)
     except MeshError:
-        mesh.group(large[0])  # raises where the mesh is closed
-        return tuple((axis,) for axis in large)
-    return (large,)
-
-
-@constant_of_mesh
-def _group_name(mesh: NamedMesh, axes: tuple[str, ...]) -> str:
-    return mesh.group(*axes).group_name
+        return tuple(RankGroup(mesh.group(axis)) for axis in large)  # raises where the mesh is closed
 
 
 @torch.no_grad()
@@ -117,8 +96,7 @@ def clip_grad_norm_(
             ``norm_type`` is not greater than 0.
 
     Example:
-        >>> import torch, torch.distributed as dist
-        >>> import namedmesh
+        >>> import namedmesh, torch, torch.distributed as dist
         >>> from namedmesh import training
         >>> mesh = namedmesh.init_mesh(dp=-1, tp=1, device="cpu")
         >>> weight = torch.nn.Parameter(torch.zeros(2))
