@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from namedmesh._torch import constant_of_mesh, synchronous
+from namedmesh._torch import constant_of_mesh, functional_collective, synchronous, wait_tensor
 from namedmesh.errors import MeshError, TrainingError
-from namedmesh.tensor_parallel.collectives import RankGroup, all_reduce
 from namedmesh.tensor_parallel.gradient_sums import reduce_gradients
 
 if TYPE_CHECKING:
@@ -36,21 +35,21 @@ def all_reduced(tensor: Tensor, mesh: NamedMesh, axes: Sequence[str], operation:
         tensor([1., 1.])
         >>> mesh.close(); dist.destroy_process_group()
     """
-    for group in _groups(mesh, tuple(axes)):
-        tensor = all_reduce(tensor, group, operation)
+    for name in _group_names(mesh, tuple(axes)):
+        tensor = wait_tensor(functional_collective("all_reduce", tensor, operation, group=name))
     return tensor
 
 
 @constant_of_mesh
-def _groups(mesh: NamedMesh, axes: tuple[str, ...]) -> tuple[RankGroup, ...]:
-    """Return the groups that together span some axes; none where they have one rank."""
+def _group_names(mesh: NamedMesh, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of the groups that together span some axes; none where they have one rank."""
     large = tuple(axis for axis in axes if mesh.size(axis) > 1)
     if not large:
         return ()
     try:
-        return (RankGroup(mesh.group(*large)),)
+        return (mesh.group(*large).group_name,)
     except MeshError:
-        return tuple(RankGroup(mesh.group(axis)) for axis in large)  # raises where the mesh is closed
+        return tuple(mesh.group(axis).group_name for axis in large)  # raises where the mesh is closed
 
 
 @torch.no_grad()
