@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
-from ranks import run_ranks
+from ranks import fake_world, run_ranks
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -92,6 +92,9 @@ def all_differences() -> dict[object, float]:
                     attn_mask=within_documents(length),
                 )
             check_dropout(mesh["cp"])
+            kept, least = kept_of(mesh["cp"])
+            assert kept < 1.2 * least
+            assert left_of_gathered(mesh["cp"]) == [True, True]
         mesh.close()
     return told
 
@@ -172,55 +175,48 @@ def left_of_gathered(mesh: DeviceMesh) -> list[bool]:
     return gone
 
 
-def memory() -> tuple[int, int, list[bool]]:
-    mesh = namedmesh.init_mesh(cp=4, device="cpu")
-    told = (*kept_of(mesh["cp"]), left_of_gathered(mesh["cp"]))
-    mesh.close()
-    return told
-
-
-def test_each_rank_keeps_its_own_keys_and_values() -> None:
-    for kept, least, gone in run_ranks(4, memory):
-        assert kept < 1.2 * least
-        assert gone == [True, True]
-
-
 def test_attention_is_that_of_one_process() -> None:
     by_rank = run_ranks(4, all_differences)
     assert len(by_rank[0]) == 76
     assert max(max(told.values()) for told in by_rank) < 1e-13
 
 
-def parts_and_refusals() -> list[Any]:
-    mesh = namedmesh.init_mesh(cp=2, device="cpu")
+@pytest.mark.parametrize(
+    ("rank", "parts"),
+    [
+        (0, [[[0, 1, 6, 7], [1, 2, 7, 8], [0, 1, 6, 7]], [0, 1, 2, 3], [0, 1, -100, -100]]),
+        (1, [[[2, 3, 4, 5], [3, 4, 5, 6], [2, 3, 4, 5]], [4, 5, 6, 7], [2, 3, 4, 5]]),
+    ],
+)
+def test_parts_of_a_sequence_and_what_is_refused(rank: int, parts: list[Any]) -> None:
     tokens = torch.arange(8)[None]
-    told: list[Any] = [
-        [each.flatten().tolist() for each in training.shard_sequence(tokens, tokens + 1, mesh=mesh["cp"])],
-        training.shard_sequence(tokens, mesh=mesh["cp"], balanced=False)[0].flatten().tolist(),
-        training.shard_sequence(tokens[:, :6], mesh=mesh["cp"], pad=(-100,))[0].flatten().tolist(),
-    ]
     query, key = torch.zeros(1, 6, 3, 4), torch.zeros(1, 4, 2, 4)
-    for call in (
-        lambda: training.shard_sequence(tokens[:, :6], mesh=mesh["cp"]),
-        lambda: training.shard_sequence(tokens, tokens[:, :6], mesh=mesh["cp"], pad=(0,)),
-        lambda: training.context_attention(query, key, key, mesh["cp"]),
-        lambda: training.context_attention(query[:, :3], key[:, :1], key[:, :1], mesh["cp"], ulysses=True),
-    ):
-        with pytest.raises(ShapeError) as refused:
-            call()
-        told.append(list(refused.value.problems))
-    mesh.close()
-    return told
-
-
-def test_parts_of_a_sequence_and_what_is_refused() -> None:
-    first, second = run_ranks(2, parts_and_refusals)
-    assert first[:3] == [[[0, 1, 6, 7], [1, 2, 7, 8], [0, 1, 6, 7]], [0, 1, 2, 3], [0, 1, -100, -100]]
-    assert second[:3] == [[[2, 3, 4, 5], [3, 4, 5, 6], [2, 3, 4, 5]], [4, 5, 6, 7], [2, 3, 4, 5]]
-    assert first[3:] == second[3:]
+    with fake_world(2, rank):
+        mesh = namedmesh.init_mesh(cp=2, device="cpu")
+        assert parts == [
+            [
+                each.flatten().tolist()
+                for each in training.shard_sequence(tokens, tokens + 1, mesh=mesh["cp"])
+            ],
+            training.shard_sequence(tokens, mesh=mesh["cp"], balanced=False)[0].flatten().tolist(),
+            training.shard_sequence(tokens[:, :6], mesh=mesh["cp"], pad=(-100,))[0].flatten().tolist(),
+        ]
+        told = []
+        for call in (
+            lambda: training.shard_sequence(tokens[:, :6], mesh=mesh["cp"]),
+            lambda: training.shard_sequence(tokens, tokens[:, :6], mesh=mesh["cp"], pad=(0,)),
+            lambda: training.context_attention(query, key, key, mesh["cp"]),
+            lambda: training.context_attention(
+                query[:, :3], key[:, :1], key[:, :1], mesh["cp"], ulysses=True
+            ),
+        ):
+            with pytest.raises(ShapeError) as refused:
+                call()
+            told.append(list(refused.value.problems))
+        mesh.close()
     uneven = "a part of 3 tokens is not two chunks of a balanced order; cut with shard_sequence, and give both the same balanced="
     shapes = "query, key and value have shapes [{}]; their parts of the sequence have one length"
-    assert first[3:] == [
+    assert told == [
         [
             "a sequence of 6 cannot be split into 4 equal chunks for 2 ranks; give pad, a value for each tensor, or "
             "sequences whose length is a multiple of 4"

@@ -239,7 +239,9 @@ def check_first_weights(model: list[Part]) -> None:
     expected = dict(alone.named_parameters())
     for part in model:
         for name, parameter in part.named_parameters():
-            assert torch.equal(whole(parameter), expected[name.replace("_orig_mod.", "")]), name
+            # Up to torch 2.11 a DTensor that is cut unevenly twice is not gathered as it is.
+            if TORCH.release >= (2, 12) or parameter.shape[0] % dist.get_world_size() == 0:
+                assert torch.equal(whole(parameter), expected[name.replace("_orig_mod.", "")]), name
 
 
 def train_through(layouts: list[Job], paths: list[str]) -> list[list[float]]:
