@@ -12,14 +12,14 @@ import zlib
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from installing import interpreter
-from messages import error_of
+from messages import error_of, problems_of
 from ranks import run_ranks
 from torch import nn
 from training_checks import states_of
@@ -27,9 +27,6 @@ from training_checks import states_of
 from namedmesh import training
 from namedmesh.errors import CheckpointError
 from namedmesh.training import checkpoint_files
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 REFUSED = mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=OSError(28, "No space left"))
 
@@ -326,26 +323,18 @@ def test_without_safetensors_a_sentence_says_so(tmp_path: Path, monkeypatch: pyt
 # --- what is refused -------------------------------------------------------------------------------------------
 
 
-def refusal(call: Callable[[], object]) -> list[str]:
-    try:
-        call()
-    except CheckpointError as error:
-        return list(error.problems)
-    return []
-
-
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     root = tmp_path
     saved = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(2, 2, bias=False)})
     path = root / "last"
-    assert refusal(lambda: training.load(path, None, saved)) == [
+    assert problems_of(lambda: training.load(path, None, saved)) == [
         f"there is no finished checkpoint at {path}; name the path that it was saved to"
     ]
     training.save(path, None, saved)
     other = nn.ModuleDict({"a": nn.Linear(2, 4, bias=False), "c": nn.Linear(1, 1)})
     before = [each.clone() for each in other.state_dict().values()]
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    assert refusal(lambda: training.load(path, None, other, optimizer)) == [
+    assert problems_of(lambda: training.load(path, None, other, optimizer)) == [
         f"'a.weight' has shape (4, 2) here, and (3, 2) in the checkpoint {path}",
         *(f"{name!r} is not in the checkpoint {path}" for name in ("c.weight", "c.bias")),
         f"the checkpoint {path} was saved without an optimizer; load it without one",
@@ -358,19 +347,19 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     used = root / "used"
     used.mkdir()
     (used / "notes").write_text("mine")
-    assert refusal(lambda: training.save(used, None, saved)) == [
+    assert problems_of(lambda: training.save(used, None, saved)) == [
         f"{used} exists and is no checkpoint of namedmesh.training; give the checkpoint a path of its own"
     ]
     assert (used / "notes").exists()
     stranger = torch.optim.SGD([nn.Parameter(torch.zeros(5))], lr=0.1)
-    assert refusal(lambda: training.save(path, None, saved, stranger)) == [
+    assert problems_of(lambda: training.save(path, None, saved, stranger)) == [
         "the optimizer has parameters of shape (5,) that the model has not; make it from the parameters that "
         "the model has now"
     ]
     grouped = [{"params": saved["a"].parameters(), "lr": 0.1}, {"params": saved["b"].parameters(), "lr": 0.2}]
     training.save(path, None, saved, torch.optim.SGD(grouped))
     together = torch.optim.SGD(saved.parameters(), lr=0.1)
-    assert refusal(lambda: training.load(path, None, saved, together)) == [
+    assert problems_of(lambda: training.load(path, None, saved, together)) == [
         "'a.weight', 'b.weight' are in one group of the optimizer, and were in groups with other options; group them "
         "as they were"
     ]

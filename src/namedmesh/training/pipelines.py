@@ -177,7 +177,7 @@ def pipeline(
     return Pipeline(mesh, modules, schedule, microbatches, loss, reduction, frozenset(whole))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Pipeline:
     """What :func:`pipeline` returns, and its arguments."""
 
