@@ -1,4 +1,4 @@
-"""One gradient norm over parameters of every kind: what each rank holds, and what the whole model has."""
+"""One gradient norm over parameters of every kind, and one mean of the loss: in one process, on ranks, and compiled."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import tiny
 import torch
+import training_checks as checks
 from ranks import fake_world, run_ranks
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import namedmesh
 from namedmesh import training
+from namedmesh._torch import TORCH
 
 if TYPE_CHECKING:
     from namedmesh import NamedMesh
@@ -230,3 +233,61 @@ def test_norms_of_short_types_are_computed_in_float32() -> None:
             assert norm.item() == pytest.approx(158080, rel=1e-2 if dtype == torch.bfloat16 else 1e-4)
             assert weight.grad.double().norm().item() == pytest.approx(1, rel=1e-2)
         mesh.close()
+
+
+def compiled_step() -> list[float]:
+    mesh = namedmesh.init_mesh(dp=2, cp=2)
+    counter = CompileCounterWithBackend("eager")
+    logits = torch.randn(
+        4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    ).requires_grad_()
+    targets = torch.tensor([1, 2, checks.IGNORED, 3])
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        total = nn.functional.cross_entropy(logits, targets, reduction="sum")
+        return training.token_mean(total, (targets != checks.IGNORED).sum(), mesh)
+
+    differences = []
+    compiled = torch.compile(loss, backend=counter, fullgraph=True)
+    for some in (targets, targets.flip(0)):
+        found, expected = compiled(logits, some), loss(logits, some)
+        differences.append((found - expected).abs().item())
+        (one,), (other,) = (torch.autograd.grad(each, logits) for each in (found, expected))
+        differences.append((one - other).abs().max().item())
+    assert counter.frame_count == 1
+    torch.distributed.barrier()
+    mesh.close()
+
+    mesh = namedmesh.init_mesh(dp=2, tp=2)
+    plain = nn.Parameter(torch.zeros(3))
+    sharded = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh["tp"], [Shard(0)]))
+    both = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh["dp", "tp"], [Shard(0), Shard(0)]))
+
+    def fill() -> None:
+        for parameter in (plain, sharded, both):
+            parameter.grad = torch.full_like(parameter, 3.0)
+
+    def clip() -> Tensor:
+        return training.clip_grad_norm_([plain, sharded, both], 1.0, mesh)
+
+    fill()
+    expected = clip()
+    scaled = [checks.whole(parameter.grad).clone() for parameter in (plain, sharded, both)]
+    fill()
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    # Up to torch 2.10 its own clip_grad_norm_ breaks the graph, and so does what it shares with ours.
+    unbroken = TORCH.release >= (2, 11)
+    found = torch.compile(clip, backend=counter, fullgraph=unbroken)()
+    differences.append((found - expected).abs().item())
+    for parameter, other in zip((plain, sharded, both), scaled, strict=True):
+        differences.append((checks.whole(parameter.grad) - other).abs().max().item())
+    assert counter.frame_count == 1 or not unbroken
+    torch.distributed.barrier()
+    mesh.close()
+    return differences
+
+
+def test_loss_and_clipping_are_one_graph_each() -> None:
+    for differences in run_ranks(4, compiled_step):
+        assert max(differences) < 1e-9

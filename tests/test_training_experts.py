@@ -14,7 +14,7 @@ import pytest
 import torch
 import training_checks as checks
 from ranks import fake_world, run_ranks
-from torch import nn
+from torch import Tensor, nn
 
 import namedmesh
 from namedmesh import training
@@ -79,6 +79,57 @@ def test_the_script_prints_the_largest_differences() -> None:
     )
     assert found is not None
     assert max(map(float, found.groups())) < 1e-9
+
+
+class Experts(nn.Module):
+    """One weight for each expert, without a loop over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = torch.randn(4, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        self.weight = nn.Parameter(values)
+
+    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        expert = torch.arange(counts.shape[0]).repeat_interleave(counts, output_size=tokens.shape[0])
+        return torch.einsum("ti,tij->tj", tokens, self.weight[expert])
+
+
+# How many tokens each of two ranks has for each of four experts.
+COUNTS = (((3, 0, 1, 1), (0, 5, 0, 2)), ((0, 0, 0, 0), (1, 0, 2, 0)), ((0, 0, 0, 0), (0, 0, 0, 0)))
+
+
+def travelling_tokens(compiled: bool) -> list[float]:
+    """Experts on two ranks beside all of them on each: outputs, and gradients of tokens and of weights."""
+    mesh = namedmesh.init_mesh(dp=2)
+    mesh.add_view("expert", edp=1, ep=2)
+    here: Any = parallelize(Experts(), mesh["ep"], ExpertParallel())
+    training.set_expert_divisor(here, mesh)
+    call: Any = here
+    if compiled:
+        call = torch.compile(here, backend="aot_eager", fullgraph=True)
+    differences = []
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        for counts_of_ranks in COUNTS:
+            counts = torch.tensor(counts_of_ranks[mesh.rank("dp")])
+            tokens = torch.randn(int(counts.sum()), 3, dtype=torch.float64).requires_grad_()
+            everywhere = Experts()
+            expected, found = everywhere(tokens, counts), call(tokens, counts)
+            wanted = torch.autograd.grad(expected.square().sum(), [tokens, everywhere.weight])
+            got = torch.autograd.grad(found.square().sum(), [tokens, here.weight])
+            weights = wanted[1] / 2
+            torch.distributed.all_reduce(weights)
+            pairs = [(found, expected), (got[0], wanted[0]), (checks.whole(got[1]), weights)]
+            differences += [(one - other).abs().max().item() for one, other in pairs if one.numel()]
+    torch.distributed.barrier()
+    mesh.close()
+    return differences
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler does it
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tokens_travel_to_their_experts_and_back(compiled: bool) -> None:
+    for differences in run_ranks(2, travelling_tokens, compiled):
+        assert max(differences) < 1e-9
 
 
 class Mixed(nn.Module):
