@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,90 +24,72 @@ if TYPE_CHECKING:
     from namedmesh import NamedMesh
 
 
-@dataclass
-class Gradients:
-    """Gradients of one stage: this rank's parameters beside the whole tensors that they are of."""
-
-    mesh: NamedMesh
-    stage: int
-    whole: list[Tensor] = field(default_factory=list)
-    mine: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
-
-    def new(self, *shape: int, counts: bool = True) -> Tensor:
-        """A whole gradient, the same on every rank of the stage; it is part of the model unless it is a copy."""
-        seed = 100 * self.stage + len(self.whole) + len(self.mine)
-        full = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        if counts:
-            self.whole.append(full)
-        return full
-
-    def plain(self, mine: Tensor, **marks: Any) -> None:
-        parameter = nn.Parameter(torch.zeros_like(mine))
-        parameter.grad = mine.clone()
-        self._add(parameter, mine, marks)
-
-    def sharded(self, mine: Tensor, mesh: Any, placements: list[Any], **marks: Any) -> None:
-        """A DTensor of this rank's shard, whose dims divide."""
-        parameter = nn.Parameter(DTensor.from_local(torch.zeros_like(mine), mesh, placements))
-        parameter.grad = DTensor.from_local(mine.clone(), mesh, placements)
-        self._add(parameter, mine, marks)
-
-    def _add(self, parameter: nn.Parameter, mine: Tensor, marks: dict[str, Any]) -> None:
-        for name, value in marks.items():
-            setattr(parameter, name, value)
-        self.mine.append((parameter, mine))
-
-    def shard(self, full: Tensor, dim: int, axis: str) -> Tensor:
-        return full.chunk(self.mesh.size(axis), dim)[self.mesh.rank(axis)]
+# The whole shape, the dim that each axis shards, the axes of the DTensor (none for a plain tensor), and marks.
+Case = tuple[tuple[int, ...], dict[str, int], tuple[str, ...], dict[str, Any]]
+MARKED = {"tensor_model_parallel": True}
+EXPERT = {"allreduce": False}
+OF_DENSE: list[Case] = [
+    ((5,), {}, (), {}),
+    ((4, 3), {"tp": 0}, (), MARKED | {"partition_dim": 0, "partition_stride": 1}),
+    ((4,), {"tp": 0}, (), {"model_parallel": True}),
+    ((2,), {}, (), {"tensor_model_parallel": False, "allreduce": True, "shared": False}),
+    ((4, 3), {"tp": 0}, ("tp",), {}),
+    ((4, 3), {"tp": 0}, ("tp",), MARKED),
+    ((3,), {}, ("tp",), {}),
+    ((4, 3), {"dp": 0}, ("dp",), {}),
+    ((4, 4), {"dp": 0, "tp": 1}, ("dp", "tp"), {}),
+    ((4, 4), {"dp": 0}, ("dp", "tp"), {}),
+    ((4,), {"dp": 0}, ("dp",), {"tensor_model_parallel": False}),
+    ((4, 4), {"dp": 0, "tp": 1}, ("dp",), MARKED),
+]
+OF_EXPERTS: list[Case] = [
+    ((4, 3), {"ep": 0}, ("ep",), {}),
+    ((4, 4), {"edp": 1, "ep": 0}, ("edp", "ep"), {}),
+    ((4, 4), {"edp": 1, "ep": 0}, ("edp",), EXPERT),
+    ((4, 4, 4), {"edp": 1, "ep": 0, "etp": 2}, ("edp", "ep", "etp"), EXPERT),
+    ((4, 4), {"ep": 0, "etp": 1}, (), EXPERT | MARKED),
+    ((4, 2), {"ep": 0}, (), EXPERT | {"tensor_model_parallel": False}),
+    ((4, 4), {"ep": 0, "etp": 1}, ("ep",), EXPERT | MARKED),
+]
 
 
-def dense_gradients(of: Gradients) -> None:
-    mesh = of.mesh
-    of.plain(of.new(5))
-    of.plain(of.shard(of.new(4, 3), 0, "tp"), tensor_model_parallel=True, partition_dim=0, partition_stride=1)
-    of.plain(of.shard(of.new(4), 0, "tp"), model_parallel=True)
-    of.plain(of.new(2), tensor_model_parallel=False, allreduce=True, shared=False)
-    of.sharded(of.shard(of.new(4, 3), 0, "tp"), mesh["tp"], [Shard(0)])
-    of.sharded(of.shard(of.new(4, 3), 0, "tp"), mesh["tp"], [Shard(0)], tensor_model_parallel=True)
-    of.sharded(of.new(3), mesh["tp"], [Replicate()])
-    of.sharded(of.new(3) / mesh.size("tp"), mesh["tp"], [Partial()])
-    of.sharded(of.shard(of.new(4, 3), 0, "dp"), mesh["dp"], [Shard(0)])
-    both = of.shard(of.shard(of.new(4, 4), 0, "dp"), 1, "tp")
-    of.sharded(both, mesh["dp", "tp"], [Shard(0), Shard(1)])
-    of.sharded(of.shard(of.new(4, 4), 0, "dp"), mesh["dp", "tp"], [Shard(0), Replicate()])
-    of.sharded(of.shard(of.new(4), 0, "dp"), mesh["dp"], [Shard(0)], tensor_model_parallel=False)
-    marked = of.shard(of.shard(of.new(4, 4), 0, "dp"), 1, "tp")
-    of.sharded(marked, mesh["dp"], [Shard(0)], tensor_model_parallel=True)
+def random_numbers(seed: int, shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def parameter(mine: Tensor, mesh: Any, placements: list[Any], marks: dict[str, Any]) -> nn.Parameter:
+    """One with a gradient of this rank's numbers; a DTensor where there is a mesh, whose dims divide."""
+    grad = mine.clone() if mesh is None else DTensor.from_local(mine.clone(), mesh, placements)
+    made = nn.Parameter(torch.zeros_like(grad))
+    made.grad = grad
+    for name, value in marks.items():
+        setattr(made, name, value)
+    return made
+
+
+def gradients(mesh: NamedMesh, stage: int) -> tuple[list[Tensor], list[tuple[nn.Parameter, Tensor]]]:
+    """The whole gradients of a stage, and this rank's parameters with their parts of them."""
+    whole: list[Tensor] = []
+    mine: list[tuple[nn.Parameter, Tensor]] = []
+    for shape, cut, axes, marks in OF_DENSE + (OF_EXPERTS if "expert" in mesh.views else []):
+        whole.append(random_numbers(100 * stage + len(mine), shape))
+        part = whole[-1]
+        for axis, dim in cut.items():
+            part = part.chunk(mesh.size(axis), dim)[mesh.rank(axis)]
+        placements = [Shard(cut[axis]) if axis in cut else Replicate() for axis in axes]
+        mine.append((parameter(part, mesh[axes] if axes else None, placements, marks), part))
+    whole.append(random_numbers(99, (3,)))
+    part = whole[-1] / mesh.size("tp")
+    mine.append((parameter(part, mesh["tp"], [Partial()], {}), part))
     if mesh.size("pp") > 1:
-        first = Gradients(mesh, 99).new(3, 2)  # the same on all stages
-        if of.stage == 0:
-            of.whole.append(first)
-            of.plain(first)
-        if of.stage == mesh.size("pp") - 1:
-            of.plain(first, shared=True)
-            of.sharded(first, mesh["tp"], [Replicate()], ds_pipe_replicated=True)
-
-
-def expert_gradients(of: Gradients) -> None:
-    mesh = of.mesh
-    of.sharded(of.shard(of.new(4, 3), 0, "ep"), mesh["ep"], [Shard(0)])
-    both = of.shard(of.shard(of.new(4, 4), 1, "edp"), 0, "ep")
-    of.sharded(both, mesh["edp", "ep"], [Shard(1), Shard(0)])
-    of.sharded(
-        both := of.shard(of.shard(of.new(4, 4), 1, "edp"), 0, "ep"), mesh["edp"], [Shard(1)], allreduce=False
-    )
-    three = of.shard(of.shard(of.shard(of.new(4, 4, 4), 1, "edp"), 0, "ep"), 2, "etp")
-    of.sharded(three, mesh["edp", "ep", "etp"], [Shard(1), Shard(0), Shard(2)], allreduce=False)
-    marked = of.shard(of.shard(of.new(4, 4), 0, "ep"), 1, "etp")
-    of.plain(marked, allreduce=False, tensor_model_parallel=True)
-    of.plain(of.shard(of.new(4, 2), 0, "ep"), allreduce=False, tensor_model_parallel=False)
-    of.sharded(
-        marked := of.shard(of.shard(of.new(4, 4), 0, "ep"), 1, "etp"),
-        mesh["ep"],
-        [Shard(0)],
-        allreduce=False,
-        tensor_model_parallel=True,
-    )
+        first = random_numbers(98, (3, 2))  # the same on all stages
+        if stage == 0:
+            whole.append(first)
+            mine.append((parameter(first, None, [], {}), first))
+        if stage == mesh.size("pp") - 1:
+            mine.append((parameter(first, None, [], {"shared": True}), first))
+            mine.append((parameter(first, mesh["tp"], [Replicate()], {"ds_pipe_replicated": True}), first))
+    return whole, mine
 
 
 class Warned(logging.Handler):
@@ -126,13 +107,9 @@ def check(mesh: NamedMesh) -> dict[str, float]:
     """The largest difference of the norms and of the scaled gradients from those of the whole model."""
     warned = Warned()
     logging.getLogger("torch.distributed.tensor._redistribute").addHandler(warned)
-    stages = [Gradients(mesh, stage) for stage in range(mesh.size("pp"))]
-    for stage in stages:
-        dense_gradients(stage)
-        if "expert" in mesh.views:
-            expert_gradients(stage)
-    whole = [tensor for stage in stages for tensor in stage.whole]
-    mine = stages[mesh.rank("pp")].mine
+    stages = [gradients(mesh, stage) for stage in range(mesh.size("pp"))]
+    whole = [tensor for each, _ in stages for tensor in each]
+    _, mine = stages[mesh.rank("pp")]
     parameters = [parameter for parameter, _ in mine] + [nn.Parameter(torch.zeros(2, dtype=torch.float64))]
     told = {}
     for order in (0.5, 1.0, 2.0, 3.0, math.inf):
