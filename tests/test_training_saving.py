@@ -131,14 +131,17 @@ def test_what_interrupted_saves_leave_is_removed(tmp_path: Path) -> None:
 
 def test_what_is_not_ours_is_not_removed(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
-    mine = [tmp_path / "step-000001" / "data-mine", tmp_path / "step-000002", tmp_path / "step-mine"]
+    names = ("step-000001/data-mine", "step-000002", "step-mine", "step-000001.removed", "mine.removed")
+    mine = [tmp_path / name for name in names]
     for each in mine:
         each.mkdir(parents=True)
         (each / "notes").touch()
     training.Checkpoints(tmp_path, None, keep=1).save(3, model)
     assert all((each / "notes").exists() for each in mine)
-    with pytest.raises(CheckpointError, match="exists and is no checkpoint"):
-        training.save(tmp_path / "step-000001", None, model)
+    for name in ("step-000001", "mine.removed"):
+        with pytest.raises(CheckpointError, match="exists and is no checkpoint"):
+            training.save(tmp_path / name, None, model)
+    assert all((each / "notes").exists() for each in mine)
 
 
 def test_a_file_that_was_written_elsewhere_is_missed(tmp_path: Path) -> None:

@@ -25,10 +25,10 @@ from namedmesh.layout import Layout
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-_REMOVED = ".removed"  # the suffix of a directory that is being removed
 ABOUT = "namedmesh.pt"  # put in its place last: it names the directory beside it, and replaces the one before it at once
 _HEAD = b"namedmesh checkpoint 3 %08x\n"  # the format, and the checksum of what follows
 _ANY_DATA = "data-" + 16 * "[0-9a-f]"
+_ANY_REMOVED = "*-" + 16 * "[0-9a-f]" + ".removed"  # what is being removed
 _SHARE = "give a path on a file system that all hosts share, such as NFS or Lustre"
 _METADATA = ".metadata"  # DCP's own name for what it says about the tensors
 # Some network file systems show a file on other hosts after a while only.
@@ -120,10 +120,7 @@ def make_room(path: Path) -> str:
 
 
 def clear(path: Path) -> None:
-    """Remove what interrupted saves and removals left: all directories of tensors but that of the finished checkpoint."""
-    if path.suffix == _REMOVED:
-        shutil.rmtree(path, ignore_errors=True)
-        return
+    """Remove what interrupted saves left: all directories of tensors but that of the finished checkpoint."""
     kept = None
     if is_whole(path):
         try:
@@ -220,10 +217,16 @@ def _sync(*directories: Path) -> None:
 
 def remove(path: Path) -> None:
     """Remove a checkpoint, with what else is in its directory; an interruption leaves none, and none of it in its place."""
-    aside = path.with_name(f"{path.name}-{secrets.token_hex(4)}{_REMOVED}")
+    aside = path.with_name(f"{path.name}-{secrets.token_hex(8)}.removed")
     path.rename(aside)
     _sync(path.parent)
-    clear(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def finish_removals(directory: Path) -> None:
+    """Remove what interrupted removals left."""
+    for path in directory.glob(_ANY_REMOVED):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def read_about(path: Path) -> dict[str, Any]:
@@ -290,7 +293,7 @@ def in_order(directory: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Return the checkpoints in a directory as they were finished, and damaged ones, with the ``error``, behind them."""
     found: list[tuple[Path, dict[str, Any]]] = []
     for path in sorted(directory.glob("*")):
-        if is_whole(path) and path.suffix != _REMOVED:
+        if is_whole(path) and not path.match(_ANY_REMOVED):
             try:
                 found.append((path, read_about(path)))
             except CheckpointError as error:

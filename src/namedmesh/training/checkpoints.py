@@ -276,7 +276,7 @@ def load(
     return extra
 
 
-_NAME = re.compile(r"step-\d+(-[0-9a-f]{8}\.removed)?")
+_NAME = re.compile(r"step-\d+")
 
 
 class Checkpoints:
@@ -397,6 +397,7 @@ class Checkpoints:
         def collect() -> State:
             if ranks.rank == 0:
                 self._refuse_other_run()
+                files.finish_removals(self.directory)
                 for each in self.directory.glob("step-*"):
                     if _NAME.fullmatch(each.name):
                         files.clear(each)
