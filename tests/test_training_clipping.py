@@ -59,11 +59,12 @@ def random_numbers(seed: int, shape: tuple[int, ...]) -> Tensor:
 
 def parameter(mine: Tensor, mesh: Any, placements: list[Any], marks: dict[str, Any]) -> nn.Parameter:
     """One with a gradient of this rank's numbers; a DTensor where there is a mesh, whose dims divide."""
-    grad = mine.clone() if mesh is None else DTensor.from_local(mine.clone(), mesh, placements)
-    made = nn.Parameter(torch.zeros_like(grad))
+    local = mine.clone(), torch.zeros_like(mine)
+    grad, value = local if mesh is None else (DTensor.from_local(each, mesh, placements) for each in local)
+    made = nn.Parameter(value)
     made.grad = grad
-    for name, value in marks.items():
-        setattr(made, name, value)
+    for name, mark in marks.items():
+        setattr(made, name, mark)
     return made
 
 
