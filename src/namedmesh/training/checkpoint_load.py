@@ -153,8 +153,10 @@ class _Loading:
         self._wanted[name] = copies, parameter
         for copy in copies:
             known = self._shapes[copy]
-            empty = None if known is None else torch.empty(known[0], dtype=known[1])
-            self._values[copy] = empty if room is None else room
+            if room is None and known is not None:
+                self._values[copy] = torch.empty(known[0], dtype=known[1])
+            else:
+                self._values[copy] = room
 
     def _want_of_model(self, name: str) -> None:
         entry = self.state.entries[name]
@@ -230,11 +232,9 @@ class _Loading:
     def _want_data(self, name: str) -> None:
         copies = self._copies(name)
         if len(copies) != 1:
-            known = (
-                "another place in the data for each rank that this one stands for"
-                if copies
-                else "no place in the data"
-            )
+            known = "no place in the data"
+            if copies:
+                known = "another place in the data for each rank that this one stands for"
             self._problems.append(
                 f"{self._where} has {known}; load it without data=, and skip the samples that were seen"
             )
