@@ -350,7 +350,7 @@ def refuse_io(path: Path, what: str = "written") -> Iterator[None]:
         ranks_of: dict[str, list[int]] = {}
         for rank, (cause, _) in error.failures.items():
             ranks_of.setdefault(f"{type(cause).__name__}: {cause}".partition("\n")[0], []).append(rank)
-        causes = {cause: f" by {ranks_in_words(ranks)}" for cause, ranks in ranks_of.items()}
+        causes = {cause: f" by {ranks_in_words(ranks)}" for cause, ranks in ranks_of.items()} or {str(error): ""}
     if causes:
         raise CheckpointError(
             *(

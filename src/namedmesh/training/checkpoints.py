@@ -265,7 +265,8 @@ def load(
     Raises:
         CheckpointError: there is no checkpoint, or a file of it is missing, cut off or not as it was written; a name is missing
             in it or in the model, or has another shape or type; its optimizer is of another kind or does not fit. All
-            problems at once, on every rank, before anything is changed.
+            problems at once, on every rank, before anything is changed. Where reading itself fails on the way, as a disk
+            does, it says which tensors of the model have changed on this rank.
     """
     ranks = CheckpointGroup.of(mesh)
     ranks.on_all(ranks.finish)
