@@ -341,23 +341,23 @@ def refuse_io(path: Path, what: str = "written") -> Iterator[None]:
     Raises:
         CheckpointError: some ranks could not; DCP tells all of them, with every traceback.
     """
-    causes: dict[str, str] = {}
     try:
         yield
     except OSError as error:
-        causes[str(error)] = ""
+        causes = {str(error): ""}
     except dcp.api.CheckpointException as error:
         ranks_of: dict[str, list[int]] = {}
         for rank, (cause, _) in error.failures.items():
             ranks_of.setdefault(f"{type(cause).__name__}: {cause}".partition("\n")[0], []).append(rank)
-        causes = {cause: f" by {ranks_in_words(ranks)}" for cause, ranks in ranks_of.items()} or {str(error): ""}
-    if causes:
-        raise CheckpointError(
-            *(
-                f"the checkpoint {path} could not be {what}{ranks} ({cause}); see to room and permission there"
-                for cause, ranks in causes.items()
-            )
+        causes = {cause: f" by {ranks_in_words(ranks)}" for cause, ranks in ranks_of.items()}
+    else:
+        return
+    raise CheckpointError(
+        *(
+            f"the checkpoint {path} could not be {what}{ranks} ({cause}); see to room and permission there"
+            for cause, ranks in causes.items()
         )
+    )
 
 
 @contextmanager
