@@ -24,11 +24,10 @@ from torch import nn
 
 import namedmesh
 from namedmesh.training import checkpoints
-from namedmesh.training.checkpoint_compare import differing, table_of
 from namedmesh.training.checkpoint_files import data_of, finish
 from namedmesh.training.checkpoint_ranks import CheckpointGroup
 from namedmesh.training.checkpoint_state import State
-from namedmesh.training.contents import digest
+from namedmesh.training.comparison import differing, digest, table_of
 
 
 def measured(ranks: int, names: int) -> tuple[float, float, float]:
@@ -39,7 +38,7 @@ def measured(ranks: int, names: int) -> tuple[float, float, float]:
         state = State(mesh, model)
         start = time.process_time()
         entries = state.compared()
-        differing(mesh, list(entries), table_of(entries))
+        differing(mesh, entries, table_of(entries))
         compared = time.process_time() - start
         states = {
             name: digest(entry.value) for name, entry in state.entries.items() if name.startswith("random")

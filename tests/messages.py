@@ -32,3 +32,12 @@ def error_of(call: Callable[[], object]) -> str:
     except NamedMeshError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def problems_of(call: Callable[[], object]) -> list[str]:
+    """The sentences of the error of ours that a call ends in, one for each problem."""
+    try:
+        call()
+    except NamedMeshError as error:
+        return list(error.problems)
+    return []

@@ -1,114 +1,96 @@
-"""One gradient norm over parameters of every kind: what each rank holds, and what the whole model has."""
+"""One gradient norm over parameters of every kind, and one mean of the loss: in one process, on ranks, and compiled."""
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import tiny
 import torch
+import training_checks as checks
 from ranks import fake_world, run_ranks
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import namedmesh
 from namedmesh import training
-from namedmesh.tensor_parallel import ColwiseParallel, RowwiseParallel
+from namedmesh._torch import TORCH
 
 if TYPE_CHECKING:
     from namedmesh import NamedMesh
 
 
-@dataclass
-class Gradients:
-    """Gradients of one stage: this rank's parameters beside the whole tensors that they are of."""
-
-    mesh: NamedMesh
-    stage: int
-    whole: list[Tensor] = field(default_factory=list)
-    mine: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list)
-
-    def new(self, *shape: int, counts: bool = True) -> Tensor:
-        """A whole gradient, the same on every rank of the stage; it is part of the model unless it is a copy."""
-        seed = 100 * self.stage + len(self.whole) + len(self.mine)
-        full = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        if counts:
-            self.whole.append(full)
-        return full
-
-    def plain(self, mine: Tensor, **marks: Any) -> None:
-        parameter = nn.Parameter(torch.zeros_like(mine))
-        parameter.grad = mine.clone()
-        self._add(parameter, mine, marks)
-
-    def sharded(self, mine: Tensor, mesh: Any, placements: list[Any], **marks: Any) -> None:
-        """A DTensor of this rank's shard, whose dims divide."""
-        parameter = nn.Parameter(DTensor.from_local(torch.zeros_like(mine), mesh, placements))
-        parameter.grad = DTensor.from_local(mine.clone(), mesh, placements)
-        self._add(parameter, mine, marks)
-
-    def _add(self, parameter: nn.Parameter, mine: Tensor, marks: dict[str, Any]) -> None:
-        for name, value in marks.items():
-            setattr(parameter, name, value)
-        self.mine.append((parameter, mine))
-
-    def shard(self, full: Tensor, dim: int, axis: str) -> Tensor:
-        return full.chunk(self.mesh.size(axis), dim)[self.mesh.rank(axis)]
+# The whole shape, the dim that each axis shards, the axes of the DTensor (none for a plain tensor), and marks.
+Case = tuple[tuple[int, ...], dict[str, int], tuple[str, ...], dict[str, Any]]
+MARKED = {"tensor_model_parallel": True}
+EXPERT = {"allreduce": False}
+OF_DENSE: list[Case] = [
+    ((5,), {}, (), {}),
+    ((4, 3), {"tp": 0}, (), MARKED | {"partition_dim": 0, "partition_stride": 1}),
+    ((4,), {"tp": 0}, (), {"model_parallel": True}),
+    ((2,), {}, (), {"tensor_model_parallel": False, "allreduce": True, "shared": False}),
+    ((4, 3), {"tp": 0}, ("tp",), {}),
+    ((4, 3), {"tp": 0}, ("tp",), MARKED),
+    ((3,), {}, ("tp",), {}),
+    ((4, 3), {"dp": 0}, ("dp",), {}),
+    ((4, 4), {"dp": 0, "tp": 1}, ("dp", "tp"), {}),
+    ((4, 4), {"dp": 0}, ("dp", "tp"), {}),
+    ((4,), {"dp": 0}, ("dp",), {"tensor_model_parallel": False}),
+    ((4, 4), {"dp": 0, "tp": 1}, ("dp",), MARKED),
+]
+OF_EXPERTS: list[Case] = [
+    ((4, 3), {"ep": 0}, ("ep",), {}),
+    ((4, 4), {"edp": 1, "ep": 0}, ("edp", "ep"), {}),
+    ((4, 4), {"edp": 1, "ep": 0}, ("edp",), EXPERT),
+    ((4, 4, 4), {"edp": 1, "ep": 0, "etp": 2}, ("edp", "ep", "etp"), EXPERT),
+    ((4, 4), {"ep": 0, "etp": 1}, (), EXPERT | MARKED),
+    ((4, 2), {"ep": 0}, (), EXPERT | {"tensor_model_parallel": False}),
+    ((4, 4), {"ep": 0, "etp": 1}, ("ep",), EXPERT | MARKED),
+]
 
 
-def dense_gradients(of: Gradients) -> None:
-    mesh = of.mesh
-    of.plain(of.new(5))
-    of.plain(of.shard(of.new(4, 3), 0, "tp"), tensor_model_parallel=True, partition_dim=0, partition_stride=1)
-    of.plain(of.shard(of.new(4), 0, "tp"), model_parallel=True)
-    of.plain(of.new(2), tensor_model_parallel=False, allreduce=True, shared=False)
-    of.sharded(of.shard(of.new(4, 3), 0, "tp"), mesh["tp"], [Shard(0)])
-    of.sharded(of.shard(of.new(4, 3), 0, "tp"), mesh["tp"], [Shard(0)], tensor_model_parallel=True)
-    of.sharded(of.new(3), mesh["tp"], [Replicate()])
-    of.sharded(of.new(3) / mesh.size("tp"), mesh["tp"], [Partial()])
-    of.sharded(of.shard(of.new(4, 3), 0, "dp"), mesh["dp"], [Shard(0)])
-    both = of.shard(of.shard(of.new(4, 4), 0, "dp"), 1, "tp")
-    of.sharded(both, mesh["dp", "tp"], [Shard(0), Shard(1)])
-    of.sharded(of.shard(of.new(4, 4), 0, "dp"), mesh["dp", "tp"], [Shard(0), Replicate()])
-    of.sharded(of.shard(of.new(4), 0, "dp"), mesh["dp"], [Shard(0)], tensor_model_parallel=False)
-    marked = of.shard(of.shard(of.new(4, 4), 0, "dp"), 1, "tp")
-    of.sharded(marked, mesh["dp"], [Shard(0)], tensor_model_parallel=True)
+def random_numbers(seed: int, shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def parameter(mine: Tensor, mesh: Any, placements: list[Any], marks: dict[str, Any]) -> nn.Parameter:
+    """One with a gradient of this rank's numbers; a DTensor where there is a mesh, whose dims divide."""
+    local = mine.clone(), torch.zeros_like(mine)
+    grad, value = local if mesh is None else (DTensor.from_local(each, mesh, placements) for each in local)
+    made = nn.Parameter(value)
+    made.grad = grad
+    for name, mark in marks.items():
+        setattr(made, name, mark)
+    return made
+
+
+def gradients(mesh: NamedMesh, stage: int) -> tuple[list[Tensor], list[tuple[nn.Parameter, Tensor]]]:
+    """The whole gradients of a stage, and this rank's parameters with their parts of them."""
+    whole: list[Tensor] = []
+    mine: list[tuple[nn.Parameter, Tensor]] = []
+    for shape, cut, axes, marks in OF_DENSE + (OF_EXPERTS if "expert" in mesh.views else []):
+        whole.append(random_numbers(100 * stage + len(mine), shape))
+        part = whole[-1]
+        for axis, dim in cut.items():
+            part = part.chunk(mesh.size(axis), dim)[mesh.rank(axis)]
+        placements = [Shard(cut[axis]) if axis in cut else Replicate() for axis in axes]
+        mine.append((parameter(part, mesh[axes] if axes else None, placements, marks), part))
+    whole.append(random_numbers(99, (3,)))
+    part = whole[-1] / mesh.size("tp")
+    mine.append((parameter(part, mesh["tp"], [Partial()], {}), part))
     if mesh.size("pp") > 1:
-        first = Gradients(mesh, 99).new(3, 2)  # the same on all stages
-        if of.stage == 0:
-            of.whole.append(first)
-            of.plain(first)
-        if of.stage == mesh.size("pp") - 1:
-            of.plain(first, shared=True)
-            of.sharded(first, mesh["tp"], [Replicate()], ds_pipe_replicated=True)
-
-
-def expert_gradients(of: Gradients) -> None:
-    mesh = of.mesh
-    of.sharded(of.shard(of.new(4, 3), 0, "ep"), mesh["ep"], [Shard(0)])
-    both = of.shard(of.shard(of.new(4, 4), 1, "edp"), 0, "ep")
-    of.sharded(both, mesh["edp", "ep"], [Shard(1), Shard(0)])
-    of.sharded(
-        both := of.shard(of.shard(of.new(4, 4), 1, "edp"), 0, "ep"), mesh["edp"], [Shard(1)], allreduce=False
-    )
-    three = of.shard(of.shard(of.shard(of.new(4, 4, 4), 1, "edp"), 0, "ep"), 2, "etp")
-    of.sharded(three, mesh["edp", "ep", "etp"], [Shard(1), Shard(0), Shard(2)], allreduce=False)
-    marked = of.shard(of.shard(of.new(4, 4), 0, "ep"), 1, "etp")
-    of.plain(marked, allreduce=False, tensor_model_parallel=True)
-    of.plain(of.shard(of.new(4, 2), 0, "ep"), allreduce=False, tensor_model_parallel=False)
-    of.sharded(
-        marked := of.shard(of.shard(of.new(4, 4), 0, "ep"), 1, "etp"),
-        mesh["ep"],
-        [Shard(0)],
-        allreduce=False,
-        tensor_model_parallel=True,
-    )
+        first = random_numbers(98, (3, 2))  # the same on all stages
+        if stage == 0:
+            whole.append(first)
+            mine.append((parameter(first, None, [], {}), first))
+        if stage == mesh.size("pp") - 1:
+            mine.append((parameter(first, None, [], {"shared": True}), first))
+            mine.append((parameter(first, mesh["tp"], [Replicate()], {"ds_pipe_replicated": True}), first))
+    return whole, mine
 
 
 class Warned(logging.Handler):
@@ -126,13 +108,9 @@ def check(mesh: NamedMesh) -> dict[str, float]:
     """The largest difference of the norms and of the scaled gradients from those of the whole model."""
     warned = Warned()
     logging.getLogger("torch.distributed.tensor._redistribute").addHandler(warned)
-    stages = [Gradients(mesh, stage) for stage in range(mesh.size("pp"))]
-    for stage in stages:
-        dense_gradients(stage)
-        if "expert" in mesh.views:
-            expert_gradients(stage)
-    whole = [tensor for stage in stages for tensor in stage.whole]
-    mine = stages[mesh.rank("pp")].mine
+    stages = [gradients(mesh, stage) for stage in range(mesh.size("pp"))]
+    whole = [tensor for each, _ in stages for tensor in each]
+    _, mine = stages[mesh.rank("pp")]
     parameters = [parameter for parameter, _ in mine] + [nn.Parameter(torch.zeros(2, dtype=torch.float64))]
     told = {}
     for order in (0.5, 1.0, 2.0, 3.0, math.inf):
@@ -222,37 +200,6 @@ def test_every_number_of_the_models_gradient_counts_once() -> None:
     }
 
 
-def clipped_models() -> list[float]:
-    """Models with a norm that no style shards: after FSDP2 on another slice of the mesh, without it a plain tensor."""
-    mesh = namedmesh.init_mesh(dp=2, tp=2)
-    differences = []
-    for sharded in (True, False):
-        torch.manual_seed(0)
-        whole = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).double()
-        model = copy.deepcopy(whole)
-        batch = torch.randn(4, 8, dtype=torch.float64)
-        namedmesh.parallelize(model, mesh["tp"], {"1": ColwiseParallel(), "3": RowwiseParallel()})
-        if sharded:
-            fully_shard(model, mesh=mesh["dp"])
-        for each, part in ((whole, batch), (model, batch.chunk(2)[mesh.rank("dp")] if sharded else batch)):
-            (each(part).square().sum(-1).mean() * 10).backward()
-        with pytest.raises((RuntimeError, ValueError)):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        expected = nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
-        assert expected > 1
-        differences.append((training.clip_grad_norm_(model.parameters(), 1.0, mesh) - expected).abs().item())
-        for mine, right in zip(model.parameters(), whole.parameters(), strict=True):
-            grad: Any = mine.grad
-            grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
-            differences.append((grad - right.grad).abs().max().item())
-    mesh.close()
-    return differences
-
-
-def test_models_of_mixed_parameters_are_clipped_as_in_one_process() -> None:
-    assert max(max(each) for each in run_ranks(4, clipped_models)) < 1e-9
-
-
 def test_norms_of_short_types_are_computed_in_float32() -> None:
     with fake_world(1):
         mesh = namedmesh.init_mesh(dp=1, device="cpu")
@@ -264,3 +211,61 @@ def test_norms_of_short_types_are_computed_in_float32() -> None:
             assert norm.item() == pytest.approx(158080, rel=1e-2 if dtype == torch.bfloat16 else 1e-4)
             assert weight.grad.double().norm().item() == pytest.approx(1, rel=1e-2)
         mesh.close()
+
+
+def compiled_step() -> list[float]:
+    mesh = namedmesh.init_mesh(dp=2, cp=2)
+    counter = CompileCounterWithBackend("eager")
+    logits = torch.randn(
+        4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    ).requires_grad_()
+    targets = torch.tensor([1, 2, checks.IGNORED, 3])
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        total = nn.functional.cross_entropy(logits, targets, reduction="sum")
+        return training.token_mean(total, (targets != checks.IGNORED).sum(), mesh)
+
+    differences = []
+    compiled = torch.compile(loss, backend=counter, fullgraph=True)
+    for some in (targets, targets.flip(0)):
+        found, expected = compiled(logits, some), loss(logits, some)
+        differences.append((found - expected).abs().item())
+        (one,), (other,) = (torch.autograd.grad(each, logits) for each in (found, expected))
+        differences.append((one - other).abs().max().item())
+    assert counter.frame_count == 1
+    torch.distributed.barrier()
+    mesh.close()
+
+    mesh = namedmesh.init_mesh(dp=2, tp=2)
+    plain = nn.Parameter(torch.zeros(3))
+    sharded = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh["tp"], [Shard(0)]))
+    both = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh["dp", "tp"], [Shard(0), Shard(0)]))
+
+    def fill() -> None:
+        for parameter in (plain, sharded, both):
+            parameter.grad = torch.full_like(parameter, 3.0)
+
+    def clip() -> Tensor:
+        return training.clip_grad_norm_([plain, sharded, both], 1.0, mesh)
+
+    fill()
+    expected = clip()
+    scaled = [checks.whole(parameter.grad).clone() for parameter in (plain, sharded, both)]
+    fill()
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    # Up to torch 2.10 its own clip_grad_norm_ breaks the graph, and so does what it shares with ours.
+    unbroken = TORCH.release >= (2, 11)
+    found = torch.compile(clip, backend=counter, fullgraph=unbroken)()
+    differences.append((found - expected).abs().item())
+    for parameter, other in zip((plain, sharded, both), scaled, strict=True):
+        differences.append((checks.whole(parameter.grad) - other).abs().max().item())
+    assert counter.frame_count == 1 or not unbroken
+    torch.distributed.barrier()
+    mesh.close()
+    return differences
+
+
+def test_loss_and_clipping_are_one_graph_each() -> None:
+    for differences in run_ranks(4, compiled_step):
+        assert max(differences) < 1e-9

@@ -10,7 +10,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
-from ranks import run_ranks
+from messages import problems_of
+from ranks import fake_world, run_ranks
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -18,7 +19,7 @@ import namedmesh
 from namedmesh import training
 from namedmesh._torch import TORCH
 from namedmesh.errors import ShapeError
-from namedmesh.training import context, context_pieces
+from namedmesh.training import context
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -92,6 +93,9 @@ def all_differences() -> dict[object, float]:
                     attn_mask=within_documents(length),
                 )
             check_dropout(mesh["cp"])
+            kept, least = kept_of(mesh["cp"])
+            assert kept < 1.2 * least
+            assert left_of_gathered(mesh["cp"]) == [True, True]
         mesh.close()
     return told
 
@@ -157,7 +161,7 @@ def left_of_gathered(mesh: DeviceMesh) -> list[bool]:
     """Whether gathered keys and values are gone before the backward, on devices whose kernels keep their sums to themselves."""
     q, k, v, _ = (spread(each, mesh, balanced=True).requires_grad_() for each in whole_tensors(64, HEADS))
     gathered: list[StorageWeakRef] = []
-    real = context_pieces.whole_order
+    real = context._reordered
 
     def remember(*args: Any, **how: Any) -> Tensor:
         whole = real(*args, **how)
@@ -165,24 +169,11 @@ def left_of_gathered(mesh: DeviceMesh) -> list[bool]:
         return whole
 
     without = mock.patch.object(context, "has_attention_with_lse", return_value=False)
-    with without, mock.patch.object(context, "whole_order", remember):
+    with without, mock.patch.object(context, "_reordered", remember):
         output = training.context_attention(q, k, v, mesh)
         gone = [each.expired() for each in gathered]
         output.sum().backward()
     return gone
-
-
-def memory() -> tuple[int, int, list[bool]]:
-    mesh = namedmesh.init_mesh(cp=4, device="cpu")
-    told = (*kept_of(mesh["cp"]), left_of_gathered(mesh["cp"]))
-    mesh.close()
-    return told
-
-
-def test_each_rank_keeps_its_own_keys_and_values() -> None:
-    for kept, least, gone in run_ranks(4, memory):
-        assert kept < 1.2 * least
-        assert gone == [True, True]
 
 
 def test_attention_is_that_of_one_process() -> None:
@@ -191,36 +182,39 @@ def test_attention_is_that_of_one_process() -> None:
     assert max(max(told.values()) for told in by_rank) < 1e-13
 
 
-def parts_and_refusals() -> list[Any]:
-    mesh = namedmesh.init_mesh(cp=2, device="cpu")
+@pytest.mark.parametrize(
+    ("rank", "parts"),
+    [
+        (0, [[[0, 1, 6, 7], [1, 2, 7, 8], [0, 1, 6, 7]], [0, 1, 2, 3], [0, 1, -100, -100]]),
+        (1, [[[2, 3, 4, 5], [3, 4, 5, 6], [2, 3, 4, 5]], [4, 5, 6, 7], [2, 3, 4, 5]]),
+    ],
+)
+def test_parts_of_a_sequence_and_what_is_refused(rank: int, parts: list[Any]) -> None:
     tokens = torch.arange(8)[None]
-    told: list[Any] = [
-        [each.flatten().tolist() for each in training.shard_sequence(tokens, tokens + 1, mesh=mesh["cp"])],
-        training.shard_sequence(tokens, mesh=mesh["cp"], balanced=False)[0].flatten().tolist(),
-        training.shard_sequence(tokens[:, :6], mesh=mesh["cp"], pad=(-100,))[0].flatten().tolist(),
-    ]
     query, key = torch.zeros(1, 6, 3, 4), torch.zeros(1, 4, 2, 4)
-    for call in (
-        lambda: training.shard_sequence(tokens[:, :6], mesh=mesh["cp"]),
-        lambda: training.shard_sequence(tokens, tokens[:, :6], mesh=mesh["cp"], pad=(0,)),
-        lambda: training.context_attention(query, key, key, mesh["cp"]),
-        lambda: training.context_attention(query[:, :3], key[:, :1], key[:, :1], mesh["cp"], ulysses=True),
-    ):
-        with pytest.raises(ShapeError) as refused:
-            call()
-        told.append(list(refused.value.problems))
-    mesh.close()
-    return told
-
-
-def test_parts_of_a_sequence_and_what_is_refused() -> None:
-    first, second = run_ranks(2, parts_and_refusals)
-    assert first[:3] == [[[0, 1, 6, 7], [1, 2, 7, 8], [0, 1, 6, 7]], [0, 1, 2, 3], [0, 1, -100, -100]]
-    assert second[:3] == [[[2, 3, 4, 5], [3, 4, 5, 6], [2, 3, 4, 5]], [4, 5, 6, 7], [2, 3, 4, 5]]
-    assert first[3:] == second[3:]
+    with fake_world(2, rank):
+        mesh = namedmesh.init_mesh(cp=2, device="cpu")
+        assert parts == [
+            [
+                each.flatten().tolist()
+                for each in training.shard_sequence(tokens, tokens + 1, mesh=mesh["cp"])
+            ],
+            training.shard_sequence(tokens, mesh=mesh["cp"], balanced=False)[0].flatten().tolist(),
+            training.shard_sequence(tokens[:, :6], mesh=mesh["cp"], pad=(-100,))[0].flatten().tolist(),
+        ]
+        calls = (
+            lambda: training.shard_sequence(tokens[:, :6], mesh=mesh["cp"]),
+            lambda: training.shard_sequence(tokens, tokens[:, :6], mesh=mesh["cp"], pad=(0,)),
+            lambda: training.context_attention(query, key, key, mesh["cp"]),
+            lambda: training.context_attention(
+                query[:, :3], key[:, :1], key[:, :1], mesh["cp"], ulysses=True
+            ),
+        )
+        told = list(map(problems_of, calls))
+        mesh.close()
     uneven = "a part of 3 tokens is not two chunks of a balanced order; cut with shard_sequence, and give both the same balanced="
     shapes = "query, key and value have shapes [{}]; their parts of the sequence have one length"
-    assert first[3:] == [
+    assert told == [
         [
             "a sequence of 6 cannot be split into 4 equal chunks for 2 ranks; give pad, a value for each tensor, or "
             "sequences whose length is a multiple of 4"

@@ -13,8 +13,9 @@ import moe
 import pytest
 import torch
 import training_checks as checks
+from messages import error_of
 from ranks import fake_world, run_ranks
-from torch import nn
+from torch import Tensor, nn
 
 import namedmesh
 from namedmesh import training
@@ -81,6 +82,57 @@ def test_the_script_prints_the_largest_differences() -> None:
     assert max(map(float, found.groups())) < 1e-9
 
 
+class Experts(nn.Module):
+    """One weight for each expert, without a loop over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = torch.randn(4, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        self.weight = nn.Parameter(values)
+
+    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        expert = torch.arange(counts.shape[0]).repeat_interleave(counts, output_size=tokens.shape[0])
+        return torch.einsum("ti,tij->tj", tokens, self.weight[expert])
+
+
+# How many tokens each of two ranks has for each of four experts.
+COUNTS = (((3, 0, 1, 1), (0, 5, 0, 2)), ((0, 0, 0, 0), (1, 0, 2, 0)), ((0, 0, 0, 0), (0, 0, 0, 0)))
+
+
+def travelling_tokens(compiled: bool) -> list[float]:
+    """Experts on two ranks beside all of them on each: outputs, and gradients of tokens and of weights."""
+    mesh = namedmesh.init_mesh(dp=2)
+    mesh.add_view("expert", edp=1, ep=2)
+    here: Any = parallelize(Experts(), mesh["ep"], ExpertParallel())
+    training.set_expert_divisor(here, mesh)
+    call: Any = here
+    if compiled:
+        call = torch.compile(here, backend="aot_eager", fullgraph=True)
+    differences = []
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        for counts_of_ranks in COUNTS:
+            counts = torch.tensor(counts_of_ranks[mesh.rank("dp")])
+            tokens = torch.randn(int(counts.sum()), 3, dtype=torch.float64).requires_grad_()
+            everywhere = Experts()
+            expected, found = everywhere(tokens, counts), call(tokens, counts)
+            wanted = torch.autograd.grad(expected.square().sum(), [tokens, everywhere.weight])
+            got = torch.autograd.grad(found.square().sum(), [tokens, here.weight])
+            weights = wanted[1] / 2
+            torch.distributed.all_reduce(weights)
+            pairs = [(found, expected), (got[0], wanted[0]), (checks.whole(got[1]), weights)]
+            differences += [(one - other).abs().max().item() for one, other in pairs if one.numel()]
+    torch.distributed.barrier()
+    mesh.close()
+    return differences
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler does it
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tokens_travel_to_their_experts_and_back(compiled: bool) -> None:
+    for differences in run_ranks(2, travelling_tokens, compiled):
+        assert max(differences) < 1e-9
+
+
 class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -91,28 +143,24 @@ def test_what_is_no_stack_of_experts_is_refused() -> None:
     with fake_world(8):
         mesh = namedmesh.init_mesh(dp=8, device="cpu")
         mesh.add_view("expert", edp=2, ep=4)
+
+        def refused(module: nn.Module) -> str:
+            return error_of(lambda: parallelize(module, mesh["ep"], ExpertParallel()))
+
         takes = "ExpertParallel takes a module that owns the weights of all its experts as parameters (experts, ...), but"
         for module, owns in (
             (Mixed(), "Mixed owns {'up': (8, 2, 3), 'bias': (3,)}"),
             (nn.ReLU(), "ReLU owns none"),
         ):
-            with pytest.raises(namedmesh.PlanError) as raised:
-                parallelize(module, mesh["ep"], ExpertParallel())
-            assert str(raised.value) == f"the model: {takes} {owns}"
-        with pytest.raises(namedmesh.PlanError, match="dim 0 of gate 6 is not divisible"):
-            parallelize(moe.Experts(6, 2, 2), mesh["ep"], ExpertParallel())
+            assert refused(module) == f"PlanError: the model: {takes} {owns}"
+        assert "dim 0 of gate 6 is not divisible" in refused(moe.Experts(6, 2, 2))
         experts = parallelize(moe.Experts(8, 2, 2), mesh["ep"], ExpertParallel())
-        with pytest.raises(namedmesh.PlanError, match="it was applied to before; apply it once"):
-            parallelize(experts, mesh["ep"], ExpertParallel())
-        with pytest.raises(namedmesh.ShapeError) as refused:
-            experts(torch.ones(3, 2), torch.tensor([2, 1]))
-        assert str(refused.value) == (
-            "the numbers of tokens have shape (2,); pass one number for each of the 8 experts"
+        assert "it was applied to before; apply it once" in refused(experts)
+        assert error_of(lambda: experts(torch.ones(3, 2), torch.tensor([2, 1]))) == (
+            "ShapeError: the numbers of tokens have shape (2,); pass one number for each of the 8 experts"
         )
-        with pytest.raises(namedmesh.TrainingError) as unknown:
-            training.set_expert_divisor(nn.Linear(2, 2), mesh)
-        assert str(unknown.value) == (
-            "no module of Linear is parallelized with ExpertParallel; call this after "
+        assert error_of(lambda: training.set_expert_divisor(nn.Linear(2, 2), mesh)) == (
+            "TrainingError: no module of Linear is parallelized with ExpertParallel; call this after "
             'parallelize(model, mesh["ep"], {...: ExpertParallel()}), on every pipeline stage that has experts'
         )
         mesh.close()

@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
 import pickle
 import random
 import shutil
-import threading
 import zlib
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from installing import interpreter
-from messages import error_of
+from messages import error_of, problems_of
 from ranks import run_ranks
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch import nn
+from training_checks import states_of
 
-import namedmesh
 from namedmesh import training
-from namedmesh._torch import tells_before_destruction
 from namedmesh.errors import CheckpointError
-from namedmesh.training import checkpoint_files, checkpoints
+from namedmesh.training import checkpoint_files
 
 REFUSED = mock.patch.object(dcp.FileSystemWriter, "write_data", side_effect=OSError(28, "No space left"))
 
@@ -109,9 +106,10 @@ def test_what_interrupted_saves_leave_is_removed(tmp_path: Path) -> None:
     third, fourth = (checkpoint_files.read_about(tmp_path / f"step-00000{step}") for step in (3, 4))
     assert (third["parent"], fourth["parent"]) == (None, third["id"])  # what failed is nobody's parent
     # A removal that is interrupted leaves nothing that looks like a checkpoint, or is in the way of one.
+    (tmp_path / "step-000003" / "tokenizer.json").touch()
     with mock.patch.object(shutil, "rmtree", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         run.save(5, model)
-    assert files_left(tmp_path / "step-000003")[0].startswith("data-")
+    assert [path.name for path, _ in checkpoint_files.in_order(tmp_path)] == ["step-000004", "step-000005"]
     assert training.latest(tmp_path) == tmp_path / "step-000005"
     run.save(3, model)
     assert files_left(tmp_path) == ["step-000003", "step-000005"]
@@ -133,14 +131,17 @@ def test_what_interrupted_saves_leave_is_removed(tmp_path: Path) -> None:
 
 def test_what_is_not_ours_is_not_removed(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
-    mine = [tmp_path / "step-000001" / "data-mine", tmp_path / "step-000002", tmp_path / "step-mine"]
+    names = ("step-000001/data-mine", "step-000002", "step-mine", "step-000001.removed", "mine.removed")
+    mine = [tmp_path / name for name in names]
     for each in mine:
         each.mkdir(parents=True)
         (each / "notes").touch()
     training.Checkpoints(tmp_path, None, keep=1).save(3, model)
     assert all((each / "notes").exists() for each in mine)
-    with pytest.raises(CheckpointError, match="exists and is no checkpoint"):
-        training.save(tmp_path / "step-000001", None, model)
+    for name in ("step-000001", "mine.removed"):
+        with pytest.raises(CheckpointError, match="exists and is no checkpoint"):
+            training.save(tmp_path / name, None, model)
+    assert all((each / "notes").exists() for each in mine)
 
 
 def test_a_file_that_was_written_elsewhere_is_missed(tmp_path: Path) -> None:
@@ -207,6 +208,25 @@ def test_a_damaged_one_is_refused_before_anything_changes_and_the_one_before_is_
                 other.weight.copy_(before)
 
 
+def test_a_read_that_fails_on_the_way_says_what_has_changed(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    training.save(tmp_path / "one", None, model)
+    read = dcp.FileSystemReader.read_data
+
+    def read_one(self: Any, plan: Any, planner: Any) -> Any:
+        read(self, replace(plan, items=plan.items[:1]), planner).wait()
+        raise OSError(5, "Input/output error")
+
+    other = nn.Linear(2, 2)
+    with mock.patch.object(dcp.FileSystemReader, "read_data", read_one):
+        said = error_of(lambda: training.load(tmp_path / "one", None, other))
+    (changed,) = [
+        name for name, each in other.state_dict().items() if torch.equal(each, model.state_dict()[name])
+    ]
+    assert "could not be read by rank 0 (OSError: [Errno 5] Input/output error)" in said
+    assert f"- {changed!r} of the model were read before, so it has some of the checkpoint" in said
+
+
 def test_a_run_of_which_nothing_is_whole_does_not_begin_again(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     training.Checkpoints(tmp_path, None).save(1, model)
@@ -217,68 +237,6 @@ def test_a_run_of_which_nothing_is_whole_does_not_begin_again(tmp_path: Path) ->
         f"CheckpointError: no checkpoint in {tmp_path} is as it was written; name one to load by resume=, or begin in another "
         "directory"
     )
-
-
-class OddError(Exception):
-    """What cannot be sent to another rank: it is made from two arguments, and pickled with one."""
-
-    def __init__(self, one: str, two: str) -> None:
-        super().__init__(f"{one} {two}")
-
-
-class OnOneRank(nn.Module):
-    """A module of which one rank can write the state, and another one cannot read it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2))
-        self.fails = ""
-
-    def fail(self, call: str) -> None:
-        if self.fails == call:
-            raise OddError(call, "failed")
-
-    def get_extra_state(self) -> list[int]:
-        self.fail("get")
-        return [1]
-
-    def set_extra_state(self, state: list[int]) -> None:  # noqa: ARG002
-        self.fail("set")
-
-
-def trouble_on_one_rank(root: Path) -> list[str]:
-    mesh = namedmesh.init_mesh(dp=2, device="cpu")
-    model, second = OnOneRank(), mesh.rank() == 1
-    training.save(root / "one", mesh, model)
-    told = []
-
-    def tell(call: Any) -> None:
-        told.append(error_of(call))
-        dist.barrier()
-
-    model.fails = "get" if second else ""
-    tell(lambda: training.save(root / "two", mesh, model))
-    model.fails = "set" if second else ""
-    tell(lambda: training.load(root / "one", mesh, model))
-    model.fails = ""
-    run = training.Checkpoints(root / "run", mesh)
-    tell(lambda: run.resume_or_start(model, resume=second))
-    with mock.patch.object(
-        checkpoints, "_copied", side_effect=MemoryError("full") if second else lambda _: dict
-    ):
-        tell(lambda: training.save(root / "two", mesh, model, async_=True))
-    mesh.close()
-    return told
-
-
-def test_what_fails_on_one_rank_is_told_on_every_rank(tmp_path: Path) -> None:
-    for told in run_ranks(2, trouble_on_one_rank, tmp_path, timeout=45.0):
-        assert told == [
-            "CheckpointError: rank 1: OddError: get failed",
-            "CheckpointError: rank 1: OddError: set failed",
-            "CheckpointError: resume is False on rank 0, and True on rank 1; give all ranks the same",
-            "CheckpointError: rank 1: MemoryError: full",
-        ]
 
 
 class Harm:
@@ -318,70 +276,102 @@ def test_no_code_of_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not (tmp_path / "harm").exists()
 
 
+def numbered(number: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and an optimizer of which every number is the same."""
+    model = nn.ModuleDict({str(each): nn.Linear(8, 8) for each in range(8)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(number)
+            optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, number)
+    return model, optimizer
+
+
+def write_for_ever(path: Path) -> None:
+    torch.set_num_threads(1)
+    number = 0
+    while True:
+        training.save(path, None, *numbered(number), number=number)
+        number += 1
+
+
+def read_back(path: Path) -> tuple[int, set[float]]:
+    model, optimizer = numbered(-1)
+    number = training.load(path, None, model, optimizer)["number"]
+    found = [*model.parameters(), *(kept["momentum_buffer"] for kept in optimizer.state.values())]
+    return number, {value for each in found for value in each.flatten().tolist()}
+
+
+def test_killed_at_any_moment_the_last_good_one_loads(tmp_path: Path) -> None:
+    path, moments = tmp_path / "last", random.Random(0)
+    context = multiprocessing.get_context("fork")
+    for _ in range(8):
+        writer = context.Process(target=write_for_ever, args=(path,))
+        writer.start()
+        while not (path / "namedmesh.pt").exists() and writer.is_alive():
+            pass
+        writer.join(timeout=moments.uniform(0.0, 0.3))  # it never ends by itself
+        writer.kill()
+        writer.join()
+        ((number, values),) = run_ranks(1, read_back, path, init=False)
+        assert values == {number}
+
+
+def test_without_safetensors_a_sentence_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("namedmesh.training.checkpoint_load.find_spec", lambda _: None)
+    with pytest.raises(CheckpointError, match="pip install safetensors"):
+        training.to_pretrained(tmp_path / "step", tmp_path / "model")
+
+
+# --- what is refused -------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
+    root = tmp_path
+    saved = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(2, 2, bias=False)})
+    path = root / "last"
+    assert problems_of(lambda: training.load(path, None, saved)) == [
+        f"there is no finished checkpoint at {path}; name the path that it was saved to"
+    ]
+    training.save(path, None, saved)
+    other = nn.ModuleDict({"a": nn.Linear(2, 4, bias=False), "c": nn.Linear(1, 1)})
+    before = [each.clone() for each in other.state_dict().values()]
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    assert problems_of(lambda: training.load(path, None, other, optimizer)) == [
+        f"'a.weight' has shape (4, 2) here, and (3, 2) in the checkpoint {path}",
+        *(f"{name!r} is not in the checkpoint {path}" for name in ("c.weight", "c.bias")),
+        f"the checkpoint {path} was saved without an optimizer; load it without one",
+        *(
+            f"{name!r} is in the checkpoint {path}, and on no rank in the model"
+            for name in ("a.bias", "b.weight")
+        ),
+    ]
+    assert all(torch.equal(one, two) for one, two in zip(before, other.state_dict().values(), strict=True))
+    used = root / "used"
+    used.mkdir()
+    (used / "notes").write_text("mine")
+    assert problems_of(lambda: training.save(used, None, saved)) == [
+        f"{used} exists and is no checkpoint of namedmesh.training; give the checkpoint a path of its own"
+    ]
+    assert (used / "notes").exists()
+    stranger = torch.optim.SGD([nn.Parameter(torch.zeros(5))], lr=0.1)
+    assert problems_of(lambda: training.save(path, None, saved, stranger)) == [
+        "the optimizer has parameters of shape (5,) that the model has not; make it from the parameters that "
+        "the model has now"
+    ]
+    grouped = [{"params": saved["a"].parameters(), "lr": 0.1}, {"params": saved["b"].parameters(), "lr": 0.2}]
+    training.save(path, None, saved, torch.optim.SGD(grouped))
+    together = torch.optim.SGD(saved.parameters(), lr=0.1)
+    assert problems_of(lambda: training.load(path, None, saved, together)) == [
+        "'a.weight', 'b.weight' are in one group of the optimizer, and were in groups with other options; group them "
+        "as they were"
+    ]
+    training.save(path, None, saved, step=1)
+    assert training.checkpoint_info(path) == (None, {"step": 1})
+    assert {each.name for each in root.iterdir()} == {"last", "used"}
+
+
 # --- in the background -----------------------------------------------------------------------------------------
-
-
-def failing_in_the_background(root: Path) -> list[str]:
-    mesh = namedmesh.init_mesh(dp=2, device="cpu")
-    model = nn.Linear(2, 2)
-    fully_shard(model, mesh=mesh["dp"])
-    training.save(root / "good", mesh, model)
-    told = []
-
-    def begin() -> None:
-        with REFUSED if mesh.rank() == 1 else mock.MagicMock():
-            training.save(root / "bad", mesh, model, async_=True)
-            training.checkpoint_ranks.CheckpointGroup.of(mesh).wait()
-
-    begin()
-    told.append(error_of(lambda: training.save(root / "next", mesh, model)))
-    training.save(root / "next", mesh, model)  # it was told once
-    begin()
-    told.append(error_of(lambda: training.load(root / "good", mesh, model)))
-    begin()
-    more = training.Checkpoints(root / "more", mesh, async_=True)
-    told.append(error_of(lambda: more.save(1, model)))
-    told.append(more.save(1, model).result().name)
-    mesh.close()
-    return told
-
-
-def closing(root: Path) -> list[str]:
-    """What is under way when the mesh is closed is finished; where it failed, closing says so."""
-    told = []
-    for name in ("fine", "bad"):
-        mesh = namedmesh.init_mesh(dp=2, device="cpu")
-        model = nn.Linear(2, 2)
-        with REFUSED if name == "bad" and mesh.rank() == 0 else mock.MagicMock():
-            training.save(root / name, mesh, model, async_=True)
-            told.append(error_of(mesh.close))
-        assert mesh.closed
-    mesh = namedmesh.init_mesh(dp=2, device="cpu")
-    write = dcp.FileSystemWriter.write_data
-    may_write = threading.Event()
-
-    def later(*args: Any) -> Any:
-        may_write.wait()
-        return write(*args)
-
-    with mock.patch.object(dcp.FileSystemWriter, "write_data", later):
-        training.save(root / "last", mesh, nn.Linear(2, 2), async_=True)
-        dist.barrier()
-        if tells_before_destruction():
-            threading.Timer(0.5, may_write.set).start()
-        dist.destroy_process_group()
-        told.append(str((root / "last" / "namedmesh.pt").exists()))
-        may_write.set()
-    return told
-
-
-def test_closing_waits_for_the_last_save(tmp_path: Path) -> None:
-    for told in run_ranks(2, closing, tmp_path):
-        assert told[0] == ""
-        assert told[1].startswith(
-            f"CheckpointError: the checkpoint {tmp_path}/bad could not be written by rank 0 ("
-        )
-        assert told[2] == str(tells_before_destruction())
 
 
 EXIT = """
@@ -411,114 +401,7 @@ def test_the_end_of_the_interpreter_waits_and_tells(tmp_path: Path) -> None:
     assert done.stderr.count(f"CheckpointError: the checkpoint {tmp_path}/bad could not be written") == 1
 
 
-def test_a_failure_in_the_background_is_told_on_every_rank(tmp_path: Path) -> None:
-    for told in run_ranks(2, failing_in_the_background, tmp_path):
-        said = f"CheckpointError: the checkpoint {tmp_path}/bad could not be written by rank 1 ("
-        assert [text.startswith(said) for text in told] == [True, True, True, False]
-        assert told[3] == "step-000001"
-    assert files_left(tmp_path) == ["good", "more", "next"]
-
-
 # --- what state_dict means -------------------------------------------------------------------------------------
-
-
-class Fresh(nn.Module):
-    """A module whose state dict is made afresh each time: a tensor of another size on each rank, and other values."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2))
-        self.average: Tensor
-        self.count: Tensor
-        self.register_buffer("average", torch.full((2,), float(number)))
-        self.register_buffer("count", torch.tensor(number))
-        self.amax, self.note = torch.arange(float(number + 1)), {"number": number}
-
-    def get_extra_state(self) -> Tensor:
-        return self.amax.clone()
-
-    def set_extra_state(self, state: Tensor) -> None:
-        self.amax = state.clone()
-
-
-class Noted(nn.Module):
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.inside, self.note = Fresh(number), {"number": number}
-
-    def get_extra_state(self) -> dict[str, int]:
-        return self.note
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        self.note = state
-
-
-class OwnState(torch.optim.SGD):
-    """An optimizer that keeps what only this rank has, of several types and shapes, for the shard of a rank."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
-        for group in self.param_groups:
-            for each in group["params"]:
-                rank = dist.get_rank()
-                self.state[each] = {
-                    "scale": torch.full((3,), float(rank)),
-                    "absmax": torch.tensor([rank, 200], dtype=torch.uint8),
-                    "factors": {"left": torch.eye(2) * rank},
-                    "step": 7,
-                    "shared": torch.tensor([1.0, 2.0], dtype=torch.float64),
-                }
-
-
-def numbers_of(model: Noted) -> list[Any]:
-    inside = model.inside
-    return [inside.average.tolist(), int(inside.count), inside.amax.tolist(), model.note["number"]]
-
-
-def states_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    return [str(sorted(each.items())) for each in optimizer.state.values()]
-
-
-def what_is_per_rank(root: Path) -> list[Any]:
-    mesh = namedmesh.init_mesh(dp=2, device="cpu")
-    rank = mesh.rank()
-    model, sharded = Noted(rank), nn.Linear(4, 4, bias=False)
-    fully_shard(sharded, mesh=mesh["dp"])
-    optimizer = OwnState(sharded.parameters(), lr=0.1)
-    optimizer.step()
-    saved = states_of(optimizer)
-    both = [model, sharded]
-    if rank == 0:
-        with pytest.warns(UserWarning, match="inside.average, inside.count.*not the same on all ranks"):
-            training.save(root / "one", mesh, both, optimizer)
-    else:
-        training.save(root / "one", mesh, both, optimizer)
-    training.save(root / "one", mesh, both, optimizer)  # it was said once
-    other, fresh = Noted(5), OwnState(sharded.parameters(), lr=0.1)
-    training.load(root / "one", mesh, [other, sharded], fresh)
-    told = [numbers_of(other), states_of(fresh) == saved]
-    with torch.no_grad():
-        model.inside.weight.add_(rank)
-    told.append(error_of(lambda: training.save(root / "one", mesh, both)))
-    mesh.close()
-    mesh = namedmesh.init_mesh(tp=2, device="cpu")
-    plain = nn.Linear(4, 4, bias=False)
-    told.append(
-        error_of(lambda: training.load(root / "one", mesh, [other, plain], OwnState(plain.parameters())))
-    )
-    training.load(root / "one", mesh, [other, plain])
-    told.append(numbers_of(other)[:2])
-    mesh.close()
-    return told
-
-
-def test_what_ranks_have_for_themselves_they_get_back(tmp_path: Path) -> None:
-    by_rank = run_ranks(2, what_is_per_rank, tmp_path)
-    for rank, (numbers, same, refused, moved, averaged) in enumerate(by_rank):
-        assert numbers == [[rank, rank], rank, list(range(rank + 1)), rank]
-        assert same
-        assert refused.startswith("CheckpointError: 'inside.weight': other values on rank 1 than on rank 0, ")
-        assert "the optimizer keeps 'weight:scale' for the part that a rank had" in moved
-        assert averaged == [[0.5, 0.5], 0]  # the mean, and the first
 
 
 def test_several_optimizers_and_what_does_not_fit(tmp_path: Path) -> None:
@@ -559,59 +442,3 @@ def test_several_optimizers_and_what_does_not_fit(tmp_path: Path) -> None:
     assert torch.equal(half[0].weight, before)
     training.load(tmp_path / "two", None, half, cast=True)
     assert torch.equal(half[0].weight, model[0].weight.half())
-
-
-SAME = "a text that is written once"
-
-
-class Loader:
-    """What knows its place in the data, which is another one on each data rank."""
-
-    def __init__(self, place: int) -> None:
-        self.place = place
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
-
-
-def the_place_in_everything(root: Path) -> list[Any]:
-    mesh = namedmesh.init_mesh(dp=2, tp=1, device="cpu")
-    model = nn.Linear(1, 1)
-    training.init_parameters(model, 0)
-    training.seed_all(0, mesh)
-
-    def draw() -> list[float]:
-        return [
-            random.random(),
-            float(np.random.rand()),  # noqa: NPY002  the state that a job has
-            torch.rand(1).item(),
-            *drawn_from("data"),
-            *drawn_from("tensor"),
-        ]
-
-    extra: Any = {"a": np.float64(1.5).item(), "texts": [SAME, SAME]}
-    if mesh.rank() == 1:  # equal, but not for pickle
-        extra = {"texts": [SAME, "".join(list(SAME))], "a": 1.5}
-    training.save(root / "one", mesh, model, data=Loader(10 + mesh.rank()), values=extra)
-    expected, loader = draw(), Loader(0)
-    training.load(root / "one", mesh, model, data=loader)
-    told: list[Any] = [draw() == expected, loader.place]
-    mesh.close()
-    mesh = namedmesh.init_mesh(dp=1, tp=2, device="cpu")
-    told.append(error_of(lambda: training.load(root / "one", mesh, model, data=loader)))
-    mesh.close()
-    return told
-
-
-def drawn_from(name: str) -> list[float]:
-    with training.streams(name):
-        return [torch.rand(1).item()]
-
-
-def test_random_numbers_and_loaders_go_on_where_they_were(tmp_path: Path) -> None:
-    for rank, (same, place, refused) in enumerate(run_ranks(2, the_place_in_everything, tmp_path)):
-        assert (same, place) == (True, 10 + rank)
-        assert "another place in the data for each rank that this one stands for" in refused

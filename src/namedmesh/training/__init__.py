@@ -1,18 +1,23 @@
 """What every training job needs beside a mesh: few functions over torch, each usable alone."""
 
-from namedmesh.training.checkpoint_directory import Checkpoints
 from namedmesh.training.checkpoint_files import checkpoint_info, latest
 from namedmesh.training.checkpoint_load import to_pretrained
-from namedmesh.training.checkpoints import load, save
-from namedmesh.training.clipping import clip_grad_norm_
+from namedmesh.training.checkpoints import Checkpoints, load, save
 from namedmesh.training.context import context_attention, shard_sequence
-from namedmesh.training.data import check_same_batch, data_axes, fsdp_mesh, loader_kwargs, sampler_kwargs
+from namedmesh.training.data import (
+    check_same_batch,
+    data_axes,
+    fsdp_mesh,
+    loader_kwargs,
+    sampler_kwargs,
+    set_expert_divisor,
+    token_mean,
+)
 from namedmesh.training.initialization import init_parameters
 from namedmesh.training.lost_ranks import report_lost_ranks
-from namedmesh.training.means import set_expert_divisor, token_mean
-from namedmesh.training.pipelines import pipeline, stage_indices, stage_layers
+from namedmesh.training.pipelines import pipeline, stage_indices, stage_layers, tie_stages
+from namedmesh.training.reduction import clip_grad_norm_
 from namedmesh.training.seeds import seed_all, streams
-from namedmesh.training.tied_stages import tie_stages
 
 __all__ = [
     "Checkpoints",

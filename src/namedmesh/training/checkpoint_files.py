@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 ABOUT = "namedmesh.pt"  # put in its place last: it names the directory beside it, and replaces the one before it at once
 _HEAD = b"namedmesh checkpoint 3 %08x\n"  # the format, and the checksum of what follows
 _ANY_DATA = "data-" + 16 * "[0-9a-f]"
+_ANY_REMOVED = "*-" + 16 * "[0-9a-f]" + ".removed"  # what is being removed
 _SHARE = "give a path on a file system that all hosts share, such as NFS or Lustre"
 _METADATA = ".metadata"  # DCP's own name for what it says about the tensors
 # Some network file systems show a file on other hosts after a while only.
@@ -71,7 +72,15 @@ class Reader(dcp.FileSystemReader):
 
 
 class _Planner(dcp.DefaultLoadPlanner):
-    """DCP's, which for what is no tensor runs no code that a file names either."""
+    """DCP's, which for what is no tensor runs no code that a file names either, and knows which tensors have changed."""
+
+    def __init__(self, filled: set[str]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.filled = filled
+
+    def commit_tensor(self, read_item: Any, tensor: Any) -> None:  # noqa: ARG002
+        """Note that a part of a tensor was read."""
+        self.filled.add(read_item.dest_index.fqn)
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         """Read one value."""
@@ -79,10 +88,12 @@ class _Planner(dcp.DefaultLoadPlanner):
         self.state_dict[name] = torch.load(value, weights_only=True, map_location="cpu")
 
 
-def read(reader: dcp.StorageReader, wanted: dict[str, Any], **ranks: Any) -> None:
-    """Fill tensors, and replace what is none, on the ranks that the arguments for DCP say."""
+def read(
+    reader: dcp.StorageReader, wanted: dict[str, Any], filled: set[str] | None = None, **ranks: Any
+) -> None:
+    """Fill tensors, noting their names, and replace what is none, on the ranks that the arguments for DCP say."""
     with without_warnings():
-        planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner = _Planner(set() if filled is None else filled)
         dcp.load(wanted, storage_reader=reader, planner=planner, **ranks)
 
 
@@ -109,13 +120,13 @@ def make_room(path: Path) -> str:
 
 
 def clear(path: Path) -> None:
-    """Remove all directories of tensors but that of the finished checkpoint; of one that is damaged nothing."""
+    """Remove what interrupted saves left: all directories of tensors but that of the finished checkpoint."""
     kept = None
     if is_whole(path):
         try:
             kept = data_of(path, read_about(path))
         except CheckpointError:
-            return
+            return  # of what is damaged, nothing is removed
     for each in path.glob(_ANY_DATA):
         if each != kept:
             shutil.rmtree(each, ignore_errors=True)
@@ -205,10 +216,17 @@ def _sync(*directories: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint, with what else is in its directory; an interruption leaves none."""
-    (path / ABOUT).unlink()
-    _sync(path)
-    shutil.rmtree(path, ignore_errors=True)
+    """Remove a checkpoint, with what else is in its directory; an interruption leaves none, and none of it in its place."""
+    aside = path.with_name(f"{path.name}-{secrets.token_hex(8)}.removed")
+    path.rename(aside)
+    _sync(path.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def finish_removals(directory: Path) -> None:
+    """Remove what interrupted removals left."""
+    for path in directory.glob(_ANY_REMOVED):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def read_about(path: Path) -> dict[str, Any]:
@@ -275,7 +293,7 @@ def in_order(directory: Path) -> list[tuple[Path, dict[str, Any]]]:
     """Return the checkpoints in a directory as they were finished, and damaged ones, with the ``error``, behind them."""
     found: list[tuple[Path, dict[str, Any]]] = []
     for path in sorted(directory.glob("*")):
-        if is_whole(path):
+        if is_whole(path) and not path.match(_ANY_REMOVED):
             try:
                 found.append((path, read_about(path)))
             except CheckpointError as error:
@@ -326,18 +344,20 @@ def refuse_io(path: Path, what: str = "written") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(_failed(path, what, "", error)) from None
+        causes = {str(error): ""}
     except dcp.api.CheckpointException as error:
-        causes: dict[str, list[int]] = {}
+        ranks_of: dict[str, list[int]] = {}
         for rank, (cause, _) in error.failures.items():
-            causes.setdefault(f"{type(cause).__name__}: {cause}".partition("\n")[0], []).append(rank)
-        raise CheckpointError(
-            *(_failed(path, what, f" by {ranks_in_words(ranks)}", cause) for cause, ranks in causes.items())
-        ) from None
-
-
-def _failed(path: Path, what: str, ranks: str, cause: object) -> str:
-    return f"the checkpoint {path} could not be {what}{ranks} ({cause}); see to room and permission there"
+            ranks_of.setdefault(f"{type(cause).__name__}: {cause}".partition("\n")[0], []).append(rank)
+        causes = {cause: f" by {ranks_in_words(ranks)}" for cause, ranks in ranks_of.items()}
+    else:
+        return
+    raise CheckpointError(
+        *(
+            f"the checkpoint {path} could not be {what}{ranks} ({cause}); see to room and permission there"
+            for cause, ranks in causes.items()
+        )
+    )
 
 
 @contextmanager

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from namedmesh.errors import CheckpointError, listing
 from namedmesh.training import checkpoint_files as files
-from namedmesh.training.checkpoint_compare import shown
 from namedmesh.training.checkpoint_state import State, groups_of, local, whole
+from namedmesh.training.comparison import shown
 from namedmesh.training.seeds import streams
 
 if TYPE_CHECKING:
@@ -61,19 +61,19 @@ def load_into(
         shapes = ranks.on_first(lambda _: files.shapes_in(reader))
         loading = ranks.on_all(partial(_Loading, state, path, reader, shapes, about, cast=cast))
         ranks.on_all(partial(loading.refuse_what_does_not_fit, ranks))
-        loading.read(loading.values, **ranks.arguments)
+    loading.fill(ranks)
     found = loading.found()
     ranks.on_all(partial(loading.put, found))
 
 
 class _Loading:
-    """What is read from a checkpoint for a state, by its name in the checkpoint (``values``), and what does not fit."""
+    """What is read from a checkpoint for a state, and what does not fit."""
 
     def __init__(
         self, state: State, path: Path, reader: Any, shapes: Shapes, about: dict[str, Any], *, cast: bool
     ) -> None:
         self.state, self.cast = state, cast
-        self._reader, self._where = reader, f"the checkpoint {path}"
+        self._path, self._reader, self._where = path, reader, f"the checkpoint {path}"
         self._pretrained = about["id"] is None
         self._prefix = _MODEL if self._pretrained else ""
         self._shapes = {self._prefix + name: each for name, each in shapes.items()}
@@ -81,7 +81,8 @@ class _Loading:
         self._before = files.layout_of(about)
         once = {name for name in self._shapes if not name.startswith("rank.")}
         self._names = sorted(self._per_rank.keys() | once)
-        self.values: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}  # by their names in the checkpoint
+        self._in_place: list[str] = []  # which of them are the memory of the model
         self._problems: list[str] = []
         # Of each entry, where a checkpoint has it for this rank, and the parameter whose part it is.
         self._wanted: dict[str, tuple[list[str], Tensor | None]] = {}
@@ -128,22 +129,34 @@ class _Loading:
         if self._problems:
             raise CheckpointError(*self._problems)
 
-    def read(self, values: dict[str, Any], **ranks: Any) -> None:
-        """Fill tensors, and replace what is none, on the ranks that the arguments for DCP say."""
-        wanted = {name.removeprefix(self._prefix): each for name, each in values.items()}
-        files.read(self._reader, wanted, **ranks)
-        values.update({self._prefix + name: each for name, each in wanted.items()})
-
-    def _room(self, name: str) -> Tensor | None:
-        known = self._shapes[name]
-        return None if known is None else torch.empty(known[0], dtype=known[1])
+    def fill(self, ranks: CheckpointGroup) -> None:
+        """Read all that is wanted; where that fails on the way, say what of the model has changed."""
+        wanted = {name.removeprefix(self._prefix): each for name, each in self._values.items()}
+        filled: set[str] = set()
+        try:
+            with files.refuse_io(self._path, "read"):
+                files.read(self._reader, wanted, filled, **ranks.arguments)
+        except CheckpointError as error:
+            changed = [shown(name) for name in self._in_place if name.removeprefix(self._prefix) in filled]
+            if not changed:
+                raise
+            raise CheckpointError(
+                *error.problems,
+                f"{listing(changed)} of the model were read before, so it has some of {self._where} and some of what it had; load "
+                "again, or another checkpoint, before it is used",
+            ) from None
+        self._values = {self._prefix + name: each for name, each in wanted.items()}
 
     def _want(
         self, name: str, copies: list[str], room: Tensor | None = None, parameter: Tensor | None = None
     ) -> None:
         self._wanted[name] = copies, parameter
         for copy in copies:
-            self.values[copy] = self._room(copy) if room is None else room
+            known = self._shapes[copy]
+            if room is None and known is not None:
+                self._values[copy] = torch.empty(known[0], dtype=known[1])
+            else:
+                self._values[copy] = room
 
     def _want_of_model(self, name: str) -> None:
         entry = self.state.entries[name]
@@ -165,6 +178,7 @@ class _Loading:
                 self._want(name, copies)
             else:
                 self._want(name, copies[:1], room, entry.parameter)
+                self._in_place += copies[:1]
 
     def _check(self, name: str, target: Tensor, known: tuple[tuple[int, ...], torch.dtype] | None) -> None:
         shape, dtype = known or (None, None)
@@ -181,7 +195,7 @@ class _Loading:
     def _want_optimizers(self) -> None:
         groups: dict[str, Any] = dict.fromkeys(self._names_of("group."))
         if groups:
-            self.read(groups, no_dist=True)  # this rank alone
+            files.read(self._reader, groups, no_dist=True)  # this rank alone
         by_name = {name: group for group in groups.values() for name in group["names"]}
         if not by_name:
             self._problems.append(f"{self._where} was saved without an optimizer; load it without one")
@@ -195,19 +209,17 @@ class _Loading:
             self._problems += _other_options(optimizer, parameters, by_name, self._where)
             for name, parameter in parameters:
                 for full in kept.get(name, ()):
-                    self._want_of_optimizer(full, parameter)
+                    self._want_of_optimizer(full, name, parameter)
 
-    def _want_of_optimizer(self, name: str, parameter: Tensor) -> None:
+    def _want_of_optimizer(self, name: str, owner: str, parameter: Tensor) -> None:
         copies = self._copies(name)
         known = self._shapes[copies[0]] if copies else None
         has_mean = known is not None and known[0] == tuple(parameter.shape) and known[1].is_floating_point
         if copies == [name] and known is not None:
-            room = whole(parameter, parameter, self.state.mesh, exchange=False)
-            if known[0] == tuple(room.shape) and known[0]:
+            room = None
+            if known[0] and known[0] == self.state.entries[_MODEL + owner].shape:
                 empty = torch.zeros_like(parameter.detach(), dtype=known[1])
                 room = whole(empty, parameter, self.state.mesh, exchange=False)
-            else:
-                room = torch.empty(known[0], dtype=known[1])
             self._want(name, copies, room, parameter)
         elif len(copies) == 1 or (has_mean and not isinstance(parameter, DTensor)):
             self._want(name, copies)
@@ -232,7 +244,7 @@ class _Loading:
         """Return what was read for each entry; may communicate."""
         result = {}
         for name, (copies, parameter) in self._wanted.items():
-            values = [self.values[copy] for copy in copies]
+            values = [self._values[copy] for copy in copies]
             joined = values[0] if len(values) == 1 else torch.stack(values).mean(0)
             result[name] = local(joined, parameter, self.state.mesh)
         return result
@@ -250,8 +262,8 @@ class _Loading:
             state.put_optimizer(optimizer, self._options, kept)
         for number, loader in enumerate(state.loaders):
             loader.load_state_dict(found[f"data.{number}"])
-        random = {name: each for name, each in found.items() if name.startswith("random.")}
-        streams.load_state_dict({name.removeprefix("random."): each for name, each in random.items()})
+        random = [name for name in found if name.startswith("random.")]
+        streams.load_state_dict({name.removeprefix("random."): found[name] for name in random})
 
 
 def _other_options(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import io
 import os
 import sys
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any, ClassVar, TextIO, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,14 +38,6 @@ class Saving(Future[Path]):
             if self.done():
                 _unreported.discard(self)
 
-    def run(self, work: Callable[[], Path]) -> None:
-        """Do the work of this save, in its thread."""
-        try:
-            self.set_result(work())
-            _unreported.discard(self)
-        except BaseException as error:  # noqa: BLE001  whoever asks for the result gets it
-            self.set_exception(error)
-
 
 _unreported: set[Saving] = set()
 """The saves that are under way, and those whose failure was not raised anywhere."""
@@ -57,31 +48,24 @@ def _wait_for_all() -> None:
     wait(list(_unreported))
 
 
-class _FailsAtExit(io.TextIOBase):
-    """Standard output of an interpreter that ends: its last flush fails, so that the exit status is 120.
-
-    The interpreter has no other way to a status from here that lets the other exit handlers run.
-    """
-
-    def __init__(self, stream: TextIO, error: BaseException) -> None:
-        self._stream, self._error = stream, error
-
-    def write(self, text: str) -> int:
-        return self._stream.write(text)
-
-    def flush(self) -> None:
-        self._stream.flush()
-        if sys.is_finalizing():
-            raise self._error
-
-
 @atexit.register
 def _fail_at_exit() -> None:
-    """Let torchrun, and whoever starts the job again, see that a save failed."""
+    """Let torchrun, and whoever starts the job again, see that a save failed: the exit status is 120.
+
+    That of an interpreter whose last flush fails; there is no other way from here that lets the other exit handlers run.
+    """
     _wait_for_all()
     errors = [error for each in _unreported if (error := each.exception()) is not None]
-    if errors:
-        sys.stdout = _FailsAtExit(sys.stdout, errors[0])
+    if not errors:
+        return
+    flush = sys.stdout.flush
+
+    def fail() -> None:
+        flush()
+        if sys.is_finalizing():
+            raise errors[0]
+
+    sys.stdout.flush = fail  # type: ignore[method-assign]
 
 
 class CheckpointGroup:
@@ -122,11 +106,18 @@ class CheckpointGroup:
 
     def begin(self, work: Callable[[], Path]) -> Saving:
         """Save in the background."""
-        self.saving = Saving()
-        _unreported.add(self.saving)
-        # No daemon: the interpreter waits for it.
-        Thread(target=self.saving.run, args=(work,), name="namedmesh checkpoint", daemon=False).start()
-        return self.saving
+        saving = self.saving = Saving()
+        _unreported.add(saving)
+
+        def run() -> None:
+            try:
+                saving.set_result(work())
+                _unreported.discard(saving)
+            except BaseException as error:  # noqa: BLE001  whoever asks for the result gets it
+                saving.set_exception(error)
+
+        Thread(target=run, name="namedmesh checkpoint", daemon=False).start()  # the interpreter waits for it
+        return saving
 
     def wait(self) -> None:
         """Wait for the end of the save in the background."""

@@ -7,17 +7,18 @@ or ``random.NAME``; ``rank.N.`` stands before what is per rank.
 
 from __future__ import annotations
 
+import io
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from namedmesh.errors import CheckpointError, listing
-from namedmesh.training.checkpoint_compare import shown
-from namedmesh.training.contents import digest, plain
+from namedmesh.training.comparison import digest, shown
 from namedmesh.training.initialization import plain_name, shard_of
 from namedmesh.training.seeds import streams
 
@@ -31,18 +32,20 @@ if TYPE_CHECKING:
 
 
 class Entry(NamedTuple):
-    """One thing that a rank has to save, and what ranks compare of it."""
+    """One thing that a rank has to save, and what ranks compare of it.
+
+    ``parameter`` is the one whose part it is, or which it is; copies that ``may_be_averaged`` have a mean, for a layout in
+    which nobody is the rank that had one of them. ``shape`` is that of the whole, which has to be the same everywhere, or
+    None where it may differ; ``shard`` says which part of the whole this rank has, and is empty for all of it. Where it is
+    ``exact`` every bit counts.
+    """
 
     value: Any
-    parameter: Tensor | None  # the one whose part it is, or which it is
-    may_be_averaged: (
-        bool  # copies that differ have a mean, for a layout in which nobody is the rank that had one of them
-    )
-    shape: (
-        tuple[int, ...] | None
-    )  # that of the whole, which has to be the same everywhere; None where it may differ
-    shard: tuple[object, ...]  # which part of the whole this rank has; empty for all of it
-    exact: bool  # every bit counts
+    parameter: Tensor | None
+    may_be_averaged: bool
+    shape: tuple[int, ...] | None
+    shard: tuple[object, ...]
+    exact: bool
 
 
 class State:
@@ -59,9 +62,8 @@ class State:
             each.module if isinstance(each, DistributedDataParallel) else each for each in modules
         ]
         self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers or ())
-        self.loaders: list[Any] = list(data) if isinstance(data, list | tuple) else [data]
-        if data is None:
-            self.loaders = []
+        given = [] if data is None else data
+        self.loaders: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
         self.entries: dict[str, Entry] = {}
         self.names: dict[int, str] = {}
         self._problems: list[str] = []
@@ -135,12 +137,11 @@ class State:
 
     def compared(self) -> dict[str, Entry]:
         """Return what ranks compare: all but the options, which are named by what they are, and shards of optimizers."""
-        found = {}
-        for name, entry in sorted(self.entries.items(), key=itemgetter(0)):
-            shard_of_optimizer = entry.shard and name.startswith("optimizer.")
-            if not shard_of_optimizer and not name.startswith("group."):
-                found[name] = entry
-        return found
+        return {
+            name: entry
+            for name, entry in sorted(self.entries.items(), key=itemgetter(0))
+            if not name.startswith("group.") and not (entry.shard and name.startswith("optimizer."))
+        }
 
     def _place(self, value: Any, parameter: Tensor | None) -> tuple[tuple[object, ...], tuple[int, ...]]:
         """Return which part of a tensor this rank has, empty for all of it, and the shape of the whole."""
@@ -173,11 +174,8 @@ class State:
     def put_model(self, loaded: Mapping[str, Any]) -> None:
         """Load parameters, buffers and extra states through ``load_state_dict``."""
         for module in self.modules:
-            found: dict[str, Any] = {}
-            for raw in module.state_dict(keep_vars=True):
-                name = f"model.{plain_name(raw)}"
-                if name in loaded:
-                    found[raw] = loaded[name]
+            names = {raw: f"model.{plain_name(raw)}" for raw in module.state_dict(keep_vars=True)}
+            found = {raw: loaded[name] for raw, name in names.items() if name in loaded}
             module.load_state_dict(found, strict=False)
 
     def put_optimizer(
@@ -191,17 +189,15 @@ class State:
         packed = optimizer.state_dict()
         for group, content in zip(packed["param_groups"], groups_of(optimizer, parameters), strict=True):
             group.update(options[content["names"][0]] if content["names"] else {})
-        packed["state"] = {
-            number: dict(loaded[name]) for number, (name, _) in enumerate(parameters) if name in loaded
-        }
+        kept = [loaded.get(name, {}) for name, _ in parameters]
+        packed["state"] = {number: dict(each) for number, each in enumerate(kept) if each}
         optimizer.load_state_dict(packed)
-        for name, parameter in parameters:
-            state = optimizer.state.get(parameter, {})
-            for key, value in loaded.get(name, {}).items():
+        for (_, parameter), each in zip(parameters, kept, strict=True):
+            for key, value in each.items():
+                now = optimizer.state[parameter].get(key)
                 # torch gives what is no step the type of the parameter.
-                both = isinstance(value, Tensor) and isinstance(state.get(key), Tensor)
-                if both and state[key].dtype != value.dtype:
-                    state[key] = value.to(state[key].device)
+                if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
+                    optimizer.state[parameter][key] = value.to(now.device)
 
 
 def groups_of(optimizer: Optimizer, parameters: Sequence[tuple[str, Tensor]]) -> list[dict[str, Any]]:
@@ -252,3 +248,17 @@ def _exchanged(shard: Tensor, mesh: NamedMesh, axis: str, dim: int, parts: tuple
     other: Tensor = joined.unflatten(dim, (*parts, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
     mine: Tensor = other.chunk(mesh.size(axis), dim)[mesh.rank(axis)]
     return mine.contiguous()
+
+
+def plain(value: object, what: str) -> Any:
+    """Return a copy of a value as a checkpoint gives it back; refuse what only code could read back."""
+    written = io.BytesIO()
+    try:
+        torch.save(value, written)
+        written.seek(0)
+        return torch.load(written, weights_only=True, map_location="cpu")
+    except Exception as error:  # noqa: BLE001  of many kinds, by what torch finds
+        cause = str(error).strip().partition("\n")[0]
+        raise CheckpointError(
+            f"{what} is not plain data ({cause}); give numbers, texts, tensors, and lists, tuples and dicts of them"
+        ) from None

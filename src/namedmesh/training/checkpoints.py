@@ -1,7 +1,8 @@
-"""Checkpoints that any layout reads, over torch.distributed.checkpoint: an interruption never costs the last one."""
+"""Checkpoints that any layout reads, over torch.distributed.checkpoint, and a directory of them as one run."""
 
 from __future__ import annotations
 
+import re
 import secrets
 import warnings
 from contextlib import nullcontext
@@ -13,15 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from namedmesh.errors import CheckpointError, listing, ranks_in_words
 from namedmesh.training import checkpoint_files as files
-from namedmesh.training.checkpoint_compare import contradictions, differing, table_of
 from namedmesh.training.checkpoint_load import load_into, opened
 from namedmesh.training.checkpoint_ranks import CheckpointGroup, Saving
-from namedmesh.training.checkpoint_state import State
-from namedmesh.training.contents import digest, plain
+from namedmesh.training.checkpoint_state import State, plain
+from namedmesh.training.comparison import contradictions, differing, digest, table_of
 
 if TYPE_CHECKING:
     import os
@@ -103,11 +102,11 @@ def save(
         {'step': 3}
     """
     collect = partial(State, mesh, model, optimizer, data)
-    saved = save_as(Path(path), mesh, collect, extra, _lineage, async_=async_)
+    saved = _save(Path(path), mesh, collect, extra, _lineage, async_=async_)
     return saved if async_ else None
 
 
-def save_as(
+def _save(
     path: Path,
     mesh: NamedMesh | None,
     collect: Callable[[], State],
@@ -115,25 +114,25 @@ def save_as(
     lineage: Lineage,
     *,
     async_: bool,
-    after: Callable[[dict[str, Any]], None] = lambda _: None,
+    after: Callable[[], None] = lambda: None,
 ) -> Future[Path]:
     """Save what ``collect`` returns as a part of a run; ``after`` is called on the first rank, once it is in its place."""
     ranks = CheckpointGroup.of(mesh)
 
     def local_part() -> tuple[State, dict[str, Any], dict[str, Any], Tensor]:
-        _refuse_options(extra)
+        if names := extra.keys() & {"keep", "async_", "resume", "cast"}:
+            raise CheckpointError(
+                f"{listing(sorted(names))}: an option of another call, and no name for an extra value; give it to Checkpoints(), "
+                "resume_or_start() or load()"
+            )
         ranks.finish()
         state = collect()
         copies = {key: plain(each, f"the extra value {key}") for key, each in extra.items()}
         return state, state.objects(), copies, table_of(state.compared())
 
     state, objects, copies, table = ranks.on_all(local_part)
-    compared = state.compared()
-    unlike = differing(mesh, list(compared), table)
-    wrong = {name: each for name, each in unlike.items() if compared[name].shape is not None}
-    own = {name: digest(compared[name].value) for name in unlike if name not in wrong}
-    details = {name: (compared[name].shape, compared[name].shard, numbers) for name, numbers in wrong.items()}
-    checked = {"contradictions": details, "extra": digest(extra), "per_rank": own}
+    wrong, own = differing(mesh, state.compared(), table)
+    checked = {"contradictions": wrong, "extra": digest(extra), "per_rank": own}
     with files.refuse_io(path):
         made, per_rank = ranks.on_first(partial(_checked, path, ranks, extra), checked)
     values = {}
@@ -148,26 +147,17 @@ def save_as(
         "per_rank": per_rank,
     }
 
-    def write(values: dict[str, Any]) -> Path:
+    def write() -> Path:
         _write(path, ranks, values, about, after)
         lineage.parent = made
         return path
 
     if async_ and mesh is not None:
-        copied = ranks.on_all(partial(_copied, values))
-        return ranks.begin(lambda: write(copied()))
+        values = ranks.on_all(partial(_copied, values))
+        return ranks.begin(write)
     done = Saving()
-    done.set_result(write(values))
+    done.set_result(write())
     return done
-
-
-def _refuse_options(extra: Mapping[str, Any]) -> None:
-    names = extra.keys() & {"keep", "async_", "resume", "cast"}
-    if names:
-        raise CheckpointError(
-            f"{listing(sorted(names))}: an option of another call, and no name for an extra value; give it to Checkpoints(), "
-            "resume_or_start() or load()"
-        )
 
 
 def _checked(
@@ -187,8 +177,8 @@ def _checked(
     for rank, one in enumerate(by_rank):
         for name, value in one["per_rank"].items():
             copies.setdefault(name, {})[rank] = value
-    models = [name.removeprefix("model.") for name in copies if name.startswith("model.")]
-    if new := [name for name in models if name not in ranks.warned]:
+    models = {name.removeprefix("model.") for name in copies if name.startswith("model.")}
+    if new := sorted(models - ranks.warned):
         ranks.warned.update(new)
         warnings.warn(
             f"{listing(new)}: not the same on all ranks, so a checkpoint has the value of each rank; another layout loads their "
@@ -203,7 +193,7 @@ def _write(
     ranks: CheckpointGroup,
     values: dict[str, Any],
     about: dict[str, Any],
-    after: Callable[[dict[str, Any]], None],
+    after: Callable[[], None],
 ) -> None:
     """Write the values and put the checkpoint in its place; what cannot be finished is removed."""
     data = files.data_of(path, about)
@@ -215,7 +205,7 @@ def _write(
         about["order"] = order + 1
         about["files"] = {name: each for one in by_rank for name, each in one.items()}
         files.finish(path, about)
-        after(about)
+        after()
 
     try:
         ranks.on_all(partial(files.require_room, path, about))
@@ -232,26 +222,13 @@ def _write(
         raise
 
 
-def _copied(values: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
-    """Copy tensors to the CPU; returns a function that makes DTensors of them again, which takes longer."""
-    copies: dict[str, Any] = {}
-    with torch.no_grad():
-        for name, value in values.items():
-            if isinstance(value, DTensor) and value.device.type == "cpu":
-                copies[name] = value.to_local().clone()
-            elif isinstance(value, Tensor):
-                copies[name] = value.to("cpu", copy=True)
-            else:
-                copies[name] = value
-    return lambda: {name: _like(values[name], copy) for name, copy in copies.items()}
-
-
 @torch.no_grad()
-def _like(tensor: Any, local: Any) -> Any:
-    if not isinstance(tensor, DTensor) or isinstance(local, DTensor):
-        return local
-    placed: dict[str, Any] = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
-    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, **placed)
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of tensors on the CPU, which do not change while they are written."""
+    return {
+        name: value.to("cpu", copy=True) if isinstance(value, Tensor) else value
+        for name, value in values.items()
+    }
 
 
 def load(
@@ -288,7 +265,8 @@ def load(
     Raises:
         CheckpointError: there is no checkpoint, or a file of it is missing, cut off or not as it was written; a name is missing
             in it or in the model, or has another shape or type; its optimizer is of another kind or does not fit. All
-            problems at once, on every rank, before anything is changed.
+            problems at once, on every rank, before anything is changed. Where reading itself fails on the way, as a disk
+            does, it says which tensors of the model have changed on this rank.
     """
     ranks = CheckpointGroup.of(mesh)
     ranks.on_all(ranks.finish)
@@ -297,3 +275,179 @@ def load(
     _lineage.run, _lineage.parent = about["run"], about["id"]
     extra: dict[str, Any] = about["extra"]
     return extra
+
+
+_NAME = re.compile(r"step-\d+")
+
+
+class Checkpoints:
+    """A directory of checkpoints of one run, ``step-000100`` and so on; every rank of the mesh makes one.
+
+    Prevents: a run that starts afresh where another one saved, and ends with files of both; one that went back to an older
+    checkpoint, is started again, and goes on from what it had abandoned; a disk that is full of what interrupted saves left.
+
+    A run begins with the first save after a fresh start, and goes on with every checkpoint that is loaded here. Nothing of
+    another run is ever removed. Leftovers of interrupted saves and removals in the directory are removed at the next save.
+
+    Args:
+        directory: on a file system that all ranks see.
+        mesh: the mesh; None in a process without process groups.
+        keep: how many checkpoints of the run stay, those that were finished last; None for all.
+        async_: as for :func:`save`.
+
+    Raises:
+        CheckpointError: ``keep`` is below 1.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from namedmesh import training
+        >>> model = torch.nn.Linear(2, 2)
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     checkpoints = training.Checkpoints(directory, None, keep=2)
+        ...     start = checkpoints.resume_or_start(model)["step"]
+        ...     for step in range(start, 4):
+        ...         _ = checkpoints.save(step + 1, model)
+        ...     checkpoints.close()
+        ...     start, checkpoints.latest().name, training.Checkpoints(directory, None).resume_or_start(model)
+        (0, 'step-000004', {'step': 4})
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        mesh: NamedMesh | None,
+        *,
+        keep: int | None = 3,
+        async_: bool = False,
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise CheckpointError(f"keep is {keep}; it must be at least 1, or None to keep all checkpoints")
+        self.directory, self.mesh, self.keep, self.async_ = Path(directory), mesh, keep, async_
+        self._lineage = Lineage()
+
+    def latest(self) -> Path | None:
+        """Return the checkpoint that was finished last, as :func:`latest` does, after what is written now."""
+        CheckpointGroup.of(self.mesh).wait()
+        return files.latest(self.directory)
+
+    def resume_or_start(
+        self,
+        model: Model,
+        optimizer: Optimizers = None,
+        *,
+        data: object = None,
+        resume: bool | str | os.PathLike[str] = True,
+        cast: bool = False,
+    ) -> dict[str, Any]:
+        """Go on from the last checkpoint, or begin; every rank calls this.
+
+        Args:
+            model: as for :func:`load`, as are all arguments.
+            optimizer: the same.
+            data: the same.
+            resume: True to go on from the checkpoint that was finished last, or to begin if there is none, as a job that is
+                queued again wants it; one that is damaged is left out, with a warning. False to begin. A path to go on
+                from there: a checkpoint of this directory, or of another one, whose run then goes on here.
+            cast: the same.
+
+        Returns:
+            The extra values of the checkpoint, and the number of its step; ``{"step": 0}`` at the beginning.
+
+        Raises:
+            CheckpointError: the run is to begin, and the directory holds another one; no checkpoint in it is sound; ranks give
+                another ``resume``; or as for :func:`load`.
+        """
+        ranks = CheckpointGroup.of(self.mesh)
+        ranks.on_all(ranks.finish)
+        ranks.on_first(_refuse_other_choices, str(resume))
+        collect = partial(State, self.mesh, model, optimizer, data)
+        found = None
+        if resume is True:
+            found = self._last_sound(ranks)
+        elif resume is not False:
+            found = Path(resume), opened(Path(resume), ranks)
+        self._lineage, extra = Lineage(), {"step": 0}
+        if found is not None:
+            path, about = found
+            load_into(collect, path, about, ranks, cast=cast)
+            self._lineage = Lineage(about["run"], about["id"])
+            extra |= about["extra"]
+        ranks.on_first(lambda _: self._refuse_other_run())
+        return extra
+
+    def save(
+        self, step: int, model: Model, optimizer: Optimizers = None, *, data: object = None, **extra: Any
+    ) -> Future[Path]:
+        """Save after a step; every rank calls this.
+
+        Args:
+            step: how many steps are done; it is one of the extra values.
+            model: as for :func:`namedmesh.training.save`, as are all others.
+            optimizer: the same.
+            data: the same.
+            **extra: the same.
+
+        Returns:
+            A future; its ``result()`` is the path. Done already, unless ``async_``.
+
+        Raises:
+            CheckpointError: the directory holds another run; or as for :func:`namedmesh.training.save`.
+        """
+        ranks = CheckpointGroup.of(self.mesh)
+
+        def collect() -> State:
+            if ranks.rank == 0:
+                self._refuse_other_run()
+                files.finish_removals(self.directory)
+                for each in self.directory.glob("step-*"):
+                    if _NAME.fullmatch(each.name):
+                        files.clear(each)
+            return State(self.mesh, model, optimizer, data)
+
+        path, values = self.directory / f"step-{step:06}", {"step": step} | extra
+        how: dict[str, Any] = {"async_": self.async_, "after": self._remove_older}
+        return _save(path, self.mesh, collect, values, self._lineage, **how)
+
+    def close(self) -> None:
+        """Wait for what is written, and raise its error if it was not reported."""
+        CheckpointGroup.of(self.mesh).finish()
+
+    def _refuse_other_run(self) -> None:
+        """Refuse to save in a directory of which this run has loaded nothing."""
+        runs = [(about["run"], path.name) for path, about in files.in_order(self.directory) if "run" in about]
+        if runs and self._lineage.run not in dict(runs):
+            raise CheckpointError(
+                f"{self.directory} holds another run, up to {runs[-1][1]}; go on with it by "
+                "resume_or_start(..., resume=True), or give this run a directory of its own"
+            )
+
+    def _last_sound(self, ranks: CheckpointGroup) -> tuple[Path, dict[str, Any]] | None:
+        """Return the checkpoint that was finished last and is as it was written; None where none was ever finished."""
+        paths = ranks.on_first(lambda _: [path for path, _ in files.in_order(self.directory)])
+        for path in reversed(paths):
+            try:
+                return path, opened(path, ranks)
+            except CheckpointError as error:  # noqa: PERF203  one of a few
+                if ranks.rank == 0:
+                    warnings.warn(f"left out: {error}", stacklevel=3)
+        if paths:
+            raise CheckpointError(
+                f"no checkpoint in {self.directory} is as it was written; name one to load by resume=, or begin in another directory"
+            )
+        return None
+
+    def _remove_older(self) -> None:
+        if self.keep is not None:
+            found = files.in_order(self.directory)
+            mine = [path for path, about in found if about.get("run") == self._lineage.run]
+            for path in mine[: -self.keep]:
+                files.remove(path)
+
+
+def _refuse_other_choices(by_rank: Sequence[str]) -> None:
+    """Refuse to go on where ranks would load other checkpoints."""
+    others = [rank for rank, choice in enumerate(by_rank) if choice != by_rank[0]]
+    if others:
+        raise CheckpointError(
+            f"resume is {by_rank[0]} on rank 0, and {by_rank[others[0]]} on {ranks_in_words(others)}; give all ranks the same"
+        )

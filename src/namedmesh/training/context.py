@@ -1,9 +1,14 @@
-"""Context parallelism: each rank of ``cp`` has a part of every sequence, and attention sees all of it."""
+"""Context parallelism: each rank of ``cp`` has a part of every sequence, and attention sees all of it.
+
+Causal attention on the CPU is computed in pieces that need no mask: the part itself, and what its queries see of the parts of
+others, which alone is sent. Each is one call of the kernel; they are merged by their log-sum-exp. Elsewhere torch's public
+function gets all keys and values.
+"""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own spelling
@@ -11,10 +16,9 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from namedmesh._torch import has_attention_with_lse
+from namedmesh._torch import attention_backward, attention_with_lse, has_attention_with_lse
 from namedmesh.errors import ShapeError
-from namedmesh.tensor_parallel.collectives import RankGroup, exchange, gather_parts
-from namedmesh.training.context_pieces import attend_in_pieces, chunks_of, rank_order, whole_order
+from namedmesh.tensor_parallel.collectives import RankGroup, all_to_all, exchange, gather_parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,8 +62,7 @@ def shard_sequence(
         >>> tokens, positions = shard_sequence(torch.tensor([[5, 6, 7]]), mesh=mesh["cp"], pad=(0,))
         >>> tokens, positions
         (tensor([[5, 6, 7, 0]]), tensor([0, 1, 2, 3]))
-        >>> mesh.close()
-        >>> dist.destroy_process_group()
+        >>> mesh.close(); dist.destroy_process_group()
     """
     parts = mesh.size() * (2 if balanced else 1)
     lengths = {each.shape[dim] for each in tensors}
@@ -80,14 +83,12 @@ def shard_sequence(
         raise ShapeError(*problems)
     (length,) = lengths
     size = -(-length // parts)
-    mine = chunks_of(mesh.get_local_rank(), mesh.size(), balanced=balanced)
-    filled = [
-        each if length == size * parts else _padded(each, dim, size * parts, pad[index] if pad else 0)
-        for index, each in enumerate(tensors)
-    ]
-    shards = [torch.cat([each.narrow(dim, part * size, size) for part in mine], dim) for each in filled]
-    device = tensors[0].device
-    positions = torch.cat([torch.arange(part * size, (part + 1) * size, device=device) for part in mine])
+    mine = _chunks_of(mesh.get_local_rank(), mesh.size(), balanced=balanced)
+    if over:
+        tensors = tuple(map(partial(_padded, dim, size * parts), tensors, pad or ()))
+    everywhere = torch.arange(size * parts, device=tensors[0].device)
+    positions = torch.cat([everywhere[part * size : (part + 1) * size] for part in mine])
+    shards = [torch.cat([each.narrow(dim, part * size, size) for part in mine], dim) for each in tensors]
     return *shards, positions
 
 
@@ -146,12 +147,14 @@ def context_attention(
         >>> whole = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         >>> torch.allclose(context_attention(q, k, v, mesh["cp"]), whole, atol=1e-6)
         True
-        >>> mesh.close()
-        >>> dist.destroy_process_group()
+        >>> mesh.close(); dist.destroy_process_group()
     """
     ranks = RankGroup(mesh)
-    problems = _shape_problems(query, key, value, ranks, balanced=balanced, ulysses=ulysses)
-    problems += _way_problems(attn_mask, dropout_p, is_causal=is_causal, ulysses=ulysses)
+    problems = _problems(
+        query, key, value, ranks, balanced=balanced, ulysses=ulysses, dropout=bool(dropout_p)
+    )
+    if attn_mask is not None and is_causal:
+        problems.append("attn_mask: give is_causal=False, and a mask that is causal where that is meant")
     if problems:
         raise ShapeError(*problems)
     if attn_mask is not None:
@@ -160,7 +163,7 @@ def context_attention(
     if ulysses:
         gqa = query.shape[1] != key.shape[1]
         query, key, value = (
-            whole_order(_exchanged(each, ranks, 1, 2), ranks.size, balanced=balanced)
+            _reordered(_exchanged(each, ranks, 1, 2), ranks.size, balanced=balanced)
             for each in (query, key, value)
         )
         if not is_causal:
@@ -168,9 +171,10 @@ def context_attention(
         mixed = F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=gqa, scale=scale
         )
-        return _exchanged(rank_order(mixed, ranks.size, balanced=balanced), ranks, 2, 1)
+        return _exchanged(_reordered(mixed, ranks.size, balanced=balanced, by_rank=True), ranks, 2, 1)
     if is_causal and has_attention_with_lse(query, value):
-        return attend_in_pieces(query, key, value, ranks, balanced=balanced, scale=scale)
+        pieces = _pieces(query.shape[2], ranks, balanced=balanced)
+        return cast("Tensor", _InPieces.apply(query, key, value, ranks, pieces, scale))  # type: ignore[no-untyped-call]
     if is_causal:
         seen = _causal(query.shape[2], ranks, balanced=balanced)
     elif attn_mask is None:
@@ -180,19 +184,19 @@ def context_attention(
     attend = partial(_attend_to_gathered, ranks=ranks, balanced=balanced, scale=scale, seen=seen)
     if torch.compiler.is_compiling():  # whose partitioner decides what is kept
         return attend(query, key, value)
-    result: Tensor = checkpoint(
+    result = checkpoint(
         attend,
         *(query, key, value),
         use_reentrant=False,
         preserve_rng_state=False,
         context_fn=partial(create_selective_checkpoint_contexts, _keep_attention),
     )
-    return result
+    return cast("Tensor", result)
 
 
 def _causal(length: int, ranks: RankGroup, *, balanced: bool) -> list[tuple[int | None, Any]]:
     """Return how many keys, the first of the sequence, each chunk of this rank's queries sees, and the mask of these."""
-    parts = chunks_of(ranks.rank, ranks.size, balanced=balanced)
+    parts = _chunks_of(ranks.rank, ranks.size, balanced=balanced)
     size = length // len(parts)
     ends = [(part + 1) * size for part in parts]
     return [(end, causal_lower_right(size, end)) for end in ends]  # which kernels take, and no matrix
@@ -216,7 +220,7 @@ def _attend_to_gathered(
 ) -> Tensor:
     """Return the attention of this rank's queries to the keys and values of all ranks, with any kernel; ``seen`` is by chunk."""
     key, value = (
-        whole_order(gather_parts(each, ranks, 2), ranks.size, balanced=balanced) for each in (key, value)
+        _reordered(gather_parts(each, ranks, 2), ranks.size, balanced=balanced) for each in (key, value)
     )
     gqa = query.shape[1] != key.shape[1]
     results = []
@@ -226,8 +230,15 @@ def _attend_to_gathered(
     return results[0] if len(results) == 1 else torch.cat(results, dim=2)
 
 
-def _shape_problems(
-    query: Tensor, key: Tensor, value: Tensor, ranks: RankGroup, *, balanced: bool, ulysses: bool
+def _problems(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ranks: RankGroup,
+    *,
+    balanced: bool,
+    ulysses: bool,
+    dropout: bool,
 ) -> list[str]:
     problems = []
     shapes = [tuple(each.shape) for each in (query, key, value)]
@@ -248,15 +259,8 @@ def _shape_problems(
             f"{counts[0]} heads and {counts[1]} heads of keys and values cannot be divided among {ranks.size} ranks; "
             "leave ulysses out"
         )
-    return problems
-
-
-def _way_problems(attn_mask: Tensor | None, dropout_p: float, *, is_causal: bool, ulysses: bool) -> list[str]:
-    problems = []
-    if dropout_p and not ulysses:
+    if dropout and not ulysses:
         problems.append("dropout_p: give ulysses=True")
-    if attn_mask is not None and is_causal:
-        problems.append("attn_mask: give is_causal=False, and a mask that is causal where that is meant")
     return problems
 
 
@@ -266,7 +270,133 @@ def _exchanged(tensor: Tensor, ranks: RankGroup, cut: int, joined: int) -> Tenso
     return torch.cat(exchange(sent, ranks).chunk(ranks.size, dim=0), dim=joined)
 
 
-def _padded(tensor: Tensor, dim: int, length: int, value: float) -> Tensor:
+def _padded(dim: int, length: int, tensor: Tensor, value: float) -> Tensor:
     shape = list(tensor.shape)
     shape[dim] = length - shape[dim]
     return torch.cat([tensor, tensor.new_full(shape, value)], dim)
+
+
+def _chunks_of(rank: int, size: int, *, balanced: bool) -> tuple[int, ...]:
+    """Return which chunks of the whole sequence a rank has."""
+    return (rank, 2 * size - 1 - rank) if balanced else (rank,)
+
+
+def _reordered(tensor: Tensor, size: int, *, balanced: bool, by_rank: bool = False) -> Tensor:
+    """Return the sequence in its own order, from the parts of all ranks one after the other; or the inverse, ``by_rank``."""
+    order = [part for rank in range(size) for part in _chunks_of(rank, size, balanced=balanced)]
+    if not by_rank:
+        order = [order.index(part) for part in range(len(order))]
+    if order == sorted(order):
+        return tensor
+    chunks = tensor.chunk(len(order), dim=2)
+    return torch.cat([chunks[number] for number in order], dim=2)
+
+
+class _Pieces(NamedTuple):
+    """What ranks see of each other: the first keys of each part. So many come from each rank, and so many go to each.
+
+    ``seen``: from which of this rank's queries on which of the keys that come are seen.
+    """
+
+    received: list[int]
+    sent: list[int]
+    seen: list[tuple[int, slice]]
+
+
+def _pieces(length: int, ranks: RankGroup, *, balanced: bool) -> _Pieces:
+    """In balanced order all queries see the first chunk of each rank before, and the second half both of each rank after."""
+    before, after = (length // 2, length) if balanced else (length, 0)
+    count_after = ranks.size - ranks.rank - 1
+    received = [before] * ranks.rank + [0] + [after] * count_after
+    sent = [after] * ranks.rank + [0] + [before] * count_after
+    middle, end = before * ranks.rank, sum(received)
+    seen = [(0, slice(0, middle)), (before, slice(middle, end))]
+    return _Pieces(received, sent, [each for each in seen if each[1].start < each[1].stop])
+
+
+class _InPieces(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0917  torch passes them by position
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        ranks: RankGroup,
+        pieces: _Pieces,
+        scale: float | None,
+    ) -> Tensor:
+        output, sums = _attend(query, key, value, True, scale)
+        both = _received(key, value, ranks, pieces)
+        for first, keys in pieces.seen:
+            chunk, *merged = (each[:, :, first:] for each in (query, output, sums))
+            _merge(merged, _attend(chunk, *_keys_and_values(both[keys]), False, scale))
+        ctx.save_for_backward(query, key, value, output, sums)
+        ctx.ranks, ctx.pieces, ctx.scale = ranks, pieces, scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, sums = ctx.saved_tensors
+        pieces, known = ctx.pieces, (gradient, query, output, sums)
+        of_query, *of_own = _attend_backward(known, key, value, True, ctx.scale)
+        both = _received(key, value, ctx.ranks, pieces)
+        for first, keys in pieces.seen:
+            chunk = [each[:, :, first:] for each in known]
+            keys_and_values = _keys_and_values(both[keys])
+            more, *found = _attend_backward(chunk, *keys_and_values, False, ctx.scale)
+            of_query[:, :, first:].add_(more)
+            # Gradients take the place of what they are of: the second exchange waits for the first, also where it sends nothing.
+            for whole, some in zip(keys_and_values, found, strict=True):
+                whole.copy_(some)
+        of_own = [each.to(sums.dtype) for each in of_own]
+        for part in all_to_all(both, ctx.ranks, pieces.received, pieces.sent).split(pieces.sent):
+            for own, some in zip(of_own, _keys_and_values(part), strict=True):
+                own[:, :, : part.shape[0]].add_(some)
+        of_key, of_value = (each.to(key.dtype) for each in of_own)
+        return of_query, of_key, of_value, None, None, None
+
+
+def _received(key: Tensor, value: Tensor, ranks: RankGroup, pieces: _Pieces) -> Tensor:
+    """Return what a rank sees of the keys and values: the sequence, which of the two, batch, heads, width."""
+    both = torch.stack([each.permute(2, 0, 1, 3) for each in (key, value)], 1)
+    outgoing = torch.cat([both[:count] for count in pieces.sent])
+    return all_to_all(outgoing, ranks, pieces.sent, pieces.received)
+
+
+def _keys_and_values(both: Tensor) -> tuple[Tensor, Tensor]:
+    """Return views of keys and values in the form that attention takes."""
+    key, value = both.permute(1, 2, 3, 0, 4)
+    return key, value
+
+
+def _merge(merged: Sequence[Tensor], more: tuple[Tensor, Tensor]) -> None:
+    """Add attention to further keys to a result and its log-sum-exp, in the type of the latter."""
+    (result, sums), (other, other_sums) = merged, more
+    weight = torch.sigmoid(other_sums - sums)[..., None]
+    result.copy_(torch.lerp(result.to(sums.dtype), other.to(sums.dtype), weight))
+    sums.copy_(torch.logaddexp(sums, other_sums))
+
+
+def _for_each_head(key: Tensor, query: Tensor) -> Tensor:
+    """Return keys or values, of which several heads of queries share one, for each of them."""
+    heads = query.shape[1] // key.shape[1]
+    return key if heads == 1 else key.repeat_interleave(heads, 1)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    key, value = (_for_each_head(each, query) for each in (key, value))
+    return attention_with_lse(query, key, value, causal, scale)
+
+
+def _attend_backward(
+    known: Sequence[Tensor], key: Tensor, value: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradient, query, output, sums = known
+    whole = (_for_each_head(each, query) for each in (key, value))
+    of_query, *others = attention_backward((gradient, query, *whole, output, sums), causal, scale)
+    if key.shape[1] != query.shape[1]:
+        others = [each.unflatten(1, (key.shape[1], -1)).sum(2) for each in others]
+    of_key, of_value = others
+    return of_query, of_key, of_value

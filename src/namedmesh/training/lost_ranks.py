@@ -62,22 +62,15 @@ def report_lost_ranks(mesh: NamedMesh, *, timeout: timedelta = timedelta(seconds
     ending = ""
     try:
         yield
-    except RuntimeError as error:
-        found = None if isinstance(error, NamedMeshError) else answers.verdict()
+    except BaseException as error:
+        of_backend = isinstance(error, RuntimeError) and not isinstance(error, NamedMeshError)
+        found = answers.verdict() if of_backend else None
         if found is not None:
             raise found from None
-        ending = _words(error)
-        raise
-    except BaseException as error:
-        ending = _words(error)
+        ending = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
         raise
     finally:
         answers.leave(ending)
-
-
-def _words(error: BaseException) -> str:
-    """Return the type of an error and its first line."""
-    return f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
 
 
 class _Answers:
@@ -99,9 +92,8 @@ class _Answers:
     def _answer(self, connection: dist.Store) -> None:
         store = LimitedStore(connection, math.inf)
         with suppress(RuntimeError):  # the store is gone
-            while not store.appears(
-                f"asked/{self.rank}", timedelta(days=20)
-            ):  # the longest that poll() takes
+            # The longest that poll() takes.
+            while not store.appears(f"asked/{self.rank}", timedelta(days=20)):
                 pass
             store.first(f"answer/{self.rank}", "")
 
@@ -166,18 +158,20 @@ class _Answers:
                 found[rank] = "does not answer: it was killed, was stopped, or is cut off"
             elif ending := store.get(answer):
                 found[rank] = f"ended with {ending}"
-        return {rank: self._sentence(rank, what) for rank, what in found.items()}
-
-    def _sentence(self, rank: int, what: str) -> str:
         layout = self.mesh.layout
-        place = ", ".join(f"{axis} {where}" for axis, where in layout.coords(rank).items())
-        groups = [
-            f"{axis} (ranks {listing(layout.group(rank, axis))})" for axis, size in layout.items() if size > 1
-        ]
-        return (
-            f"rank {rank} ({place}) {what}; lost with it: {', '.join(groups)}; end the job, and start it again from its last "
-            "checkpoint"
-        )
+        sentences = {}
+        for rank, what in found.items():
+            place = ", ".join(f"{axis} {where}" for axis, where in layout.coords(rank).items())
+            groups = [
+                f"{axis} (ranks {listing(layout.group(rank, axis))})"
+                for axis, size in layout.items()
+                if size > 1
+            ]
+            sentences[rank] = (
+                f"rank {rank} ({place}) {what}; lost with it: {', '.join(groups)}; end the job, and start it again from its last "
+                "checkpoint"
+            )
+        return sentences
 
 
 def _connection(mesh: NamedMesh) -> dist.Store:

@@ -1,12 +1,14 @@
-"""Pipelines: torch.distributed.pipelining over ``pp``, for batches of any size, with the layers of each stage."""
+"""Pipelines: torch.distributed.pipelining over ``pp``, for batches of any size, the layers of stages, and weights that two share."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -15,6 +17,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from namedmesh._torch import remove_backwards, tree_leaves, tree_map
 from namedmesh.errors import LayoutError, ShapeError
 from namedmesh.sizes import stage_range
+from namedmesh.tensor_parallel.collectives import local_shard
 from namedmesh.training.seeds import streams
 
 if TYPE_CHECKING:
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 
     from namedmesh.mesh import NamedMesh
 
+    Layers = Sequence[nn.Module] | nn.ModuleList
     Loss = Callable[[Tensor, Any], Tensor]
 
 # Schedules whose stages go to the last rank and back; torch 2.8 does not have the second.
@@ -43,16 +47,12 @@ def stage_layers(
 
 @overload
 def stage_layers(
-    layers: Sequence[nn.Module] | nn.ModuleList,
-    mesh: NamedMesh | None,
-    *,
-    stage: int | None = None,
-    stages: int | None = None,
+    layers: Layers, mesh: NamedMesh | None, *, stage: int | None = None, stages: int | None = None
 ) -> nn.ModuleDict: ...
 
 
 def stage_layers(
-    layers: int | Sequence[nn.Module] | nn.Sequential | nn.ModuleList,
+    layers: int | Layers | nn.Sequential,
     mesh: NamedMesh | None,
     *,
     stage: int | None = None,
@@ -171,39 +171,33 @@ def pipeline(
         >>> output = pipe.step(torch.ones(3, 2), target=torch.ones(3, 1), losses=losses)   # 3 rows in 2 parts
         >>> bool(torch.isclose(sum(losses), torch.nn.functional.mse_loss(output, torch.ones(3, 1))))
         True
-        >>> mesh.close()
-        >>> dist.destroy_process_group()
+        >>> mesh.close(); dist.destroy_process_group()
     """
     modules = [stages] if isinstance(stages, nn.Module) else list(stages)
-    return Pipeline(mesh, modules, schedule, microbatches, loss, mean=reduction == "mean", whole=whole)
+    return Pipeline(mesh, modules, schedule, microbatches, loss, reduction, frozenset(whole))
 
 
+@dataclass(eq=False, repr=False)
 class Pipeline:
-    """What :func:`pipeline` returns."""
+    """What :func:`pipeline` returns, and its arguments."""
 
-    def __init__(
-        self,
-        mesh: NamedMesh,
-        modules: list[nn.Module],
-        schedule: str,
-        microbatches: int,
-        loss: Loss,
-        *,
-        mean: bool,
-        whole: Sequence[str],
-    ) -> None:
-        self._mesh, self._modules = mesh, modules
-        self._kind = _schedule_class(schedule)
-        self._indices = stage_indices(mesh, schedule, len(modules))
-        self._microbatches, self._loss, self._mean = microbatches, loss, mean
-        self._sharded = [
-            each for module in modules for each in module.modules() if isinstance(each, FSDPModule)
-        ]
-        if mesh.size("pp") > 1 or not issubclass(self._kind, PipelineScheduleSingle):
+    mesh: NamedMesh
+    modules: list[nn.Module]
+    schedule: str
+    microbatches: int
+    loss: Loss
+    reduction: str
+    whole: frozenset[str]
+
+    def __post_init__(self) -> None:
+        self._kind = _schedule_class(self.schedule)
+        self._indices = stage_indices(self.mesh, self.schedule, len(self.modules))
+        inside = [each for module in self.modules for each in module.modules()]
+        self._sharded = [each for each in inside if isinstance(each, FSDPModule)]
+        if self.mesh.size("pp") > 1 or not issubclass(self._kind, PipelineScheduleSingle):
             for each in self._sharded:
                 each.set_reshard_after_forward(False, recurse=False)
-        self._whole = frozenset(whole)
-        for module in modules:
+        for module in self.modules:
             module.register_forward_pre_hook(_unpacked, with_kwargs=True)
         # By the shape of a batch, the rows of a part of it, and torch's schedule.
         self._built: dict[object, tuple[int, Any]] = {}
@@ -248,7 +242,7 @@ class Pipeline:
         with torch.no_grad():
             output = self._run(args, kwargs, target, None, train=False)
             if output is not None and target is not None and losses is not None:
-                losses[:] = [self._loss(output, target)]
+                losses[:] = [self.loss(output, target)]
         for each in self._sharded:
             each.reshard()
         return output
@@ -262,10 +256,8 @@ class Pipeline:
         *,
         train: bool,
     ) -> Tensor | None:
-        cut = [
-            *args,
-            *(each for key, each in kwargs.items() if isinstance(each, Tensor) and key not in self._whole),
-        ]
+        by_row = [each for key, each in kwargs.items() if key not in self.whole]
+        cut = [*args, *(each for each in by_row if isinstance(each, Tensor))]
         split = [*cut, *(each for each in tree_leaves(target) if isinstance(each, Tensor))]
         counts = {each.shape[0] if each.ndim else 0 for each in split}
         if len(counts) != 1 or not args or 0 in counts:
@@ -276,7 +268,7 @@ class Pipeline:
         (count,) = counts
         shape = train, tuple((each.shape[1:], each.dtype, each.requires_grad) for each in cut)
         known = self._built.get(shape, (0, None))[0]
-        rows = max(-(-count // self._microbatches), known)
+        rows = max(-(-count // self.microbatches), known)
         if rows != known:  # the buffers of a stage are made for one shape
             self._built[shape] = rows, self._schedule(train=train)
             if len(self._built) > _SHAPES:
@@ -284,16 +276,16 @@ class Pipeline:
         schedule = self._built[shape][1]
         self._count = count
         # Parts of one size: the last row again, which the loss leaves out.
-        index = torch.arange(rows * self._microbatches)
+        index = torch.arange(rows * self.microbatches)
         filled = index.clamp(max=count - 1)
 
         def fill(value: Any) -> Any:
             whole = not isinstance(value, Tensor) or len(index) == count
             return value if whole else value[filled.to(value.device)]
 
-        given = [fill(each) for each in args] if self._mesh.is_first("pp") else []
-        named = {key: _Whole(value) if key in self._whole else fill(value) for key, value in kwargs.items()}
-        with _unchanged_by_first_run(self._modules if rows != known else []):
+        given = [fill(each) for each in args] if self.mesh.is_first("pp") else []
+        named = {key: _Whole(value) if key in self.whole else fill(value) for key, value in kwargs.items()}
+        with _unchanged_by_first_run(self.modules if rows != known else []):
             if train and target is not None:
                 self._target = target
                 output = schedule.step(*given, target=index, losses=losses, **named)
@@ -302,17 +294,17 @@ class Pipeline:
         return None if output is None else output[:count]
 
     def _schedule(self, *, train: bool) -> Any:
-        mesh = self._mesh
-        count = len(self._modules) * mesh.size("pp")
+        mesh = self.mesh
+        count = len(self.modules) * mesh.size("pp")
         stages = [
             PipelineStage(module, index, count, mesh.device, group=mesh.group("pp"))
-            for module, index in zip(self._modules, self._indices, strict=True)
+            for module, index in zip(self.modules, self._indices, strict=True)
         ]
         single = issubclass(self._kind, PipelineScheduleSingle)
         loss = self._part if train else None
         # Without gradients, 1F1B does what GPipe does; torch 2.8 lets only the latter leave the backwards out.
         kind: Any = self._kind if train or not single else ScheduleGPipe
-        schedule = kind(stages[0] if single else stages, self._microbatches, loss_fn=loss, scale_grads=False)
+        schedule = kind(stages[0] if single else stages, self.microbatches, loss_fn=loss, scale_grads=False)
         if not train and not single:
             remove_backwards(schedule)
         return schedule
@@ -323,9 +315,9 @@ class Pipeline:
         rows = min(len(index), self._count - first)
         if rows < 1:
             # Without a row of the batch, a row's loss times zero: the backward is the same on every rank.
-            return 0 * self._loss(output[:1], _rows_of(self._target, slice(self._count - 1, self._count)))
-        loss = self._loss(output[:rows], _rows_of(self._target, slice(first, first + rows)))
-        return loss * (rows / self._count) if self._mean else loss
+            return 0 * self.loss(output[:1], _rows_of(self._target, slice(self._count - 1, self._count)))
+        loss = self.loss(output[:rows], _rows_of(self._target, slice(first, first + rows)))
+        return loss * (rows / self._count) if self.reduction == "mean" else loss
 
 
 class _Whole:
@@ -383,3 +375,60 @@ def _protect_once(module: nn.Module) -> None:
 
     first = module.register_forward_pre_hook(before, prepend=True)
     last = module.register_forward_hook(after, always_call=True)
+
+
+@torch.no_grad()
+def tie_stages(mesh: NamedMesh, parameter: Tensor | None) -> Callable[[], None]:
+    """Tie a parameter of the first pipeline stage to one of the last, such as an embedding to the output; communicates.
+
+    Prevents: two copies of one weight that learn apart, each from the gradients of its stage; and a norm of the gradients
+    that counts them twice. The last stage's copy takes the first one's values, and is marked as ``shared`` for
+    :func:`clip_grad_norm_`. Call it after ``fully_shard``, on every rank; both copies are sharded alike.
+
+    Args:
+        mesh: a mesh with an axis ``pp``.
+        parameter: the first and the last stage's; None on the stages between them.
+
+    Returns:
+        A function that sums the two gradients: every rank calls it once a step, before clipping.
+
+    Raises:
+        ShapeError: the two have other shapes or types, or a stage has none; on the ranks of both.
+
+    Example:
+        >>> import namedmesh, torch, torch.distributed as dist
+        >>> from namedmesh import training
+        >>> mesh = namedmesh.init_mesh(pp=1, device="cpu")
+        >>> weight = torch.nn.Parameter(torch.ones(4, 2))
+        >>> sum_gradients = training.tie_stages(mesh, weight)   # nothing to do on one stage
+        >>> sum_gradients()
+        >>> mesh.close(); dist.destroy_process_group()
+    """
+    if mesh.size("pp") == 1:
+        return lambda: None
+    with mesh.agreed("tie_stages") as maker:
+        maker.compare({})
+        made = maker.make_sets([(each[0], each[-1]) for each in mesh.layout.groups("pp")], "first_last_pp")
+    if not (mesh.is_first("pp") or mesh.is_last("pp")):
+        return lambda: None
+    ((ranks, group),) = [(ranks, group) for ranks, group in made.items() if mesh.global_rank in ranks]
+    described: list[Any] = [None, None]
+    mine = None if parameter is None else (tuple(local_shard(parameter).shape), str(parameter.dtype))
+    dist.all_gather_object(described, mine, group=group)
+    if parameter is None or described[0] != described[1]:
+        raise ShapeError(
+            f"ranks {ranks[0]} and {ranks[1]} tie {described[0]} and {described[1]}; give both stages a parameter of one shape "
+            "and type"
+        )
+    dist.broadcast(local_shard(parameter), src=ranks[0], group=group)
+    if mesh.is_last("pp"):
+        parameter.shared = True  # type: ignore[attr-defined]
+    tied = parameter
+
+    @torch.no_grad()
+    def sum_gradients() -> None:
+        if tied.grad is None:
+            tied.grad = torch.zeros_like(tied)
+        dist.all_reduce(local_shard(tied.grad), group=group)
+
+    return sum_gradients

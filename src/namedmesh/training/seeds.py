@@ -268,8 +268,7 @@ def seed_all(seed: int, mesh: NamedMesh, differ_over: Iterable[str] | None = Non
         AxisError: a name that is no axis.
 
     Example:
-        >>> import torch, torch.distributed as dist
-        >>> import namedmesh
+        >>> import namedmesh, torch, torch.distributed as dist
         >>> from namedmesh import training
         >>> mesh = namedmesh.init_mesh(dp=-1, tp=1, device="cpu")
         >>> training.seed_all(1, mesh)

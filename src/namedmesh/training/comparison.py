@@ -1,4 +1,4 @@
-"""Which entries of a checkpoint are the same on all ranks that have them: reductions along the axes of the mesh.
+"""Whether values are the same: by a hash of all that they hold, and the entries of a checkpoint on all ranks that have them.
 
 Each rank's work grows with its own entries, and not with the number of ranks. Along an axis whose ranks have the same
 names it is one maximum of a matrix; where they have others, as pipeline stages do, the rows are gathered over this axis.
@@ -6,8 +6,14 @@ names it is one maximum of a matrix; where they have others, as pipeline stages 
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
+import hashlib
+import sys
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,20 +22,85 @@ from torch.nn.utils.rnn import pad_sequence
 
 from namedmesh.errors import listing
 from namedmesh.tensor_parallel.collectives import local_shard
-from namedmesh.training.contents import digest
 from namedmesh.training.reduction import all_reduced
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from namedmesh.mesh import NamedMesh
     from namedmesh.training.checkpoint_state import Entry
+
+Detail = tuple["tuple[int, ...]", "tuple[object, ...]", "list[float]"]
+"""The shape of the whole, the part of it, and the numbers of an entry that differs."""
 
 _SAMPLE = 1024  # elements of a tensor that are compared between ranks, at least
 # Replicas may differ by what rounding adds up to over a run; different tensors differ by more.
 _TOLERANCE = 1e-3
 _NO_NUMBER = 1e300
 _SHAPE, _SHARD, _NUMBERS = 0, 1, slice(3, 5)  # columns of a table; between them all bits
+
+
+def digest(value: object) -> int:
+    """Return a hash of what a value holds, equal for others with a chance of 2 to the -62; never 0.
+
+    Values that are equal have the same: dicts in any order, and NumPy's numbers and arrays as well as torch's.
+
+    Example:
+        >>> digest({"a": [1], "b": torch.ones(2)}) == digest({"b": torch.ones(2), "a": [1]}) != digest({"a": [1]})
+        True
+    """
+    found = hashlib.sha256()
+    for part in _parts(value, ()):
+        found.update(part)
+    return int.from_bytes(found.digest()[:8], "little") >> 1 | 1
+
+
+def _parts(value: Any, around: tuple[int, ...]) -> Iterator[bytes]:
+    """Yield the bytes of a value; ``around`` are the identities of what it is in."""
+    if id(value) in around:
+        yield b"around"
+        return
+    inside = (*around, id(value))
+    if isinstance(value, torch.Tensor):
+        flat = local_shard(value).detach().cpu().contiguous()
+        yield repr((flat.dtype, tuple(flat.shape))).encode()
+        yield ctypes.string_at(flat.data_ptr(), flat.nbytes)
+    elif isinstance(value, Mapping):
+        yield b"{"
+        # Ranks may fill theirs in different orders.
+        for key, each in sorted(value.items(), key=lambda item: repr(item[0])):
+            yield from _parts(key, inside)
+            yield from _parts(each, inside)
+        yield b"}"
+    elif isinstance(value, list | tuple):
+        yield b"("
+        for each in value:
+            yield from _parts(each, inside)
+        yield b")"
+    elif isinstance(value, AbstractSet):
+        yield repr(sorted(map(digest, value))).encode()
+    else:
+        yield from _parts_of_object(value, inside)
+
+
+def _parts_of_object(value: Any, inside: tuple[int, ...]) -> Iterator[bytes]:
+    """Yield the bytes of what is no collection of Python's: NumPy's, or by its fields, or by its text."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
+        if value.ndim == 0 or value.dtype.hasobject:
+            yield from _parts(value.tolist(), inside)
+        else:
+            yield repr((value.dtype.str, value.shape)).encode()
+            yield value.tobytes()
+        return
+    yield type(value).__name__.encode()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        yield from _parts(fields, inside)
+    elif getattr(type(value), "__repr__", None) is object.__repr__ and hasattr(value, "__dict__"):
+        yield from _parts(vars(value), inside)
+    else:
+        yield b"\0" + repr(value).encode()
 
 
 @torch.no_grad()
@@ -52,11 +123,15 @@ def _hash(value: object) -> float:
     return _exactly(digest(str(value)))
 
 
-def differing(mesh: NamedMesh | None, names: Sequence[str], table: Tensor) -> dict[str, list[float]]:
-    """Return the entries that are not the same on all ranks that have them, and this rank's numbers of each; communicates."""
+def differing(
+    mesh: NamedMesh | None, entries: Mapping[str, Entry], table: Tensor
+) -> tuple[dict[str, Detail], dict[str, int]]:
+    """Return the entries that contradict those of another rank, and hashes of those that are per rank; communicates."""
+    wrong: dict[str, Detail] = {}
+    own: dict[str, int] = {}
     if mesh is None:
-        return {}
-    ids = torch.tensor([_hash(name) for name in names], dtype=torch.float64)
+        return wrong, own
+    ids = torch.tensor([_hash(name) for name in entries], dtype=torch.float64)
     bounds = torch.stack([table, -table], 1)
     axes = dict.fromkeys(axis for layout in (mesh.layout, *mesh.views.values()) for axis in layout)
     for axis in axes:
@@ -66,8 +141,13 @@ def differing(mesh: NamedMesh | None, names: Sequence[str], table: Tensor) -> di
     limits = torch.zeros_like(high)
     limits[:, _NUMBERS] = _TOLERANCE * torch.maximum(high.abs(), low.abs())[:, _NUMBERS].amax(1, keepdim=True)
     same = (high - low <= limits).all(1)
-    rows = zip(names, table[:, _NUMBERS].tolist(), same.tolist(), strict=True)
-    return {name: numbers for name, numbers, each in rows if not each}
+    rows = zip(entries.items(), table[:, _NUMBERS].tolist(), same.tolist(), strict=True)
+    for (name, entry), numbers, alike in rows:
+        if not alike and entry.shape is not None:
+            wrong[name] = entry.shape, entry.shard, numbers
+        elif not alike:
+            own[name] = digest(entry.value)
+    return wrong, own
 
 
 def _reduced(mesh: NamedMesh, axis: str, ids: Tensor, bounds: Tensor) -> Tensor:
@@ -113,10 +193,6 @@ def _sample(entry: Entry) -> Tensor:
     return local.reshape(-1)[:: max(1, local.numel() // _SAMPLE)].double()
 
 
-Detail = tuple["tuple[int, ...] | None", "tuple[object, ...]", "list[float]"]
-"""The shape of the whole, the part of it, and the numbers of an entry that differs."""
-
-
 def shown(name: str) -> str:
     """Return the name of an entry as messages have it."""
     return repr(name.partition(".")[2])
@@ -128,10 +204,9 @@ def contradictions(by_rank: Sequence[Mapping[str, Detail]]) -> list[str]:
     for rank, entries in enumerate(by_rank):
         for name, entry in entries.items():
             ranks_of.setdefault(name, {})[rank] = entry
-    found = {name: _how_it_differs(entries) for name, entries in ranks_of.items()}
     by_cause: dict[str, list[str]] = {}
-    for name, what in found.items():
-        by_cause.setdefault(what, []).append(shown(name))
+    for name, details in ranks_of.items():
+        by_cause.setdefault(_how_it_differs(details), []).append(shown(name))
     return [
         f"{listing(names)}: {what}, and a checkpoint holds one tensor of a name; replicas have to be equal, a layer "
         "has its number in the whole model in its name (training.stage_layers), and plain shards are marked with "
@@ -150,5 +225,5 @@ def _how_it_differs(entries: Mapping[int, Detail]) -> str:
         for rank, (_, part, others) in entries.items()
         if part == shard
     }
-    farthest = max(distance, key=lambda rank: distance[rank])
+    farthest = max(distance, key=distance.__getitem__)
     return f"other values on rank {farthest} than on rank {first}"
