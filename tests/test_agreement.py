@@ -16,7 +16,8 @@ from messages import error_of
 from ranks import limits_begin_with, live_groups, run_ranks, summed
 
 import namedmesh
-from namedmesh import AgreementError, GroupOptions, Layout, attempts, launch
+from namedmesh import AgreementError, GroupOptions, Layout, launch
+from namedmesh.agreement import Agreement
 from namedmesh.compat.deepspeed import mpu
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ def test_agreeing_ranks_exchange_no_text(monkeypatch: pytest.MonkeyPatch) -> Non
     def never(*_: object) -> None:
         raise AssertionError("the details were exchanged although the hashes agree")
 
-    monkeypatch.setattr(attempts.Participant, "_append", never)
+    monkeypatch.setattr(Agreement, "_append", never)
     assert run_ranks(4, lambda: repr(_right())) == [
         f"<NamedMesh dp=2 x tp=2 (4 ranks), rank {rank} on cpu>" for rank in range(4)
     ]
@@ -212,7 +213,7 @@ def test_agreement_errors_are_runtime_errors() -> None:
 def _send_once_it_waits(process: int, number: int) -> None:
     """Send a signal as soon as some thread waits for the other ranks, the store being open."""
     names: set[str] = set()
-    while "arrive" not in names:
+    while "_wait" not in names:
         for top in sys._current_frames().values():
             frame: FrameType | None = top
             while frame is not None:

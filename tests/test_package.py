@@ -37,7 +37,6 @@ ROOMS = (
     "launchers",
     "store",
     "hosts",
-    "attempts",
     "agreement",
     "launch",
     "views",

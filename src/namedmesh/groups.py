@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch.distributed as dist
 
 from namedmesh._torch import (
+    default_store,
     default_timeout,
     forget_group_caches,
     is_registered,
+    new_connection,
     state_of_default_group,
 )
-from namedmesh.attempts import Agreements
+from namedmesh.agreement import Agreements
 from namedmesh.errors import MeshError
 from namedmesh.options import GroupOptions, normalized_backend
 
@@ -96,7 +98,7 @@ class GroupRegistry:
         self.default_backend = dist.get_backend()
         self.default_timeout = default_timeout()
         self.lock = threading.RLock()
-        self.agreements = Agreements()
+        self.agreements = Agreements(lambda _: new_connection(default_store()))
         self.groups: dict[GroupKey, Communicator] = {}
         self.pools: list[GroupPool] = []
         self.ended = False

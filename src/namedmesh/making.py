@@ -15,10 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from namedmesh._torch import (
     bound_device,
     connects_without_blocking,
-    default_store,
     default_timeout_is_torchs,
     group_name,
-    new_connection,
     new_group_among_members,
 )
 from namedmesh.agreement import Agreement
@@ -49,7 +47,6 @@ class GroupMaker:
 
     def __init__(self, pool: GroupPool, agreement: Agreement) -> None:
         self.pool, self.agreement = pool, agreement
-        self._addresses = agreement.exchange = _Addresses()
         # Keys, not groups: an error's traceback, which may be kept for long, must keep none of them.
         self._taken: set[GroupKey] = set()
         self._partitions_before, self._sets_before = len(pool.partitions), set(pool.sets_created)
@@ -216,16 +213,32 @@ class GroupMaker:
         that is still connecting.
         """
         arguments, name = self._arguments(key, label, options), group_name(key)
-        addresses = None
-        if connects_without_blocking(arguments["backend"]):
-            place = key.ranks.index(self.pool.rank)
-            addresses = self._addresses.store_for(name, len(key.ranks), place)
-        return new_group_among_members(
+        store = dist.HashStore() if connects_without_blocking(arguments["backend"]) else None
+        group = new_group_among_members(
             key.ranks,
             name=name,
             store_prefix=f"namedmesh/groups/{self.agreement.token}",
-            addresses=addresses,
+            addresses=store,
             **arguments,
+        )
+        if store is not None:
+            self._exchange_addresses(name, key.ranks, store)
+        return group
+
+    def _exchange_addresses(self, name: str, ranks: tuple[int, ...], store: dist.Store) -> None:
+        """Let gloo find the addresses of the other members where this rank's are, once all have created the group.
+
+        gloo connects at the first collective, and would ask the store of the job then, without a limit.
+        """
+        place = ranks.index(self.pool.rank)
+        cards = [store.get(f"{card}/{place}").hex() for card in range(store.num_keys())]
+
+        def take(rank: int, text: str) -> None:
+            for card, address in enumerate(text.split()):
+                store.set(f"{card}/{ranks.index(rank)}", bytes.fromhex(address))
+
+        self.agreement.exchange(
+            name, " ".join(cards), [rank for rank in ranks if rank != self.pool.rank], take
         )
 
     def _arguments(self, key: GroupKey, label: str, options: GroupOptions) -> dict[str, Any]:
@@ -279,43 +292,6 @@ class GroupMaker:
         return made[groups.index(key.ranks)]
 
 
-class _Addresses:
-    """The addresses of new gloo groups, which their members tell each other when all have created them.
-
-    gloo connects at the first collective, and would ask the store of the job then, without a limit.
-    """
-
-    def __init__(self) -> None:
-        # Of each group: what its keys begin with, this rank's place in it, those of the others, and where gloo looks.
-        self._new: list[tuple[str, int, list[int], Any]] = []
-
-    def store_for(self, name: str, size: int, place: int) -> dist.Store:
-        """Return where a new group of this name keeps the addresses of its members, by network interface and place."""
-        store = dist.HashStore()
-        others = [*range(place), *range(place + 1, size)]
-        self._new.append((f"address/{name}", place, others, store))
-        return store
-
-    def texts(self) -> dict[str, str]:
-        """Return this rank's addresses, by group: one for each network interface."""
-        texts = {}
-        for prefix, place, _, store in self._new:
-            addresses = [store.get(f"{card}/{place}").hex() for card in range(store.num_keys())]
-            texts[f"{prefix}/{place}"] = " ".join(addresses)
-        return texts
-
-    def keys(self) -> list[str]:
-        """Return the keys of the other members' addresses."""
-        return [f"{prefix}/{other}" for prefix, _, others, _ in self._new for other in others]
-
-    def take(self, texts: Mapping[str, str]) -> None:
-        """Let gloo find the addresses of the other members."""
-        for prefix, _, others, store in self._new:
-            for other in others:
-                for card, address in enumerate(texts[f"{prefix}/{other}"].split()):
-                    store.set(f"{card}/{other}", bytes.fromhex(address))
-
-
 @contextmanager
 def agreed(
     pool: GroupPool, call: str, ranks: range, *, timeout: timedelta | None = None
@@ -334,22 +310,14 @@ def agreed(
     Raises:
         AgreementError: the ranks do not agree, some did not come in time, or one failed.
     """
-    registry, known = pool.registry, pool.registry.agreements
-    shared = default_store()
-
-    def connect(_: timedelta) -> dist.Store:
-        if known.store is None:
-            known.store = new_connection(shared)
-        return known.store
-
+    registry = pool.registry
     # What is no time is refused under the agreement.
     own = timeout if isinstance(timeout, timedelta) and timeout > timedelta(0) else None
     agreement = Agreement(
         call,
         ranks=ranks,
         rank=pool.rank,
-        store=known.store or connect,
-        known=known,
+        known=registry.agreements,
         timeout=own or pool.defaults.timeout or registry.default_timeout or timedelta(minutes=30),
         hosts_store=hosts_store(os.environ, pool.rank),
         alone=registry.default_backend == "fake",

@@ -8,7 +8,6 @@ import statistics
 import sys
 from contextlib import suppress
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -151,12 +150,10 @@ def _measured(
         axes = {group.axis: _speed(group, rank, device, megabytes) for group in groups}
         report = RankReport(socket.gethostname(), host_identity(), gloo_address(), local, axes)
         links = measure_links(hosts_of_ranks(report.place, device), rank, device, megabytes)
-        texts = {str(rank): json.dumps(report)}
-        heard = {**texts}
-        maker.agreement.exchange = SimpleNamespace(
-            texts=lambda: texts, keys=lambda: [*map(str, ranks)] if rank == 0 else [], take=heard.update
-        )
-    return [RankReport.from_data(json.loads(text)) for text in heard.values()], links
+        texts = {rank: json.dumps(report)}
+        others = [other for other in ranks if other != rank] if rank == 0 else []
+        maker.agreement.exchange("report", texts[rank], others, texts.__setitem__)
+    return [RankReport.from_data(json.loads(text)) for _, text in sorted(texts.items())], links
 
 
 def _speed(group: Group, rank: int, device: torch.device, megabytes: float) -> Speed:
